@@ -1,0 +1,6 @@
+"""Checkpoints: asynchronous and atomic, verified by checksums when restored."""
+
+from jaxtune.checkpoint.fingerprint import fingerprint, verify_fingerprint
+from jaxtune.checkpoint.manager import CheckpointManager, Restored
+
+__all__ = ["CheckpointManager", "Restored", "fingerprint", "verify_fingerprint"]

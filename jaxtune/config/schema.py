@@ -12,8 +12,6 @@ from typing import Any, Literal
 
 def option(default: Any, doc: str, unit: str = "") -> Any:
     """A dataclass field that carries its meaning and unit."""
-    if dataclasses.is_dataclass(default) and isinstance(default, type):
-        return dataclasses.field(default_factory=default, metadata={"doc": doc, "unit": unit})
     return dataclasses.field(default=default, metadata={"doc": doc, "unit": unit})
 
 
@@ -21,9 +19,9 @@ def option(default: Any, doc: str, unit: str = "") -> Any:
 class Model:
     """The model: where it comes from and how its weights are stored."""
 
-    path: str | None = option(None, "Hugging Face folder or hub id: config.json, tokenizer, weights")
-    revision: str | None = option(None, "branch, tag or commit on the hub")
-    from_scratch: bool = option(False, "random weights; only config.json and the tokenizer are read from model.path")
+    path: str | None = None()
+    revision: str | None = None()
+    from_scratch: bool = False()
     dtype: Literal["bfloat16", "float16", "float32"] = option(
         "bfloat16", "how weights that are not trained are stored; exported full models use it too"
     )
@@ -33,27 +31,27 @@ class Model:
 class Dataset:
     """One entry of data.datasets or data.eval_datasets."""
 
-    path: str | None = option(None, "file, folder, or hub id")
+    path: str | None = None()
     type: Literal["auto", "text", "instruction", "conversation", "tokenized"] = option(
         "auto", "how a sample becomes tokens; auto decides by the columns and says what it chose"
     )
     split: str = option("train", "split of a hub dataset")
-    subset: str | None = option(None, "subset (configuration name) of a hub dataset")
-    revision: str | None = option(None, "branch, tag or commit on the hub")
-    glob: str | None = option(None, "in a folder, only files that match, for example '**/*.py'")
+    subset: str | None = None()
+    revision: str | None = None()
+    glob: str | None = None()
     samples: int | None = option(None, "use only the first N samples", "samples")
     text_field: str = option("text", "column of type text")
     instruction_field: str = option("instruction", "column of the instruction")
     input_field: str | None = option("input", "column of the optional input")
     output_field: str = option("output", "column of the answer, the part that is trained")
-    system_field: str | None = option(None, "column of the system prompt")
-    system_prompt: str | None = option(None, "system prompt for every sample without one")
+    system_field: str | None = None()
+    system_prompt: str | None = None()
     prompt_format: str | None = option(
         None, "prompt of type instruction, with {system}, {instruction}, {input}; unset: the chat template"
     )
-    prompt_format_no_input: str | None = option(None, "the same for samples whose input is empty")
+    prompt_format_no_input: str | None = None()
     messages_field: str = option("messages", "column of the conversation: a list of {role, content}")
-    tools_field: str | None = option(None, "column of the tool descriptions handed to the chat template")
+    tools_field: str | None = None()
 
 
 @dataclass(frozen=True)
@@ -64,14 +62,17 @@ class Data:
     eval_datasets: tuple[Dataset, ...] = option((), "validation data; replaces validation_split")
     validation_split: float = option(0.0, "part of the training documents held out for validation", "fraction")
     seq_len: int = option(2048, "tokens in a row", "tokens")
-    packing: bool = option(True, "several documents a row; attention never crosses from one into another")
+    packing: bool = True()
     truncation: Literal["auto", "delete", "right", "split"] = option(
-        "auto", "documents longer than a row: delete, cut at the right, or split into rows; auto: split for text, else delete"
+        "auto",
+        "documents longer than a row: delete, cut at the right, or split into rows; auto: split for text, else delete",
     )
-    shuffle: bool = option(True, "a new order each epoch, from data.seed")
+    shuffle: bool = True()
     seed: int = option(1234, "seed of the order")
-    on_bad_row: Literal["error", "skip"] = option("error", "a sample that cannot be read or trained on: stop, or skip and count")
-    cache_dir: str | None = option(None, "tokenised documents; unset: <train.output_dir>/cache")
+    on_bad_row: Literal["error", "skip"] = option(
+        "error", "a sample that cannot be read or trained on: stop, or skip and count"
+    )
+    cache_dir: str | None = None()
 
 
 @dataclass(frozen=True)
@@ -79,15 +80,15 @@ class Train:
     """The length and shape of the run."""
 
     output_dir: str = option("runs", "folder of all runs")
-    run_name: str | None = option(None, "folder of this run in output_dir; unset: the recipe's file name")
+    run_name: str | None = None()
     max_steps: int | None = option(None, "optimizer steps; unset: train.epochs decides", "steps")
     epochs: float = option(1.0, "passes over the data", "epochs")
     micro_batch_size: int = option(1, "rows a data-parallel shard computes at once", "rows")
     grad_accum_steps: int = option(1, "micro-batches summed before an optimizer step", "micro-batches")
     seed: int = option(0, "seed of random weights, adapters and dropout")
     max_bad_steps: int = option(5, "stop after this many non-finite steps in a row", "steps")
-    deterministic: bool = option(False, "bit-equal repeats on a GPU too, at some cost in speed")
-    freeze: str | None = option(None, "regex over Hugging Face names: parameters that are not trained")
+    deterministic: bool = False()
+    freeze: str | None = None()
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,9 @@ class Optim:
 
     name: Literal["adamw"] = option("adamw", "optimizer")
     learning_rate: float = option(2e-4, "peak learning rate")
-    schedule: Literal[
-        "linear", "cosine", "wsd", "constant", "polynomial", "inverse_sqrt", "cosine_with_restarts"
-    ] = option("linear", "shape of the learning rate after warm-up")
+    schedule: Literal["linear", "cosine", "wsd", "constant", "polynomial", "inverse_sqrt", "cosine_with_restarts"] = (
+        option("linear", "shape of the learning rate after warm-up")
+    )
     warmup_steps: int = option(0, "linear warm-up from zero", "steps")
     warmup_ratio: float = option(0.0, "the same as a part of all steps; not with warmup_steps", "fraction")
     cooldown_steps: int = option(0, "linear descent to the final rate at the end (wsd, constant)", "steps")
@@ -117,7 +118,7 @@ class Optim:
 class Lora:
     """Low-rank adapters (Hu et al. 2021); everything else is frozen."""
 
-    enabled: bool = option(False, "train adapters instead of the model")
+    enabled: bool = False()
     rank: int = option(16, "rank of an adapter")
     alpha: float = option(32.0, "scale: alpha / rank, or alpha / sqrt(rank) with use_rslora")
     dropout: float = option(0.0, "dropout before the adapter", "fraction")
@@ -125,8 +126,8 @@ class Lora:
         "all-linear", "all-linear (all but the head), a list of module names, or a regex over Hugging Face names"
     )
     dtype: Literal["float32", "bfloat16"] = option("float32", "dtype of the adapters")
-    use_rslora: bool = option(False, "rank-stabilised scale (Kalajdzievski 2023)")
-    path: str | None = option(None, "PEFT adapter folder to start from")
+    use_rslora: bool = False()
+    path: str | None = None()
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,9 @@ class Ckpt:
 
     save_steps: int = option(100, "steps between checkpoints; 0: only at the end", "steps")
     keep_last: int = option(2, "verified checkpoints kept", "checkpoints")
-    resume: str | int = option("auto", "auto: the newest good checkpoint of this run; never: refuse an existing run; or a step")
+    resume: Literal["auto", "never"] | int = option(
+        "auto", "auto: the newest good checkpoint of this run; never: refuse an existing run; or a step"
+    )
 
 
 @dataclass(frozen=True)
@@ -179,9 +182,9 @@ class Eval:
 class Wandb:
     """Weights & Biases; offline by WANDB_MODE=offline."""
 
-    enabled: bool = option(False, "log to wandb")
+    enabled: bool = False()
     project: str = option("jaxtune", "project")
-    name: str | None = option(None, "name of the run; unset: train.run_name")
+    name: str | None = None()
     tags: tuple[str, ...] = option((), "tags")
 
 
@@ -190,16 +193,16 @@ class Log:
     """What is shown and written."""
 
     every: int = option(1, "steps between lines of progress", "steps")
-    jsonl: bool = option(True, "metrics.jsonl, one object a step")
-    tensorboard: bool = option(False, "TensorBoard events (pip install 'jaxtune[tensorboard]')")
-    wandb: Wandb = option(Wandb, "Weights & Biases")
+    jsonl: bool = True()
+    tensorboard: bool = False()
+    wandb: Wandb = Wandb()
 
 
 @dataclass(frozen=True)
 class Prof:
     """A trace of a few steps with jax.profiler."""
 
-    enabled: bool = option(False, "write a trace to <run>/profile")
+    enabled: bool = False()
     start_step: int = option(5, "first step traced", "steps")
     steps: int = option(3, "steps traced", "steps")
 
@@ -208,7 +211,7 @@ class Prof:
 class Export:
     """What is written at the end of a run."""
 
-    at_end: bool = option(True, "write <run>/export: a Hugging Face folder, or a PEFT adapter when lora.enabled")
+    at_end: bool = True()
     max_shard_bytes: int = option(5 * 10**9, "largest safetensors file", "bytes")
 
 
@@ -216,16 +219,16 @@ class Export:
 class Config:
     """A whole run."""
 
-    model: Model = option(Model, "model")
-    data: Data = option(Data, "data")
-    train: Train = option(Train, "training")
-    optim: Optim = option(Optim, "optimizer")
-    lora: Lora = option(Lora, "low-rank adapters")
-    mesh: Mesh = option(Mesh, "device mesh")
-    memory: Memory = option(Memory, "memory")
-    precision: Precision = option(Precision, "precision")
-    ckpt: Ckpt = option(Ckpt, "checkpoints")
-    eval: Eval = option(Eval, "validation")
-    log: Log = option(Log, "logging")
-    prof: Prof = option(Prof, "profiling")
-    export: Export = option(Export, "export")
+    model: Model = Model()
+    data: Data = Data()
+    train: Train = Train()
+    optim: Optim = Optim()
+    lora: Lora = Lora()
+    mesh: Mesh = Mesh()
+    memory: Memory = Memory()
+    precision: Precision = Precision()
+    ckpt: Ckpt = Ckpt()
+    eval: Eval = Eval()
+    log: Log = Log()
+    prof: Prof = Prof()
+    export: Export = Export()

@@ -1,0 +1,39 @@
+"""Model families by the `model_type` of their config.json; each is one file."""
+
+import re
+from types import ModuleType
+from typing import Any
+
+from jaxtune.errors import UserError
+from jaxtune.models.families import llama, mistral, qwen2, qwen3
+from jaxtune.models.parameters import Parameter
+from jaxtune.models.spec import ModelSpec
+
+FAMILIES: dict[str, ModuleType] = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3}
+ADAPTER_NAMES = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
+
+
+def read_spec(config: dict[str, Any]) -> ModelSpec:
+    """ModelSpec of a config.json. Raises UserError for a family or a field that is not supported."""
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        raise UserError(f"config.json: model_type={kind!r} is not supported; supported: {', '.join(FAMILIES)}")
+    try:
+        return FAMILIES[kind].read_spec(config)
+    except KeyError as error:
+        raise UserError(f"config.json: {error} is missing; a {kind} model has it") from None
+
+
+def hf_names(family: str, parameter: Parameter) -> tuple[str, ...]:
+    """Hugging Face names of a parameter: one a stacked layer, or the one. Adapters get peft's: q_proj.lora_A.weight."""
+    module, leaf = parameter.local.rsplit(".", 1)
+    if parameter.is_adapter:
+        pattern = FAMILIES[family].NAMES[f"{module}.weight"].removesuffix("weight") + ADAPTER_NAMES[leaf]
+    else:
+        pattern = FAMILIES[family].NAMES[parameter.local]
+    return tuple(pattern.format(layer=layer) for layer in parameter.layers) or (pattern,)
+
+
+def is_ignorable(spec: ModelSpec, name: str) -> bool:
+    """True for a checkpoint's keys that carry nothing: computed buffers, and a head that is the embedding."""
+    return bool(re.search(FAMILIES[spec.family].IGNORABLE, name)) or (spec.tied and name == "lm_head.weight")

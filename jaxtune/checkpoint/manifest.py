@@ -1,0 +1,85 @@
+"""The manifest of a checkpoint folder: size and SHA-256 of every file, written last.
+
+Neither Orbax nor the file system notices a flipped bit in stored arrays. A folder is a checkpoint once its manifest is
+there, and a good one while every file agrees with it.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+
+
+def write(folder: Path) -> None:
+    """Writes the manifest of all files in `folder`; they are on the disk, not only in its cache, before it appears."""
+    names = sorted(
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST
+    )
+    files = dict(zip(names, _in_threads(lambda name: _measure(folder / name, sync=True), names)))
+    for path in (*filter(Path.is_dir, folder.rglob("*")), folder):
+        _sync_folder(path)
+    partial = folder / f"{MANIFEST}.partial"
+    with partial.open("w", encoding="utf-8") as file:
+        json.dump({"files": files}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(folder / MANIFEST)
+    for path in (folder, folder.parent):
+        _sync_folder(path)
+
+
+def verify(folder: Path, only: Iterable[str] | None = None) -> list[str]:
+    """What disagrees with the manifest, as "file: reason"; empty for a good checkpoint.
+
+    Files that the manifest does not name are no problem: nothing reads them. `only` names the files to look at;
+    None: all.
+    """
+    try:
+        recorded = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        recorded = {name: (entry["size"], entry["sha256"]) for name, entry in recorded.items()}
+    except FileNotFoundError:
+        return [f"{MANIFEST}: missing"]
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        return [f"{MANIFEST}: cannot be read ({error})"]
+    if only is not None:
+        recorded = {name: recorded.get(name, (0, "")) for name in only}
+    problems = _in_threads(lambda item: _problem(folder / item[0], *item[1]), recorded.items())
+    return [f"{name}: {problem}" for name, problem in zip(recorded, problems) if problem]
+
+
+def _problem(path: Path, size: int, sha256: str) -> str | None:
+    try:
+        found = path.stat().st_size
+        if found != size:
+            return f"has {found} bytes, the manifest says {size}"
+        return None if _measure(path)["sha256"] == sha256 else "content differs from its checksum"
+    except FileNotFoundError:
+        return "missing"
+    except (OSError, ValueError) as error:  # ValueError: a damaged manifest can name an impossible path
+        return f"cannot be read ({error})"
+
+
+def _measure(path: Path, sync: bool = False) -> dict[str, Any]:
+    with path.open("rb") as file:
+        if sync:
+            os.fsync(file.fileno())
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"size": file.tell(), "sha256": digest}
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _in_threads(function: Callable, items: Iterable) -> list:
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing releases the interpreter lock
+        return list(pool.map(function, items))

@@ -1,0 +1,32 @@
+"""The leaves of a state by name, and whether a checkpoint has the same ones."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from jaxtune.errors import UserError
+
+
+def leaves_by_name(tree: PyTree) -> dict[str, Any]:
+    """The leaves by path, as 'params/layers/0/weight': Orbax then meets no container, and errors can name a leaf."""
+    leaves = jax.tree.leaves_with_path(tree)
+    named = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+    if len(named) != len(leaves):
+        raise ValueError("two leaves of the state have one path, as {'a/b': x, 'a': {'b': y}} would have")
+    return named
+
+
+def check(path: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Raises UserError naming a leaf that `saved` in `path` and `wanted` do not share, or not in shape and dtype."""
+    differences = [f"{name} is not in it" for name in wanted.keys() - saved.keys()]
+    differences += [f"{name} is not in this run" for name in saved.keys() - wanted.keys()]
+    for name in wanted.keys() & saved.keys():
+        here, there = (f"{np.dtype(leaf.dtype)}{list(leaf.shape)}" for leaf in (wanted[name], saved[name]))
+        if here != there:
+            differences.append(f"{name} is {there} in it and {here} in this run")
+    if differences:
+        more = f" (and {len(differences) - 1} more differences)" if len(differences) > 1 else ""
+        raise UserError(f"{path} is a checkpoint of another model or optimizer: {min(differences)}{more}")

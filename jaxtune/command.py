@@ -1,0 +1,115 @@
+"""What every command shares: flags, the recipe and its overrides, and errors told without a traceback."""
+
+import dataclasses
+import difflib
+import pathlib
+import re
+import sys
+from collections.abc import Callable
+
+from absl import flags
+
+from jaxtune.config import Config, keys, load_recipe, resolve
+from jaxtune.errors import UserError
+
+_SETTING = re.compile(r"--?(?:no)?config\.([^=]+)")
+
+
+def run(
+    define_flags: Callable[[flags.FlagValues], None],
+    body: Callable[[flags.FlagValues, Config | None], int | None],
+    argv: list[str] | None = None,
+    with_config: bool = True,
+) -> int:
+    """Parses the command line and calls `body(flags, config)`.
+
+    Args:
+        define_flags: Defines the command's own flags with `absl.flags.DEFINE_*(..., flag_values=values)`; the docstring
+            of its module is the head of --help.
+        body: The command; what it returns is the exit code, None is 0.
+        argv: Arguments without the program's name; None takes those of the process.
+        with_config: Whether the command takes --config=FILE[:ARGUMENT] and --config.SECTION.OPTION=VALUE.
+
+    Returns:
+        The exit code: 2 after an error of the user, told on stderr as `jaxtune: error: ...`.
+    """
+    arguments = sys.argv[1:] if argv is None else argv
+    values = flags.FlagValues()  # its own, so that two commands can run in one process
+    define_flags(values)
+    if with_config:
+        text = "recipe, and what its get_config() is given; --config.SECTION.OPTION=VALUE changes an option"
+        flags.DEFINE_string("config", None, f"FILE[:ARGUMENT], the {text}", flag_values=values, required=True)
+    if {"-h", "--help", "-help"} & set(arguments):
+        print(f"{sys.modules[define_flags.__module__].__doc__.strip()}\n\n{_flags_help(values)}")
+        return 0
+    return guarded(lambda: body(values, _parse(values, arguments, with_config)))
+
+
+def guarded(body: Callable[[], int | None]) -> int:
+    """Calls `body`; a UserError becomes one message on stderr and exit code 2."""
+    try:
+        return body() or 0
+    except UserError as error:
+        print(f"jaxtune: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parse(values: flags.FlagValues, arguments: list[str], with_config: bool) -> Config | None:
+    """Parses the flags into `values` and resolves the config, if the command has one."""
+    values.set_gnu_getopt(True)
+    arguments = values.read_flags_from_files(arguments, force_gnu=True)
+    settings = _define_settings(values, arguments) if with_config else []
+    try:
+        _, *rest = values(["jaxtune", *arguments])
+    except flags.UnrecognizedFlagError as error:
+        raise UserError(
+            f"--{error.flagname}: no such flag{_suggestion(error.flagname, values, with_config)}"
+        ) from error
+    except flags.Error as error:
+        missing = re.fullmatch(r"flag --(\w+)=None: .*", str(error))
+        raise UserError(f"--{missing[1]}=... is missing" if missing else str(error)) from error
+    if rest:
+        raise UserError(f"{rest[0]!r} belongs to no flag; write --name=value")
+    if not with_config:
+        return None
+    path, _, argument = values["config"].value.partition(":")
+    config = load_recipe(path, argument or None)
+    overrides = [(key, values[f"config.{key}"].value) for key in settings]
+    resolved = resolve(config, path, overrides)
+    if resolved.train.run_name is None:
+        # The same name each time, so that ckpt.resume='auto' finds the run again.
+        train = dataclasses.replace(resolved.train, run_name=pathlib.Path(path).stem)
+        resolved = dataclasses.replace(resolved, train=train)
+    return resolved
+
+
+def _define_settings(values: flags.FlagValues, arguments: list[str]) -> list[str]:
+    """Defines a flag for each --config.KEY given, known or not, as text: `resolve` judges key and value together."""
+    found = [match[1] for argument in arguments if (match := _SETTING.match(argument))]
+    settings = list(dict.fromkeys(found))
+    for key in settings:
+        option = keys.lookup(key) or keys.nearest(key)
+        is_bool = option is not None and option.annotation is bool
+        flag = flags.Flag(
+            flags.ArgumentParser(), flags.ArgumentSerializer(), f"config.{key}", None, f"option {key}", boolean=is_bool
+        )
+        flags.DEFINE_flag(flag, values)
+    return settings
+
+
+def _suggestion(name: str, values: flags.FlagValues, with_config: bool) -> str:
+    """`; did you mean --...?`, from the command's flags and the options of the config; empty when nothing is near."""
+    near = difflib.get_close_matches(name, [flag for flag in values if not flag.startswith("config.")], n=1)
+    if near:
+        return f"; nearest: --{near[0]}"
+    option = keys.nearest(name) if with_config else None
+    return f"; nearest: --config.{option.key}" if option else "; --help lists them"
+
+
+def _flags_help(values: flags.FlagValues) -> str:
+    lines = []
+    for name in values:
+        flag = values[name]
+        default = "" if flag.default is None else f" (default: {flag.default_as_str})"
+        lines.append(f"  --{name}: {flag.help}{default}")
+    return "\n".join(["Flags:", *lines])

@@ -1,0 +1,223 @@
+"""Combinations of options that cannot work, and options that could have no effect: found before anything is read."""
+
+import dataclasses
+import operator
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtune.config.keys import options
+from jaxtune.config.schema import Config, Dataset
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One line of the error a user sees, and the keys it is about."""
+
+    keys: tuple[str, ...]
+    text: str
+
+
+_AT_LEAST = {
+    "data.seq_len": 2,
+    "data.seed": 0,
+    "train.max_steps": 1,
+    "train.micro_batch_size": 1,
+    "train.grad_accum_steps": 1,
+    "train.seed": 0,
+    "train.max_bad_steps": 1,
+    "optim.warmup_steps": 0,
+    "optim.cooldown_steps": 0,
+    "optim.cycles": 1,
+    "optim.weight_decay": 0,
+    "optim.max_grad_norm": 0,
+    "lora.rank": 1,
+    "ckpt.save_steps": 0,
+    "ckpt.keep_last": 1,
+    "eval.steps": 0,
+    "eval.max_batches": 1,
+    "log.every": 1,
+    "prof.start_step": 0,
+    "prof.steps": 1,
+    "export.max_shard_bytes": 1,
+}
+_ABOVE_ZERO = ("train.epochs", "optim.learning_rate", "optim.power", "optim.epsilon", "lora.alpha")
+_FRACTION = ("optim.warmup_ratio", "optim.final_lr_fraction")  # 1 is possible
+_PART = ("data.validation_split", "optim.beta1", "optim.beta2", "lora.dropout")  # 1 would leave nothing
+
+# Options of a dataset that only some types read.
+_READ_BY = {
+    "text_field": ("text",),
+    "instruction_field": ("instruction",),
+    "input_field": ("instruction",),
+    "output_field": ("instruction",),
+    "system_field": ("instruction",),
+    "prompt_format": ("instruction",),
+    "prompt_format_no_input": ("instruction",),
+    "system_prompt": ("instruction", "conversation"),
+    "messages_field": ("conversation",),
+    "tools_field": ("conversation",),
+}
+
+
+def check(config: Config) -> list[Problem]:
+    """Every problem of a config whose types are right."""
+    parts = (_ranges, _model, _data, _train, _optim, _lora, _mesh, _outputs)
+    return [problem for part in parts for problem in part(config)]
+
+
+def _ranges(config: Config) -> Iterator[Problem]:
+    for key, least in _AT_LEAST.items():
+        value = _value(config, key)
+        if value is not None and value < least:
+            yield _problem(config, key, f"must be at least {least}")
+    for key in _ABOVE_ZERO:
+        if _value(config, key) <= 0:
+            yield _problem(config, key, "must be above 0")
+    for key in _FRACTION:
+        if not 0 <= _value(config, key) <= 1:
+            yield _problem(config, key, "must be from 0 to 1")
+    for key in _PART:
+        if not 0 <= _value(config, key) < 1:
+            yield _problem(config, key, "must be at least 0 and below 1")
+
+
+def _model(config: Config) -> Iterator[Problem]:
+    if not config.model.path:
+        yield _problem(config, "model.path", "must name a Hugging Face folder or hub id")
+
+
+def _data(config: Config) -> Iterator[Problem]:
+    data = config.data
+    if not data.datasets:
+        yield _problem(config, "data.datasets", "no training data; add an entry: jaxtune.config.dataset(path=...)")
+    for name in ("datasets", "eval_datasets"):
+        for i, entry in enumerate(getattr(data, name)):
+            yield from _dataset(entry, f"data.{name}[{i}]")
+    if data.eval_datasets and data.validation_split > 0:
+        reason = "data.eval_datasets is the validation data already; use one of the two"
+        yield _problem(config, "data.validation_split", reason, "data.eval_datasets")
+    if not data.eval_datasets and data.validation_split == 0:
+        reason = "no validation data; set data.validation_split or data.eval_datasets"
+        for key in ("eval.steps", "eval.max_batches"):
+            yield from _without_effect(config, key, reason, "data.validation_split", "data.eval_datasets")
+
+
+def _dataset(entry: Dataset, key: str) -> Iterator[Problem]:
+    if not entry.path:
+        yield Problem((f"{key}.path",), f"{key}.path = {entry.path!r}: must name a file, folder, or hub id")
+    if entry.samples is not None and entry.samples < 1:
+        yield Problem((f"{key}.samples",), f"{key}.samples = {entry.samples}: must be at least 1")
+    if entry.prompt_format_no_input is not None and entry.prompt_format is None:
+        keys = (f"{key}.prompt_format_no_input", f"{key}.prompt_format")
+        yield Problem(keys, f"{keys[0]} has no effect without prompt_format")
+    defaults = Dataset()
+    for name, types in _READ_BY.items():
+        if entry.type not in ("auto", *types) and getattr(entry, name) != getattr(defaults, name):
+            text = f"{key}.{name} has no effect: type {entry.type!r} does not read it, {' and '.join(types)} does"
+            yield Problem((f"{key}.{name}", f"{key}.type"), text)
+
+
+def _train(config: Config) -> Iterator[Problem]:
+    name = config.train.run_name
+    if name is not None and (name in ("", ".", "..") or "/" in name or "\\" in name):
+        yield _problem(config, "train.run_name", "must be the name of a folder; train.output_dir says where it is")
+    if config.train.freeze is not None:
+        yield from _regex(config, "train.freeze")
+
+
+def _optim(config: Config) -> Iterator[Problem]:
+    optim = config.optim
+    schedule = f"optim.schedule = {optim.schedule!r}"
+    if optim.warmup_steps and optim.warmup_ratio:
+        reason = "optim.warmup_steps says the same in steps; use one of the two"
+        yield _problem(config, "optim.warmup_ratio", reason, "optim.warmup_steps")
+    if optim.schedule not in ("wsd", "constant"):
+        reason = f"{schedule} has no cooldown, only 'wsd' and 'constant' have"
+        yield from _without_effect(config, "optim.cooldown_steps", reason, "optim.schedule")
+    if optim.schedule == "wsd" and optim.cooldown_steps == 0:
+        yield _problem(config, "optim.cooldown_steps", "'wsd' (warm-up, stable, decay) needs steps to decay")
+    if optim.schedule == "constant" and optim.cooldown_steps == 0:
+        reason = f"{schedule} stays at the peak without optim.cooldown_steps"
+        yield from _without_effect(config, "optim.final_lr_fraction", reason, "optim.cooldown_steps", "optim.schedule")
+    if optim.schedule != "cosine_with_restarts":
+        yield from _without_effect(
+            config, "optim.cycles", f"{schedule}; only 'cosine_with_restarts' has cycles", "optim.schedule"
+        )
+    if optim.schedule != "polynomial":
+        yield from _without_effect(
+            config, "optim.power", f"{schedule}; only 'polynomial' has a power", "optim.schedule"
+        )
+    if optim.weight_decay == 0:
+        yield from _without_effect(config, "optim.no_decay", "optim.weight_decay is 0", "optim.weight_decay")
+    yield from _regex(config, "optim.no_decay")
+
+
+def _lora(config: Config) -> Iterator[Problem]:
+    lora = config.lora
+    if not lora.enabled:
+        yield from _section_without_effect(config, "lora")
+        return
+    if config.model.from_scratch:
+        reason = (
+            "adapters on random weights learn nothing; train the whole model (lora.enabled = False) or load weights"
+        )
+        yield _problem(config, "model.from_scratch", reason, "lora.enabled")
+    if config.train.freeze is not None:
+        reason = "lora.enabled freezes the model already; lora.target_modules chooses what gets an adapter"
+        yield _problem(config, "train.freeze", reason, "lora.enabled")
+    if not lora.target_modules:
+        yield _problem(config, "lora.target_modules", "must name at least one module, or be 'all-linear'")
+    elif isinstance(lora.target_modules, str):
+        yield from _regex(config, "lora.target_modules")
+
+
+def _mesh(config: Config) -> Iterator[Problem]:
+    axes = {field.name: getattr(config.mesh, field.name) for field in dataclasses.fields(config.mesh)}
+    for axis, size in axes.items():
+        if axis in ("stage", "expert", "sequence"):
+            if size != 1:
+                yield _problem(config, f"mesh.{axis}", "not available yet, must be 1; data, fsdp and tensor work")
+        elif size < 1 and size != -1:
+            yield _problem(config, f"mesh.{axis}", "must be at least 1, or -1 for what is left")
+    rest = [f"mesh.{axis}" for axis, size in axes.items() if size == -1 and axis in ("data", "fsdp", "tensor")]
+    if len(rest) > 1:
+        yield Problem(tuple(rest), f"{' and '.join(rest)} are -1: only one axis can take what is left")
+
+
+def _outputs(config: Config) -> Iterator[Problem]:
+    if isinstance(config.ckpt.resume, int) and config.ckpt.resume < 0:
+        yield _problem(config, "ckpt.resume", "must be 'auto', 'never', or a step")
+    if not config.log.wandb.enabled:
+        yield from _section_without_effect(config, "log.wandb")
+    if not config.prof.enabled:
+        yield from _section_without_effect(config, "prof")
+
+
+def _section_without_effect(config: Config, section: str) -> Iterator[Problem]:
+    """Options of a section changed although its `enabled` is off."""
+    switch = f"{section}.enabled"
+    for field in dataclasses.fields(_value(config, section)):
+        yield from _without_effect(config, f"{section}.{field.name}", f"{switch} is False", switch)
+
+
+def _without_effect(config: Config, key: str, reason: str, *others: str) -> Iterator[Problem]:
+    """The problem of an option that was changed from its default and could not take effect."""
+    if _value(config, key) != options()[key].default:
+        yield _problem(config, key, f"has no effect: {reason}", *others)
+
+
+def _regex(config: Config, key: str) -> Iterator[Problem]:
+    try:
+        re.compile(_value(config, key))
+    except re.error as error:
+        yield _problem(config, key, f"no regular expression: {error}")
+
+
+def _value(config: Config, key: str) -> Any:
+    return operator.attrgetter(key)(config)
+
+
+def _problem(config: Config, key: str, reason: str, *others: str) -> Problem:
+    return Problem((key, *others), f"{key} = {_value(config, key)!r}: {reason}")

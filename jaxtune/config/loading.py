@@ -1,0 +1,252 @@
+"""From a recipe file and command-line settings to a `Config`: typed, checked, frozen.
+
+A recipe is a Python file whose `get_config()`, or `get_config(argument)`, starts from `new_config()` and returns it.
+Recipes inherit by import; the folder of the recipe is importable while it is loaded.
+"""
+
+import ast
+import contextlib
+import dataclasses
+import json
+import math
+import pathlib
+import re
+import runpy
+import sys
+import traceback
+import types
+import typing
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, Union
+
+from ml_collections import ConfigDict
+
+from jaxtune.config import checks, keys
+from jaxtune.config.checks import Problem
+from jaxtune.config.schema import Config, Dataset
+from jaxtune.errors import UserError
+
+
+def new_config() -> ConfigDict:
+    """Every option at its default, for a recipe to change; a key that does not exist cannot be set."""
+    # Types are judged by `resolve`, all at once: ml_collections knows neither unions nor allowed values.
+    return ConfigDict(dataclasses.asdict(Config()), type_safe=False).lock()
+
+
+def dataset(**fields: Any) -> ConfigDict:
+    """One entry of data.datasets or data.eval_datasets: the given fields, the rest at their defaults.
+
+    Raises:
+        UserError: A field that does not exist.
+    """
+    defaults = dataclasses.asdict(Dataset())
+    if unknown := [_unknown(f"data.datasets[i].{name}", fields[name]) for name in fields if name not in defaults]:
+        raise UserError("\n  ".join(problem.text for problem in unknown))
+    return ConfigDict(defaults | fields, type_safe=False).lock()
+
+
+def load_recipe(path: str, argument: str | None = None) -> ConfigDict:
+    """The ConfigDict that a recipe file's `get_config()` returns.
+
+    Raises:
+        UserError: No such file, or an error in it, with the recipe's line.
+    """
+    file = pathlib.Path(path)
+    if not file.is_file():
+        others = ", ".join(sorted(str(other) for other in file.parent.glob("*.py")))
+        raise UserError(f"recipe {path}: no such file" + (f"; there are {others}" if others else ""))
+    file = file.resolve()
+    try:
+        with _importable(file.parent):
+            get_config = runpy.run_path(str(file)).get("get_config")
+            if get_config is None:
+                raise UserError("has no function get_config()")
+            config = get_config() if argument is None else get_config(argument)
+    except Exception as error:
+        raise UserError(f"recipe {_locate(path, file.parent, error)}") from error
+    if not isinstance(config, ConfigDict):
+        raise UserError(
+            f"recipe {path}: get_config() returned {type(config).__name__}; "
+            "it must start from jaxtune.config.new_config() and return that"
+        )
+    return config
+
+
+def resolve(config: ConfigDict, recipe: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
+    """The typed and checked Config.
+
+    Args:
+        config: What the recipe returned.
+        recipe: Its name, for messages.
+        overrides: Key and text of each command-line setting, such as ('train.max_steps', '10').
+
+    Raises:
+        UserError: Lists every unknown key, wrong type and impossible combination.
+    """
+    values = _plain(config)
+    problems = [problem for key, text in overrides if (problem := _override(values, key, text))]
+    resolved = _build(Config, values, "", problems)
+    # What is wrong in itself is not judged again in combination.
+    judged = {key for problem in problems for key in problem.keys}
+    problems += [problem for problem in checks.check(resolved) if judged.isdisjoint(problem.keys)]
+    _raise(recipe, problems)
+    return resolved
+
+
+def to_json(config: Config) -> str:
+    """The config as JSON text, read back by `from_json`."""
+    return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
+
+
+def from_json(text: str) -> Config:
+    """The config that `to_json` wrote; options added since then have their defaults.
+
+    Raises:
+        UserError: Not JSON, an unknown key, or a wrong type.
+    """
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"saved config: not JSON: {error}") from error
+    problems: list[Problem] = []
+    config = _build(Config, values, "", problems)
+    _raise("saved config", problems)
+    return config
+
+
+def _raise(source: str, problems: list[Problem]) -> None:
+    if len(problems) == 1:
+        raise UserError(f"{source}: {problems[0].text}")
+    if problems:
+        raise UserError("\n  ".join([f"{source}: {len(problems)} problems", *(problem.text for problem in problems)]))
+
+
+def _plain(value: Any) -> Any:
+    """ConfigDicts as dicts, tuples as lists, all the way down."""
+    if isinstance(value, ConfigDict | dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _override(values: dict[str, Any], key: str, text: str) -> Problem | None:
+    """Sets one option from the command line in the plain tree, or says why not."""
+    option = keys.lookup(key)
+    if option is None:
+        return _unknown(key, text)
+    *parents, name = re.findall(r"\w+", key)
+    node: Any = values
+    for i, parent in enumerate(parents):
+        if isinstance(node, list):
+            if int(parent) >= len(node):
+                return Problem(
+                    (key,), f"{key} = {text!r}: {'.'.join(parents[:i])} has {len(node)} entries, counted from 0"
+                )
+            node = node[int(parent)]
+        elif isinstance(node, dict):
+            node = node.setdefault(parent, {})
+    if isinstance(node, dict):  # anything else is no section, which `_build` reports
+        node[name] = _from_text(text, option.annotation)
+    return None
+
+
+def _build(section: type, values: Any, prefix: str, problems: list[Problem]) -> Any:
+    """A section's dataclass from a mapping; what is wrong is added to `problems` and the default takes its place."""
+    if not isinstance(values, dict):
+        key = prefix.removesuffix(".")
+        problems.append(Problem((key,), f"{key} = {values!r}: expected a section ({section.__doc__})"))
+        return section()
+    annotations = typing.get_type_hints(section)
+    fields = {}
+    for name, value in values.items():
+        key, annotation = f"{prefix}{name}", annotations.get(name)
+        if annotation is None:
+            problems.append(_unknown(key, value))
+        elif dataclasses.is_dataclass(annotation):
+            fields[name] = _build(annotation, value, f"{key}.", problems)
+        elif (entry := keys.entry_type(annotation)) and isinstance(value, list):
+            fields[name] = tuple(_build(entry, item, f"{key}[{i}].", problems) for i, item in enumerate(value))
+        else:
+            try:
+                fields[name] = _convert(value, annotation)
+            except TypeError:
+                text = f"{key} = {value!r}: expected {keys.describe(annotation)} ({keys.lookup(key).doc})"
+                problems.append(Problem((key,), text))
+    return section(**fields)
+
+
+def _convert(value: Any, annotation: Any) -> Any:
+    """The value as the annotated type: an int may stand for a float, a list for a tuple, nothing else for another.
+
+    Raises:
+        TypeError: It is of another type, or no finite number.
+    """
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (Union, types.UnionType):
+        for member in arguments:
+            with contextlib.suppress(TypeError):
+                return _convert(value, member)
+    elif origin is Literal:
+        if any(type(value) is type(allowed) and value == allowed for allowed in arguments):
+            return value
+    elif origin is tuple:
+        if isinstance(value, list | tuple):
+            return tuple(_convert(item, arguments[0]) for item in value)
+    elif annotation is float:
+        if type(value) in (int, float) and math.isfinite(value):
+            return float(value)
+    elif type(value) is annotation:
+        return value
+    raise TypeError
+
+
+def _from_text(text: str, annotation: Any) -> Any:
+    """The value a command-line text means for an option of this type; the text itself where it fits none."""
+    try:
+        literal = ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
+    except (ValueError, SyntaxError, TypeError):
+        return text
+    try:
+        # A quoted string keeps its quotes: the shell has removed those that were not meant.
+        return text if isinstance(literal, str) else _convert(literal, annotation)
+    except TypeError:
+        return text
+
+
+def _unknown(key: str, value: Any) -> Problem:
+    nearest = keys.nearest(key)
+    return Problem((key, nearest.key) if nearest else (key,), f"{key} = {value!r}: {keys.no_such_option(key)}")
+
+
+@contextlib.contextmanager
+def _importable(folder: pathlib.Path) -> Iterator[None]:
+    """Recipes of the folder can import each other; afterwards none stays loaded, as another folder may use its name."""
+    before = set(sys.modules)
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        for name in set(sys.modules) - before:
+            file = getattr(sys.modules[name], "__file__", None)
+            if file and pathlib.Path(file).parent == folder:
+                del sys.modules[name]
+
+
+def _locate(path: str, folder: pathlib.Path, error: Exception) -> str:
+    """File, line and meaning of an error in a recipe, or in one that it imports."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if pathlib.Path(frame.filename).parent == folder]
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}, line {error.lineno}: {error.msg}"
+    if not own:  # such as an argument that get_config() does not take
+        return f"{path}: {error}"
+    place = f"{own[-1].filename}, line {own[-1].lineno}"
+    if isinstance(error, UserError):
+        return f"{place}: {error}"
+    if isinstance(error, AttributeError | KeyError) and "ml_collections" in frames[-1].filename:
+        name = re.search(r"""["'](\w+)["']""", str(error))[1]
+        written = re.search(
+            rf"\w+\.([\w.]*\b{name}\b[\w.]*)", own[-1].line
+        )  # config.optim.NAME, where the line shows it
+        return f"{place}: {own[-1].line}\n  {name}: {keys.no_such_option(written[1] if written else name)}"
+    return f"{place}: {own[-1].line}\n  {type(error).__name__}: {error}"

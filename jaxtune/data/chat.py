@@ -1,0 +1,99 @@
+"""Conversations: the chat template renders them; what the assistant said is trained, with the token that ends it."""
+
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from jaxtune.data.encoding import Refused, Rendered
+from jaxtune.data.messages import Message, clip
+from jaxtune.data.sandbox import Template
+from jaxtune.errors import UserError
+
+
+class ChatTemplate:
+    """A tokenizer's chat template."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast):
+        """Compiles tokenizer.chat_template.
+
+        Raises:
+            UserError: there is none, several without a default, or it is not Jinja.
+        """
+        source = tokenizer.chat_template
+        if isinstance(source, dict):
+            source = source.get("default")
+        if not source:
+            raise UserError(
+                "the tokenizer has no chat template; use the tokenizer of a chat model, put a chat_template.jinja into "
+                "its folder, or set prompt_format for data of type instruction"
+            )
+        self._template = Template(source)
+        self._variables = dict(tokenizer.special_tokens_map)
+        special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        special = (special - {tokenizer.bos_token}) | ({tokenizer.eos_token} - {None})
+        self._stops = tuple(sorted(special, key=len, reverse=True))
+
+    def prompt(self, messages: list[Message], tools: list[Any] | None = None) -> str:
+        """The conversation as text, up to where the assistant's next message begins."""
+        return self._render(messages, tools, add_generation_prompt=True)[0]
+
+    def render(self, messages: list[Message], tools: list[Any] | None = None) -> Rendered:
+        """The whole conversation as text, its trained spans being the assistant's turns with their stop tokens.
+
+        Templates with `{% generation %}` say themselves what is trained. For others a turn starts where the prompt of
+        the messages before it ends, and stops with the special token that ends the conversation cut after it. Templates
+        that render a turn differently once more follow (Qwen3 leaves out earlier thoughts) may have no such common
+        beginning: there the turn starts behind its header, the text that asks for a generation.
+
+        Raises:
+            Refused: no assistant turn, one without a stop token, or one that cannot be found.
+            UserError: the template refuses the conversation or exceeds its limits.
+        """
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if not turns:
+            raise Refused("the conversation has no assistant message, so nothing is trained")
+        text, marked = self._render(messages, tools)
+        for start, end in marked:
+            if self._stop(text[start:end]) is None:
+                raise Refused(f"{{% generation %}} holds no stop token at its end: {clip(text[start:end])!r}")
+        if marked:
+            return Rendered(text, tuple(marked))
+        spans, end = [], 0
+        for i in turns:
+            start = self._start(text, messages[:i], tools, end, len(turns))
+            cut = text if i == len(messages) - 1 else self._render(messages[: i + 1], tools)[0]
+            stop = self._stop(cut)
+            if stop is None:
+                raise Refused(f"message {i} (assistant) renders without a stop token at its end: {clip(cut[start:])!r}")
+            if stop in messages[i]["content"]:
+                raise Refused(f"message {i} (assistant) holds the stop token {stop} in its text")
+            if stop not in text[start:]:
+                raise Refused(f"message {i} (assistant) has no stop token in the whole conversation")
+            end = text.index(stop, start) + len(stop)
+            spans.append((start, end))
+        return Rendered(text, tuple(spans))
+
+    def _start(self, text: str, before: list[Message], tools: list[Any] | None, position: int, turns: int) -> int:
+        """Where the assistant's answer to the messages `before` starts in the whole text, not before `position`."""
+        prompt = self.prompt(before, tools)
+        if len(prompt) >= position and text.startswith(prompt):
+            return len(prompt)
+        header = prompt.removeprefix(self._render(before, tools)[0])
+        if header in ("", prompt) or text.count(header) != turns:
+            raise Refused(
+                f"message {len(before)} (assistant) cannot be found in the rendered conversation: the template writes it "
+                "differently once more messages follow. End the conversation with it, or use a template with "
+                "{% generation %} marks"
+            )
+        return text.index(header, position) + len(header)
+
+    def _stop(self, text: str) -> str | None:
+        """The special token that a turn ends in, white space aside."""
+        text = text.rstrip()
+        return next((stop for stop in self._stops if text.endswith(stop)), None)
+
+    def _render(
+        self, messages: list[Message], tools: list[Any] | None, add_generation_prompt: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        variables = self._variables | {"add_generation_prompt": add_generation_prompt}
+        return self._template.render(messages=messages, tools=tools, documents=None, **variables)

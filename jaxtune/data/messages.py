@@ -1,0 +1,85 @@
+"""Messages as templates expect them: checked, and in one form whatever form they came in."""
+
+import json
+from typing import Any
+
+from jaxtune.data.sandbox import CLOSE, OPEN
+from jaxtune.errors import UserError
+
+Message = dict[str, Any]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def check_messages(raw: Any) -> list[Message]:
+    """Messages in the form that templates expect, from {role, content} or ShareGPT's {from, value}.
+
+    Text parts are joined, tool arguments given as JSON strings become objects (most templates would encode them twice).
+
+    Raises:
+        UserError: not a list of such objects, an unknown role, or content that is not text.
+    """
+    if not isinstance(raw, list) or not raw:
+        raise UserError(f"expected a list of {{role, content}} messages, found {clip(repr(raw))}")
+    return [_check_message(message, i) for i, message in enumerate(raw)]
+
+
+def check_tools(raw: Any) -> list[Any] | None:
+    """Tool descriptions: a list, or one as a JSON string."""
+    tools = _from_json(raw, "tools") if isinstance(raw, str) and raw else raw
+    if not tools:
+        return None
+    if not isinstance(tools, list):
+        raise UserError(f"tools must be a list of descriptions, found {clip(repr(raw))}")
+    return tools
+
+
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+
+
+def _check_message(raw: Any, i: int) -> Message:
+    if not isinstance(raw, dict):
+        raise UserError(f"message {i}: expected an object {{role, content}}, found {clip(repr(raw))}")
+    # Arrow gives every message all the fields that any message has.
+    message = {key: value for key, value in raw.items() if value is not None}
+    if "from" in message and "role" not in message:
+        message["role"] = _SHAREGPT_ROLES.get(message["from"], message["from"])
+        message["content"] = message.get("value")
+        message = {key: value for key, value in message.items() if key not in ("from", "value")}
+    if message.get("role") not in ROLES:
+        raise UserError(f"message {i}: unknown role {message.get('role')!r}; known are {', '.join(ROLES)}")
+    content = message.get("content")
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text", "")) for part in content)
+    if content is None and message.get("tool_calls"):
+        content = ""
+    if not isinstance(content, str):
+        raise UserError(f"message {i} ({message['role']}): content must be text, found {clip(repr(content))}")
+    if OPEN in content or CLOSE in content:
+        raise UserError(f"message {i}: holds the Unicode noncharacter U+FDD0 or U+FDD1")
+    message["content"] = content
+    if "tool_calls" in message:
+        message["tool_calls"] = [_check_tool_call(call, i) for call in message["tool_calls"]]
+    return message
+
+
+def _check_tool_call(call: Any, i: int) -> Any:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise UserError(f"message {i}: a tool call needs a function with a name, found {clip(repr(call))}")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        function = {**function, "arguments": _from_json(arguments, f"message {i}: arguments of {function['name']}")}
+    return {**call, "function": function} if "function" in call else function
+
+
+def _from_json(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{what}: not JSON: {error}") from None
+
+
+def clip(text: str, limit: int = 80) -> str:
+    """The start of a text, for a message."""
+    return text if len(text) <= limit else text[: limit - 3] + "..."

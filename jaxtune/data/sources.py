@@ -1,0 +1,278 @@
+"""Where samples come from: one entry of data.datasets becomes a stream of (where, sample).
+
+`where` names the file and line (or row) for messages, as in `train.jsonl:12`. JSON lines, JSON and CSV are read here,
+strictly, because readers made for speed name no line and let half a line or a wrong type pass; Parquet, Arrow and the
+hub go through `datasets`. Any other file is text: one document a file.
+"""
+
+import csv
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from jaxtune.config.schema import Dataset
+from jaxtune.errors import UserError
+
+Sample = dict[str, Any]
+Samples = Iterator[tuple[str, Sample]]
+Report = Callable[[UserError], None]
+"""Takes a sample that cannot be used: raises it (data.on_bad_row='error') or counts it ('skip')."""
+
+MAX_LINE_BYTES = 2**28
+_BINARY_PROBE_BYTES = 8192
+
+
+@dataclass(frozen=True)
+class Source:
+    """One entry of data.datasets, found but not read yet.
+
+    Attributes:
+        name: the entry's path, as the user wrote it.
+        identity: changes whenever the samples may have changed (files, sizes, times, or the hub's revision).
+        files: number of files, for the summary.
+        read: yields (where, sample); what cannot be read goes to `report`.
+    """
+
+    name: str
+    identity: str
+    files: int
+    read: Callable[[Report], Samples]
+
+
+def open_source(entry: Dataset) -> Source:
+    """Finds what an entry names: a file, a folder, or else a dataset on the hub.
+
+    Raises:
+        UserError: nothing is there, or nothing in it matches.
+    """
+    if not entry.path:
+        raise UserError("data.datasets: an entry has no path; give a file, a folder or a hub id")
+    path = Path(entry.path).expanduser()
+    if not path.exists():
+        return _open_hub(entry)
+    files = _files(path, entry) if path.is_dir() else [path]
+    if entry.subset is not None or entry.revision is not None:
+        raise UserError(f"data: {entry.path} is on this machine; subset and revision are for datasets on the hub")
+    stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+
+    def read(report: Report) -> Samples:
+        for file in files:
+            try:
+                yield from _READERS.get(file.suffix.lower(), _read_text)(file, entry, report)
+            except OSError as error:
+                report(UserError(f"{file}: cannot be read: {error.strerror}"))
+
+    return Source(entry.path, json.dumps(stats), len(files), lambda report: islice(read(report), entry.samples))
+
+
+def _open_hub(entry: Dataset) -> Source:
+    import datasets
+
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", entry.path) or Path(entry.path).suffix.lower() in _READERS:
+        raise UserError(f"data: no such file or folder: {entry.path}")
+    try:
+        found = datasets.load_dataset(entry.path, entry.subset, split=entry.split, revision=entry.revision)
+    except Exception as error:  # the hub client raises a dozen unrelated types; all mean that the data cannot be had
+        raise UserError(f"data: {entry.path} is no file or folder here, and the hub answers: {error}") from error
+    return _from_datasets(entry, found)
+
+
+def _from_datasets(entry: Dataset, found: Any) -> Source:
+    names = sorted(Path(file["filename"]) for file in found.cache_files)
+    identity = [(str(name), name.stat().st_size) for name in names]
+
+    def read(report: Report) -> Samples:
+        for i, row in enumerate(islice(found, entry.samples)):
+            yield f"{entry.path} ({entry.split}) row {i}", row
+
+    return Source(entry.path, json.dumps([identity, found.num_rows]), len(names), read)
+
+
+def _files(folder: Path, entry: Dataset) -> list[Path]:
+    """The files of a folder that are read, in the order of their relative paths."""
+    if (folder / "dataset_dict.json").is_file():  # written by DatasetDict.save_to_disk: a folder a split
+        folder = folder / entry.split
+        if not folder.is_dir():
+            raise UserError(f"data: {folder.parent} has no split {entry.split!r}")
+    if (folder / "state.json").is_file():  # Dataset.save_to_disk
+        return [folder / shard["filename"] for shard in json.loads((folder / "state.json").read_text())["_data_files"]]
+    found = [file for file in folder.glob(entry.glob or "**/*") if file.is_file()]
+    found = [file for file in found if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
+    found.sort(key=lambda file: file.relative_to(folder).as_posix())
+    if entry.glob is None:
+        data = [file for file in found if file.suffix.lower() in _READERS]
+        found = _of_split(folder, data, entry) if data else [file for file in found if not _is_binary(file)]
+    if not found:
+        raise UserError(f"data: no file in {folder}" + (f" matches {entry.glob!r}" if entry.glob else ""))
+    return found
+
+
+def _of_split(folder: Path, files: list[Path], entry: Dataset) -> list[Path]:
+    """Those of the split, where the names of data files tell splits apart (train.jsonl beside test.jsonl)."""
+    from datasets.data_files import get_data_patterns, resolve_pattern
+
+    root = str(folder)
+    patterns = get_data_patterns(root)
+    if entry.split not in patterns:
+        raise UserError(
+            f"data: the files of {folder} are named after the splits {', '.join(map(str, patterns))}, none is "
+            f"{entry.split!r}; set split, or choose files with glob"
+        )
+    chosen = {Path(name).resolve() for pattern in patterns[entry.split] for name in resolve_pattern(pattern, root)}
+    return [file for file in files if file.resolve() in chosen]
+
+
+def _is_binary(file: Path) -> bool:
+    """Whether a file holds a NUL near its start, which is how git tells binary from text."""
+    with file.open("rb") as stream:
+        return b"\0" in stream.read(_BINARY_PROBE_BYTES)
+
+
+def _decode(raw: bytes, where: str) -> str:
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: not UTF-8: byte 0x{raw[error.start]:02x} at byte {error.start + 1}") from None
+    if "\0" in text:
+        raise UserError(f"{where}: holds a NUL character at column {text.index(chr(0)) + 1}; is it binary?")
+    return text
+
+
+def _lines(file: Path, report: Report) -> Iterator[tuple[str, str]]:
+    """Lines as (where, text), strictly UTF-8, read with bounded memory."""
+    number = 0
+    with file.open("rb") as stream:
+        while raw := stream.readline(MAX_LINE_BYTES):
+            number += 1
+            where = f"{file}:{number}"
+            if len(raw) == MAX_LINE_BYTES and not raw.endswith(b"\n"):
+                report(UserError(f"{where}: line is longer than {MAX_LINE_BYTES} bytes; is it a file of JSON lines?"))
+                while raw and not raw.endswith(b"\n"):
+                    raw = stream.readline(MAX_LINE_BYTES)
+                continue
+            try:
+                text = _decode(raw, where)
+            except UserError as error:
+                report(error)
+                continue
+            yield where, text.removeprefix("\ufeff") if number == 1 else text
+    if number == 0:
+        report(UserError(f"{file}: empty file"))
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> Sample:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} is there twice")
+    return found
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_unique_keys)
+    except json.JSONDecodeError as error:
+        place = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
+        half = "; half a line?" if error.pos >= len(text.rstrip()) or "Unterminated" in error.msg else ""
+        raise UserError(f"{where}: not JSON: {error.msg} at {place}{half}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: not usable JSON: {error}") from None
+
+
+def _object(value: Any, where: str) -> Sample:
+    if not isinstance(value, dict):
+        raise UserError(f'{where}: expected an object such as {{"text": ...}}, found {type(value).__name__}')
+    return value
+
+
+def _read_jsonl(file: Path, entry: Dataset, report: Report) -> Samples:
+    for where, line in _lines(file, report):
+        if line.isspace():
+            continue
+        try:
+            yield where, _object(_parse(line, where), where)
+        except UserError as error:
+            report(error)
+
+
+def _read_json(file: Path, entry: Dataset, report: Report) -> Samples:
+    """A list of objects; a file of JSON lines under this name is read too."""
+    with file.open("rb") as stream:
+        if not stream.read(_BINARY_PROBE_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+            yield from _read_jsonl(file, entry, report)
+            return
+    try:
+        rows = _parse(_decode(file.read_bytes(), str(file)).removeprefix("\ufeff"), str(file))
+    except UserError as error:
+        report(error)
+        return
+    for i, row in enumerate(rows):
+        where = f"{file} row {i}"
+        try:
+            yield where, _object(row, where)
+        except UserError as error:
+            report(error)
+
+
+def _read_csv(file: Path, entry: Dataset, report: Report) -> Samples:
+    """Every value is a string: a column of numbers is still text."""
+    csv.field_size_limit(MAX_LINE_BYTES)
+    where = str(file)
+
+    def lines() -> Iterator[str]:
+        nonlocal where
+        for place, line in _lines(file, report):
+            where = place
+            yield line
+
+    reader = csv.DictReader(lines(), strict=True)
+    while True:
+        try:
+            row = next(reader, None)
+        except csv.Error as error:
+            report(UserError(f"{where}: not CSV: {error}"))
+            continue
+        if row is None:
+            return
+        if None in row or None in row.values():
+            report(UserError(f"{where}: the row and the header differ in their number of columns"))
+        else:
+            yield where, row
+
+
+def _read_table(file: Path, entry: Dataset, report: Report) -> Samples:
+    import datasets
+
+    builder = file.suffix.lower()[1:]
+    try:
+        rows = datasets.load_dataset(builder, data_files=str(file), split="train", streaming=True)
+        for i, row in enumerate(rows):
+            yield f"{file} row {i}", row
+    except (ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+        report(UserError(f"{file}: not a readable {builder} file: {error}"))
+
+
+def _read_text(file: Path, entry: Dataset, report: Report) -> Samples:
+    """The whole file is one document. An empty one is bad where it was named, and no document in a folder."""
+    try:
+        text = _decode(file.read_bytes(), str(file))
+    except UserError as error:
+        report(error)
+        return
+    if text.strip():
+        yield str(file), {entry.text_field: text}
+    elif Path(entry.path).expanduser() == file:
+        report(UserError(f"{file}: empty file"))
+
+
+_READERS: dict[str, Callable[[Path, Dataset, Report], Samples]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_table,
+    ".arrow": _read_table,
+}

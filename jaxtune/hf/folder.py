@@ -1,0 +1,162 @@
+"""Find a model's folder, here or on the Hugging Face hub, and read the JSON files in it."""
+
+import difflib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import validate_repo_id
+
+from jaxtune.errors import UserError
+
+# Never *.bin (pickle) and never *.py (remote code).
+_TEXT_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
+_WEIGHT_FILES = ("*.safetensors",)
+
+
+def resolve(path: str, revision: str | None = None, *, weights: bool = True, holds: str = "config.json") -> Path:
+    """Return the local folder of a model or adapter.
+
+    Args:
+        path: a folder, or the id of a model on the hub, which is then downloaded into the hub's cache.
+        revision: branch, tag or commit on the hub; not for local folders.
+        weights: download the safetensors too.
+        holds: the file that must be in the folder (`adapter_config.json` for an adapter).
+
+    Raises:
+        UserError: there is no such folder or model, or the folder lacks `holds`.
+    """
+    local = Path(path).expanduser()
+    if local.is_dir():
+        if revision is not None:
+            raise UserError(f"revision '{revision}' has no meaning for the local folder {path}; leave it out")
+        folder = local
+    elif local.exists():
+        raise UserError(f"{path} is a file; give the folder that holds {holds}")
+    elif local.is_absolute() or path.startswith((".", "~")) or not _is_hub_id(path):
+        raise UserError(f"no folder {path}{_nearest(local)}")
+    else:
+        folder = _download(path, revision, _TEXT_FILES + (_WEIGHT_FILES if weights else ()), _nearest(local))
+    if not (folder / holds).is_file():
+        found = ", ".join(sorted(file.name for file in folder.iterdir())[:8]) or "nothing"
+        raise UserError(
+            f"{path} has no {holds}, so it is not what was asked for; it holds {found}{_holders(folder, holds)}"
+        )
+    return folder
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return config.json of a model folder; a UserError says what is wrong with it."""
+    return read_json(folder / "config.json")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; a UserError names the file and what is wrong with it."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path.parent} has no {path.name}") from None
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: bad JSON, bad UTF-8
+        raise UserError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds a JSON {type(value).__name__}; it must hold an object")
+    return value
+
+
+@contextmanager
+def staged(folder: Path, replaces: re.Pattern[str]) -> Iterator[Path]:
+    """Yield a temporary folder whose files move into `folder` once the block has ended well.
+
+    Args:
+        folder: made where it is not there.
+        replaces: files of `folder` whose whole name it matches give way to the new ones.
+
+    Raises:
+        UserError: the folder cannot be written to (no permission, disk full).
+    """
+    stage = folder / ".partial"
+    try:
+        shutil.rmtree(stage, ignore_errors=True)  # of a run that was killed
+        stage.mkdir(parents=True)
+        yield stage
+        for file in folder.iterdir():
+            if replaces.fullmatch(file.name):
+                file.unlink()
+        for file in sorted(stage.iterdir(), key=lambda file: file.suffix == ".json"):  # an index after what it names
+            os.replace(file, folder / file.name)
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+def _is_hub_id(path: str) -> bool:
+    try:
+        validate_repo_id(path)
+    except HFValidationError:
+        return False
+    return True
+
+
+def _download(repo_id: str, revision: str | None, patterns: tuple[str, ...], nearest: str) -> Path:
+    at = f" at revision '{revision}'" if revision else ""
+    try:
+        return Path(
+            snapshot_download(
+                repo_id,
+                revision=revision,
+                allow_patterns=list(patterns),
+                ignore_patterns=["*/*", "consolidated*"],  # the same weights again, in their makers' own layout
+            )
+        )
+    except GatedRepoError as error:
+        raise UserError(
+            f"the hub model {repo_id} needs its owner's permission: ask for it on https://huggingface.co/{repo_id}, "
+            "then set HF_TOKEN or run `hf auth login`"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise UserError(
+            f"the hub model {repo_id} has no revision '{revision}'; give a branch, tag or commit"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise UserError(
+            f"{repo_id} is neither a folder here{nearest} nor a model on the Hugging Face hub "
+            "(a private one needs HF_TOKEN or `hf auth login`)"
+        ) from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        raise UserError(
+            f"{repo_id}{at} is no folder here{nearest}, is not in the hub's cache, and the hub cannot be reached; "
+            "give a local folder, or try again with a network connection"
+        ) from error
+    except Exception as error:  # the network fails in more ways than the hub's client has names for
+        raise UserError(f"downloading {repo_id}{at} from the hub failed: {error}") from error
+
+
+def _nearest(path: Path) -> str:
+    """Folders whose names are like the last part of a path, as the middle of a sentence."""
+    parent = path.parent
+    while not parent.is_dir():
+        path, parent = parent, parent.parent
+    names = sorted(entry.name for entry in parent.iterdir() if entry.is_dir())
+    near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.6)
+    return f" (near it: {', '.join(str(parent / name) for name in near)})" if near else ""
+
+
+def _holders(folder: Path, holds: str) -> str:
+    """Subfolders that have the missing file, as the end of a sentence."""
+    near = sorted(str(file.parent) for file in folder.glob(f"*/{holds}"))[:3]
+    return f"; did you mean {' or '.join(near)}?" if near else ""

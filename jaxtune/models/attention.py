@@ -1,0 +1,57 @@
+"""Grouped-query self-attention: projections, optional query / key norms, rotation, and one way to attend."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxtune.models.linear import Linear, Noise
+from jaxtune.models.norm import RMSNorm
+from jaxtune.models.rope import rotate
+from jaxtune.models.spec import Layer, ModelSpec
+
+# (queries, keys, values, window, this layer's cache) -> (attended, the cache afterwards). Training attends within
+# packed rows and has no cache; generation attends to its cache. Neither knows the projections.
+Attend = Callable[[Array, Array, Array, int | None, Any], tuple[Array, Any]]
+
+
+class Inputs(NamedTuple):
+    """What every layer sees besides its own activations; made once a batch."""
+
+    cos: Float[Array, "b s 1 d"]
+    sin: Float[Array, "b s 1 d"]
+    attend: Attend
+
+
+class Attention(nnx.Module):
+    """softmax(QK^T)V between projections."""
+
+    def __init__(self, spec: ModelSpec, layer: Layer):
+        def linear(name: str, shape: tuple[int, int], axes: tuple[str, str], bias: bool) -> Linear:
+            site = f"attention.{name}"
+            adapter = spec.adapter if site in layer.adapters else None
+            return Linear(site, shape, axes, bias=bias, std=spec.initializer_range, adapter=adapter)
+
+        queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        self.head_dim, self.window = spec.head_dim, layer.window
+        self.q = linear("q", (queries, spec.hidden), ("heads", "embed"), spec.qkv_bias)
+        self.k = linear("k", (keys, spec.hidden), ("kv_heads", "embed"), spec.qkv_bias)
+        self.v = linear("v", (keys, spec.hidden), ("kv_heads", "embed"), spec.qkv_bias)
+        self.o = linear("o", (spec.hidden, queries), ("embed", "heads"), spec.output_bias)
+        self.q_norm = RMSNorm(spec.head_dim, spec.norm_epsilon) if spec.qk_norm else None
+        self.k_norm = RMSNorm(spec.head_dim, spec.norm_epsilon) if spec.qk_norm else None
+
+    def __call__(
+        self, x: Float[Array, "b s d"], inputs: Inputs, cache: Any, noise: Noise | None
+    ) -> tuple[Float[Array, "b s d"], Any]:
+        """Attended activations and this layer's cache afterwards."""
+        by_head = (*x.shape[:2], -1, self.head_dim)
+        q = self.q(x, noise).reshape(by_head)
+        k = self.k(x, noise).reshape(by_head)
+        v = self.v(x, noise).reshape(by_head)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, inputs.cos, inputs.sin), rotate(k, inputs.cos, inputs.sin)
+        attended, cache = inputs.attend(q, k, v, self.window, cache)
+        return self.o(attended.reshape(*x.shape[:2], -1), noise), cache

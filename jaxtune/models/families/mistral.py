@@ -1,0 +1,14 @@
+"""Mistral: Llama with a sliding window on every layer."""
+
+from typing import Any
+
+from jaxtune.models.families import llama
+from jaxtune.models.spec import Layer, ModelSpec
+
+NAMES, IGNORABLE = llama.NAMES_WITHOUT_BIAS, llama.IGNORABLE
+
+
+def read_spec(config: dict[str, Any]) -> ModelSpec:
+    """ModelSpec of a `MistralForCausalLM` config.json."""
+    layers = (Layer(window=config.get("sliding_window")),) * config["num_hidden_layers"]
+    return llama.common_spec("mistral", config, layers=layers)

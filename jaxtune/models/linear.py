@@ -1,0 +1,86 @@
+"""Linear maps: the one `matmul`, and a layer with an optional LoRA adapter."""
+
+import zlib
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxtune.models.spec import Adapter
+from jaxtune.parallel.layout import P, RULES, TOKENS, gather
+
+
+def matmul(x: Float[Array, "b s i"], weight: Float[Array, "o i"], out: str | None) -> Float[Array, "b s o"]:
+    """x W^T in the dtype of x, W in Hugging Face's (out, in) orientation; `out` is the logical name of o.
+
+    Products over two dimensions are several times faster on a CPU, so rows and positions are merged where no
+    position is sharded (merging a sharded dimension would move every token).
+    """
+    weight = gather(weight.astype(x.dtype))
+    axis = None if out is None else getattr(RULES, out)
+    if jax.sharding.get_abstract_mesh().shape["sequence"] > 1:
+        return jnp.einsum("bsi,oi->bso", x, weight, out_sharding=P(*TOKENS, axis))
+    rows = x.reshape(-1, x.shape[-1])
+    product = jnp.einsum("ti,oi->to", rows, weight, out_sharding=P(TOKENS[0], axis))
+    return jax.reshard(product.reshape(*x.shape[:2], -1), P(*TOKENS, axis))
+
+
+def dropout(x: Float[Array, "b s i"], rate: float, key: Array, rows: Int[Array, " b"]) -> Float[Array, "b s i"]:
+    """Dropout whose bits depend on the key and the global row, hence not on the mesh or the batch's division."""
+    keep = jax.vmap(lambda row: jax.random.bernoulli(jax.random.fold_in(key, row), 1.0 - rate, x.shape[1:]))(rows)
+    keep = jax.reshard(keep, jax.typeof(x).sharding.spec)
+    return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)
+
+
+class Linear(nnx.Module):
+    """y = x W^T + bias + scale · dropout(x) A^T B^T, the last term where there is an adapter (Hu et al. 2021)."""
+
+    def __init__(
+        self, name: str, shape: tuple[int, int], axes: tuple[str, str], *, bias: bool, std: float, adapter: Adapter | None
+    ):
+        out, inner = shape
+        self.name, self.out, self.adapter = name, axes[0], adapter
+        self.weight = nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), axes=axes, init=nnx.initializers.normal(std))
+        self.bias = (
+            nnx.Param(jax.ShapeDtypeStruct((out,), jnp.float32), axes=axes[:1], init=nnx.initializers.zeros)
+            if bias
+            else None
+        )
+        if adapter:
+            rank = adapter.rank
+            bound = inner**-0.5  # peft: Kaiming uniform with a = sqrt(5)
+            uniform = lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)  # noqa: E731
+            self.lora_a = nnx.LoRAParam(
+                jax.ShapeDtypeStruct((rank, inner), jnp.float32), axes=("rank", axes[1]), init=uniform
+            )
+            self.lora_b = nnx.LoRAParam(
+                jax.ShapeDtypeStruct((out, rank), jnp.float32), axes=(axes[0], "rank"), init=nnx.initializers.zeros
+            )
+
+    def __call__(self, x: Float[Array, "b s i"], noise: "Noise | None") -> Float[Array, "b s o"]:
+        """`noise` is None outside training: no dropout."""
+        out = None if self.out == "embed" else self.out
+        y = matmul(x, self.weight, out)
+        if self.bias is not None:
+            y += jax.reshard(self.bias.astype(y.dtype), P(jax.typeof(y).sharding.spec[-1]))
+        if self.adapter:
+            if noise is not None and self.adapter.dropout:
+                x = dropout(x, self.adapter.dropout, noise.at(self.name), noise.rows)
+            y += matmul(matmul(x, self.lora_a, None), self.lora_b, out) * jnp.asarray(self.adapter.scale, y.dtype)
+        return y
+
+
+class Noise:
+    """Randomness of one layer in one step: a key and the batch's global rows; each site has its own bits."""
+
+    def __init__(self, key: Array, rows: Int[Array, " b"]):
+        self.key, self.rows = key, rows
+
+    def at(self, site: str) -> Array:
+        """The key of a named site."""
+        return jax.random.fold_in(self.key, zlib.crc32(site.encode()) & 0x7FFFFFFF)
+
+    def layer(self, number: Int[Array, ""]) -> "Noise":
+        """Randomness of a layer, from the randomness of a step."""
+        return Noise(jax.random.fold_in(self.key, number), self.rows)

@@ -1,0 +1,20 @@
+"""Root-mean-square normalisation (Zhang & Sennrich 2019)."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * weight over the last dimension, computed in float32, returned in the dtype of x."""
+
+    def __init__(self, size: int, epsilon: float):
+        self.weight = nnx.Param(jax.ShapeDtypeStruct((size,), jnp.float32), axes=(None,), init=nnx.initializers.ones)
+        self.epsilon = epsilon
+
+    def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+        """The rounding before the weight is transformers': x is back in its dtype when the weight multiplies it."""
+        wide = x.astype(jnp.float32)
+        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+        return normed.astype(x.dtype) * self.weight.astype(x.dtype)

@@ -1,0 +1,85 @@
+"""The parameters a decoder declares: names, shapes, layout, Hugging Face names, and random values."""
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+
+from jaxtune.models.decoder import Decoder, Parameters
+from jaxtune.models.spec import ModelSpec, stacks
+from jaxtune.parallel.layout import sharding, spec as layout_spec
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One leaf of the flat parameter dict."""
+
+    shape: tuple[int, ...]  # with the leading axis of a stack
+    axes: tuple[str | None, ...]  # logical name of each dimension
+    init: Callable[[Array, tuple[int, ...], jnp.dtype], Array]
+    is_adapter: bool
+    local: str  # name inside its layer, "mlp.down.weight", or the whole name outside the layers
+    layers: tuple[int, ...]  # the layers stacked here; empty outside the layers
+    trained: bool
+
+    @property
+    def sharding(self) -> jax.NamedSharding:
+        """Where it lives on the current mesh."""
+        return sharding(*self.axes)
+
+
+def declare(spec: ModelSpec) -> tuple[nnx.GraphDef, dict[str, Parameter]]:
+    """The decoder's graph, for `bind`, and every parameter by its dotted name.
+
+    With adapters in the spec only they are trained; otherwise all that is not frozen is.
+    """
+    graph, state = nnx.split(Decoder(spec))
+    grouped = stacks(spec.layers)
+    found = {}
+    for path, variable in nnx.to_flat_state(state):
+        declared, axes = variable.get_value(), variable.get_metadata("axes")
+        name, local, layers, shape = ".".join(map(str, path)), ".".join(map(str, path)), (), declared.shape
+        frozen = spec.frozen
+        if path[0] == "stacks":
+            stack = grouped[path[1]]
+            local = ".".join(map(str, path[4:]))
+            layers = tuple(stack.layer_numbers(path[3]))
+            shape, axes = (len(layers), *shape), ("layers", *axes)
+            frozen = stack.period[path[3]].frozen
+        is_adapter = isinstance(variable, nnx.LoRAParam)
+        trained = is_adapter if spec.adapter else local not in frozen
+        found[name] = Parameter(shape, axes, variable.get_metadata("init"), is_adapter, local, layers, trained)
+    return graph, found
+
+
+def randomize(parameters: dict[str, Parameter], dtypes: dict[str, jnp.dtype], seed: int) -> Parameters:
+    """Random values straight into their shards: a function of seed, name and layer, not of the mesh or the stacks."""
+
+    def make(parameter: Parameter, dtype: jnp.dtype) -> Array:
+        key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(parameter.local.encode()) & 0x7FFFFFFF)
+        if not parameter.layers:
+            return parameter.init(key, parameter.shape, jnp.float32).astype(dtype)
+        keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(jnp.asarray(parameter.layers))
+        return jax.vmap(lambda key: parameter.init(key, parameter.shape[1:], jnp.float32).astype(dtype))(keys)
+
+    return {
+        name: jax.jit(make, static_argnums=(0, 1), out_shardings=parameter.sharding)(parameter, dtypes[name])
+        for name, parameter in parameters.items()
+    }
+
+
+def undivided(parameters: dict[str, Parameter], mesh: jax.sharding.Mesh) -> list[str]:
+    """Complaints about dimensions that the mesh does not divide, with the sizes that would."""
+    complaints = {}
+    for parameter in parameters.values():
+        for size, name, axis in zip(parameter.shape, parameter.axes, layout_spec(*parameter.axes)):
+            if axis is not None and size % mesh.shape[axis]:
+                fits = [n for n in range(1, mesh.size + 1) if size % n == 0]
+                complaints[name, size] = (
+                    f"mesh.{axis}={mesh.shape[axis]} does not divide {name}={size} of {parameter.local}; would: {fits}"
+                )
+    return list(complaints.values())

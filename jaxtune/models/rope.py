@@ -1,0 +1,85 @@
+"""Rotary position embedding: frequencies of every scaling that transformers knows for these families, and rotation."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxtune.models.spec import Rope
+
+
+def rotation(
+    rope: Rope, head_dim: int, positions: Int[Array, "b s"]
+) -> tuple[Float[Array, "b s 1 d"], Float[Array, "b s 1 d"]]:
+    """Cosine and sine for every token, once a batch; float32. Matches transformers' modeling_rope_utils."""
+    frequencies, magnitude = _frequencies(rope, head_dim, positions)
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    angles = jnp.concatenate([angles, angles], axis=-1)[:, :, None, :]
+    return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
+
+
+def rotate(
+    x: Float[Array, "b s h d"], cos: Float[Array, "b s 1 d"], sin: Float[Array, "b s 1 d"]
+) -> Float[Array, "b s h d"]:
+    """Rotate pairs (i, i + d/2) of each head."""
+    low, high = jnp.split(x, 2, axis=-1)
+    return x * cos.astype(x.dtype) + jnp.concatenate([-high, low], axis=-1) * sin.astype(x.dtype)
+
+
+def _frequencies(rope: Rope, head_dim: int, positions: Array) -> tuple[Array, float]:
+    """Inverse wavelengths (d/2,) and the factor on cosine and sine."""
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
+    base = 1.0 / np.float32(rope.theta) ** exponents
+    if rope.kind == "default":
+        return jnp.asarray(base), 1.0
+    if rope.kind == "linear":
+        return jnp.asarray(base / rope.factor), 1.0
+    if rope.kind == "llama3":
+        return jnp.asarray(_llama3(rope, base)), 1.0
+    if rope.kind == "yarn":
+        return jnp.asarray(_yarn(rope, base, head_dim)), _yarn_magnitude(rope)
+    # dynamic (NTK): theta grows with the longest document of the batch
+    longest = jnp.maximum(jnp.max(positions) + 1, rope.original_positions).astype(jnp.float32)
+    stretch = rope.factor * longest / rope.original_positions - (rope.factor - 1.0)
+    theta = rope.theta * stretch ** (head_dim / (head_dim - 2))
+    return 1.0 / theta ** jnp.asarray(exponents), 1.0
+
+
+def _llama3(rope: Rope, base: np.ndarray) -> np.ndarray:
+    wavelength = 2 * np.pi / base
+    longest = rope.original_positions / rope.low_frequency_factor
+    shortest = rope.original_positions / rope.high_frequency_factor
+    smooth = (rope.original_positions / wavelength - rope.low_frequency_factor) / (
+        rope.high_frequency_factor - rope.low_frequency_factor
+    )
+    between = (1 - smooth) * base / rope.factor + smooth * base
+    scaled = np.where(wavelength > longest, base / rope.factor, between)
+    return np.where(wavelength < shortest, base, scaled).astype(np.float32)
+
+
+def _yarn(rope: Rope, base: np.ndarray, head_dim: int) -> np.ndarray:
+    """Peng et al. 2023: interpolate slow dimensions, keep fast ones, a ramp in between."""
+
+    def dimension(rotations: float) -> float:
+        return head_dim * math.log(rope.original_positions / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = (np.arange(head_dim // 2, dtype=np.float32) - low) / (high - low if high != low else 0.001)
+    keep = 1 - np.clip(ramp, 0, 1)
+    return (base / rope.factor * (1 - keep) + base * keep).astype(np.float32)
+
+
+def _yarn_magnitude(rope: Rope) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def magnitude(mscale: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * mscale * math.log(rope.factor) + 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
+    return magnitude(1.0)

@@ -1,0 +1,49 @@
+"""Where the wall-clock time of a run went."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Literal, get_args
+
+Category = Literal["compile", "data wait", "step", "eval", "save", "restore", "other"]
+
+
+class Goodput:
+    """Wall-clock time by category, from the moment this is made; what is not measured is `other`.
+
+    A measurement inside another one counts for the inner category alone, so the parts always sum to the whole.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._seconds: dict[Category, float] = dict.fromkeys(get_args(Category), 0.0)
+        self._since = clock()
+        self._now_in: Category = "other"
+
+    @contextlib.contextmanager
+    def measure(self, category: Category) -> Iterator[None]:
+        """Count the time spent in this context for `category`."""
+        outer = self._now_in
+        self._switch(category)
+        try:
+            yield
+        finally:
+            self._switch(outer)
+
+    def seconds(self) -> dict[Category, float]:
+        """Seconds by category up to now; they sum to the wall-clock time."""
+        self._switch(self._now_in)
+        return dict(self._seconds)
+
+    def report(self) -> str:
+        """One line: the wall-clock time and each part of it that is not nothing, the largest first."""
+        seconds = self.seconds()
+        wall = sum(seconds.values())
+        parts = sorted(((spent, name) for name, spent in seconds.items() if spent > 0), reverse=True)
+        listed = ", ".join(f"{name} {spent:.1f} s ({spent / wall:.0%})" for spent, name in parts)
+        return f"wall time {wall:.1f} s: {listed}"
+
+    def _switch(self, category: Category) -> None:
+        now = self._clock()
+        self._seconds[self._now_in] += now - self._since
+        self._since, self._now_in = now, category

@@ -1,0 +1,137 @@
+"""Where the numbers of a run are written: metrics.jsonl, TensorBoard, Weights & Biases."""
+
+import importlib
+import json
+import os
+import pathlib
+import uuid
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from jaxtune.config.schema import Log, Wandb
+from jaxtune.errors import UserError
+
+
+class MetricsLog:
+    """Appends the numbers of each step to what the config selects; does nothing in a process that is not the main one.
+
+    `metrics.jsonl` holds one JSON object a line with the key `step` and whatever else was given: a training step, or an
+    evaluation after a step, told apart by its keys (`loss`, `eval_loss`). Floats are written by `repr`, so that equal
+    lines mean equal bits; what is not finite as `NaN`, `Infinity`, `-Infinity`, as Python's and most other readers
+    understand them.
+
+    At the start the rows that lie after `resume_step` are cut, and all of them when it is 0: the file of a resumed run
+    becomes that of an uninterrupted one. So an evaluation row must be written before its step is saved.
+    """
+
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        log: Log,
+        run_name: str,
+        config: Mapping[str, Any],
+        resume_step: int,
+        is_main: bool,
+    ) -> None:
+        self._file = self._tensorboard = self._wandb = None
+        if not is_main:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        if log.jsonl:
+            path = folder / "metrics.jsonl"
+            cut(path, resume_step)
+            self._file = path.open("a", encoding="utf-8")
+        if log.tensorboard:
+            module = _load("tensorboardX", "log.tensorboard", "pip install 'jaxtune[tensorboard]'")
+            # purge_step hides what an earlier process wrote from that step on.
+            first = resume_step + 1 if resume_step else 0
+            self._tensorboard = module.SummaryWriter(str(folder / "tensorboard"), purge_step=first)
+        if log.wandb.enabled:
+            self._wandb = _start_wandb(folder, log.wandb, run_name, config)
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Append one row: numbers (Python's, numpy's, or 0-d arrays) and strings, with the step in front."""
+        row = {"step": step} | {name: np.asarray(value).item() for name, value in metrics.items()}
+        if self._file is not None:
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+        if self._tensorboard is not None:
+            for name, value in row.items():
+                if name != "step" and not isinstance(value, str):
+                    self._tensorboard.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(row)
+
+    def close(self) -> None:
+        """Write out and close everything."""
+        if self._file is not None:
+            self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def read(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl, without a half-written last line.
+
+    Raises UserError, with file and line, for a line that is not an object with a step.
+    """
+    *lines, _half_written = path.read_bytes().split(b"\n")
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise UserError(
+                f"{path}, line {number}: not a JSON object with a whole-number 'step'; repair or remove the file"
+            )
+        rows.append(row)
+    return rows
+
+
+def cut(path: pathlib.Path, resume_step: int) -> None:
+    """Remove, at one stroke, the rows after `resume_step` (all of them when it is 0) and a half-written last line."""
+    if not path.exists():
+        return
+    rows = [row for row in read(path) if resume_step and row["step"] <= resume_step]
+    temporary = path.with_suffix(".jsonl.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _start_wandb(folder: pathlib.Path, options: Wandb, run_name: str, config: Mapping[str, Any]) -> Any:
+    """A wandb run that goes on under the same id whenever this run folder does."""
+    wandb = _load("wandb", "log.wandb.enabled", "pip install wandb")
+    id_file = folder / "wandb_id.txt"
+    if not id_file.exists():
+        id_file.write_text(uuid.uuid4().hex[:12])
+    run = wandb.init(
+        project=options.project,
+        name=options.name or run_name,
+        tags=list(options.tags),
+        id=id_file.read_text().strip(),
+        resume="allow",
+        dir=str(folder),
+        config=dict(config),
+    )
+    # Steps are a metric like others: wandb's own counter refuses the steps that a resumed run goes through again.
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return run
+
+
+def _load(module: str, option: str, install: str) -> ModuleType:
+    """Import a package that only one option needs."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(f"{option} needs the package {module}: {install}") from error

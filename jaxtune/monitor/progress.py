@@ -1,0 +1,85 @@
+"""The progress of a run on the terminal: a bar, or plain lines where stdout is a file or a pipe."""
+
+import datetime
+import math
+import time
+from collections.abc import Mapping
+
+import rich.console
+import rich.progress
+import rich.text
+
+
+class Progress:
+    """Shows step, loss, learning rate, gradient norm, tokens/s, MFU where it is known, and the time that is left.
+
+    `start` steps of `total` are done already. On a terminal this is a bar; otherwise a line each `every` steps, and for
+    the last one. A step whose loss is not finite always gets a line of its own. Only the main process shows anything.
+    """
+
+    def __init__(self, total: int, start: int, every: int, is_main: bool = True) -> None:
+        self._total, self._every = total, every
+        self._is_main = is_main
+        self._first: tuple[int, float] | None = None  # a step and when it ended; the first step compiles
+        self._console = rich.console.Console(highlight=False, emoji=False, soft_wrap=True)
+        self._bar = None
+        if is_main and self._console.is_terminal:
+            columns = [rich.progress.TextColumn("{task.completed}/{task.total}  {task.fields[numbers]}")]
+            if self._console.width >= 120:  # on a narrow terminal the numbers matter more
+                columns.insert(0, rich.progress.BarColumn(bar_width=20))
+            self._bar = rich.progress.Progress(*columns, console=self._console)
+            self._task = self._bar.add_task("", total=total, completed=start, numbers="compiling")
+            self._bar.start()
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show a finished step; `metrics` are those of its row in metrics.jsonl, of which any may be missing."""
+        if not self._is_main:
+            return
+        left = self._seconds_left(step)
+        numbers = rich.text.Text("" if left is None else f"{datetime.timedelta(seconds=round(left))} left  ")
+        numbers += _numbers(metrics)
+        finite = math.isfinite(metrics.get("loss", 0.0))
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, numbers=numbers.markup)
+        if not finite or (self._bar is None and (step % self._every == 0 or step == self._total)):
+            self._console.print(rich.text.Text(f"step {step}/{self._total}  ") + numbers)
+
+    def message(self, text: str) -> None:
+        """Print a line; above the bar, where there is one."""
+        if self._is_main:
+            self._console.print(text, markup=False)
+
+    def close(self) -> None:
+        """Leave the bar as it is and give the terminal back."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _seconds_left(self, step: int) -> float | None:
+        now = time.monotonic()
+        if self._first is None:
+            self._first = (step, now)
+            return None
+        first, since = self._first
+        return (now - since) / (step - first) * (self._total - step) if step > first else None
+
+
+def _numbers(metrics: Mapping[str, float]) -> rich.text.Text:
+    """The metrics that are there, in a fixed order; what is not finite in red."""
+    formats = (
+        ("loss", "loss", lambda value: f"{value:.4f}"),
+        ("learning_rate", "lr", lambda value: f"{value:.1e}"),
+        ("grad_norm", "grad norm", lambda value: f"{value:.3f}"),
+        ("tokens_per_second", "tokens/s", lambda value: f"{value:,.0f}"),
+        ("mfu", "MFU", lambda value: f"{value:.0%}"),
+    )
+    parts = []
+    for key, label, show in formats:
+        if (value := metrics.get(key)) is None:
+            continue
+        part = rich.text.Text(f"{label} ")
+        if math.isfinite(value):
+            part.append(show(value))
+        else:
+            part.append("NaN" if math.isnan(value) else f"{value}", style="bold red")
+        parts.append(part)
+    return rich.text.Text("  ").join(parts)

@@ -1,0 +1,61 @@
+"""Next-token cross-entropy over packed rows."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxtune.models.decoder import Decoder, Remat
+from jaxtune.models.linear import Noise
+from jaxtune.parallel.layout import ACTIVATIONS, P, RULES, TOKENS, gather
+from pallas_kernels.flash_attention import Mask, flash_attention
+from pallas_kernels.linear_cross_entropy import linear_cross_entropy
+
+Batch = dict[str, Array]
+
+
+def attend_packed(key_start: Array):
+    """Causal attention within the documents of packed rows (`Attend` of models.attention)."""
+    by_head = P(RULES.batch, RULES.positions, RULES.heads, None)
+
+    def attend(q: Array, k: Array, v: Array, window: int | None, cache: Any) -> tuple[Array, Any]:
+        def kernel(q, k, v, key_start):
+            return flash_attention(q, k, v, key_start, Mask(window=window))
+
+        mapped = jax.shard_map(kernel, in_specs=(by_head, by_head, by_head, TOKENS), out_specs=by_head)
+        return mapped(q, k, v, key_start), cache
+
+    return attend
+
+
+def token_losses(
+    decoder: Decoder, batch: Batch, *, dtype: jnp.dtype, noise: Noise | None, remat: Remat, head_gradient: bool
+) -> Float[Array, "b s"]:
+    """-log p(target) of every token, in float32; batch fields are (rows, positions)."""
+    hidden, _ = decoder(
+        batch["tokens"], batch["positions"], attend_packed(batch["key_start"]), dtype=dtype, noise=noise, remat=remat
+    )
+    head = gather(decoder.head_weight.astype(dtype))
+
+    def kernel(hidden, head, targets):
+        # Each device multiplies its tokens by its part of the vocabulary; its share of the head's gradient is
+        # summed over the devices that hold other tokens when `pvary` is transposed.
+        head = jax.lax.pcast(head, (*RULES.batch, RULES.positions), to="varying")
+        loss = linear_cross_entropy(
+            hidden.reshape(-1, hidden.shape[-1]),
+            head,
+            targets.reshape(-1),
+            vocabulary=decoder.spec.vocabulary,
+            head_gradient=head_gradient,
+            vocabulary_axis=RULES.vocabulary,
+        )
+        return loss.reshape(targets.shape)
+
+    mapped = jax.shard_map(kernel, in_specs=(ACTIVATIONS, P(RULES.vocabulary, None), TOKENS), out_specs=TOKENS)
+    return mapped(hidden, head, batch["targets"])
+
+
+def cross_entropy(decoder: Decoder, batch: Batch, **options: Any) -> tuple[Float[Array, ""], dict[str, Array]]:
+    """Sum of weighted token losses, and nothing else to report."""
+    return jnp.sum(token_losses(decoder, batch, **options) * batch["loss_weight"]), {}

@@ -1,0 +1,62 @@
+"""python -m jaxtune.options [PATTERN]: every option with its type, default, unit and meaning.
+
+PATTERN is a regular expression; only options whose key or meaning contains it are shown.
+"""
+
+import re
+import sys
+
+import rich.box
+import rich.console
+import rich.table
+import rich.text
+
+from jaxtune.command import guarded
+from jaxtune.config import keys
+from jaxtune.errors import UserError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the options; returns the exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    return guarded(lambda: _main(arguments))
+
+
+def find(pattern: str) -> list[keys.Option]:
+    """The options whose key or meaning contains the regular expression, in any case of letters.
+
+    Raises:
+        UserError: No regular expression, or none contains it.
+    """
+    try:
+        regex = re.compile(pattern, re.IGNORECASE)
+    except re.error as error:
+        raise UserError(f"{pattern!r} is no regular expression: {error}") from error
+    found = [option for option in keys.options().values() if regex.search(option.key) or regex.search(option.doc)]
+    if not found:
+        raise UserError(f"{pattern!r}: {keys.no_such_option(pattern)}")
+    return found
+
+
+def _main(arguments: list[str]) -> None:
+    if {"-h", "--help"} & set(arguments):
+        print(__doc__.strip())
+        return
+    if len(arguments) > 1:
+        raise UserError(f"one pattern at most, not {len(arguments)}: {' '.join(arguments)}")
+    rows = [_row(option) for option in find(arguments[0] if arguments else "")]
+    if not sys.stdout.isatty():
+        print("\n".join("\t".join(row) for row in rows))
+        return
+    table = rich.table.Table("option", "type", "default", "unit", "meaning", box=rich.box.SIMPLE_HEAD)
+    for row in rows:
+        table.add_row(*map(rich.text.Text, row))  # Text: the brackets of a key are no markup
+    rich.console.Console().print(table)
+
+
+def _row(option: keys.Option) -> tuple[str, ...]:
+    return option.key, keys.describe(option.annotation), repr(option.default), option.unit, option.doc
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""Joining the processes of one run.
+
+A run is started by one of
+
+- `JAXTUNE_COORDINATOR` (host:port of process 0), `JAXTUNE_NUM_PROCESSES` and `JAXTUNE_PROCESS_ID`, as launch/local.py
+  sets them,
+- `srun` or `mpirun`, which tell each task the number of tasks and its own; a `JAXTUNE_*` variable goes before them,
+- nothing of the kind: one process, and nothing to join.
+
+On CPU processes talk over Gloo, jax's default, and jax's own `JAX_NUM_CPU_DEVICES` gives each several devices.
+"""
+
+import os
+import pathlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxtune.errors import UserError
+
+# Hosts of a large job may reach this point many minutes apart (image pulls, file systems, compile caches).
+INIT_TIMEOUT_SECONDS = 1800
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A program that starts tasks, and the variables by which it tells a task about itself."""
+
+    name: str  # jax's name for it
+    title: str
+    num_processes: str
+    process_id: str
+    local_id: str
+    finds_coordinator: str  # set where jax can find out the coordinator by itself
+
+
+# SLURM_STEP_NUM_TASKS rather than SLURM_NTASKS, which is also set in a batch script's own shell, outside srun.
+SLURM = Launcher("slurm", "srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NODELIST")
+OPEN_MPI = Launcher(
+    "ompi",
+    "mpirun",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_MCA_orte_hnp_uri",  # gone in Open MPI 5
+)
+
+
+def initialize() -> None:
+    """Join the other processes of this run, if there are any; before anything else touches a device.
+
+    Waits for them for `JAXTUNE_INIT_TIMEOUT` seconds, 1800 if that is not set. Raises UserError when the environment
+    tells only a part.
+    """
+    arguments = init_arguments(os.environ, visible_gpus(os.environ))
+    if arguments is None:
+        return
+    # jaxtune agrees on the step to stop at by itself (monitor/signals.py); jax's service would swallow every SIGTERM.
+    jax.config.update("jax_enable_preemption_service", False)
+    # Said before, for at the time limit jax aborts the process, and no exception can be caught.
+    print(
+        f"process {arguments['process_id']} of {arguments['num_processes']}: joining the others at "
+        f"{arguments.get('coordinator_address', 'the first task')}, for at most {arguments['initialization_timeout']} s",
+        flush=True,
+    )
+    jax.distributed.initialize(**arguments)
+
+
+def is_main() -> bool:
+    """Whether this is the process that shows and writes what only one process should."""
+    return jax.process_index() == 0
+
+
+def init_arguments(environ: Mapping[str, str], gpus: int) -> dict[str, Any] | None:
+    """Arguments of `jax.distributed.initialize`, or None for a single process.
+
+    `gpus` is the number of GPUs that this process sees. Raises UserError when the environment tells only a part.
+    """
+    launcher = next((one for one in (SLURM, OPEN_MPI) if int(environ.get(one.num_processes, 1)) > 1), None)
+    coordinator = environ.get("JAXTUNE_COORDINATOR")
+    processes = _number(environ, "JAXTUNE_NUM_PROCESSES", launcher and launcher.num_processes)
+    process = _number(environ, "JAXTUNE_PROCESS_ID", launcher and launcher.process_id)
+    if processes == 1 or (launcher is None and coordinator is None and processes is None and process is None):
+        return None
+
+    missing = [
+        name for name, value in (("JAXTUNE_NUM_PROCESSES", processes), ("JAXTUNE_PROCESS_ID", process)) if value is None
+    ]
+    if coordinator is None and (launcher is None or launcher.finds_coordinator not in environ):
+        missing.insert(0, "JAXTUNE_COORDINATOR")
+    if missing:
+        started_by = f" under {launcher.title}" if launcher else ""
+        raise UserError(
+            f"this process is one of several{started_by}, but {' and '.join(missing)} is not set; right would be "
+            "JAXTUNE_COORDINATOR=<host of process 0>:<free port>, JAXTUNE_NUM_PROCESSES=<N>, "
+            "JAXTUNE_PROCESS_ID=<0 .. N-1>"
+        )
+    assert processes is not None and process is not None
+    if coordinator is not None and not re.fullmatch(r".+:\d+", coordinator):
+        raise UserError(f"JAXTUNE_COORDINATOR is {coordinator!r}; it must be <host>:<port>")
+    if not 0 <= process < processes:
+        raise UserError(
+            f"process id {process} is not in 0 .. {processes - 1} (JAXTUNE_PROCESS_ID, JAXTUNE_NUM_PROCESSES)"
+        )
+
+    arguments = {
+        "num_processes": processes,
+        "process_id": process,
+        "initialization_timeout": _number(environ, "JAXTUNE_INIT_TIMEOUT") or INIT_TIMEOUT_SECONDS,
+        # By name, for jax would otherwise probe Kubernetes and the like.
+        "cluster_detection_method": launcher.name if launcher and coordinator is None else "deactivate",
+    }
+    if coordinator is not None:
+        arguments["coordinator_address"] = coordinator
+    if launcher is not None and gpus and "JAX_LOCAL_DEVICE_IDS" not in environ:
+        arguments["local_device_ids"] = local_gpus(environ, launcher, gpus)
+    return arguments
+
+
+def local_gpus(environ: Mapping[str, str], launcher: Launcher, gpus: int) -> list[int]:
+    """The GPUs of a task, as indices into the `gpus` that it sees.
+
+    jax would take the one GPU numbered as the task: too few where a host runs one task, and none at all where the
+    launcher has bound GPUs to tasks and each sees only its own (jax#16788, jax#28194).
+    """
+    tasks = _tasks_on_host(environ, launcher)
+    bound = gpus == int(environ.get("SLURM_GPUS_PER_TASK", "0").rsplit(":", 1)[-1])  # "4" or "h100:4"
+    if tasks == 1 or bound or gpus < tasks:
+        return list(range(gpus))
+    share, rest = divmod(gpus, tasks)
+    if rest:
+        raise UserError(
+            f"{tasks} tasks on a host cannot share its {gpus} GPUs evenly; start a number that divides {gpus}"
+        )
+    first = share * int(environ[launcher.local_id])
+    return list(range(first, first + share))
+
+
+def visible_gpus(environ: Mapping[str, str]) -> int:
+    """The number of NVIDIA GPUs that this process may use, found without starting a driver."""
+    if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1", "NoDevFiles")])
+    return sum(1 for path in pathlib.Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
+
+
+def _tasks_on_host(environ: Mapping[str, str], launcher: Launcher) -> int:
+    """The number of tasks on this task's host."""
+    if launcher is OPEN_MPI:
+        return int(environ["OMPI_COMM_WORLD_LOCAL_SIZE"])
+    # "2(x3),1": two tasks on each of three hosts, then one on a fourth.
+    hosts = []
+    for part in environ["SLURM_STEP_TASKS_PER_NODE"].split(","):
+        tasks, _, times = part.partition("(x")
+        hosts += [int(tasks)] * int(times.rstrip(")") or 1)
+    return hosts[int(environ["SLURM_NODEID"])]
+
+
+def _number(environ: Mapping[str, str], name: str, otherwise: str | None = None) -> int | None:
+    """The whole number in a variable, else in the other one; UserError if it is something else."""
+    source = name if name in environ else otherwise
+    if source is None or source not in environ:
+        return None
+    if not environ[source].isdecimal():
+        raise UserError(f"{source} is {environ[source]!r}; it must be a whole number")
+    return int(environ[source])

@@ -1,0 +1,169 @@
+"""From a checked Config to a model on the mesh: what it is, and its values, read or random."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtune import hf
+from jaxtune.config.schema import Config
+from jaxtune.errors import UserError
+from jaxtune.lora.inject import inject
+from jaxtune.models import families
+from jaxtune.models.decoder import Parameters
+from jaxtune.models.freeze import freeze
+from jaxtune.models.parameters import Parameter, declare, randomize, undivided
+from jaxtune.models.spec import ModelSpec
+
+log = logging.getLogger("jaxtune")
+LARGE = 2**20  # elements; a smaller parameter may stay whole on every device
+
+
+@dataclass(frozen=True)
+class Model:
+    """A declared model: no weight has been read."""
+
+    folder: Path  # holds config.json, the tokenizer and, unless from scratch, the weights
+    spec: ModelSpec
+    graph: nnx.GraphDef
+    parameters: Mapping[str, Parameter]
+    dtypes: Mapping[str, Any]
+
+    @property
+    def trained(self) -> list[str]:
+        """Names of the parameters that are trained."""
+        return [name for name, parameter in self.parameters.items() if parameter.trained]
+
+    @property
+    def frozen(self) -> list[str]:
+        """Names of the others."""
+        return [name for name, parameter in self.parameters.items() if not parameter.trained]
+
+    def hf_names(self, name: str) -> tuple[str, ...]:
+        """Hugging Face names of a parameter, one a stacked layer."""
+        return families.hf_names(self.spec.family, self.parameters[name])
+
+    def abstract(self, names: list[str]) -> Parameters:
+        """Shapes, dtypes and shardings of parameters."""
+        return {
+            name: jax.ShapeDtypeStruct(
+                self.parameters[name].shape, self.dtypes[name], sharding=self.parameters[name].sharding
+            )
+            for name in names
+        }
+
+
+def declare_model(config: Config, mesh: jax.sharding.Mesh) -> Model:
+    """The model of a config, checked against the mesh. Raises UserError; reads config.json and no weight."""
+    folder = hf.resolve(config.model.path or "", config.model.revision, weights=not config.model.from_scratch)
+    spec = families.read_spec(hf.read_config(folder))
+    if config.data.seq_len > spec.max_positions:
+        raise UserError(
+            f"data.seq_len={config.data.seq_len} is more than the model's {spec.max_positions} positions "
+            "(max_position_embeddings); shorten the rows, or stretch them with rope_parameters in config.json"
+        )
+    if config.lora.enabled:
+        spec = inject(spec, config.lora)
+    elif config.train.freeze is not None:
+        spec = freeze(spec, config.train.freeze)
+    graph, parameters = declare(spec)
+    complaints = undivided(parameters, mesh)
+    if complaints:
+        raise UserError("\n  ".join(["the mesh does not divide the model:", *complaints]))
+
+    def dtype(parameter: Parameter) -> Any:
+        if parameter.is_adapter:
+            return jnp.dtype(config.lora.dtype)
+        return jnp.dtype(config.precision.master_dtype if parameter.trained else config.model.dtype)
+
+    return Model(folder, spec, graph, parameters, {name: dtype(p) for name, p in parameters.items()})
+
+
+def read_parameters(model: Model, names: list[str]) -> Parameters:
+    """These parameters from the model's folder, straight into their shards; adapters cannot be among them."""
+    targets = {
+        name: hf.Target(
+            shape=model.parameters[name].shape,
+            dtype=model.dtypes[name],
+            sharding=model.parameters[name].sharding,
+            names=model.hf_names(name),
+            stacked=bool(model.parameters[name].layers),
+            rows=model.spec.vocabulary if model.parameters[name].axes[0] == "vocabulary" else None,
+        )
+        for name in names
+    }
+    others = {hf_name for name in model.parameters if name not in targets for hf_name in model.hf_names(name)}
+    return hf.read(model.folder, targets, lambda name: name in others or families.is_ignorable(model.spec, name))
+
+
+def initial_parameters(model: Model, config: Config) -> Parameters:
+    """The trained parameters before step 0: random, read from the model's folder, or new or read adapters."""
+    trained = {name: model.parameters[name] for name in model.trained}
+    if config.lora.path is not None:
+        return _read_adapters(model, config)
+    if config.lora.enabled or config.model.from_scratch:
+        return randomize(trained, dict(model.dtypes), config.train.seed)
+    return read_parameters(model, model.trained)
+
+
+def frozen_parameters(model: Model, config: Config) -> Parameters:
+    """The parameters that are not trained; random ones where a model from scratch has some."""
+    if config.model.from_scratch:
+        frozen = {name: model.parameters[name] for name in model.frozen}
+        return randomize(frozen, dict(model.dtypes), config.train.seed)
+    return read_parameters(model, model.frozen) if model.frozen else {}
+
+
+def _read_adapters(model: Model, config: Config) -> Parameters:
+    """The adapter of lora.path, which must be of the rank, scale and targets that the config asks for."""
+    adapter = hf.read_adapter(Path(config.lora.path or ""))
+    for key, found in (("rank", adapter.rank), ("alpha", adapter.alpha), ("use_rslora", adapter.use_rslora)):
+        if found != getattr(config.lora, key):
+            raise UserError(f"lora.{key}={getattr(config.lora, key)}, and the adapter in {config.lora.path} has {found}")
+    wanted = {name: [n.rsplit(".", 2)[0] for n in model.hf_names(name)] for name in model.trained}
+    modules = {module for names in wanted.values() for module in names}
+    if modules != adapter.modules.keys():
+        difference = sorted(modules ^ adapter.modules.keys())
+        raise UserError(f"lora.target_modules and the adapter in {config.lora.path} differ in {', '.join(difference[:6])}")
+
+    def stacked(name: str) -> jax.Array:
+        which = 0 if name.endswith("lora_a") else 1
+        parameter = model.parameters[name]
+        matrices = [adapter.modules[module][which] for module in wanted[name]]
+        for module, matrix in zip(wanted[name], matrices):
+            if matrix.shape != parameter.shape[1:]:
+                raise UserError(f"{config.lora.path}: {module} has shape {matrix.shape}, not {parameter.shape[1:]}")
+        layers = [jnp.asarray(matrix, model.dtypes[name]) for matrix in matrices]
+        return jax.jit(lambda *layers: jnp.stack(layers), out_shardings=parameter.sharding)(*layers)
+
+    return {name: stacked(name) for name in model.trained}
+
+
+def describe_layout(model: Model, mesh: jax.sharding.Mesh) -> str:
+    """Where parameters live, one line; refuses a large one that no axis shards though the mesh has devices for it."""
+    spread = {axis: size for axis, size in mesh.shape.items() if size > 1}
+    for parameter in model.parameters.values():
+        elements = parameter.sharding.shard_shape(parameter.shape)
+        whole = elements == parameter.shape
+        size = 1
+        for n in parameter.shape[bool(parameter.layers) :]:
+            size *= n
+        if whole and size >= LARGE and (mesh.shape["fsdp"] > 1 or mesh.shape["tensor"] > 1) and not parameter.is_adapter:
+            raise UserError(f"{parameter.local} {parameter.shape} came out unsharded on {spread}")
+    count = lambda names: sum(_elements(model.parameters[name]) for name in names)  # noqa: E731
+    return (
+        f"{model.spec.family}, {len(model.spec.layers)} layers, {count(model.parameters):,} parameters, "
+        f"{count(model.trained):,} trained; mesh {spread or 'of one device'}"
+    )
+
+
+def _elements(parameter: Parameter) -> int:
+    size = 1
+    for n in parameter.shape:
+        size *= n
+    return size

@@ -1,0 +1,137 @@
+"""One optimizer step, and one evaluation step, as pure functions."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxtune.models.decoder import Decoder, Parameters, Remat, bind
+from jaxtune.models.linear import Noise
+from jaxtune.optim.build import clip_factor
+from jaxtune.precision.recipes import Recipe
+
+Batch = dict[str, Array]
+Metrics = dict[str, Array]
+# (decoder, one micro-batch, noise, remat, dtype, head_gradient) -> (sum of weighted losses, metrics)
+Objective = Callable[..., tuple[Float[Array, ""], Metrics]]
+
+
+class State(NamedTuple):
+    """What a step changes. Frozen parameters stand beside it."""
+
+    step: Int[Array, ""]
+    trained: Parameters
+    optimizer: optax.OptState
+
+
+class Summed(NamedTuple):
+    """Gradients and losses summed over micro-batches, not yet divided by the weight."""
+
+    gradients: Parameters
+    loss: Float[Array, ""]
+    tokens: Int[Array, ""]
+
+
+# (trained, frozen, batch with a leading axis of micro-batches, step) -> sums. A pipeline can take its place.
+Gradients = Callable[[Parameters, Parameters, Batch, Array], Summed]
+
+
+def accumulated_gradients(
+    graph: nnx.GraphDef, objective: Objective, recipe: Recipe, remat: Remat, seed: int
+) -> Gradients:
+    """Gradients of the objective, one micro-batch after the other."""
+
+    def gradients(trained: Parameters, frozen: Parameters, batch: Batch, step: Array) -> Summed:
+        key = jax.random.fold_in(jax.random.key(seed), step)
+
+        def add(total: Summed, micro: Batch) -> tuple[Summed, None]:
+            def loss(trained: Parameters) -> Array:
+                decoder = bind(graph, {**frozen, **trained})
+                return objective(
+                    decoder,
+                    micro,
+                    noise=Noise(key, micro["row"]),
+                    dtype=recipe.dtype,
+                    remat=remat,
+                    head_gradient=_head_is_trained(decoder, trained),
+                )[0]
+
+            value, grads = jax.value_and_grad(loss)(trained)
+            return jax.tree.map(jnp.add, total, Summed(grads, value, target_tokens(micro))), None
+
+        zeros = Summed(jax.tree.map(jnp.zeros_like, trained), jnp.zeros(()), jnp.zeros((), jnp.int32))
+        return jax.lax.scan(add, zeros, batch)[0]
+
+    return gradients
+
+
+def _head_is_trained(decoder: Decoder, trained: Parameters) -> bool:
+    return ("embed.weight" if decoder.head is None else "head.weight") in trained
+
+
+def target_tokens(batch: Batch) -> Int[Array, ""]:
+    """Tokens that count: the divisor of the loss."""
+    return jnp.sum(batch["loss_weight"] > 0, dtype=jnp.int32)
+
+
+def make_train_step(
+    gradients: Gradients,
+    optimizer: optax.GradientTransformation,
+    learning_rate: Callable[[Array], Array],
+    max_grad_norm: float,
+    recipe: Recipe,
+) -> Callable[[State, Parameters, Batch], tuple[State, Metrics]]:
+    """(state, frozen, batch) -> (state, metrics).
+
+    The sums are divided once, by the number of target tokens in the whole batch over all devices. A step whose loss
+    or gradient is not finite changes nothing but the step number.
+    """
+
+    def step(state: State, frozen: Parameters, batch: Batch) -> tuple[State, Metrics]:
+        with jax.default_matmul_precision(recipe.matmul_precision):
+            summed = gradients(state.trained, frozen, batch, state.step)
+        tokens = jnp.maximum(summed.tokens, 1).astype(jnp.float32)
+        loss = summed.loss / tokens
+        grads = jax.tree.map(lambda g: g / tokens.astype(g.dtype), summed.gradients)
+        norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        grads = jax.tree.map(lambda g: g * clip_factor(norm, max_grad_norm).astype(g.dtype), grads)
+
+        rate = learning_rate(state.step)
+        updates, optimizer_state = optimizer.update(grads, state.optimizer, state.trained)
+        trained = jax.tree.map(lambda p, u: (p - rate * u).astype(p.dtype), state.trained, updates)
+        keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)  # noqa: E731
+        after = State(state.step + 1, keep(trained, state.trained), keep(optimizer_state, state.optimizer))
+        metrics = {
+            "loss": loss,
+            "grad_norm": norm,
+            "learning_rate": rate,
+            "target_tokens": summed.tokens,
+            "tokens": jnp.sum(batch["segment_ids"] > 0, dtype=jnp.int32),
+        }
+        return after, metrics
+
+    return step
+
+
+def make_eval_step(
+    graph: nnx.GraphDef, objective: Objective, recipe: Recipe
+) -> Callable[[Parameters, Parameters, Batch], tuple[Float[Array, ""], Int[Array, ""]]]:
+    """(trained, frozen, batch) -> (sum of weighted losses, target tokens): scalars, never logits."""
+
+    def step(trained: Parameters, frozen: Parameters, batch: Batch):
+        def add(total, micro: Batch):
+            with jax.default_matmul_precision(recipe.matmul_precision):
+                decoder = bind(graph, {**frozen, **trained})
+                loss = objective(
+                    decoder, micro, noise=None, dtype=recipe.dtype, remat="none", head_gradient=False
+                )[0]
+            return (total[0] + loss, total[1] + target_tokens(micro)), None
+
+        return jax.lax.scan(add, (jnp.zeros(()), jnp.zeros((), jnp.int32)), batch)[0]
+
+    return step

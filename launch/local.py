@@ -1,0 +1,144 @@
+#!/usr/bin/env python3
+"""Starts the processes of one run on this machine.
+
+    python launch/local.py --processes 2 -- python -m jaxtune.train --config=configs/quickstart.py
+
+Each process writes to a log file of its own; the first one's output is shown as well. The first failure ends all, and
+its exit code is this program's. SIGTERM and Ctrl-C are passed on, once each: jaxtune saves and ends by itself.
+
+One process can drive all GPUs of a machine, so several are needed only for what wants a process per GPU
+(--gpus-per-process 1) or to try on CPU what runs on many hosts (--devices-per-process 2).
+"""
+
+import argparse
+import collections
+import os
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+POLL_SECONDS = 0.1
+TAIL_LINES = 30
+
+
+def main() -> int:
+    """Run the command line; returns the exit code."""
+    arguments = parse(sys.argv[1:])
+    folder = pathlib.Path(arguments.log_dir or tempfile.mkdtemp(prefix="jaxtune-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    print(f"logs: {folder}/process-*.log", flush=True)
+
+    received: list[int] = []  # signals to pass on
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _frame: received.append(number))
+    logs = [folder / f"process-{index}.log" for index in range(arguments.processes)]
+    processes = start(arguments, logs)
+    try:
+        failed = watch(processes, logs[0], received)
+    finally:
+        end(processes, arguments.grace)
+    if failed is None:
+        return 0
+    code = processes[failed].returncode
+    ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+    print(f"\nprocess {failed} {ended}; all were stopped. The end of {logs[failed]}:", file=sys.stderr)
+    with logs[failed].open(errors="replace") as log:
+        sys.stderr.writelines(collections.deque(log, maxlen=TAIL_LINES))
+    return 128 - code if code < 0 else code
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line; what follows `--` is the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, required=True, help="how many to start")
+    parser.add_argument("--devices-per-process", type=int, help="simulated CPU devices of each; runs on CPU")
+    parser.add_argument(
+        "--gpus-per-process", type=int, help="GPUs of each, by CUDA_VISIBLE_DEVICES; unset: all see all"
+    )
+    parser.add_argument("--log-dir", help="folder of the log files; unset: a new temporary one")
+    parser.add_argument(
+        "--grace", type=float, default=10, help="seconds from asking to end to killing, after a failure"
+    )
+    parser.add_argument("command", nargs="+", metavar="-- command", help="what each process runs")
+    arguments = parser.parse_args(argv)
+    if arguments.processes < 1:
+        parser.error("--processes must be at least 1")
+    if arguments.devices_per_process and arguments.gpus_per_process:
+        parser.error("--devices-per-process is for CPU: leave out --gpus-per-process")
+    if shutil.which(arguments.command[0]) is None:
+        parser.error(f"there is no command {arguments.command[0]!r}")
+    arguments.gpus = [None] * arguments.processes
+    if count := arguments.gpus_per_process:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = visible.split(",") if visible else [str(gpu) for gpu in range(arguments.processes * count)]
+        if len(names) < arguments.processes * count:
+            parser.error(f"{arguments.processes} x {count} GPUs are not in CUDA_VISIBLE_DEVICES={visible}")
+        arguments.gpus = [",".join(names[i * count : (i + 1) * count]) for i in range(arguments.processes)]
+    return arguments
+
+
+def start(arguments: argparse.Namespace, logs: list[pathlib.Path]) -> list[subprocess.Popen[bytes]]:
+    """Start every process with its place in the run."""
+    with socket.socket() as probe:  # a free port; process 0 binds it a moment later
+        probe.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+    processes = []
+    for index, log in enumerate(logs):
+        environment = os.environ | {
+            "JAXTUNE_COORDINATOR": coordinator,
+            "JAXTUNE_NUM_PROCESSES": str(arguments.processes),
+            "JAXTUNE_PROCESS_ID": str(index),
+            "PYTHONUNBUFFERED": "1",
+        }
+        if arguments.devices_per_process:
+            environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(arguments.devices_per_process)}
+        if arguments.gpus[index] is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = arguments.gpus[index]
+        with log.open("wb") as output:
+            # A session of its own keeps the terminal's Ctrl-C from reaching it twice.
+            processes.append(
+                subprocess.Popen(
+                    arguments.command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                )
+            )
+    return processes
+
+
+def watch(processes: list[subprocess.Popen[bytes]], shown: pathlib.Path, received: list[int]) -> int | None:
+    """Wait, show the first log and pass signals on; returns the first process that failed, or None."""
+    with shown.open("rb") as log:
+        while True:
+            codes = [process.poll() for process in processes]
+            sys.stdout.buffer.write(log.read())
+            sys.stdout.buffer.flush()
+            while received:
+                number = received.pop(0)
+                for process in processes:
+                    process.send_signal(number)
+            if failed := [index for index, code in enumerate(codes) if code]:
+                return failed[0]
+            if all(code == 0 for code in codes):
+                return None
+            time.sleep(POLL_SECONDS)
+
+
+def end(processes: list[subprocess.Popen[bytes]], grace: float) -> None:
+    """Ask those that still run to end, and kill those that have not after `grace` seconds."""
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + grace
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
