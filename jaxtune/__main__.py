@@ -3,7 +3,6 @@
 import ast
 import difflib
 import importlib
-import importlib.util
 import pathlib
 import sys
 
@@ -32,8 +31,8 @@ def _dispatch(name: str, arguments: list[str]) -> int:
 
 def _meaning(name: str) -> str:
     """The first line of a command's docstring, read without importing it (that would load jax)."""
-    source = pathlib.Path(importlib.util.find_spec(f"jaxtune.{name}").origin).read_text(encoding="utf-8")
-    return ast.get_docstring(ast.parse(source)).splitlines()[0]
+    source = pathlib.Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import inspect
 import pathlib
 import re
 import sys
@@ -37,10 +38,10 @@ def run(
     values = flags.FlagValues()  # its own, so that two commands can run in one process
     define_flags(values)
     if with_config:
-        text = "recipe, and what its get_config() is given; --config.SECTION.OPTION=VALUE changes an option"
-        flags.DEFINE_string("config", None, f"FILE[:ARGUMENT], the {text}", flag_values=values, required=True)
+        meaning = "recipe FILE or FILE:ARGUMENT; --config.SECTION.OPTION=VALUE changes an option"
+        flags.DEFINE_string("config", None, meaning, flag_values=values, required=True)
     if {"-h", "--help", "-help"} & set(arguments):
-        print(f"{sys.modules[define_flags.__module__].__doc__.strip()}\n\n{_flags_help(values)}")
+        print(f"{inspect.getdoc(sys.modules[define_flags.__module__])}\n\n{_flags_help(values)}")
         return 0
     return guarded(lambda: body(values, _parse(values, arguments, with_config)))
 
@@ -57,24 +58,23 @@ def guarded(body: Callable[[], int | None]) -> int:
 def _parse(values: flags.FlagValues, arguments: list[str], with_config: bool) -> Config | None:
     """Parses the flags into `values` and resolves the config, if the command has one."""
     values.set_gnu_getopt(True)
-    arguments = values.read_flags_from_files(arguments, force_gnu=True)
-    settings = _define_settings(values, arguments) if with_config else []
     try:
+        arguments = values.read_flags_from_files(arguments, force_gnu=True)
+        settings = _define_settings(values, arguments) if with_config else []
         _, *rest = values(["jaxtune", *arguments])
     except flags.UnrecognizedFlagError as error:
-        raise UserError(
-            f"--{error.flagname}: no such flag{_suggestion(error.flagname, values, with_config)}"
-        ) from error
-    except flags.Error as error:
+        suggestion = _suggestion(error.flagname, values, with_config)
+        raise UserError(f"--{error.flagname}: no such flag; {suggestion}") from error
+    except (flags.Error, ValueError) as error:
         missing = re.fullmatch(r"flag --(\w+)=None: .*", str(error))
-        raise UserError(f"--{missing[1]}=... is missing" if missing else str(error)) from error
+        raise UserError(f"--{missing[1]}=... is missing; --help tells more" if missing else str(error)) from error
     if rest:
         raise UserError(f"{rest[0]!r} belongs to no flag; write --name=value")
     if not with_config:
         return None
-    path, _, argument = values["config"].value.partition(":")
+    path, _, argument = values.config.partition(":")
     config = load_recipe(path, argument or None)
-    overrides = [(key, values[f"config.{key}"].value) for key in settings]
+    overrides = [(key, getattr(values, f"config.{key}")) for key in settings]
     resolved = resolve(config, path, overrides)
     if resolved.train.run_name is None:
         # The same name each time, so that ckpt.resume='auto' finds the run again.
@@ -98,12 +98,13 @@ def _define_settings(values: flags.FlagValues, arguments: list[str]) -> list[str
 
 
 def _suggestion(name: str, values: flags.FlagValues, with_config: bool) -> str:
-    """`; did you mean --...?`, from the command's flags and the options of the config; empty when nothing is near."""
-    near = difflib.get_close_matches(name, [flag for flag in values if not flag.startswith("config.")], n=1)
+    """The flag that was meant, from the command's own and the options of the config."""
+    own = [flag for flag in values if not flag.startswith("config.")]
+    near = difflib.get_close_matches(name, own, n=1, cutoff=0.7)
     if near:
-        return f"; nearest: --{near[0]}"
+        return f"nearest: --{near[0]}"
     option = keys.nearest(name) if with_config else None
-    return f"; nearest: --config.{option.key}" if option else "; --help lists them"
+    return f"nearest: --config.{option.key}" if option else "--help lists them"
 
 
 def _flags_help(values: flags.FlagValues) -> str:

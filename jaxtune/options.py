@@ -1,8 +1,11 @@
-"""python -m jaxtune.options [PATTERN]: every option with its type, default, unit and meaning.
+"""List every option with its type, default, unit and meaning.
+
+    python -m jaxtune.options [PATTERN]
 
 PATTERN is a regular expression; only options whose key or meaning contains it are shown.
 """
 
+import inspect
 import re
 import sys
 
@@ -40,7 +43,7 @@ def find(pattern: str) -> list[keys.Option]:
 
 def _main(arguments: list[str]) -> None:
     if {"-h", "--help"} & set(arguments):
-        print(__doc__.strip())
+        print(inspect.cleandoc(__doc__ or ""))
         return
     if len(arguments) > 1:
         raise UserError(f"one pattern at most, not {len(arguments)}: {' '.join(arguments)}")

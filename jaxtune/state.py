@@ -1,6 +1,7 @@
 """From a checked Config to a model on the mesh: what it is, and its values, read or random."""
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,20 @@ class Model:
         """Hugging Face names of a parameter, one a stacked layer."""
         return families.hf_names(self.spec.family, self.parameters[name])
 
+    def flops(self) -> dict[str, int | None]:
+        """The model's part of monitor.throughput.Work: the head counts, the lookup of an embedding does not."""
+        matrices = {name: p for name, p in self.parameters.items() if len(p.shape) - bool(p.layers) == 2}
+        if not self.spec.tied:
+            matrices.pop("embed.weight")
+        windows = {layer.window for layer in self.spec.layers}
+        return {
+            "trained": sum(math.prod(p.shape) for p in matrices.values() if p.trained),
+            "frozen": sum(math.prod(p.shape) for p in matrices.values() if not p.trained),
+            "layers": len(self.spec.layers),
+            "attention_width": self.spec.heads * self.spec.head_dim,
+            "window": windows.pop() if len(windows) == 1 else None,
+        }
+
     def abstract(self, names: list[str]) -> Parameters:
         """Shapes, dtypes and shardings of parameters."""
         return {
@@ -58,8 +73,11 @@ class Model:
         }
 
 
-def declare_model(config: Config, mesh: jax.sharding.Mesh) -> Model:
-    """The model of a config, checked against the mesh. Raises UserError; reads config.json and no weight."""
+def declare_model(config: Config, mesh: jax.sharding.Mesh, train: bool = True) -> Model:
+    """The model of a config, checked against the mesh; `train=False` stores every weight as model.dtype says.
+
+    Reads config.json and no weight. Raises UserError.
+    """
     folder = hf.resolve(config.model.path or "", config.model.revision, weights=not config.model.from_scratch)
     spec = families.read_spec(hf.read_config(folder))
     if config.data.seq_len > spec.max_positions:
@@ -79,7 +97,7 @@ def declare_model(config: Config, mesh: jax.sharding.Mesh) -> Model:
     def dtype(parameter: Parameter) -> Any:
         if parameter.is_adapter:
             return jnp.dtype(config.lora.dtype)
-        return jnp.dtype(config.precision.master_dtype if parameter.trained else config.model.dtype)
+        return jnp.dtype(config.precision.master_dtype if train and parameter.trained else config.model.dtype)
 
     return Model(folder, spec, graph, parameters, {name: dtype(p) for name, p in parameters.items()})
 
@@ -150,20 +168,11 @@ def describe_layout(model: Model, mesh: jax.sharding.Mesh) -> str:
     for parameter in model.parameters.values():
         elements = parameter.sharding.shard_shape(parameter.shape)
         whole = elements == parameter.shape
-        size = 1
-        for n in parameter.shape[bool(parameter.layers) :]:
-            size *= n
+        size = math.prod(parameter.shape[bool(parameter.layers) :])
         if whole and size >= LARGE and (mesh.shape["fsdp"] > 1 or mesh.shape["tensor"] > 1) and not parameter.is_adapter:
             raise UserError(f"{parameter.local} {parameter.shape} came out unsharded on {spread}")
-    count = lambda names: sum(_elements(model.parameters[name]) for name in names)  # noqa: E731
+    count = lambda names: sum(math.prod(model.parameters[name].shape) for name in names)  # noqa: E731
     return (
         f"{model.spec.family}, {len(model.spec.layers)} layers, {count(model.parameters):,} parameters, "
         f"{count(model.trained):,} trained; mesh {spread or 'of one device'}"
     )
-
-
-def _elements(parameter: Parameter) -> int:
-    size = 1
-    for n in parameter.shape:
-        size *= n
-    return size

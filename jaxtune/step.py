@@ -28,6 +28,11 @@ class State(NamedTuple):
     optimizer: optax.OptState
 
 
+def initial_state(optimizer: optax.GradientTransformation, trained: Parameters) -> State:
+    """The state before the first step."""
+    return State(jnp.zeros((), jnp.int32), trained, optimizer.init(trained))
+
+
 class Summed(NamedTuple):
     """Gradients and losses summed over micro-batches, not yet divided by the weight."""
 

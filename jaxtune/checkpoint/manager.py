@@ -6,8 +6,6 @@ last and makes it one. Without a manifest it is the remains of a save that did n
 
 import json
 import logging
-import re
-import shutil
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 from orbax.checkpoint import v1 as ocp
 
+from jaxtune.checkpoint import folder as checkpoint_folder
 from jaxtune.checkpoint import manifest, structure
 from jaxtune.errors import UserError
 
@@ -41,8 +40,8 @@ class CheckpointManager:
     """The checkpoints in `folder`, of which the newest `keep_last` verified ones are kept.
 
     With several processes all of them call the same methods in the same order on one shared folder. Each writes its own
-    shards; process 0 alone writes `host.json` and the manifest, verifies, deletes, and decides which step is restored.
-    Nothing is deleted before the first save, so a reader does not disturb a run.
+    shards; process 0 alone writes `host.json` and the manifest, verifies, removes, and decides which step is restored.
+    Nothing is removed before the first save, so a reader does not disturb a run.
     """
 
     def __init__(self, folder: Path, keep_last: int = 2):
@@ -51,17 +50,14 @@ class CheckpointManager:
         logging.getLogger("absl").addFilter(_not_orbax_noise)
         self._folder = Path(folder).absolute()
         self._keep_last = keep_last
-        self._verified: set[int] = set()  # saved or verified by this run: what keep_last counts
+        self._verified: set[int] = set()  # kept ones that this run saved or restored: what keep_last counts
         self._pending: tuple[int, Future[None]] | None = None
         self._failure: str | None = None
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def steps(self) -> list[int]:
-        """Steps with a manifest, ascending."""
-        if not self._folder.is_dir():
-            return []
-        numbered = (path for path in self._folder.iterdir() if path.name.isdecimal())
-        return sorted(int(path.name) for path in numbered if (path / manifest.MANIFEST).is_file())
+        """Steps that have a checkpoint, ascending; their files are not verified here."""
+        return checkpoint_folder.steps(self._folder)
 
     def save(self, step: int, state: PyTree[jax.Array], host: dict[str, Any]) -> None:
         """Saves in the background: returns once the arrays are copied, so `state` may be donated afterwards.
@@ -75,8 +71,8 @@ class CheckpointManager:
             return
         try:
             if jax.process_index() == 0:
-                self._delete(step)  # damaged, or of a run that went back further than this
-                self._remove_unfinished()
+                checkpoint_folder.remove(self._folder, step)  # damaged, or of a run that was taken back
+                checkpoint_folder.remove_unfinished(self._folder)
             response = ocp.save_async(str(self._folder / str(step)), arrays)
         except Exception as error:  # whatever the storage raises: training is worth more than one checkpoint
             self._fail(step, error)
@@ -91,24 +87,24 @@ class CheckpointManager:
         """
         if self._pending is not None:
             step, done = self._pending
-            self._pending = None
             try:
                 done.result()
                 self._failure = None
             except Exception as error:
                 self._fail(step, error, warn=not final)
+            self._pending = None
         if final and self._failure is not None:
             raise UserError(self._failure)
 
     def restore(self, abstract_state: PyTree[jax.ShapeDtypeStruct], step: int | None = None) -> Restored | None:
         """The newest good checkpoint, or `step`; None if there is no checkpoint.
 
-        Every file is verified. A damaged newest checkpoint is skipped with a warning. The arrays go straight to the
-        shardings of `abstract_state`, whatever mesh they were saved from.
+        Every file is verified. A damaged newest checkpoint is passed over with a warning. The arrays go straight to the
+        shardings of `abstract_state`, whatever mesh they were saved from. A save after this removes newer checkpoints.
 
         Raises:
-            UserError: `step` is missing or damaged, all checkpoints are damaged, or a parameter of `abstract_state`
-                is missing, unknown, or of another shape or dtype.
+            UserError: `step` is missing or damaged, all checkpoints are damaged, or a leaf of `abstract_state` is
+                missing, unknown, or of another shape or dtype.
         """
         self.wait()
         chosen = self._choose(step)
@@ -132,37 +128,19 @@ class CheckpointManager:
         return None if chosen is None else self._read_host(chosen)
 
     def _choose(self, step: int | None, only: Iterable[str] | None = None) -> int | None:
-        """The step to read, the same on all processes."""
+        """The step to read: process 0 decides, and its failure is a failure everywhere."""
         nothing, failed = -1, -2
-        failure = None
-        chosen = nothing
+        choice, failure = nothing, None
         if jax.process_index() == 0:
             try:
-                good = self._newest_good(step, only)
-                chosen = nothing if good is None else good
+                good = checkpoint_folder.newest_good(self._folder, step, only)
+                choice = nothing if good is None else good
             except UserError as error:
-                failure, chosen = error, failed
-        chosen = _from_process_0(chosen)
-        if chosen == failed:
-            raise failure or UserError("no checkpoint can be restored: process 0 says why")
-        return None if chosen == nothing else chosen
-
-    def _newest_good(self, step: int | None, only: Iterable[str] | None) -> int | None:
-        steps = self.steps()
-        if step is not None and step not in steps:
-            raise UserError(f"{self._folder} has no checkpoint of step {step}, only of {steps or 'no step'}")
-        for candidate in [step] if step is not None else reversed(steps):
-            problems = manifest.verify(self._folder / str(candidate), only)
-            if not problems:
-                return candidate
-            more = f" (and {len(problems) - 1} more files)" if len(problems) > 1 else ""
-            damage = f"checkpoint {candidate} in {self._folder} is damaged: {problems[0]}{more}"
-            if step is not None:
-                raise UserError(f"{damage}; ckpt.resume='auto' takes the newest good one")
-            logger.warning("%s; trying the one before it", damage)
-        if steps:
-            raise UserError(f"all checkpoints in {self._folder} are damaged; to start afresh, remove them")
-        return None
+                choice, failure = failed, error
+        choice = _from_process_0(choice)
+        if choice == failed:
+            raise failure or UserError(f"no checkpoint in {self._folder} can be restored: process 0 says why")
+        return None if choice == nothing else choice
 
     def _read_host(self, step: int) -> dict[str, Any]:
         return json.loads((self._folder / str(step) / HOST_FILE).read_text(encoding="utf-8"))
@@ -178,34 +156,23 @@ class CheckpointManager:
                 manifest.write(path)
         except BaseException:
             if primary:
-                self._remove_unfinished()  # a full disk is in the way of more than checkpoints
+                checkpoint_folder.remove_unfinished(self._folder)  # a full disk is in the way of more than checkpoints
             raise
-        self._verified.add(step)
+        self._verified = set(sorted(self._verified | {step})[-self._keep_last :])
         if primary:
             self._retire()
 
     def _retire(self) -> None:
-        """Deletes what the newest `keep_last` verified checkpoints make superfluous.
+        """Removes what the verified checkpoints make superfluous.
 
-        Until there are that many, older unverified ones stay. Unverified ones that are newer than the step restored
+        Older unverified ones stay until there are `keep_last` verified ones. Those newer than the oldest verified one
         are damaged, or the future of a run that was taken back to an earlier step.
         """
-        kept = sorted(self._verified)[-self._keep_last :]
-        for step in self.steps():
-            if step not in kept and (step > kept[0] or len(kept) == self._keep_last):
-                self._delete(step)
-
-    def _delete(self, step: int) -> None:
-        path = self._folder / str(step)
-        (path / manifest.MANIFEST).unlink(missing_ok=True)  # first: half a folder is not a checkpoint
-        if path.exists():
-            shutil.rmtree(path)
-
-    def _remove_unfinished(self) -> None:
-        finished = {str(step) for step in self.steps()}
-        for path in self._folder.iterdir() if self._folder.is_dir() else ():
-            if path.name not in finished and re.fullmatch(r"\d+(\.orbax-checkpoint-tmp.*)?", path.name):
-                shutil.rmtree(path, ignore_errors=True)  # a failed save may still be writing; the next one tries again
+        for step in set(self.steps()) - self._verified:
+            if step > max(self._verified):
+                logger.warning("checkpoint %d is removed: the run was taken back to before it", step)
+            if step > min(self._verified) or len(self._verified) == self._keep_last:
+                checkpoint_folder.remove(self._folder, step)
 
     def _fail(self, step: int, error: Exception, warn: bool = True) -> None:
         reason = (str(error).strip() or repr(error)).splitlines()[0]

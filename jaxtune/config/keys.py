@@ -31,12 +31,12 @@ def options() -> dict[str, Option]:
 
 def lookup(key: str) -> Option | None:
     """The option that a key means, with indices as a user writes them (`data.datasets[1].path`), or None."""
-    return options().get(re.sub(r"\[\d+\]", "[i]", key))
+    return options().get(_general(key))
 
 
 def nearest(key: str) -> Option | None:
     """The option whose key is most like an unknown one, or None when nothing is; its key keeps the index of `key`."""
-    general = re.sub(r"\[\d+\]", "[i]", key)
+    general = _general(key)
 
     def likeness(candidate: str) -> tuple[float, float]:
         # The whole key tells the section apart, its last part finds an option written under the wrong section.
@@ -52,8 +52,8 @@ def nearest(key: str) -> Option | None:
 
 def no_such_option(key: str) -> str:
     """What is wrong with an unknown key, and what would be right."""
-    general = re.sub(r"\[\d+\]", "[i]", key)
-    if members := [option for option in options() if option.startswith(f"{general}.")]:
+    general = _general(key)
+    if members := [member for member in options() if member.startswith(f"{general}.")]:
         return f"a section, not an option; its options: {', '.join(members)}"
     option = nearest(key)
     if option is None:
@@ -61,7 +61,7 @@ def no_such_option(key: str) -> str:
     return f"no such option; nearest: {option.key}: {describe(option.annotation)} ({option.doc})"
 
 
-def entry_type(annotation: Any) -> type | None:
+def entry_type(annotation: Any) -> Any | None:
     """The dataclass of the entries where an option is a list of sections, else None."""
     arguments = typing.get_args(annotation)
     return arguments[0] if arguments and dataclasses.is_dataclass(arguments[0]) else None
@@ -79,7 +79,7 @@ def describe(annotation: Any) -> str:
     return "None" if annotation is types.NoneType else annotation.__name__
 
 
-def _options_of(section: type, prefix: str) -> list[Option]:
+def _options_of(section: Any, prefix: str) -> list[Option]:
     found = []
     annotations = typing.get_type_hints(section)
     for field in dataclasses.fields(section):
@@ -91,6 +91,10 @@ def _options_of(section: type, prefix: str) -> list[Option]:
         if entry := entry_type(annotation):
             found += _options_of(entry, f"{key}[i].")
     return found
+
+
+def _general(key: str) -> str:
+    return re.sub(r"\[\d+\]", "[i]", key)
 
 
 def _ratio(a: str, b: str) -> float:

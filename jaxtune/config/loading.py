@@ -138,9 +138,8 @@ def _override(values: dict[str, Any], key: str, text: str) -> Problem | None:
     for i, parent in enumerate(parents):
         if isinstance(node, list):
             if int(parent) >= len(node):
-                return Problem(
-                    (key,), f"{key} = {text!r}: {'.'.join(parents[:i])} has {len(node)} entries, counted from 0"
-                )
+                found = f"{'.'.join(parents[:i])} has no entry {parent}; its length is {len(node)}, counted from 0"
+                return Problem((key,), f"{key} = {text!r}: {found}")
             node = node[int(parent)]
         elif isinstance(node, dict):
             node = node.setdefault(parent, {})
@@ -149,7 +148,7 @@ def _override(values: dict[str, Any], key: str, text: str) -> Problem | None:
     return None
 
 
-def _build(section: type, values: Any, prefix: str, problems: list[Problem]) -> Any:
+def _build(section: Any, values: Any, prefix: str, problems: list[Problem]) -> Any:
     """A section's dataclass from a mapping; what is wrong is added to `problems` and the default takes its place."""
     if not isinstance(values, dict):
         key = prefix.removesuffix(".")
@@ -169,7 +168,8 @@ def _build(section: type, values: Any, prefix: str, problems: list[Problem]) -> 
             try:
                 fields[name] = _convert(value, annotation)
             except TypeError:
-                text = f"{key} = {value!r}: expected {keys.describe(annotation)} ({keys.lookup(key).doc})"
+                meaning = section.__dataclass_fields__[name].metadata["doc"]
+                text = f"{key} = {value!r}: expected {keys.describe(annotation)} ({meaning})"
                 problems.append(Problem((key,), text))
     return section(**fields)
 
@@ -240,13 +240,12 @@ def _locate(path: str, folder: pathlib.Path, error: Exception) -> str:
         return f"{error.filename}, line {error.lineno}: {error.msg}"
     if not own:  # such as an argument that get_config() does not take
         return f"{path}: {error}"
-    place = f"{own[-1].filename}, line {own[-1].lineno}"
+    place, line = f"{own[-1].filename}, line {own[-1].lineno}", own[-1].line or ""
     if isinstance(error, UserError):
         return f"{place}: {error}"
-    if isinstance(error, AttributeError | KeyError) and "ml_collections" in frames[-1].filename:
-        name = re.search(r"""["'](\w+)["']""", str(error))[1]
-        written = re.search(
-            rf"\w+\.([\w.]*\b{name}\b[\w.]*)", own[-1].line
-        )  # config.optim.NAME, where the line shows it
-        return f"{place}: {own[-1].line}\n  {name}: {keys.no_such_option(written[1] if written else name)}"
-    return f"{place}: {own[-1].line}\n  {type(error).__name__}: {error}"
+    quoted = re.search(r"""["'](\w+)\\?["']""", str(error))
+    if isinstance(error, AttributeError | KeyError) and "ml_collections" in frames[-1].filename and quoted:
+        name = quoted[1]
+        written = re.search(rf"\w+\.([\w.]*\b{name}\b[\w.]*)", line)  # the whole key: config.optim.NAME
+        return f"{place}: {line}\n  {name}: {keys.no_such_option(written[1] if written else name)}"
+    return f"{place}: {line}\n  {type(error).__name__}: {error}"

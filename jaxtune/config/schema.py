@@ -19,9 +19,9 @@ def option(default: Any, doc: str, unit: str = "") -> Any:
 class Model:
     """The model: where it comes from and how its weights are stored."""
 
-    path: str | None = None()
-    revision: str | None = None()
-    from_scratch: bool = False()
+    path: str | None = option(None, "Hugging Face folder or hub id: config.json, tokenizer, weights")
+    revision: str | None = option(None, "branch, tag or commit on the hub")
+    from_scratch: bool = option(False, "random weights; only config.json and the tokenizer are read from model.path")
     dtype: Literal["bfloat16", "float16", "float32"] = option(
         "bfloat16", "how weights that are not trained are stored; exported full models use it too"
     )
@@ -31,27 +31,27 @@ class Model:
 class Dataset:
     """One entry of data.datasets or data.eval_datasets."""
 
-    path: str | None = None()
+    path: str | None = option(None, "file, folder, or hub id")
     type: Literal["auto", "text", "instruction", "conversation", "tokenized"] = option(
         "auto", "how a sample becomes tokens; auto decides by the columns and says what it chose"
     )
     split: str = option("train", "split of a hub dataset")
-    subset: str | None = None()
-    revision: str | None = None()
-    glob: str | None = None()
+    subset: str | None = option(None, "subset (configuration name) of a hub dataset")
+    revision: str | None = option(None, "branch, tag or commit on the hub")
+    glob: str | None = option(None, "in a folder, only files that match, for example '**/*.py'")
     samples: int | None = option(None, "use only the first N samples", "samples")
     text_field: str = option("text", "column of type text")
     instruction_field: str = option("instruction", "column of the instruction")
     input_field: str | None = option("input", "column of the optional input")
     output_field: str = option("output", "column of the answer, the part that is trained")
-    system_field: str | None = None()
-    system_prompt: str | None = None()
+    system_field: str | None = option(None, "column of the system prompt")
+    system_prompt: str | None = option(None, "system prompt for every sample without one")
     prompt_format: str | None = option(
         None, "prompt of type instruction, with {system}, {instruction}, {input}; unset: the chat template"
     )
-    prompt_format_no_input: str | None = None()
+    prompt_format_no_input: str | None = option(None, "the same for samples whose input is empty")
     messages_field: str = option("messages", "column of the conversation: a list of {role, content}")
-    tools_field: str | None = None()
+    tools_field: str | None = option(None, "column of the tool descriptions handed to the chat template")
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,17 @@ class Data:
     eval_datasets: tuple[Dataset, ...] = option((), "validation data; replaces validation_split")
     validation_split: float = option(0.0, "part of the training documents held out for validation", "fraction")
     seq_len: int = option(2048, "tokens in a row", "tokens")
-    packing: bool = True()
+    packing: bool = option(True, "several documents a row; attention never crosses from one into another")
     truncation: Literal["auto", "delete", "right", "split"] = option(
         "auto",
         "documents longer than a row: delete, cut at the right, or split into rows; auto: split for text, else delete",
     )
-    shuffle: bool = True()
+    shuffle: bool = option(True, "a new order each epoch, from data.seed")
     seed: int = option(1234, "seed of the order")
     on_bad_row: Literal["error", "skip"] = option(
         "error", "a sample that cannot be read or trained on: stop, or skip and count"
     )
-    cache_dir: str | None = None()
+    cache_dir: str | None = option(None, "tokenised documents; unset: <train.output_dir>/cache")
 
 
 @dataclass(frozen=True)
@@ -80,15 +80,15 @@ class Train:
     """The length and shape of the run."""
 
     output_dir: str = option("runs", "folder of all runs")
-    run_name: str | None = None()
+    run_name: str | None = option(None, "folder of this run in output_dir; unset: the recipe's file name")
     max_steps: int | None = option(None, "optimizer steps; unset: train.epochs decides", "steps")
     epochs: float = option(1.0, "passes over the data", "epochs")
     micro_batch_size: int = option(1, "rows a data-parallel shard computes at once", "rows")
     grad_accum_steps: int = option(1, "micro-batches summed before an optimizer step", "micro-batches")
     seed: int = option(0, "seed of random weights, adapters and dropout")
     max_bad_steps: int = option(5, "stop after this many non-finite steps in a row", "steps")
-    deterministic: bool = False()
-    freeze: str | None = None()
+    deterministic: bool = option(False, "bit-equal repeats on a GPU too, at some cost in speed")
+    freeze: str | None = option(None, "regex over Hugging Face names: parameters that are not trained")
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Optim:
 class Lora:
     """Low-rank adapters (Hu et al. 2021); everything else is frozen."""
 
-    enabled: bool = False()
+    enabled: bool = option(False, "train adapters instead of the model")
     rank: int = option(16, "rank of an adapter")
     alpha: float = option(32.0, "scale: alpha / rank, or alpha / sqrt(rank) with use_rslora")
     dropout: float = option(0.0, "dropout before the adapter", "fraction")
@@ -126,8 +126,8 @@ class Lora:
         "all-linear", "all-linear (all but the head), a list of module names, or a regex over Hugging Face names"
     )
     dtype: Literal["float32", "bfloat16"] = option("float32", "dtype of the adapters")
-    use_rslora: bool = False()
-    path: str | None = None()
+    use_rslora: bool = option(False, "rank-stabilised scale (Kalajdzievski 2023)")
+    path: str | None = option(None, "PEFT adapter folder to start from")
 
 
 @dataclass(frozen=True)
@@ -176,15 +176,16 @@ class Eval:
 
     steps: int = option(0, "steps between evaluations; 0: only at the end", "steps")
     max_batches: int | None = option(None, "batches an evaluation uses; unset: all", "batches")
+    sample_prompt: str | None = option(None, "text that the trained model continues at the end of the run")
 
 
 @dataclass(frozen=True)
 class Wandb:
     """Weights & Biases; offline by WANDB_MODE=offline."""
 
-    enabled: bool = False()
+    enabled: bool = option(False, "log to wandb")
     project: str = option("jaxtune", "project")
-    name: str | None = None()
+    name: str | None = option(None, "name of the run; unset: train.run_name")
     tags: tuple[str, ...] = option((), "tags")
 
 
@@ -193,8 +194,9 @@ class Log:
     """What is shown and written."""
 
     every: int = option(1, "steps between lines of progress", "steps")
-    jsonl: bool = True()
-    tensorboard: bool = False()
+    next_command: str | None = option(None, "command shown at the end of the run: what to try next")
+    jsonl: bool = option(True, "metrics.jsonl, one object a step")
+    tensorboard: bool = option(False, "TensorBoard events (pip install 'jaxtune[tensorboard]')")
     wandb: Wandb = Wandb()
 
 
@@ -202,7 +204,7 @@ class Log:
 class Prof:
     """A trace of a few steps with jax.profiler."""
 
-    enabled: bool = False()
+    enabled: bool = option(False, "write a trace to <run>/profile")
     start_step: int = option(5, "first step traced", "steps")
     steps: int = option(3, "steps traced", "steps")
 
@@ -211,7 +213,7 @@ class Prof:
 class Export:
     """What is written at the end of a run."""
 
-    at_end: bool = True()
+    at_end: bool = option(True, "write <run>/export: a Hugging Face folder, or a PEFT adapter when lora.enabled")
     max_shard_bytes: int = option(5 * 10**9, "largest safetensors file", "bytes")
 
 

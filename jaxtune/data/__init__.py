@@ -1,0 +1,9 @@
+"""From datasets to batches: read, render, tokenise once, plan, load."""
+
+from jaxtune.data.chat import ChatTemplate
+from jaxtune.data.documents import Documents
+from jaxtune.data.loader import abstract_batch, batches
+from jaxtune.data.rows import Counts, Rows
+from jaxtune.data.splits import open_documents
+
+__all__ = ["ChatTemplate", "Counts", "Documents", "Rows", "abstract_batch", "batches", "open_documents"]

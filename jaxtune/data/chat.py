@@ -1,19 +1,20 @@
 """Conversations: the chat template renders them; what the assistant said is trained, with the token that ends it."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedTokenizerFast
-
-from jaxtune.data.encoding import Refused, Rendered
+from jaxtune.data.encoding import Encoder, Refused, Rendered
 from jaxtune.data.messages import Message, clip
 from jaxtune.data.sandbox import Template
 from jaxtune.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 
 class ChatTemplate:
     """A tokenizer's chat template."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast):
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast"):
         """Compiles tokenizer.chat_template.
 
         Raises:
@@ -27,15 +28,17 @@ class ChatTemplate:
                 "the tokenizer has no chat template; use the tokenizer of a chat model, put a chat_template.jinja into "
                 "its folder, or set prompt_format for data of type instruction"
             )
+        self._encode = Encoder(tokenizer)
         self._template = Template(source)
         self._variables = dict(tokenizer.special_tokens_map)
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         special = (special - {tokenizer.bos_token}) | ({tokenizer.eos_token} - {None})
         self._stops = tuple(sorted(special, key=len, reverse=True))
 
-    def prompt(self, messages: list[Message], tools: list[Any] | None = None) -> str:
-        """The conversation as text, up to where the assistant's next message begins."""
-        return self._render(messages, tools, add_generation_prompt=True)[0]
+    def prompt(self, messages: list[Message], tools: list[Any] | None = None) -> list[int]:
+        """Tokens of the conversation up to where the assistant's next message begins, just as they are in training."""
+        text = self._render(messages, tools, add_generation_prompt=True)[0]
+        return self._encode([Rendered(text)])[0].tokens.tolist()
 
     def render(self, messages: list[Message], tools: list[Any] | None = None) -> Rendered:
         """The whole conversation as text, its trained spans being the assistant's turns with their stop tokens.
@@ -75,13 +78,13 @@ class ChatTemplate:
 
     def _start(self, text: str, before: list[Message], tools: list[Any] | None, position: int, turns: int) -> int:
         """Where the assistant's answer to the messages `before` starts in the whole text, not before `position`."""
-        prompt = self.prompt(before, tools)
+        prompt = self._render(before, tools, add_generation_prompt=True)[0]
         if len(prompt) >= position and text.startswith(prompt):
             return len(prompt)
         header = prompt.removeprefix(self._render(before, tools)[0])
         if header in ("", prompt) or text.count(header) != turns:
             raise Refused(
-                f"message {len(before)} (assistant) cannot be found in the rendered conversation: the template writes it "
+                f"message {len(before)} (assistant) cannot be found in the rendered text: the template writes it "
                 "differently once more messages follow. End the conversation with it, or use a template with "
                 "{% generation %} marks"
             )

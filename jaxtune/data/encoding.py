@@ -1,12 +1,17 @@
 """Text to tokens: trained characters make trained tokens, and special tokens stand where they should, once."""
 
+import copy
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Float16, Int32
-from transformers import PreTrainedTokenizerFast
 
 from jaxtune.errors import UserError
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding
+    from transformers import PreTrainedTokenizerFast
 
 Span = tuple[int, int]
 
@@ -38,56 +43,46 @@ class Encoded:
     loss_weights: Float16[np.ndarray, "n"]
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, documents: list[Rendered]) -> list[Encoded]:
-    """Tokenises documents; a token is trained if any of its characters is.
+class Encoder:
+    """Text to tokens. A token is trained if any of its characters is.
 
     The whole text is tokenised at once, as it would be at inference, and the tokenizer's offsets tell which characters
     a token covers. A tokenizer that starts every text with a beginning-of-sequence token does so here too, unless the
     text (a rendered chat template) brings its own: there is never a second one.
     """
-    if not documents:
-        return []
-    if not tokenizer.is_fast:
-        raise UserError(f"tokenizer: {type(tokenizer).__name__} knows no character offsets; a tokenizer.json is needed")
-    encoded = tokenizer(
-        [document.text for document in documents],
-        add_special_tokens=False,
-        return_offsets_mapping=any(document.spans is not None for document in documents),
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,
-    )
-    starts_with_bos = adds_bos(tokenizer)
-    result = []
-    for i, document in enumerate(documents):
-        tokens = encoded["input_ids"][i]
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast"):
+        """Takes the tokenizer's rules, without what was set on it for other uses.
+
+        Raises:
+            UserError: it is not a fast tokenizer, and knows no offsets.
+        """
+        if not tokenizer.is_fast:
+            raise UserError(f"{type(tokenizer).__name__} is no fast tokenizer; a tokenizer.json is needed")
+        self._bos, self._eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+        self._starts_with_bos = self._bos is not None and tokenizer("a").input_ids[0] == self._bos
+        self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        # It would add special tokens, and for some tokenizers cut white space off the offsets.
+        self._backend.post_processor = None
+
+    def __call__(self, documents: list[Rendered]) -> list[Encoded]:
+        """Tokens and weights of each document."""
+        encodings = self._backend.encode_batch([document.text for document in documents], add_special_tokens=False)
+        return [self._finish(document, encoding) for document, encoding in zip(documents, encodings)]
+
+    def _finish(self, document: Rendered, encoding: "Encoding") -> Encoded:
+        tokens = encoding.ids
         if document.spans is None:
             weights = np.ones(len(tokens), np.float16)
         else:
-            weights = _covered(encoded["offset_mapping"][i], document.spans).astype(np.float16)
-        if starts_with_bos and tokens[:1] != [tokenizer.bos_token_id]:
-            tokens, weights = [tokenizer.bos_token_id, *tokens], np.concatenate([[0], weights])
-        eos = tokenizer.eos_token_id
-        if document.append_eos and eos is not None and tokens[-1:] != [eos]:
-            tokens, weights = [*tokens, eos], np.concatenate([weights, [1]])
-        result.append(Encoded(np.asarray(tokens, np.int32), weights.astype(np.float16)))
-    return result
-
-
-def adds_bos(tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Whether the tokenizer by itself starts a text with its beginning-of-sequence token."""
-    return tokenizer.bos_token_id is not None and tokenizer("a").input_ids[0] == tokenizer.bos_token_id
-
-
-def _covered(offsets: list[Span], spans: tuple[Span, ...]) -> np.ndarray:
-    """Whether each token covers a character of a span.
-
-    Only the ends of the offsets are used, a token reaching back to the end of the one before: some tokenizers leave
-    leading white space out of a token's offsets, and the tokens of one split character all have the same.
-    """
-    ends = np.array([end for _, end in offsets], np.int64)
-    before = np.concatenate([[0], ends[:-1]])
-    covered = np.zeros(len(ends), bool)
-    for start, end in spans:
-        covered |= (ends > start) & ((ends <= end) | (before < end))
-    return covered
+            offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+            weights = np.zeros(len(tokens), np.float16)
+            for start, end in document.spans:
+                weights[(offsets[:, 1] > start) & (offsets[:, 0] < end)] = 1
+        if self._starts_with_bos and tokens[:1] != [self._bos]:
+            tokens, weights = [self._bos, *tokens], np.insert(weights, 0, 0)
+        if document.append_eos and self._eos is not None and tokens[-1:] != [self._eos]:
+            tokens, weights = [*tokens, self._eos], np.append(weights, np.float16(1))
+        return Encoded(np.array(tokens, np.int32), weights)

@@ -178,7 +178,7 @@ def _parse(text: str, where: str) -> Any:
     except json.JSONDecodeError as error:
         place = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
         half = "; half a line?" if error.pos >= len(text.rstrip()) or "Unterminated" in error.msg else ""
-        raise UserError(f"{where}: not JSON: {error.msg} at {place}{half}") from None
+        raise UserError(f"{where}: not JSON: {error.msg.removesuffix(' at')} at {place}{half}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not usable JSON: {error}") from None
 

@@ -47,7 +47,7 @@ def resolve(path: str, revision: str | None = None, *, weights: bool = True, hol
         folder = local
     elif local.exists():
         raise UserError(f"{path} is a file; give the folder that holds {holds}")
-    elif local.is_absolute() or path.startswith((".", "~")) or not _is_hub_id(path):
+    elif local.is_absolute() or path.startswith((".", "~")) or not is_hub_id(path):
         raise UserError(f"no folder {path}{_nearest(local)}")
     else:
         folder = _download(path, revision, _TEXT_FILES + (_WEIGHT_FILES if weights else ()), _nearest(local))
@@ -62,6 +62,23 @@ def resolve(path: str, revision: str | None = None, *, weights: bool = True, hol
 def read_config(folder: Path) -> dict[str, Any]:
     """Return config.json of a model folder; a UserError says what is wrong with it."""
     return read_json(folder / "config.json")
+
+
+def write_config(source: Path, target: Path, dtype: str) -> None:
+    """Copy config.json from a model folder to another, byte for byte unless its weights' dtype is a new one."""
+    config = read_config(source)
+    keys = {"dtype", "torch_dtype"} & config.keys() or {"dtype"}  # torch_dtype: transformers before 4.56
+    target.mkdir(parents=True, exist_ok=True)
+    if all(config.get(key) == dtype for key in keys):
+        shutil.copyfile(source / "config.json", target / "config.json")
+    else:
+        (target / "config.json").write_text(json.dumps(config | dict.fromkeys(keys, dtype), indent=2) + "\n")
+
+
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """Return generation_config.json of a model folder, empty where there is none."""
+    path = folder / "generation_config.json"
+    return read_json(path) if path.exists() else {}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -104,7 +121,8 @@ def staged(folder: Path, replaces: re.Pattern[str]) -> Iterator[Path]:
         shutil.rmtree(stage, ignore_errors=True)
 
 
-def _is_hub_id(path: str) -> bool:
+def is_hub_id(path: str) -> bool:
+    """Whether a path has the form of a model id on the hub."""
     try:
         validate_repo_id(path)
     except HFValidationError:

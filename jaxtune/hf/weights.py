@@ -41,8 +41,8 @@ class Target:
         sharding: where it goes; a stack axis is unsharded.
         names: Hugging Face tensors it is made of.
         stacked: the first axis has one slice for each of `names`; otherwise there is one name.
-        rows: first dimension of the Hugging Face tensor where the parameter is padded with zeros beyond it (the
-            vocabulary). None: a matrix that is not stacked may have any number of rows up to the parameter's.
+        rows: first dimension of the Hugging Face tensors where the parameter is padded with zeros beyond it (the
+            vocabulary); None: not padded.
     """
 
     shape: tuple[int, ...]
@@ -64,14 +64,6 @@ class Target:
         shape = self.shape[1:] if self.stacked else self.shape
         return shape if self.rows is None else (self.rows, *shape[1:])
 
-    def accepts(self, shape: tuple[int, ...]) -> bool:
-        """Whether a Hugging Face tensor of this shape fills the parameter."""
-        wanted = self.source_shape
-        may_be_padded = not self.stacked and self.rows is None and len(wanted) > 1
-        return shape == wanted or (
-            may_be_padded and len(shape) == len(wanted) and shape[1:] == wanted[1:] and 0 < shape[0] < wanted[0]
-        )
-
 
 class Tensor(NamedTuple):
     """A tensor to be written; `get` is called once, when its turn has come."""
@@ -87,23 +79,23 @@ class Source:
     """A tensor in a file, of which any part can be read."""
 
     file: Path
-    slice: Any  # safetensors' PySafeSlice
+    part: Any  # safetensors' PySafeSlice
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Its shape."""
-        return tuple(self.slice.get_shape())
+        return tuple(self.part.get_shape())
 
     @property
     def dtype(self) -> str:
         """Its dtype, as safetensors calls it."""
-        return self.slice.get_dtype()
+        return self.part.get_dtype()
 
     def rows(self, first: int, count: int, rest: tuple[slice, ...]) -> Shaped[np.ndarray, "..."]:
         """Read rows [first, first + count) and a part of the other dimensions; zeros beyond the last row."""
         held = min(max(self.shape[0] - first, 0), count)
         with damage(self.file):
-            found = self.slice[(slice(first, first + held) if held else slice(0, 0), *rest)]
+            found = self.part[(slice(first, first + held) if held else slice(0, 0), *rest)]
         return np.pad(found, [(0, count - held)] + [(0, 0)] * len(rest)) if held < count else found
 
 
@@ -211,7 +203,7 @@ def _check(
         "wrong shape": [
             f"{name} {sources[name].shape}, not {wanted[name].source_shape}"
             for name in both
-            if not wanted[name].accepts(sources[name].shape)
+            if sources[name].shape != wanted[name].source_shape
         ],
         "wrong dtype": [
             f"{name} {sources[name].dtype}, not {' or '.join(DTYPES)}"
@@ -241,7 +233,7 @@ def _fill(target: Target, sources: list[Source], chunk_bytes: int) -> jax.Array:
     def chunk(source: Source, row: int) -> jax.Array:
         """Rows [row, row + step) of every shard."""
 
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index: Any) -> np.ndarray:
             at, *others = [slice(*bound.indices(size)) for bound, size in zip(index, chunk_shape)][lead:]
             found = source.rows(at.start // step * rows + row, step, tuple(others))
             return found.reshape((1,) * lead + found.shape)

@@ -56,6 +56,8 @@ def draw(metrics_file: pathlib.Path, picture: pathlib.Path, title: str) -> None:
 
 def smooth(values: np.ndarray) -> np.ndarray:
     """Centred moving average over about a thirtieth of the values, weighted towards the middle; shorter at the ends."""
+    if not values.size:
+        return values
     weights = np.hanning(2 * (values.size // 60) + 3)[1:-1]
     weighted = np.convolve(values, weights)
     total = np.convolve(np.ones_like(values), weights)

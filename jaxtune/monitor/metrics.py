@@ -48,7 +48,9 @@ class MetricsLog:
             module = _load("tensorboardX", "log.tensorboard", "pip install 'jaxtune[tensorboard]'")
             # purge_step hides what an earlier process wrote from that step on.
             first = resume_step + 1 if resume_step else 0
-            self._tensorboard = module.SummaryWriter(str(folder / "tensorboard"), purge_step=first)
+            self._tensorboard = module.SummaryWriter(
+                str(folder / "tensorboard"), purge_step=first, filename_suffix=f".from-{first}"
+            )
         if log.wandb.enabled:
             self._wandb = _start_wandb(folder, log.wandb, run_name, config)
 

@@ -17,21 +17,21 @@ class Profiler:
 
     def __init__(self, folder: pathlib.Path, prof: Prof, is_main: bool) -> None:
         self._folder = folder / "profile"
-        self._first = prof.start_step if prof.enabled and is_main else None
-        self._steps = prof.steps
+        self._enabled = prof.enabled and is_main
+        self._first, self._last = prof.start_step, prof.start_step + prof.steps - 1
         self._count = 0
         self._tracing = False
 
     def before_step(self) -> None:
         """Call right before a step is dispatched."""
         self._count += 1
-        if self._count == self._first:
+        if self._enabled and self._count == self._first:
             jax.profiler.start_trace(self._folder)
             self._tracing = True
 
     def after_step(self, results: Any) -> None:
         """Call right after a step is dispatched; the last traced one is waited for through any of its `results`."""
-        if self._tracing and self._count == self._first + self._steps - 1:
+        if self._tracing and self._count == self._last:
             jax.block_until_ready(results)
             self.close()
 

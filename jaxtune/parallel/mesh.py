@@ -10,21 +10,24 @@ from jaxtune.errors import UserError
 from jaxtune.parallel.layout import AXES
 
 
-def make_mesh(mesh: Mesh) -> jax.sharding.Mesh:
-    """A mesh over all devices of all processes and make it current. Raises UserError where the sizes do not fit."""
+def make_mesh(mesh: Mesh, devices: list[jax.Device] | None = None) -> jax.sharding.Mesh:
+    """A mesh over all devices of all processes (or these), current from now on.
+
+    Raises UserError where the sizes do not fit.
+    """
+    devices = devices or jax.devices()
     sizes = dataclasses.asdict(mesh)
-    devices = jax.device_count()
     known = math.prod(size for size in sizes.values() if size != -1)
     free = [axis for axis in AXES if sizes[axis] == -1]
-    if free and devices % known == 0:
-        sizes[free[0]] = devices // known
-    if math.prod(sizes[axis] for axis in AXES) != devices:
+    if free and len(devices) % known == 0:
+        sizes[free[0]] = len(devices) // known
+    if math.prod(sizes[axis] for axis in AXES) != len(devices):
         wanted = ", ".join(f"mesh.{axis}={sizes[axis]}" for axis in AXES if sizes[axis] != 1)
         raise UserError(
-            f"{wanted or 'every mesh axis is 1'}: the axes span {known} devices and there are {devices}; "
+            f"{wanted or 'every mesh axis is 1'}: the axes span {known} devices and there are {len(devices)}; "
             "set one axis to -1 to take what is left"
         )
-    made = jax.make_mesh([sizes[axis] for axis in AXES], AXES)
+    made = jax.make_mesh([sizes[axis] for axis in AXES], AXES, devices=devices)
     jax.set_mesh(made)
     return made
 

@@ -63,7 +63,8 @@ def initialize() -> None:
     # Said before, for at the time limit jax aborts the process, and no exception can be caught.
     print(
         f"process {arguments['process_id']} of {arguments['num_processes']}: joining the others at "
-        f"{arguments.get('coordinator_address', 'the first task')}, for at most {arguments['initialization_timeout']} s",
+        f"{arguments.get('coordinator_address', 'the first task')}, waiting for at most "
+        f"{arguments['initialization_timeout']} s",
         flush=True,
     )
     jax.distributed.initialize(**arguments)

@@ -1,0 +1,34 @@
+"""Pretraining of a Llama model from random weights; one GPU, or several (parameters are sharded over all of them).
+
+The argument is a Hugging Face folder or hub id, of which only config.json and the tokenizer are used.
+
+    python -m jaxtune.train --config=configs/llama_pretrain.py
+    python -m jaxtune.train --config=configs/llama_pretrain.py:PATH_OR_HUB_ID --config.data.datasets[0].path=FOLDER
+"""
+
+from jaxtune.config import dataset, new_config
+
+
+def get_config(model="HuggingFaceTB/SmolLM2-135M"):
+    """The recipe for the shape and tokenizer of a model."""
+    config = new_config()
+    config.model.path = model
+    config.model.from_scratch = True
+    config.data.datasets = (dataset(path="Salesforce/wikitext", subset="wikitext-103-raw-v1", type="text"),)
+    config.data.validation_split = 0.005
+    config.data.seq_len = 2048
+
+    config.train.max_steps = 2000
+    config.train.micro_batch_size = 8
+    config.train.grad_accum_steps = 8
+
+    config.optim.learning_rate = 1e-3
+    config.optim.schedule = "wsd"
+    config.optim.warmup_steps = 100
+    config.optim.cooldown_steps = 400
+    config.optim.weight_decay = 0.1
+    config.optim.beta2 = 0.95
+
+    config.ckpt.save_steps = 200
+    config.eval.steps = 200
+    return config

@@ -1,0 +1,115 @@
+"""A small Qwen3-shaped model, trained from scratch on the Python standard library's own source text.
+
+Hardware: any; made for two CPU cores. Nothing is downloaded: the data is on every machine, and the model folder
+(config.json and a tokenizer whose tokens are bytes) is made on the first run, in runs/quickstart_model.
+
+    python -m jaxtune.train --config=configs/quickstart.py
+"""
+
+import json
+import pathlib
+import shutil
+import sysconfig
+import tempfile
+
+from jaxtune.config import dataset, new_config
+from jaxtune.errors import UserError
+
+MODEL_FOLDER = pathlib.Path("runs/quickstart_model")
+MODEL = {
+    "hidden_size": 192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 512,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}
+END, TURN_START, TURN_END = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def get_config():
+    """The recipe; makes the model folder if it is not there."""
+    make_model_folder(MODEL_FOLDER)
+    config = new_config()
+    config.model.path = str(MODEL_FOLDER)
+    config.model.from_scratch = True
+    config.model.dtype = "float32"
+    config.precision.recipe = "fp32"
+
+    config.data.datasets = (dataset(path=sysconfig.get_paths()["stdlib"], glob="*.py", type="text"),)
+    config.data.validation_split = 0.05
+    config.data.seq_len = 512
+
+    config.train.max_steps = 300
+    config.train.micro_batch_size = 8
+    config.memory.remat = "none"
+
+    config.optim.learning_rate = 3e-3
+    config.optim.schedule = "cosine"
+    config.optim.warmup_steps = 20
+    config.optim.weight_decay = 0.1
+    config.optim.beta2 = 0.95
+
+    config.eval.steps = 100
+    return config
+
+
+def make_model_folder(folder):
+    """Writes config.json and the byte-level tokenizer, unless they are there.
+
+    Raises:
+        UserError: The folder was made with other sizes than those in this file.
+    """
+    if folder.exists():
+        found = json.loads((folder / "config.json").read_text())
+        if changed := [name for name in MODEL if found.get(name) != MODEL[name]]:
+            raise UserError(
+                f"{folder} was made with another {', '.join(changed)}; remove it, and the runs that used it"
+            )
+        return
+    import transformers  # here, as it takes seconds and only the first run needs it
+
+    tokenizer = byte_tokenizer()
+    end = tokenizer.convert_tokens_to_ids(END)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = pathlib.Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+    transformers.Qwen3Config(
+        vocab_size=len(tokenizer), eos_token_id=end, pad_token_id=end, architectures=["Qwen3ForCausalLM"], **MODEL
+    ).save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
+    temporary.chmod(0o755)
+    try:
+        temporary.rename(folder)  # whole or not at all, whoever else is making it
+    except OSError:
+        shutil.rmtree(temporary)
+        if not folder.exists():
+            raise
+
+
+def byte_tokenizer():
+    """A tokenizer with a token for each byte, and three for the ends of documents and turns."""
+    import tokenizers
+    import transformers
+
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: token for token, character in enumerate(alphabet)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=END,
+        additional_special_tokens=[TURN_START, TURN_END],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )

@@ -1,0 +1,31 @@
+"""LoRA fine-tuning of the model that configs/quickstart.py trained, on the source text of another part of the library.
+
+Hardware: any; made for two CPU cores. Run the quickstart first.
+
+    python -m jaxtune.train --config=configs/quickstart_lora.py
+"""
+
+import sysconfig
+
+import quickstart
+
+from jaxtune.config import dataset
+
+
+def get_config():
+    """The quickstart's recipe, from its exported model, with adapters and other data."""
+    config = quickstart.get_config()
+    config.model.path = "runs/quickstart/export"
+    config.model.from_scratch = False
+    config.data.datasets = (dataset(path=sysconfig.get_paths()["stdlib"], glob="email/*.py", type="text"),)
+
+    config.lora.enabled = True
+    config.lora.rank = 8
+    config.lora.alpha = 16.0
+
+    config.train.max_steps = 60
+    config.optim.learning_rate = 1e-3
+    config.optim.warmup_steps = 5
+    config.optim.weight_decay = 0.0
+    config.eval.steps = 20
+    return config

@@ -1,0 +1,18 @@
+"""Full fine-tuning of a Qwen3 model on instructions; one GPU, or several (parameters are sharded over all of them).
+
+python -m jaxtune.train --config=configs/qwen_full.py
+python -m jaxtune.train --config=configs/qwen_full.py:PATH_OR_HUB_ID --config.data.datasets[0].path=my.jsonl
+"""
+
+import qwen_lora
+
+from jaxtune.config import new_config
+
+
+def get_config(model="Qwen/Qwen3-0.6B"):
+    """The recipe of qwen_lora with every parameter trained, at a lower learning rate."""
+    config = qwen_lora.get_config(model)
+    config.lora = new_config().lora
+    config.optim.learning_rate = 1e-5
+    config.optim.weight_decay = 0.01
+    return config

@@ -1,0 +1,35 @@
+"""LoRA fine-tuning of a Qwen3 model on instructions; one GPU.
+
+    python -m jaxtune.train --config=configs/qwen_lora.py
+    python -m jaxtune.train --config=configs/qwen_lora.py:PATH_OR_HUB_ID --config.data.datasets[0].path=my.jsonl
+
+Rows of my.jsonl have the columns instruction, input (may be empty) and output. For conversations (a column `messages`)
+add --config.data.datasets[0].type=conversation.
+"""
+
+from jaxtune.config import dataset, new_config
+
+
+def get_config(model="Qwen/Qwen3-0.6B"):
+    """The recipe for a model: a Hugging Face folder or hub id."""
+    config = new_config()
+    config.model.path = model
+    config.data.datasets = (dataset(path="tatsu-lab/alpaca", type="instruction"),)
+    config.data.validation_split = 0.01
+    config.data.seq_len = 2048
+
+    config.lora.enabled = True
+    config.lora.rank = 16
+    config.lora.alpha = 32.0
+    config.lora.target_modules = "all-linear"
+
+    config.train.epochs = 1
+    config.train.micro_batch_size = 2
+    config.train.grad_accum_steps = 4
+
+    config.optim.learning_rate = 2e-4
+    config.optim.schedule = "cosine"
+    config.optim.warmup_ratio = 0.03
+
+    config.eval.steps = 100
+    return config

@@ -1,0 +1,68 @@
+"""The steps in a checkpoint folder: which there are, which is the newest good one, and their removal."""
+
+import logging
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from jaxtune.checkpoint import manifest
+from jaxtune.errors import UserError
+
+logger = logging.getLogger("jaxtune")
+
+
+def steps(folder: Path) -> list[int]:
+    """Steps with a manifest, ascending."""
+    return sorted(int(path.name) for path in _numbered(folder, r"\d+") if (path / manifest.MANIFEST).is_file())
+
+
+def newest_good(folder: Path, step: int | None, only: Iterable[str] | None) -> int | None:
+    """The newest step whose files (those in `only`; None: all) agree with the manifest, or `step` if it does.
+
+    None if there is no step. Each damaged one that is passed over is a warning.
+
+    Raises:
+        UserError: `step` is missing or damaged, or all steps are.
+    """
+    found = steps(folder)
+    if step is not None and step not in found:
+        raise UserError(f"{folder} has no checkpoint of step {step}, only of {found or 'no step'}")
+    for candidate in [step] if step is not None else reversed(found):
+        problems = manifest.verify(folder / str(candidate), only)
+        if not problems:
+            return candidate
+        more = f" (and {len(problems) - 1} more files)" if len(problems) > 1 else ""
+        damage = f"checkpoint {candidate} in {folder} is damaged: {problems[0]}{more}"
+        if step is not None:
+            raise UserError(f"{damage}; ckpt.resume='auto' takes the newest good one")
+        logger.warning("%s; trying the one before it", damage)
+    if found:
+        raise UserError(f"all checkpoints in {folder} are damaged; to start afresh, remove them")
+    return None
+
+
+def remove(folder: Path, step: int) -> None:
+    """Removes the checkpoint of `step`, if there is one."""
+    path = folder / str(step)
+    (path / manifest.MANIFEST).unlink(missing_ok=True)  # first: half a folder must not look like a checkpoint
+    _remove_tree(path)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Removes what saves and removals that did not end have left. No save may be under way."""
+    finished = {str(step) for step in steps(folder)}
+    for path in _numbered(folder, r"\d+(\.orbax-checkpoint-tmp.*)?"):
+        if path.name not in finished:
+            _remove_tree(path)
+
+
+def _numbered(folder: Path, pattern: str) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return [path for path in folder.iterdir() if re.fullmatch(pattern, path.name, re.ASCII)]
+
+
+def _remove_tree(path: Path) -> None:
+    # A reader or a failed save may still hold files here. It is no checkpoint any more, and the next save tries again.
+    shutil.rmtree(path, ignore_errors=True)

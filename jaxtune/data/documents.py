@@ -1,0 +1,269 @@
+"""Documents: every source rendered and tokenised once, into files that later runs map into memory at once.
+
+The folder of a cache is named after its content: the identity of the samples, the options that shape a document, the
+tokenizer. Processes that start together do the work once: the first holds a lock, and the finished folder appears by
+one rename.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from jaxtyping import Bool, Float16, Int32, Int64
+from rich.console import Console
+
+from jaxtune.config.schema import Dataset
+from jaxtune.data import formats, sources
+from jaxtune.data.encoding import Encoded, Encoder, Refused, Rendered
+from jaxtune.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_CACHE_FORMAT = 1
+_BATCH_CHARS = 2**22
+_BATCH_DOCUMENTS = 1024
+# Samples that cannot be trained on are counted before they are reported, but hopeless data is not read to its end.
+_MAX_REFUSED = 1000
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Tokenised documents.
+
+    Attributes:
+        key: what names the cache: other content, options or tokenizer have another.
+        tokens: all documents, one after the other.
+        loss_weights: weight of predicting each token.
+        offsets: where each document starts, and the end.
+        targets: trained tokens of each document (the first token of a document is never predicted).
+        continuous: whether a document is running text, which may be cut anywhere, as opposed to an answer or dialogue.
+        chosen: which of the documents these are; all, or one side of `hold_out`.
+        skipped: samples left out under data.on_bad_row='skip'.
+        notes: a line for each source: what was read, as what.
+    """
+
+    key: str
+    tokens: Int32[np.ndarray, "tokens"]
+    loss_weights: Float16[np.ndarray, "tokens"]
+    offsets: Int64[np.ndarray, "documents+1"]
+    targets: Int64[np.ndarray, "documents"]
+    continuous: Bool[np.ndarray, "documents"]
+    chosen: Int64[np.ndarray, "chosen"]
+    skipped: int
+    notes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    @property
+    def lengths(self) -> Int64[np.ndarray, "chosen"]:
+        """Tokens of each chosen document."""
+        return self.offsets[self.chosen + 1] - self.offsets[self.chosen]
+
+    def read(self, i: int, start: int, stop: int) -> tuple[Int32[np.ndarray, "n"], Float16[np.ndarray, "n"]]:
+        """Tokens [start, stop) of the i-th chosen document, up to its end, and the weight of predicting each."""
+        document = self.chosen[i]
+        begin = self.offsets[document]
+        part = slice(begin + start, min(begin + stop, self.offsets[document + 1]))
+        return self.tokens[part], self.loss_weights[part]
+
+
+def tokenize(
+    entries: tuple[Dataset, ...],
+    tokenizer: "PreTrainedTokenizerFast",
+    cache_dir: Path,
+    on_bad_row: Literal["error", "skip"] = "error",
+) -> Documents:
+    """Tokenises data.datasets (or data.eval_datasets), or loads them from the cache.
+
+    Raises:
+        UserError: a source is not there; a sample cannot be read or trained on and may not be skipped; nothing is left.
+    """
+    if not entries:
+        raise UserError("data.datasets is empty; add an entry with jaxtune.config.dataset(path=...)")
+    found = [sources.open_source(entry) for entry in entries]
+    key = _key(entries, found, tokenizer, on_bad_row)
+    folder = cache_dir / key
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with (cache_dir / f"{key}.lock").open("w") as lock:
+        # A file system without locks only costs time: every process tokenises, and the first rename counts.
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for left_by_a_kill in cache_dir.glob(f"{key}.*.tmp"):
+                shutil.rmtree(left_by_a_kill, ignore_errors=True)
+        if not folder.exists():
+            _write(folder, list(zip(found, entries)), tokenizer, on_bad_row)
+    return _load(folder)
+
+
+def _key(
+    entries: tuple[Dataset, ...], found: list[sources.Source], tokenizer: "PreTrainedTokenizerFast", on_bad_row: str
+) -> str:
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    # Left behind by whoever used the tokenizer last; they do not touch what is done here.
+    backend.pop("truncation"), backend.pop("padding")
+    parts = [
+        _CACHE_FORMAT,
+        on_bad_row,
+        [(source.identity, dataclasses.asdict(entry)) for source, entry in zip(found, entries)],
+        backend,
+        tokenizer.chat_template,
+        tokenizer.special_tokens_map,
+    ]
+    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:32]
+
+
+class _Problems:
+    """What is wrong with the samples so far."""
+
+    def __init__(self, on_bad_row: str):
+        self._skip = on_bad_row == "skip"
+        self.count = 0
+        self.first: UserError | None = None
+
+    def report(self, error: UserError):
+        if not self._skip and not isinstance(error, Refused):
+            raise error
+        self.count += 1
+        self.first = self.first or error
+        if not self._skip and self.count == _MAX_REFUSED:
+            self.raise_refused()
+
+    def raise_refused(self):
+        if self.count and not self._skip:
+            raise UserError(
+                f"{self.count} samples cannot be trained on; the first: {self.first}. Mend them, or leave them out "
+                "with data.on_bad_row='skip'"
+            )
+
+
+def _write(
+    folder: Path,
+    found: list[tuple[sources.Source, Dataset]],
+    tokenizer: "PreTrainedTokenizerFast",
+    on_bad_row: str,
+):
+    """Tokenises into a temporary folder beside `folder`, then renames it."""
+    problems = _Problems(on_bad_row)
+    notes: list[str] = []
+    lengths, targets, continuous = [], [], []
+    temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+    temporary.mkdir()
+    try:
+        with (
+            (temporary / "tokens.bin").open("wb") as tokens,
+            (temporary / "loss_weights.bin").open("wb") as loss_weights,
+            Console(stderr=True).status("tokenising") as status,
+        ):
+            for source, entry in found:
+                before = len(lengths)
+                for document, is_text in _encoded(source, entry, tokenizer, problems, notes):
+                    document.tokens.tofile(tokens)
+                    document.loss_weights.tofile(loss_weights)
+                    lengths.append(len(document.tokens))
+                    targets.append(np.count_nonzero(document.loss_weights[1:]))
+                    continuous.append(is_text)
+                    if len(lengths) % _BATCH_DOCUMENTS == 0:
+                        status.update(f"tokenising {source.name}: {len(lengths) - before:,} documents")
+                if len(lengths) == before:
+                    problems.raise_refused()
+                    first = f"; the first problem: {problems.first}" if problems.first else ""
+                    raise UserError(f"data: {source.name} has no sample that can be trained on{first}")
+                notes[-1] += f", {len(lengths) - before:,} documents of {sum(lengths[before:]):,} tokens"
+        problems.raise_refused()
+        if problems.count:
+            notes.append(f"{problems.count:,} samples skipped; the first: {problems.first}")
+        np.save(temporary / "offsets.npy", np.cumsum([0, *lengths], dtype=np.int64))
+        np.save(temporary / "targets.npy", np.array(targets, np.int64))
+        np.save(temporary / "continuous.npy", np.array(continuous, bool))
+        (temporary / "summary.json").write_text(json.dumps({"skipped": problems.count, "notes": notes}))
+        _rename(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _rename(temporary: Path, folder: Path):
+    try:
+        temporary.rename(folder)
+    except OSError:
+        if not folder.exists():  # else another process was faster, with the same content
+            raise
+
+
+def _encoded(
+    source: sources.Source, entry: Dataset, tokenizer: "PreTrainedTokenizerFast", problems: _Problems, notes: list[str]
+) -> Iterator[tuple[Encoded, bool]]:
+    """The documents of a source, and whether each is running text."""
+    encode = Encoder(tokenizer)
+    pending, chars = [], 0
+    for item in _converted(source, entry, tokenizer, problems, notes):
+        pending.append(item)
+        chars += len(item[1].text) if isinstance(item[1], Rendered) else 0
+        if len(pending) == _BATCH_DOCUMENTS or chars >= _BATCH_CHARS:
+            yield from _finished(pending, encode, problems)
+            pending, chars = [], 0
+    yield from _finished(pending, encode, problems)
+
+
+def _converted(
+    source: sources.Source, entry: Dataset, tokenizer: "PreTrainedTokenizerFast", problems: _Problems, notes: list[str]
+) -> Iterator[tuple[str, Rendered | Encoded, bool]]:
+    """(where, document, whether it is running text); the first sample decides the type, which goes to `notes`."""
+    convert, continuous = None, False
+    for where, sample in source.read(problems.report):
+        try:
+            if convert is None:
+                settled, columns = formats.detect(entry, list(sample))
+                convert, continuous = formats.make_format(settled, tokenizer), settled.type in ("text", "tokenized")
+                notes.append(f"{source.name}: {settled.type} from {columns}")
+            document = convert(sample)
+            if isinstance(document, Rendered):
+                document.text.encode()
+            yield where, document, continuous
+        except UnicodeEncodeError:
+            problems.report(UserError(f"{where}: its text holds half a character (a lone surrogate)"))
+        except UserError as error:
+            problems.report(type(error)(f"{where}: {error}"))
+
+
+def _finished(
+    pending: list[tuple[str, Rendered | Encoded, bool]], encode: Encoder, problems: _Problems
+) -> Iterator[tuple[Encoded, bool]]:
+    """Tokens of what is only rendered, without the documents that hold no target."""
+    texts = iter(encode([document for _, document, _ in pending if isinstance(document, Rendered)]))
+    for where, document, continuous in pending:
+        encoded = next(texts) if isinstance(document, Rendered) else document
+        if encoded.loss_weights[1:].any():
+            yield encoded, continuous
+        else:
+            problems.report(Refused(f"{where}: no token of it is a target"))
+
+
+def _load(folder: Path) -> Documents:
+    summary = json.loads((folder / "summary.json").read_text())
+    offsets = np.load(folder / "offsets.npy")
+    arrays = {}
+    for name, dtype in (("tokens", np.int32), ("loss_weights", np.float16)):
+        arrays[name] = np.memmap(folder / f"{name}.bin", dtype, mode="r")
+        if len(arrays[name]) != offsets[-1]:
+            raise UserError(f"{folder} is damaged: {name}.bin does not hold {offsets[-1]} tokens; delete the folder")
+    return Documents(
+        key=folder.name,
+        offsets=offsets,
+        targets=np.load(folder / "targets.npy"),
+        continuous=np.load(folder / "continuous.npy"),
+        chosen=np.arange(len(offsets) - 1),
+        skipped=summary["skipped"],
+        notes=tuple(summary["notes"]),
+        **arrays,
+    )

@@ -1,0 +1,194 @@
+"""How a sample becomes a document: text, instruction, conversation or tokenized, told by its columns."""
+
+import dataclasses
+import string
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxtune.config.schema import Dataset
+from jaxtune.data.chat import ChatTemplate
+from jaxtune.data.encoding import Encoded, Refused, Rendered
+from jaxtune.data.messages import check_messages, check_tools, clip
+from jaxtune.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+Sample = Mapping[str, Any]
+Format = Callable[[Sample], Rendered | Encoded]
+
+IGNORED_LABEL = -100
+"""The label of a token that is not trained, as in Hugging Face datasets."""
+
+
+def detect(entry: Dataset, columns: list[str]) -> tuple[Dataset, str]:
+    """Settles type and columns of an entry by the columns of its first sample.
+
+    Known beside the columns that the entry names: ShareGPT's `conversations` and TRL's `prompt` and `completion`.
+
+    Returns:
+        The entry with its type, and the columns read, for the summary.
+
+    Raises:
+        UserError: no known type, or the given one, fits these columns.
+    """
+    fields: dict[str, dict[str, str]] = {
+        "tokenized": {"": "input_ids"},
+        "conversation": {"messages_field": entry.messages_field},
+        "instruction": {"instruction_field": entry.instruction_field, "output_field": entry.output_field},
+        "text": {"text_field": entry.text_field},
+    }
+    forms = list(fields.items())
+    forms.insert(2, ("conversation", {"messages_field": "conversations"}))
+    forms.insert(4, ("instruction", {"instruction_field": "prompt", "output_field": "completion"}))
+    for type_, needed in forms:
+        if entry.type in ("auto", type_) and set(needed.values()) <= set(columns):
+            changes = {field: column for field, column in needed.items() if field}
+            return dataclasses.replace(entry, type=type_, **changes), ", ".join(needed.values())
+    wanted = "; ".join(
+        f"{type_}: {' and '.join(needed.values())}" for type_, needed in fields.items() if entry.type in ("auto", type_)
+    )
+    raise UserError(f"missing column: it has {', '.join(map(str, columns)) or 'none'}, but needs {wanted}")
+
+
+def make_format(entry: Dataset, tokenizer: "PreTrainedTokenizerFast") -> Format:
+    """The function from a sample to a document, for an entry settled by `detect`.
+
+    Raises:
+        UserError: at once, if the tokenizer or the entry's options do not allow the type; from the function, if a
+            sample is malformed (`Refused`: well formed, but nothing to train).
+    """
+    match entry.type:
+        case "text":
+            return lambda sample: Rendered(_text(sample, entry.text_field), append_eos=True)
+        case "tokenized":
+            return lambda sample: _tokenized(sample, len(tokenizer))
+        case "conversation":
+            return _conversation(entry, ChatTemplate(tokenizer))
+        case "instruction" if entry.prompt_format is None:
+            return _chat_instruction(entry, ChatTemplate(tokenizer))
+        case "instruction":
+            return _formatted_instruction(entry, tokenizer)
+    raise ValueError(entry.type)
+
+
+def _conversation(entry: Dataset, template: ChatTemplate) -> Format:
+    def convert(sample: Sample) -> Rendered:
+        messages = check_messages(_column(sample, entry.messages_field))
+        system = _system(sample, entry)
+        if system and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": system})
+        tools = check_tools(_column(sample, entry.tools_field)) if entry.tools_field else None
+        return template.render(messages, tools)
+
+    return convert
+
+
+def _chat_instruction(entry: Dataset, template: ChatTemplate) -> Format:
+    def convert(sample: Sample) -> Rendered:
+        prompt, more = _text(sample, entry.instruction_field), _input(sample, entry)
+        messages = [
+            {"role": "user", "content": f"{prompt}\n{more}" if more else prompt},
+            {"role": "assistant", "content": _answer(sample, entry)},
+        ]
+        system = _system(sample, entry)
+        return template.render([{"role": "system", "content": system}, *messages] if system else messages)
+
+    return convert
+
+
+def _formatted_instruction(entry: Dataset, tokenizer: "PreTrainedTokenizerFast") -> Format:
+    for option in ("prompt_format", "prompt_format_no_input"):
+        _check_prompt_format(option, getattr(entry, option))
+    if tokenizer.eos_token is None:
+        raise UserError(
+            "the tokenizer has no end-of-sequence token, so that an answer after prompt_format would never stop"
+        )
+
+    def convert(sample: Sample) -> Rendered:
+        more = _input(sample, entry)
+        form = entry.prompt_format if more or entry.prompt_format_no_input is None else entry.prompt_format_no_input
+        prompt = form.format(
+            system=_system(sample, entry) or "", instruction=_text(sample, entry.instruction_field), input=more
+        )
+        text = prompt + _answer(sample, entry)
+        return Rendered(text, ((len(prompt), len(text)),), append_eos=True)
+
+    return convert
+
+
+def _check_prompt_format(option: str, form: str | None):
+    try:
+        names = {name for _, name, _, _ in string.Formatter().parse(form or "") if name is not None}
+    except ValueError as error:
+        raise UserError(f"{option}: {error}; write {{{{ and }}}} for plain braces") from None
+    if unknown := names - {"system", "instruction", "input"}:
+        raise UserError(f"{option}: unknown {{{unknown.pop()}}}; known are {{system}}, {{instruction}} and {{input}}")
+
+
+def _tokenized(sample: Sample, vocabulary: int) -> Encoded:
+    tokens = _integers(sample, "input_ids")
+    outside = np.flatnonzero((tokens < 0) | (tokens >= vocabulary))
+    if outside.size:
+        raise UserError(
+            f"input_ids[{outside[0]}] = {tokens[outside[0]]} is not in the vocabulary of {vocabulary} tokens"
+        )
+    trained = np.ones(len(tokens), bool)
+    if sample.get("labels") is not None:
+        labels = _integers(sample, "labels", len(tokens))
+        trained = labels != IGNORED_LABEL
+        wrong = np.flatnonzero(trained & (labels != tokens))
+        if wrong.size:
+            raise UserError(
+                f"labels[{wrong[0]}] = {labels[wrong[0]]} is neither {IGNORED_LABEL} nor input_ids[{wrong[0]}] = "
+                f"{tokens[wrong[0]]}; labels are not shifted"
+            )
+    if sample.get("attention_mask") is not None:
+        real = _integers(sample, "attention_mask", len(tokens)) != 0
+        tokens, trained = tokens[real], trained[real]
+    return Encoded(tokens.astype(np.int32), trained.astype(np.float16))
+
+
+def _integers(sample: Sample, column: str, length: int | None = None) -> np.ndarray:
+    raw = _column(sample, column)
+    try:
+        values = np.asarray(raw if len(raw) else np.zeros(0, np.int64))
+    except (TypeError, ValueError):
+        values = np.zeros((0, 0))
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise UserError(f"column {column!r} must be a list of integers, found {clip(repr(raw))}")
+    if length is not None and len(values) != length:
+        raise UserError(f"column {column!r} has {len(values)} entries, input_ids {length}")
+    return values
+
+
+def _column(sample: Sample, column: str) -> Any:
+    if column not in sample:
+        raise UserError(f"missing column {column!r}; it has {', '.join(map(str, sample)) or 'none'}")
+    return sample[column]
+
+
+def _text(sample: Sample, column: str) -> str:
+    value = _column(sample, column)
+    if not isinstance(value, str):
+        raise UserError(f"column {column!r} must be text, found {clip(repr(value))}")
+    return value
+
+
+def _input(sample: Sample, entry: Dataset) -> str:
+    column = entry.input_field
+    return _text(sample, column) if column and sample.get(column) is not None else ""
+
+
+def _system(sample: Sample, entry: Dataset) -> str | None:
+    column = entry.system_field
+    return (_text(sample, column) if column and sample.get(column) is not None else None) or entry.system_prompt
+
+
+def _answer(sample: Sample, entry: Dataset) -> str:
+    answer = _text(sample, entry.output_field)
+    if not answer:
+        raise Refused(f"column {entry.output_field!r} is empty, so nothing is trained")
+    return answer

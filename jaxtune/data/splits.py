@@ -1,0 +1,46 @@
+"""Training and validation documents of a run."""
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxtune.config.schema import Config
+from jaxtune.data.documents import Documents, tokenize
+from jaxtune.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+def open_documents(config: Config, tokenizer: "PreTrainedTokenizerFast") -> tuple[Documents, Documents | None]:
+    """Training documents, and validation documents if the config asks for any; tokenised, or loaded from the cache.
+
+    Raises:
+        UserError: as `tokenize` and `hold_out`.
+    """
+    data = config.data
+    cache_dir = Path(data.cache_dir) if data.cache_dir else Path(config.train.output_dir) / "cache"
+    train = tokenize(data.datasets, tokenizer, cache_dir, data.on_bad_row)
+    if data.eval_datasets:
+        return train, tokenize(data.eval_datasets, tokenizer, cache_dir, data.on_bad_row)
+    if data.validation_split:
+        return hold_out(train, data.validation_split, data.seed)
+    return train, None
+
+
+def hold_out(documents: Documents, fraction: float, seed: int) -> tuple[Documents, Documents]:
+    """Parts documents into those trained on and those held out: at least one each, the same ones for the same seed.
+
+    Raises:
+        UserError: there is only one document.
+    """
+    count = len(documents)
+    if count < 2:
+        raise UserError("data.validation_split: there is only one document; give data.eval_datasets instead")
+    held = min(max(round(fraction * count), 1), count - 1)
+    # The raw stream of a bit generator, unlike what numpy derives from it, never changes between versions.
+    order = np.argsort(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(1,))).random_raw(count), kind="stable")
+    train, validation = (documents.chosen[np.sort(part)] for part in (order[held:], order[:held]))
+    return dataclasses.replace(documents, chosen=train), dataclasses.replace(documents, chosen=validation)

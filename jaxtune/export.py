@@ -1,0 +1,149 @@
+"""Write a run's model as Hugging Face safetensors, or its adapter as PEFT."""
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+
+from jaxtune import command, hf
+from jaxtune.config.schema import Config, Mesh
+from jaxtune.errors import UserError
+from jaxtune.lora.merge import merged
+from jaxtune.models.decoder import Parameters
+from jaxtune.parallel import multihost
+from jaxtune.parallel.mesh import make_mesh
+from jaxtune.run_folder import RunFolder, open_run
+from jaxtune.state import Model
+
+FORMATS = ("hf", "peft")
+
+
+def export_full(model: Model, parameters: Parameters, config: Config, output: Path) -> None:
+    """A folder that transformers loads, in model.dtype; adapters among the parameters are merged into their weights.
+
+    Tensors are gathered and written one at a time. A tied head is not written; padded rows are cut; config.json and
+    the tokenizer's files are copied byte for byte.
+    """
+
+    def tensors():
+        dtype = jnp.dtype(config.model.dtype)
+        for name, parameter in model.parameters.items():
+            if parameter.is_adapter:
+                continue
+            layers = range(len(parameter.layers)) if parameter.layers else (None,)
+            for hf_name, layer in zip(model.hf_names(name), layers):
+                shape = parameter.shape[1:] if parameter.layers else parameter.shape
+                if parameter.axes[0] == "vocabulary":
+                    shape = (model.spec.vocabulary, *shape[1:])
+                yield hf.Tensor(hf_name, shape, dtype, lambda name=name, layer=layer: whole(name, layer, dtype))
+
+    def whole(name: str, layer: int | None, dtype: jnp.dtype) -> np.ndarray:
+        weight = _gather(parameters[name], layer)
+        site = name.removesuffix(".weight")
+        if f"{site}.lora_a" in parameters and name.endswith(".weight"):
+            a, b = (_gather(parameters[f"{site}.{part}"], layer) for part in ("lora_a", "lora_b"))
+            assert model.spec.adapter is not None
+            weight = merged(weight, a, b, model.spec.adapter.scale)
+        if model.parameters[name].axes[0] == "vocabulary":
+            weight = weight[: model.spec.vocabulary]
+        return np.asarray(weight.astype(dtype))
+
+    hf.write(output, tensors(), config.export.max_shard_bytes)
+    if multihost.is_main():
+        hf.write_config(model.folder, output, dtype=config.model.dtype)
+        hf.copy_tokenizer_files(model.folder, output)
+
+
+def export_adapter(model: Model, parameters: Parameters, config: Config, output: Path) -> None:
+    """A folder that peft loads: adapter_model.safetensors and adapter_config.json."""
+    modules = {}
+    for name in model.trained:
+        for layer, hf_name in enumerate(model.hf_names(name)):
+            pair = modules.setdefault(hf_name.rsplit(".", 2)[0], {})
+            pair[name.rsplit("_", 1)[1]] = np.asarray(_gather(parameters[name], layer))
+    hf.write_adapter(
+        output,
+        {module: (pair["a"], pair["b"]) for module, pair in modules.items()},
+        rank=config.lora.rank,
+        alpha=config.lora.alpha,
+        dropout=config.lora.dropout,
+        use_rslora=config.lora.use_rslora,
+        target_modules=sorted({module.rsplit(".", 1)[1] for module in modules}),
+        base_model=config.model.path or "",
+    )
+    if multihost.is_main():
+        hf.copy_tokenizer_files(model.folder, output)
+
+
+def export(
+    model: Model,
+    parameters: Parameters,
+    config: Config,
+    output: Path,
+    kind: str,
+    *,
+    merge: bool = False,
+    steps: int,
+    tokens: int,
+) -> None:
+    """Write one format, with a model card. Raises UserError where the format does not fit the run."""
+    if kind == "peft" and not config.lora.enabled:
+        raise UserError("--format=peft: this run trained the whole model; export it with --format=hf")
+    if kind == "hf" and config.lora.enabled and not merge:
+        raise UserError("--format=hf: this run trained an adapter; add --merge for a whole model, or use --format=peft")
+    (export_adapter if kind == "peft" else export_full)(model, parameters, config, output)
+    if multihost.is_main():
+        hf.write_card(
+            output,
+            title=config.train.run_name or output.name,
+            base_model=None if config.model.from_scratch else config.model.path,
+            adapter=kind == "peft",
+            recipe=config.train.run_name or "",
+            steps=steps,
+            tokens=tokens,
+        )
+
+
+def _gather(parameter: jax.Array, layer: int | None) -> jax.Array:
+    """One layer of a parameter, whole on every device."""
+    take = (lambda p: p) if layer is None else (lambda p: p[layer])
+    return jax.jit(take, out_shardings=jax.NamedSharding(jax.sharding.get_mesh(), jax.P()))(parameter)
+
+
+def _define_flags(values: flags.FlagValues) -> None:
+    flags.DEFINE_string("run", None, "folder of the run", flag_values=values, required=True)
+    flags.DEFINE_string("output", None, "folder to write", flag_values=values, required=True)
+    flags.DEFINE_integer("step", None, "checkpoint; default: the newest good one", flag_values=values)
+    flags.DEFINE_list("format", None, "hf, peft, or both; default: what the run trained", flag_values=values)
+    flags.DEFINE_bool("merge", False, "fold the adapter into the model", flag_values=values)
+
+
+def _main(values: flags.FlagValues, _: Config | None) -> None:
+    mesh = make_mesh(Mesh())
+    run = open_run(RunFolder(Path(values.run)), mesh, values.step)
+    adapter = run.config.lora.enabled
+    kinds = values.format or (["hf"] if values.merge or not adapter else ["peft"])
+    unknown = set(kinds) - set(FORMATS)
+    if unknown:
+        raise UserError(f"--format={','.join(sorted(unknown))}: not one of {', '.join(FORMATS)}")
+    if values.merge and not adapter:
+        raise UserError("--merge: this run trained no adapter")
+    for kind in kinds:
+        output = Path(values.output) / (kind if len(kinds) > 1 else "")
+        parameters = {**run.frozen, **run.trained}
+        export(
+            run.model, parameters, run.config, output, kind, merge=values.merge, steps=run.step, tokens=run.tokens
+        )
+        print(f"{kind} of step {run.step}: {output}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    return command.run(_define_flags, _main, argv, with_config=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""LoRA adapters as the `peft` library keeps them: adapter_model.safetensors and adapter_config.json."""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Float
+
+from jaxtune.errors import UserError
+from jaxtune.hf.folder import read_json, staged
+from jaxtune.hf.weights import DTYPES, Tensor, open_sources, write
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
+
+# Fields of adapter_config.json that say nothing about what the adapter computes, or that are read here. Any other one
+# must be empty or false: it asks for something (DoRA, trained biases, a rank of each module ...) that is not done here.
+_UNDERSTOOD = {
+    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "r", "lora_alpha", "lora_dropout", "use_rslora", "bias", "init_lora_weights", "target_modules", "exclude_modules",
+    "layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size", "runtime_config",
+}  # fmt: skip
+# Ways to start that leave the base model as it is; the others (PiSSA, OLoRA, ...) take something out of it.
+_PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter: W becomes W + scale * B @ A, scale = alpha / rank, or alpha / sqrt(rank) with use_rslora.
+
+    Attributes:
+        rank: of every module.
+        alpha: numerator of the scale.
+        dropout: on the adapter's input while training.
+        use_rslora: which of the two scales.
+        base_model: name or path of the model it was trained on, where it says so.
+        modules: (A, B) by Hugging Face module name (`model.layers.0.self_attn.q_proj`).
+    """
+
+    rank: int
+    alpha: float
+    dropout: float
+    use_rslora: bool
+    base_model: str | None
+    modules: dict[str, tuple[Float[np.ndarray, "rank in"], Float[np.ndarray, "out rank"]]]
+
+
+def write_adapter(
+    folder: Path,
+    modules: Mapping[str, tuple[Any, Any]],
+    *,
+    rank: int,
+    alpha: float,
+    dropout: float,
+    use_rslora: bool,
+    target_modules: Sequence[str],
+    base_model: str,
+) -> None:
+    """Write an adapter that `peft` loads. Every process of a run may call it; process 0 writes.
+
+    Args:
+        folder: made where it is not there.
+        modules: (A, B) by Hugging Face module name, A of shape (rank, in), B of shape (out, rank); numpy arrays, or jax
+            arrays, fetched one at a time.
+        rank, alpha, dropout, use_rslora: as in `Adapter`.
+        target_modules: names or endings of names of the modules; peft puts adapters into what they match.
+        base_model: name or path of the model that the adapter belongs to.
+
+    Raises:
+        UserError: the folder cannot be written to.
+    """
+    ends = tuple(f".{target}" for target in target_modules)
+    strays = [module for module in modules if not f".{module}".endswith(ends)]
+    if strays:
+        raise ValueError(f"target_modules {list(target_modules)} do not match {strays}")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "revision": None,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": dropout,
+        "use_rslora": use_rslora,
+        "target_modules": sorted(target_modules),
+        "modules_to_save": None,
+        "exclude_modules": None,
+        "layers_to_transform": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_dora": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "auto_mapping": None,
+    }
+    tensors = [
+        Tensor(f"base_model.model.{module}.lora_{half}.weight", array.shape, array.dtype, partial(np.asarray, array))
+        for module, pair in modules.items()
+        for half, array in zip("AB", pair)
+    ]
+    write(folder, tensors, max_shard_bytes=None, stem="adapter_model")
+    if jax.process_index() != 0:
+        return
+    with staged(folder, replaces=re.compile(CONFIG)) as stage:
+        (stage / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def read_adapter(folder: Path) -> Adapter:
+    """Read a LoRA adapter.
+
+    Raises:
+        UserError: a file is missing or damaged; the adapter is of another kind, or asks for something that is not
+            plain LoRA; a tensor is not understood, has no partner, or has the wrong shape.
+    """
+    config = read_json(folder / CONFIG)
+    _check_config(folder / CONFIG, config)
+    file = folder / WEIGHTS
+    if not file.is_file():
+        raise UserError(f"{folder} has no {WEIGHTS}; an adapter in another format must be saved as safetensors")
+    rank = config["r"]
+    halves: dict[str, dict[str, np.ndarray]] = {}
+    for key, source in open_sources([file]).items():
+        match = _KEY.fullmatch(key)
+        if match is None:
+            raise UserError(f"{file}: {key} is not understood; tensors are base_model.model.<module>.lora_A|B.weight")
+        shape, axis = source.shape, "AB".index(match["half"])
+        if len(shape) != 2 or shape[axis] != rank or source.dtype not in DTYPES:
+            raise UserError(
+                f"{file}: {key} is {source.dtype} {shape}; it must be {'(in, r)' if axis else '(r, in)'} "
+                f"with r = {rank}, of {', '.join(DTYPES)}"
+            )
+        halves.setdefault(match["module"], {})[match["half"]] = source.rows(0, shape[0], (slice(0, shape[1]),))
+    lone = [module for module, pair in halves.items() if len(pair) != 2]
+    if lone or not halves:
+        raise UserError(f"{file}: " + (f"lora_A or lora_B is missing for {lone[0]}" if lone else "it holds no tensors"))
+    return Adapter(
+        rank=rank,
+        alpha=float(config["lora_alpha"]),
+        dropout=float(config.get("lora_dropout") or 0.0),
+        use_rslora=config.get("use_rslora") or False,
+        base_model=config.get("base_model_name_or_path"),
+        modules={module: (pair["A"], pair["B"]) for module, pair in sorted(halves.items())},
+    )
+
+
+def _check_config(path: Path, config: dict[str, Any]) -> None:
+    def number(key: str) -> bool:
+        value = config.get(key)
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+    wrong = {
+        "peft_type": (config.get("peft_type") == "LORA", "'LORA'"),
+        "r": (isinstance(config.get("r"), int) and number("r") and config["r"] > 0, "a rank, 1 or more"),
+        "lora_alpha": (number("lora_alpha"), "a number"),
+        "lora_dropout": (config.get("lora_dropout") is None or number("lora_dropout"), "a number"),
+        "use_rslora": (config.get("use_rslora") in (True, False, None), "true or false"),
+        "base_model_name_or_path": (isinstance(config.get("base_model_name_or_path"), str | None), "a name"),
+        "bias": (config.get("bias") in ("none", None), "'none'"),
+        "init_lora_weights": (config.get("init_lora_weights") in _PLAIN_STARTS, "true (convert it with peft)"),
+    }
+    for key, (right, must) in wrong.items():
+        if not right:
+            raise UserError(f"{path}: {key} is {config.get(key)!r}; it must be {must}")
+    for key, value in config.items():
+        if key not in _UNDERSTOOD and value:
+            raise UserError(f"{path}: {key} is {value!r}; only plain LoRA is read, where it is empty or false")

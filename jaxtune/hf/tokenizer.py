@@ -1,0 +1,53 @@
+"""A model folder's tokenizer: load it, and copy its files as they are."""
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxtune.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "generation_config.json",
+)
+
+
+def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
+    """Return the tokenizer of a local model folder.
+
+    Raises:
+        UserError: there is none, it cannot be read, it needs code of its own, or it has no fast version.
+    """
+    from transformers import AutoTokenizer  # seconds to import
+
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
+        raise UserError(f"{folder} has no tokenizer; tokenizer.json and tokenizer_config.json are needed")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # tokenizers raises bare Exceptions for damaged files
+        raise UserError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
+    if not tokenizer.is_fast:
+        raise UserError(
+            f"the tokenizer in {folder} has no fast version; convert it with "
+            "transformers' convert_slow_tokenizer, so that the folder has a tokenizer.json"
+        )
+    return tokenizer
+
+
+def copy_tokenizer_files(source: Path, target: Path) -> list[str]:
+    """Copy tokenizer, chat template and generation defaults byte for byte; return the names of those there were."""
+    target.mkdir(parents=True, exist_ok=True)
+    names = [name for name in FILES if (source / name).is_file()]
+    for name in names:
+        shutil.copyfile(source / name, target / name)
+    return names

@@ -1,0 +1,130 @@
+"""The loop around the step: batches in, metrics out, checkpoints, evaluations, and the reasons to stop."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxtune.config.schema import Config
+from jaxtune.errors import UserError
+from jaxtune.models.decoder import Parameters
+from jaxtune.monitor.goodput import Goodput
+from jaxtune.monitor.metrics import MetricsLog
+from jaxtune.monitor.profiler import Profiler
+from jaxtune.monitor.progress import Progress
+from jaxtune.monitor.signals import StopRequest
+from jaxtune.step import Batch, State
+
+
+@dataclass
+class Position:
+    """Where a run is: Python integers, which do not wrap."""
+
+    step: int = 0
+    row: int = 0  # the next global row
+    tokens: int = 0  # seen so far, without padding
+    bad_steps: int = 0  # non-finite, in a row
+
+    def to_json(self) -> dict[str, int]:
+        """As saved in a checkpoint."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What the loop calls: each is given, none is looked up."""
+
+    train_step: Callable[[State, Parameters, Batch], tuple[State, dict[str, jax.Array]]]
+    evaluate: Callable[[State], dict[str, float]] | None
+    save: Callable[[State, Position], None]
+    utilization: Callable[[float], float | None]  # tokens per second -> MFU
+
+
+def train(
+    config: Config,
+    state: State,
+    frozen: Parameters,
+    batches: Iterator[tuple[int, Batch]],
+    position: Position,
+    total_steps: int,
+    hooks: Hooks,
+    metrics_log: MetricsLog,
+    progress: Progress,
+    profiler: Profiler,
+    goodput: Goodput,
+    stop: StopRequest,
+) -> tuple[State, bool]:
+    """Steps from `position` to `total_steps`; returns the state and whether it got there (False: asked to stop).
+
+    Metrics of a step are read after the next one has been dispatched, so that the device never waits for the host;
+    before an evaluation or a checkpoint they are up to date. Raises UserError after train.max_bad_steps non-finite
+    steps in a row.
+    """
+    pending: tuple[Position, Any] | None = None
+    last = time.perf_counter()
+
+    def report() -> None:
+        nonlocal pending, last
+        if pending is None:
+            return
+        (at, results), pending = pending, None
+        values = {name: value.item() for name, value in jax.device_get(results).items()}
+        now = time.perf_counter()
+        seconds, last = now - last, now
+        tokens = values.pop("tokens")
+        position.tokens += tokens
+        finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
+        position.bad_steps = 0 if finite else position.bad_steps + 1
+        row = {
+            **values,
+            "tokens": position.tokens,
+            "tokens_per_second": tokens / seconds,
+            "step_seconds": seconds,
+            "bad_steps": position.bad_steps,
+        }
+        if (mfu := hooks.utilization(tokens / seconds)) is not None:
+            row["mfu"] = mfu
+        metrics_log.write(at.step, row)
+        progress.update(at.step, row)
+        if position.bad_steps >= config.train.max_bad_steps:
+            raise UserError(
+                f"{position.bad_steps} steps in a row were not finite (train.max_bad_steps), the last was step {at.step}, "
+                f"which ended at row {at.row}; they changed no parameter. Look at these rows with jaxtune prepare, lower "
+                "optim.learning_rate, or try precision.recipe='fp32'"
+            )
+
+    while position.step < total_steps:
+        with goodput.measure("data wait"):
+            next_row, batch = next(batches)
+        with goodput.measure("step"):
+            profiler.before_step()
+            state, results = hooks.train_step(state, frozen, batch)
+            profiler.after_step(results)
+            report()
+        position.step, position.row = position.step + 1, next_row
+        pending = dataclasses.replace(position), results
+
+        stopping = stop.agree()
+        done = position.step == total_steps
+        save = stopping or done or (config.ckpt.save_steps and position.step % config.ckpt.save_steps == 0)
+        evaluate = hooks.evaluate and (done or (config.eval.steps and position.step % config.eval.steps == 0))
+        if save or evaluate:
+            with goodput.measure("step"):
+                report()
+        if evaluate and not stopping:
+            with goodput.measure("eval"):
+                values = hooks.evaluate(state)
+            metrics_log.write(position.step, values)
+            progress.message("  ".join([f"step {position.step}", *(f"{k} {v:.4f}" for k, v in values.items())]))
+        if save:
+            with goodput.measure("save"):
+                hooks.save(state, position)
+        if save or evaluate:
+            last = time.perf_counter()
+        if stopping:
+            return state, done
+    return state, True

@@ -1,0 +1,212 @@
+"""Train by a recipe: config, mesh, model, data, step, loop, export. This file is the whole road, top to bottom.
+
+    python -m jaxtune.train --config=configs/quickstart.py
+"""
+
+import json
+import logging
+import shlex
+import sys
+
+import jax
+from absl import flags
+
+from jaxtune import command, data, hf, loop, runtime
+from jaxtune.checkpoint import CheckpointManager, fingerprint, verify_fingerprint
+from jaxtune.config import to_json
+from jaxtune.config.schema import Config
+from jaxtune.errors import UserError
+from jaxtune.evaluate import make_evaluate
+from jaxtune.export import export
+from jaxtune.generate import continue_text
+from jaxtune.models.decoder import Parameters
+from jaxtune.monitor import curve, throughput
+from jaxtune.monitor.goodput import Goodput
+from jaxtune.monitor.metrics import MetricsLog
+from jaxtune.monitor.profiler import Profiler
+from jaxtune.monitor.progress import Progress
+from jaxtune.monitor.signals import StopRequest
+from jaxtune.objectives.cross_entropy import cross_entropy
+from jaxtune.optim.build import build
+from jaxtune.optim.schedules import learning_rate
+from jaxtune.parallel import multihost
+from jaxtune.parallel.layout import TOKENS
+from jaxtune.parallel.mesh import data_shards, make_mesh
+from jaxtune.precision.recipes import RECIPES
+from jaxtune.run_folder import RunFolder, abstract_state, check_unchanged, run_folder
+from jaxtune.state import Model, declare_model, describe_layout, frozen_parameters, initial_parameters
+from jaxtune.step import State, accumulated_gradients, initial_state, make_train_step
+
+log = logging.getLogger("jaxtune")
+
+
+def train(config: Config) -> None:
+    """One run, from wherever it stands to its end."""
+    goodput = Goodput()
+    runtime.configure(config)
+    runtime.show_log()
+    mesh = make_mesh(config.mesh)
+    folder = run_folder(config)
+    checkpoints = CheckpointManager(folder.checkpoints, config.ckpt.keep_last)
+    saved = resumed(config, folder, checkpoints)
+
+    # ---- model: declared, not read ----
+    model = declare_model(config, mesh)
+    log.info(describe_layout(model, mesh))
+
+    # ---- data: documents, rows, the number of steps ----
+    tokenizer = hf.load_tokenizer(model.folder)
+    documents, eval_documents = data.open_documents(config, tokenizer)
+    for note in documents.notes:
+        log.info("data: %s", note)
+    rows = data.Rows(documents, config.data, epochs=None if config.train.max_steps else config.train.epochs)
+    micro_rows = config.train.micro_batch_size * data_shards(mesh)
+    rows_per_step = micro_rows * config.train.grad_accum_steps
+    total_steps = config.train.max_steps or -(-rows.total(config.train.epochs) // rows_per_step)
+    log.info("data: %s", rows.counts)
+    log.info("%d steps of %d rows of %d tokens", total_steps, rows_per_step, config.data.seq_len)
+
+    # ---- step: compiled before a weight is read, so that its memory is known ----
+    optimizer = build(config.optim, {name: model.hf_names(name) for name in model.trained})
+    recipe = RECIPES[config.precision.recipe]
+    gradients = accumulated_gradients(model.graph, cross_entropy, recipe, config.memory.remat, config.train.seed)
+    rate = learning_rate(config.optim, total_steps)
+    step = make_train_step(gradients, optimizer, rate, config.optim.max_grad_norm, recipe)
+    shape = (config.train.grad_accum_steps, micro_rows, config.data.seq_len)
+    batch_sharding = jax.NamedSharding(mesh, jax.P(None, *TOKENS))
+    with goodput.measure("compile"):
+        abstract = (abstract_state(model, config, mesh), model.abstract(model.frozen), data.abstract_batch(shape, batch_sharding))
+        train_step = jax.jit(step, donate_argnums=0).lower(*abstract).compile()
+    log.info(memory(train_step))
+
+    # ---- values: from the checkpoint, or as the recipe starts ----
+    with goodput.measure("restore"):
+        base = {} if config.model.from_scratch else fingerprint(model.folder)
+        host = {"config": json.loads(to_json(config)), "base": base, "data": documents.key, "rows_per_step": rows_per_step}
+        restored = saved and checkpoints.restore(abstract[0], saved["step"])
+        if restored:
+            check_same(restored.host, host, model)
+            state, position = restored.state, loop.Position(**restored.host["position"])
+            log.info("resumed from step %d", position.step)
+        else:
+            start = jax.jit(lambda trained: initial_state(optimizer, trained), donate_argnums=0)
+            state, position = start(initial_parameters(model, config)), loop.Position()
+        frozen = frozen_parameters(model, config)
+        folder.write_config(config)
+
+    # ---- the loop ----
+    main = multihost.is_main()
+    work = throughput.Work(**model.flops(), seq_len=config.data.seq_len)
+    evaluate = make_evaluate(config, model, data.Rows(eval_documents, config.data, epochs=1), mesh) if eval_documents else None
+    metrics = MetricsLog(folder.path, config.log, config.train.run_name or "", host["config"], position.step, main)
+    progress = Progress(total_steps, position.step, config.log.every, main)
+    profiler = Profiler(folder.path, config.prof, main)
+    hooks = loop.Hooks(
+        train_step=train_step,
+        evaluate=evaluate and (lambda state: evaluate(state.trained, frozen)),
+        save=lambda state, at: checkpoints.save(at.step, state, {**host, "position": at.to_json(), "tokens": at.tokens}),
+        utilization=lambda speed: throughput.mfu(work, speed, jax.devices()[0].device_kind, jax.device_count()),
+    )
+    batches = data.batches(rows, *shape, batch_sharding, position.row, total_steps * rows_per_step)
+    with StopRequest() as stop:
+        if position.step >= total_steps:
+            log.info("this run is finished: %d of %d steps", position.step, total_steps)
+            finished = True
+        else:
+            try:
+                state, finished = loop.train(
+                    config, state, frozen, batches, position, total_steps, hooks, metrics, progress, profiler, goodput, stop
+                )
+            finally:
+                progress.close(), profiler.close(), metrics.close()
+        with goodput.measure("save"):
+            checkpoints.wait(final=True)
+
+    # ---- what is left behind ----
+    if not finished:
+        log.info("stopped at step %d of %d; go on with: %s", position.step, total_steps, this_command())
+        return
+    parameters = {**frozen, **state.trained}
+    if config.export.at_end:
+        kind = "peft" if config.lora.enabled else "hf"
+        export(model, parameters, config, folder.export, kind, steps=position.step, tokens=position.tokens)
+    if main and config.log.jsonl:
+        curve.draw(folder.metrics, folder.loss_curve, folder.path.name)
+    if config.eval.sample_prompt and mesh.size == 1:  # decoding is not sharded
+        log.info("sample: %s", continue_text(model, parameters, tokenizer, config.eval.sample_prompt))
+    log.info(goodput.report())
+    log.info(closing(config, folder))
+
+
+def resumed(config: Config, folder: RunFolder, checkpoints: CheckpointManager) -> dict | None:
+    """What the checkpoint to go on from says, by ckpt.resume; None to start anew.
+
+    Raises UserError where there is nothing to go on from, or a run that is not to be continued, or one with other options.
+    """
+    if config.ckpt.resume == "never":
+        if checkpoints.steps():
+            raise UserError(
+                f"{folder.path} holds a run and ckpt.resume is 'never'; choose another --config.train.run_name, "
+                "or remove the folder"
+            )
+        return None
+    saved = checkpoints.host(None if config.ckpt.resume == "auto" else int(config.ckpt.resume))
+    if saved is not None:
+        check_unchanged(saved["config"], config)
+    return saved
+
+
+def check_same(saved: dict, now: dict, model: Model) -> None:
+    """Raise UserError unless data, base model and rows a step are those that the checkpoint was trained with."""
+    if saved["rows_per_step"] != now["rows_per_step"]:
+        raise UserError(
+            f"a step was {saved['rows_per_step']} rows and is {now['rows_per_step']} now; choose train.micro_batch_size, "
+            "train.grad_accum_steps and mesh so that their product with the data shards stays the same"
+        )
+    if saved["data"] != now["data"]:
+        raise UserError("the training data or the tokenizer changed since the checkpoint; start a new run")
+    if now["base"] or saved["base"]:
+        verify_fingerprint(model.folder, saved["base"])
+
+
+def memory(compiled: jax.stages.Compiled) -> str:
+    """What the compiled step takes on each device, one line."""
+    analysis = compiled.memory_analysis()
+    gigabytes = lambda size: f"{size / 1e9:.2f} GB"  # noqa: E731
+    return (
+        f"memory a device: {gigabytes(analysis.argument_size_in_bytes)} state and batch, "
+        f"{gigabytes(analysis.temp_size_in_bytes)} temporaries"
+    )
+
+
+def this_command() -> str:
+    """The command line of this process, as a user would type it."""
+    return shlex.join(["python", "-m", "jaxtune.train", *sys.argv[1:]])
+
+
+def closing(config: Config, folder: RunFolder) -> str:
+    """Where everything is, and what to type next."""
+    lines = [f"run: {folder.path}"]
+    if config.log.jsonl:
+        lines.append(f"loss curve: {folder.loss_curve}")
+    if config.export.at_end:
+        lines.append(f"{'adapter' if config.lora.enabled else 'model'}: {folder.export}")
+    merge = " --merge" if config.lora.enabled else ""
+    prompt = shlex.quote(config.eval.sample_prompt or "Once")
+    lines += [
+        f"resume:   {this_command()}",
+        f"export:   python -m jaxtune.export --run={folder.path} --output={folder.path}-model{merge}",
+        f"generate: python -m jaxtune.generate --model={folder.path} --prompt={prompt}",
+    ]
+    if config.log.next_command:
+        lines.append(f"next:     {config.log.next_command}")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    return command.run(lambda values: None, lambda values, config: train(config), argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

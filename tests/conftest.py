@@ -1,0 +1,21 @@
+"""Eight simulated CPU devices for every test; a test that wants one takes the first."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import jax
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_threefry_partitionable", True)
+
+
+@pytest.fixture
+def one_device():
+    """A mesh of one device, current."""
+    from jaxtune.config.schema import Mesh
+    from jaxtune.parallel.mesh import make_mesh
+
+    return make_mesh(Mesh(), jax.devices()[:1])

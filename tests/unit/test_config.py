@@ -1,0 +1,452 @@
+"""What a user relies on when writing a recipe or a command line: values arrive, mistakes are named."""
+
+import json
+import operator
+import random
+import re
+import string
+import subprocess
+import sys
+import typing
+
+import pytest
+from absl import flags
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxtune.command import run
+from jaxtune.config import Config, dataset, from_json, keys, new_config, resolve, to_json
+from jaxtune.errors import UserError
+
+RECIPE = """
+from jaxtune.config import dataset, new_config
+
+def get_config(model="folder"):
+    config = new_config()
+    config.model.path = model
+    config.data.datasets = (dataset(path="a.jsonl"), dataset(path="b.jsonl"))
+    return config
+"""
+
+
+def base():
+    config = new_config()
+    config.model.path = "folder"
+    config.data.datasets = (dataset(path="a.jsonl"), dataset(path="b.jsonl"))
+    return config
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """Writes a recipe and returns its path: the default one, or one whose get_config() has these lines."""
+
+    def write(*lines, name="recipe.py"):
+        text = (
+            RECIPE
+            if not lines
+            else RECIPE.replace("    return", "".join(f"    {line}\n" for line in lines) + "    return")
+        )
+        path = tmp_path / name
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def load(*arguments):
+    """The config that a command with these arguments gets."""
+    seen = []
+    assert run(lambda values: None, lambda values, config: seen.append(config), list(arguments)) == 0
+    return seen[0]
+
+
+def error(capsys, *arguments):
+    """What a command with these arguments says before it exits with code 2."""
+
+    def define(values):
+        flags.DEFINE_integer("step", None, "a step", flag_values=values)
+
+    assert run(define, lambda values, config: pytest.fail("the body ran"), list(arguments)) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("jaxtune: error: ") and "Traceback" not in printed.err
+    return printed.err
+
+
+# Values
+
+
+@pytest.mark.parametrize(
+    ("argument", "key", "value"),
+    [
+        ("train.max_steps=10", "train.max_steps", 10),
+        ("train.max_steps=None", "train.max_steps", None),
+        ("train.epochs=2", "train.epochs", 2.0),
+        ("optim.learning_rate=1e-4", "optim.learning_rate", 1e-4),
+        ("mesh.data=-1", "mesh.data", -1),
+        ("data.packing=false", "data.packing", False),
+        ("log.tensorboard", "log.tensorboard", True),
+        ("train.run_name=100", "train.run_name", "100"),
+        ("train.run_name=1e3", "train.run_name", "1e3"),
+        ("data.cache_dir=None", "data.cache_dir", None),
+        ("train.output_dir='x'", "train.output_dir", "'x'"),
+        ("train.output_dir=None", "train.output_dir", "None"),
+        ("precision.recipe=fp32", "precision.recipe", "fp32"),
+        ("ckpt.resume=5", "ckpt.resume", 5),
+        ("ckpt.resume=never", "ckpt.resume", "never"),
+        ("optim.no_decay=[a-z]", "optim.no_decay", "[a-z]"),
+        ("data.datasets[1].path=x", "data.datasets", ("a.jsonl", "x")),
+    ],
+)
+def test_command_line_value(recipe, argument, key, value):
+    extra = ["--config.mesh.fsdp=1"] if "mesh" in key else ["--config.optim.weight_decay=1"]
+    got = operator.attrgetter(key)(load(f"--config={recipe()}", *extra, f"--config.{argument}"))
+    if key == "data.datasets":
+        got = tuple(entry.path for entry in got)
+    assert got == value and type(got) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("('q_proj','v_proj')", ("q_proj", "v_proj")), ("q_proj|v_proj", "q_proj|v_proj"), ("all-linear", "all-linear")],
+)
+def test_target_modules_are_a_tuple_or_a_string_everywhere(recipe, text, value):
+    on_command_line = load(f"--config={recipe()}", "--config.lora.enabled", f"--config.lora.target_modules={text}")
+    in_recipe = load("--config=" + recipe("config.lora.enabled = True", f"config.lora.target_modules = {value!r}"))
+    assert on_command_line.lora.target_modules == in_recipe.lora.target_modules == value
+
+
+def test_ways_to_write_a_flag(recipe):
+    config = load(
+        "--config.train.seed", "-0", "--config.train.max_steps", "3", "--noconfig.data.packing", "--config", recipe()
+    )
+    assert config.train.max_steps == 3 and not config.data.packing
+
+
+def test_the_last_of_two_equal_flags_wins(recipe):
+    assert load(f"--config={recipe()}", "--config.train.seed=1", "--config.train.seed=2").train.seed == 2
+
+
+def test_text_after_the_colon_is_the_argument_of_get_config(recipe):
+    assert load(f"--config={recipe()}:org/model").model.path == "org/model"
+    assert load(f"--config={recipe()}").model.path == "folder"
+
+
+def test_recipes_inherit_by_import_from_their_own_folder(recipe, tmp_path):
+    for value in (1, 2):
+        folder = tmp_path / str(value)
+        folder.mkdir()
+        (folder / "parent.py").write_text(RECIPE.replace("    return", f"    config.train.seed = {value}\n    return"))
+        (folder / "child.py").write_text("import parent\nget_config = parent.get_config\n")
+        assert load(f"--config={folder / 'child.py'}").train.seed == value
+    assert "parent" not in sys.modules and str(folder) not in sys.path
+
+
+def test_run_name_is_the_recipes_name_unless_set(recipe):
+    assert load("--config=" + recipe(name="my_run.py")).train.run_name == "my_run"
+    assert load("--config=" + recipe(name="my_run.py"), "--config.train.run_name=x").train.run_name == "x"
+
+
+def test_a_recipe_may_give_an_int_for_a_float_and_a_list_for_a_tuple():
+    config = base()
+    config.train.epochs = 3
+    config.data.datasets = [{"path": "x"}]
+    resolved = resolve(config, "recipe")
+    assert resolved.train.epochs == 3.0 and resolved.data.datasets[0].split == "train"
+
+
+def values_of(annotation):
+    """A hypothesis strategy of the values an option takes; JSON has no NaN and no infinity."""
+    members = typing.get_args(annotation) if typing.get_origin(annotation) is not typing.Literal else ()
+    finite = st.floats(allow_nan=False, allow_infinity=False)
+    return finite if annotation is float or float in members else st.from_type(annotation)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_json_keeps_every_value(data):
+    plain = [option for option in keys.options().values() if "datasets" not in option.key]
+    option = data.draw(st.sampled_from(plain))
+    value = data.draw(values_of(option.annotation))
+    nested = value
+    for name in reversed(option.key.split(".")):
+        nested = {name: nested}
+    config = from_json(json.dumps(nested))
+    assert operator.attrgetter(option.key)(config) == value
+    assert from_json(to_json(config)) == config
+
+
+def test_json_keeps_datasets():
+    config = resolve(base(), "recipe")
+    assert from_json(to_json(config)) == config and isinstance(hash(config), int)
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("argument", "parts"),
+    [
+        ("optim.lerning_rate=1", ["optim.lerning_rate = '1'", "nearest: optim.learning_rate: float", "peak"]),
+        ("train.learning_rate=1", ["nearest: optim.learning_rate"]),
+        ("data.datasets[1].pth=x", ["data.datasets[1].pth = 'x'", "nearest: data.datasets[1].path"]),
+        ("data.datasets[2].path=x", ["data.datasets has no entry 2"]),
+        ("optim=3", ["a section", "optim.learning_rate"]),
+        ("data.datasets=x", ["data.datasets = 'x': expected tuple[Dataset, ...]"]),
+        ("train.max_steps=abc", ["train.max_steps = 'abc': expected int | None (optimizer steps"]),
+        ("train.max_steps=1.5", ["train.max_steps = '1.5': expected int"]),
+        ("data.seq_len=true", ["data.seq_len = 'true': expected int"]),
+        ("data.packing=1", ["data.packing = '1': expected bool"]),
+        ("optim.learning_rate=nan", ["optim.learning_rate = 'nan': expected float"]),
+        ("precision.recipe=fp8", ["precision.recipe = 'fp8': expected 'bf16' | 'fp32'"]),
+        ("ckpt.resume=newest", ["ckpt.resume = 'newest': expected 'auto' | 'never' | int"]),
+    ],
+)
+def test_wrong_setting_on_the_command_line(recipe, capsys, argument, parts):
+    message = error(capsys, f"--config={recipe()}", f"--config.{argument}")
+    assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        ("config.optim.lerning_rate = 1", ["line 8", "config.optim.lerning_rate = 1", "nearest: optim.learning_rate"]),
+        ("config.optimm.learning_rate = 1", ["line 8", "optimm: no such option; nearest: optim.learning_rate"]),
+        ("config.data.datasets += (dataset(pth='x'),)", ["line 8", "pth = 'x'", "nearest: data.datasets[i].path"]),
+        ("config.data.datasets += ({'path': 'x', 'pth': 1},)", ["data.datasets[2].pth = 1", "data.datasets[2].path"]),
+        ("config.train.max_steps = '10'", ["train.max_steps = '10': expected int | None"]),
+        ("config.optim.learning_rate = float('inf')", ["optim.learning_rate = inf: expected float"]),
+        ("config.log.wandb.tags = (1,)", ["log.wandb.tags = [1]: expected tuple[str, ...]"]),
+        ("config.optim = 3", ["optim = 3: expected a section"]),
+        ("del config.optim", ["line 8", "locked"]),
+        ("1 / 0", ["line 8: 1 / 0", "ZeroDivisionError"]),
+        ("import no_such_module", ["line 8", "ModuleNotFoundError"]),
+        ("open('no such file')", ["line 8", "FileNotFoundError"]),
+        ("x = = 1", ["line 8", "invalid syntax"]),
+        ("return None", ["get_config() returned NoneType", "new_config()"]),
+    ],
+)
+def test_mistake_in_a_recipe(recipe, capsys, line, parts):
+    message = error(capsys, "--config=" + recipe(line))
+    assert all(part in message for part in ["recipe.py", *parts]), message
+
+
+def test_all_problems_are_told_at_once(recipe, capsys):
+    path = recipe("config.data.seq_len = 'long'", "config.model.path = None")
+    message = error(
+        capsys, f"--config={path}", "--config.trian.seed=1", "--config.eval.steps=x", "--config.lora.rank=3"
+    )
+    for key in ("data.seq_len", "model.path", "trian.seed", "eval.steps", "lora.rank"):
+        assert len(re.findall(rf"^  {key}\b", message, re.MULTILINE)) == 1, message
+    assert "5 problems" in message
+
+
+def test_a_wrong_key_hides_the_complaint_that_the_right_one_is_unset(recipe, capsys):
+    path = recipe("config.model.path = None")
+    assert "must name" not in error(capsys, f"--config={path}", "--config.model.pth=x")
+
+
+def test_recipe_file_that_is_not_there(recipe, capsys, tmp_path):
+    recipe(name="other.py")
+    message = error(capsys, f"--config={tmp_path}/recip.py")
+    assert "recip.py: no such file" in message and "other.py" in message
+
+
+def test_recipe_without_get_config(capsys, tmp_path):
+    (tmp_path / "empty.py").write_text("")
+    assert "get_config()" in error(capsys, f"--config={tmp_path}/empty.py")
+
+
+def test_argument_for_a_recipe_that_takes_none(capsys, tmp_path):
+    (tmp_path / "plain.py").write_text(RECIPE.replace('model="folder"', "").replace("= model", "= 'folder'"))
+    assert "takes 0 positional arguments" in error(capsys, f"--config={tmp_path}/plain.py:x")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--stpe=3"], "--stpe: no such flag; nearest: --step"),
+        (["--train.seed=3"], "nearest: --config.train.seed"),
+        (["--step=x"], "--step=x"),
+        (["--step"], "--step"),
+        (["stray"], "'stray'"),
+        (["--noconfig.data.packing=1"], "--noconfig.data.packing=1"),
+        (["--noconfig.train.seed"], "nearest: --config.train.seed"),
+        (["--flagfile=missing"], "missing"),
+    ],
+)
+def test_wrong_plain_flag(recipe, capsys, arguments, part):
+    assert part in error(capsys, f"--config={recipe()}", *arguments)
+
+
+def test_missing_recipe_flag(capsys):
+    assert "--config=... is missing" in error(capsys)
+
+
+def test_body_errors_and_exit_codes(capsys):
+    def fail(values, config):
+        raise UserError("tensor x has the wrong shape")
+
+    def interrupt(values, config):
+        raise KeyboardInterrupt
+
+    assert run(lambda values: None, fail, [], with_config=False) == 2
+    assert capsys.readouterr().err == "jaxtune: error: tensor x has the wrong shape\n"
+    assert run(lambda values: None, lambda values, config: 7, [], with_config=False) == 7
+    with pytest.raises(KeyboardInterrupt):
+        run(lambda values: None, interrupt, [], with_config=False)
+
+
+def test_help_shows_the_flags(capsys):
+    def define(values):
+        flags.DEFINE_integer("step", None, "which step to read", flag_values=values, required=True)
+
+    assert run(define, lambda values, config: pytest.fail("the body ran"), ["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert "What a user relies on" in printed and "--step: which step to read" in printed and "--config" in printed
+
+
+def test_saved_config_that_is_damaged():
+    with pytest.raises(UserError, match="not JSON"):
+        from_json("{")
+    with pytest.raises(UserError, match=r"nearest: optim\.learning_rate"):
+        from_json('{"optim": {"learning_rat": 1}}')
+
+
+# Nearest keys
+
+
+def typo(key, edit, rng):
+    i = rng.randrange(len(key) - 1)
+    letter = rng.choice(string.ascii_lowercase + string.digits + "_")
+    return {
+        "delete": key[:i] + key[i + 1 :],
+        "insert": key[:i] + letter + key[i:],
+        "replace": key[:i] + letter + key[i + 1 :],
+        "transpose": key[:i] + key[i + 1] + key[i] + key[i + 2 :],
+    }[edit]
+
+
+def test_nearest_key_finds_the_meant_one_after_a_typo():
+    rng = random.Random(0)
+    misses, tried = [], 0
+    for key in keys.options():
+        for edit in ("delete", "insert", "replace", "transpose"):
+            wrong = typo(key, edit, rng)
+            if wrong in keys.options():
+                continue
+            tried += 1
+            found = keys.nearest(wrong)
+            if found is None or found.key != key:
+                misses.append((key, wrong))
+    assert tried > 400 and len(misses) <= 0.05 * tried, misses
+
+
+def test_no_nearest_key_for_something_unlike_any():
+    assert keys.nearest("zzzz") is None
+    assert "python -m jaxtune.options" in keys.no_such_option("zzzz")
+
+
+# Combinations
+
+
+@pytest.mark.parametrize(
+    ("given_settings", "key", "reason"),
+    [
+        ({"model.path": ""}, "model.path", "must name"),
+        ({"data.datasets[1].path": ""}, r"data.datasets\[1\].path", "must name"),
+        ({"data.datasets[0].samples": "0"}, r"data.datasets\[0\].samples", "at least 1"),
+        ({"data.datasets[0].prompt_format_no_input": "x"}, r"data.datasets\[0\].prompt_format_no", "prompt_format"),
+        (
+            {"data.datasets[0].type": "text", "data.datasets[0].output_field": "x"},
+            r"data.datasets\[0\].output_field",
+            "no effect",
+        ),
+        ({"optim.warmup_steps": "5", "optim.warmup_ratio": "0.1"}, "optim.warmup_ratio", "one of the two"),
+        ({"optim.warmup_ratio": "1.5"}, "optim.warmup_ratio", "from 0 to 1"),
+        ({"optim.final_lr_fraction": "-0.1"}, "optim.final_lr_fraction", "from 0 to 1"),
+        ({"data.validation_split": "1"}, "data.validation_split", "below 1"),
+        ({"lora.enabled": "true", "lora.dropout": "1"}, "lora.dropout", "below 1"),
+        ({"data.seq_len": "0"}, "data.seq_len", "at least"),
+        ({"train.micro_batch_size": "-1"}, "train.micro_batch_size", "at least 1"),
+        ({"train.max_steps": "0"}, "train.max_steps", "at least 1"),
+        ({"train.epochs": "0"}, "train.epochs", "above 0"),
+        ({"optim.learning_rate": "0"}, "optim.learning_rate", "above 0"),
+        ({"train.run_name": "../x"}, "train.run_name", "name of a folder"),
+        ({"mesh.data": "-1"}, "mesh.data and mesh.fsdp", "only one axis"),
+        ({"mesh.tensor": "0"}, "mesh.tensor", "at least 1"),
+        ({"mesh.stage": "2"}, "mesh.stage", "not available yet"),
+        ({"mesh.sequence": "-1"}, "mesh.sequence", "not available yet"),
+        ({"optim.cooldown_steps": "5"}, "optim.cooldown_steps", "only 'wsd' and 'constant'"),
+        ({"optim.schedule": "wsd"}, "optim.cooldown_steps", "needs steps"),
+        (
+            {"optim.schedule": "constant", "optim.final_lr_fraction": "0.1"},
+            "optim.final_lr_fraction",
+            "without optim.cooldown_steps",
+        ),
+        ({"optim.cycles": "2"}, "optim.cycles", "cosine_with_restarts"),
+        ({"optim.power": "2"}, "optim.power", "polynomial"),
+        ({"optim.no_decay": "x"}, "optim.no_decay", "optim.weight_decay is 0"),
+        ({"optim.weight_decay": "0.1", "optim.no_decay": "("}, "optim.no_decay", "no regular expression"),
+        ({"train.freeze": "["}, "train.freeze", "no regular expression"),
+        ({"lora.enabled": "true", "lora.target_modules": "*"}, "lora.target_modules", "no regular expression"),
+        ({"lora.enabled": "true", "lora.target_modules": "()"}, "lora.target_modules", "at least one"),
+        ({"lora.rank": "8"}, "lora.rank", "lora.enabled is False"),
+        ({"lora.enabled": "true", "model.from_scratch": "true"}, "model.from_scratch", "adapters"),
+        ({"lora.enabled": "true", "train.freeze": "norm"}, "train.freeze", "lora.enabled"),
+        ({"eval.steps": "10"}, "eval.steps", "no validation data"),
+        ({"eval.max_batches": "10"}, "eval.max_batches", "no validation data"),
+        ({"ckpt.resume": "-1"}, "ckpt.resume", "a step"),
+        ({"log.wandb.name": "x"}, "log.wandb.name", "log.wandb.enabled is False"),
+        ({"prof.steps": "9"}, "prof.steps", "prof.enabled is False"),
+    ],
+)
+def test_impossible_combination(given_settings, key, reason):
+    with pytest.raises(UserError, match=f"^recipe: {key}.*{reason}"):
+        resolve(base(), "recipe", given_settings.items())
+
+
+def test_no_training_data():
+    config = base()
+    config.data.datasets = ()
+    with pytest.raises(UserError, match=r"data.datasets = \(\): no training data"):
+        resolve(config, "recipe")
+
+
+def test_two_kinds_of_validation_data():
+    config = base()
+    config.data.eval_datasets = (dataset(path="c.jsonl"),)
+    config.data.validation_split = 0.1
+    with pytest.raises(UserError, match=r"data.validation_split.*one of the two"):
+        resolve(config, "recipe")
+
+
+@pytest.mark.parametrize(
+    "given_settings",
+    [
+        {"optim.schedule": "wsd", "optim.cooldown_steps": "10"},
+        {"optim.schedule": "cosine_with_restarts", "optim.cycles": "3"},
+        {"optim.schedule": "polynomial", "optim.power": "2"},
+        {"lora.enabled": "true", "lora.rank": "4", "lora.dropout": "0.1"},
+        {"eval.steps": "10", "data.validation_split": "0.1"},
+        {"mesh.data": "-1", "mesh.fsdp": "2", "mesh.tensor": "2"},
+        {"train.max_steps": "5", "train.epochs": "0.5"},
+        {"log.wandb.enabled": "true", "log.wandb.name": "x"},
+        {"data.datasets[0].type": "conversation", "data.datasets[0].messages_field": "turns"},
+    ],
+)
+def test_possible_combination(given_settings):
+    assert isinstance(resolve(base(), "recipe", given_settings.items()), Config)
+
+
+# The schema itself
+
+
+def test_every_option_has_a_meaning_and_a_default_of_its_type():
+    for option in keys.options().values():
+        assert option.doc and not option.doc.endswith("."), option.key
+    assert from_json(to_json(Config())) == Config()
+
+
+def test_the_config_loads_without_jax():
+    code = "import sys, jaxtune.command, jaxtune.options, jaxtune.__main__; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,250 @@
+"""Which tokens of a conversation are trained, for the templates of well-known families."""
+
+import numpy as np
+import pytest
+from tiny import CHATML, byte_tokenizer
+
+from jaxtune.data import ChatTemplate
+from jaxtune.data.encoding import Encoder, Refused
+from jaxtune.data.messages import check_messages, check_tools
+from jaxtune.errors import UserError
+
+LLAMA3 = (
+    "{% for message in messages %}{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' "
+    "+ message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}"
+    "{% endif %}{{ content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+MISTRAL = (
+    "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] + '\n\n' %}"
+    "{% set messages = messages[1:] %}{% else %}{% set system = '' %}{% endif %}{{ bos_token }}"
+    "{% for message in messages %}{% if message['role'] == 'user' %}"
+    "{{ '[INST] ' + (system if loop.first else '') + message['content'] + ' [/INST]' }}"
+    "{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] + eos_token }}{% endif %}{% endfor %}"
+)
+GEMMA = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}{% set role = 'model' %}{% else %}"
+    "{% set role = message['role'] %}{% endif %}"
+    "{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+ZEPHYR = (  # writes no bos_token: the tokenizer does
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>\n' + message['content'] + eos_token + '\n' }}"
+    "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}"
+)
+QWEN3 = (  # earlier thoughts are left out, and the last turn has an empty one if it has none
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}{% if m.role == 'assistant' %}{% set thought = '' %}"
+    "{% set content = m.content %}{% if '</think>' in content %}"
+    "{% set thought = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
+    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}{{ '<|im_start|>assistant\n' }}"
+    "{% if loop.index0 > ns.last and (loop.last or thought) %}"
+    "{{ '<think>\n' + thought + '\n</think>\n\n' }}{% endif %}{{ content + '<|im_end|>\n' }}"
+    "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}\n"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+FAMILIES = {
+    "chatml": dict(chat_template=CHATML),
+    "llama3": dict(
+        chat_template=LLAMA3,
+        special=("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        bos="<|begin_of_text|>",
+        eos="<|end_of_text|>",
+    ),
+    "mistral": dict(chat_template=MISTRAL, special=("<s>", "</s>"), bos="<s>", eos="</s>"),
+    "gemma": dict(
+        chat_template=GEMMA, special=("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"), bos="<bos>", eos="<eos>"
+    ),
+    "zephyr": dict(chat_template=ZEPHYR, special=("<s>", "</s>"), bos="<s>", eos="</s>"),
+    "qwen3": dict(chat_template=QWEN3),
+    "marked": dict(chat_template=MARKED),
+}
+
+USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": " Yo é"}
+MORE, LAST = {"role": "user", "content": "So?"}, {"role": "assistant", "content": "Ok."}
+SYSTEM = {"role": "system", "content": "Be."}
+SINGLE, MULTI = [USER, ANSWER], [USER, ANSWER, MORE, LAST]
+
+# What is trained stands between « and ».
+GOLDEN = {
+    ("chatml", "single"): "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n« Yo é<|im_end|>»\n",
+    ("chatml", "multi"): "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n« Yo é<|im_end|>»\n"
+    "<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\n«Ok.<|im_end|>»\n",
+    ("chatml", "system"): "<|im_start|>system\nBe.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+    "<|im_start|>assistant\n« Yo é<|im_end|>»\n",
+    ("llama3", "single"): "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n«Yo é<|eot_id|>»",
+    ("llama3", "multi"): "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n«Yo é<|eot_id|>»"
+    "<|start_header_id|>user<|end_header_id|>\n\nSo?<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n«Ok.<|eot_id|>»",
+    ("llama3", "system"): "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe.<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n«Yo é<|eot_id|>»",
+    ("mistral", "single"): "<s>[INST] Hi [/INST]«  Yo é</s>»",
+    ("mistral", "multi"): "<s>[INST] Hi [/INST]«  Yo é</s>»[INST] So? [/INST]« Ok.</s>»",
+    ("mistral", "system"): "<s>[INST] Be.\n\nHi [/INST]«  Yo é</s>»",
+    ("gemma", "single"): "<bos><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n«Yo é<end_of_turn>»\n",
+    ("gemma", "multi"): "<bos><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n«Yo é<end_of_turn>»\n"
+    "<start_of_turn>user\nSo?<end_of_turn>\n<start_of_turn>model\n«Ok.<end_of_turn>»\n",
+    ("zephyr", "single"): "<s><|user|>\nHi</s>\n<|assistant|>\n« Yo é</s>»\n",
+    (
+        "zephyr",
+        "multi",
+    ): "<s><|user|>\nHi</s>\n<|assistant|>\n« Yo é</s>»\n<|user|>\nSo?</s>\n<|assistant|>\n«Ok.</s>»\n",
+    ("zephyr", "system"): "<s><|system|>\nBe.</s>\n<|user|>\nHi</s>\n<|assistant|>\n« Yo é</s>»\n",
+    ("qwen3", "single"): "<|im_start|>user\nHi<|im_end|>\n"
+    "<|im_start|>assistant\n«<think>\n\n</think>\n\n Yo é<|im_end|>»\n",
+    ("qwen3", "multi"): "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n« Yo é<|im_end|>»\n"
+    "<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\n«<think>\n\n</think>\n\nOk.<|im_end|>»\n",
+    ("qwen3", "system"): "<|im_start|>system\nBe.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+    "<|im_start|>assistant\n«<think>\n\n</think>\n\n Yo é<|im_end|>»\n",
+    ("marked", "single"): "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n« Yo é<|im_end|>»\n",
+    ("marked", "multi"): "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n« Yo é<|im_end|>»\n"
+    "<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\n«Ok.<|im_end|>»\n",
+    ("marked", "system"): "<|im_start|>system\nBe.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+    "<|im_start|>assistant\n« Yo é<|im_end|>»\n",
+}
+
+
+def with_marks(tokenizer, tokens, weights):
+    """The tokens' text, « and » around what is trained."""
+    text, edges = "", np.flatnonzero(np.diff(weights, prepend=0, append=0))
+    for begin, end in zip([0, *edges], [*edges, len(tokens)]):
+        part = tokenizer.decode(tokens[begin:end])
+        text += f"«{part}»" if end > begin and weights[begin] else part
+    return text
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory):
+    made = {}
+
+    def get(name):
+        if name not in made:
+            made[name] = byte_tokenizer(tmp_path_factory.mktemp(name), **FAMILIES[name])
+        return made[name]
+
+    return get
+
+
+@pytest.mark.parametrize("name, kind", GOLDEN)
+def test_exactly_the_answers_and_their_stop_tokens_are_trained(family, name, kind):
+    tokenizer = family(name)
+    messages = {"single": SINGLE, "multi": MULTI, "system": [SYSTEM, *SINGLE]}[kind]
+    rendered = ChatTemplate(tokenizer).render(messages)
+    [encoded] = Encoder(tokenizer)([rendered])
+    assert with_marks(tokenizer, encoded.tokens, encoded.loss_weights) == GOLDEN[name, kind]
+    assert rendered.text == tokenizer.apply_chat_template(messages, tokenize=False)
+    if tokenizer.bos_token_id is not None:
+        assert encoded.tokens[0] == tokenizer.bos_token_id
+        assert np.count_nonzero(encoded.tokens == tokenizer.bos_token_id) == 1
+        assert encoded.loss_weights[0] == 0
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_prompt_is_how_the_trained_conversation_begins(family, name):
+    """A model is asked with the very tokens it was trained after."""
+    template = ChatTemplate(family(name))
+    [encoded] = Encoder(family(name))([template.render(SINGLE)])
+    first_trained = np.flatnonzero(encoded.loss_weights)[0]
+    assert template.prompt([USER]) == encoded.tokens[:first_trained].tolist()
+
+
+def test_a_template_that_refuses_a_role_says_so(family):
+    with pytest.raises(UserError, match="System role not supported"):
+        ChatTemplate(family("gemma")).render([SYSTEM, *SINGLE])
+
+
+def test_thoughts_that_a_template_leaves_out_later_do_not_confuse_the_mask(family):
+    tokenizer = family("qwen3")
+    tool_call = {"role": "assistant", "content": "<think>\nhm\n</think>\n\ncall"}
+    messages = [USER, tool_call, {"role": "tool", "content": "42"}, ANSWER, MORE, LAST]
+    rendered = ChatTemplate(tokenizer).render(messages)
+    assert [rendered.text[start:end] for start, end in rendered.spans] == [
+        "call<|im_end|>",
+        " Yo é<|im_end|>",
+        "<think>\n\n</think>\n\nOk.<|im_end|>",
+    ]
+
+
+REFUSED = {
+    "no assistant": (CHATML, [USER], "no assistant message"),
+    "no stop token": ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", SINGLE, "without a stop token"),
+    "stop token in the text": (CHATML, [USER, {"role": "assistant", "content": "a<|im_end|>b"}], "holds the stop token"),
+    "system prompt only at the last user turn": (  # as Mistral's: what was asked is not what is rendered
+        "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST]' + (messages[0].content if loop.last else '') + "
+        "m.content + '[/INST]' }}{% elif m.role == 'assistant' %}{{ m.content + eos_token }}{% endif %}{% endfor %}",
+        [SYSTEM, *SINGLE],
+        "cannot be found",
+    ),
+    "mark without stop": ("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{% endfor %}",
+                          SINGLE, "generation"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("template, messages, reason", REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_trained_right_is_refused(tmp_path, template, messages, reason):
+    with pytest.raises(Refused, match=reason):
+        ChatTemplate(byte_tokenizer(tmp_path, template)).render(messages)
+
+
+HOSTILE = {
+    "attributes": "{{ messages.__class__.__mro__ }}",
+    "mutation": "{{ messages.append(1) }}",
+    "namespace": "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+    "endless loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "endless macro": "{% macro f(n) %}{% if n %}{% set x = f(n-1) + f(n-1) %}{% endif %}{% endmacro %}{{ f(60) }}",
+    "output": "{% for a in range(99999) %}{{ 'x' * 1000000 }}{% endfor %}",
+    "product": "{{ 'x' * 10000000000 }}",
+    "power": "{{ 10 ** 10000000000 }}",
+    "include": "{% include '/etc/passwd' %}",
+    "deep recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+}
+
+
+@pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_template_ends_in_an_error(tmp_path, monkeypatch, source):
+    monkeypatch.setattr("jaxtune.data.sandbox.MAX_SECONDS", 0.3)
+    with pytest.raises(UserError, match="chat template"):
+        ChatTemplate(byte_tokenizer(tmp_path, source)).render(SINGLE)
+
+
+def test_a_template_that_is_not_jinja_or_not_there_is_an_error(tmp_path):
+    for source in ("{% for %}", None, {"tool_use": CHATML}):
+        with pytest.raises(UserError, match="chat template"):
+            ChatTemplate(byte_tokenizer(tmp_path, source))
+
+
+def test_sharegpt_messages_text_parts_and_tool_calls_come_into_one_form():
+    messages = check_messages(
+        [
+            {"from": "human", "value": "Hi"},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": None},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}],
+            },
+            {"from": "gpt", "value": "Yo"},
+        ]
+    )
+    assert messages == [
+        USER,
+        {"role": "user", "content": "ab"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
+        },
+        {"role": "assistant", "content": "Yo"},
+    ]
+    assert check_tools('[{"name": "f"}]') == [{"name": "f"}]
+    assert check_tools("") is None

@@ -1,0 +1,53 @@
+"""Trained characters make trained tokens."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from jaxtune.data.encoding import Encoder, Rendered
+
+CORPUS = ["Hello  world, this\nis a test.\n\nAnd that :\n\tthe other, été.\n"] * 20
+
+
+@pytest.fixture(scope="module")
+def merged():
+    """A tokenizer with real merges that, like Llama 3's, cuts white space off its offsets."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@given(text=st.text("aeé \n.😀:", max_size=40), ends=st.tuples(st.integers(0, 40), st.integers(0, 40)))
+@settings(max_examples=200, deadline=None)
+def test_a_token_is_trained_if_any_of_its_characters_is(merged, text, ends):
+    start, end = sorted(min(end, len(text)) for end in ends)
+    [encoded] = Encoder(merged)([Rendered(text, ((start, end),))])
+    bytes_of = {character: byte for byte, character in _byte_alphabet().items()}
+    pieces = [bytes(bytes_of[c] for c in piece) for piece in merged.convert_ids_to_tokens(encoded.tokens)]
+    assert b"".join(pieces).decode() == text
+    character_of_byte = [i for i, character in enumerate(text) for _ in character.encode()]
+    edges = np.cumsum([0, *map(len, pieces)])
+    expected = [any(start <= character < end for character in character_of_byte[a:b]) for a, b in zip(edges, edges[1:])]
+    assert encoded.loss_weights.astype(bool).tolist() == expected
+
+
+def _byte_alphabet() -> dict[int, str]:
+    """GPT-2's printable character for each byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(rest)}
+
+
+def test_settings_left_on_the_tokenizer_do_not_cut_documents(merged):
+    merged.backend_tokenizer.enable_truncation(4)
+    try:
+        [encoded] = Encoder(merged)([Rendered("Hello world, this is a test.")])
+    finally:
+        merged.backend_tokenizer.no_truncation()
+    assert merged.decode(encoded.tokens) == "Hello world, this is a test."
