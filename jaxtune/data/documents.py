@@ -41,7 +41,7 @@ class Documents:
     """Tokenised documents.
 
     Attributes:
-        key: what names the cache: other content, options or tokenizer have another.
+        key: a hash of all tokens and weights: runs with the same key have the same data, wherever it came from.
         tokens: all documents, one after the other.
         loss_weights: weight of predicting each token.
         offsets: where each document starts, and the end.
@@ -92,21 +92,21 @@ def tokenize(
     if not entries:
         raise UserError("data.datasets is empty; add an entry with jaxtune.config.dataset(path=...)")
     found = [sources.open_source(entry) for entry in entries]
-    key = _key(entries, found, tokenizer, on_bad_row)
-    folder = cache_dir / key
+    name = _folder_name(entries, found, tokenizer, on_bad_row)
+    folder = cache_dir / name
     cache_dir.mkdir(parents=True, exist_ok=True)
-    with (cache_dir / f"{key}.lock").open("w") as lock:
+    with (cache_dir / f"{name}.lock").open("w") as lock:
         # A file system without locks only costs time: every process tokenises, and the first rename counts.
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
-            for left_by_a_kill in cache_dir.glob(f"{key}.*.tmp"):
+            for left_by_a_kill in cache_dir.glob(f"{name}.*.tmp"):
                 shutil.rmtree(left_by_a_kill, ignore_errors=True)
         if not folder.exists():
             _write(folder, list(zip(found, entries)), tokenizer, on_bad_row)
     return _load(folder)
 
 
-def _key(
+def _folder_name(
     entries: tuple[Dataset, ...], found: list[sources.Source], tokenizer: "PreTrainedTokenizerFast", on_bad_row: str
 ) -> str:
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -156,6 +156,7 @@ def _write(
     """Tokenises into a temporary folder beside `folder`, then renames it."""
     problems = _Problems(on_bad_row)
     notes: list[str] = []
+    content = hashlib.sha256()
     lengths, targets, continuous = [], [], []
     temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     temporary.mkdir()
@@ -168,8 +169,9 @@ def _write(
             for source, entry in found:
                 before = len(lengths)
                 for document, is_text in _encoded(source, entry, tokenizer, problems, notes):
-                    document.tokens.tofile(tokens)
-                    document.loss_weights.tofile(loss_weights)
+                    for array, file in ((document.tokens, tokens), (document.loss_weights, loss_weights)):
+                        array.tofile(file)
+                        content.update(array)
                     lengths.append(len(document.tokens))
                     targets.append(np.count_nonzero(document.loss_weights[1:]))
                     continuous.append(is_text)
@@ -186,7 +188,9 @@ def _write(
         np.save(temporary / "offsets.npy", np.cumsum([0, *lengths], dtype=np.int64))
         np.save(temporary / "targets.npy", np.array(targets, np.int64))
         np.save(temporary / "continuous.npy", np.array(continuous, bool))
-        (temporary / "summary.json").write_text(json.dumps({"skipped": problems.count, "notes": notes}))
+        content.update(np.array(lengths, np.int64))
+        summary = {"key": content.hexdigest(), "skipped": problems.count, "notes": notes}
+        (temporary / "summary.json").write_text(json.dumps(summary))
         _rename(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -258,7 +262,7 @@ def _load(folder: Path) -> Documents:
         if len(arrays[name]) != offsets[-1]:
             raise UserError(f"{folder} is damaged: {name}.bin does not hold {offsets[-1]} tokens; delete the folder")
     return Documents(
-        key=folder.name,
+        key=summary["key"],
         offsets=offsets,
         targets=np.load(folder / "targets.npy"),
         continuous=np.load(folder / "continuous.npy"),

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxtune.data.rows import Row, Rows
+from jaxtune.data.rows import FIELDS, Row, Rows
 
 _THREADS = 4
 _BATCHES_AHEAD = 4
@@ -24,9 +24,7 @@ def needed_rows(sharding: NamedSharding, shape: tuple[int, int, int]) -> list[tu
 
 def abstract_batch(shape: tuple[int, int, int], sharding: NamedSharding) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes, dtypes and shardings of a batch of (accum, rows_per_micro, seq_len), as `batches` gives it."""
-    names = ("tokens", "targets", "positions", "segment_ids", "key_start")
-    batch = {name: jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding) for name in names}
-    batch["loss_weight"] = jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
+    batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in FIELDS.items()}
     row_sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:2]))
     return batch | {"row": jax.ShapeDtypeStruct(shape[:2], np.int32, sharding=row_sharding)}
 
@@ -60,7 +58,7 @@ def batches(
     firsts = grain.MapDataset.range(start_row, stop_row, size)
     options = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_BATCHES_AHEAD)
     for first, block in zip(firsts, firsts.map(read).to_iter_dataset(options)):
-        batch = {name: _place(block, name, shape, sharding) for name in block[needed[0]]}
+        batch = {name: _place(block, name, shape, sharding) for name in FIELDS}
         number = (first + np.arange(size).reshape(accum, rows_per_micro)) % 2**31
         batch["row"] = jax.make_array_from_callback(
             number.shape, row_sharding, lambda index, number=number: number[index].astype(np.int32)

@@ -14,6 +14,16 @@ from jaxtune.errors import UserError
 
 Row = dict[str, np.ndarray]
 
+FIELDS = {
+    "tokens": np.int32,
+    "targets": np.int32,
+    "positions": np.int32,
+    "segment_ids": np.int32,
+    "key_start": np.int32,
+    "loss_weight": np.float32,
+}
+"""The arrays of a row, each (seq_len,)."""
+
 # Rows of two epochs are asked for at once where one ends and the next begins.
 _PLANS_KEPT = 2
 
@@ -146,10 +156,7 @@ class Rows:
 
     def _build(self, pieces: np.ndarray | list[int]) -> Row:
         seq_len = self._data.seq_len
-        row = {
-            name: np.zeros(seq_len, np.int32) for name in ("tokens", "targets", "positions", "segment_ids", "key_start")
-        }
-        row["loss_weight"] = np.zeros(seq_len, np.float32)
+        row = {name: np.zeros(seq_len, dtype) for name, dtype in FIELDS.items()}
         begin = 0
         for segment, piece in enumerate(pieces, start=1):
             start, length = self._start[piece], self._length[piece]

@@ -23,7 +23,8 @@ MISTRAL = (
     "{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] + eos_token }}{% endif %}{% endfor %}"
 )
 GEMMA = (
-    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}"
+    "{% endif %}"
     "{% for message in messages %}{% if message['role'] == 'assistant' %}{% set role = 'model' %}{% else %}"
     "{% set role = message['role'] %}{% endif %}"
     "{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
@@ -46,25 +47,28 @@ QWEN3 = (  # earlier thoughts are left out, and the last turn has an empty one i
 )
 MARKED = (
     "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n"
-    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}\n"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{{ '\n' }}"
     "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 FAMILIES = {
-    "chatml": dict(chat_template=CHATML),
-    "llama3": dict(
-        chat_template=LLAMA3,
-        special=("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-        bos="<|begin_of_text|>",
-        eos="<|end_of_text|>",
-    ),
-    "mistral": dict(chat_template=MISTRAL, special=("<s>", "</s>"), bos="<s>", eos="</s>"),
-    "gemma": dict(
-        chat_template=GEMMA, special=("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"), bos="<bos>", eos="<eos>"
-    ),
-    "zephyr": dict(chat_template=ZEPHYR, special=("<s>", "</s>"), bos="<s>", eos="</s>"),
-    "qwen3": dict(chat_template=QWEN3),
-    "marked": dict(chat_template=MARKED),
+    "chatml": {"chat_template": CHATML},
+    "llama3": {
+        "chat_template": LLAMA3,
+        "special": ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        "bos": "<|begin_of_text|>",
+        "eos": "<|end_of_text|>",
+    },
+    "mistral": {"chat_template": MISTRAL, "special": ("<s>", "</s>"), "bos": "<s>", "eos": "</s>"},
+    "gemma": {
+        "chat_template": GEMMA,
+        "special": ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"),
+        "bos": "<bos>",
+        "eos": "<eos>",
+    },
+    "zephyr": {"chat_template": ZEPHYR, "special": ("<s>", "</s>"), "bos": "<s>", "eos": "</s>"},
+    "qwen3": {"chat_template": QWEN3},
+    "marked": {"chat_template": MARKED},
 }
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": " Yo é"}
@@ -175,19 +179,28 @@ def test_thoughts_that_a_template_leaves_out_later_do_not_confuse_the_mask(famil
     ]
 
 
+EVERY = "{% for m in messages %}"
 REFUSED = {
     "no assistant": (CHATML, [USER], "no assistant message"),
-    "no stop token": ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", SINGLE, "without a stop token"),
-    "stop token in the text": (CHATML, [USER, {"role": "assistant", "content": "a<|im_end|>b"}], "holds the stop token"),
+    "no stop token": (EVERY + "{{ m.role }}: {{ m.content }}\n{% endfor %}", SINGLE, "without a stop token"),
+    "stop token in the text": (
+        CHATML,
+        [USER, {"role": "assistant", "content": "a<|im_end|>b"}],
+        "holds the stop token",
+    ),
     "system prompt only at the last user turn": (  # as Mistral's: what was asked is not what is rendered
-        "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST]' + (messages[0].content if loop.last else '') + "
-        "m.content + '[/INST]' }}{% elif m.role == 'assistant' %}{{ m.content + eos_token }}{% endif %}{% endfor %}",
+        EVERY
+        + "{% if m.role == 'user' %}{{ '[INST]' + (messages[0].content if loop.last else '') + m.content }}[/INST]"
+        "{% elif m.role == 'assistant' %}{{ m.content + eos_token }}{% endif %}{% endfor %}",
         [SYSTEM, *SINGLE],
         "cannot be found",
     ),
-    "mark without stop": ("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{% endfor %}",
-                          SINGLE, "generation"),
-}  # fmt: skip
+    "mark without stop": (
+        EVERY + "{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{% endfor %}",
+        SINGLE,
+        "generation",
+    ),
+}
 
 
 @pytest.mark.parametrize("template, messages, reason", REFUSED.values(), ids=REFUSED)

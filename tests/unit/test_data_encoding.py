@@ -1,10 +1,12 @@
 """Trained characters make trained tokens."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from jaxtune.data.encoding import Encoder, Rendered
@@ -17,6 +19,7 @@ def merged():
     """A tokenizer with real merges that, like Llama 3's, cuts white space off its offsets."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
@@ -33,7 +36,7 @@ def test_a_token_is_trained_if_any_of_its_characters_is(merged, text, ends):
     assert b"".join(pieces).decode() == text
     character_of_byte = [i for i, character in enumerate(text) for _ in character.encode()]
     edges = np.cumsum([0, *map(len, pieces)])
-    expected = [any(start <= character < end for character in character_of_byte[a:b]) for a, b in zip(edges, edges[1:])]
+    expected = [any(start <= character < end for character in character_of_byte[a:b]) for a, b in pairwise(edges)]
     assert encoded.loss_weights.astype(bool).tolist() == expected
 
 

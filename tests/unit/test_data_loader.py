@@ -6,8 +6,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from test_data_rows import documents
 
 from jaxtune.config.schema import Data
-from jaxtune.data.loader import batches, needed_rows
-from jaxtune.data.rows import Rows
+from jaxtune.data.loader import abstract_batch, batches, needed_rows
+from jaxtune.data.rows import FIELDS, Rows
 
 SEQ_LEN = 8
 ROWS = Rows(documents([3, 5, 8, 6, 2] * 6), Data(seq_len=SEQ_LEN), epochs=2)
@@ -22,7 +22,7 @@ def test_batches_hold_the_rows_in_order_and_fill_up_with_padding():
     assert [next_row for next_row, _ in found] == [6 * (i + 1) for i in range(-(-ROWS.stop // 6))]
     number = 0
     for _, batch in found:
-        assert set(batch) == {*ROWS[0], "row"} and batch["row"].shape == (2, 3)
+        assert set(batch) == {*FIELDS, "row"} and batch["row"].shape == (2, 3)
         for i in range(2):
             for j in range(3):
                 assert batch["row"][i, j] == number
@@ -34,12 +34,12 @@ def test_batches_hold_the_rows_in_order_and_fill_up_with_padding():
 
 
 def test_a_loader_that_starts_in_the_middle_goes_on_as_the_first_would_have():
-    whole = {next_row: batch for next_row, batch in batches(ROWS, 1, 4, SEQ_LEN, one_device(), 0, 24)}
+    whole = dict(batches(ROWS, 1, 4, SEQ_LEN, one_device(), 0, 24))
     for next_row, batch in batches(ROWS, 1, 4, SEQ_LEN, one_device(), 12, 24):
         assert all(np.array_equal(batch[name], whole[next_row][name]) for name in batch)
     # Other batch sizes cut the same rows differently.
     for next_row, batch in batches(ROWS, 2, 2, SEQ_LEN, one_device(), 12, 24):
-        assert np.array_equal(batch["tokens"].reshape(4, SEQ_LEN), whole[next_row]["tokens"][0])
+        assert np.array_equal(np.asarray(batch["tokens"]).reshape(4, SEQ_LEN), whole[next_row]["tokens"][0])
 
 
 class _SomeDevices:
@@ -61,6 +61,14 @@ def test_a_process_reads_only_the_rows_its_devices_hold():
     sequence = _SomeDevices((every, first, slice(0, 4)), (every, first, slice(4, 8)))
     assert needed_rows(sequence, shape) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert len(needed_rows(_SomeDevices((every, first, every), (every, second, every)), shape)) == 8
+
+
+def test_a_program_can_be_compiled_before_the_first_batch_is_read():
+    [(_, batch)] = batches(ROWS, 2, 3, SEQ_LEN, one_device(), 0, 6)
+    abstract = abstract_batch((2, 3, SEQ_LEN), one_device())
+    assert {name: (x.shape, x.dtype, x.sharding) for name, x in batch.items()} == {
+        name: (x.shape, x.dtype, x.sharding) for name, x in abstract.items()
+    }
 
 
 def test_row_numbers_wrap_before_int32_does():

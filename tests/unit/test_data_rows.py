@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -22,10 +23,11 @@ def documents(lengths, weights=None, continuous=True):
     offsets = np.cumsum([0, *lengths])
     weights = np.ones(offsets[-1], np.float16) if weights is None else np.concatenate(weights).astype(np.float16)
     return Documents(
+        key="",
         tokens=np.arange(1, offsets[-1] + 1, dtype=np.int32),
         loss_weights=weights,
         offsets=offsets,
-        targets=np.array([np.count_nonzero(weights[a + 1 : b]) for a, b in zip(offsets, offsets[1:])]),
+        targets=np.array([np.count_nonzero(weights[a + 1 : b]) for a, b in pairwise(offsets)]),
         continuous=np.full(len(lengths), continuous),
         chosen=np.arange(len(lengths)),
         skipped=0,

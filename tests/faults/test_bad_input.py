@@ -1,0 +1,206 @@
+"""Bad samples: an error that names file and line, or left out and counted."""
+
+import json
+
+import datasets
+import numpy as np
+import pytest
+from tiny import byte_tokenizer
+
+from jaxtune.config.schema import Dataset
+from jaxtune.data import sources
+from jaxtune.data.documents import tokenize
+from jaxtune.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def line(**columns) -> bytes:
+    return json.dumps(columns).encode()
+
+
+def chat(*messages) -> bytes:
+    return line(messages=messages)
+
+
+GOOD_TEXT = line(text="a good sample")
+GOOD_CHAT = chat({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"})
+GOOD_TOKENS = line(input_ids=[1, 2, 3], labels=[-100, 2, 3])
+USER = {"role": "user", "content": "Hi"}
+
+# name: a good line, the bad one, what the error says
+BAD_LINES = {
+    "bad UTF-8": (GOOD_TEXT, b'{"text": "caf\xe9"}', "not UTF-8: byte 0xe9"),
+    "NUL": (GOOD_TEXT, b'{"text": "a\x00b"}', "NUL"),
+    "half a line": (GOOD_TEXT, b'{"text": "begins but', "not JSON.*half a line"),
+    "not an object": (GOOD_TEXT, b'["text"]', "expected an object"),
+    "duplicate key": (GOOD_TEXT, b'{"text": "a", "text": "b"}', "'text' is there twice"),
+    "deep nesting": (GOOD_TEXT, b'{"text":' + b"[" * 100_000, "not usable JSON"),
+    "missing column": (GOOD_TEXT, line(txt="a"), "missing column 'text'; it has txt"),
+    "wrong type": (GOOD_TEXT, line(text=7), "'text' must be text, found 7"),
+    "null": (GOOD_TEXT, line(text=None), "'text' must be text, found None"),
+    "half a character": (GOOD_TEXT, b'{"text": "\\ud83d"}', "surrogate"),
+    "10 MB of garbage": (GOOD_TEXT, b"x" * 10_000_000, "not JSON"),
+    "messages are no list": (GOOD_CHAT, line(messages="Hi"), "expected a list of {role, content} messages"),
+    "message is no object": (GOOD_CHAT, chat("Hi"), "message 0: expected an object"),
+    "unknown role": (GOOD_CHAT, chat({"role": "asistant", "content": "x"}), "unknown role 'asistant'; known are"),
+    "content is no text": (
+        GOOD_CHAT,
+        chat({"role": "user", "content": 3}),
+        r"message 0 \(user\): content must be text",
+    ),
+    "an image": (GOOD_CHAT, chat({"role": "user", "content": [{"type": "image"}]}), "content must be text"),
+    "input_ids outside": (
+        GOOD_TOKENS,
+        line(input_ids=[1, 259]),
+        r"input_ids\[1\] = 259 is not in the vocabulary of 259",
+    ),
+    "negative input_ids": (GOOD_TOKENS, line(input_ids=[1, -1]), "not in the vocabulary"),
+    "input_ids are floats": (GOOD_TOKENS, line(input_ids=[1.5, 2]), "must be a list of integers"),
+    "input_ids are no list": (GOOD_TOKENS, line(input_ids=5), "must be a list of integers"),
+    "ragged input_ids": (GOOD_TOKENS, line(input_ids=[[1], [2, 3]]), "must be a list of integers"),
+    "labels of another length": (
+        GOOD_TOKENS,
+        line(input_ids=[1, 2], labels=[2]),
+        "'labels' has 1 entries, input_ids 2",
+    ),
+    "shifted labels": (GOOD_TOKENS, line(input_ids=[1, 2, 3], labels=[2, 3, -100]), r"labels\[0\] = 2 is neither"),
+    # These can be read, but not trained on.
+    "empty text": (GOOD_TEXT, line(text=""), "no token of it is a target"),
+    "no answer": (GOOD_CHAT, chat(USER), "no assistant message"),
+    "every label ignored": (GOOD_TOKENS, line(input_ids=[1, 2], labels=[-100, -100]), "no token of it is a target"),
+}
+
+
+@pytest.mark.parametrize("good, bad, message", BAD_LINES.values(), ids=BAD_LINES)
+def test_a_bad_line_is_named_or_skipped_and_counted(tokenizer, tmp_path, good, bad, message):
+    file = tmp_path / "data.jsonl"
+    file.write_bytes(b"\n".join([good, good, bad, good]) + b"\n")
+    entries = (Dataset(path=str(file)),)
+    with pytest.raises(UserError, match=rf"(?s){file}:3: .*{message}") as raised:
+        tokenize(entries, tokenizer, tmp_path / "cache")
+    assert len(str(raised.value)) < 500
+    found = tokenize(entries, tokenizer, tmp_path / "cache", "skip")
+    assert len(found) == 3 and found.skipped == 1
+    assert "1 samples skipped" in found.notes[-1] and f"{file}:3" in found.notes[-1]
+    again = tokenize(entries, tokenizer, tmp_path / "cache", "skip")  # from the cache
+    assert again.skipped == 1 and again.notes == found.notes
+
+
+def test_samples_without_a_target_are_all_counted_before_the_error(tokenizer, tmp_path):
+    file = tmp_path / "data.jsonl"
+    file.write_bytes(b"\n".join([GOOD_CHAT, chat(USER), GOOD_CHAT, chat(USER), chat(USER)]))
+    with pytest.raises(UserError, match=f"3 samples cannot be trained on; the first: {file}:2"):
+        tokenize((Dataset(path=str(file)),), tokenizer, tmp_path / "cache")
+
+
+def test_a_turn_that_never_stops_is_refused(tmp_path):
+    tokenizer = byte_tokenizer(
+        tmp_path / "tokenizer", "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    )
+    file = tmp_path / "data.jsonl"
+    file.write_bytes(b"\n".join([GOOD_CHAT] * 3))
+    with pytest.raises(UserError, match=r"3 samples cannot be trained on.*without a stop token"):
+        tokenize((Dataset(path=str(file)),), tokenizer, tmp_path / "cache")
+
+
+def test_a_valid_line_of_10_mb_is_a_document(tokenizer, tmp_path):
+    file = tmp_path / "book.jsonl"
+    file.write_bytes(line(text="x" * 10_000_000))
+    found = tokenize((Dataset(path=str(file)),), tokenizer, tmp_path / "cache")
+    assert found.lengths.tolist() == [10_000_001]
+
+
+def test_a_line_without_end_is_not_read_into_memory(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "MAX_LINE_BYTES", 1000)
+    file = tmp_path / "data.jsonl"
+    file.write_bytes(GOOD_TEXT + b"\n" + b"x" * 5000 + b"\n" + GOOD_TEXT + b"\n")
+    with pytest.raises(UserError, match=f"{file}:2: line is longer than 1000 bytes"):
+        tokenize((Dataset(path=str(file)),), tokenizer, tmp_path / "cache")
+    assert len(tokenize((Dataset(path=str(file)),), tokenizer, tmp_path / "cache", "skip")) == 2
+
+
+# name: content, what the error says
+BAD_FILES = {
+    "empty.jsonl": (b"", "empty.jsonl: empty file"),
+    "blank.jsonl": (b"\n\n", "no sample"),
+    "empty.txt": (b" \n", "empty.txt: empty file"),
+    "latin.txt": (b"caf\xe9", "latin.txt: not UTF-8"),
+    "nul.txt": (b"a\0b", "nul.txt: holds a NUL"),
+    "empty.json": (b"", "empty.json: empty file"),
+    "half.json": (b'[{"text": "a"}, {"te', "half.json: not JSON.*half a line"),
+    "mixed.json": (b'[{"text": "a"}, "b"]', "mixed.json row 1: expected an object"),
+    "short.csv": (b"id,text\n1\n", "short.csv:2: the row and the header differ"),
+    "long.csv": (b"id,text\n1,a\n2,b,c\n", "long.csv:3: the row and the header differ"),
+    "latin.csv": (b"text\ncaf\xe9\n", "latin.csv:2: not UTF-8"),
+    "quote.csv": (b'text\n"never closed\n', "quote.csv:2: not CSV"),
+    "columns.csv": (b"a,b\n1,2\n", "columns.csv:2: missing column: it has a, b, but needs tokenized: input_ids"),
+    "no.parquet": (b"PAR1 this is none", "no.parquet: not a readable parquet file"),
+    "no.arrow": (b"this is none", "no.arrow: not a readable arrow file"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_bad_file_is_named(tokenizer, tmp_path, name):
+    content, message = BAD_FILES[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=f"(?s){message}"):
+        tokenize((Dataset(path=str(tmp_path / name)),), tokenizer, tmp_path / "cache")
+
+
+def test_a_bad_file_among_good_ones_is_skipped_and_counted(tokenizer, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in ("a.py", "b.py", "c.py"):
+        (folder / name).write_text("print()")
+    (folder / "b.py").write_bytes(b"caf\xe9")
+    with pytest.raises(UserError, match="b.py: not UTF-8"):
+        tokenize((Dataset(path=str(folder)),), tokenizer, tmp_path / "cache")
+    found = tokenize((Dataset(path=str(folder)),), tokenizer, tmp_path / "cache", "skip")
+    assert len(found) == 2 and found.skipped == 1
+
+
+def test_bad_rows_of_a_table_are_named_by_row(tokenizer, tmp_path):
+    datasets.Dataset.from_dict({"text": ["a", None, "c"]}).to_parquet(tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="a.parquet row 1: column 'text' must be text, found None"):
+        tokenize((Dataset(path=str(tmp_path / "a.parquet")),), tokenizer, tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"path": None}, "no path"),
+        ({"path": "missing.jsonl"}, "no such file or folder: missing.jsonl"),
+        ({"path": "/nowhere/at/all"}, "no such file or folder"),
+        ({"path": "{folder}", "glob": "*.rs"}, r"matches '\*.rs'"),
+        ({"path": "{folder}/a.jsonl", "revision": "main"}, "is on this machine"),
+        ({"path": "{folder}/a.jsonl", "type": "conversation"}, "missing column.*conversation: messages"),
+        ({"path": "{folder}/q.jsonl", "prompt_format": "{instruction} {inptu}"}, "unknown {inptu}"),
+        ({"path": "{folder}/q.jsonl", "prompt_format": "{instruction"}, "prompt_format"),
+    ],
+)
+def test_an_entry_that_cannot_be_followed_says_why(tokenizer, tmp_path, options, message):
+    (tmp_path / "a.jsonl").write_bytes(GOOD_TEXT)
+    (tmp_path / "q.jsonl").write_bytes(line(instruction="a", output="b"))
+    options = {key: value and value.replace("{folder}", str(tmp_path)) for key, value in options.items()}
+    with pytest.raises(UserError, match=message):
+        tokenize((Dataset(**options),), tokenizer, tmp_path / "cache")
+
+
+def test_mutated_files_end_in_typed_errors(tokenizer, tmp_path):
+    """Any byte of a data file may be wrong: the outcome is documents or a UserError, nothing else."""
+    rng = np.random.default_rng(0)
+    whole = b"\n".join([GOOD_TEXT, line(text="été"), GOOD_TEXT]) + b"\n"
+    file = tmp_path / "data.jsonl"
+    for _ in range(150):
+        mutated = bytearray(whole)
+        for place in rng.integers(0, len(whole), 2):
+            mutated[place] = rng.integers(0, 256)
+        file.write_bytes(bytes(mutated[: rng.integers(1, len(whole))]))
+        try:
+            assert len(tokenize((Dataset(path=str(file)),), tokenizer, tmp_path / "cache", "skip")) >= 1
+        except UserError as error:
+            assert str(tmp_path) in str(error)

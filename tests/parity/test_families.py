@@ -1,0 +1,115 @@
+"""Every family against transformers on random weights: logits, loss, gradients, and the way back."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import FAMILIES, logits, make_batch, read, tokens, torch_model
+
+from jaxtune.config.schema import Config, Model
+from jaxtune.errors import UserError
+from jaxtune.export import export_full
+from jaxtune.models.decoder import bind
+from jaxtune.objectives.cross_entropy import cross_entropy
+
+BATCH, SEQUENCE = 2, 96
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def case(request, tmp_path_factory):
+    """(folder, torch model, tokens) of one family."""
+    folder = tmp_path_factory.mktemp("model")
+    return folder, torch_model(request.param, folder), tokens(BATCH, SEQUENCE)
+
+
+def test_logits(case, one_device):
+    folder, reference, rows = case
+    import torch
+
+    model, parameters, _ = read(folder, one_device)
+    with torch.no_grad():
+        expected = reference(torch.tensor(rows)).logits.numpy()
+    assert np.abs(logits(model, parameters, make_batch(rows, one_device)) - expected).max() <= 2e-5
+
+
+def test_loss_and_gradients(case, one_device):
+    folder, reference, rows = case
+    import torch
+
+    model, parameters, _ = read(folder, one_device)
+    reference.zero_grad()
+    expected = reference(torch.tensor(rows), labels=torch.tensor(rows)).loss
+    expected.backward()
+    torch_gradients = {name: parameter.grad.numpy() for name, parameter in reference.named_parameters()}
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(parameters, batch):
+        with jax.default_matmul_precision("highest"):
+            decoder = bind(model.graph, parameters)
+            total, _ = cross_entropy(
+                decoder, batch, noise=None, dtype=jnp.float32, remat="block", head_gradient=True
+            )
+        return total / jnp.sum(batch["loss_weight"])
+
+    value, gradients = loss(parameters, make_batch(rows, one_device))
+    assert abs(float(value) - expected.item()) <= 1e-6 * expected.item()
+    ours = {
+        hf_name: gradients[name][i] if model.parameters[name].layers else gradients[name]
+        for name in parameters
+        for i, hf_name in enumerate(model.hf_names(name))
+    }
+    for name, gradient in torch_gradients.items():
+        assert np.abs(ours[name][: len(gradient)] - gradient).max() <= 1e-5 * np.abs(gradient).max(), name
+
+
+def test_bfloat16_is_within_its_noise(case, one_device):
+    """Our bfloat16 logits are as far from the float32 ones as those of transformers in bfloat16."""
+    folder, reference, rows = case
+    import torch
+    import transformers
+
+    model, parameters, _ = read(folder, one_device, dtype="bfloat16")
+    ours = logits(model, parameters, make_batch(rows, one_device), jnp.bfloat16)
+    half = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager")
+    with torch.no_grad():
+        exact = reference(torch.tensor(rows)).logits.numpy()
+        theirs = half(torch.tensor(rows)).logits.float().numpy()
+    assert np.abs(ours - exact).mean() <= 1.2 * np.abs(theirs - exact).mean()
+
+
+def test_export_gives_back_every_bit(case, one_device, tmp_path):
+    folder, reference, _ = case
+    import torch
+    import transformers
+
+    model, parameters, _ = read(folder, one_device)
+    export_full(model, parameters, Config(model=Model(path=str(folder), dtype="float32")), tmp_path / "out")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for (name, ours), (_, theirs) in zip(again.named_parameters(), reference.named_parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+    from safetensors import safe_open
+
+    with safe_open(tmp_path / "out" / "model.safetensors", "np") as file:
+        assert ("lm_head.weight" in file.keys()) == (not model.spec.tied)  # noqa: SIM118
+
+
+def test_a_key_that_nobody_consumes_is_an_error(tmp_path, one_device):
+    import safetensors.numpy
+
+    torch_model("qwen3, yarn rope, tied", tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = safetensors.numpy.load_file(path)
+    tensors["model.layers.0.self_attn.sinks"] = np.zeros(4, np.float32)
+    del tensors["model.layers.3.mlp.up_proj.weight"]
+    safetensors.numpy.save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(UserError) as error:
+        read(tmp_path, one_device)
+    assert "model.layers.0.self_attn.sinks" in str(error.value)
+    assert "model.layers.3.mlp.up_proj.weight" in str(error.value)
+
+
+def test_a_family_that_is_not_known_is_an_error(tmp_path, one_device):
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    with pytest.raises(UserError, match="model_type='mamba'.*llama, mistral, qwen2, qwen3"):
+        read(tmp_path, one_device)

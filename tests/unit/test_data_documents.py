@@ -1,0 +1,251 @@
+"""From files to tokenised documents, and their cache."""
+
+import csv
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+from tiny import byte_tokenizer
+
+from jaxtune.config.schema import Config, Data, Dataset, Train
+from jaxtune.data import documents as documents_module
+from jaxtune.data.documents import tokenize
+from jaxtune.data.splits import open_documents
+from jaxtune.errors import UserError
+
+TEXTS = [{"text": "one"}, {"text": "two, “2”"}, {"text": "three\nlines\n"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def read(tokenizer, tmp_path):
+    """Tokenises one entry; returns each document as text, and its trained part."""
+
+    def get(path, **options):
+        found = tokenize((Dataset(path=str(path), **options),), tokenizer, tmp_path / "cache")
+        result = []
+        for i in range(len(found)):
+            tokens, weights = found.read(i, 0, 10**9)
+            result.append((tokenizer.decode(tokens), tokenizer.decode(tokens[weights > 0])))
+        return result, found
+
+    return get
+
+
+def jsonl(path: Path, rows) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def write_csv(path):
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, ["text"])
+        writer.writeheader()
+        writer.writerows(TEXTS)
+
+
+WRITERS = {
+    "a.jsonl": lambda path: jsonl(path, TEXTS),
+    "a.json": lambda path: path.write_text(json.dumps(TEXTS, indent=1)),
+    "lines.json": lambda path: jsonl(path, TEXTS),
+    "a.csv": write_csv,
+    "a.parquet": lambda path: datasets.Dataset.from_list(TEXTS).to_parquet(path),
+    "a.arrow": lambda path: datasets.Dataset.from_list(TEXTS).save_to_disk(path),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_kind_of_file_gives_the_same_documents_that_end_in_eos(read, tmp_path, name):
+    WRITERS[name](tmp_path / name)
+    found, documents = read(tmp_path / name)
+    assert found == [(row["text"] + "<|im_end|>",) * 2 for row in TEXTS]
+    assert documents.continuous.all() and "text from text, 3 documents" in documents.notes[0]
+    assert [text for text, _ in read(tmp_path / name, samples=2)[0]] == [
+        row["text"] + "<|im_end|>" for row in TEXTS[:2]
+    ]
+
+
+def test_a_folder_of_source_files_is_one_document_a_file_in_the_order_of_paths(read, tmp_path):
+    for name, text in {"b.py": "B", "a/z.py": "Z", "a/y.txt": "Y", "empty.py": "", ".git/x.py": "X"}.items():
+        (tmp_path / "code" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "code" / name).write_text(text)
+    (tmp_path / "code" / "binary.pyc").write_bytes(b"\x00\x01")
+    assert [text for text, _ in read(tmp_path / "code")[0]] == ["Y<|im_end|>", "Z<|im_end|>", "B<|im_end|>"]
+    assert [text for text, _ in read(tmp_path / "code", glob="**/*.py")[0]] == ["Z<|im_end|>", "B<|im_end|>"]
+    assert [text for text, _ in read(tmp_path / "code" / "b.py")[0]] == ["B<|im_end|>"]
+
+
+def test_a_folder_of_data_files_is_read_by_split(read, tmp_path):
+    jsonl(tmp_path / "plain" / "2.jsonl", TEXTS[1:])
+    jsonl(tmp_path / "plain" / "1.jsonl", TEXTS[:1])
+    (tmp_path / "plain" / "README.md").write_text("not data")
+    assert [text for text, _ in read(tmp_path / "plain")[0]] == [row["text"] + "<|im_end|>" for row in TEXTS]
+    for i, split in enumerate(("train", "test")):
+        jsonl(tmp_path / "named" / f"{split}.jsonl", TEXTS[i : i + 1])
+        datasets.DatasetDict({"train": datasets.Dataset.from_list(TEXTS[:1])}).save_to_disk(tmp_path / "saved")
+    assert [text for text, _ in read(tmp_path / "named")[0]] == ["one<|im_end|>"]
+    assert [text for text, _ in read(tmp_path / "named", split="test")[0]] == [TEXTS[1]["text"] + "<|im_end|>"]
+    assert [text for text, _ in read(tmp_path / "saved")[0]] == ["one<|im_end|>"]
+    with pytest.raises(UserError, match="train, test"):
+        read(tmp_path / "named", split="dev")
+
+
+CHAT = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYo<|im_end|>\n"
+SYSTEM = "<|im_start|>system\nBe.<|im_end|>\n"
+FORMS = {
+    "messages": ({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]}, {}, CHAT),
+    "sharegpt": ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}]}, {}, CHAT),
+    "system field": (
+        {"s": "Be.", "chat": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]},
+        {"messages_field": "chat", "system_field": "s"},
+        SYSTEM + CHAT,
+    ),
+    "instruction": ({"instruction": "Hi", "output": "Yo", "input": ""}, {}, CHAT),
+    "instruction with input": ({"instruction": "Hi", "output": "Yo", "input": "x"}, {}, CHAT.replace("Hi", "Hi\nx")),
+    "prompt, completion": ({"prompt": "Hi", "completion": "Yo"}, {}, CHAT),
+    "system prompt": ({"instruction": "Hi", "output": "Yo"}, {"system_prompt": "Be."}, SYSTEM + CHAT),
+    "prompt format": (
+        {"q": "Hi", "a": "Yo", "c": "x"},
+        {
+            "instruction_field": "q",
+            "output_field": "a",
+            "input_field": "c",
+            "prompt_format": "Q {instruction} {{{input}}}\nA",
+        },
+        "Q Hi {x}\nAYo<|im_end|>",
+    ),
+    "prompt format without input": (
+        {"instruction": "Hi", "output": "Yo"},
+        {"prompt_format": "{instruction}{input}", "prompt_format_no_input": "{system}: {instruction}\n", "system_prompt": "S"},
+        "S: Hi\nYo<|im_end|>",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row, options, text", FORMS.values(), ids=FORMS)
+def test_the_columns_tell_the_type_and_only_the_answer_is_trained(read, tmp_path, row, options, text):
+    found, documents = read(jsonl(tmp_path / "a.jsonl", [row]), **options)
+    assert found == [(text, "Yo<|im_end|>")]
+    assert not documents.continuous.any()
+
+
+def test_tokenized_samples_are_taken_as_they_are(tmp_path, tokenizer):
+    rows = [
+        {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]},
+        {"input_ids": [1, 2, 3]},
+        {"input_ids": [1, 2, 0, 0], "labels": [1, 2, -100, -100], "attention_mask": [1, 1, 0, 0]},
+    ]
+    found = tokenize((Dataset(path=str(jsonl(tmp_path / "a.jsonl", rows))),), tokenizer, tmp_path / "cache")
+    assert found.tokens.tolist() == [5, 6, 7, 8, 1, 2, 3, 1, 2]
+    assert found.loss_weights.tolist() == [0, 0, 1, 1, 1, 1, 1, 1, 1]
+    assert found.offsets.tolist() == [0, 4, 7, 9] and found.targets.tolist() == [2, 2, 1]
+    assert found.notes[0].startswith(f"{tmp_path}/a.jsonl: tokenized from input_ids")
+
+
+def test_the_cache_is_used_until_data_options_or_tokenizer_change(tokenizer, tmp_path, monkeypatch):
+    written = []
+    write = documents_module._write
+    monkeypatch.setattr(
+        documents_module, "_write", lambda folder, *rest: (written.append(folder), write(folder, *rest))
+    )
+    path = jsonl(tmp_path / "a.jsonl", TEXTS)
+    entry = Dataset(path=str(path))
+
+    def times(entry, tokenizer=tokenizer, on_bad_row="error"):
+        written.clear()
+        found = tokenize((entry,), tokenizer, tmp_path / "cache", on_bad_row)
+        return len(written), found.key
+
+    made, key = times(entry)
+    assert made == 1 and times(entry) == (0, key)
+    assert times(replace(entry, samples=2))[0] == 1
+    assert times(entry, on_bad_row="skip")[0] == 1
+    assert times(entry, byte_tokenizer(tmp_path / "other", chat_template="{{ messages }}"))[0] == 1
+    jsonl(path, [{"text": "new"}])
+    made, new_key = times(entry)
+    assert made == 1 and new_key != key
+    copy = jsonl(tmp_path / "copy" / "b.jsonl", TEXTS)
+    assert times(Dataset(path=str(copy))) == (1, key)  # the same data in another place is the same data
+
+
+def test_processes_that_start_together_tokenise_once(tokenizer, tmp_path, monkeypatch):
+    written, write = [], documents_module._write
+    monkeypatch.setattr(
+        documents_module, "_write", lambda folder, *rest: (written.append(folder), write(folder, *rest))
+    )
+    entry = Dataset(path=str(jsonl(tmp_path / "a.jsonl", TEXTS)))
+    found = []
+    threads = [
+        threading.Thread(target=lambda: found.append(tokenize((entry,), tokenizer, tmp_path / "cache")))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(written) == 1 and len(found) == 4
+    assert all(np.array_equal(one.tokens, found[0].tokens) for one in found)
+
+
+def test_without_locks_the_first_to_finish_wins(tokenizer, tmp_path, monkeypatch):
+    entry = Dataset(path=str(jsonl(tmp_path / "a.jsonl", TEXTS)))
+    cache = tmp_path / "cache"
+
+    def no_locks(*_):
+        raise OSError("no locks here")
+
+    monkeypatch.setattr(documents_module.fcntl, "flock", no_locks)
+    write = documents_module._write
+
+    def beaten(folder, *rest):
+        write(folder.with_name("elsewhere"), *rest)
+        (cache / "elsewhere").rename(folder)
+        write(folder, *rest)
+
+    monkeypatch.setattr(documents_module, "_write", beaten)
+    assert len(tokenize((entry,), tokenizer, cache)) == 3
+    assert not list(cache.glob("*.tmp"))
+
+
+def test_what_a_killed_or_failed_run_left_behind_is_cleared(tokenizer, tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", TEXTS)
+    entry, cache = Dataset(path=str(path)), tmp_path / "cache"
+    tokenize((entry,), tokenizer, cache)
+    [folder] = (file for file in cache.iterdir() if file.is_dir())
+    folder.rename(cache / f"{folder.name}.99999.tmp")  # as after a kill before the rename
+    assert len(tokenize((entry,), tokenizer, cache)) == 3
+    assert not list(cache.glob("*.tmp"))
+    path.write_text('{"text": "a"}\n{"text"')
+    with pytest.raises(UserError):
+        tokenize((entry,), tokenizer, cache)
+    assert not list(cache.glob("*.tmp"))
+
+
+def test_a_damaged_cache_is_an_error_that_names_the_folder(tokenizer, tmp_path):
+    entry = Dataset(path=str(jsonl(tmp_path / "a.jsonl", TEXTS)))
+    tokenize((entry,), tokenizer, tmp_path / "cache")
+    [file] = (tmp_path / "cache").glob("*/tokens.bin")
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(UserError, match=str(file.parent)):
+        tokenize((entry,), tokenizer, tmp_path / "cache")
+
+
+def test_validation_data_is_a_part_or_data_of_its_own(tokenizer, tmp_path):
+    entry = Dataset(path=str(jsonl(tmp_path / "a.jsonl", TEXTS)))
+    other = Dataset(path=str(jsonl(tmp_path / "b.jsonl", TEXTS[:2])))
+    config = Config(data=Data(datasets=(entry,)), train=Train(output_dir=str(tmp_path / "runs")))
+    assert open_documents(config, tokenizer)[1] is None
+    assert (tmp_path / "runs" / "cache").is_dir()
+    part = open_documents(replace(config, data=replace(config.data, validation_split=0.3)), tokenizer)
+    assert [len(documents) for documents in part] == [2, 1]
+    own = open_documents(replace(config, data=replace(config.data, eval_datasets=(other,))), tokenizer)
+    assert [len(documents) for documents in own] == [3, 2]
