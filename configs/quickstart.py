@@ -59,6 +59,9 @@ def get_config():
     config.optim.beta2 = 0.95
 
     config.eval.steps = 100
+    config.eval.sample_prompt = "def "
+    config.log.every = 10
+    config.log.next_command = "python -m jaxtune.train --config=configs/quickstart_lora.py"
     return config
 
 

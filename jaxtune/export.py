@@ -71,11 +71,24 @@ def export_adapter(model: Model, parameters: Parameters, config: Config, output:
         alpha=config.lora.alpha,
         dropout=config.lora.dropout,
         use_rslora=config.lora.use_rslora,
-        target_modules=sorted({module.rsplit(".", 1)[1] for module in modules}),
+        target_modules=_targets(model, set(modules)),
         base_model=config.model.path or "",
     )
     if multihost.is_main():
         hf.copy_tokenizer_files(model.folder, output)
+
+
+def _targets(model: Model, modules: set[str]) -> list[str]:
+    """Names that peft finds exactly these modules by: q_proj where every layer's is meant, else whole names."""
+    linears = {
+        hf_name.removesuffix(".weight")
+        for name, parameter in model.parameters.items()
+        if len(parameter.shape) == 3 and not parameter.is_adapter
+        for hf_name in model.hf_names(name)
+    }
+    kinds = {module.rsplit(".", 1)[1] for module in modules}
+    whole_kinds = {linear for linear in linears if linear.rsplit(".", 1)[1] in kinds} == modules
+    return sorted(kinds if whole_kinds else modules)
 
 
 def export(
@@ -134,9 +147,7 @@ def _main(values: flags.FlagValues, _: Config | None) -> None:
     for kind in kinds:
         output = Path(values.output) / (kind if len(kinds) > 1 else "")
         parameters = {**run.frozen, **run.trained}
-        export(
-            run.model, parameters, run.config, output, kind, merge=values.merge, steps=run.step, tokens=run.tokens
-        )
+        export(run.model, parameters, run.config, output, kind, merge=values.merge, steps=run.step, tokens=run.tokens)
         print(f"{kind} of step {run.step}: {output}")
 
 

@@ -104,7 +104,9 @@ def stop_tokens(folder: Path, tokenizer) -> frozenset[int]:
 
 def _define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_string("model", None, "Hugging Face folder, hub id, or run folder", flag_values=values, required=True)
-    flags.DEFINE_string("prompt", None, "text to continue, or the user's message with --chat", flag_values=values, required=True)
+    flags.DEFINE_string(
+        "prompt", None, "text to continue, or the user's message with --chat", flag_values=values, required=True
+    )
     flags.DEFINE_bool("chat", False, "put the prompt into the tokenizer's chat template", flag_values=values)
     flags.DEFINE_integer("max_new_tokens", 256, "most tokens to add", flag_values=values, lower_bound=1)
     flags.DEFINE_float("temperature", 0.7, "0 takes the likeliest token", flag_values=values, lower_bound=0.0)

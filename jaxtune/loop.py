@@ -33,6 +33,11 @@ class Position:
         """As saved in a checkpoint."""
         return dataclasses.asdict(self)
 
+    @classmethod
+    def from_json(cls, saved: dict[str, Any]) -> "Position":
+        """From what a checkpoint holds, which is more."""
+        return cls(**{field.name: saved[field.name] for field in dataclasses.fields(cls)})
+
 
 @dataclass(frozen=True)
 class Hooks:
@@ -44,6 +49,17 @@ class Hooks:
     utilization: Callable[[float], float | None]  # tokens per second -> MFU
 
 
+@dataclass(frozen=True)
+class Watch:
+    """What observes the loop, and what may stop it."""
+
+    metrics: MetricsLog
+    progress: Progress
+    profiler: Profiler
+    goodput: Goodput
+    stop: StopRequest
+
+
 def train(
     config: Config,
     state: State,
@@ -52,18 +68,15 @@ def train(
     position: Position,
     total_steps: int,
     hooks: Hooks,
-    metrics_log: MetricsLog,
-    progress: Progress,
-    profiler: Profiler,
-    goodput: Goodput,
-    stop: StopRequest,
-) -> tuple[State, bool]:
-    """Steps from `position` to `total_steps`; returns the state and whether it got there (False: asked to stop).
+    watch: Watch,
+) -> State:
+    """Steps from `position`, which is updated, to `total_steps`, or until asked to stop; returns the last state.
 
     Metrics of a step are read after the next one has been dispatched, so that the device never waits for the host;
     before an evaluation or a checkpoint they are up to date. Raises UserError after train.max_bad_steps non-finite
     steps in a row.
     """
+    goodput, profiler = watch.goodput, watch.profiler
     pending: tuple[Position, Any] | None = None
     last = time.perf_counter()
 
@@ -88,12 +101,12 @@ def train(
         }
         if (mfu := hooks.utilization(tokens / seconds)) is not None:
             row["mfu"] = mfu
-        metrics_log.write(at.step, row)
-        progress.update(at.step, row)
+        watch.metrics.write(at.step, row)
+        watch.progress.update(at.step, row)
         if position.bad_steps >= config.train.max_bad_steps:
             raise UserError(
-                f"{position.bad_steps} steps in a row were not finite (train.max_bad_steps), the last was step {at.step}, "
-                f"which ended at row {at.row}; they changed no parameter. Look at these rows with jaxtune prepare, lower "
+                f"{position.bad_steps} steps in a row were not finite (train.max_bad_steps), the last step {at.step}, "
+                f"up to row {at.row}. They changed no parameter. Look at these rows with jaxtune.prepare, lower "
                 "optim.learning_rate, or try precision.recipe='fp32'"
             )
 
@@ -108,23 +121,23 @@ def train(
         position.step, position.row = position.step + 1, next_row
         pending = dataclasses.replace(position), results
 
-        stopping = stop.agree()
+        stopping = watch.stop.agree()
         done = position.step == total_steps
         save = stopping or done or (config.ckpt.save_steps and position.step % config.ckpt.save_steps == 0)
         evaluate = hooks.evaluate and (done or (config.eval.steps and position.step % config.eval.steps == 0))
         if save or evaluate:
             with goodput.measure("step"):
                 report()
-        if evaluate and not stopping:
+        if evaluate and (done or not stopping):  # whoever asks to stop will not wait for an evaluation
             with goodput.measure("eval"):
                 values = hooks.evaluate(state)
-            metrics_log.write(position.step, values)
-            progress.message("  ".join([f"step {position.step}", *(f"{k} {v:.4f}" for k, v in values.items())]))
+            watch.metrics.write(position.step, values)
+            watch.progress.message("  ".join([f"step {position.step}", *(f"{k} {v:.4f}" for k, v in values.items())]))
         if save:
             with goodput.measure("save"):
                 hooks.save(state, position)
         if save or evaluate:
             last = time.perf_counter()
         if stopping:
-            return state, done
-    return state, True
+            break
+    return state

@@ -28,17 +28,18 @@ def describe(documents: Documents, i: int, tokenizer: "PreTrainedTokenizerFast")
     for position, (token, weight) in enumerate(zip(tokens.tolist(), weights.tolist())):
         if position == 0:
             weight = 0.0  # nothing comes before it that could predict it
-        shown = tokenizer.decode([token]).replace("\n", "\\n")
+        shown = str(tokenizer.decode([token])).replace("\n", "\\n")
         style = "green" if weight else "bright_black"
         text.append(shown, style).append(f"({token}|{token if weight else IGNORED_LABEL}|{weight:g}) ", f"{style} dim")
     return text
 
 
 def _define_flags(values: flags.FlagValues):
-    flags.DEFINE_integer("show", 0, "samples to show", flag_values=values, lower_bound=0)
+    flags.DEFINE_integer("show", 3, "samples to show", flag_values=values, lower_bound=0)
 
 
 def _main(values: flags.FlagValues, config: Config | None):
+    assert config is not None and config.model.path is not None
     tokenizer = hf.load_tokenizer(hf.resolve(config.model.path, config.model.revision, weights=False))
     train, validation = open_documents(config, tokenizer)
     console = Console(soft_wrap=True, highlight=False)

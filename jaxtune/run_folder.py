@@ -1,8 +1,8 @@
 """The folder of a run: where its files are, and the model it holds."""
 
 import json
-from functools import partial
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from jaxtune.errors import UserError
 from jaxtune.models.decoder import Parameters
 from jaxtune.optim.build import build
 from jaxtune.parallel import multihost
-from jaxtune.state import Model, declare_model, frozen_parameters
 from jaxtune.parallel.layout import P
+from jaxtune.state import Model, declare_model, frozen_parameters
 from jaxtune.step import State, initial_state
 
 # Options that may differ when a run goes on: they change where and how, never what is computed.
@@ -129,4 +129,6 @@ def open_run(folder: RunFolder, mesh: jax.sharding.Mesh, step: int | None) -> Tr
     restored = CheckpointManager(folder.checkpoints).restore(abstract_state(model, config, mesh), step)
     if restored is None:
         raise UserError(f"{folder.path} has no checkpoint yet")
-    return TrainedModel(config, model, restored.state.trained, frozen_parameters(model, config), restored.step, restored.host["tokens"])
+    return TrainedModel(
+        config, model, restored.state.trained, frozen_parameters(model, config), restored.step, restored.host["tokens"]
+    )

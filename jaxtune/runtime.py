@@ -15,7 +15,7 @@ DETERMINISTIC_FLAGS = ("--xla_gpu_deterministic_ops=true", "--xla_gpu_autotune_l
 
 
 def configure(config: Config) -> None:
-    """Join the other processes, then apply what the config asks of XLA; compiled programs are kept for the next start."""
+    """Join the other processes, and apply what the config asks of XLA; compiled programs are kept."""
     if config.train.deterministic:
         os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *DETERMINISTIC_FLAGS]).strip()
     multihost.initialize()

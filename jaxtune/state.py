@@ -142,12 +142,16 @@ def _read_adapters(model: Model, config: Config) -> Parameters:
     adapter = hf.read_adapter(Path(config.lora.path or ""))
     for key, found in (("rank", adapter.rank), ("alpha", adapter.alpha), ("use_rslora", adapter.use_rslora)):
         if found != getattr(config.lora, key):
-            raise UserError(f"lora.{key}={getattr(config.lora, key)}, and the adapter in {config.lora.path} has {found}")
+            raise UserError(
+                f"lora.{key}={getattr(config.lora, key)}, and the adapter in {config.lora.path} has {found}"
+            )
     wanted = {name: [n.rsplit(".", 2)[0] for n in model.hf_names(name)] for name in model.trained}
     modules = {module for names in wanted.values() for module in names}
     if modules != adapter.modules.keys():
         difference = sorted(modules ^ adapter.modules.keys())
-        raise UserError(f"lora.target_modules and the adapter in {config.lora.path} differ in {', '.join(difference[:6])}")
+        raise UserError(
+            f"lora.target_modules and the adapter in {config.lora.path} differ in {', '.join(difference[:6])}"
+        )
 
     def stacked(name: str) -> jax.Array:
         which = 0 if name.endswith("lora_a") else 1
@@ -166,10 +170,10 @@ def describe_layout(model: Model, mesh: jax.sharding.Mesh) -> str:
     """Where parameters live, one line; refuses a large one that no axis shards though the mesh has devices for it."""
     spread = {axis: size for axis, size in mesh.shape.items() if size > 1}
     for parameter in model.parameters.values():
-        elements = parameter.sharding.shard_shape(parameter.shape)
-        whole = elements == parameter.shape
+        whole = parameter.sharding.shard_shape(parameter.shape) == parameter.shape
         size = math.prod(parameter.shape[bool(parameter.layers) :])
-        if whole and size >= LARGE and (mesh.shape["fsdp"] > 1 or mesh.shape["tensor"] > 1) and not parameter.is_adapter:
+        shardable = mesh.shape["fsdp"] * mesh.shape["tensor"] > 1 and not parameter.is_adapter
+        if whole and size >= LARGE and shardable:
             raise UserError(f"{parameter.local} {parameter.shape} came out unsharded on {spread}")
     count = lambda names: sum(math.prod(model.parameters[name].shape) for name in names)  # noqa: E731
     return (

@@ -132,9 +132,7 @@ def make_eval_step(
         def add(total, micro: Batch):
             with jax.default_matmul_precision(recipe.matmul_precision):
                 decoder = bind(graph, {**frozen, **trained})
-                loss = objective(
-                    decoder, micro, noise=None, dtype=recipe.dtype, remat="none", head_gradient=False
-                )[0]
+                loss = objective(decoder, micro, noise=None, dtype=recipe.dtype, remat="none", head_gradient=False)[0]
             return (total[0] + loss, total[1] + target_tokens(micro)), None
 
         return jax.lax.scan(add, (jnp.zeros(()), jnp.zeros((), jnp.int32)), batch)[0]

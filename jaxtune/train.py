@@ -1,6 +1,6 @@
 """Train by a recipe: config, mesh, model, data, step, loop, export. This file is the whole road, top to bottom.
 
-    python -m jaxtune.train --config=configs/quickstart.py
+python -m jaxtune.train --config=configs/quickstart.py
 """
 
 import json
@@ -9,7 +9,6 @@ import shlex
 import sys
 
 import jax
-from absl import flags
 
 from jaxtune import command, data, hf, loop, runtime
 from jaxtune.checkpoint import CheckpointManager, fingerprint, verify_fingerprint
@@ -19,7 +18,6 @@ from jaxtune.errors import UserError
 from jaxtune.evaluate import make_evaluate
 from jaxtune.export import export
 from jaxtune.generate import continue_text
-from jaxtune.models.decoder import Parameters
 from jaxtune.monitor import curve, throughput
 from jaxtune.monitor.goodput import Goodput
 from jaxtune.monitor.metrics import MetricsLog
@@ -35,7 +33,7 @@ from jaxtune.parallel.mesh import data_shards, make_mesh
 from jaxtune.precision.recipes import RECIPES
 from jaxtune.run_folder import RunFolder, abstract_state, check_unchanged, run_folder
 from jaxtune.state import Model, declare_model, describe_layout, frozen_parameters, initial_parameters
-from jaxtune.step import State, accumulated_gradients, initial_state, make_train_step
+from jaxtune.step import accumulated_gradients, initial_state, make_train_step
 
 log = logging.getLogger("jaxtune")
 
@@ -63,6 +61,9 @@ def train(config: Config) -> None:
     micro_rows = config.train.micro_batch_size * data_shards(mesh)
     rows_per_step = micro_rows * config.train.grad_accum_steps
     total_steps = config.train.max_steps or -(-rows.total(config.train.epochs) // rows_per_step)
+    if saved and saved["step"] >= total_steps and (folder.export.exists() or not config.export.at_end):
+        log.info("this run is finished, at step %d of %d: %s", saved["step"], total_steps, folder.path)
+        return
     log.info("data: %s", rows.counts)
     log.info("%d steps of %d rows of %d tokens", total_steps, rows_per_step, config.data.seq_len)
 
@@ -75,18 +76,19 @@ def train(config: Config) -> None:
     shape = (config.train.grad_accum_steps, micro_rows, config.data.seq_len)
     batch_sharding = jax.NamedSharding(mesh, jax.P(None, *TOKENS))
     with goodput.measure("compile"):
-        abstract = (abstract_state(model, config, mesh), model.abstract(model.frozen), data.abstract_batch(shape, batch_sharding))
-        train_step = jax.jit(step, donate_argnums=0).lower(*abstract).compile()
+        abstract, batch = abstract_state(model, config, mesh), data.abstract_batch(shape, batch_sharding)
+        train_step = jax.jit(step, donate_argnums=0).lower(abstract, model.abstract(model.frozen), batch).compile()
     log.info(memory(train_step))
 
     # ---- values: from the checkpoint, or as the recipe starts ----
     with goodput.measure("restore"):
         base = {} if config.model.from_scratch else fingerprint(model.folder)
-        host = {"config": json.loads(to_json(config)), "base": base, "data": documents.key, "rows_per_step": rows_per_step}
-        restored = saved and checkpoints.restore(abstract[0], saved["step"])
+        host = {"config": json.loads(to_json(config)), "base": base, "data": documents.key}
+        host |= {"rows_per_step": rows_per_step}
+        restored = saved and checkpoints.restore(abstract, None if config.ckpt.resume == "auto" else saved["step"])
         if restored:
             check_same(restored.host, host, model)
-            state, position = restored.state, loop.Position(**restored.host["position"])
+            state, position = restored.state, loop.Position.from_json(restored.host)
             log.info("resumed from step %d", position.step)
         else:
             start = jax.jit(lambda trained: initial_state(optimizer, trained), donate_argnums=0)
@@ -97,33 +99,30 @@ def train(config: Config) -> None:
     # ---- the loop ----
     main = multihost.is_main()
     work = throughput.Work(**model.flops(), seq_len=config.data.seq_len)
-    evaluate = make_evaluate(config, model, data.Rows(eval_documents, config.data, epochs=1), mesh) if eval_documents else None
+    evaluate = None
+    if eval_documents is not None:
+        evaluate = make_evaluate(config, model, data.Rows(eval_documents, config.data, epochs=1), mesh)
     metrics = MetricsLog(folder.path, config.log, config.train.run_name or "", host["config"], position.step, main)
     progress = Progress(total_steps, position.step, config.log.every, main)
     profiler = Profiler(folder.path, config.prof, main)
     hooks = loop.Hooks(
         train_step=train_step,
         evaluate=evaluate and (lambda state: evaluate(state.trained, frozen)),
-        save=lambda state, at: checkpoints.save(at.step, state, {**host, "position": at.to_json(), "tokens": at.tokens}),
+        save=lambda state, at: checkpoints.save(at.step, state, host | at.to_json()),
         utilization=lambda speed: throughput.mfu(work, speed, jax.devices()[0].device_kind, jax.device_count()),
     )
     batches = data.batches(rows, *shape, batch_sharding, position.row, total_steps * rows_per_step)
-    with StopRequest() as stop:
-        if position.step >= total_steps:
-            log.info("this run is finished: %d of %d steps", position.step, total_steps)
-            finished = True
-        else:
-            try:
-                state, finished = loop.train(
-                    config, state, frozen, batches, position, total_steps, hooks, metrics, progress, profiler, goodput, stop
-                )
-            finally:
-                progress.close(), profiler.close(), metrics.close()
-        with goodput.measure("save"):
-            checkpoints.wait(final=True)
+    try:
+        with StopRequest() as stop:
+            watch = loop.Watch(metrics, progress, profiler, goodput, stop)
+            state = loop.train(config, state, frozen, batches, position, total_steps, hooks, watch)
+            with goodput.measure("save"):
+                checkpoints.wait(final=True)
+    finally:
+        progress.close(), profiler.close(), metrics.close()
 
     # ---- what is left behind ----
-    if not finished:
+    if position.step < total_steps:
         log.info("stopped at step %d of %d; go on with: %s", position.step, total_steps, this_command())
         return
     parameters = {**frozen, **state.trained}
@@ -141,7 +140,7 @@ def train(config: Config) -> None:
 def resumed(config: Config, folder: RunFolder, checkpoints: CheckpointManager) -> dict | None:
     """What the checkpoint to go on from says, by ckpt.resume; None to start anew.
 
-    Raises UserError where there is nothing to go on from, or a run that is not to be continued, or one with other options.
+    Raises UserError where there is nothing to go on from, a run that is not to go on, or one with other options.
     """
     if config.ckpt.resume == "never":
         if checkpoints.steps():
@@ -160,8 +159,8 @@ def check_same(saved: dict, now: dict, model: Model) -> None:
     """Raise UserError unless data, base model and rows a step are those that the checkpoint was trained with."""
     if saved["rows_per_step"] != now["rows_per_step"]:
         raise UserError(
-            f"a step was {saved['rows_per_step']} rows and is {now['rows_per_step']} now; choose train.micro_batch_size, "
-            "train.grad_accum_steps and mesh so that their product with the data shards stays the same"
+            f"a step was {saved['rows_per_step']} rows and is {now['rows_per_step']} now; choose "
+            "train.micro_batch_size * train.grad_accum_steps * (mesh.data * mesh.fsdp) so that it stays the same"
         )
     if saved["data"] != now["data"]:
         raise UserError("the training data or the tokenizer changed since the checkpoint; start a new run")

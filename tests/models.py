@@ -104,7 +104,9 @@ def make_batch(rows: np.ndarray, mesh, lengths: list[int] | None = None) -> dict
     batch, sequence = rows.shape
     lengths = lengths or [sequence]
     starts = np.cumsum([0, *lengths])
-    fields = {name: np.zeros((batch, sequence), np.int32) for name in ("targets", "positions", "segment_ids", "key_start")}
+    fields = {
+        name: np.zeros((batch, sequence), np.int32) for name in ("targets", "positions", "segment_ids", "key_start")
+    }
     fields["tokens"] = rows.astype(np.int32)
     fields["loss_weight"] = np.zeros((batch, sequence), np.float32)
     fields["key_start"][:] = np.arange(sequence)

@@ -32,3 +32,27 @@ def byte_tokenizer(
     fast.chat_template = chat_template
     fast.save_pretrained(folder)
     return fast
+
+
+def qwen3_folder(folder: Path, **overrides) -> Path:
+    """A random Qwen3 of 2 layers, made and saved by transformers; `overrides` go to its config."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        **{
+            "vocab_size": 259,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "max_position_embeddings": 256,
+            "tie_word_embeddings": False,
+            **overrides,
+        }
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder

@@ -63,7 +63,8 @@ class CheckpointManager:
         """Saves in the background: returns once the arrays are copied, so `state` may be donated afterwards.
 
         `host` holds JSON values; process 0's is kept. Waits for the save before it. A step that this run saved or
-        restored is not written again. A save that fails is a warning, and the next one tries again: see `wait`.
+        restored is not written again. A save that fails is a warning, and the next one tries again: see `wait`. With
+        several processes, a failure in one is found by the others after Orbax's time-out, minutes later.
         """
         self.wait()
         arrays, text = structure.leaves_by_name(state), json.dumps(host, indent=1)

@@ -31,9 +31,11 @@ class ChatTemplate:
         self._encode = Encoder(tokenizer)
         self._template = Template(source)
         self._variables = dict(tokenizer.special_tokens_map)
-        special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-        special = (special - {tokenizer.bos_token}) | ({tokenizer.eos_token} - {None})
-        self._stops = tuple(sorted(special, key=len, reverse=True))
+        stops = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        stops.discard(str(tokenizer.bos_token))
+        if tokenizer.eos_token is not None:
+            stops.add(str(tokenizer.eos_token))
+        self._stops = tuple(sorted(stops, key=len, reverse=True))
 
     def prompt(self, messages: list[Message], tools: list[Any] | None = None) -> list[int]:
         """Tokens of the conversation up to where the assistant's next message begins, just as they are in training."""

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +100,7 @@ def tokenize(
         # A file system without locks only costs time: every process tokenises, and the first rename counts.
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
-            for left_by_a_kill in cache_dir.glob(f"{name}.*.tmp"):
+            for left_by_a_kill in cache_dir.glob(f"{name}.{socket.gethostname()}.*.tmp"):
                 shutil.rmtree(left_by_a_kill, ignore_errors=True)
         if not folder.exists():
             _write(folder, list(zip(found, entries)), tokenizer, on_bad_row)
@@ -110,8 +111,8 @@ def _folder_name(
     entries: tuple[Dataset, ...], found: list[sources.Source], tokenizer: "PreTrainedTokenizerFast", on_bad_row: str
 ) -> str:
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    # Left behind by whoever used the tokenizer last; they do not touch what is done here.
-    backend.pop("truncation"), backend.pop("padding")
+    # Left behind by whoever used the tokenizer last; without effect on what is done here.
+    del backend["truncation"], backend["padding"]
     parts = [
         _CACHE_FORMAT,
         on_bad_row,
@@ -158,7 +159,7 @@ def _write(
     notes: list[str] = []
     content = hashlib.sha256()
     lengths, targets, continuous = [], [], []
-    temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+    temporary = folder.with_name(f"{folder.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     temporary.mkdir()
     try:
         with (
@@ -171,7 +172,7 @@ def _write(
                 for document, is_text in _encoded(source, entry, tokenizer, problems, notes):
                     for array, file in ((document.tokens, tokens), (document.loss_weights, loss_weights)):
                         array.tofile(file)
-                        content.update(array)
+                        content.update(array.tobytes())
                     lengths.append(len(document.tokens))
                     targets.append(np.count_nonzero(document.loss_weights[1:]))
                     continuous.append(is_text)
@@ -188,7 +189,7 @@ def _write(
         np.save(temporary / "offsets.npy", np.cumsum([0, *lengths], dtype=np.int64))
         np.save(temporary / "targets.npy", np.array(targets, np.int64))
         np.save(temporary / "continuous.npy", np.array(continuous, bool))
-        content.update(np.array(lengths, np.int64))
+        content.update(np.array(lengths, np.int64).tobytes())
         summary = {"key": content.hexdigest(), "skipped": problems.count, "notes": notes}
         (temporary / "summary.json").write_text(json.dumps(summary))
         _rename(temporary, folder)
@@ -225,19 +226,24 @@ def _converted(
     """(where, document, whether it is running text); the first sample decides the type, which goes to `notes`."""
     convert, continuous = None, False
     for where, sample in source.read(problems.report):
-        try:
-            if convert is None:
+        if convert is None:
+            try:
                 settled, columns = formats.detect(entry, list(sample))
-                convert, continuous = formats.make_format(settled, tokenizer), settled.type in ("text", "tokenized")
-                notes.append(f"{source.name}: {settled.type} from {columns}")
+            except UserError as error:
+                problems.report(UserError(f"{where}: {error}"))
+                continue
+            convert, continuous = formats.make_format(settled, tokenizer), settled.type in ("text", "tokenized")
+            notes.append(f"{source.name}: {settled.type} from {columns}")
+        try:
             document = convert(sample)
             if isinstance(document, Rendered):
                 document.text.encode()
-            yield where, document, continuous
         except UnicodeEncodeError:
             problems.report(UserError(f"{where}: its text holds half a character (a lone surrogate)"))
         except UserError as error:
             problems.report(type(error)(f"{where}: {error}"))
+        else:
+            yield where, document, continuous
 
 
 def _finished(

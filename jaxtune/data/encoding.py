@@ -80,7 +80,7 @@ class Encoder:
             offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
             weights = np.zeros(len(tokens), np.float16)
             for start, end in document.spans:
-                weights[(offsets[:, 1] > start) & (offsets[:, 0] < end)] = 1
+                weights[np.maximum(offsets[:, 0], start) < np.minimum(offsets[:, 1], end)] = 1
         if self._starts_with_bos and tokens[:1] != [self._bos]:
             tokens, weights = [self._bos, *tokens], np.insert(weights, 0, 0)
         if document.append_eos and self._eos is not None and tokens[-1:] != [self._eos]:

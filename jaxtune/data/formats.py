@@ -67,10 +67,10 @@ def make_format(entry: Dataset, tokenizer: "PreTrainedTokenizerFast") -> Format:
             return lambda sample: _tokenized(sample, len(tokenizer))
         case "conversation":
             return _conversation(entry, ChatTemplate(tokenizer))
-        case "instruction" if entry.prompt_format is None:
-            return _chat_instruction(entry, ChatTemplate(tokenizer))
         case "instruction":
-            return _formatted_instruction(entry, tokenizer)
+            if entry.prompt_format is None:
+                return _chat_instruction(entry, ChatTemplate(tokenizer))
+            return _formatted_instruction(entry, entry.prompt_format, tokenizer)
     raise ValueError(entry.type)
 
 
@@ -99,9 +99,10 @@ def _chat_instruction(entry: Dataset, template: ChatTemplate) -> Format:
     return convert
 
 
-def _formatted_instruction(entry: Dataset, tokenizer: "PreTrainedTokenizerFast") -> Format:
-    for option in ("prompt_format", "prompt_format_no_input"):
-        _check_prompt_format(option, getattr(entry, option))
+def _formatted_instruction(entry: Dataset, prompt_format: str, tokenizer: "PreTrainedTokenizerFast") -> Format:
+    without_input = entry.prompt_format_no_input or prompt_format
+    _check_prompt_format("prompt_format", prompt_format)
+    _check_prompt_format("prompt_format_no_input", without_input)
     if tokenizer.eos_token is None:
         raise UserError(
             "the tokenizer has no end-of-sequence token, so that an answer after prompt_format would never stop"
@@ -109,8 +110,7 @@ def _formatted_instruction(entry: Dataset, tokenizer: "PreTrainedTokenizerFast")
 
     def convert(sample: Sample) -> Rendered:
         more = _input(sample, entry)
-        form = entry.prompt_format if more or entry.prompt_format_no_input is None else entry.prompt_format_no_input
-        prompt = form.format(
+        prompt = (prompt_format if more else without_input).format(
             system=_system(sample, entry) or "", instruction=_text(sample, entry.instruction_field), input=more
         )
         text = prompt + _answer(sample, entry)
@@ -119,9 +119,9 @@ def _formatted_instruction(entry: Dataset, tokenizer: "PreTrainedTokenizerFast")
     return convert
 
 
-def _check_prompt_format(option: str, form: str | None):
+def _check_prompt_format(option: str, form: str):
     try:
-        names = {name for _, name, _, _ in string.Formatter().parse(form or "") if name is not None}
+        names = {name for _, name, _, _ in string.Formatter().parse(form) if name is not None}
     except ValueError as error:
         raise UserError(f"{option}: {error}; write {{{{ and }}}} for plain braces") from None
     if unknown := names - {"system", "instruction", "input"}:

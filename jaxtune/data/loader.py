@@ -1,6 +1,7 @@
 """The loader: from a row number on, batches as sharded arrays; each process reads only the rows its devices hold."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import grain
 import jax
@@ -16,7 +17,8 @@ _BATCHES_AHEAD = 4
 def needed_rows(sharding: NamedSharding, shape: tuple[int, int, int]) -> list[tuple[int, int]]:
     """(micro-batch, row) pairs of which this process's devices hold any part, sorted."""
     needed = set()
-    for index in sharding.addressable_devices_indices_map(shape).values():
+    indices: Any = sharding.addressable_devices_indices_map(shape)
+    for index in indices.values():
         micro_batches, rows = (range(size)[part] for size, part in zip(shape, index[:2]))
         needed.update((i, j) for i in micro_batches for j in rows)
     return sorted(needed)
@@ -69,7 +71,7 @@ def batches(
 def _place(
     block: dict[tuple[int, int], Row], name: str, shape: tuple[int, int, int], sharding: NamedSharding
 ) -> jax.Array:
-    def part(index: tuple[slice, slice, slice]) -> np.ndarray:
+    def part(index: Any) -> np.ndarray:
         micro_batches, rows = (range(size)[part] for size, part in zip(shape, index[:2]))
         return np.stack([np.stack([block[i, j][name][index[2]] for j in rows]) for i in micro_batches])
 

@@ -2,6 +2,7 @@
 
 import math
 import threading
+from bisect import bisect_right
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -123,15 +124,17 @@ class Rows:
     def total(self, epochs: float) -> int:
         """Rows of so many passes over the data (part of the last one's, for a fraction)."""
         whole = math.floor(epochs)
-        part = math.ceil((epochs - whole) * (self._first_row_of(whole + 1) - self._first_row_of(whole)))
-        return self._first_row_of(whole) + part
+        first = self._first_row_of(whole)
+        if epochs == whole:
+            return first
+        return first + math.ceil((epochs - whole) * (self._first_row_of(whole + 1) - first))
 
     def __getitem__(self, index: int) -> Row:
         if self.stop is not None and index >= self.stop:
             return self._build([])
-        epoch = 0
-        while self._first_row_of(epoch + 1) <= index:
-            epoch += 1
+        while self._first_row[-1] <= index:
+            self._plan(len(self._first_row) - 1)
+        epoch = bisect_right(self._first_row, index) - 1
         epoch_plan = self._plan(epoch)
         row = index - self._first_row[epoch]
         return self._build(epoch_plan.order[epoch_plan.bounds[row] : epoch_plan.bounds[row + 1]])

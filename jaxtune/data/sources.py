@@ -8,7 +8,7 @@ hub go through `datasets`. Any other file is text: one document a file.
 import csv
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 from jaxtune.config.schema import Dataset
 from jaxtune.errors import UserError
 
-Sample = dict[str, Any]
+Sample = Mapping[str, Any]
 Samples = Iterator[tuple[str, Sample]]
 Report = Callable[[UserError], None]
 """Takes a sample that cannot be used: raises it (data.on_bad_row='error') or counts it ('skip')."""
@@ -53,10 +53,13 @@ def open_source(entry: Dataset) -> Source:
         raise UserError("data.datasets: an entry has no path; give a file, a folder or a hub id")
     path = Path(entry.path).expanduser()
     if not path.exists():
-        return _open_hub(entry)
-    files = _files(path, entry) if path.is_dir() else [path]
-    if entry.subset is not None or entry.revision is not None:
-        raise UserError(f"data: {entry.path} is on this machine; subset and revision are for datasets on the hub")
+        return _open_hub(entry, entry.path)
+    _check_unused(entry, f"{entry.path} is on this machine, not on the hub", "subset", "revision")
+    if path.is_dir():
+        files = _files(path, entry)
+    else:
+        _check_unused(entry, f"{entry.path} is one file", "glob", "split")
+        files = [path]
     stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
     def read(report: Report) -> Samples:
@@ -69,27 +72,30 @@ def open_source(entry: Dataset) -> Source:
     return Source(entry.path, json.dumps(stats), len(files), lambda report: islice(read(report), entry.samples))
 
 
-def _open_hub(entry: Dataset) -> Source:
+def _check_unused(entry: Dataset, reason: str, *names: str):
+    for name in names:
+        if getattr(entry, name) != getattr(Dataset(), name):
+            raise UserError(f"data: {name} = {getattr(entry, name)!r} has no effect: {reason}")
+
+
+def _open_hub(entry: Dataset, hub_id: str) -> Source:
     import datasets
 
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", entry.path) or Path(entry.path).suffix.lower() in _READERS:
-        raise UserError(f"data: no such file or folder: {entry.path}")
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub_id) or Path(hub_id).suffix.lower() in _READERS:
+        raise UserError(f"data: no such file or folder: {hub_id}")
+    _check_unused(entry, f"{hub_id} is a dataset on the hub", "glob")
     try:
-        found = datasets.load_dataset(entry.path, entry.subset, split=entry.split, revision=entry.revision)
+        found: Any = datasets.load_dataset(hub_id, entry.subset, split=entry.split, revision=entry.revision)
     except Exception as error:  # the hub client raises a dozen unrelated types; all mean that the data cannot be had
-        raise UserError(f"data: {entry.path} is no file or folder here, and the hub answers: {error}") from error
-    return _from_datasets(entry, found)
-
-
-def _from_datasets(entry: Dataset, found: Any) -> Source:
+        raise UserError(f"data: {hub_id} is no file or folder here, and the hub answers: {error}") from error
     names = sorted(Path(file["filename"]) for file in found.cache_files)
     identity = [(str(name), name.stat().st_size) for name in names]
 
     def read(report: Report) -> Samples:
         for i, row in enumerate(islice(found, entry.samples)):
-            yield f"{entry.path} ({entry.split}) row {i}", row
+            yield f"{hub_id} ({entry.split}) row {i}", row
 
-    return Source(entry.path, json.dumps([identity, found.num_rows]), len(names), read)
+    return Source(hub_id, json.dumps([identity, found.num_rows]), len(names), read)
 
 
 def _files(folder: Path, entry: Dataset) -> list[Path]:
@@ -103,9 +109,15 @@ def _files(folder: Path, entry: Dataset) -> list[Path]:
     found = [file for file in folder.glob(entry.glob or "**/*") if file.is_file()]
     found = [file for file in found if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
     found.sort(key=lambda file: file.relative_to(folder).as_posix())
-    if entry.glob is None:
+    if entry.glob is not None:
+        _check_unused(entry, "glob chooses the files", "split")
+    else:
         data = [file for file in found if file.suffix.lower() in _READERS]
-        found = _of_split(folder, data, entry) if data else [file for file in found if not _is_binary(file)]
+        if data:
+            found = _of_split(folder, data, entry)
+        else:
+            _check_unused(entry, f"the files of {folder} are text, without splits", "split")
+            found = [file for file in found if not _is_binary(file)]
     if not found:
         raise UserError(f"data: no file in {folder}" + (f" matches {entry.glob!r}" if entry.glob else ""))
     return found
@@ -113,7 +125,7 @@ def _files(folder: Path, entry: Dataset) -> list[Path]:
 
 def _of_split(folder: Path, files: list[Path], entry: Dataset) -> list[Path]:
     """Those of the split, where the names of data files tell splits apart (train.jsonl beside test.jsonl)."""
-    from datasets.data_files import get_data_patterns, resolve_pattern
+    from datasets.data_files import DataFilesList, get_data_patterns
 
     root = str(folder)
     patterns = get_data_patterns(root)
@@ -122,7 +134,7 @@ def _of_split(folder: Path, files: list[Path], entry: Dataset) -> list[Path]:
             f"data: the files of {folder} are named after the splits {', '.join(map(str, patterns))}, none is "
             f"{entry.split!r}; set split, or choose files with glob"
         )
-    chosen = {Path(name).resolve() for pattern in patterns[entry.split] for name in resolve_pattern(pattern, root)}
+    chosen = {Path(name).resolve() for name in DataFilesList.from_patterns(patterns[entry.split], base_path=root)}
     return [file for file in files if file.resolve() in chosen]
 
 
@@ -164,7 +176,7 @@ def _lines(file: Path, report: Report) -> Iterator[tuple[str, str]]:
         report(UserError(f"{file}: empty file"))
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> Sample:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -246,13 +258,14 @@ def _read_csv(file: Path, entry: Dataset, report: Report) -> Samples:
 
 def _read_table(file: Path, entry: Dataset, report: Report) -> Samples:
     import datasets
+    from datasets.exceptions import DatasetsError
 
     builder = file.suffix.lower()[1:]
     try:
         rows = datasets.load_dataset(builder, data_files=str(file), split="train", streaming=True)
         for i, row in enumerate(rows):
             yield f"{file} row {i}", row
-    except (ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+    except (ValueError, KeyError, DatasetsError) as error:
         report(UserError(f"{file}: not a readable {builder} file: {error}"))
 
 
@@ -265,7 +278,7 @@ def _read_text(file: Path, entry: Dataset, report: Report) -> Samples:
         return
     if text.strip():
         yield str(file), {entry.text_field: text}
-    elif Path(entry.path).expanduser() == file:
+    elif entry.path and Path(entry.path).expanduser() == file:
         report(UserError(f"{file}: empty file"))
 
 

@@ -1,7 +1,6 @@
 """Hugging Face folders, read and written: config, weights, tokenizer, PEFT adapters, model card."""
 
 from jaxtune.hf.card import write_card
-from jaxtune.hf.config_json import read_generation_config, write_config
 from jaxtune.hf.folder import read_config, read_generation_config, resolve, write_config
 from jaxtune.hf.peft import Adapter, read_adapter, write_adapter
 from jaxtune.hf.tokenizer import copy_tokenizer_files, load_tokenizer
@@ -17,12 +16,10 @@ __all__ = [
     "read_adapter",
     "read_config",
     "read_generation_config",
-    "read_generation_config",
     "resolve",
     "weight_files",
     "write",
     "write_adapter",
     "write_card",
-    "write_config",
     "write_config",
 ]

@@ -240,7 +240,7 @@ def _fill(target: Target, sources: list[Source], chunk_bytes: int) -> jax.Array:
 
         return jax.make_array_from_callback(chunk_shape, target.sharding, part)
 
-    array = jnp.zeros(target.shape, target.dtype, device=target.sharding)
+    array = _zeros(target.shape, target.dtype, target.sharding)
     for i, source in enumerate(sources):
         for row in range(0, rows, step):
             row = min(row, rows - step)  # the last chunk overlaps the one before: one shape to compile
@@ -248,6 +248,11 @@ def _fill(target: Target, sources: list[Source], chunk_bytes: int) -> jax.Array:
             array = _place(array, chunk(source, row), start, target.sharding)
             array.block_until_ready()  # or chunks would pile up in host memory
     return array
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any, sharding: jax.NamedSharding) -> Shaped[Array, "..."]:
+    """Zeros made in their shards; jnp.zeros(device=...) would make a shard and copy it."""
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
 
 
 @functools.partial(jax.jit, static_argnames="sharding", donate_argnames="array")

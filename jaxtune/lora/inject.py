@@ -1,13 +1,16 @@
 """Put LoRA adapters into a ModelSpec: which linears, of which size and scale."""
 
 import dataclasses
+from typing import TYPE_CHECKING
 
-from jaxtune.config.schema import Lora
 from jaxtune.errors import UserError
 from jaxtune.models.families import hf_names
 from jaxtune.models.parameters import declare
 from jaxtune.models.selection import select
 from jaxtune.models.spec import Adapter, ModelSpec
+
+if TYPE_CHECKING:
+    from jaxtune.config.schema import Lora
 
 
 def adapter_scale(rank: int, alpha: float, use_rslora: bool) -> float:
@@ -15,7 +18,7 @@ def adapter_scale(rank: int, alpha: float, use_rslora: bool) -> float:
     return alpha / (rank**0.5 if use_rslora else rank)
 
 
-def inject(spec: ModelSpec, lora: Lora) -> ModelSpec:
+def inject(spec: ModelSpec, lora: "Lora") -> ModelSpec:
     """The spec with adapters on the selected linears. Raises UserError where a target cannot have one."""
     _, parameters = declare(spec)
     place = {
@@ -32,7 +35,8 @@ def inject(spec: ModelSpec, lora: Lora) -> ModelSpec:
         layer, site = place[name]
         sites.setdefault(layer, set()).add(site)
     layers = tuple(
-        dataclasses.replace(layer, adapters=frozenset(sites.get(number, ()))) for number, layer in enumerate(spec.layers)
+        dataclasses.replace(layer, adapters=frozenset(sites.get(number, ())))
+        for number, layer in enumerate(spec.layers)
     )
     adapter = Adapter(lora.rank, adapter_scale(lora.rank, lora.alpha, lora.use_rslora), lora.dropout)
     return dataclasses.replace(spec, layers=layers, adapter=adapter)
@@ -41,8 +45,10 @@ def inject(spec: ModelSpec, lora: Lora) -> ModelSpec:
 def _refuse_head(spec: ModelSpec, targets: str | tuple[str, ...]) -> None:
     for name in ("lm_head", "embed_tokens"):
         if any(name in target for target in ((targets,) if isinstance(targets, str) else targets)):
-            tied = "they are one tied tensor in this model, and an adapter would change both" if spec.tied else (
-                "adapters go on the linears inside the layers"
+            tied = (
+                "they are one tied tensor in this model, and an adapter would change both"
+                if spec.tied
+                else ("adapters go on the linears inside the layers")
             )
             raise UserError(
                 f"lora.target_modules: {name} cannot have an adapter ({tied}). Remove it, or train it in full with "

@@ -39,7 +39,12 @@ def attend_cached(index: Int[Array, ""]) -> Attend:
 
 
 def next_logits(
-    decoder: Decoder, tokens: Int[Array, "b s"], cache: Any, index: Int[Array, ""], last: Int[Array, ""], dtype: jnp.dtype
+    decoder: Decoder,
+    tokens: Int[Array, "b s"],
+    cache: Any,
+    index: Int[Array, ""],
+    last: Int[Array, ""],
+    dtype: jnp.dtype,
 ) -> tuple[Float[Array, "b v"], Any]:
     """Logits after tokens[:, last], the tokens standing at `index` and following; and the cache with them in it.
 

@@ -4,7 +4,6 @@ Modules declare (shapes, layout, forward pass); the values are a flat dict of ar
 puts in their place inside a pure function.
 """
 
-
 from typing import Any, Literal
 
 import jax
@@ -126,7 +125,5 @@ class Decoder(nnx.Module):
 
 def bind(graph: nnx.GraphDef, parameters: Parameters) -> Decoder:
     """The decoder with these values in place of what it declares."""
-    state = {tuple(int(part) if part.isdigit() else part for part in name.split(".")): value for name, value in parameters.items()}
-    return nnx.merge(graph, nnx.State.from_flat_path(state))
-
-
+    values = {tuple(int(p) if p.isdigit() else p for p in name.split(".")): v for name, v in parameters.items()}
+    return nnx.merge(graph, nnx.from_flat_state(values))

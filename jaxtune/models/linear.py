@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxtune.models.spec import Adapter
-from jaxtune.parallel.layout import P, RULES, TOKENS, gather
+from jaxtune.parallel.layout import RULES, TOKENS, P, gather
 
 
 def matmul(x: Float[Array, "b s i"], weight: Float[Array, "o i"], out: str | None) -> Float[Array, "b s o"]:
@@ -37,7 +37,14 @@ class Linear(nnx.Module):
     """y = x W^T + bias + scale · dropout(x) A^T B^T, the last term where there is an adapter (Hu et al. 2021)."""
 
     def __init__(
-        self, name: str, shape: tuple[int, int], axes: tuple[str, str], *, bias: bool, std: float, adapter: Adapter | None
+        self,
+        name: str,
+        shape: tuple[int, int],
+        axes: tuple[str, str],
+        *,
+        bias: bool,
+        std: float,
+        adapter: Adapter | None,
     ):
         out, inner = shape
         self.name, self.out, self.adapter = name, axes[0], adapter

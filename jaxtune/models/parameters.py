@@ -11,7 +11,8 @@ from jaxtyping import Array
 
 from jaxtune.models.decoder import Decoder, Parameters
 from jaxtune.models.spec import ModelSpec, stacks
-from jaxtune.parallel.layout import sharding, spec as layout_spec
+from jaxtune.parallel.layout import sharding
+from jaxtune.parallel.layout import spec as layout_spec
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,10 @@ def randomize(parameters: dict[str, Parameter], dtypes: dict[str, jnp.dtype], se
         keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(jnp.asarray(parameter.layers))
         return jax.vmap(lambda key: parameter.init(key, parameter.shape[1:], jnp.float32).astype(dtype))(keys)
 
-    return {
-        name: jax.jit(make, static_argnums=(0, 1), out_shardings=parameter.sharding)(parameter, dtypes[name])
-        for name, parameter in parameters.items()
-    }
+    def make_all():
+        return {name: make(parameter, dtypes[name]) for name, parameter in parameters.items()}
+
+    return jax.jit(make_all, out_shardings={name: p.sharding for name, p in parameters.items()})()
 
 
 def undivided(parameters: dict[str, Parameter], mesh: jax.sharding.Mesh) -> list[str]:

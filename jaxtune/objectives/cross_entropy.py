@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from jaxtune.models.decoder import Decoder, Remat
 from jaxtune.models.linear import Noise
-from jaxtune.parallel.layout import ACTIVATIONS, P, RULES, TOKENS, gather
+from jaxtune.parallel.layout import ACTIVATIONS, RULES, TOKENS, P, gather
 from pallas_kernels.flash_attention import Mask, flash_attention
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 

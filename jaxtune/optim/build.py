@@ -1,16 +1,18 @@
 """The optimizer of a run, from optax: gradients to updates that are still to be multiplied by the learning rate."""
 
 import re
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 import optax
 from jaxtyping import Array
 
-from jaxtune.config.schema import Optim
+if TYPE_CHECKING:
+    from jaxtune.config.schema import Optim
 
 
-def build(optim: Optim, hf_names: dict[str, tuple[str, ...]]) -> optax.GradientTransformation:
+def build(optim: "Optim", hf_names: dict[str, tuple[str, ...]]) -> optax.GradientTransformation:
     """AdamW (Loshchilov & Hutter 2019) without its learning rate.
 
     hf_names: the Hugging Face names of each trained parameter, one a stacked layer; those that optim.no_decay

@@ -2,21 +2,24 @@
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxtune.config.schema import Optim
+if TYPE_CHECKING:
+    from jaxtune.config.schema import Optim
+
 
 Shape = Callable[[Array], Array]  # progress after warm-up, 0 to 1, to a fraction of the peak
 
 
-def warmup_steps(optim: Optim, total_steps: int) -> int:
+def warmup_steps(optim: "Optim", total_steps: int) -> int:
     """Steps of warm-up, from the number or the ratio."""
     return optim.warmup_steps or math.ceil(optim.warmup_ratio * total_steps)
 
 
-def learning_rate(optim: Optim, total_steps: int) -> Callable[[Array], Array]:
+def learning_rate(optim: "Optim", total_steps: int) -> Callable[[Array], Array]:
     """step (0 is the first) -> learning rate in float32: linear warm-up, the shape, then the final fraction."""
     warmup, final = warmup_steps(optim, total_steps), optim.final_lr_fraction
     decay_steps = max(1, total_steps - warmup)

@@ -44,7 +44,9 @@ def _attention(q, k, v, key_start, mask, scale):
 
 
 def _forward(q, k, v, key_start, mask, scale):
-    out, lse = _over_heads(partial(_forward_head, mask=mask, scale=scale), (_by_head(q, k), _by_head(k, k), _by_head(v, k)), key_start)
+    out, lse = _over_heads(
+        partial(_forward_head, mask=mask, scale=scale), (_by_head(q, k), _by_head(k, k), _by_head(v, k)), key_start
+    )
     out = _by_token(out)
     return out, (q, k, v, key_start, out, lse)
 
@@ -130,7 +132,11 @@ def _backward_head(q, k, v, d_out, lse, delta, key_start, *, mask, scale):
         weights = jnp.exp(logits - lse[:, queries].reshape(-1, 1))
         d_weights = jax.lax.dot_general(d_rows, v[keys], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
         d_logits = (weights * (d_weights - delta[:, queries].reshape(-1, 1)) * scale).astype(q.dtype)
-        dqs.append(jnp.dot(d_logits, k[keys], preferred_element_type=jnp.float32).astype(q.dtype).reshape(group, -1, q.shape[-1]))
+        dqs.append(
+            jnp.dot(d_logits, k[keys], preferred_element_type=jnp.float32)
+            .astype(q.dtype)
+            .reshape(group, -1, q.shape[-1])
+        )
         contract_rows = (((0,), (0,)), ((), ()))
         dk = dk.at[keys].add(jax.lax.dot_general(d_logits, rows, contract_rows, preferred_element_type=jnp.float32))
         dv = dv.at[keys].add(

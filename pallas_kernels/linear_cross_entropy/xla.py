@@ -78,7 +78,9 @@ def _forward(hidden, head, targets, vocabulary, head_gradient, axis):
 
     def frozen(tile):
         loss, lse, logits, is_target = _tile(head, vocabulary, axis, *tile)
-        return loss, _hidden_gradient(_logits_gradient(logits, lse, is_target, head.dtype), head, axis).astype(hidden.dtype)
+        return loss, _hidden_gradient(_logits_gradient(logits, lse, is_target, head.dtype), head, axis).astype(
+            hidden.dtype
+        )
 
     if head_gradient:
         loss, lse = jax.lax.map(trained, (hidden, targets))

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.linear_cross_entropy import linear_cross_entropy
-from pallas_kernels.linear_cross_entropy import reference
+from pallas_kernels.linear_cross_entropy import linear_cross_entropy, reference
 
 
 def inputs(tokens, hidden, vocabulary, seed=0):
@@ -24,7 +23,12 @@ def inputs(tokens, hidden, vocabulary, seed=0):
     )
 
 
-@given(tokens=st.integers(1, 90), vocabulary=st.integers(2, 300), tile=st.none() | st.integers(1, 64), seed=st.integers(0, 9))
+@given(
+    tokens=st.integers(1, 90),
+    vocabulary=st.integers(2, 300),
+    tile=st.none() | st.integers(1, 64),
+    seed=st.integers(0, 9),
+)
 @settings(max_examples=12, deadline=None)
 def test_loss_and_gradients_equal_the_reference(tokens, vocabulary, tile, seed):
     hidden, head, targets, weight = inputs(tokens, 16, vocabulary, seed)

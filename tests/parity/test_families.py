@@ -47,9 +47,7 @@ def test_loss_and_gradients(case, one_device):
     def loss(parameters, batch):
         with jax.default_matmul_precision("highest"):
             decoder = bind(model.graph, parameters)
-            total, _ = cross_entropy(
-                decoder, batch, noise=None, dtype=jnp.float32, remat="block", head_gradient=True
-            )
+            total, _ = cross_entropy(decoder, batch, noise=None, dtype=jnp.float32, remat="block", head_gradient=True)
         return total / jnp.sum(batch["loss_weight"])
 
     value, gradients = loss(parameters, make_batch(rows, one_device))

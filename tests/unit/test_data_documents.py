@@ -2,6 +2,7 @@
 
 import csv
 import json
+import socket
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -99,6 +100,21 @@ def test_a_folder_of_data_files_is_read_by_split(read, tmp_path):
         read(tmp_path / "named", split="dev")
 
 
+def test_a_hub_id_is_read_through_datasets_and_names_rows(read, tmp_path, monkeypatch):
+    asked = []
+
+    def load_dataset(*args, **kwargs):
+        asked.append((args, kwargs))
+        return datasets.Dataset.from_list([*TEXTS, {"text": None}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    found, _ = read("someone/texts", subset="en", split="validation", revision="v1", samples=3)
+    assert [text for text, _ in found] == [row["text"] + "<|im_end|>" for row in TEXTS]
+    assert asked == [(("someone/texts", "en"), {"split": "validation", "revision": "v1"})]
+    with pytest.raises(UserError, match=r"someone/texts \(validation\) row 3: column 'text' must be text"):
+        read("someone/texts", split="validation")
+
+
 CHAT = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYo<|im_end|>\n"
 SYSTEM = "<|im_start|>system\nBe.<|im_end|>\n"
 FORMS = {
@@ -125,10 +141,14 @@ FORMS = {
     ),
     "prompt format without input": (
         {"instruction": "Hi", "output": "Yo"},
-        {"prompt_format": "{instruction}{input}", "prompt_format_no_input": "{system}: {instruction}\n", "system_prompt": "S"},
+        {
+            "prompt_format": "{instruction}{input}",
+            "prompt_format_no_input": "{system}: {instruction}\n",
+            "system_prompt": "S",
+        },
         "S: Hi\nYo<|im_end|>",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("row, options, text", FORMS.values(), ids=FORMS)
@@ -221,7 +241,7 @@ def test_what_a_killed_or_failed_run_left_behind_is_cleared(tokenizer, tmp_path)
     entry, cache = Dataset(path=str(path)), tmp_path / "cache"
     tokenize((entry,), tokenizer, cache)
     [folder] = (file for file in cache.iterdir() if file.is_dir())
-    folder.rename(cache / f"{folder.name}.99999.tmp")  # as after a kill before the rename
+    folder.rename(cache / f"{folder.name}.{socket.gethostname()}.99999.tmp")  # as after a kill before the rename
     assert len(tokenize((entry,), tokenizer, cache)) == 3
     assert not list(cache.glob("*.tmp"))
     path.write_text('{"text": "a"}\n{"text"')

@@ -16,7 +16,9 @@ NAMES_WITHOUT_BIAS = {
     **{f"mlp.{name}.weight": f"model.layers.{{layer}}.mlp.{name}_proj.weight" for name in ("gate", "up", "down")},
 }
 BIAS_NAMES = {
-    name.replace(".weight", ".bias"): hf.replace(".weight", ".bias") for name, hf in NAMES_WITHOUT_BIAS.items() if "_proj" in hf
+    name.replace(".weight", ".bias"): hf.replace(".weight", ".bias")
+    for name, hf in NAMES_WITHOUT_BIAS.items()
+    if "_proj" in hf
 }
 NAMES = {**NAMES_WITHOUT_BIAS, **BIAS_NAMES}
 IGNORABLE = r"\.rotary_emb\.inv_freq$"  # in old checkpoints, and computed here

@@ -1,0 +1,116 @@
+"""Whole runs of the command line, in processes of their own, on a tiny model and a little text."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import transformers
+from tiny import byte_tokenizer
+
+RECIPE = """
+from jaxtune.config import dataset, new_config
+
+def get_config(arg=None):
+    config = new_config()
+    config.model.path = {model!r}
+    config.model.dtype = "float32"
+    config.precision.recipe = "fp32"
+    config.data.datasets = (dataset(path={data!r}),)
+    config.data.validation_split = 0.1
+    config.data.seq_len = 64
+    config.train.output_dir = {output!r}
+    config.train.max_steps = 24
+    config.train.micro_batch_size = 4
+    config.optim.learning_rate = 1e-2
+    config.optim.warmup_steps = 2
+    config.ckpt.save_steps = 4
+    config.eval.steps = 8
+    config.memory.remat = "none"
+    if {lora!r}:
+        config.lora.enabled = True
+        config.lora.rank = 4
+        config.lora.dropout = 0.1
+    return config
+"""
+
+
+def model_folder(folder: Path) -> Path:
+    """A tiny random Qwen3 with a byte tokenizer, as transformers saves it; without torch, config.json alone."""
+    tokenizer = byte_tokenizer(folder)
+    config = transformers.Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    if transformers.utils.is_torch_available():
+        import torch
+
+        torch.manual_seed(0)
+        transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    else:
+        config.save_pretrained(folder)
+    return folder
+
+
+def conversations(path: Path, count: int = 60) -> Path:
+    """A jsonl of short question-and-answer conversations of different lengths."""
+    rng = random.Random(0)
+    with path.open("w") as file:
+        for i in range(count):
+            words = " ".join(rng.choice(["red", "green", "blue"]) for _ in range(rng.randint(1, 6)))
+            messages = [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": words}]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    return path
+
+
+def recipe(folder: Path, lora: bool = False) -> Path:
+    """A recipe file, with its model and data, in `folder`."""
+    model = folder / "model"
+    if not model.exists():
+        model_folder(model)
+        conversations(folder / "chat.jsonl")
+    path = folder / ("tiny_lora.py" if lora else "tiny.py")
+    fields = {"model": str(model), "data": str(folder / "chat.jsonl"), "output": str(folder / "runs"), "lora": lora}
+    path.write_text(RECIPE.format(**fields))
+    return path
+
+
+def start(*arguments: str, devices: int = 1, environment: dict[str, str] | None = None) -> subprocess.Popen:
+    """`python -m arguments` on so many simulated CPU devices."""
+    variables = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "HF_HUB_OFFLINE": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", *map(str, arguments)],
+        env={**os.environ, **variables, **(environment or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def run(*arguments: str, devices: int = 1, code: int = 0) -> str:
+    """What such a process prints; its exit code must be `code`."""
+    process = start(*arguments, devices=devices)
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == code, output
+    return output
+
+
+def metrics(folder: Path) -> list[dict]:
+    """The rows of metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> list[tuple]:
+    """Every number of a run that must not depend on when it was interrupted, to the last bit."""
+    keys = ("step", "loss", "eval_loss", "grad_norm", "learning_rate", "tokens", "target_tokens")
+    return [tuple(repr(row.get(key)) for key in keys) for row in metrics(folder)]

@@ -1,0 +1,37 @@
+"""jaxtune prepare: counts, and samples as token(id|label|weight)."""
+
+import json
+
+from tiny import byte_tokenizer
+
+from jaxtune import prepare
+
+RECIPE = """
+from jaxtune.config import dataset, new_config
+
+def get_config(folder):
+    config = new_config()
+    config.model.path = folder + "/model"
+    config.data.datasets = (dataset(path=folder + "/data.jsonl"),)
+    config.data.seq_len = 64
+    config.train.output_dir = folder + "/runs"
+    return config
+"""
+
+
+def test_prepare_prints_counts_and_shows_what_is_trained(tmp_path, capsys):
+    byte_tokenizer(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / "data.jsonl").write_text(json.dumps({"instruction": "H", "output": "Y"}) + "\n")
+    (tmp_path / "recipe.py").write_text(RECIPE)
+    command = [f"--config={tmp_path}/recipe.py:{tmp_path}", "--show=3"]
+    assert prepare.main(command) == 0
+    out = capsys.readouterr().out
+    assert "data.jsonl: instruction from instruction, output" in out
+    assert "1 documents, 23 tokens (2 trained) in 1 rows, 35.9% full" in out
+    assert "H(39|-100|0) <|im_end|>(258|-100|0) \\n(198|-100|0)" in out
+    assert "Y(56|56|1) <|im_end|>(258|258|1) \\n(198|-100|0)" in out
+
+    (tmp_path / "data.jsonl").write_text('{"instruction": "H"')
+    assert prepare.main(command) == 2
+    assert f"jaxtune: error: {tmp_path}/data.jsonl:1: not JSON" in capsys.readouterr().err

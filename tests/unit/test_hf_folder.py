@@ -1,0 +1,108 @@
+"""A model is found here or on the hub, and what stands in the way is said."""
+
+import json
+from unittest.mock import Mock
+
+import pytest
+from huggingface_hub import errors
+
+from jaxtune.errors import UserError
+from jaxtune.hf import folder as hf_folder
+from jaxtune.hf import read_config, read_generation_config, resolve, write_card, write_config
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "qwen3-tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "qwen3", "dtype": "float32"}')
+    return folder
+
+
+def test_a_local_folder_is_taken_as_it_is(model):
+    assert resolve(str(model)) == model
+    assert read_config(model)["model_type"] == "qwen3"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("qwen3-tny", "qwen3-tiny"), ("qwen3-tiny/config.json", "is a file"), (".", "did you mean .*qwen3-tiny")],
+)
+def test_a_wrong_local_path_names_what_is_near(model, name, said):
+    with pytest.raises(UserError, match=said):
+        resolve(str(model.parent / name))
+
+
+def test_a_folder_without_the_file_asked_for_is_refused(model):
+    with pytest.raises(UserError, match=r"no adapter_config\.json"):
+        resolve(str(model), holds="adapter_config.json")
+
+
+def test_a_revision_of_a_local_folder_is_refused(model):
+    with pytest.raises(UserError, match="revision 'main'"):
+        resolve(str(model), "main")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("{", "cannot be read"), ("[]", "must hold an object"), ("[" * 100_000, "cannot be read")]
+)
+def test_a_broken_config_is_a_message_with_its_path(model, text, said):
+    (model / "config.json").write_text(text)
+    with pytest.raises(UserError, match=rf"config\.json.*{said}"):
+        read_config(model)
+
+
+def test_from_the_hub_come_only_safetensors_and_text(model, monkeypatch):
+    asked = {}
+    monkeypatch.setattr(hf_folder, "snapshot_download", lambda repo, **kw: asked.update(kw, repo=repo) or str(model))
+    assert resolve("owner/name", "v1") == model
+    assert (asked["repo"], asked["revision"]) == ("owner/name", "v1")
+    assert not [pattern for pattern in asked["allow_patterns"] if pattern.endswith((".bin", ".py", "*"))]
+    assert "*.safetensors" in asked["allow_patterns"]
+    resolve("owner/name", weights=False)
+    assert "*.safetensors" not in asked["allow_patterns"]
+
+
+def refusal(kind):
+    return kind("refused", response=Mock(headers={}))
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (lambda: refusal(errors.RepositoryNotFoundError), "neither a folder here nor a model"),
+        (lambda: refusal(errors.GatedRepoError), "HF_TOKEN"),
+        (lambda: refusal(errors.RevisionNotFoundError), "no revision 'v1'"),
+        (lambda: errors.LocalEntryNotFoundError("offline"), "cannot be reached"),
+        (lambda: TimeoutError("slow"), "failed: slow"),
+    ],
+)
+def test_what_the_hub_refuses_becomes_a_message(monkeypatch, error, said):
+    def refuse(*_, **__):
+        raise error()
+
+    monkeypatch.setattr(hf_folder, "snapshot_download", refuse)
+    with pytest.raises(UserError, match=said):
+        resolve("owner/name", "v1")
+
+
+def test_config_is_copied_byte_for_byte_unless_the_dtype_changes(model, tmp_path):
+    write_config(model, tmp_path / "same", "float32")
+    assert (tmp_path / "same/config.json").read_bytes() == (model / "config.json").read_bytes()
+    write_config(model, tmp_path / "other", "bfloat16")
+    assert read_config(tmp_path / "other") == {"model_type": "qwen3", "dtype": "bfloat16"}
+
+
+def test_generation_config_is_optional(model):
+    assert read_generation_config(model) == {}
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
+    assert read_generation_config(model) == {"eos_token_id": [1, 2]}
+
+
+def test_the_card_tells_origin_and_length_but_no_local_path(tmp_path):
+    write_card(tmp_path, title="t", base_model="owner/name", adapter=True, recipe="qwen_lora", steps=1200, tokens=5)
+    card = (tmp_path / "README.md").read_text()
+    assert "base_model: owner/name" in card and "library_name: peft" in card and "1,200" in card
+    write_card(tmp_path, title="t", base_model=str(tmp_path), adapter=False, recipe="/home/me/r.py", steps=1, tokens=5)
+    card = (tmp_path / "README.md").read_text()
+    assert str(tmp_path) not in card and "/home" not in card and f"from {tmp_path.name}" in card

@@ -1,0 +1,294 @@
+"""Weights go from safetensors into any sharding and back bit for bit, by a small part at a time."""
+
+import json
+import socket
+import subprocess
+import sys
+import textwrap
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+from jaxtune import hf
+from jaxtune.errors import UserError
+from jaxtune.hf import weights
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def mesh_of(**axes):
+    size = int(np.prod(list(axes.values())))
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), devices=jax.devices()[:size])
+
+
+def target(mesh, shape, dtype, *names, spec=(), stacked=False, rows=None):
+    return hf.Target(shape, dtype, jax.NamedSharding(mesh, jax.P(*spec)), names, stacked, rows)
+
+
+def read(folder, targets, ignorable=lambda name: False):
+    mesh = next(iter(targets.values())).sharding.mesh
+    with jax.set_mesh(mesh):
+        return hf.read(folder, targets, ignorable)
+
+
+def random(*shape, dtype=np.float32, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+@pytest.mark.parametrize("spec", [(), ("fsdp",), (None, "fsdp"), (("data", "fsdp"), None), ("data", "fsdp")])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_every_shard_holds_its_part(tmp_path, spec, stacked):
+    layers = [random(24, 16, seed=i) for i in range(3)]
+    save_file({f"l.{i}.w": layer for i, layer in enumerate(layers)}, tmp_path / "model.safetensors")
+    mesh = mesh_of(data=2, fsdp=4)
+    names = tuple(f"l.{i}.w" for i in range(3))
+    if stacked:
+        targets = {"w": target(mesh, (3, 24, 16), "float32", *names, spec=(None, *spec), stacked=True)}
+        wanted = {"w": np.stack(layers)}
+    else:
+        targets = {name: target(mesh, (24, 16), "float32", name, spec=spec) for name in names}
+        wanted = dict(zip(names, layers))
+    for name, array in read(tmp_path, targets).items():
+        assert array.sharding.is_equivalent_to(targets[name].sharding, array.ndim)
+        for shard in array.addressable_shards:
+            np.testing.assert_array_equal(shard.data, wanted[name][shard.index])
+
+
+@given(rows=st.integers(1, 40), padding=st.integers(0, 20), columns=st.integers(1, 5), chunk=st.integers(1, 500))
+@settings(max_examples=15, deadline=None)
+def test_any_size_in_any_chunks_is_read_whole_and_padded_with_zeros(tmp_path_factory, rows, padding, columns, chunk):
+    folder = tmp_path_factory.mktemp("model")
+    tensor = random(rows, columns)
+    save_file({"w": tensor}, folder / "model.safetensors")
+    padded = -(-(rows + padding) // 4) * 4
+    wanted = target(mesh_of(fsdp=4), (padded, columns), "float32", "w", spec=("fsdp",), rows=rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "_LARGEST_CHUNK", chunk)
+        array = np.asarray(read(folder, {"w": wanted})["w"])
+    np.testing.assert_array_equal(array[:rows], tensor)
+    assert not array[rows:].any()
+
+
+@pytest.mark.parametrize("source", [np.float32, np.float16, BF16], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dtypes_convert_as_numpy_does_and_keep_every_bit_of_their_own(tmp_path, source, dtype):
+    patterns = np.arange(2**16, dtype=np.uint16)  # every number of 16 bits, subnormal ones too
+    tensor = patterns.view(source) if np.dtype(source).itemsize == 2 else (patterns.view(np.int16) * 1e-9).astype("f4")
+    with np.errstate(invalid="ignore"):
+        tensor = np.where(np.isnan(tensor), np.zeros_like(tensor), tensor).reshape(256, 256)
+    save_file({"w": tensor}, tmp_path / "model.safetensors")
+    array = np.asarray(read(tmp_path, {"w": target(mesh_of(fsdp=1), (256, 256), dtype, "w")})["w"])
+    bits = np.dtype(f"u{array.itemsize}")
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(array.view(bits), tensor.astype(np.dtype(dtype)).view(bits))
+
+
+def test_the_difference_is_listed_before_anything_is_read(tmp_path):
+    tensors = {"w": random(4, 4), "vocabulary": random(5, 4), "extra": random(2), "tied": random(2)}
+    save_file(tensors | {"ids": np.zeros(3, np.int32)}, tmp_path / "model.safetensors")
+    mesh = mesh_of(fsdp=1)
+    targets = {
+        "w": target(mesh, (8, 4), "float32", "w"),
+        "vocabulary": target(mesh, (8, 4), "float32", "vocabulary", rows=6),
+        "gone": target(mesh, (2, 4), "float32", "gone.0", "gone.1", stacked=True),
+        "ids": target(mesh, (3,), "float32", "ids"),
+    }
+    with pytest.raises(UserError) as error:
+        read(tmp_path, targets, lambda name: name == "tied")
+    lines = str(error.value).splitlines()[1:]
+    assert lines == [
+        "  missing: gone.0, gone.1",
+        "  unexpected: extra",
+        "  wrong shape: vocabulary (5, 4), not (6, 4), w (4, 4), not (8, 4)",
+        "  wrong dtype: ids I32, not F32 or F16 or BF16",
+    ]
+
+
+def test_pickled_weights_are_refused(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(UserError, match=r"pytorch_model\.bin.*pickle"):
+        hf.weight_files(tmp_path)
+
+
+def test_a_stack_axis_is_never_sharded():
+    with pytest.raises(ValueError, match="stack axis"):
+        target(mesh_of(fsdp=2), (2, 4), "float32", "a", "b", spec=("fsdp",), stacked=True)
+
+
+def as_written(tensors):
+    return [hf.Tensor(name, value.shape, value.dtype, lambda value=value: value) for name, value in tensors.items()]
+
+
+def some_tensors():
+    tensors = {f"half.{i}": random(7, i + 1, dtype=BF16, seed=i) for i in range(5)}
+    return tensors | {"full": random(3, 5), "scalar": np.array(2.5, np.float16), "empty": np.zeros((0, 4), np.float32)}
+
+
+def test_one_file_is_written_where_it_is_small_enough(tmp_path):
+    tensors = some_tensors()
+    hf.write(tmp_path, as_written(tensors))
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+    found = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == tensors.keys()
+    for name, value in tensors.items():
+        assert found[name].dtype == value.dtype and found[name].tobytes() == value.tobytes()
+
+
+@given(limit=st.integers(1, 400))
+@settings(max_examples=20, deadline=None)
+def test_shards_keep_to_the_limit_and_the_index_finds_every_tensor(tmp_path_factory, limit):
+    folder = tmp_path_factory.mktemp("model")
+    tensors = some_tensors()
+    hf.write(folder, as_written(tensors), limit)
+    if (folder / "model.safetensors").exists():
+        assert sum(value.nbytes for value in tensors.values()) <= limit
+        return
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in tensors.values())
+    assert index["weight_map"].keys() == tensors.keys()
+    assert {file.name for file in hf.weight_files(folder)} == set(index["weight_map"].values())
+    for file in hf.weight_files(folder):
+        shard = load_file(file)
+        assert sum(value.nbytes for value in shard.values()) <= limit or sum(v.nbytes > 0 for v in shard.values()) == 1
+        for name, value in shard.items():
+            assert index["weight_map"][name] == file.name and value.tobytes() == tensors[name].tobytes()
+
+
+def test_transformers_and_torch_read_what_is_written(tmp_path):
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file as load_torch
+
+    value = random(3, 5, dtype=BF16)
+    hf.write(tmp_path, as_written({"a": value, "b": random(2, 2)}))
+    found = load_torch(tmp_path / "model.safetensors")["a"]
+    assert found.dtype == torch.bfloat16
+    np.testing.assert_array_equal(found.float().numpy(), value.astype(np.float32))
+
+
+def test_a_failed_write_leaves_the_weights_that_were_there(tmp_path):
+    hf.write(tmp_path, as_written({"w": random(4)}))
+    before = (tmp_path / "model.safetensors").read_bytes()
+
+    def fail():
+        raise RuntimeError("lost the device")
+
+    with pytest.raises(RuntimeError):
+        hf.write(tmp_path, [*as_written({"w": random(4, seed=1)}), hf.Tensor("v", (1,), np.float32, fail)], 1)
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+def test_a_new_write_leaves_no_file_of_the_old_one(tmp_path):
+    hf.write(tmp_path, as_written(some_tensors()), 50)
+    (tmp_path / "config.json").write_text("{}")
+    hf.write(tmp_path, as_written({"w": random(4)}))
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_a_folder_that_cannot_be_written_is_a_message(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write"):
+        hf.write(tmp_path / "file", as_written({"w": random(4)}))
+
+
+MEMORY = """
+import gc, sys, threading, time
+from pathlib import Path
+import jax, ml_dtypes, numpy as np
+from jaxtune import hf
+
+def anonymous():
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("RssAnon:")[1].split()[0]) * 1024
+
+def read(folder, rows):
+    def target(shape, spec, names):
+        return hf.Target(shape, dtype, jax.NamedSharding(mesh, jax.P(*spec)), names, len(names) > 1)
+    names = tuple(f"layers.{i}" for i in range(3))
+    targets = {"layers": target((3, rows, 2048), (None, None, "fsdp"), names),
+               "embed": target((2 * rows, 2048), ("fsdp",), ("embed",))}
+    return hf.read(folder, targets, lambda name: False)
+
+small, large, dtype, devices = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+jax.config.update("jax_num_cpu_devices", devices)
+mesh = jax.make_mesh((devices,), ("fsdp",))
+jax.set_mesh(mesh)
+read(small, 64)  # what the compiler keeps for itself
+gc.collect()
+before = peak = anonymous()
+done = threading.Event()
+
+def watch():
+    global peak
+    while not done.is_set():
+        peak = max(peak, anonymous())
+        time.sleep(0.0005)
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+parameters = read(large, 6144)
+done.set()
+watcher.join()
+assert all((np.asarray(parameters["layers"][i, -1]) == i + 1).all() for i in range(3))
+size = sum(array.nbytes for array in parameters.values())
+print((peak - before - size) / parameters["embed"].nbytes)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_reading_needs_little_memory_beside_the_parameters(tmp_path):
+    def folder(name, rows, dtype):
+        tensors = {f"layers.{i}": np.full((rows, 2048), i + 1, dtype) for i in range(3)}
+        (tmp_path / name).mkdir()
+        save_file(tensors | {"embed": np.ones((2 * rows, 2048), dtype)}, tmp_path / name / "model.safetensors")
+        return tmp_path / name
+
+    for source, dtype, devices in ((BF16, "float32", 1), (BF16, "bfloat16", 1), (np.dtype(np.float32), "float32", 8)):
+        folders = [folder(f"{rows}-{source}-{dtype}", rows, source) for rows in (64, 6144)]
+        arguments = [sys.executable, "-c", MEMORY, *map(str, folders), dtype, str(devices)]
+        result = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+        assert result.returncode == 0, result.stderr
+        assert float(result.stdout) <= 1.2, f"{source} to {dtype} on {devices} devices"
+
+
+PROCESS = """
+import sys
+from pathlib import Path
+import jax, numpy as np
+from jaxtune import hf
+jax.config.update("jax_num_cpu_devices", 2)
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", 2, int(sys.argv[3]))
+mesh = jax.make_mesh((2, 2), ("data", "fsdp"))
+jax.set_mesh(mesh)
+folder = Path(sys.argv[1])
+for spec in ((None, "fsdp"), (None, ("data", "fsdp")), (None, None, "data")):
+    sharding = jax.NamedSharding(mesh, jax.P(*spec))
+    w = hf.read(folder, {"w": hf.Target((2, 8, 4), "float32", sharding, ("a", "b"), True)}, lambda name: False)["w"]
+    whole = np.stack([np.arange(32.0), -np.arange(32.0)]).reshape(2, 8, 4)
+    for shard in w.addressable_shards:
+        np.testing.assert_array_equal(shard.data, whole[shard.index])
+gather = jax.jit(lambda array: array, out_shardings=jax.NamedSharding(mesh, jax.P()))
+hf.write(folder / "out", [hf.Tensor("w", w.shape, w.dtype, lambda: np.asarray(gather(w)))])
+"""
+
+
+def test_two_processes_read_their_shards_and_the_first_writes(tmp_path):
+    a = np.arange(32, dtype=np.float32).reshape(8, 4)
+    save_file({"a": a, "b": -a}, tmp_path / "model.safetensors")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-c", textwrap.dedent(PROCESS), str(tmp_path), port]
+    processes = [
+        subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for i in range(2)
+    ]
+    for process in processes:
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, output
+    np.testing.assert_array_equal(load_file(tmp_path / "out/model.safetensors")["w"], np.stack([a, -a]))
