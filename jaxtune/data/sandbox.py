@@ -120,6 +120,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def watch(self, iterable: Iterable[Any]) -> Iterator[Any]:
         for item in iterable:
+            self.check_clock()
             yield item
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:

@@ -261,8 +261,12 @@ def _place(
 ) -> Shaped[Array, "..."]:
     """Put a chunk at the same place of every shard."""
 
+    bits = jnp.dtype(f"uint{8 * array.itemsize}")  # XLA on CPU would convert a whole bfloat16 array to place a part
+
     def place(shard, chunk, start):
-        return jax.lax.dynamic_update_slice(shard, chunk.astype(shard.dtype), tuple(start))
+        chunk = jax.lax.bitcast_convert_type(chunk.astype(shard.dtype), bits)
+        placed = jax.lax.dynamic_update_slice(jax.lax.bitcast_convert_type(shard, bits), chunk, tuple(start))
+        return jax.lax.bitcast_convert_type(placed, shard.dtype)
 
     specs = (sharding.spec, sharding.spec, jax.P())
     return jax.shard_map(place, mesh=sharding.mesh, in_specs=specs, out_specs=sharding.spec)(array, chunk, start)

@@ -114,7 +114,9 @@ def test_a_hostile_file_is_named(folder, content):
     ],
 )
 def test_a_shard_name_that_leads_elsewhere_is_refused(folder, name):
-    save_file({"a": np.ones(SHAPES["a"], np.float32)}, folder.parent / "outside.safetensors")
+    (folder / "sub").mkdir()
+    for file in (folder.parent / "outside.safetensors", folder / "sub/file.safetensors", folder / "pytorch_model.bin"):
+        save_file({"a": np.ones(SHAPES["a"], np.float32)}, file)
     write_index(folder, FILES | {"a": name})
     with pytest.raises(UserError):
         read(folder)

@@ -59,8 +59,8 @@ def test_every_shard_holds_its_part(tmp_path, spec, stacked):
             np.testing.assert_array_equal(shard.data, wanted[name][shard.index])
 
 
-@given(rows=st.integers(1, 40), padding=st.integers(0, 20), columns=st.integers(1, 5), chunk=st.integers(1, 500))
-@settings(max_examples=15, deadline=None)
+@given(rows=st.integers(1, 400), padding=st.integers(0, 100), columns=st.integers(1, 3), chunk=st.integers(1, 500))
+@settings(max_examples=20, deadline=None)
 def test_any_size_in_any_chunks_is_read_whole_and_padded_with_zeros(tmp_path_factory, rows, padding, columns, chunk):
     folder = tmp_path_factory.mktemp("model")
     tensor = random(rows, columns)
@@ -159,7 +159,17 @@ def test_shards_keep_to_the_limit_and_the_index_finds_every_tensor(tmp_path_fact
             assert index["weight_map"][name] == file.name and value.tobytes() == tensors[name].tobytes()
 
 
-def test_transformers_and_torch_read_what_is_written(tmp_path):
+def test_every_tensor_is_aligned_to_its_items(tmp_path):
+    hf.write(tmp_path, as_written(some_tensors()))
+    content = (tmp_path / "model.safetensors").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    assert header.pop("__metadata__") == {"format": "pt"}
+    for entry in header.values():
+        assert (8 + length + entry["data_offsets"][0]) % (4 if entry["dtype"] == "F32" else 2) == 0
+
+
+def test_torch_reads_what_is_written(tmp_path):
     torch = pytest.importorskip("torch")
     from safetensors.torch import load_file as load_torch
 

@@ -1,0 +1,200 @@
+"""The same training steps by jaxtune and by transformers + peft on a CPU, interleaved: ratio of times, and both peak RSS.
+
+    python benchmarks/cpu_vs_hf.py [--steps 7]
+
+Every system has a process of its own, so that its peak memory is its own; steps alternate between the two, so that
+whatever else the machine does hits both. Both read one random Qwen3 and train on the same tokens with AdamW and
+gradient clipping in float32.
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+MODEL = {
+    "vocab_size": 32_000,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+}
+ROWS, SEQUENCE, RANK, RATE = 4, 512, 16, 1e-4
+RESULTS = Path(__file__).parent / "results" / "cpu_vs_hf.json"
+
+
+def hf_step(folder: str, lora: bool, remat: bool):
+    """A function that makes one step of transformers (+ peft) and returns the loss."""
+    import numpy as np
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    model.config.use_cache = False
+    if remat:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if lora:
+        import peft
+
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+        )
+    model.train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=RATE)
+    tokens = torch.tensor(np.random.default_rng(0).integers(0, MODEL["vocab_size"], (ROWS, SEQUENCE)))
+
+    def step() -> float:
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def jaxtune_step(folder: str, lora: bool, remat: bool):
+    """The same by jaxtune's own step."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from jaxtune import state as states
+    from jaxtune.config.schema import Config, Data, Lora, Mesh, Model, Optim
+    from jaxtune.objectives.cross_entropy import cross_entropy
+    from jaxtune.optim.build import build
+    from jaxtune.parallel.layout import TOKENS
+    from jaxtune.parallel.mesh import make_mesh
+    from jaxtune.precision.recipes import RECIPES
+    from jaxtune.step import accumulated_gradients, initial_state, make_train_step
+
+    mesh = make_mesh(Mesh())
+    config = Config(
+        model=Model(path=folder, dtype="float32"),
+        data=Data(seq_len=SEQUENCE),
+        lora=Lora(enabled=lora, rank=RANK, alpha=2.0 * RANK),
+    )
+    model = states.declare_model(config, mesh)
+    recipe = RECIPES["fp32"]
+    optimizer = build(Optim(weight_decay=0.01), {name: model.hf_names(name) for name in model.trained})
+    gradients = accumulated_gradients(model.graph, cross_entropy, recipe, "block" if remat else "none", 0)
+    train_step = jax.jit(
+        make_train_step(gradients, optimizer, lambda _: jnp.float32(RATE), 1.0, recipe), donate_argnums=0
+    )
+    state = initial_state(optimizer, states.initial_parameters(model, config))
+    frozen = states.frozen_parameters(model, config)
+    tokens = np.random.default_rng(0).integers(0, MODEL["vocab_size"], (1, ROWS, SEQUENCE)).astype(np.int32)
+    shifted = np.roll(tokens, -1, axis=2)
+    fields = {
+        "tokens": tokens,
+        "targets": shifted,
+        "positions": np.broadcast_to(np.arange(SEQUENCE, dtype=np.int32), tokens.shape),
+        "segment_ids": np.ones_like(tokens),
+        "key_start": np.zeros_like(tokens),
+        "loss_weight": np.broadcast_to(np.arange(SEQUENCE) < SEQUENCE - 1, tokens.shape).astype(np.float32),
+    }
+    batch = {name: jax.device_put(x, jax.NamedSharding(mesh, jax.P(None, *TOKENS))) for name, x in fields.items()}
+    rows = np.arange(ROWS, dtype=np.int32)[None]
+    batch["row"] = jax.device_put(rows, jax.NamedSharding(mesh, jax.P(None, TOKENS[0])))
+
+    def step() -> float:
+        nonlocal state
+        state, metrics = train_step(state, frozen, batch)
+        return metrics["loss"].item()
+
+    return step
+
+
+def serve(system: str, folder: str, lora: bool, remat: bool) -> None:
+    """Make a step for each line on standard input; answer with seconds, loss and peak RSS in MB."""
+    step = (jaxtune_step if system == "jaxtune" else hf_step)(folder, lora, remat)
+    for _ in sys.stdin:
+        begin = time.perf_counter()
+        loss = step()
+        seconds = time.perf_counter() - begin
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+        print(json.dumps({"seconds": seconds, "loss": loss, "peak_rss_mb": peak}), flush=True)
+
+
+def compare(folder: str, lora: bool, remat: bool, steps: int) -> dict:
+    """Steps of both systems in turn; the first of each compiles or warms up, and is not counted."""
+    systems = {}
+    for system in ("jaxtune", "hf"):
+        command = [sys.executable, __file__, "--serve", system, "--folder", folder]
+        command += ["--lora"] * lora + ["--remat"] * remat
+        systems[system] = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}
+        )
+    answers = {system: [] for system in systems}
+    for _ in range(steps + 1):
+        for system, process in systems.items():
+            process.stdin.write("step\n")
+            process.stdin.flush()
+            answers[system].append(json.loads(process.stdout.readline()))
+    for process in systems.values():
+        process.stdin.close()
+        process.wait()
+    best = {system: min(answer["seconds"] for answer in found[1:]) for system, found in answers.items()}
+    peak = {system: found[-1]["peak_rss_mb"] for system, found in answers.items()}
+    first_losses = [found[0]["loss"] for found in answers.values()]
+    assert abs(first_losses[0] - first_losses[1]) < 1e-4, f"not the same work: {first_losses}"
+    return {
+        "step": "LoRA" if lora else "full",
+        "remat": remat,
+        "seconds": best,
+        "time_ratio": best["jaxtune"] / best["hf"],
+        "peak_rss_mb": peak,
+        "rss_ratio": peak["jaxtune"] / peak["hf"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--only", choices=["lora", "full"])
+    parser.add_argument("--serve")
+    parser.add_argument("--folder")
+    parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--remat", action="store_true")
+    options = parser.parse_args()
+    if options.serve:
+        serve(options.serve, options.folder, options.lora, options.remat)
+        return
+    import torch
+    import transformers
+
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**MODEL)).save_pretrained(folder)
+        print(f"{ROWS} x {SEQUENCE} tokens, load {os.getloadavg()[0]:.2f}; best of {options.steps}")
+        print(f"{'step':<6}{'remat':<7}{'jaxtune s':>10}{'hf s':>8}{'ratio':>7}{'jaxtune MB':>12}{'hf MB':>8}{'ratio':>7}")
+        results = []
+        for lora in (True, False):
+            if options.only and lora != (options.only == "lora"):
+                continue
+            for remat in (False, True):
+                row = compare(folder, lora, remat, options.steps)
+                results.append(row)
+                seconds, peak = row["seconds"], row["peak_rss_mb"]
+                print(
+                    f"{row['step']:<6}{row['remat']!s:<7}{seconds['jaxtune']:>10.2f}{seconds['hf']:>8.2f}"
+                    f"{row['time_ratio']:>7.2f}{peak['jaxtune']:>12.0f}{peak['hf']:>8.0f}{row['rss_ratio']:>7.2f}",
+                    flush=True,
+                )
+    if not options.only:
+        RESULTS.write_text(json.dumps({"model": MODEL, "rows": ROWS, "sequence": SEQUENCE, "results": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
