@@ -46,21 +46,21 @@ def get_config():
 
     config.data.datasets = (dataset(path=sysconfig.get_paths()["stdlib"], glob="*.py", type="text"),)
     config.data.validation_split = 0.05
-    config.data.seq_len = 512
+    config.data.seq_len = 256
 
-    config.train.max_steps = 300
-    config.train.micro_batch_size = 8
-    config.memory.remat = "none"
+    config.train.max_steps = 500
+    config.train.micro_batch_size = 4
 
-    config.optim.learning_rate = 3e-3
+    config.optim.learning_rate = 5e-3
     config.optim.schedule = "cosine"
     config.optim.warmup_steps = 20
     config.optim.weight_decay = 0.1
     config.optim.beta2 = 0.95
 
     config.eval.steps = 100
+    config.eval.max_batches = 20
     config.eval.sample_prompt = "def "
-    config.log.every = 10
+    config.log.every = 20
     config.log.next_command = "python -m jaxtune.train --config=configs/quickstart_lora.py"
     return config
 

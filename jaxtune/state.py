@@ -139,7 +139,7 @@ def frozen_parameters(model: Model, config: Config) -> Parameters:
 
 def _read_adapters(model: Model, config: Config) -> Parameters:
     """The adapter of lora.path, which must be of the rank, scale and targets that the config asks for."""
-    adapter = hf.read_adapter(Path(config.lora.path or ""))
+    adapter = hf.read_adapter(hf.resolve(config.lora.path or "", holds="adapter_config.json"))
     for key, found in (("rank", adapter.rank), ("alpha", adapter.alpha), ("use_rslora", adapter.use_rslora)):
         if found != getattr(config.lora, key):
             raise UserError(

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from jaxtune.models.attention import Attend
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.spec import ModelSpec, stacks
-from jaxtune.parallel.layout import P
+from jaxtune.parallel.layout import P, TOKENS
 from pallas_kernels.flash_attention import Mask
 from pallas_kernels.flash_attention.reference import dense_attention, visible
 
@@ -29,11 +29,14 @@ def attend_cached(index: Int[Array, ""]) -> Attend:
 
     def attend(q: Array, k: Array, v: Array, window: int | None, cache: Any) -> tuple[Array, Any]:
         keys, values = cache
+        layout = jax.typeof(q).sharding.spec
+        q, k, v = (jax.reshard(x, P()) for x in (q, k, v))  # decoding is not sharded: the mesh is one device
         keys = jax.lax.dynamic_update_slice(keys, k.astype(keys.dtype), (0, index, 0, 0))
         values = jax.lax.dynamic_update_slice(values, v.astype(values.dtype), (0, index, 0, 0))
         queries = index + jnp.broadcast_to(jnp.arange(q.shape[1]), q.shape[:2])
         seen = visible(queries, jnp.arange(keys.shape[1]), jnp.zeros_like(queries), Mask(window=window))
-        return dense_attention(q, keys, values, seen, q.shape[-1] ** -0.5), (keys, values)
+        attended = dense_attention(q, keys, values, seen, q.shape[-1] ** -0.5)
+        return jax.reshard(attended, layout), (keys, values)
 
     return attend
 
@@ -50,10 +53,11 @@ def next_logits(
 
     Tokens after `last` are padding: nothing sees them before they are overwritten.
     """
-    positions = index + jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    tokens = jax.reshard(tokens, TOKENS)
+    positions = jax.reshard(index + jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), TOKENS)
     hidden, cache = decoder(tokens, positions, attend_cached(index), dtype=dtype, cache=cache)
-    at_last = jax.lax.dynamic_index_in_dim(hidden, last, axis=1, keepdims=False)
-    head = decoder.head_weight.astype(dtype)
+    at_last = jax.lax.dynamic_index_in_dim(jax.reshard(hidden, P()), last, axis=1, keepdims=False)
+    head = jax.reshard(decoder.head_weight.astype(dtype), P())
     logits = jnp.einsum("bd,vd->bv", at_last, head, preferred_element_type=jnp.float32, out_sharding=P())
     return logits[:, : decoder.spec.vocabulary], cache
 

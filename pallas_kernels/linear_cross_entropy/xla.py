@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-# Float32 logits of one tile, in elements: 256 MiB.
-TILE_ELEMENTS = 2**26
+# Float32 logits of one tile: 64 MiB, or this many tokens where the vocabulary is so large that the tile would be thin.
+TILE_ELEMENTS, FEWEST_TOKENS = 2**24, 512
 
 
 def linear_cross_entropy(
@@ -31,7 +31,7 @@ def linear_cross_entropy(
     zero gradient that costs nothing. Inside a shard_map, `vocabulary_axis` names the mesh axis over which the head's
     rows are sharded; targets stay global. `tile` is the number of tokens at once (default: from the sizes).
     """
-    most = tile or max(128, TILE_ELEMENTS // head.shape[0])
+    most = tile or max(FEWEST_TOKENS, TILE_ELEMENTS // head.shape[0])
     tiles = -(-hidden.shape[0] // most)
     size = -(-hidden.shape[0] // tiles)
     pad = tiles * size - hidden.shape[0]

@@ -79,8 +79,10 @@ def test_any_size_in_any_chunks_is_read_whole_and_padded_with_zeros(tmp_path_fac
 def test_dtypes_convert_as_numpy_does_and_keep_every_bit_of_their_own(tmp_path, source, dtype):
     patterns = np.arange(2**16, dtype=np.uint16)  # every number of 16 bits, subnormal ones too
     tensor = patterns.view(source) if np.dtype(source).itemsize == 2 else (patterns.view(np.int16) * 1e-9).astype("f4")
-    with np.errstate(invalid="ignore"):
-        tensor = np.where(np.isnan(tensor), np.zeros_like(tensor), tensor).reshape(256, 256)
+    tensor = tensor.reshape(256, 256)
+    if source != np.dtype(dtype):  # a NaN stays one, with which bits is not promised
+        with np.errstate(invalid="ignore"):
+            tensor = np.where(np.isnan(tensor), np.zeros_like(tensor), tensor)
     save_file({"w": tensor}, tmp_path / "model.safetensors")
     array = np.asarray(read(tmp_path, {"w": target(mesh_of(fsdp=1), (256, 256), dtype, "w")})["w"])
     bits = np.dtype(f"u{array.itemsize}")
