@@ -90,7 +90,7 @@ def declare_model(config: Config, mesh: jax.sharding.Mesh, train: bool = True) -
     elif config.train.freeze is not None:
         spec = freeze(spec, config.train.freeze)
     graph, parameters = declare(spec)
-    complaints = undivided(parameters, mesh)
+    complaints = undivided(spec, parameters, mesh)
     if complaints:
         raise UserError("\n  ".join(["the mesh does not divide the model:", *complaints]))
 

@@ -27,7 +27,16 @@ def test_the_commands_of_the_readme_in_a_row(tmp_path, monkeypatch):
     run("jaxtune.export", "--run=runs/quickstart_lora", "--output=adapter", "--format=peft")
     run("jaxtune.export", "--run=runs/quickstart_lora", "--output=merged", "--merge")
     text = run("jaxtune.generate", "--model=merged", "--prompt=def ", "--max_new_tokens=40", "--temperature=0")
-    assert run("jaxtune.generate", "--model=runs/quickstart_lora", "--prompt=def ", "--max_new_tokens=40", "--temperature=0") == text
+    assert (
+        run(
+            "jaxtune.generate",
+            "--model=runs/quickstart_lora",
+            "--prompt=def ",
+            "--max_new_tokens=40",
+            "--temperature=0",
+        )
+        == text
+    )
     evaluated = run("jaxtune.evaluate", "--config=configs/quickstart_lora.py", "--run=runs/quickstart_lora")
     assert f"eval_loss {lora[-1]:.4f}" in evaluated
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -10,6 +11,7 @@ from jaxtune.models.linear import Linear, Noise
 from jaxtune.models.norm import RMSNorm
 from jaxtune.models.rope import rotate
 from jaxtune.models.spec import Layer, ModelSpec
+from jaxtune.parallel import layout
 
 # (queries, keys, values, window, this layer's cache) -> (attended, the cache afterwards). Training attends within
 # packed rows and has no cache; generation attends to its cache. Neither knows the projections.
@@ -46,12 +48,14 @@ class Attention(nnx.Module):
         self, x: Float[Array, "b s d"], inputs: Inputs, cache: Any, noise: Noise | None
     ) -> tuple[Float[Array, "b s d"], Any]:
         """Attended activations and this layer's cache afterwards."""
-        by_head = (*x.shape[:2], -1, self.head_dim)
-        q = self.q(x, noise).reshape(by_head)
-        k = self.k(x, noise).reshape(by_head)
-        v = self.v(x, noise).reshape(by_head)
+        q, k, v = (self._by_head(linear(x, noise)) for linear in (self.q, self.k, self.v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, inputs.cos, inputs.sin), rotate(k, inputs.cos, inputs.sin)
         attended, cache = inputs.attend(q, k, v, self.window, cache)
-        return self.o(attended.reshape(*x.shape[:2], -1), noise), cache
+        merged = jnp.reshape(attended, (*x.shape[:2], -1), out_sharding=layout.spec("batch", "positions", "heads"))
+        return self.o(merged, noise), cache
+
+    def _by_head(self, x: Float[Array, "b s hd"]) -> Float[Array, "b s h d"]:
+        shape = (*x.shape[:2], -1, self.head_dim)
+        return jnp.reshape(x, shape, out_sharding=layout.spec("batch", "positions", "heads", None))

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from jaxtune.models.attention import Attend
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.spec import ModelSpec, stacks
-from jaxtune.parallel.layout import P, TOKENS
+from jaxtune.parallel.layout import TOKENS, P
 from pallas_kernels.flash_attention import Mask
 from pallas_kernels.flash_attention.reference import dense_attention, visible
 

@@ -73,14 +73,14 @@ def randomize(parameters: dict[str, Parameter], dtypes: dict[str, jnp.dtype], se
     return jax.jit(make_all, out_shardings={name: p.sharding for name, p in parameters.items()})()
 
 
-def undivided(parameters: dict[str, Parameter], mesh: jax.sharding.Mesh) -> list[str]:
-    """Complaints about dimensions that the mesh does not divide, with the sizes that would."""
-    complaints = {}
-    for parameter in parameters.values():
-        for size, name, axis in zip(parameter.shape, parameter.axes, layout_spec(*parameter.axes)):
-            if axis is not None and size % mesh.shape[axis]:
-                fits = [n for n in range(1, mesh.size + 1) if size % n == 0]
-                complaints[name, size] = (
-                    f"mesh.{axis}={mesh.shape[axis]} does not divide {name}={size} of {parameter.local}; would: {fits}"
-                )
-    return list(complaints.values())
+def undivided(spec: ModelSpec, parameters: dict[str, Parameter], mesh: jax.sharding.Mesh) -> list[str]:
+    """Complaints about dimensions that the mesh does not divide, each with the sizes that would."""
+    sizes = {("heads", spec.heads), ("kv_heads", spec.kv_heads)}  # a head is never split
+    sizes |= {(name, size) for p in parameters.values() for name, size in zip(p.axes, p.shape) if name is not None}
+    complaints = []
+    for name, size in sorted(sizes):
+        (axis,) = layout_spec(name)
+        if isinstance(axis, str) and size % mesh.shape[axis]:
+            fits = [n for n in range(1, mesh.size + 1) if size % n == 0]
+            complaints.append(f"mesh.{axis}={mesh.shape[axis]} does not divide {name}={size}; these would: {fits}")
+    return complaints

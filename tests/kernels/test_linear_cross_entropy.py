@@ -24,12 +24,12 @@ def inputs(tokens, hidden, vocabulary, seed=0):
 
 
 @given(
-    tokens=st.integers(1, 90),
-    vocabulary=st.integers(2, 300),
-    tile=st.none() | st.integers(1, 64),
+    tokens=st.sampled_from([1, 50, 89]),
+    vocabulary=st.sampled_from([2, 256, 300]),
+    tile=st.sampled_from([None, 1, 16]),
     seed=st.integers(0, 9),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_loss_and_gradients_equal_the_reference(tokens, vocabulary, tile, seed):
     hidden, head, targets, weight = inputs(tokens, 16, vocabulary, seed)
 

@@ -1,0 +1,41 @@
+"""Documents packed into a row are computed as if each were alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import logits, make_batch, read, tokens, torch_model
+
+from jaxtune.models.decoder import bind
+from jaxtune.objectives.cross_entropy import cross_entropy
+
+
+@pytest.mark.parametrize("family", ["qwen3, a period of two", "llama, llama3 rope, untied, biases"])
+def test_packed_equals_unpacked(family, one_device, tmp_path):
+    torch_model(family, tmp_path)
+    model, parameters, _ = read(tmp_path, one_device)
+    lengths = [1, 20, 7, 30]
+    rows = tokens(1, 64)  # the last 6 positions are padding
+    packed = make_batch(rows, one_device, lengths)
+
+    @jax.jit
+    def total(parameters, batch):
+        with jax.default_matmul_precision("highest"):
+            decoder = bind(model.graph, parameters)
+            options = {"noise": None, "dtype": jnp.float32, "remat": "none", "head_gradient": True}
+            return cross_entropy(decoder, batch, **options)[0]
+
+    together = logits(model, parameters, packed)
+    loss, gradients = jax.value_and_grad(total)(parameters, packed)
+    alone_loss, alone_gradients, start = 0.0, jax.tree.map(jnp.zeros_like, parameters), 0
+    for length in lengths:
+        alone = np.zeros_like(rows)
+        alone[:, :length] = rows[:, start : start + length]
+        batch = make_batch(alone, one_device, [length])
+        assert np.abs(logits(model, parameters, batch)[:, :length] - together[:, start : start + length]).max() <= 1e-5
+        part, part_gradients = jax.value_and_grad(total)(parameters, batch)
+        alone_loss, alone_gradients = alone_loss + part, jax.tree.map(jnp.add, alone_gradients, part_gradients)
+        start += length
+    assert abs(float(loss) - float(alone_loss)) <= 1e-5 * float(loss)
+    for name, gradient in alone_gradients.items():
+        assert jnp.abs(gradients[name] - gradient).max() <= 1e-5 * (jnp.abs(gradient).max() + 1e-6), name

@@ -1,0 +1,34 @@
+"""Which layers are scanned together."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxtune.models.spec import Layer, stacks
+
+A, B = Layer(), Layer(window=8)
+
+
+def test_equal_layers_are_one_stack():
+    (stack,) = stacks((A,) * 32)
+    assert (stack.first, stack.period, stack.repeats) == (0, (A,), 32)
+
+
+def test_unlike_halves_are_two_stacks():
+    assert [(s.first, s.period, s.repeats) for s in stacks((B, B, A, A))] == [(0, (B,), 2), (2, (A,), 2)]
+
+
+def test_a_repeating_pattern_scans_its_period():
+    (stack,) = stacks((B, B, B, A) * 6)
+    assert (stack.period, stack.repeats) == ((B, B, B, A), 6)
+    assert stack.layer_numbers(3) == [3, 7, 11, 15, 19, 23]
+
+
+@given(st.lists(st.sampled_from([A, B, Layer(window=4)]), min_size=1, max_size=24))
+def test_every_layer_is_in_exactly_one_place(layers):
+    found = {}
+    for stack in stacks(tuple(layers)):
+        for position, layer in enumerate(stack.period):
+            for number in stack.layer_numbers(position):
+                assert number not in found
+                found[number] = layer
+    assert [found[number] for number in range(len(layers))] == layers

@@ -1,0 +1,169 @@
+"""The step: AdamW as torch has it, clipping, decay by name, steps that are not finite, dropout, program size."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from models import make_batch, tokens
+
+from jaxtune.config.schema import Lora, Optim
+from jaxtune.errors import UserError
+from jaxtune.lora.inject import inject
+from jaxtune.models.freeze import freeze
+from jaxtune.models.linear import dropout
+from jaxtune.models.parameters import declare, randomize
+from jaxtune.models.spec import Layer, ModelSpec, Rope
+from jaxtune.objectives.cross_entropy import cross_entropy
+from jaxtune.optim.build import build
+from jaxtune.precision.recipes import RECIPES
+from jaxtune.step import State, Summed, accumulated_gradients, initial_state, make_train_step
+
+SPEC = ModelSpec(
+    family="qwen3",
+    vocabulary=320,
+    hidden=16,
+    intermediate=32,
+    heads=2,
+    kv_heads=1,
+    head_dim=8,
+    layers=(Layer(),) * 4,
+    rope=Rope(1e4),
+    norm_epsilon=1e-6,
+    max_positions=4096,
+    tied=True,
+    qk_norm=True,
+)
+
+
+def compiled_step(spec, batch, mesh, remat="block"):
+    """Optimised HLO of a whole LoRA step."""
+    graph, declared = declare(spec)
+    abstract = {name: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=p.sharding) for name, p in declared.items()}
+    trained = {name: abstract[name] for name in abstract if declared[name].trained}
+    frozen = {name: abstract[name] for name in abstract if not declared[name].trained}
+    optimizer = build(Optim(), {name: (name,) * max(1, len(declared[name].layers)) for name in trained})
+    gradients = accumulated_gradients(graph, cross_entropy, RECIPES["fp32"], remat, 0)
+    step = make_train_step(gradients, optimizer, lambda _: jnp.float32(1e-3), 1.0, RECIPES["fp32"])
+    state = jax.eval_shape(lambda trained: initial_state(optimizer, trained), trained)
+    return jax.jit(step).lower(state, frozen, batch).compile().as_text()
+
+
+def test_the_program_does_not_grow_with_the_layers(one_device):
+    batch = jax.tree.map(lambda x: x[None], make_batch(tokens(1, 32), one_device))
+
+    def instructions(layers: int) -> int:
+        spec = inject(dataclasses.replace(SPEC, layers=(Layer(),) * layers), Lora(enabled=True, rank=2))
+        return len(re.findall(r"^\s*(?:ROOT )?%?[\w.\-]+ = ", compiled_step(spec, batch, one_device), re.M))
+
+    assert instructions(32) <= 1.05 * instructions(4)
+
+
+def test_no_array_is_sequence_by_sequence(one_device):
+    batch = jax.tree.map(lambda x: x[None], make_batch(tokens(1, 2048), one_device))
+    text = compiled_step(inject(SPEC, Lora(enabled=True, rank=2)), batch, one_device)
+    assert not re.search(r"\[[\d,]*2048,2048[\],]", text)
+
+
+def step_on(gradient_of, optim: Optim, parameters, names, max_norm=0.0, steps=5):
+    """Parameters after steps whose gradient is `gradient_of(step)`."""
+    optimizer = build(optim, names)
+
+    def gradients(trained, frozen, batch, step):
+        return Summed(gradient_of(step), jnp.float32(1.0), jnp.int32(1))
+
+    step = make_train_step(gradients, optimizer, lambda _: jnp.float32(optim.learning_rate), max_norm, RECIPES["fp32"])
+    state = initial_state(optimizer, parameters)
+    batch = {"segment_ids": jnp.ones((1, 1, 1), jnp.int32)}
+    found = []
+    for _ in range(steps):
+        state, metrics = jax.jit(step)(state, {}, batch)
+        found.append(metrics)
+    return state, found
+
+
+def test_adamw_equals_torch():
+    torch = pytest.importorskip("torch", reason="the reference is torch's AdamW (Python 3.11 here)")
+    rng = np.random.default_rng(0)
+    start = rng.normal(size=(3, 4)).astype(np.float32)
+    grads = rng.normal(size=(5, 3, 4)).astype(np.float32)
+    optim = Optim(learning_rate=1e-2, weight_decay=0.1, beta2=0.95, epsilon=1e-6)
+    parameter = torch.nn.Parameter(torch.tensor(start))
+    reference = torch.optim.AdamW([parameter], lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-6)
+    for grad in grads:
+        parameter.grad = torch.tensor(grad) * 2.0
+        torch.nn.utils.clip_grad_norm_([parameter], 1.5)
+        reference.step()
+    names = {"w": ("model.layers.0.mlp.up_proj.weight",) * 3}
+    state, metrics = step_on(lambda s: {"w": jnp.asarray(grads)[s] * 2.0}, optim, {"w": jnp.asarray(start)}, names, 1.5)
+    np.testing.assert_allclose(state.trained["w"], parameter.detach().numpy(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(metrics[0]["grad_norm"], 2 * np.linalg.norm(grads[0]), rtol=1e-6)
+
+
+def test_decay_is_chosen_by_name_and_layer():
+    names = {
+        "stacked": tuple(f"model.layers.{i}.mlp.up_proj.weight" for i in range(3)),
+        "norm": ("model.norm.weight",),
+    }
+    start = {"stacked": jnp.ones((3, 2, 2)), "norm": jnp.ones((2,))}
+    zeros = jax.tree.map(jnp.zeros_like, start)
+    optim = Optim(learning_rate=0.1, weight_decay=0.5, no_decay=r"norm|layers\.1\.")
+    state, _ = step_on(lambda _: zeros, optim, start, names, steps=1)
+    np.testing.assert_allclose(state.trained["norm"], 1.0)
+    np.testing.assert_allclose(state.trained["stacked"][:, 0, 0], [0.95, 1.0, 0.95], rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_a_step_that_is_not_finite_changes_nothing(bad):
+    start = {"w": jnp.arange(4.0)}
+    names = {"w": ("w",)}
+    before, _ = step_on(lambda _: {"w": jnp.ones(4)}, Optim(), start, names, steps=2)
+    after, metrics = step_on(
+        lambda step: {"w": jnp.where(step < 2, 1.0, bad) * jnp.ones(4)}, Optim(), start, names, steps=3
+    )
+    assert int(after.step) == 3 and not np.isfinite(metrics[-1]["grad_norm"])
+    before, after = (State(0, state.trained, state.optimizer) for state in (before, after))
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+def test_dropout_depends_on_the_row_not_on_its_place(one_device):
+    x = jax.device_put(jnp.ones((4, 8, 16)), jax.NamedSharding(one_device, jax.P(("data", "fsdp"), "sequence", None)))
+    rows = jnp.array([5, 9, 2, 7])
+    key = jax.random.key(0)
+    found = dropout(x, 0.5, key, rows)
+    again = dropout(x, 0.5, key, rows[::-1])
+    np.testing.assert_array_equal(found, again[::-1])
+    assert 0.3 < float((found == 0).mean()) < 0.7
+    assert set(np.unique(found)) == {0.0, 2.0}
+
+
+def test_a_frozen_layer_is_not_trained():
+    spec = freeze(SPEC, r"embed_tokens|layers\.0\.")
+    _, declared = declare(spec)
+    assert not declared["embed.weight"].trained
+    assert {p.layers: p.trained for p in declared.values() if p.local == "mlp.up.weight"} == {
+        (0,): False,
+        (1, 2, 3): True,
+    }
+    with pytest.raises(UserError, match=r"train\.freeze.*matches none"):
+        freeze(SPEC, "no_such_layer")
+    with pytest.raises(UserError, match="nothing is left"):
+        freeze(SPEC, "model")
+
+
+def test_random_weights_depend_on_neither_stack_nor_mesh(one_device):
+    def weights(spec):
+        _, declared = declare(spec)
+        values = randomize(declared, dict.fromkeys(declared, jnp.dtype("float32")), seed=3)
+        return {
+            (p.local, layer): np.asarray(values[name][i])
+            for name, p in declared.items()
+            for i, layer in enumerate(p.layers)
+        }
+
+    split = dataclasses.replace(SPEC, layers=(Layer(window=4), *SPEC.layers[1:]))
+    jax.tree.map(np.testing.assert_array_equal, weights(SPEC), weights(split))
+    assert optax.tree.norm(weights(SPEC)) > 0
