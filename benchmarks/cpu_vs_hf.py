@@ -1,4 +1,4 @@
-"""The same training steps by jaxtune and by transformers + peft on a CPU, interleaved: ratio of times, and both peak RSS.
+"""The same steps by jaxtune and by transformers + peft on a CPU, interleaved: ratio of times, and both peak RSS.
 
     python benchmarks/cpu_vs_hf.py [--steps 7]
 
@@ -133,8 +133,9 @@ def compare(folder: str, lora: bool, remat: bool, steps: int) -> dict:
     for system in ("jaxtune", "hf"):
         command = [sys.executable, __file__, "--serve", system, "--folder", folder]
         command += ["--lora"] * lora + ["--remat"] * remat
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
         systems[system] = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
     answers = {system: [] for system in systems}
     for _ in range(steps + 1):
@@ -178,7 +179,8 @@ def main() -> None:
         torch.manual_seed(0)
         transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**MODEL)).save_pretrained(folder)
         print(f"{ROWS} x {SEQUENCE} tokens, load {os.getloadavg()[0]:.2f}; best of {options.steps}")
-        print(f"{'step':<6}{'remat':<7}{'jaxtune s':>10}{'hf s':>8}{'ratio':>7}{'jaxtune MB':>12}{'hf MB':>8}{'ratio':>7}")
+        columns = ("step", "remat", "jaxtune s", "hf s", "ratio", "jaxtune MB", "hf MB", "ratio")
+        print("".join(f"{column:>11}" for column in columns))
         results = []
         for lora in (True, False):
             if options.only and lora != (options.only == "lora"):
@@ -187,13 +189,12 @@ def main() -> None:
                 row = compare(folder, lora, remat, options.steps)
                 results.append(row)
                 seconds, peak = row["seconds"], row["peak_rss_mb"]
-                print(
-                    f"{row['step']:<6}{row['remat']!s:<7}{seconds['jaxtune']:>10.2f}{seconds['hf']:>8.2f}"
-                    f"{row['time_ratio']:>7.2f}{peak['jaxtune']:>12.0f}{peak['hf']:>8.0f}{row['rss_ratio']:>7.2f}",
-                    flush=True,
-                )
+                times = f"{seconds['jaxtune']:>11.2f}{seconds['hf']:>11.2f}{row['time_ratio']:>11.2f}"
+                sizes = f"{peak['jaxtune']:>11.0f}{peak['hf']:>11.0f}{row['rss_ratio']:>11.2f}"
+                print(f"{row['step']:>11}{row['remat']!s:>11}{times}{sizes}", flush=True)
     if not options.only:
-        RESULTS.write_text(json.dumps({"model": MODEL, "rows": ROWS, "sequence": SEQUENCE, "results": results}, indent=1))
+        found = {"model": MODEL, "rows": ROWS, "sequence": SEQUENCE, "results": results}
+        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

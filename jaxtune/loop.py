@@ -128,11 +128,14 @@ def train(
         if save or evaluate:
             with goodput.measure("step"):
                 report()
-        if evaluate and (done or not stopping):  # whoever asks to stop will not wait for an evaluation
+        if (
+            hooks.evaluate and evaluate and (done or not stopping)
+        ):  # whoever asks to stop will not wait for an evaluation
             with goodput.measure("eval"):
                 values = hooks.evaluate(state)
             watch.metrics.write(position.step, values)
-            watch.progress.message("  ".join([f"step {position.step}", *(f"{k} {v:.4f}" for k, v in values.items())]))
+            numbers = (f"{name} {value:.4f}" for name, value in values.items())
+            watch.progress.message("  ".join([f"step {position.step}", *numbers]))
         if save:
             with goodput.measure("save"):
                 hooks.save(state, position)

@@ -19,7 +19,7 @@ def configure(config: Config) -> None:
     if config.train.deterministic:
         os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *DETERMINISTIC_FLAGS]).strip()
     multihost.initialize()
-    if jax.config.jax_compilation_cache_dir is None:
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(Path(config.train.output_dir) / "cache" / "xla"))
 
 

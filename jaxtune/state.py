@@ -20,6 +20,7 @@ from jaxtune.models.decoder import Parameters
 from jaxtune.models.freeze import freeze
 from jaxtune.models.parameters import Parameter, declare, randomize, undivided
 from jaxtune.models.spec import ModelSpec
+from jaxtune.monitor.throughput import Work
 
 log = logging.getLogger("jaxtune")
 LARGE = 2**20  # elements; a smaller parameter may stay whole on every device
@@ -49,19 +50,20 @@ class Model:
         """Hugging Face names of a parameter, one a stacked layer."""
         return families.hf_names(self.spec.family, self.parameters[name])
 
-    def flops(self) -> dict[str, int | None]:
-        """The model's part of monitor.throughput.Work: the head counts, the lookup of an embedding does not."""
+    def work(self, seq_len: int) -> Work:
+        """What a token costs: the head's product counts, the lookup of an embedding does not."""
         matrices = {name: p for name, p in self.parameters.items() if len(p.shape) - bool(p.layers) == 2}
         if not self.spec.tied:
             matrices.pop("embed.weight")
         windows = {layer.window for layer in self.spec.layers}
-        return {
-            "trained": sum(math.prod(p.shape) for p in matrices.values() if p.trained),
-            "frozen": sum(math.prod(p.shape) for p in matrices.values() if not p.trained),
-            "layers": len(self.spec.layers),
-            "attention_width": self.spec.heads * self.spec.head_dim,
-            "window": windows.pop() if len(windows) == 1 else None,
-        }
+        return Work(
+            trained=sum(math.prod(p.shape) for p in matrices.values() if p.trained),
+            frozen=sum(math.prod(p.shape) for p in matrices.values() if not p.trained),
+            layers=len(self.spec.layers),
+            attention_width=self.spec.heads * self.spec.head_dim,
+            seq_len=seq_len,
+            window=windows.pop() if len(windows) == 1 else None,
+        )
 
     def abstract(self, names: list[str]) -> Parameters:
         """Shapes, dtypes and shardings of parameters."""

@@ -7,8 +7,10 @@ import json
 import logging
 import shlex
 import sys
+from typing import Any
 
 import jax
+from absl import flags
 
 from jaxtune import command, data, hf, loop, runtime
 from jaxtune.checkpoint import CheckpointManager, fingerprint, verify_fingerprint
@@ -85,8 +87,10 @@ def train(config: Config) -> None:
         base = {} if config.model.from_scratch else fingerprint(model.folder)
         host = {"config": json.loads(to_json(config)), "base": base, "data": documents.key}
         host |= {"rows_per_step": rows_per_step}
-        restored = saved and checkpoints.restore(abstract, None if config.ckpt.resume == "auto" else saved["step"])
-        if restored:
+        restored = None
+        if saved is not None:
+            restored = checkpoints.restore(abstract, None if config.ckpt.resume == "auto" else saved["step"])
+        if restored is not None:
             check_same(restored.host, host, model)
             state, position = restored.state, loop.Position.from_json(restored.host)
             log.info("resumed from step %d", position.step)
@@ -98,7 +102,7 @@ def train(config: Config) -> None:
 
     # ---- the loop ----
     main = multihost.is_main()
-    work = throughput.Work(**model.flops(), seq_len=config.data.seq_len)
+    work = model.work(config.data.seq_len)
     evaluate = None
     if eval_documents is not None:
         evaluate = make_evaluate(config, model, data.Rows(eval_documents, config.data, epochs=1), mesh)
@@ -119,7 +123,8 @@ def train(config: Config) -> None:
             with goodput.measure("save"):
                 checkpoints.wait(final=True)
     finally:
-        progress.close(), profiler.close(), metrics.close()
+        for watcher in (progress, profiler, metrics):
+            watcher.close()
 
     # ---- what is left behind ----
     if position.step < total_steps:
@@ -131,8 +136,10 @@ def train(config: Config) -> None:
         export(model, parameters, config, folder.export, kind, steps=position.step, tokens=position.tokens)
     if main and config.log.jsonl:
         curve.draw(folder.metrics, folder.loss_curve, folder.path.name)
-    if config.eval.sample_prompt and mesh.size == 1:  # decoding is not sharded
+    if config.eval.sample_prompt and mesh.size == 1:
         log.info("sample: %s", continue_text(model, parameters, tokenizer, config.eval.sample_prompt))
+    elif config.eval.sample_prompt:
+        log.info("no sample: decoding is not sharded; see generate below")
     log.info(goodput.report())
     log.info(closing(config, folder))
 
@@ -170,7 +177,7 @@ def check_same(saved: dict, now: dict, model: Model) -> None:
 
 def memory(compiled: jax.stages.Compiled) -> str:
     """What the compiled step takes on each device, one line."""
-    analysis = compiled.memory_analysis()
+    analysis: Any = compiled.memory_analysis()
     gigabytes = lambda size: f"{size / 1e9:.2f} GB"  # noqa: E731
     return (
         f"memory a device: {gigabytes(analysis.argument_size_in_bytes)} state and batch, "
@@ -202,9 +209,14 @@ def closing(config: Config, folder: RunFolder) -> str:
     return "\n".join(lines)
 
 
+def _main(_: flags.FlagValues, config: Config | None) -> None:
+    assert config is not None
+    train(config)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns the exit code."""
-    return command.run(lambda values: None, lambda values, config: train(config), argv)
+    return command.run(lambda values: None, _main, argv)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxtune.models.attention import Attend, Attention, Inputs
+from jaxtune.models.declared import declared
 from jaxtune.models.linear import Noise
 from jaxtune.models.mlp import MLP
 from jaxtune.models.norm import RMSNorm
@@ -75,10 +76,8 @@ class Embedding(nnx.Module):
     """Token vectors, one row each; padded rows are never looked up."""
 
     def __init__(self, spec: ModelSpec):
-        shape = jax.ShapeDtypeStruct((spec.padded_vocabulary, spec.hidden), jnp.float32)
-        self.weight = nnx.Param(
-            shape, axes=("vocabulary", "embed"), init=nnx.initializers.normal(spec.initializer_range)
-        )
+        shape = (spec.padded_vocabulary, spec.hidden)
+        self.weight = declared(shape, ("vocabulary", "embed"), nnx.initializers.normal(spec.initializer_range))
 
     def __call__(self, tokens: Int[Array, "b s"], dtype: jnp.dtype) -> Float[Array, "b s d"]:
         """Vectors of tokens, in the dtype that everything after computes in."""
@@ -125,5 +124,5 @@ class Decoder(nnx.Module):
 
 def bind(graph: nnx.GraphDef, parameters: Parameters) -> Decoder:
     """The decoder with these values in place of what it declares."""
-    values = {tuple(int(p) if p.isdigit() else p for p in name.split(".")): v for name, v in parameters.items()}
+    values: Any = {tuple(int(p) if p.isdigit() else p for p in name.split(".")): v for name, v in parameters.items()}
     return nnx.merge(graph, nnx.from_flat_state(values))

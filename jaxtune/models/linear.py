@@ -1,12 +1,14 @@
 """Linear maps: the one `matmul`, and a layer with an optional LoRA adapter."""
 
 import zlib
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxtune.models.declared import declared
 from jaxtune.models.spec import Adapter
 from jaxtune.parallel.layout import RULES, TOKENS, P, gather
 
@@ -48,22 +50,12 @@ class Linear(nnx.Module):
     ):
         out, inner = shape
         self.name, self.out, self.adapter = name, axes[0], adapter
-        self.weight = nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), axes=axes, init=nnx.initializers.normal(std))
-        self.bias = (
-            nnx.Param(jax.ShapeDtypeStruct((out,), jnp.float32), axes=axes[:1], init=nnx.initializers.zeros)
-            if bias
-            else None
-        )
+        self.weight = declared(shape, axes, nnx.initializers.normal(std))
+        self.bias = declared((out,), axes[:1], nnx.initializers.zeros) if bias else None
         if adapter:
-            rank = adapter.rank
-            bound = inner**-0.5  # peft: Kaiming uniform with a = sqrt(5)
-            uniform = lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)  # noqa: E731
-            self.lora_a = nnx.LoRAParam(
-                jax.ShapeDtypeStruct((rank, inner), jnp.float32), axes=("rank", axes[1]), init=uniform
-            )
-            self.lora_b = nnx.LoRAParam(
-                jax.ShapeDtypeStruct((out, rank), jnp.float32), axes=(axes[0], "rank"), init=nnx.initializers.zeros
-            )
+            a_init = partial(_uniform, bound=inner**-0.5)  # peft's: Kaiming uniform with a = sqrt(5)
+            self.lora_a = declared((adapter.rank, inner), ("rank", axes[1]), a_init, nnx.LoRAParam)
+            self.lora_b = declared((out, adapter.rank), (axes[0], "rank"), nnx.initializers.zeros, nnx.LoRAParam)
 
     def __call__(self, x: Float[Array, "b s i"], noise: "Noise | None") -> Float[Array, "b s o"]:
         """`noise` is None outside training: no dropout."""
@@ -76,6 +68,10 @@ class Linear(nnx.Module):
                 x = dropout(x, self.adapter.dropout, noise.at(self.name), noise.rows)
             y += matmul(matmul(x, self.lora_a, None), self.lora_b, out) * jnp.asarray(self.adapter.scale, y.dtype)
         return y
+
+
+def _uniform(key: Array, shape: tuple[int, ...], dtype: jnp.dtype, bound: float) -> Array:
+    return jax.random.uniform(key, shape, dtype, -bound, bound)
 
 
 class Noise:

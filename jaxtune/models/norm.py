@@ -5,12 +5,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxtune.models.declared import declared
+
 
 class RMSNorm(nnx.Module):
     """x / rms(x) * weight over the last dimension, computed in float32, returned in the dtype of x."""
 
     def __init__(self, size: int, epsilon: float):
-        self.weight = nnx.Param(jax.ShapeDtypeStruct((size,), jnp.float32), axes=(None,), init=nnx.initializers.ones)
+        self.weight = declared((size,), (None,), nnx.initializers.ones)
         self.epsilon = epsilon
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:

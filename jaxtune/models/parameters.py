@@ -1,14 +1,15 @@
 """The parameters a decoder declares: names, shapes, layout, Hugging Face names, and random values."""
 
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
+from jaxtune.models.declared import Init
 from jaxtune.models.decoder import Decoder, Parameters
 from jaxtune.models.spec import ModelSpec, stacks
 from jaxtune.parallel.layout import sharding
@@ -21,7 +22,7 @@ class Parameter:
 
     shape: tuple[int, ...]  # with the leading axis of a stack
     axes: tuple[str | None, ...]  # logical name of each dimension
-    init: Callable[[Array, tuple[int, ...], jnp.dtype], Array]
+    init: Init
     is_adapter: bool
     local: str  # name inside its layer, "mlp.down.weight", or the whole name outside the layers
     layers: tuple[int, ...]  # the layers stacked here; empty outside the layers
@@ -40,21 +41,20 @@ def declare(spec: ModelSpec) -> tuple[nnx.GraphDef, dict[str, Parameter]]:
     """
     graph, state = nnx.split(Decoder(spec))
     grouped = stacks(spec.layers)
-    found = {}
-    for path, variable in nnx.to_flat_state(state):
-        declared, axes = variable.get_value(), variable.get_metadata("axes")
-        name, local, layers, shape = ".".join(map(str, path)), ".".join(map(str, path)), (), declared.shape
-        frozen = spec.frozen
-        if path[0] == "stacks":
-            stack = grouped[path[1]]
-            local = ".".join(map(str, path[4:]))
-            layers = tuple(stack.layer_numbers(path[3]))
+
+    def parameter(path: tuple[Any, ...], variable: Any) -> Parameter:
+        shape, axes = variable.get_value().shape, variable.get_metadata("axes")
+        local, layers, frozen = ".".join(map(str, path)), (), spec.frozen
+        if path[0] == "stacks":  # stacks, number of the stack, blocks, position in its period, name in the layer
+            stack, position = grouped[path[1]], path[3]
+            local, layers = ".".join(map(str, path[4:])), tuple(stack.layer_numbers(position))
             shape, axes = (len(layers), *shape), ("layers", *axes)
-            frozen = stack.period[path[3]].frozen
+            frozen = stack.period[position].frozen
         is_adapter = isinstance(variable, nnx.LoRAParam)
         trained = is_adapter if spec.adapter else local not in frozen
-        found[name] = Parameter(shape, axes, variable.get_metadata("init"), is_adapter, local, layers, trained)
-    return graph, found
+        return Parameter(shape, axes, variable.get_metadata("init"), is_adapter, local, layers, trained)
+
+    return graph, {".".join(map(str, path)): parameter(path, variable) for path, variable in nnx.to_flat_state(state)}
 
 
 def randomize(parameters: dict[str, Parameter], dtypes: dict[str, jnp.dtype], seed: int) -> Parameters:

@@ -31,7 +31,9 @@ def build(optim: "Optim", hf_names: dict[str, tuple[str, ...]]) -> optax.Gradien
 def _add_decay(decays: dict[str, np.ndarray]) -> optax.GradientTransformation:
     """Like optax.add_decayed_weights, with a rate for each layer of a stacked parameter."""
 
-    def update(updates, state, params):
+    def update(updates, state, params=None):
+        assert params is not None
+
         def one(name: str, update: Array, parameter: Array) -> Array:
             rates = decays[name]
             if not rates.any():

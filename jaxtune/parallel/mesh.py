@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -10,7 +12,7 @@ from jaxtune.errors import UserError
 from jaxtune.parallel.layout import AXES
 
 
-def make_mesh(mesh: Mesh, devices: list[jax.Device] | None = None) -> jax.sharding.Mesh:
+def make_mesh(mesh: Mesh, devices: "Sequence[Any] | None" = None) -> jax.sharding.Mesh:
     """A mesh over all devices of all processes (or these), current from now on.
 
     Raises UserError where the sizes do not fit.

@@ -37,7 +37,7 @@ def linear_cross_entropy(
     pad = tiles * size - hidden.shape[0]
     hidden_tiles = jnp.pad(hidden, ((0, pad), (0, 0))).reshape(tiles, size, hidden.shape[1])
     target_tiles = jnp.pad(targets, (0, pad)).reshape(tiles, size)
-    loss = _loss(hidden_tiles, head, target_tiles, vocabulary, head_gradient, vocabulary_axis)
+    loss: Array = _loss(hidden_tiles, head, target_tiles, vocabulary, head_gradient, vocabulary_axis)
     return loss.reshape(-1)[: hidden.shape[0]]
 
 

@@ -1,0 +1,51 @@
+"""Two processes train together, are killed, and one process goes on: the losses are those of a single-process run."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from runs import metrics, recipe, run
+
+LAUNCH = Path(__file__).parents[2] / "launch" / "local.py"
+
+
+def wait_for(file: Path, text: str, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 300
+    while not (file.exists() and text in file.read_text()):
+        assert process.poll() is None and time.monotonic() < deadline, f"no {text} in {file}"
+        time.sleep(0.02)
+
+
+def test_two_processes_killed_and_resumed_as_one(tmp_path):
+    path = recipe(tmp_path)
+    run("jaxtune.train", f"--config={path}", "--config.train.run_name=one")
+    expected = {row["step"]: row["loss"] for row in metrics(tmp_path / "runs/one") if "loss" in row}
+
+    together = ("jaxtune.train", f"--config={path}", "--config.train.run_name=two", "--config.train.micro_batch_size=1")
+    launcher = subprocess.Popen(
+        [sys.executable, LAUNCH, "--processes", "2", "--devices-per-process", "2", "--log-dir", tmp_path / "logs", "--"]
+        + [sys.executable, "-m", *together],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    folder = tmp_path / "runs" / "two"
+    wait_for(folder / "metrics.jsonl", '"step": 11,', launcher)
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text()
+    workers = [int(child) for child in children.split()]
+    assert len(workers) == 2
+    for worker in workers:
+        os.kill(worker, signal.SIGKILL)
+    assert launcher.wait(timeout=60) != 0
+    logs = sorted((tmp_path / "logs").iterdir())
+    assert "step 1/24" in logs[0].read_text() and "step 1/24" not in logs[1].read_text(), "only process 0 reports"
+
+    output = run(*together, devices=4)
+    assert "resumed from step" in output
+    losses = {row["step"]: row["loss"] for row in metrics(folder) if "loss" in row}
+    assert losses.keys() == expected.keys()
+    difference = {step: abs(loss / expected[step] - 1) for step, loss in losses.items()}
+    assert max(difference[step] for step in range(1, 21)) <= 1e-6, difference
+    assert np.max(list(difference.values())) <= 1e-4

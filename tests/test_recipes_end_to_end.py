@@ -1,0 +1,121 @@
+"""The user's own command: a recipe with another model and other data; what it writes loads in transformers and peft."""
+
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from runs import conversations, losses, metrics, model_folder, run, start
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with a tiny Qwen3 and some conversations."""
+    pytest.importorskip("torch", reason="a checkpoint to start from is made by torch (Python 3.11 here)")
+    folder = tmp_path_factory.mktemp("home")
+    model_folder(folder / "model")
+    conversations(folder / "chat.jsonl")
+    return folder
+
+
+def arguments(home: Path, recipe: str, name: str, **options) -> list[str]:
+    """The recipe on the tiny model and its data, small enough for two cores."""
+    options = {
+        "data.datasets[0].path": home / "chat.jsonl",
+        "data.datasets[0].type": "conversation",
+        "data.validation_split": 0.1,
+        "data.seq_len": 64,
+        "train.output_dir": home / "runs",
+        "train.run_name": name,
+        "train.max_steps": 8,
+        "train.grad_accum_steps": 2,
+        "ckpt.save_steps": 2,
+        "optim.learning_rate": 1e-2,
+        **options,
+    }
+    return [
+        "jaxtune.train",
+        f"--config={CONFIGS / recipe}:{home / 'model'}",
+        *(f"--config.{key}={value}" for key, value in options.items()),
+    ]
+
+
+def test_qwen_lora_trains_is_killed_resumes_exports_and_loads(home):
+    import peft
+    import torch
+    import transformers
+
+    run(*arguments(home, "qwen_lora.py", "whole"))
+    command = arguments(home, "qwen_lora.py", "killed")
+    process = start(*command)
+    file = home / "runs" / "killed" / "metrics.jsonl"
+    while process.poll() is None and not (file.exists() and '"step": 5,' in file.read_text()):
+        pass
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    run(*command)
+    assert losses(home / "runs" / "killed") == losses(home / "runs" / "whole")
+    found = [row["loss"] for row in metrics(home / "runs" / "whole") if "loss" in row]
+    assert found[-1] < found[0]
+
+    run("jaxtune.export", f"--run={home / 'runs/killed'}", f"--output={home / 'merged'}", "--merge")
+    base = transformers.AutoModelForCausalLM.from_pretrained(home / "model", dtype=torch.float32)
+    plain = {name: value.clone() for name, value in base.state_dict().items()}
+    adapted = peft.PeftModel.from_pretrained(base, home / "runs" / "killed" / "export").eval()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(home / "merged", dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(home / "merged")
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "say 3"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    with torch.no_grad():
+        ours, theirs = merged(**prompt).logits.numpy(), adapted(**prompt).logits.numpy()
+    # The merged model is in bfloat16, as the recipe stores it.
+    assert np.abs(ours - theirs).max() <= 0.02 * np.abs(theirs).max()
+    assert not torch.equal(
+        merged.state_dict()["model.layers.0.mlp.up_proj.weight"], plain["model.layers.0.mlp.up_proj.weight"]
+    )
+    text = run("jaxtune.generate", f"--model={home / 'merged'}", "--prompt=say 3", "--chat", "--max_new_tokens=8")
+    assert text.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["qwen_full.py", "llama_pretrain.py"])
+def test_the_other_recipes_train_and_export(home, recipe):
+    import transformers
+
+    if recipe == "llama_pretrain.py":
+        (home / "text").mkdir(exist_ok=True)
+        for i in range(20):
+            (home / "text" / f"{i}.txt").write_text("the quick brown fox jumps over the lazy dog. " * (i + 1))
+        text = {
+            "data.datasets[0].path": home / "text",
+            "data.datasets[0].type": "text",
+            "data.datasets[0].subset": None,
+            "optim.cooldown_steps": 2,
+        }
+    else:
+        text = {}
+    run(*arguments(home, recipe, recipe[:-3], **text))
+    found = [row["loss"] for row in metrics(home / "runs" / recipe[:-3]) if "loss" in row]
+    assert len(found) == 8 and found[-1] < found[0]
+    transformers.AutoModelForCausalLM.from_pretrained(home / "runs" / recipe[:-3] / "export")
+
+
+def test_prepare_shows_what_is_trained(home):
+    flags = arguments(home, "qwen_lora.py", "shown")[1:]
+    output = run("jaxtune.prepare", *flags, "--show=2")
+    assert "documents" in output and "<|im_end|>" in output
+
+
+def test_a_model_that_is_not_there_is_said_without_a_traceback(home):
+    flags = arguments(home, "qwen_lora.py", "absent")
+    flags[1] = f"--config={CONFIGS / 'qwen_lora.py'}:{home / 'modle'}"
+    output = run(*flags, code=2)
+    assert "modle" in output and "model" in output and "Traceback" not in output
+
+
+def test_a_typo_is_answered_with_the_nearest_option(home):
+    output = run(*arguments(home, "qwen_lora.py", "typo"), "--config.optim.lerning_rate=1", code=2)
+    assert "optim.learning_rate" in output and "Traceback" not in output
