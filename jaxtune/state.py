@@ -1,5 +1,6 @@
 """From a checked Config to a model on the mesh: what it is, and its values, read or random."""
 
+import dataclasses
 import logging
 import math
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from jaxtune.models.freeze import freeze
 from jaxtune.models.parameters import Parameter, declare, randomize, undivided
 from jaxtune.models.spec import ModelSpec
 from jaxtune.monitor.throughput import Work
+from jaxtune.parallel.layout import RULES
 
 log = logging.getLogger("jaxtune")
 LARGE = 2**20  # elements; a smaller parameter may stay whole on every device
@@ -178,7 +180,9 @@ def describe_layout(model: Model, mesh: jax.sharding.Mesh) -> str:
         if whole and size >= LARGE and shardable:
             raise UserError(f"{parameter.local} {parameter.shape} came out unsharded on {spread}")
     count = lambda names: sum(math.prod(model.parameters[name].shape) for name in names)  # noqa: E731
+    laid_out = {name: axis for name, axis in dataclasses.asdict(RULES).items() if axis in spread}
+    where = f"mesh {spread}, sharded {laid_out}" if spread else "one device"
     return (
         f"{model.spec.family}, {len(model.spec.layers)} layers, {count(model.parameters):,} parameters, "
-        f"{count(model.trained):,} trained; mesh {spread or 'of one device'}"
+        f"{count(model.trained):,} trained; {where}"
     )

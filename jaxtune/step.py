@@ -9,15 +9,15 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxtune.models.decoder import Decoder, Parameters, Remat, bind
-from jaxtune.models.linear import Noise
+from jaxtune.models.decoder import Parameters, Remat, bind
+from jaxtune.models.dropout import Noise
 from jaxtune.optim.build import clip_factor
 from jaxtune.precision.recipes import Recipe
 
 Batch = dict[str, Array]
 Metrics = dict[str, Array]
-# (decoder, one micro-batch, noise, remat, dtype, head_gradient) -> (sum of weighted losses, metrics)
-Objective = Callable[..., tuple[Float[Array, ""], Metrics]]
+# (decoder, micro-batch, *, noise, remat, dtype, head_gradient) -> (sum of weighted losses, number of target tokens)
+Objective = Callable[..., tuple[Float[Array, ""], Int[Array, ""]]]
 
 
 class State(NamedTuple):
@@ -54,33 +54,25 @@ def accumulated_gradients(
         key = jax.random.fold_in(jax.random.key(seed), step)
 
         def add(total: Summed, micro: Batch) -> tuple[Summed, None]:
-            def loss(trained: Parameters) -> Array:
+            def loss(trained: Parameters) -> tuple[Array, Array]:
                 decoder = bind(graph, {**frozen, **trained})
+                head = "embed.weight" if decoder.head is None else "head.weight"
                 return objective(
                     decoder,
                     micro,
                     noise=Noise(key, micro["row"]),
                     dtype=recipe.dtype,
                     remat=remat,
-                    head_gradient=_head_is_trained(decoder, trained),
-                )[0]
+                    head_gradient=head in trained,
+                )
 
-            value, grads = jax.value_and_grad(loss)(trained)
-            return jax.tree.map(jnp.add, total, Summed(grads, value, target_tokens(micro))), None
+            (value, tokens), grads = jax.value_and_grad(loss, has_aux=True)(trained)
+            return jax.tree.map(jnp.add, total, Summed(grads, value, tokens)), None
 
         zeros = Summed(jax.tree.map(jnp.zeros_like, trained), jnp.zeros(()), jnp.zeros((), jnp.int32))
         return jax.lax.scan(add, zeros, batch)[0]
 
     return gradients
-
-
-def _head_is_trained(decoder: Decoder, trained: Parameters) -> bool:
-    return ("embed.weight" if decoder.head is None else "head.weight") in trained
-
-
-def target_tokens(batch: Batch) -> Int[Array, ""]:
-    """Tokens that count: the divisor of the loss."""
-    return jnp.sum(batch["loss_weight"] > 0, dtype=jnp.int32)
 
 
 def make_train_step(
@@ -132,8 +124,8 @@ def make_eval_step(
         def add(total, micro: Batch):
             with jax.default_matmul_precision(recipe.matmul_precision):
                 decoder = bind(graph, {**frozen, **trained})
-                loss = objective(decoder, micro, noise=None, dtype=recipe.dtype, remat="none", head_gradient=False)[0]
-            return (total[0] + loss, total[1] + target_tokens(micro)), None
+                found = objective(decoder, micro, noise=None, dtype=recipe.dtype, remat="none", head_gradient=False)
+            return jax.tree.map(jnp.add, total, found), None
 
         return jax.lax.scan(add, (jnp.zeros(()), jnp.zeros((), jnp.int32)), batch)[0]
 

@@ -12,6 +12,13 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_threefry_partitionable", True)
 
 
+@pytest.fixture(autouse=True)
+def no_mesh_left_behind():
+    """The current mesh is global: each test starts and ends without one."""
+    yield
+    jax.set_mesh(None)
+
+
 @pytest.fixture
 def one_device():
     """A mesh of one device, current."""

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxtune.models.linear import Linear, Noise
+from jaxtune.models.dropout import Noise
+from jaxtune.models.linear import Linear
 from jaxtune.models.norm import RMSNorm
 from jaxtune.models.rope import rotate
 from jaxtune.models.spec import Layer, ModelSpec

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxtune.models.attention import Attend, Attention, Inputs
 from jaxtune.models.declared import declared
-from jaxtune.models.linear import Noise
+from jaxtune.models.dropout import Noise
 from jaxtune.models.mlp import MLP
 from jaxtune.models.norm import RMSNorm
 from jaxtune.models.rope import rotation

@@ -1,14 +1,14 @@
 """Linear maps: the one `matmul`, and a layer with an optional LoRA adapter."""
 
-import zlib
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxtune.models.declared import declared
+from jaxtune.models.dropout import Noise, dropout
 from jaxtune.models.spec import Adapter
 from jaxtune.parallel.layout import RULES, TOKENS, P, gather
 
@@ -26,13 +26,6 @@ def matmul(x: Float[Array, "b s i"], weight: Float[Array, "o i"], out: str | Non
     rows = x.reshape(-1, x.shape[-1])
     product = jnp.einsum("ti,oi->to", rows, weight, out_sharding=P(TOKENS[0], axis))
     return jax.reshard(product.reshape(*x.shape[:2], -1), P(*TOKENS, axis))
-
-
-def dropout(x: Float[Array, "b s i"], rate: float, key: Array, rows: Int[Array, " b"]) -> Float[Array, "b s i"]:
-    """Dropout whose bits depend on the key and the global row, hence not on the mesh or the batch's division."""
-    keep = jax.vmap(lambda row: jax.random.bernoulli(jax.random.fold_in(key, row), 1.0 - rate, x.shape[1:]))(rows)
-    keep = jax.reshard(keep, jax.typeof(x).sharding.spec)
-    return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)
 
 
 class Linear(nnx.Module):
@@ -57,7 +50,7 @@ class Linear(nnx.Module):
             self.lora_a = declared((adapter.rank, inner), ("rank", axes[1]), a_init, nnx.LoRAParam)
             self.lora_b = declared((out, adapter.rank), (axes[0], "rank"), nnx.initializers.zeros, nnx.LoRAParam)
 
-    def __call__(self, x: Float[Array, "b s i"], noise: "Noise | None") -> Float[Array, "b s o"]:
+    def __call__(self, x: Float[Array, "b s i"], noise: Noise | None) -> Float[Array, "b s o"]:
         """`noise` is None outside training: no dropout."""
         out = None if self.out == "embed" else self.out
         y = matmul(x, self.weight, out)
@@ -65,25 +58,10 @@ class Linear(nnx.Module):
             y += jax.reshard(self.bias.astype(y.dtype), P(jax.typeof(y).sharding.spec[-1]))
         if self.adapter:
             if noise is not None and self.adapter.dropout:
-                x = dropout(x, self.adapter.dropout, noise.at(self.name), noise.rows)
+                x = dropout(x, self.adapter.dropout, noise.site(self.name))
             y += matmul(matmul(x, self.lora_a, None), self.lora_b, out) * jnp.asarray(self.adapter.scale, y.dtype)
         return y
 
 
 def _uniform(key: Array, shape: tuple[int, ...], dtype: jnp.dtype, bound: float) -> Array:
     return jax.random.uniform(key, shape, dtype, -bound, bound)
-
-
-class Noise:
-    """Randomness of one layer in one step: a key and the batch's global rows; each site has its own bits."""
-
-    def __init__(self, key: Array, rows: Int[Array, " b"]):
-        self.key, self.rows = key, rows
-
-    def at(self, site: str) -> Array:
-        """The key of a named site."""
-        return jax.random.fold_in(self.key, zlib.crc32(site.encode()) & 0x7FFFFFFF)
-
-    def layer(self, number: Int[Array, ""]) -> "Noise":
-        """Randomness of a layer, from the randomness of a step."""
-        return Noise(jax.random.fold_in(self.key, number), self.rows)

@@ -4,7 +4,8 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxtune.models.linear import Linear, Noise
+from jaxtune.models.dropout import Noise
+from jaxtune.models.linear import Linear
 from jaxtune.models.spec import Layer, ModelSpec
 
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxtune.models.decoder import Decoder, Remat
-from jaxtune.models.linear import Noise
+from jaxtune.models.dropout import Noise
 from jaxtune.parallel.layout import ACTIVATIONS, RULES, TOKENS, P, gather
 from pallas_kernels.flash_attention import Mask, flash_attention
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
@@ -39,8 +39,8 @@ def token_losses(
     head = gather(decoder.head_weight.astype(dtype))
 
     def kernel(hidden, head, targets):
-        # Each device multiplies its tokens by its part of the vocabulary; its share of the head's gradient is
-        # summed over the devices that hold other tokens when `pvary` is transposed.
+        # Each device multiplies its tokens by its part of the vocabulary. The transpose of this cast sums the head's
+        # gradient over the devices that hold other tokens.
         head = jax.lax.pcast(head, (*RULES.batch, RULES.positions), to="varying")
         loss = linear_cross_entropy(
             hidden.reshape(-1, hidden.shape[-1]),
@@ -56,6 +56,7 @@ def token_losses(
     return mapped(hidden, head, batch["targets"])
 
 
-def cross_entropy(decoder: Decoder, batch: Batch, **options: Any) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Sum of weighted token losses, and nothing else to report."""
-    return jnp.sum(token_losses(decoder, batch, **options) * batch["loss_weight"]), {}
+def cross_entropy(decoder: Decoder, batch: Batch, **options: Any) -> tuple[Float[Array, ""], Int[Array, ""]]:
+    """Sum of weighted token losses, and the number of tokens with a weight; options as those of `token_losses`."""
+    total = jnp.sum(token_losses(decoder, batch, **options) * batch["loss_weight"])
+    return total, jnp.sum(batch["loss_weight"] > 0, dtype=jnp.int32)

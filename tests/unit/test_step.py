@@ -13,8 +13,8 @@ from models import make_batch, tokens
 from jaxtune.config.schema import Lora, Optim
 from jaxtune.errors import UserError
 from jaxtune.lora.inject import inject
+from jaxtune.models.dropout import Noise, dropout
 from jaxtune.models.freeze import freeze
-from jaxtune.models.linear import dropout
 from jaxtune.models.parameters import declare, randomize
 from jaxtune.models.spec import Layer, ModelSpec, Rope
 from jaxtune.objectives.cross_entropy import cross_entropy
@@ -133,8 +133,8 @@ def test_dropout_depends_on_the_row_not_on_its_place(one_device):
     x = jax.device_put(jnp.ones((4, 8, 16)), jax.NamedSharding(one_device, jax.P(("data", "fsdp"), "sequence", None)))
     rows = jnp.array([5, 9, 2, 7])
     key = jax.random.key(0)
-    found = dropout(x, 0.5, key, rows)
-    again = dropout(x, 0.5, key, rows[::-1])
+    found = dropout(x, 0.5, Noise(key, rows))
+    again = dropout(x, 0.5, Noise(key, rows[::-1]))
     np.testing.assert_array_equal(found, again[::-1])
     assert 0.3 < float((found == 0).mean()) < 0.7
     assert set(np.unique(found)) == {0.0, 2.0}
