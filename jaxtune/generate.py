@@ -97,7 +97,7 @@ def continue_text(model: Model, parameters: Parameters, tokenizer, prompt: str, 
 
 def stop_tokens(folder: Path, tokenizer) -> frozenset[int]:
     """End tokens of generation_config.json, which knows the turn terminator, and of the tokenizer."""
-    listed = hf.read_generation_config(folder).get("eos_token_id") or []
+    listed = hf.read_generation_config(folder).get("eos_token_id")
     found = {*(listed if isinstance(listed, list) else [listed]), tokenizer.eos_token_id}
     return frozenset(found - {None})
 
