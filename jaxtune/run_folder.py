@@ -1,5 +1,6 @@
 """The folder of a run: where its files are, and the model it holds."""
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +12,7 @@ import jax
 from jaxtune.checkpoint import CheckpointManager
 from jaxtune.config import from_json, to_json
 from jaxtune.config.schema import Config
+from jaxtune.data import Counts
 from jaxtune.errors import UserError
 from jaxtune.models.decoder import Parameters
 from jaxtune.optim.build import build
@@ -58,11 +60,12 @@ class RunFolder:
         """What the run made: a Hugging Face folder, or a PEFT adapter."""
         return self.path / "export"
 
-    def write_config(self, config: Config) -> None:
-        """Record the config, by the main process."""
+    def write_records(self, config: Config, counts: Counts) -> None:
+        """Record the config and what became of the documents (data.json), by the main process."""
         if multihost.is_main():
             self.path.mkdir(parents=True, exist_ok=True)
             self.config.write_text(to_json(config))
+            (self.path / "data.json").write_text(json.dumps(dataclasses.asdict(counts), indent=1) + "\n")
 
     def read_config(self) -> Config:
         """The recorded config. Raises UserError if this is no run folder."""

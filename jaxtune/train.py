@@ -98,7 +98,7 @@ def train(config: Config) -> None:
             start = jax.jit(lambda trained: initial_state(optimizer, trained), donate_argnums=0)
             state, position = start(initial_parameters(model, config)), loop.Position()
         frozen = frozen_parameters(model, config)
-        folder.write_config(config)
+        folder.write_records(config, rows.counts)
 
     # ---- the loop ----
     main = multihost.is_main()

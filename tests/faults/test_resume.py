@@ -55,6 +55,27 @@ def test_sigterm_saves_and_loses_no_step(uninterrupted):
     assert losses(folder / "runs" / "stopped") == expected
 
 
+def test_one_device_goes_on_as_four(uninterrupted):
+    """The mesh may change as long as a step keeps its rows: fsdp 1 -> 4, micro-batches 4 -> 1."""
+    folder, path, _ = uninterrupted
+    flags = (f"--config={path}", "--config.train.run_name=resharded")
+    process = start("jaxtune.train", *flags)
+    wait_for_step(process, folder / "runs" / "resharded", 6)
+    process.terminate()
+    process.communicate(timeout=300)
+    output = run("jaxtune.train", *flags, "--config.train.micro_batch_size=1", devices=4)
+    assert "resumed from step" in output and "'fsdp': 4" in output
+    whole, resharded = (
+        {row["step"]: row["loss"] for row in metrics(folder / "runs" / name) if "loss" in row}
+        for name in ("whole", "resharded")
+    )
+    difference = {step: abs(loss / whole[step] - 1) for step, loss in resharded.items()}
+    assert len(difference) == 24 and max(difference[step] for step in range(1, 21)) <= 1e-6, difference
+    assert max(difference.values()) <= 1e-4
+    output = run("jaxtune.train", *flags, "--config.train.max_steps=30", devices=4, code=2)
+    assert "a step was 4 rows and is 16 now" in output
+
+
 def test_a_finished_run_says_so(uninterrupted):
     folder, path, expected = uninterrupted
     assert "finished" in run("jaxtune.train", f"--config={path}", "--config.train.run_name=whole")
@@ -72,7 +93,7 @@ def test_a_changed_option_is_named(uninterrupted, key, value):
 
 
 def test_a_flipped_bit_falls_back_to_the_step_before(uninterrupted):
-    folder, path, expected = uninterrupted
+    folder, path, _ = uninterrupted
     flags = (f"--config={path}", "--config.train.run_name=flipped")
     interrupted(folder, path, "flipped", [], signal.SIGKILL, "--config.train.max_steps=12")
     newest = folder / "runs" / "flipped" / "checkpoints" / "12"
@@ -82,7 +103,6 @@ def test_a_flipped_bit_falls_back_to_the_step_before(uninterrupted):
     damaged.write_bytes(content)
     output = run("jaxtune.train", *flags, "--config.train.max_steps=13", "--config.export.at_end=False")
     assert damaged.name in output and "resumed from step 8" in output
-    del expected
 
 
 @pytest.mark.slow

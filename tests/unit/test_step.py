@@ -68,6 +68,26 @@ def test_no_array_is_sequence_by_sequence(one_device):
     assert not re.search(r"\[[\d,]*2048,2048[\],]", text)
 
 
+def test_every_remat_policy_gives_the_same_gradients(one_device):
+    spec = inject(SPEC, Lora(enabled=True, rank=2, dropout=0.3))
+    graph, declared = declare(spec)
+    values = randomize(declared, dict.fromkeys(declared, jnp.dtype("float32")), seed=0)
+    values |= {name: jnp.ones_like(value) * 0.1 for name, value in values.items() if name.endswith("lora_b")}
+    trained = {name: value for name, value in values.items() if declared[name].trained}
+    frozen = {name: value for name, value in values.items() if not declared[name].trained}
+    batch = jax.tree.map(lambda x: x[None], make_batch(tokens(2, 24), one_device, [10, 12]))
+
+    def gradients(remat):
+        computed = accumulated_gradients(graph, cross_entropy, RECIPES["fp32"], remat, 0)
+        return jax.jit(computed)(trained, frozen, batch, jnp.int32(3)).gradients
+
+    expected = gradients("none")
+    assert all(jnp.abs(gradient).max() > 0 for gradient in expected.values())
+    for remat in ("dots", "block"):
+        for name, gradient in gradients(remat).items():
+            assert jnp.abs(gradient - expected[name]).max() <= 1e-5 * jnp.abs(expected[name]).max(), (remat, name)
+
+
 def step_on(gradient_of, optim: Optim, parameters, names, max_norm=0.0, steps=5):
     """Parameters after steps whose gradient is `gradient_of(step)`."""
     optimizer = build(optim, names)
