@@ -28,6 +28,7 @@ class Position:
     row: int = 0  # the next global row
     tokens: int = 0  # seen so far, without padding
     bad_steps: int = 0  # non-finite, in a row
+    evaluation_due: bool = False  # a request to stop came before the evaluation of this step
 
     def to_json(self) -> dict[str, int]:
         """As saved in a checkpoint."""
@@ -110,6 +111,16 @@ def train(
                 "optim.learning_rate, or try precision.recipe='fp32'"
             )
 
+    def evaluate() -> None:
+        assert hooks.evaluate is not None
+        with goodput.measure("eval"):
+            values = hooks.evaluate(state)
+        watch.metrics.write(position.step, values)
+        numbers = (f"{name} {value:.4f}" for name, value in values.items())
+        watch.progress.message("  ".join([f"step {position.step}", *numbers]))
+
+    if position.evaluation_due:
+        evaluate()
     while position.step < total_steps:
         with goodput.measure("data wait"):
             next_row, batch = next(batches)
@@ -124,22 +135,20 @@ def train(
         stopping = watch.stop.agree()
         done = position.step == total_steps
         save = stopping or done or (config.ckpt.save_steps and position.step % config.ckpt.save_steps == 0)
-        evaluate = hooks.evaluate and (done or (config.eval.steps and position.step % config.eval.steps == 0))
-        if save or evaluate:
+        due = hooks.evaluate is not None and (
+            done or (config.eval.steps > 0 and position.step % config.eval.steps == 0)
+        )
+        # Whoever asks to stop will not wait for an evaluation: the resumed run makes up for it.
+        position.evaluation_due = due and stopping and not done
+        if save or due:
             with goodput.measure("step"):
                 report()
-        if (
-            hooks.evaluate and evaluate and (done or not stopping)
-        ):  # whoever asks to stop will not wait for an evaluation
-            with goodput.measure("eval"):
-                values = hooks.evaluate(state)
-            watch.metrics.write(position.step, values)
-            numbers = (f"{name} {value:.4f}" for name, value in values.items())
-            watch.progress.message("  ".join([f"step {position.step}", *numbers]))
+        if due and not position.evaluation_due:
+            evaluate()
         if save:
             with goodput.measure("save"):
                 hooks.save(state, position)
-        if save or evaluate:
+        if save or due:
             last = time.perf_counter()
         if stopping:
             break

@@ -48,8 +48,12 @@ def test_twice_killed_equals_uninterrupted(uninterrupted):
 
 
 def test_sigterm_saves_and_loses_no_step(uninterrupted):
-    folder, path, expected = uninterrupted
-    output = interrupted(folder, path, "stopped", [6], signal.SIGTERM, "--config.ckpt.save_steps=0")
+    """Also where the step after which it stops was to be evaluated: with every step evaluated, it always was."""
+    folder, path, _ = uninterrupted
+    often = ("--config.eval.steps=1", "--config.ckpt.save_steps=0")
+    run("jaxtune.train", f"--config={path}", "--config.train.run_name=evaluated", *often)
+    expected = losses(folder / "runs" / "evaluated")
+    output = interrupted(folder, path, "stopped", [6], signal.SIGTERM, *often)
     resumed_at = int(output.split("resumed from step ")[1].split()[0])
     assert resumed_at >= 6
     assert losses(folder / "runs" / "stopped") == expected
