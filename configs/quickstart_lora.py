@@ -28,4 +28,5 @@ def get_config():
     config.optim.warmup_steps = 5
     config.optim.weight_decay = 0.0
     config.eval.steps = 20
+    config.log.next_command = "python -m jaxtune.export --run=runs/quickstart_lora --output=merged --merge"
     return config

@@ -47,12 +47,20 @@ def run(
 
 
 def guarded(body: Callable[[], int | None]) -> int:
-    """Calls `body`; a UserError becomes one message on stderr and exit code 2."""
+    """Calls `body`; a UserError, or a file that cannot be used, becomes one message on stderr and exit code 2."""
     try:
         return body() or 0
     except UserError as error:
-        print(f"jaxtune: error: {error}", file=sys.stderr)
-        return 2
+        message = str(error)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        message = f"{error.filename}: {error.strerror}"
+    except KeyboardInterrupt:
+        print("jaxtune: interrupted", file=sys.stderr)
+        return 130
+    print(f"jaxtune: error: {message}", file=sys.stderr)
+    return 2
 
 
 def _parse(values: flags.FlagValues, arguments: list[str], with_config: bool) -> Config | None:

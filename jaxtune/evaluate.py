@@ -57,6 +57,14 @@ def _main(values: flags.FlagValues, config: Config | None) -> None:
     runtime.show_log()
     mesh = make_mesh(config.mesh)
     run = open_run(RunFolder(Path(values.run)), mesh, values.step)
+    if config.model.path != run.config.model.path:
+        raise UserError(
+            f"the run is of model.path={run.config.model.path}, not {config.model.path}; give its own recipe"
+        )
+    if config.data.seq_len > run.model.spec.max_positions:
+        raise UserError(
+            f"data.seq_len={config.data.seq_len} is more than the model's {run.model.spec.max_positions} positions"
+        )
     _, documents = data.open_documents(config, hf.load_tokenizer(run.model.folder))
     if documents is None:
         raise UserError("no validation data: set data.eval_datasets or data.validation_split")

@@ -1,5 +1,6 @@
 """Write a run's model as Hugging Face safetensors, or its adapter as PEFT."""
 
+import math
 import sys
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from jaxtune.models.decoder import Parameters
 from jaxtune.parallel import multihost
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.run_folder import RunFolder, open_run
-from jaxtune.state import Model
+from jaxtune.state import Model, read_spec
 
 FORMATS = ("hf", "peft")
 
@@ -72,10 +73,15 @@ def export_adapter(model: Model, parameters: Parameters, config: Config, output:
         dropout=config.lora.dropout,
         use_rslora=config.lora.use_rslora,
         target_modules=_targets(model, set(modules)),
-        base_model=config.model.path or "",
+        base_model=_absolute(config.model.path or ""),
     )
     if multihost.is_main():
         hf.copy_tokenizer_files(model.folder, output)
+
+
+def _absolute(path: str) -> str:
+    """A local folder by its whole path, so that peft finds it from anywhere; a hub id as it is."""
+    return str(Path(path).resolve()) if Path(path).is_dir() else path
 
 
 def _targets(model: Model, modules: set[str]) -> list[str]:
@@ -102,7 +108,14 @@ def export(
     steps: int,
     tokens: int,
 ) -> None:
-    """Write one format, with a model card. Raises UserError where the format does not fit the run."""
+    """Write one format, with a model card.
+
+    Raises UserError where the format does not fit the run, or the output would destroy what it is made from.
+    """
+    if output.resolve() == model.folder.resolve():
+        raise UserError(f"{output} holds the model that the run started from; export to another folder")
+    if RunFolder(output).checkpoints.exists():
+        raise UserError(f"{output} is the folder of a run; export to another one, for example {output / 'export'}")
     if kind == "peft" and not config.lora.enabled:
         raise UserError("--format=peft: this run trained the whole model; export it with --format=hf")
     if kind == "hf" and config.lora.enabled and not merge:
@@ -122,8 +135,18 @@ def export(
 
 def _gather(parameter: jax.Array, layer: int | None) -> jax.Array:
     """One layer of a parameter, whole on every device."""
-    take = (lambda p: p) if layer is None else (lambda p: p[layer])
-    return jax.jit(take, out_shardings=jax.NamedSharding(jax.sharding.get_mesh(), jax.P()))(parameter)
+    return jax.reshard(parameter, jax.P()) if layer is None else _gather_layer(parameter, layer)
+
+
+@jax.jit
+def _gather_layer(parameter: jax.Array, layer: int) -> jax.Array:
+    """Compiled once a shape: the layer is an argument of the program."""
+    return jax.reshard(jax.lax.dynamic_index_in_dim(parameter, layer, keepdims=False), jax.P())
+
+
+def shards(config: Config) -> int:
+    """How many devices can share the model: all, or as many as divide its width."""
+    return math.gcd(jax.device_count(), read_spec(config).hidden)
 
 
 def _define_flags(values: flags.FlagValues) -> None:
@@ -135,7 +158,7 @@ def _define_flags(values: flags.FlagValues) -> None:
 
 
 def _main(values: flags.FlagValues, _: Config | None) -> None:
-    mesh = make_mesh(Mesh())
+    mesh = make_mesh(Mesh(), jax.devices()[: shards(RunFolder(Path(values.run)).read_config())])
     run = open_run(RunFolder(Path(values.run)), mesh, values.step)
     adapter = run.config.lora.enabled
     kinds = values.format or (["hf"] if values.merge or not adapter else ["peft"])

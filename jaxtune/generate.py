@@ -1,5 +1,6 @@
 """Continue a prompt with a Hugging Face folder or a run, streaming to the terminal."""
 
+import math
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -116,11 +117,15 @@ def _define_flags(values: flags.FlagValues) -> None:
 
 
 def _main(values: flags.FlagValues, _: Config | None) -> None:
+    if not math.isfinite(values.temperature):
+        raise UserError(f"--temperature={values.temperature}: a number from 0 up")
     mesh = make_mesh(Mesh(), jax.devices()[:1])  # decoding is not sharded
     folder = RunFolder(Path(values.model))
     if folder.checkpoints.is_dir():
         run = open_run(folder, mesh, values.step)
         model, parameters = run.model, {**run.frozen, **run.trained}
+    elif values.step is not None:
+        raise UserError(f"--step={values.step}: {values.model} is no run folder, so it has no checkpoints")
     else:
         on_cpu = jax.default_backend() == "cpu"
         options = ModelOptions(path=values.model, dtype="float32" if on_cpu else "bfloat16")
@@ -129,8 +134,13 @@ def _main(values: flags.FlagValues, _: Config | None) -> None:
         model = declare_model(config, mesh, train=False)
         parameters = read_parameters(model, list(model.parameters))
     tokenizer = hf.load_tokenizer(model.folder)
+    stop = stop_tokens(model.folder, tokenizer)
     if values.chat:
-        ids = data.ChatTemplate(tokenizer).prompt([{"role": "user", "content": values.prompt}])
+        template = data.ChatTemplate(tokenizer)
+        ids = template.prompt([{"role": "user", "content": values.prompt}])
+        end = template.turn_end()
+        if end is not None:
+            stop |= {tokenizer.added_tokens_encoder[end]}
     else:
         ids = tokenizer(values.prompt)["input_ids"]
     tokens = generate_tokens(
@@ -139,7 +149,7 @@ def _main(values: flags.FlagValues, _: Config | None) -> None:
         parameters,
         ids,
         max_new_tokens=values.max_new_tokens,
-        stop=stop_tokens(model.folder, tokenizer),
+        stop=stop,
         dtype=parameters["embed.weight"].dtype,
         temperature=values.temperature,
         top_p=values.top_p,

@@ -107,8 +107,8 @@ def train(
         if position.bad_steps >= config.train.max_bad_steps:
             raise UserError(
                 f"{position.bad_steps} steps in a row were not finite (train.max_bad_steps), the last step {at.step}, "
-                f"up to row {at.row}. They changed no parameter. Look at these rows with jaxtune.prepare, lower "
-                "optim.learning_rate, or try precision.recipe='fp32'"
+                f"which ended at row {at.row}. They changed no parameter. Lower optim.learning_rate, or try "
+                "precision.recipe='fp32'"
             )
 
     def evaluate() -> None:

@@ -5,7 +5,6 @@ in grey, where a token is only context; trained tokens are green.
 """
 
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from absl import flags
@@ -47,7 +46,7 @@ def _main(values: flags.FlagValues, config: Config | None):
         console.print(note, markup=False)
     console.print(f"training: {Rows(train, config.data, epochs=1).counts}")
     if validation:
-        console.print(f"validation: {Rows(validation, replace(config.data, shuffle=False), epochs=1).counts}")
+        console.print(f"validation: {Rows(validation, config.data, epochs=1).counts}")
     for i in range(min(values.show, len(train))):
         console.print(f"\nsample {i}:", describe(train, i, tokenizer))
 

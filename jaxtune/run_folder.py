@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxtune.checkpoint import CheckpointManager
+from jaxtune.checkpoint import CheckpointManager, verify_fingerprint
 from jaxtune.config import from_json, to_json
 from jaxtune.config.schema import Config
 from jaxtune.data import Counts
@@ -129,9 +129,17 @@ def open_run(folder: RunFolder, mesh: jax.sharding.Mesh, step: int | None) -> Tr
     """The model of a run at a step, or at its newest good checkpoint."""
     config = folder.read_config()
     model = declare_model(config, mesh)
-    restored = CheckpointManager(folder.checkpoints).restore(abstract_state(model, config, mesh), step)
+    wanted = {"trained": model.abstract(model.trained)}  # without the optimizer's state, which is larger
+    restored = CheckpointManager(folder.checkpoints).restore(wanted, step, part=True)
     if restored is None:
         raise UserError(f"{folder.path} has no checkpoint yet")
+    if not config.model.from_scratch:
+        verify_fingerprint(model.folder, restored.host["base"])
     return TrainedModel(
-        config, model, restored.state.trained, frozen_parameters(model, config), restored.step, restored.host["tokens"]
+        config,
+        model,
+        restored.state["trained"],
+        frozen_parameters(model, config),
+        restored.step,
+        restored.host["tokens"],
     )

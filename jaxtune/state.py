@@ -77,13 +77,18 @@ class Model:
         }
 
 
+def read_spec(config: Config) -> ModelSpec:
+    """The model as its config.json describes it: without adapters, nothing frozen."""
+    return families.read_spec(hf.read_config(hf.resolve(config.model.path or "", config.model.revision, weights=False)))
+
+
 def declare_model(config: Config, mesh: jax.sharding.Mesh, train: bool = True) -> Model:
     """The model of a config, checked against the mesh; `train=False` stores every weight as model.dtype says.
 
     Reads config.json and no weight. Raises UserError.
     """
     folder = hf.resolve(config.model.path or "", config.model.revision, weights=not config.model.from_scratch)
-    spec = families.read_spec(hf.read_config(folder))
+    spec = read_spec(config)
     if config.data.seq_len > spec.max_positions:
         raise UserError(
             f"data.seq_len={config.data.seq_len} is more than the model's {spec.max_positions} positions "
@@ -170,15 +175,20 @@ def _read_adapters(model: Model, config: Config) -> Parameters:
     return {name: stacked(name) for name in model.trained}
 
 
-def describe_layout(model: Model, mesh: jax.sharding.Mesh) -> str:
-    """Where parameters live, one line; refuses a large one that no axis shards though the mesh has devices for it."""
-    spread = {axis: size for axis, size in mesh.shape.items() if size > 1}
+def refuse_unsharded(model: Model, mesh: jax.sharding.Mesh) -> None:
+    """Raise UserError for a large parameter that no axis shards though the mesh has devices for it."""
+    if mesh.shape["fsdp"] * mesh.shape["tensor"] == 1:
+        return
     for parameter in model.parameters.values():
         whole = parameter.sharding.shard_shape(parameter.shape) == parameter.shape
         size = math.prod(parameter.shape[bool(parameter.layers) :])
-        shardable = mesh.shape["fsdp"] * mesh.shape["tensor"] > 1 and not parameter.is_adapter
-        if whole and size >= LARGE and shardable:
-            raise UserError(f"{parameter.local} {parameter.shape} came out unsharded on {spread}")
+        if whole and size >= LARGE and not parameter.is_adapter:
+            raise UserError(f"{parameter.local} {parameter.shape} came out unsharded on {dict(mesh.shape)}")
+
+
+def describe_layout(model: Model, mesh: jax.sharding.Mesh) -> str:
+    """What the model is and where its parameters live, one line."""
+    spread = {axis: size for axis, size in mesh.shape.items() if size > 1}
     count = lambda names: sum(math.prod(model.parameters[name].shape) for name in names)  # noqa: E731
     laid_out = {name: axis for name, axis in dataclasses.asdict(RULES).items() if axis in spread}
     where = f"mesh {spread}, sharded {laid_out}" if spread else "one device"

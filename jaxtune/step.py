@@ -69,7 +69,9 @@ def accumulated_gradients(
             (value, tokens), grads = jax.value_and_grad(loss, has_aux=True)(trained)
             return jax.tree.map(jnp.add, total, Summed(grads, value, tokens)), None
 
-        zeros = Summed(jax.tree.map(jnp.zeros_like, trained), jnp.zeros(()), jnp.zeros((), jnp.int32))
+        # Sums and everything up to the new parameter are float32, whatever the parameter is stored in.
+        in_float32 = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), trained)
+        zeros = Summed(in_float32, jnp.zeros(()), jnp.zeros((), jnp.int32))
         return jax.lax.scan(add, zeros, batch)[0]
 
     return gradients
@@ -93,10 +95,10 @@ def make_train_step(
             summed = gradients(state.trained, frozen, batch, state.step)
         tokens = jnp.maximum(summed.tokens, 1).astype(jnp.float32)
         loss = summed.loss / tokens
-        grads = jax.tree.map(lambda g: g / tokens.astype(g.dtype), summed.gradients)
-        norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+        grads = jax.tree.map(lambda g: g / tokens, summed.gradients)
+        norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        grads = jax.tree.map(lambda g: g * clip_factor(norm, max_grad_norm).astype(g.dtype), grads)
+        grads = jax.tree.map(lambda g: g * clip_factor(norm, max_grad_norm), grads)
 
         rate = learning_rate(state.step)
         updates, optimizer_state = optimizer.update(grads, state.optimizer, state.trained)

@@ -5,6 +5,7 @@ python -m jaxtune.train --config=configs/quickstart.py
 
 import json
 import logging
+import re
 import shlex
 import sys
 from typing import Any
@@ -28,13 +29,13 @@ from jaxtune.monitor.progress import Progress
 from jaxtune.monitor.signals import StopRequest
 from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.optim.build import build
-from jaxtune.optim.schedules import learning_rate
+from jaxtune.optim.schedules import learning_rate, warmup_steps
 from jaxtune.parallel import multihost
 from jaxtune.parallel.layout import TOKENS
 from jaxtune.parallel.mesh import data_shards, make_mesh
 from jaxtune.precision.recipes import RECIPES
 from jaxtune.run_folder import RunFolder, abstract_state, check_unchanged, run_folder
-from jaxtune.state import Model, declare_model, describe_layout, frozen_parameters, initial_parameters
+from jaxtune.state import Model, declare_model, describe_layout, frozen_parameters, initial_parameters, refuse_unsharded
 from jaxtune.step import accumulated_gradients, initial_state, make_train_step
 
 log = logging.getLogger("jaxtune")
@@ -52,6 +53,7 @@ def train(config: Config) -> None:
 
     # ---- model: declared, not read ----
     model = declare_model(config, mesh)
+    refuse_unsharded(model, mesh)
     log.info(describe_layout(model, mesh))
 
     # ---- data: documents, rows, the number of steps ----
@@ -63,17 +65,24 @@ def train(config: Config) -> None:
     micro_rows = config.train.micro_batch_size * data_shards(mesh)
     rows_per_step = micro_rows * config.train.grad_accum_steps
     total_steps = config.train.max_steps or -(-rows.total(config.train.epochs) // rows_per_step)
-    if saved and saved["step"] >= total_steps and (folder.export.exists() or not config.export.at_end):
-        log.info("this run is finished, at step %d of %d: %s", saved["step"], total_steps, folder.path)
-        return
     log.info("data: %s", rows.counts)
     log.info("%d steps of %d rows of %d tokens", total_steps, rows_per_step, config.data.seq_len)
+    base = {} if config.model.from_scratch else fingerprint(model.folder)
+    host = {"config": json.loads(to_json(config)), "base": base, "data": documents.key}
+    host |= {"rows_per_step": rows_per_step, "total_steps": total_steps}
+    if saved is not None:
+        check_same(saved, host, model)
+        if saved["step"] >= total_steps and (folder.export.exists() or not config.export.at_end):
+            log.info("this run is finished: %d steps, %d asked for, in %s", saved["step"], total_steps, folder.path)
+            return
 
     # ---- step: compiled before a weight is read, so that its memory is known ----
     optimizer = build(config.optim, {name: model.hf_names(name) for name in model.trained})
     recipe = RECIPES[config.precision.recipe]
     gradients = accumulated_gradients(model.graph, cross_entropy, recipe, config.memory.remat, config.train.seed)
     rate = learning_rate(config.optim, total_steps)
+    if warmup_steps(config.optim, total_steps) + config.optim.cooldown_steps > total_steps:
+        log.warning("optim.warmup_steps and optim.cooldown_steps are more than the %d steps of the run", total_steps)
     step = make_train_step(gradients, optimizer, rate, config.optim.max_grad_norm, recipe)
     shape = (config.train.grad_accum_steps, micro_rows, config.data.seq_len)
     batch_sharding = jax.NamedSharding(mesh, jax.P(None, *TOKENS))
@@ -84,14 +93,10 @@ def train(config: Config) -> None:
 
     # ---- values: from the checkpoint, or as the recipe starts ----
     with goodput.measure("restore"):
-        base = {} if config.model.from_scratch else fingerprint(model.folder)
-        host = {"config": json.loads(to_json(config)), "base": base, "data": documents.key}
-        host |= {"rows_per_step": rows_per_step}
         restored = None
         if saved is not None:
             restored = checkpoints.restore(abstract, None if config.ckpt.resume == "auto" else saved["step"])
         if restored is not None:
-            check_same(restored.host, host, model)
             state, position = restored.state, loop.Position.from_json(restored.host)
             log.info("resumed from step %d", position.step)
         else:
@@ -173,6 +178,10 @@ def check_same(saved: dict, now: dict, model: Model) -> None:
         raise UserError("the training data or the tokenizer changed since the checkpoint; start a new run")
     if now["base"] or saved["base"]:
         verify_fingerprint(model.folder, saved["base"])
+    if saved["total_steps"] != now["total_steps"]:
+        log.warning(
+            "the learning-rate schedule was for %d steps and is for %d now", saved["total_steps"], now["total_steps"]
+        )
 
 
 def memory(compiled: jax.stages.Compiled) -> str:
@@ -186,8 +195,10 @@ def memory(compiled: jax.stages.Compiled) -> str:
 
 
 def this_command() -> str:
-    """The command line of this process, as a user would type it."""
-    return shlex.join(["python", "-m", "jaxtune.train", *sys.argv[1:]])
+    """The command line of this process, as a user would type it to go on: without ckpt.resume, which is auto."""
+    given = sys.argv[2:] if sys.argv[1:2] == ["train"] else sys.argv[1:]
+    kept = [argument for argument in given if not re.match("--?config.ckpt.resume=", argument)]
+    return shlex.join(["python", "-m", "jaxtune.train", *kept])
 
 
 def closing(config: Config, folder: RunFolder) -> str:
@@ -197,12 +208,13 @@ def closing(config: Config, folder: RunFolder) -> str:
         lines.append(f"loss curve: {folder.loss_curve}")
     if config.export.at_end:
         lines.append(f"{'adapter' if config.lora.enabled else 'model'}: {folder.export}")
+    model = folder.path if config.lora.enabled or not config.export.at_end else folder.export
     merge = " --merge" if config.lora.enabled else ""
     prompt = shlex.quote(config.eval.sample_prompt or "Once")
     lines += [
         f"resume:   {this_command()}",
         f"export:   python -m jaxtune.export --run={folder.path} --output={folder.path}-model{merge}",
-        f"generate: python -m jaxtune.generate --model={folder.path} --prompt={prompt}",
+        f"generate: python -m jaxtune.generate --model={model} --prompt={prompt}",
     ]
     if config.log.next_command:
         lines.append(f"next:     {config.log.next_command}")

@@ -77,7 +77,25 @@ def test_qwen_lora_trains_is_killed_resumes_exports_and_loads(home):
         merged.state_dict()["model.layers.0.mlp.up_proj.weight"], plain["model.layers.0.mlp.up_proj.weight"]
     )
     text = run("jaxtune.generate", f"--model={home / 'merged'}", "--prompt=say 3", "--chat", "--max_new_tokens=8")
+    run("jaxtune.export", f"--run={home / 'runs/killed'}", f"--output={home / 'five'}", devices=5)
     assert text.strip()
+
+
+def test_what_a_run_is_made_of_is_neither_overwritten_nor_exchanged(home):
+    """Exports onto the base model or the run are refused, and so is a base that is no longer the one trained on."""
+    command = arguments(home, "qwen_lora.py", "guarded", **{"train.max_steps": 2, "eval.steps": 0})
+    run(*command)
+    adapter = home / "runs" / "guarded"
+    before = (home / "model" / "model.safetensors").read_bytes()
+    assert "started from" in run("jaxtune.export", f"--run={adapter}", f"--output={home / 'model'}", "--merge", code=2)
+    assert "folder of a run" in run("jaxtune.export", f"--run={adapter}", f"--output={adapter}", code=2)
+    (home / "model" / "model.safetensors").write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    try:
+        output = run("jaxtune.generate", f"--model={adapter}", "--prompt=a", code=2)
+    finally:
+        (home / "model" / "model.safetensors").write_bytes(before)
+    assert "model.safetensors has other content" in output
+    assert "Traceback" not in output
 
 
 @pytest.mark.slow

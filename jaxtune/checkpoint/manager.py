@@ -97,11 +97,14 @@ class CheckpointManager:
         if final and self._failure is not None:
             raise UserError(self._failure)
 
-    def restore(self, abstract_state: PyTree[jax.ShapeDtypeStruct], step: int | None = None) -> Restored | None:
+    def restore(
+        self, abstract_state: PyTree[jax.ShapeDtypeStruct], step: int | None = None, part: bool = False
+    ) -> Restored | None:
         """The newest good checkpoint, or `step`; None if there is no checkpoint.
 
         Every file is verified. A damaged newest checkpoint is passed over with a warning. The arrays go straight to the
-        shardings of `abstract_state`, whatever mesh they were saved from. A save after this removes newer checkpoints.
+        shardings of `abstract_state`, whatever mesh they were saved from. With `part` a checkpoint may hold more than
+        that, which is not read. A save after this removes newer checkpoints.
 
         Raises:
             UserError: `step` is missing or damaged, all checkpoints are damaged, or a leaf of `abstract_state` is
@@ -113,8 +116,10 @@ class CheckpointManager:
             return None
         path = self._folder / str(chosen)
         wanted = structure.leaves_by_name(abstract_state)
-        structure.check(path, ocp.metadata(str(path)).metadata, wanted)
-        arrays = ocp.load(str(path), wanted)
+        saved = ocp.metadata(str(path)).metadata
+        not_wanted = dict.fromkeys(saved.keys() - wanted.keys(), ...) if part else {}
+        structure.check(path, {name: leaf for name, leaf in saved.items() if name not in not_wanted}, wanted)
+        arrays = ocp.load(str(path), wanted | not_wanted)
         state = jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[name] for name in wanted])
         self._verified = {chosen}
         return Restored(chosen, state, self._read_host(chosen))

@@ -38,7 +38,7 @@ _AT_LEAST = {
     "eval.steps": 0,
     "eval.max_batches": 1,
     "log.every": 1,
-    "prof.start_step": 0,
+    "prof.start_step": 1,
     "prof.steps": 1,
     "export.max_shard_bytes": 1,
 }
@@ -123,6 +123,9 @@ def _train(config: Config) -> Iterator[Problem]:
     name = config.train.run_name
     if name is not None and (name in ("", ".", "..") or "/" in name or "\\" in name):
         yield _problem(config, "train.run_name", "must be the name of a folder; train.output_dir says where it is")
+    if config.train.max_steps is not None:
+        reason = "train.max_steps decides; take it out with --config.train.max_steps=None"
+        yield from _without_effect(config, "train.epochs", reason, "train.max_steps")
     if config.train.freeze is not None:
         yield from _regex(config, "train.freeze")
 
@@ -167,6 +170,8 @@ def _lora(config: Config) -> Iterator[Problem]:
     if config.train.freeze is not None:
         reason = "lora.enabled freezes the model already; lora.target_modules chooses what gets an adapter"
         yield _problem(config, "train.freeze", reason, "lora.enabled")
+    reason = "adapters have lora.dtype and nothing else is trained"
+    yield from _without_effect(config, "precision.master_dtype", reason, "lora.enabled")
     if not lora.target_modules:
         yield _problem(config, "lora.target_modules", "must name at least one module, or be 'all-linear'")
     elif isinstance(lora.target_modules, str):

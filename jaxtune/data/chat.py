@@ -42,6 +42,11 @@ class ChatTemplate:
         text = self._render(messages, tools, add_generation_prompt=True)[0]
         return self._encode([Rendered(text)])[0].tokens.tolist()
 
+    def turn_end(self) -> str | None:
+        """The special token that ends an assistant's turn, where the template has one."""
+        exchange = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        return self._stop(self._render(exchange, None)[0])
+
     def render(self, messages: list[Message], tools: list[Any] | None = None) -> Rendered:
         """The whole conversation as text, its trained spans being the assistant's turns with their stop tokens.
 

@@ -96,9 +96,10 @@ class Rows:
             kept[piece] = targets[document] > 0
             dropped[document] = not kept[piece]
         if not kept.any():
+            why = "the cut leaves no trained token in any of them" if pieces.cut.any() else "all of them are dropped"
             raise UserError(
-                f"data: all {len(lengths)} documents are longer than data.seq_len={data.seq_len} tokens and dropped; "
-                "raise data.seq_len or set data.truncation"
+                f"data: the {len(lengths)} documents are longer than data.seq_len={data.seq_len} tokens, and with "
+                f"data.truncation={data.truncation!r} {why}; raise data.seq_len, or choose another data.truncation"
             )
         self._document, self._start, self._length = pieces.document[kept], pieces.start[kept], pieces.length[kept]
         self._plans: OrderedDict[int, RowPlan] = OrderedDict()

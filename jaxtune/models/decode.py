@@ -69,5 +69,6 @@ def sample(logits: Float[Array, "b v"], key: Array, temperature: float, top_p: f
     ordered = jnp.sort(logits / temperature, axis=-1, descending=True)
     probability = jax.nn.softmax(ordered, axis=-1)
     before = jnp.cumsum(probability, axis=-1) - probability
-    lowest = jnp.min(jnp.where(before < top_p, ordered, jnp.inf), axis=-1, keepdims=True)
+    inside = (before < top_p) | (before == 0.0)  # the likeliest always is
+    lowest = jnp.min(jnp.where(inside, ordered, jnp.inf), axis=-1, keepdims=True)
     return jax.random.categorical(key, jnp.where(logits / temperature >= lowest, logits / temperature, -jnp.inf))

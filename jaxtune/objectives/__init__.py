@@ -1,1 +1,1 @@
-"""Losses: pure functions (decoder, batch, noise) -> (sum, metrics), summed over the tokens' weights."""
+"""Losses: pure functions (decoder, batch, options) -> (sum of weighted token losses, number of target tokens)."""

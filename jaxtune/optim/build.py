@@ -22,10 +22,12 @@ def build(optim: "Optim", hf_names: dict[str, tuple[str, ...]]) -> optax.Gradien
         name: np.asarray([optim.weight_decay * (re.search(optim.no_decay, hf) is None) for hf in names], np.float32)
         for name, names in hf_names.items()
     }
-    return optax.chain(
-        optax.scale_by_adam(b1=optim.beta1, b2=optim.beta2, eps=optim.epsilon),
-        _add_decay(decays),
-    )
+    adam = optax.scale_by_adam(b1=optim.beta1, b2=optim.beta2, eps=optim.epsilon)
+
+    def init(params):  # moments in float32 whatever is trained: in bfloat16 a decay of 0.999 is 1
+        return adam.init({name: parameter.astype("float32") for name, parameter in params.items()})
+
+    return optax.chain(optax.GradientTransformation(init, adam.update), _add_decay(decays))
 
 
 def _add_decay(decays: dict[str, np.ndarray]) -> optax.GradientTransformation:

@@ -292,8 +292,11 @@ def test_body_errors_and_exit_codes(capsys):
     assert run(lambda values: None, fail, [], with_config=False) == 2
     assert capsys.readouterr().err == "jaxtune: error: tensor x has the wrong shape\n"
     assert run(lambda values: None, lambda values, config: 7, [], with_config=False) == 7
-    with pytest.raises(KeyboardInterrupt):
-        run(lambda values: None, interrupt, [], with_config=False)
+    assert run(lambda values: None, interrupt, [], with_config=False) == 130
+    assert capsys.readouterr().err == "jaxtune: interrupted\n"
+    missing = lambda values, config: open("/nowhere/at/all")  # noqa: E731
+    assert run(lambda values: None, missing, [], with_config=False) == 2
+    assert capsys.readouterr().err == "jaxtune: error: /nowhere/at/all: No such file or directory\n"
 
 
 def test_help_shows_the_flags(capsys):
@@ -370,6 +373,8 @@ def test_no_nearest_key_for_something_unlike_any():
         ({"train.micro_batch_size": "-1"}, "train.micro_batch_size", "at least 1"),
         ({"train.max_steps": "0"}, "train.max_steps", "at least 1"),
         ({"train.epochs": "0"}, "train.epochs", "above 0"),
+        ({"train.max_steps": "5", "train.epochs": "2"}, "train.epochs", "train.max_steps decides"),
+        ({"lora.enabled": "true", "precision.master_dtype": "bfloat16"}, "precision.master_dtype", "lora.dtype"),
         ({"optim.learning_rate": "0"}, "optim.learning_rate", "above 0"),
         ({"train.run_name": "../x"}, "train.run_name", "name of a folder"),
         ({"mesh.data": "-1"}, "mesh.data and mesh.fsdp", "only one axis"),
@@ -429,7 +434,8 @@ def test_two_kinds_of_validation_data():
         {"lora.enabled": "true", "lora.rank": "4", "lora.dropout": "0.1"},
         {"eval.steps": "10", "data.validation_split": "0.1"},
         {"mesh.data": "-1", "mesh.fsdp": "2", "mesh.tensor": "2"},
-        {"train.max_steps": "5", "train.epochs": "0.5"},
+        {"train.max_steps": "5"},
+        {"train.epochs": "0.5"},
         {"log.wandb.enabled": "true", "log.wandb.name": "x"},
         {"data.datasets[0].type": "conversation", "data.datasets[0].messages_field": "turns"},
     ],

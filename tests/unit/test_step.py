@@ -136,6 +136,17 @@ def test_decay_is_chosen_by_name_and_layer():
     np.testing.assert_allclose(state.trained["stacked"][:, 0, 0], [0.95, 1.0, 0.95], rtol=1e-6)
 
 
+def test_moments_of_bfloat16_parameters_decay():
+    """In bfloat16 a second moment times 0.999 is itself, for ever."""
+    names = {"w": ("w",)}
+    start = {"w": jnp.ones(4, jnp.bfloat16)}
+    once = lambda step: {"w": jnp.where(step == 0, 1.0, 0.0) * jnp.ones(4)}  # noqa: E731
+    state, _ = step_on(once, Optim(learning_rate=1e-3), start, names, steps=200)
+    moments = state.optimizer[0]
+    assert state.trained["w"].dtype == jnp.bfloat16 and moments.nu["w"].dtype == jnp.float32
+    np.testing.assert_allclose(moments.nu["w"], 0.001 * 0.999**199, rtol=1e-4)
+
+
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
 def test_a_step_that_is_not_finite_changes_nothing(bad):
     start = {"w": jnp.arange(4.0)}

@@ -93,7 +93,7 @@ def windowed_layers(config: dict[str, Any]) -> tuple[Layer, ...]:
     count, window = config["num_hidden_layers"], config.get("sliding_window")
     if not config.get("use_sliding_window", False):
         window = None
-    first = config.get("max_window_layers", 0)
+    first = config.get("max_window_layers", 28)
     kinds = config.get("layer_types") or [
         "sliding_attention" if window is not None and number >= first else "full_attention" for number in range(count)
     ]

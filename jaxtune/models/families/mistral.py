@@ -10,5 +10,5 @@ NAMES, IGNORABLE = llama.NAMES_WITHOUT_BIAS, llama.IGNORABLE
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:
     """ModelSpec of a `MistralForCausalLM` config.json."""
-    layers = (Layer(window=config.get("sliding_window")),) * config["num_hidden_layers"]
+    layers = (Layer(window=config.get("sliding_window", 4096)),) * config["num_hidden_layers"]
     return llama.common_spec("mistral", config, layers=layers)

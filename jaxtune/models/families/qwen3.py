@@ -17,5 +17,10 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
     """ModelSpec of a `Qwen3ForCausalLM` config.json."""
     bias = config.get("attention_bias", False)
     return llama.common_spec(
-        "qwen3", config, qkv_bias=bias, output_bias=bias, qk_norm=True, layers=llama.windowed_layers(config)
+        "qwen3",
+        {"head_dim": 128} | config,
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm=True,
+        layers=llama.windowed_layers(config),
     )
