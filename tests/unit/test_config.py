@@ -2,6 +2,7 @@
 
 import json
 import operator
+import pathlib
 import random
 import re
 import string
@@ -294,7 +295,7 @@ def test_body_errors_and_exit_codes(capsys):
     assert run(lambda values: None, lambda values, config: 7, [], with_config=False) == 7
     assert run(lambda values: None, interrupt, [], with_config=False) == 130
     assert capsys.readouterr().err == "jaxtune: interrupted\n"
-    missing = lambda values, config: open("/nowhere/at/all")  # noqa: E731
+    missing = lambda values, config: pathlib.Path("/nowhere/at/all").read_text()  # noqa: E731
     assert run(lambda values: None, missing, [], with_config=False) == 2
     assert capsys.readouterr().err == "jaxtune: error: /nowhere/at/all: No such file or directory\n"
 
