@@ -7,8 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import transformers
+from safetensors.numpy import save_file
 from tiny import byte_tokenizer
+
+from jaxtune.models import families
+from jaxtune.models.parameters import declare
 
 RECIPE = """
 from jaxtune.config import dataset, new_config
@@ -38,7 +43,7 @@ def get_config(arg=None):
 
 
 def model_folder(folder: Path) -> Path:
-    """A tiny random Qwen3 with a byte tokenizer, as transformers saves it; without torch, config.json alone."""
+    """A tiny random Qwen3 with a byte tokenizer, as transformers would save it; made without torch."""
     tokenizer = byte_tokenizer(folder)
     config = transformers.Qwen3Config(
         vocab_size=len(tokenizer),
@@ -51,14 +56,20 @@ def model_folder(folder: Path) -> Path:
         max_position_embeddings=128,
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
+        architectures=["Qwen3ForCausalLM"],
+        dtype="float32",
     )
-    if transformers.utils.is_torch_available():
-        import torch
-
-        torch.manual_seed(0)
-        transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    else:
-        config.save_pretrained(folder)
+    config.save_pretrained(folder)
+    spec = families.read_spec(json.loads((folder / "config.json").read_text()))
+    rng, tensors = np.random.default_rng(0), {}
+    for parameter in declare(spec)[1].values():
+        shape = parameter.shape[1:] if parameter.layers else parameter.shape
+        if parameter.axes[0] == "vocabulary":
+            shape = (spec.vocabulary, *shape[1:])
+        for name in families.hf_names(spec.family, parameter):
+            values = rng.normal(scale=0.02, size=shape) + ("norm" in name)
+            tensors[name] = values.astype(np.float32)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 

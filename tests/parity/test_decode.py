@@ -14,9 +14,9 @@ NEW = 24
 
 @pytest.mark.parametrize("family", ["qwen3, a period of two", "llama, llama3 rope, untied, biases"])
 def test_greedy_tokens_equal_transformers(family, one_device, tmp_path):
+    reference = torch_model(family, tmp_path)
     import torch
 
-    reference = torch_model(family, tmp_path)
     model, parameters, _ = read(tmp_path, one_device)
     prompt = tokens(1, 37)
     options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
