@@ -161,6 +161,7 @@ def compare(folder: str, lora: bool, remat: bool, steps: int) -> dict:
 
 
 def main() -> None:
+    """Print a row for each step and remat policy, and keep them all as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--only", choices=["lora", "full"])

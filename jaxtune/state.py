@@ -88,7 +88,7 @@ def declare_model(config: Config, mesh: jax.sharding.Mesh, train: bool = True) -
     Reads config.json and no weight. Raises UserError.
     """
     folder = hf.resolve(config.model.path or "", config.model.revision, weights=not config.model.from_scratch)
-    spec = read_spec(config)
+    spec = families.read_spec(hf.read_config(folder))
     if config.data.seq_len > spec.max_positions:
         raise UserError(
             f"data.seq_len={config.data.seq_len} is more than the model's {spec.max_positions} positions "

@@ -9,7 +9,6 @@ import jax
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
-jax.config.update("jax_threefry_partitionable", True)
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 """What a decoder is made of: a frozen description, computed from a Hugging Face config.json by a family."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 
@@ -62,7 +62,7 @@ class ModelSpec:
     qk_norm: bool = False
     initializer_range: float = 0.02
     adapter: Adapter | None = None
-    frozen: frozenset[str] = field(default=frozenset())  # parameters outside the layers that are not trained
+    frozen: frozenset[str] = frozenset()  # parameters outside the layers that are not trained
 
     @property
     def padded_vocabulary(self) -> int:

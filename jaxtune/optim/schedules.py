@@ -11,9 +11,6 @@ if TYPE_CHECKING:
     from jaxtune.config.schema import Optim
 
 
-Shape = Callable[[Array], Array]  # progress after warm-up, 0 to 1, to a fraction of the peak
-
-
 def warmup_steps(optim: "Optim", total_steps: int) -> int:
     """Steps of warm-up, from the number or the ratio."""
     return optim.warmup_steps or math.ceil(optim.warmup_ratio * total_steps)
