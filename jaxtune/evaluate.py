@@ -10,6 +10,7 @@ import jax
 from absl import flags
 
 from jaxtune import command, data, hf, runtime
+from jaxtune.compiler import compiler_options
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 from jaxtune.models.decoder import Parameters
@@ -28,7 +29,10 @@ def make_evaluate(
     config: Config, model: Model, rows: data.Rows, mesh: jax.sharding.Mesh
 ) -> Callable[[Parameters, Parameters], dict[str, float]]:
     """(trained, frozen) -> eval_loss in nats a token and eval_perplexity, over all of `rows` or eval.max_batches."""
-    step = jax.jit(make_eval_step(model.graph, cross_entropy, RECIPES[config.precision.recipe]))
+    step = jax.jit(
+        make_eval_step(model.graph, cross_entropy, RECIPES[config.precision.recipe]),
+        compiler_options=compiler_options(config.train.deterministic),
+    )
     rows_per_batch = config.train.micro_batch_size * data_shards(mesh)
     stop_row = rows.total(1)
     if config.eval.max_batches is not None:

@@ -13,6 +13,7 @@ from absl import flags
 from flax import nnx
 
 from jaxtune import command, data, hf
+from jaxtune.compiler import compiler_options
 from jaxtune.config.schema import Config, Data, Mesh
 from jaxtune.config.schema import Model as ModelOptions
 from jaxtune.errors import UserError
@@ -50,7 +51,7 @@ def generate_tokens(
             f"{spec.max_positions} positions; ask for fewer with --max_new_tokens"
         )
 
-    @partial(jax.jit, donate_argnums=1)
+    @partial(jax.jit, donate_argnums=1, compiler_options=compiler_options())
     def step(tokens, cache, index, last, key, parameters):
         logits, cache = next_logits(bind(graph, parameters), tokens, cache, index, last, dtype)
         return sample(logits, key, temperature, top_p).astype(jnp.int32), cache

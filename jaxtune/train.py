@@ -15,6 +15,7 @@ from absl import flags
 
 from jaxtune import command, data, hf, loop, runtime
 from jaxtune.checkpoint import CheckpointManager, fingerprint, verify_fingerprint
+from jaxtune.compiler import compiler_options
 from jaxtune.config import to_json
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
@@ -88,7 +89,8 @@ def train(config: Config) -> None:
     batch_sharding = jax.NamedSharding(mesh, jax.P(None, *TOKENS))
     with goodput.measure("compile"):
         abstract, batch = abstract_state(model, config, mesh), data.abstract_batch(shape, batch_sharding)
-        train_step = jax.jit(step, donate_argnums=0).lower(abstract, model.abstract(model.frozen), batch).compile()
+        compiled = jax.jit(step, donate_argnums=0, compiler_options=compiler_options(config.train.deterministic))
+        train_step = compiled.lower(abstract, model.abstract(model.frozen), batch).compile()
     log.info(memory(train_step))
 
     # ---- values: from the checkpoint, or as the recipe starts ----

@@ -70,7 +70,7 @@ class Rows:
 
     A row is a dict of (seq_len,) arrays: tokens, targets (the next token of the same document), positions (from 0 in
     each document), segment_ids (1, 2, ... in a row, 0 for padding), key_start (index of the first position a token may
-    look at; a padding position its own) and loss_weight (of the target; 0 where there is none).
+    look at; seq_len for padding, which sees nothing) and loss_weight (of the target; 0 where there is none).
     """
 
     def __init__(self, documents: Documents, data: Data, epochs: float | None = None):
@@ -173,5 +173,5 @@ class Rows:
             row["segment_ids"][begin:end] = segment
             row["key_start"][begin:end] = begin
             begin = end
-        row["key_start"][begin:] = np.arange(begin, seq_len)
+        row["key_start"][begin:] = seq_len
         return row

@@ -10,8 +10,7 @@ from jaxtune.models.attention import Attend
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.spec import ModelSpec, stacks
 from jaxtune.parallel.layout import TOKENS, P
-from pallas_kernels.flash_attention import Mask
-from pallas_kernels.flash_attention.reference import dense_attention, visible
+from pallas_kernels.flash_attention import MaskSpec, flash_attention
 
 
 def empty_cache(spec: ModelSpec, batch: int, length: int, dtype: jnp.dtype) -> Any:
@@ -33,9 +32,13 @@ def attend_cached(index: Int[Array, ""]) -> Attend:
         q, k, v = (jax.reshard(x, P()) for x in (q, k, v))  # decoding is not sharded: the mesh is one device
         keys = jax.lax.dynamic_update_slice(keys, k.astype(keys.dtype), (0, index, 0, 0))
         values = jax.lax.dynamic_update_slice(values, v.astype(values.dtype), (0, index, 0, 0))
-        queries = index + jnp.broadcast_to(jnp.arange(q.shape[1]), q.shape[:2])
-        seen = visible(queries, jnp.arange(keys.shape[1]), jnp.zeros_like(queries), Mask(window=window))
-        attended = dense_attention(q, keys, values, seen, q.shape[-1] ** -0.5)
+
+        def kernel(q, keys, values, index):
+            return flash_attention(
+                q, keys.astype(q.dtype), values.astype(q.dtype), MaskSpec(window=window, query_offset=index)
+            )
+
+        attended = jax.shard_map(kernel, in_specs=P(), out_specs=P())(q, keys, values, index)
         return jax.reshard(attended, layout), (keys, values)
 
     return attend

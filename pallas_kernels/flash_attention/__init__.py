@@ -1,6 +1,108 @@
-"""Attention with O(sequence) memory over packed rows: the public op."""
+"""Attention with O(sequence) memory over packed rows: the public op and its backends."""
 
-from pallas_kernels.flash_attention.mask import Mask
-from pallas_kernels.flash_attention.xla import flash_attention
+import math
 
-__all__ = ["Mask", "flash_attention"]
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels import registry
+from pallas_kernels.flash_attention import cudnn, triton, xla
+from pallas_kernels.flash_attention.differentiate import attention
+from pallas_kernels.flash_attention.mask import MaskSpec, intervals
+from pallas_kernels.flash_attention.variant import Request, Variant
+from pallas_kernels.gpus import current_device
+from pallas_kernels.registry import ANY_CARD, Backend
+
+__all__ = ["BACKENDS", "MaskSpec", "flash_attention"]
+
+# In order of preference. 'auto' takes only what was checked: Triton and XLA by tests/kernels on a CPU, the others not
+# before a run on a card is kept in benchmarks/results.
+BACKENDS = (
+    Backend("cudnn", cudnn.attend, cudnn.refuses, {}),
+    Backend("triton", attention(triton.forward, triton.backward), triton.refuses, {ANY_CARD: "interpreted tests"}),
+    Backend("xla", attention(xla.forward, xla.backward), registry.never_refuses, {ANY_CARD: "tests"}),
+)
+
+
+def flash_attention(
+    q: Float[Array, "b s h d"],
+    k: Float[Array, "b t n d"],
+    v: Float[Array, "b t n d"],
+    mask: MaskSpec = MaskSpec(),
+    scale: float | None = None,
+    *,
+    soft_cap: float | None = None,
+    sinks: Float[Array, " h"] | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Float[Array, "b s h d"] | tuple[Float[Array, "b s h d"], Float[Array, "b h s"]]:
+    """Softmax attention (Dao et al. 2022) of queries to the keys that `mask` lets them see.
+
+    h is a multiple of n: consecutive groups of query heads share a key head (Ainslie et al. 2023), whose keys and values
+    are not repeated in memory. `scale` is d^-0.5 unless given; `soft_cap` bounds the logits to cap * tanh(logits / cap)
+    (Gemma 2); `sinks` adds one logit a head to the denominator alone (gpt-oss). Products are made in the inputs' dtype
+    (bfloat16, float16, float32) and accumulated in float32. With `return_lse` also the natural logarithm of the
+    denominator, float32, sinks included. Differentiable in q, k, v and sinks, through both results.
+
+    `backend`: 'auto', or a name in BACKENDS. Raises ValueError for shapes that do not fit and for a backend that cannot
+    run this on the device at hand.
+    """
+    variant = _variant(q, k, v, mask, scale, soft_cap, sinks)
+    request = Request(
+        dtype=q.dtype,
+        head_dim=q.shape[3],
+        queries=q.shape[1],
+        keys=k.shape[1],
+        packed=mask.key_start is not None,
+        variant=variant,
+        sinks=sinks is not None,
+        return_lse=return_lse,
+    )
+    chosen = registry.choose("flash_attention", BACKENDS, current_device(), request, backend)
+    if chosen.name == "cudnn":
+        return chosen.run(q, k, v, variant)
+    first, end = intervals(mask, q.shape[0], q.shape[1], k.shape[1])
+    out, lse = chosen.run(*_equally_varying(q, k, v, first, end, sinks), variant)
+    return (out, lse) if return_lse else out
+
+
+def _variant(q, k, v, mask: MaskSpec, scale, soft_cap, sinks) -> Variant:
+    """The static part of a call, once its shapes are checked."""
+
+    def check(right: bool, message: str) -> None:
+        if not right:
+            raise ValueError(f"flash_attention: {message}")
+
+    check(q.ndim == k.ndim == v.ndim == 4, "q, k and v are (batch, sequence, heads, head_dim)")
+    (batch, queries, heads, dim), (_, keys, kv_heads, _) = q.shape, k.shape
+    check(k.shape == v.shape, f"k {k.shape} and v {v.shape} differ in shape")
+    check(k.shape[0] == batch and k.shape[3] == dim, f"q {q.shape} and k {k.shape} differ in batch or head_dim")
+    check(heads % kv_heads == 0, f"{heads} query heads are not a multiple of {kv_heads} key heads")
+    check(
+        q.dtype == k.dtype == v.dtype, f"q, k and v have dtypes {q.dtype}, {k.dtype} and {v.dtype}; they must be equal"
+    )
+    check(
+        q.dtype in (jnp.bfloat16, jnp.float16, jnp.float32), f"dtype {q.dtype}; bfloat16, float16 and float32 can run"
+    )
+    # Offsets within an array are 32-bit in the kernels.
+    check(max(q.size, k.size) < 2**31, f"{max(q.size, k.size)} elements; fewer than 2^31 are supported")
+    if mask.key_start is not None:
+        check(mask.key_start.shape == (batch, queries), f"key_start {mask.key_start.shape} is not {(batch, queries)}")
+    if sinks is not None:
+        check(sinks.shape == (heads,), f"sinks {sinks.shape} is not {(heads,)}")
+    scale = dim**-0.5 if scale is None else scale
+    check(scale > 0 and math.isfinite(scale), f"scale must be positive, not {scale}")
+    check(soft_cap is None or soft_cap > 0, f"soft_cap must be positive, not {soft_cap}")
+    offset = mask.query_offset if isinstance(mask.query_offset, int) else None
+    return Variant(float(scale), soft_cap, mask.causal, mask.window, offset)
+
+
+def _equally_varying(*arrays: Array | None) -> tuple[Array | None, ...]:
+    """Inside a shard_map: all arrays as varying over the mesh axes that any of them varies over, as kernels want it."""
+    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays if x is not None))
+    return tuple(x if x is None else _varying_over(x, axes - jax.typeof(x).manual_axis_type.varying) for x in arrays)
+
+
+def _varying_over(x: Array, axes: frozenset) -> Array:
+    return jax.lax.pcast(x, tuple(axes), to="varying") if axes else x

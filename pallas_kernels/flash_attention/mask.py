@@ -1,17 +1,42 @@
-"""Which keys a query may see, as a small description: no (sequence, sequence) array is made from it."""
+"""Which keys a query may see. Every mask here is an interval of keys a query; no (queries, keys) array is made."""
 
 from dataclasses import dataclass
 
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
 
 @dataclass(frozen=True)
-class Mask:
-    """Visible keys of a query at index i: key <= i, and key > i - window where there is a window.
+class MaskSpec:
+    """The keys j that the query at index i sees, with p = i + query_offset its place among the keys.
 
-    Packing adds a lower bound per token, `key_start`, which is an array and so an argument of the op.
+    causal: j <= p. window: j > p - window. key_start, (b, s): j >= key_start[i], the packing of documents in rows.
+    query_offset: an int, or a traced int32 scalar (ring steps, decoding into a cache).
+
+    A query may see no key at all: its output is 0, its log-sum-exp is -inf (or its sink), it gives no gradient, and
+    what it holds, NaN included, reaches no other. Padding is made of such queries: key_start = the number of keys.
     """
 
+    causal: bool = True
     window: int | None = None
+    key_start: Int[Array, "b s"] | None = None
+    query_offset: int | Int[Array, ""] = 0
 
-    def first_key(self, query: int) -> int:
-        """Lowest key index that the query at this index can see."""
-        return 0 if self.window is None else max(0, query - self.window + 1)
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"MaskSpec: window must be at least 1, not {self.window}")
+        if self.window is not None and not self.causal:
+            raise ValueError("MaskSpec: a window needs causal=True: it reaches back from the query's own place")
+
+
+def intervals(mask: MaskSpec, batch: int, queries: int, keys: int) -> tuple[Int[Array, "b s"], Int[Array, "b s"]]:
+    """First key that each query sees, and the end of what it sees; (0, 0) for a query that sees nothing."""
+    place = jnp.arange(queries, dtype=jnp.int32) + mask.query_offset
+    first = jnp.zeros((batch, queries), jnp.int32) if mask.key_start is None else mask.key_start.astype(jnp.int32)
+    first = jnp.maximum(first, 0)
+    if mask.window is not None:
+        first = jnp.maximum(first, place - mask.window + 1)
+    end = jnp.minimum(place + 1, keys) if mask.causal else jnp.full_like(place, keys)
+    end = jnp.broadcast_to(end, first.shape)
+    sees = first < end
+    return jnp.where(sees, first, 0), jnp.where(sees, end, 0)

@@ -1,66 +1,78 @@
 """Flash attention (Dao et al. 2022) in plain XLA: one block of queries at a time against the keys it can see.
 
-Blocks that causality or the window hide are never computed, forward or backward. The backward pass recomputes the
-weights from the saved log-sum-exp, so memory is O(sequence * block).
+Keys that causality or the window hide from a block are left out while tracing, forward and backward. The backward pass
+recomputes the weights from the saved log-sum-exp, so memory is O(keys * block).
 """
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.flash_attention.mask import Mask
+from pallas_kernels.flash_attention.blocks import seen_keys
+from pallas_kernels.flash_attention.variant import Variant
 
-# Queries a block. Small enough that no block is (sequence, sequence), few enough that the program stays short.
-SMALLEST_BLOCK, MOST_BLOCKS = 256, 16
+# Queries a block, and how many strips of blocks (each with its own range of keys) the program is written out for.
+BLOCK, MOST_STRIPS = 256, 16
+LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
-def flash_attention(
+def forward(
     q: Float[Array, "b s h d"],
-    k: Float[Array, "b s n d"],
-    v: Float[Array, "b s n d"],
-    key_start: Int[Array, "b s"],
-    mask: Mask = Mask(),
-    scale: float | None = None,
-) -> Float[Array, "b s h d"]:
-    """Causal softmax attention over packed rows.
+    k: Float[Array, "b t n d"],
+    v: Float[Array, "b t n d"],
+    first: Int[Array, "b s"],
+    end: Int[Array, "b s"],
+    sinks: Float[Array, " h"] | None,
+    variant: Variant,
+    *,
+    block: int = BLOCK,
+) -> tuple[Float[Array, "b s h d"], Float[Array, "b h s"]]:
+    """Output in the dtype of q, and the float32 log-sum-exp of the logits (natural, the sink included).
 
-    h is a multiple of n: consecutive groups of query heads share a key head. A query at index i sees the keys
-    key_start[i] <= j <= i (and j > i - window). Products in the inputs' dtype, accumulated in float32.
+    Query i sees the keys first_i <= j < end_i. Products in the inputs' dtype, accumulated in float32. `block` queries
+    are computed at once.
     """
-    heads, kv_heads = q.shape[2], k.shape[2]
-    if heads % kv_heads:
-        raise ValueError(f"flash_attention: {heads} query heads are not a multiple of {kv_heads} key heads")
-    if q.size >= 2**31:
-        raise ValueError(f"flash_attention: {q.size} elements; fewer than 2^31 are supported")
-    return _attention(q, k, v, key_start, mask, q.shape[-1] ** -0.5 if scale is None else scale)
+    batch, queries, heads, _ = q.shape
+    seen = seen_keys(first, end, k.shape[1])[..., None, None]
+    k, v = jnp.where(seen, k, 0), jnp.where(seen, v, 0)
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32).reshape(k.shape[2], -1)
+        sinks = jnp.broadcast_to(sinks, (batch, *sinks.shape))
+    by_head = (_by_head(q, k), _by_head(k, k), _by_head(v, k), sinks)
+    out, lse = _over_heads(partial(_forward_head, block=block, variant=variant), by_head, (first, end))
+    return _by_token(out), lse.reshape(batch, heads, queries)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attention(q, k, v, key_start, mask, scale):
-    return _forward(q, k, v, key_start, mask, scale)[0]
+def backward(
+    q: Float[Array, "b s h d"],
+    k: Float[Array, "b t n d"],
+    v: Float[Array, "b t n d"],
+    first: Int[Array, "b s"],
+    end: Int[Array, "b s"],
+    lse: Float[Array, "b h s"],
+    delta: Float[Array, "b h s"],
+    d_out: Float[Array, "b s h d"],
+    variant: Variant,
+    *,
+    block: int = BLOCK,
+) -> tuple[Float[Array, "b s h d"], Float[Array, "b t n d"], Float[Array, "b t n d"]]:
+    """Gradients of q, k and v in their dtypes; `delta` is sum(d_out * out) less the cotangent of the log-sum-exp."""
+    batch, queries, heads, _ = q.shape
+    seen = seen_keys(first, end, k.shape[1])[..., None, None]
+    k, v = jnp.where(seen, k, 0), jnp.where(seen, v, 0)
+    # A query that sees nothing has no weights, whatever it and its cotangents hold.
+    sees = first < end
+    q, d_out = (jnp.where(sees[..., None, None], x, 0) for x in (q, d_out))
+    lse = jnp.where(sees[:, None], lse, jnp.inf)
 
-
-def _forward(q, k, v, key_start, mask, scale):
-    out, lse = _over_heads(
-        partial(_forward_head, mask=mask, scale=scale), (_by_head(q, k), _by_head(k, k), _by_head(v, k)), key_start
-    )
-    out = _by_token(out)
-    return out, (q, k, v, key_start, out, lse)
-
-
-def _backward(mask, scale, residuals, d_out):
-    q, k, v, key_start, out, lse = residuals
-    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
-    delta = _by_head(delta, k)[..., 0]
+    lse, delta = (x.reshape(batch, k.shape[2], heads // k.shape[2], queries) for x in (lse, delta))
     by_head = (_by_head(q, k), _by_head(k, k), _by_head(v, k), _by_head(d_out, k), lse, delta)
-    dq, dk, dv = _over_heads(partial(_backward_head, mask=mask, scale=scale), by_head, key_start)
-    return _by_token(dq), _by_token(dk), _by_token(dv), None
-
-
-_attention.defvjp(_forward, _backward)
+    dq, dk, dv = _over_heads(partial(_backward_head, block=block, variant=variant), by_head, (first, end))
+    return _by_token(dq), _by_token(dk), _by_token(dv)
 
 
 def _by_head(x: Array, k: Array) -> Array:
@@ -74,72 +86,118 @@ def _by_token(x: Array) -> Array:
     return x.transpose(0, 3, 1, 2, 4).reshape(batch, sequence, kv_heads * group, dim)
 
 
-def _over_heads(head: Callable, arrays: tuple[Array, ...], key_start: Array):
+def _over_heads(head: Callable, by_head: tuple[Array | None, ...], by_row: tuple[Array, ...]):
     """`head` for every row and key head: a loop on a CPU, whose matrix products want two dimensions, else at once."""
 
-    def loop(arrays, key_start):
-        return jax.lax.map(lambda row: jax.lax.map(lambda one: head(*one, row[1]), row[0]), (arrays, key_start))
+    def loop(by_head, by_row):
+        return jax.lax.map(lambda row: jax.lax.map(lambda one: head(*one, *row[1]), row[0]), (by_head, by_row))
 
-    def batched(arrays, key_start):
-        return jax.vmap(lambda row, start: jax.vmap(lambda *one: head(*one, start))(*row))(arrays, key_start)
+    def batched(by_head, by_row):
+        return jax.vmap(lambda heads, row: jax.vmap(lambda *one: head(*one, *row))(*heads))(by_head, by_row)
 
-    return jax.lax.platform_dependent(arrays, key_start, cpu=loop, default=batched)
-
-
-def _blocks(sequence: int, mask: Mask) -> Iterator[tuple[slice, slice]]:
-    """Blocks of queries, each with the keys that any of them can see."""
-    size = max(SMALLEST_BLOCK, -(-sequence // MOST_BLOCKS))
-    for start in range(0, sequence, size):
-        end = min(start + size, sequence)
-        yield slice(start, end), slice(mask.first_key(start), end)
+    return jax.lax.platform_dependent(by_head, by_row, cpu=loop, default=batched)
 
 
-def _logits(q, k, key_start, queries: slice, keys: slice, mask: Mask, scale: float):
-    """Masked logits of one block, (g * queries, keys) in float32: two-dimensional products are the fast ones."""
-    rows = q[:, queries].reshape(-1, q.shape[-1])
-    logits = jax.lax.dot_general(rows, k[keys], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32) * scale
-    query = jnp.arange(queries.start, queries.stop)[:, None]
-    key = jnp.arange(keys.start, keys.stop)[None, :]
-    seen = (key <= query) & (key >= key_start[queries, None])
-    if mask.window is not None:
-        seen &= key > query - mask.window
-    return rows, jnp.where(jnp.tile(seen, (q.shape[0], 1)), logits, -jnp.inf)
+def _strips(queries: int, keys: int, block: int, variant: Variant) -> Iterator[tuple[slice, int, slice]]:
+    """Strips of queries, the size of their blocks (a divisor), and the keys that any query of them can see."""
+    offset = variant.query_offset if variant.causal else None
+    whole = queries // block
+    most = whole if offset is None else -(-whole // MOST_STRIPS)
+    starts = [*range(0, whole, max(most, 1)), whole]
+    strips = [(start * block, stop * block, block) for start, stop in pairwise(starts)]
+    if queries % block:
+        strips.append((whole * block, queries, queries % block))
+    for start, stop, size in strips:
+        begin, limit = 0, keys
+        if offset is not None:
+            limit = min(max(stop + offset, 0), keys)
+            if variant.window is not None:
+                begin = min(max(start + offset - variant.window + 1, 0), limit)
+        yield slice(start, stop), size, slice(begin, limit)
 
 
-def _forward_head(q, k, v, key_start, *, mask, scale):
-    """q (g, s, d), k and v (1, s, d): output (g, s, d) and log-sum-exp (g, s)."""
+def _block(start: Array, size: int, *arrays: Array) -> tuple[Array, ...]:
+    """Of arrays (g, s, ...), `size` queries from `start` on, as (g * size, ...): two-dimensional products are fast."""
+    blocks = (jax.lax.dynamic_slice_in_dim(x, start, size, axis=1) for x in arrays)
+    return tuple(x.reshape(-1, *x.shape[2:]) for x in blocks)
+
+
+def _logits(
+    q: Float[Array, "r d"],
+    k: Float[Array, "t d"],
+    first: Int[Array, " r"],
+    end: Int[Array, " r"],
+    begin: int,
+    variant: Variant,
+) -> tuple[Float[Array, "r t"], Bool[Array, "r t"]]:
+    """Logits in float32, and which of them a query sees, where the keys are those from `begin` on."""
+    logits = jax.lax.dot_general(q, k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32) * variant.scale
+    if variant.soft_cap is not None:
+        logits = variant.soft_cap * jnp.tanh(logits / variant.soft_cap)
+    key = jnp.arange(begin, begin + k.shape[0])
+    return logits, (key >= first[:, None]) & (key < end[:, None])
+
+
+def _forward_head(q, k, v, sinks, first, end, *, block, variant):
+    """For q (g, s, d), k and v (1, t, d) and sinks (g,): output (g, s, d) and log-sum-exp (g, s)."""
     group, k, v = q.shape[0], k[0], v[0]
-    outs, lses = [], []
-    for queries, keys in _blocks(q.shape[1], mask):
-        _, logits = _logits(q, k, key_start, queries, keys, mask, scale)
-        top = jnp.max(logits, axis=-1, keepdims=True)
+    first, end = jnp.broadcast_to(first, q.shape[:2]), jnp.broadcast_to(end, q.shape[:2])
+
+    def attend(size: int, keys: slice, nothing: None, start: Array):
+        rows, row_first, row_end = _block(start, size, q, first, end)
+        logits, seen = _logits(rows, k[keys], row_first, row_end, keys.start, variant)
+        logits = jnp.where(seen, logits, -jnp.inf)
+        top = jnp.max(logits, axis=-1, keepdims=True, initial=LOWEST)  # finite also where nothing is seen
+        sink = None if sinks is None else jnp.repeat(sinks, size)[:, None]
+        if sink is not None:
+            top = jnp.maximum(top, sink)
         weights = jnp.exp(logits - top)
         total = jnp.sum(weights, axis=-1, keepdims=True)
-        out = jnp.dot(weights.astype(v.dtype), v[keys], preferred_element_type=jnp.float32) / total
-        outs.append(out.astype(q.dtype).reshape(group, -1, q.shape[-1]))
-        lses.append((top + jnp.log(total)).reshape(group, -1))
+        if sink is not None:
+            total += jnp.exp(sink - top)
+        out = jnp.dot(weights.astype(v.dtype), v[keys], preferred_element_type=jnp.float32)
+        out = (out / jnp.where(total > 0, total, 1)).astype(q.dtype)
+        return nothing, (out.reshape(group, size, -1), (top + jnp.log(total)).reshape(group, size))
+
+    strips = _strips(q.shape[1], k.shape[0], block, variant)
+    done = [_scan(partial(attend, size, keys), None, queries, size)[1] for queries, size, keys in strips]
+    outs, lses = zip(*done)
     return jnp.concatenate(outs, axis=1), jnp.concatenate(lses, axis=1)
 
 
-def _backward_head(q, k, v, d_out, lse, delta, key_start, *, mask, scale):
-    """Gradients of q (g, s, d), k and v (1, s, d); those of k and v are summed over the group here."""
+def _backward_head(q, k, v, d_out, lse, delta, first, end, *, block, variant):
+    """Gradients of q (g, s, d), and of k and v (1, t, d): those are summed over the group here."""
     group, k, v = q.shape[0], k[0], v[0]
+    first, end = jnp.broadcast_to(first, q.shape[:2]), jnp.broadcast_to(end, q.shape[:2])
+    over_rows, over_dim = (((0,), (0,)), ((), ())), (((1,), (1,)), ((), ()))
+    product = partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
+
+    def differentiate(size: int, keys: slice, carry: tuple[Array, Array], start: Array):
+        dk, dv = carry
+        rows, d_rows, *of_row = _block(start, size, q, d_out, lse, delta, first, end)
+        row_lse, row_delta, row_first, row_end = of_row
+        logits, seen = _logits(rows, k[keys], row_first, row_end, keys.start, variant)
+        weights = jnp.exp(jnp.where(seen, logits, -jnp.inf) - row_lse[:, None])
+        d_logits = weights * (product(d_rows, v[keys], over_dim) - row_delta[:, None]) * variant.scale
+        if variant.soft_cap is not None:
+            d_logits *= 1 - jnp.square(logits / variant.soft_cap)
+        weights, d_logits = weights.astype(v.dtype), d_logits.astype(q.dtype)
+        dk = dk.at[keys].add(product(d_logits, rows, over_rows))
+        dv = dv.at[keys].add(product(weights, d_rows, over_rows))
+        dq = jnp.dot(d_logits, k[keys], preferred_element_type=jnp.float32).astype(q.dtype)
+        return (dk, dv), dq.reshape(group, size, -1)
+
     dqs = []
-    dk, dv = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    for queries, keys in _blocks(q.shape[1], mask):
-        rows, logits = _logits(q, k, key_start, queries, keys, mask, scale)
-        d_rows = d_out[:, queries].reshape(-1, v.shape[-1])
-        weights = jnp.exp(logits - lse[:, queries].reshape(-1, 1))
-        d_weights = jax.lax.dot_general(d_rows, v[keys], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-        d_logits = (weights * (d_weights - delta[:, queries].reshape(-1, 1)) * scale).astype(q.dtype)
-        dqs.append(
-            jnp.dot(d_logits, k[keys], preferred_element_type=jnp.float32)
-            .astype(q.dtype)
-            .reshape(group, -1, q.shape[-1])
-        )
-        contract_rows = (((0,), (0,)), ((), ()))
-        dk = dk.at[keys].add(jax.lax.dot_general(d_logits, rows, contract_rows, preferred_element_type=jnp.float32))
-        dv = dv.at[keys].add(
-            jax.lax.dot_general(weights.astype(v.dtype), d_rows, contract_rows, preferred_element_type=jnp.float32)
-        )
+    sums = jnp.zeros_like(k, jnp.float32), jnp.zeros_like(v, jnp.float32)
+    for queries, size, keys in _strips(q.shape[1], k.shape[0], block, variant):
+        sums, dq = _scan(partial(differentiate, size, keys), sums, queries, size)
+        dqs.append(dq)
+    dk, dv = sums
     return jnp.concatenate(dqs, axis=1), dk[None].astype(k.dtype), dv[None].astype(v.dtype)
+
+
+def _scan(of_block: Callable, carry, queries: slice, size: int):
+    """`of_block` for every block of a strip; what it gives of shape (g, size, ...) is joined to (g, queries, ...)."""
+    starts = jnp.arange(queries.start, queries.stop, size)
+    carry, blocks = jax.lax.scan(of_block, carry, starts, unroll=len(starts) == 1)
+    return carry, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:]), blocks)

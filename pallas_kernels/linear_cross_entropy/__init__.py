@@ -1,5 +1,105 @@
 """Cross-entropy of a linear head without the logits of the whole batch: the public op."""
 
-from pallas_kernels.linear_cross_entropy.xla import linear_cross_entropy
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import gpus
+from pallas_kernels.linear_cross_entropy import xla
+from pallas_kernels.linear_cross_entropy.xla import Loss
 
 __all__ = ["linear_cross_entropy"]
+
+
+def linear_cross_entropy(
+    hidden: Float[Array, "t d"],
+    head: Float[Array, "v d"],
+    targets: Int[Array, " t"],
+    weight: Float[Array, " t"] | None = None,
+    *,
+    vocabulary: int,
+    soft_cap: float | None = None,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    head_gradient: bool = True,
+    vocabulary_axis: str | None = None,
+    tile: int | None = None,
+) -> Float[Array, " t"]:
+    """Loss of every token in nats, float32: weight * (-log softmax(hidden head^T)[target] + ...).
+
+    Products are of the inputs' dtype, accumulated in float32. Rows of the head at `vocabulary` and beyond are padding
+    (finite) and take no part. A target outside the vocabulary makes its loss NaN, unless it has no weight.
+
+    `weight`: tokens of weight 0 are dropped before the head. They cost no logits (but for the last tile's rounding),
+    their loss and gradients are 0, and what their hidden states and targets hold (NaN, -100) reaches nothing. The
+    gradient of a weight is its token's loss, and 0 for a dropped one.
+    `soft_cap`: logits become soft_cap * tanh(logits / soft_cap) (Gemma 2, arXiv:2408.00118).
+    `z_loss`: adds z_loss * logsumexp(logits)^2 (PaLM, arXiv:2204.02311).
+    `label_smoothing`: the target is this much of a uniform distribution over the vocabulary, as in
+    torch.nn.functional.cross_entropy.
+    `head_gradient=False` gives the head a zero gradient that costs nothing: the forward pass leaves the gradient of
+    the hidden states, and the backward pass scales it.
+    `vocabulary_axis` names, inside a shard_map, the mesh axis over which the head's rows are sharded; targets stay
+    global, and every device of that axis must hold the same tokens.
+    `tile`: at most how many tokens' logits are in memory at once, rounded up to the 8 that matrix units like (default:
+    from the sizes and the platform).
+
+    Raises ValueError if the tokens are known to differ over `vocabulary_axis`: devices that drop different tokens
+    would wait for each other for ever.
+    """
+    tokens = len(hidden)
+    if not tokens:
+        return jnp.zeros(0, jnp.float32)
+    head, hidden, targets, weight = _vary_alike(vocabulary_axis, head, hidden, targets, weight)
+    platform = gpus.current_device().platform
+    loss = Loss(vocabulary, vocabulary_axis, soft_cap, z_loss, label_smoothing, one_pass=platform == "gpu")
+    tiles = -(-tokens // (tile or xla.tokens_at_once(head, head_gradient, platform)))
+    # Tiles of equal size, the last one padded. (A divisor of the token count may be as small as 1.)
+    size = -(-tokens // (8 * tiles)) * 8
+    rows, filled = _rows_of_slots(weight, tokens, tiles * size)
+
+    def in_tiles(x: Array) -> Array:
+        taken = x.at[rows].get(mode="fill", fill_value=0, unique_indices=True)
+        return taken.reshape(tiles, size, *x.shape[1:])
+
+    needed = -(-filled // size)
+    in_slots: Array = xla.tiled_loss(in_tiles(hidden), head, in_tiles(targets), needed, loss, head_gradient)
+    losses = jnp.zeros_like(targets, jnp.float32).at[rows].set(in_slots.reshape(-1), mode="drop", unique_indices=True)
+    return losses if weight is None else losses * weight.astype(jnp.float32)
+
+
+def _rows_of_slots(weight: Array | None, tokens: int, slots: int) -> tuple[Int[Array, " slots"], int | Array]:
+    """Which token each slot of the tiles works on, those with weight first, and how many there are.
+
+    An empty slot has a row out of range, never twice the same.
+    """
+    slot = jnp.arange(slots)
+    if weight is None:
+        return slot, tokens
+    keep = weight != 0
+    kept = jnp.sum(keep)
+    order = jnp.pad(jnp.argsort(~keep, stable=True), (0, slots - tokens))
+    return jnp.where(slot < kept, order, tokens + slot), kept
+
+
+def _vary_alike(vocabulary_axis: str | None, head: Any, *by_token: Any) -> tuple[Any, ...]:
+    """The arrays, and inside a shard_map each as if it differed over every axis that another one differs over.
+
+    The transpose of this cast sums the gradient over those axes, as for any product of the two.
+    """
+    axes = frozenset[str]().union(*map(_varying, jax.tree.leaves(by_token)))
+    if vocabulary_axis in axes:
+        raise ValueError(f"tokens must be the same on all devices of the vocabulary's axis {vocabulary_axis!r}")
+    axes |= _varying(head) - {vocabulary_axis}
+
+    def vary(x):
+        missing = tuple(sorted(axes - _varying(x)))
+        return jax.lax.pcast(x, missing, to="varying") if missing else jnp.asarray(x)
+
+    return jax.tree.map(vary, (head, *by_token))
+
+
+def _varying(x: Any) -> frozenset[str]:
+    return jax.typeof(x).manual_axis_type.varying

@@ -1,4 +1,4 @@
-"""The same loss with all logits in memory: what every backend is compared with."""
+"""The same loss with all logits in memory, in the precision of its inputs: what every backend is compared with."""
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +6,22 @@ from jaxtyping import Array, Float, Int
 
 
 def linear_cross_entropy(
-    hidden: Float[Array, "t d"], head: Float[Array, "v d"], targets: Int[Array, " t"], vocabulary: int
+    hidden: Float[Array, "t d"],
+    head: Float[Array, "v d"],
+    targets: Int[Array, " t"],
+    weight: Float[Array, " t"],
+    *,
+    vocabulary: int,
+    soft_cap: float | None = None,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
 ) -> Float[Array, " t"]:
-    """-log softmax(hidden head^T)[target] per token in float32; rows of the head past `vocabulary` are padding."""
-    logits = jnp.dot(hidden, head[:vocabulary].T, preferred_element_type=jnp.float32)
-    return jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+    """Loss of every token; arguments as those of the op."""
+    kept = weight != 0
+    logits = jnp.where(kept[:, None], hidden, 0) @ head[:vocabulary].T
+    if soft_cap is not None:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    wanted = jax.nn.one_hot(jnp.where(kept, targets, 0), vocabulary, dtype=logits.dtype)
+    wanted = (1 - label_smoothing) * wanted + label_smoothing / vocabulary
+    return weight * (lse - jnp.sum(wanted * logits, axis=-1) + z_loss * lse**2)

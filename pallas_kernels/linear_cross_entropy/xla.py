@@ -5,107 +5,171 @@ forward pass already leaves the gradient of the hidden states (as Liger does, Hs
 computed twice.
 """
 
+from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
-# Float32 logits of one tile: 64 MiB, or this many tokens where the vocabulary is so large that the tile would be thin.
-TILE_ELEMENTS, FEWEST_TOKENS = 2**24, 512
+LOWEST = np.finfo(np.float32).min  # not -inf, whose difference with itself is NaN
 
 
-def linear_cross_entropy(
-    hidden: Float[Array, "t d"],
-    head: Float[Array, "v d"],
-    targets: Int[Array, " t"],
-    *,
-    vocabulary: int,
-    head_gradient: bool = True,
-    vocabulary_axis: str | None = None,
-    tile: int | None = None,
-) -> Float[Array, " t"]:
-    """-log softmax(hidden head^T)[target] per token, in float32.
+@dataclass(frozen=True)
+class Loss:
+    """What is computed: arguments of `linear_cross_entropy`, and whether the log-sum-exp reads the logits once."""
 
-    Rows of the head at `vocabulary` and beyond are padding and take no part. `head_gradient=False` gives the head a
-    zero gradient that costs nothing. Inside a shard_map, `vocabulary_axis` names the mesh axis over which the head's
-    rows are sharded; targets stay global. `tile` is the number of tokens at once (default: from the sizes).
+    vocabulary: int
+    axis: str | None = None
+    soft_cap: float | None = None
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+    one_pass: bool = False
+
+
+def tokens_at_once(head: Array, head_gradient: bool, platform: str) -> int:
+    """How many tokens of a tile for a head of (v, d).
+
+    On a CPU 512 was fastest for a frozen head (of 128 to 4096; v from 512 to 32,000), and lets few tokens drop. A trained
+    one was faster in few tiles: up to 64 MiB of float32 logits. A GPU needs a thousand tokens and more to fill its
+    multiprocessors: there the logits may take 1 GiB. Each tile of a trained head also reads and writes the head's
+    float32 gradient, (v, d): at least d tokens, so that this is no more than what is done with their logits, (tokens, v).
     """
-    most = tile or max(FEWEST_TOKENS, TILE_ELEMENTS // head.shape[0])
-    tiles = -(-hidden.shape[0] // most)
-    size = -(-hidden.shape[0] // tiles)
-    pad = tiles * size - hidden.shape[0]
-    hidden_tiles = jnp.pad(hidden, ((0, pad), (0, 0))).reshape(tiles, size, hidden.shape[1])
-    target_tiles = jnp.pad(targets, (0, pad)).reshape(tiles, size)
-    loss: Array = _loss(hidden_tiles, head, target_tiles, vocabulary, head_gradient, vocabulary_axis)
-    return loss.reshape(-1)[: hidden.shape[0]]
+    vocabulary, width = head.shape
+    if platform != "gpu":
+        return max(512, 2**24 // vocabulary) if head_gradient else 512
+    return max(1024, 2**28 // vocabulary, width if head_gradient else 0)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _loss(hidden, head, targets, vocabulary, head_gradient, axis):
-    return jax.lax.map(lambda tile: _tile(head, vocabulary, axis, *tile)[0], (hidden, targets))
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def tiled_loss(
+    hidden: Float[Array, "tiles size d"],
+    head: Float[Array, "v d"],
+    targets: Int[Array, "tiles size"],
+    needed: int | Int[Array, ""],
+    loss: Loss,
+    head_gradient: bool,
+) -> Float[Array, "tiles size"]:
+    """Losses of the first `needed` tiles in float32, zero in the others, which are not computed."""
+
+    def tile(i, losses):
+        logits = _logits(hidden[i], head)
+        return losses.at[i].set(_losses(logits, targets[i], loss)[0])
+
+    return jax.lax.fori_loop(0, needed, tile, jnp.zeros_like(targets, jnp.float32))
 
 
-def _tile(head, vocabulary, axis, hidden, targets):
-    """Loss (t,), log-sum-exp (t,), logits (t, v) and the targets' column mask (t, v) of one tile."""
-    logits = jnp.dot(hidden, head.T, preferred_element_type=jnp.float32)
-    first = 0 if axis is None else jax.lax.axis_index(axis) * head.shape[0]
-    column = first + jnp.arange(head.shape[0])
-    logits = jnp.where(column < vocabulary, logits, -jnp.inf)
-    is_target = column == targets[:, None]
-    top = _over(jax.lax.pmax, jax.lax.stop_gradient(jnp.max(logits, axis=-1)), axis)
-    lse = top + jnp.log(_over(jax.lax.psum, jnp.sum(jnp.exp(logits - top[:, None]), axis=-1), axis))
-    target_logit = _over(jax.lax.psum, jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1), axis)
-    return lse - target_logit, lse, logits, is_target
+def _forward(hidden, head, targets, needed, loss, head_gradient):
+    def trained(i, results):
+        losses, lses = results
+        of_tile, lse = _losses(_logits(hidden[i], head), targets[i], loss)
+        return losses.at[i].set(of_tile), lses.at[i].set(lse)
+
+    def frozen(i, results):
+        losses, d_hidden = results
+        logits = _logits(hidden[i], head)
+        of_tile, lse = _losses(logits, targets[i], loss)
+        d_logits = _logits_gradient(jax.lax.optimization_barrier(logits), lse, targets[i], loss).astype(head.dtype)
+        return losses.at[i].set(of_tile), d_hidden.at[i].set(_hidden_gradient(d_logits, head, loss, hidden.dtype))
+
+    zeros = jnp.zeros_like(targets, jnp.float32)
+    if head_gradient:
+        losses, lses = jax.lax.fori_loop(0, needed, trained, (zeros, zeros))
+        return losses, (hidden, head, targets, needed, lses)
+    losses, d_hidden = jax.lax.fori_loop(0, needed, frozen, (zeros, jnp.zeros_like(hidden)))
+    return losses, d_hidden
 
 
-def _over(reduce, x, axis):
-    return x if axis is None else reduce(x, axis)
+def _backward(loss, head_gradient, residuals, d_losses):
+    if not head_gradient:
+        return (residuals * d_losses[..., None]).astype(residuals.dtype), None, None, None
+    hidden, head, targets, needed, lses = residuals
+
+    def tile(i, gradients):
+        d_hidden, d_head = gradients
+        d_logits = _logits_gradient(_logits(hidden[i], head), lses[i], targets[i], loss) * d_losses[i, :, None]
+        d_logits = d_logits.astype(head.dtype)
+        d_head += jax.lax.dot_general(d_logits, hidden[i], (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        return d_hidden.at[i].set(_hidden_gradient(d_logits, head, loss, hidden.dtype)), d_head
+
+    start = jnp.zeros_like(hidden), jnp.zeros_like(head, dtype=jnp.float32)
+    d_hidden, d_head = jax.lax.fori_loop(0, needed, tile, start)
+    return d_hidden, d_head.astype(head.dtype), None, None
 
 
-def _logits_gradient(logits, lse, is_target, dtype):
-    return (jnp.exp(logits - lse[:, None]) - is_target).astype(dtype)
+tiled_loss.defvjp(_forward, _backward)
 
 
-def _hidden_gradient(d_logits, head, axis):
-    return _over(jax.lax.psum, jnp.dot(d_logits, head, preferred_element_type=jnp.float32), axis)
+def _logits(hidden, head):
+    """(t, v) in float32, before the soft cap: the one array of this size that is written in float32."""
+    return jnp.dot(hidden, head.T, preferred_element_type=jnp.float32)
 
 
-def _forward(hidden, head, targets, vocabulary, head_gradient, axis):
-    def trained(tile):
-        loss, lse, _, _ = _tile(head, vocabulary, axis, *tile)
-        return loss, lse
+def _capped(logits, loss):
+    return logits if loss.soft_cap is None else loss.soft_cap * jnp.tanh(logits / loss.soft_cap)
 
-    def frozen(tile):
-        loss, lse, logits, is_target = _tile(head, vocabulary, axis, *tile)
-        return loss, _hidden_gradient(_logits_gradient(logits, lse, is_target, head.dtype), head, axis).astype(
-            hidden.dtype
+
+def _columns(logits, loss):
+    """Place in the vocabulary of each column of this device's logits."""
+    size = logits.shape[1]
+    return jnp.arange(size) + (0 if loss.axis is None else jax.lax.axis_index(loss.axis) * size)
+
+
+def _losses(logits, targets, loss):
+    """Loss (t,) and log-sum-exp (t,) of one tile."""
+    columns = _columns(logits, loss)
+    present = columns < loss.vocabulary
+    capped = jnp.where(present, _capped(logits, loss), LOWEST)
+    mine, total = (_top_and_sum_in_one_pass if loss.one_pass else _top_and_sum)(capped)
+    top = _over(jax.lax.pmax, mine, loss)
+    lse = top + jnp.log(_over(jax.lax.psum, total * jnp.exp(mine - top), loss))
+    place = targets - columns[0]
+    here = (place >= 0) & (place < columns.size)
+    at_target = jnp.take_along_axis(logits, jnp.clip(place, 0, columns.size - 1)[:, None], axis=-1)[:, 0]
+    expected = _over(jax.lax.psum, jnp.where(here, _capped(at_target, loss), 0), loss)
+    if loss.label_smoothing:
+        mean = _over(jax.lax.psum, jnp.sum(jnp.where(present, capped, 0), axis=-1), loss) / loss.vocabulary
+        expected += loss.label_smoothing * (mean - expected)
+    losses = lse - expected + loss.z_loss * lse**2
+    return jnp.where((targets >= 0) & (targets < loss.vocabulary), losses, jnp.nan), lse
+
+
+def _top_and_sum(logits):
+    """Largest logit (t,), and the sum of exp(logit - largest) (t,)."""
+    top = jnp.max(logits, axis=-1)
+    return top, jnp.sum(jnp.exp(logits - top[:, None]), axis=-1)
+
+
+def _top_and_sum_in_one_pass(logits):
+    """The same, reading the logits once: for a GPU, where that is dear (Milakov and Gimelshein, arXiv:1805.02867)."""
+
+    def merge(one, other):
+        (top, total), (other_top, other_total) = one, other
+        shrink = jnp.exp(-jnp.abs(top - other_top))
+        higher = top > other_top
+        return jnp.maximum(top, other_top), jnp.where(
+            higher, total + other_total * shrink, total * shrink + other_total
         )
 
-    if head_gradient:
-        loss, lse = jax.lax.map(trained, (hidden, targets))
-        return loss, (hidden, head, targets, lse)
-    loss, d_hidden = jax.lax.map(frozen, (hidden, targets))
-    return loss, (d_hidden,)
+    return jax.lax.reduce((logits, jnp.ones_like(logits)), (LOWEST, np.float32(0)), merge, (1,))
 
 
-def _backward(vocabulary, head_gradient, axis, residuals, d_loss):
-    if not head_gradient:
-        (d_hidden,) = residuals
-        return (d_hidden * d_loss[..., None]).astype(d_hidden.dtype), None, None
-    hidden, head, targets, lse = residuals
-
-    def tile(d_head, inputs):
-        hidden, targets, lse, d_loss = inputs
-        _, _, logits, is_target = _tile(head, vocabulary, axis, hidden, targets)
-        d_logits = _logits_gradient(logits, lse, is_target, jnp.float32) * d_loss[:, None]
-        d_logits = d_logits.astype(head.dtype)
-        d_head += jax.lax.dot_general(d_logits, hidden, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-        return d_head, _hidden_gradient(d_logits, head, axis).astype(hidden.dtype)
-
-    start = jnp.zeros_like(head, dtype=jnp.float32)
-    d_head, d_hidden = jax.lax.scan(tile, start, (hidden, targets, lse, d_loss))
-    return d_hidden, d_head.astype(head.dtype), None
+def _logits_gradient(logits, lse, targets, loss):
+    """Gradient of the losses in the logits before the cap (t, v), float32."""
+    columns = _columns(logits, loss)
+    capped = _capped(logits, loss)
+    gradient = jnp.exp(capped - lse[:, None]) * (1 + 2 * loss.z_loss * lse[:, None])
+    gradient -= jnp.where(columns == targets[:, None], 1 - loss.label_smoothing, 0)
+    gradient -= loss.label_smoothing / loss.vocabulary
+    if loss.soft_cap is not None:
+        gradient *= 1 - (capped / loss.soft_cap) ** 2
+    return jnp.where(columns < loss.vocabulary, gradient, 0)
 
 
-_loss.defvjp(_forward, _backward)
+def _hidden_gradient(d_logits, head, loss, dtype):
+    return _over(jax.lax.psum, jnp.dot(d_logits, head, preferred_element_type=jnp.float32), loss).astype(dtype)
+
+
+def _over(reduce, x, loss):
+    return x if loss.axis is None else reduce(x, loss.axis)

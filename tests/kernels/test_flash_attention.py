@@ -1,4 +1,9 @@
-"""Packed attention against a float64 reference, forward and backward."""
+"""Every attention backend against a float64 reference, forward and backward, over all features."""
+
+import math
+import re
+from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -6,94 +11,277 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.test_util import check_grads
+from kernels.attention_cases import (
+    Arguments,
+    Case,
+    arguments,
+    assert_close,
+    by_intervals_alone,
+    in_float64,
+    outputs_and_gradients,
+)
 
-from pallas_kernels.flash_attention import Mask, flash_attention, xla
-from pallas_kernels.flash_attention.reference import dense_attention, visible
+from pallas_kernels.flash_attention import MaskSpec, cudnn, differentiate, flash_attention, reference, triton, xla
+from pallas_kernels.flash_attention.triton import Tile, Tiles
+from pallas_kernels.flash_attention.variant import Request, Variant
+from pallas_kernels.gpus import Device
+
+# Small blocks, unlike in the two directions, so that small problems have many; Triton's are interpreted.
+TILES = Tiles(forward=Tile(32, 16, 4, 2), dq=Tile(16, 32, 4, 2), dkdv=Tile(16, 32, 4, 2))
+on_triton = {"tiles": TILES, "interpret": True}
+BACKENDS = {
+    "xla": differentiate.attention(partial(xla.forward, block=16), partial(xla.backward, block=16)),
+    "triton": differentiate.attention(partial(triton.forward, **on_triton), partial(triton.backward, **on_triton)),
+    "reference": reference.attention,
+}
+every_backend = pytest.mark.parametrize("backend", ["xla", "triton"])
 
 
-def rows(rng, batch, sequence, heads, kv_heads, dim, dtype=np.float32):
-    q = rng.normal(size=(batch, sequence, heads, dim))
-    k = rng.normal(size=(batch, sequence, kv_heads, dim))
-    v = rng.normal(size=(batch, sequence, kv_heads, dim))
-    return tuple(jnp.asarray(x, dtype) for x in (q, k, v))
+def run(backend: str, case: Case, problem: Arguments):
+    """Outputs and gradients; only XLA uses what is known of the mask while tracing."""
+    variant = case.variant if backend == "xla" else by_intervals_alone(case.variant)
+    return outputs_and_gradients(BACKENDS[backend], variant, problem)
 
 
-def starts(lengths: list[int], sequence: int) -> np.ndarray:
-    """key_start of a row with documents of these lengths, then padding."""
-    start = np.concatenate([np.full(n, s) for n, s in zip(lengths, np.cumsum([0, *lengths]))] or [[]])[:sequence]
-    return np.concatenate([start, np.arange(len(start), sequence)]).astype(np.int32)
+# Two rows: documents of length 1, one longer than a block, padding between and after; and a row of padding alone.
+PACKED = ((17, 1, 1, -3, 30, 1, 9), ())
+GRID = {
+    "causal": Case(),
+    "not causal": Case(causal=False),
+    "window of 1": Case(window=1),
+    "window": Case(window=20),
+    "packed": Case(documents=PACKED),
+    "packed, full rows": Case(documents=((72,), (40, 32)), heads=(4, 1)),
+    "packed, not causal": Case(documents=PACKED, causal=False),
+    "packed, window": Case(documents=PACKED, window=7, heads=(2, 2)),
+    "packed, window, long": Case(300, documents=((140, 1, 100), (300,)), window=60),
+    "all padding": Case(documents=((), ())),
+    "soft-cap": Case(soft_cap=1.5),
+    "sinks": Case(sinks=True),
+    "everything": Case(documents=PACKED, window=20, soft_cap=1.5, sinks=True, heads=(6, 2)),
+    "everything, bfloat16": Case(documents=PACKED, window=20, soft_cap=1.5, sinks=True, heads=(6, 2), dtype="bfloat16"),
+    "packed, bfloat16": Case(documents=PACKED, dtype="bfloat16"),
+    "packed, float16": Case(documents=PACKED, dtype="float16"),
+    "decoding": Case(queries=1, keys=72, offset=50),
+    "decoding, traced": Case(queries=1, keys=72, offset=50, window=20, traced_offset=True),
+    "chunk of a prompt": Case(queries=40, keys=72, offset=20, sinks=True),
+    "chunk of a prompt, traced": Case(queries=40, keys=72, offset=20, window=30, sinks=True, traced_offset=True),
+    "ring: the last see": Case(offset=-41, sinks=True),
+    "ring: none sees": Case(offset=-72),
+    "ring: all see all": Case(offset=72),
+    "ring: the first see": Case(offset=72, window=50),
+    "ring, traced": Case(offset=-41, traced_offset=True),
+    "more queries than keys": Case(queries=72, keys=40),
+    **{f"head dim {dim}": Case(40, head_dim=dim, documents=((25, 6), (40,))) for dim in (64, 80, 96, 128, 192, 256)},
+}
 
 
-def reference(q, k, v, key_start, mask):
-    index = jnp.broadcast_to(jnp.arange(q.shape[1]), q.shape[:2])
-    seen = visible(index, jnp.arange(k.shape[1]), key_start, mask)
-    return dense_attention(q, k, v, seen, q.shape[-1] ** -0.5)
+@pytest.mark.parametrize("case", GRID.values(), ids=GRID)
+@every_backend
+def test_equals_float64(backend, case):
+    problem = arguments(case)
+    assert_close(run(backend, case, problem), in_float64(case, problem), case.dtype)
 
 
+@every_backend
 @given(
-    sequence=st.sampled_from([1, 37, 300, 600]),  # few shapes, as each is compiled
-    lengths=st.lists(st.integers(1, 300), max_size=6),
-    window=st.sampled_from([None, 1, 50]),
-    heads=st.sampled_from([(1, 1), (6, 2)]),
+    length=st.sampled_from([1, 37, 300]),  # few, as each is compiled; no block divides them
+    documents=st.tuples(*[st.lists(st.just(1) | st.integers(1, 90), max_size=8)] * 2),
+    window=st.none() | st.integers(1, 310),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=10, deadline=None)
-def test_output_and_gradients_equal_the_reference(sequence, lengths, window, heads, seed):
-    rng = np.random.default_rng(seed)
-    q, k, v = rows(rng, 2, sequence, *heads, 16)
-    key_start = jnp.asarray(np.stack([starts(lengths, sequence), starts([], sequence) * 0]))
-    weight = jnp.asarray(rng.normal(size=q.shape), jnp.float32)
-    mask = Mask(window=window)
-
-    def total(op):
-        return lambda q, k, v: jnp.sum(op(q, k, v, key_start, mask).astype(weight.dtype) * weight)
-
-    with jax.default_matmul_precision("highest"):
-        out, grads = jax.jit(jax.value_and_grad(total(flash_attention), (0, 1, 2)))(q, k, v)
-        expected, expected_grads = jax.jit(jax.value_and_grad(total(reference), (0, 1, 2)))(q, k, v)
-    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-4)
-    largest = max(float(jnp.abs(expected_grad).max()) for expected_grad in expected_grads)
-    for grad, expected_grad in zip(grads, expected_grads):
-        assert float(jnp.abs(grad - expected_grad).max()) <= 1e-5 * largest
+@settings(max_examples=15, deadline=None, derandomize=True)
+def test_any_layout_equals_float64(backend, length, documents, window, seed):
+    fitting = tuple(tuple(np.diff(np.minimum(np.cumsum([0, *row]), length))) for row in documents)
+    case = Case(length, documents=fitting, window=window, sinks=True)
+    problem = arguments(case, seed)
+    variant = by_intervals_alone(case.variant)  # one compilation a length
+    assert_close(outputs_and_gradients(BACKENDS[backend], variant, problem), in_float64(case, problem), case.dtype)
 
 
-@pytest.mark.parametrize("batched", [False, True])
-def test_both_shapes_of_the_loop_agree(batched, monkeypatch):
-    """A CPU loops over heads, other platforms batch them: the same numbers."""
-    q, k, v = rows(np.random.default_rng(0), 2, 300, 4, 2, 8)
-    key_start = jnp.asarray(np.stack([starts([100, 150], 300)] * 2))
-    expected = reference(q, k, v, key_start, Mask(window=64))
-    if batched:
-        choose = jax.lax.platform_dependent
-        monkeypatch.setattr(jax.lax, "platform_dependent", lambda *a, cpu, default: choose(*a, default=default))
-    out = flash_attention(q, k, v, key_start, Mask(window=64))
-    np.testing.assert_allclose(out, expected, atol=2e-6)
+@every_backend
+def test_packed_documents_equal_the_documents_alone(backend):
+    """Lengths repeat, as each is compiled."""
+    lengths = (20, 1, 20, 1, 20)
+    case = Case(documents=(lengths, lengths))
+    packed = arguments(case)
+    together = run(backend, case, packed)
+    start = 0
+    for length in lengths:
+        token = slice(start, start + length)
+        alone = arguments(Case(length))
+        alone = alone._replace(
+            **{name: getattr(packed, name)[:, token] for name in ("q", "k", "v", "d_out")},
+            d_lse=packed.d_lse[:, :, token],
+        )
+        expected = run(backend, case, alone)
+        part = {name: x[:, :, token] if name == "lse" else x[:, token] for name, x in together.items()}
+        assert_close(part, expected, case.dtype)
+        start += length
 
 
-def test_bfloat16_is_within_its_rounding():
-    q, k, v = rows(np.random.default_rng(0), 1, 256, 2, 1, 32, jnp.bfloat16)
-    key_start = jnp.zeros((1, 256), jnp.int32)
-    wide = [x.astype(jnp.float32) for x in (q, k, v)]
-    np.testing.assert_allclose(
-        flash_attention(q, k, v, key_start).astype(jnp.float32), reference(*wide, key_start, Mask()), atol=2e-2
+@pytest.mark.parametrize("name", ["everything", "ring: the last see", "chunk of a prompt, traced", "decoding"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_not_seen_never_leaks(backend, name):
+    """Queries that see nothing and keys that none sees hold NaN, cotangents included: real tokens cannot tell."""
+    case = GRID[name]
+    clean = arguments(case)
+    blind = np.asarray(clean.first >= clean.end)
+    unseen = ~np.asarray(reference.visible(clean.first, clean.end, clean.k.shape[1])).any(axis=1)
+    assert blind.any() or unseen.any()
+
+    def poisoned(x, rows):
+        return jnp.where(rows[..., None, None], jnp.nan, x)
+
+    poison = clean._replace(
+        q=poisoned(clean.q, blind),
+        k=poisoned(clean.k, unseen),
+        v=poisoned(clean.v, unseen),
+        d_out=poisoned(clean.d_out, blind),
+        d_lse=jnp.where(blind[:, None], jnp.nan, clean.d_lse),
     )
+    got = run(backend, case, poison)
+    for tensor, expected in run(backend, case, clean).items():
+        np.testing.assert_array_equal(got[tensor], expected, err_msg=tensor)
+    for tensor, silent in {"out": blind, "d_q": blind, "d_k": unseen, "d_v": unseen}.items():
+        assert not np.asarray(got[tensor])[silent].any()
 
 
-def test_no_block_is_sequence_by_sequence():
-    shape = jax.ShapeDtypeStruct((2, 2048, 2, 16), jnp.float32)
-    start = jax.ShapeDtypeStruct((2, 2048), jnp.int32)
-    grad = jax.grad(lambda q, k, v, s: flash_attention(q, k, v, s).sum(), (0, 1, 2))
-    text = jax.jit(grad).lower(shape, shape, shape, start).compile().as_text()
-    assert "2048,2048" not in text
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_logits_of_hidden_keys_may_be_of_any_size(backend):
+    """Only the last query sees the last key, and it gives no gradient."""
+    case = GRID["causal"]
+    problem = arguments(case)
+    problem = problem._replace(
+        k=problem.k.at[:, -1].multiply(1e4),
+        d_out=problem.d_out.at[:, -1].set(0),
+        d_lse=problem.d_lse.at[:, :, -1].set(0),
+    )
+    assert_close(run(backend, case, problem), in_float64(case, problem), case.dtype)
 
 
-def test_a_window_skips_the_blocks_it_hides():
-    blocks = list(xla._blocks(4096, Mask(window=300)))
-    assert blocks[0] == (slice(0, 256), slice(0, 256))
-    assert all(keys.stop - keys.start <= 256 + 299 for _, keys in blocks)
+def test_the_reference_is_softmax_over_what_is_visible():
+    """The definition, query by query in numpy."""
+    case = Case(24, documents=((9, 1, 8), ()), window=5, soft_cap=1.5, sinks=True, heads=(6, 2))
+    problem = arguments(case)
+    got = run("reference", case, problem)
+    q, k, v, sinks = (np.asarray(x, np.float64) for x in (problem.q, problem.k, problem.v, problem.sinks))
+    documents = np.repeat([0, 1, 2, 3], [9, 1, 8, 6])
+    for row, query, head in np.ndindex(2, 24, 6):
+        keys = [j for j in range(24) if query - 5 < j <= query and documents[j] == documents[query]]
+        keys = [] if row == 1 or documents[query] == 3 else keys
+        logits = 1.5 * np.tanh(k[row, keys, head // 3] @ q[row, query, head] * 16**-0.5 / 1.5)
+        total = np.exp(logits).sum() + np.exp(sinks[head])
+        expected = np.exp(logits) / total @ v[row, keys, head // 3]
+        np.testing.assert_allclose(got["out"][row, query, head], expected, atol=1e-6)
+        np.testing.assert_allclose(got["lse"][row, head, query], np.log(total), atol=1e-6)
 
 
-def test_heads_that_do_not_group_are_refused():
-    q, k, v = rows(np.random.default_rng(0), 1, 8, 3, 2, 8)
+def test_the_reference_has_the_gradients_of_its_outputs():
+    case = Case(12, documents=((7, 1, 2), ()), soft_cap=1.5, sinks=True)
+    problem = arguments(case)
+    with jax.enable_x64(True):
+        q, k, v, sinks = (
+            jnp.asarray(np.asarray(x), jnp.float64) for x in (problem.q, problem.k, problem.v, problem.sinks)
+        )
+        sees = np.asarray(problem.first < problem.end)
+
+        @jax.jit
+        def outputs(q, k, v, sinks):
+            out, lse = reference.attention(
+                q, k, v, problem.first, problem.end, sinks, case.variant, accumulation=jnp.float64
+            )
+            return out, jnp.where(sees[:, None], lse, 0)
+
+        check_grads(outputs, (q, k, v, sinks), order=1, modes=["rev"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("offset", [20, jnp.int32(20)], ids=["static offset", "traced offset"])
+def test_the_public_op(offset):
+    """Its mask, its default scale and its choice of a backend, on a CPU."""
+    case = replace(GRID["chunk of a prompt, traced"], soft_cap=1.5)
+    problem = arguments(case)
+    mask = replace(case.mask, query_offset=offset)
+    call = partial(flash_attention, soft_cap=case.soft_cap, return_lse=True)
+    got = jax.jit(lambda q, k, v, sinks: call(q, k, v, mask, sinks=sinks))(*problem[:3], problem.sinks)
+    expected = in_float64(case, problem)
+    assert_close(dict(zip(("out", "lse"), got)), {name: expected[name] for name in ("out", "lse")}, case.dtype)
+
+
+def test_arguments_that_do_not_fit_are_refused():
+    q, k, v, *_ = arguments(Case(8, heads=(3, 2)))
     with pytest.raises(ValueError, match="3 query heads"):
-        flash_attention(q, k, v, jnp.zeros((1, 8), jnp.int32))
+        flash_attention(q, k, v)
+    q, k, v, *_ = arguments(Case(8))
+    with pytest.raises(ValueError, match="key_start"):
+        flash_attention(q, k, v, MaskSpec(key_start=jnp.zeros((1, 8), jnp.int32)))
+    with pytest.raises(ValueError, match="sinks"):
+        flash_attention(q, k, v, sinks=jnp.zeros(2))
+    with pytest.raises(ValueError, match="dtypes"):
+        flash_attention(q, k.astype(jnp.bfloat16), v)
+    with pytest.raises(ValueError, match="unknown backend 'tritton'"):
+        flash_attention(q, k, v, backend="tritton")
+
+
+def test_both_shapes_of_the_loop_agree(monkeypatch):
+    """A CPU loops over heads, other platforms batch them: the same numbers."""
+    case = GRID["everything"]
+    problem = arguments(case)
+    looped = run("xla", case, problem)
+    choose = jax.lax.platform_dependent
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *arrays, cpu, default: choose(*arrays, default=default))
+    batched = differentiate.attention(partial(xla.forward, block=32), partial(xla.backward, block=32))
+    assert_close(outputs_and_gradients(batched, case.variant, problem), jax.tree.map(np.asarray, looped), case.dtype)
+
+
+def test_xla_holds_a_block_of_queries_by_the_keys_it_sees():
+    """Never queries by keys, whether or not the offset is known, and nothing of the blocks that a window hides."""
+    op = differentiate.attention(xla.forward, xla.backward)
+
+    def largest(case: Case) -> int:
+        problem = jax.eval_shape(partial(arguments, case))
+        program = outputs_and_gradients.lower(op, case.variant, problem).compile().as_text()
+        shapes = re.findall(r"\b[a-z]+[0-9]+\[([0-9,]+)\]", program)
+        return max(math.prod(map(int, shape.split(","))) for shape in shapes)
+
+    rows = 2 * xla.BLOCK  # the two query heads that share a key head
+    assert largest(Case(2048)) == largest(Case(2048, traced_offset=True)) == rows * 2048
+    assert largest(Case(2048, window=300)) == rows * (xla.BLOCK + 299)
+
+
+@pytest.mark.parametrize(
+    "case", [Case(), Case(causal=False), Case(window=1), Case(window=20), Case(window=99)], ids=str
+)
+def test_cudnn_is_asked_for_our_mask(case):
+    """By jax's own reading of the arguments, as there is no cuDNN here."""
+    problem = arguments(case)
+
+    def op(q, k, v, first, end, sinks, variant):
+        return cudnn.attend(q, k, v, variant, implementation="xla"), reference.attention(*problem[:5], None, variant)[1]
+
+    unseen = problem._replace(d_lse=jnp.zeros_like(problem.d_lse))  # cuDNN's log-sum-exp is not asked for
+    assert_close(outputs_and_gradients(op, case.variant, unseen), in_float64(case, unseen), case.dtype)
+
+
+def test_cudnn_refuses_what_it_would_ignore():
+    h100, a100 = Device("gpu", "NVIDIA H100 80GB HBM3", (9, 0)), Device("gpu", "NVIDIA A100-SXM4-80GB", (8, 0))
+    variant = Variant(scale=0.1, soft_cap=None, causal=True, window=20, query_offset=0)
+    dense = Request(jnp.bfloat16, 256, 64, 64, packed=False, variant=variant, sinks=False, return_lse=False)
+    assert cudnn.refuses(h100, dense) is None
+    assert cudnn.refuses(a100, replace(dense, head_dim=128)) is None
+    for device, request, reason in (
+        (a100, dense, "at most 128"),
+        (h100, replace(dense, head_dim=60), "multiple of 8"),
+        (Device("gpu", "Tesla T4", (7, 5)), dense, "compute capability 8.0"),
+        (Device("cpu", "cpu", None), dense, "NVIDIA GPU"),
+        (h100, replace(dense, dtype=jnp.float32), "float32"),
+        (h100, replace(dense, keys=128), "128 and 64"),
+        (h100, replace(dense, packed=True), "packing"),
+        (h100, replace(dense, sinks=True), "sinks"),
+        (h100, replace(dense, return_lse=True), "log-sum-exp"),
+        (h100, replace(dense, variant=replace(variant, soft_cap=30.0)), "soft-cap"),
+        (h100, replace(dense, variant=replace(variant, query_offset=8)), "offset"),
+        (h100, replace(dense, variant=replace(variant, query_offset=None)), "offset"),
+    ):
+        assert reason in (cudnn.refuses(device, request) or "")

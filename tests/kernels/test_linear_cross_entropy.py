@@ -1,4 +1,6 @@
-"""Tiled cross-entropy against the loss with all logits in memory."""
+"""Tiled cross-entropy against the loss with all logits in memory, in float64."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -7,54 +9,175 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.linear_cross_entropy import linear_cross_entropy, reference
+from pallas_kernels.linear_cross_entropy import linear_cross_entropy, reference, xla
+
+OPTIONS = dict(soft_cap=3.0, z_loss=1e-2, label_smoothing=0.1)
 
 
-def inputs(tokens, hidden, vocabulary, seed=0):
+def inputs(tokens, vocabulary, width=16, seed=0, dropped=0.3):
+    """hidden, head, targets, weight in numpy; dropped tokens hold NaN and targets out of range."""
     rng = np.random.default_rng(seed)
-    padded = -(-vocabulary // 256) * 256
-    head = np.zeros((padded, hidden))
-    head[:vocabulary] = rng.normal(size=(vocabulary, hidden))
-    return (
-        jnp.asarray(rng.normal(size=(tokens, hidden)), jnp.float32),
-        jnp.asarray(head, jnp.float32),
-        jnp.asarray(rng.integers(0, vocabulary, tokens), jnp.int32),
-        jnp.asarray(rng.normal(size=tokens), jnp.float32),
-    )
+    head = np.zeros((-(-vocabulary // 256) * 256, width), np.float32)
+    head[:vocabulary] = rng.normal(size=(vocabulary, width))
+    hidden = rng.normal(size=(tokens, width)).astype(np.float32)
+    targets = rng.integers(0, vocabulary, tokens).astype(np.int32)
+    weight = rng.normal(size=tokens).astype(np.float32)
+    weight[rng.random(tokens) < dropped] = 0
+    hidden[weight == 0], targets[weight == 0] = np.nan, -100
+    return hidden, head, targets, weight
+
+
+def losses_and_gradients(op, hidden, head, targets, weight, cotangent):
+    """Losses, and gradients of hidden, head and weight for a cotangent of the losses."""
+    losses, pull = jax.vjp(lambda hidden, head, weight: op(hidden, head, targets, weight), hidden, head, weight)
+    return losses, *pull(cotangent)
+
+
+def expected(hidden, head, targets, weight, cotangent, **options):
+    with jax.enable_x64(True):
+        floats = [np.asarray(x, np.float64) for x in (hidden, head, weight, cotangent)]
+        op = partial(reference.linear_cross_entropy, **options)
+        found = losses_and_gradients(op, floats[0], floats[1], targets, floats[2], floats[3])
+        return [np.array(x) for x in found]
+
+
+def assert_close(found, wanted, relative):
+    """Largest error relative to the largest value, array by array."""
+    for ours, true in zip(found, wanted, strict=True):
+        ours = np.asarray(ours, np.float64)
+        assert np.isfinite(ours).all()
+        assert np.abs(ours - true).max() <= relative * np.abs(true).max()
+
+
+def check(arrays, relative=1e-5, head_gradient=True, tile=None, **options):
+    weight = arrays[3]
+    cotangent = np.random.default_rng(1).normal(size=len(weight)).astype(np.float32)
+    op = partial(linear_cross_entropy, head_gradient=head_gradient, tile=tile, **options)
+    losses, d_hidden, d_head, d_weight = jax.jit(partial(losses_and_gradients, op))(*arrays, cotangent)
+    wanted = expected(*arrays, cotangent, **options)
+    dropped = np.asarray(weight) == 0
+    assert not np.asarray(losses)[dropped].any() and not np.asarray(d_hidden)[dropped].any()
+    assert not np.asarray(d_weight)[dropped].any()
+    wanted[3][dropped] = 0  # the op has not computed the loss of a token without weight
+    if head_gradient:
+        assert_close((losses, d_hidden, d_head, d_weight), wanted, relative)
+    else:
+        assert not np.asarray(d_head).any()
+        assert_close((losses, d_hidden, d_weight), (wanted[0], wanted[1], wanted[3]), relative)
 
 
 @given(
-    tokens=st.sampled_from([1, 50, 89]),
+    tokens=st.sampled_from([1, 37, 89]),
     vocabulary=st.sampled_from([2, 256, 300]),
     tile=st.sampled_from([None, 1, 16]),
+    dropped=st.sampled_from([0.0, 0.3, 1.0]),
+    head_gradient=st.booleans(),
+    options=st.fixed_dictionaries(
+        dict(
+            soft_cap=st.sampled_from([None, 3.0]),
+            z_loss=st.sampled_from([0.0, 1e-2]),
+            label_smoothing=st.sampled_from([0.0, 0.1]),
+        )
+    ),
     seed=st.integers(0, 9),
 )
-@settings(max_examples=8, deadline=None)
-def test_loss_and_gradients_equal_the_reference(tokens, vocabulary, tile, seed):
-    hidden, head, targets, weight = inputs(tokens, 16, vocabulary, seed)
+@settings(max_examples=10, deadline=None)
+def test_loss_and_gradients_equal_the_reference(tokens, vocabulary, tile, dropped, head_gradient, options, seed):
+    arrays = inputs(tokens, vocabulary, seed=seed, dropped=dropped)
+    check(arrays, head_gradient=head_gradient, tile=tile, vocabulary=vocabulary, **options)
+
+
+@pytest.mark.parametrize("head_gradient", [True, False])
+@pytest.mark.parametrize("tokens", [1, 37, 513, 8519])
+def test_any_number_of_tokens(tokens, head_gradient):
+    check(inputs(tokens, 300), head_gradient=head_gradient, vocabulary=300, **OPTIONS)
+
+
+@pytest.mark.parametrize("head_gradient", [True, False])
+def test_bfloat16(head_gradient):
+    hidden, head, targets, weight = inputs(89, 300, width=64)
+    arrays = (jnp.asarray(hidden, jnp.bfloat16), jnp.asarray(head, jnp.bfloat16), targets, weight)
+    check(arrays, relative=1e-2, head_gradient=head_gradient, tile=16, vocabulary=300, **OPTIONS)
+
+
+def test_a_logit_far_above_the_others_does_not_overflow():
+    hidden, head, targets, weight = inputs(37, 300)
+    check((hidden * 1e3, head, targets, weight), vocabulary=300)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 3.0])
+def test_one_pass_over_the_logits_gives_the_same(soft_cap, monkeypatch):
+    """What a GPU runs."""
+    monkeypatch.setattr(xla, "_top_and_sum", xla._top_and_sum_in_one_pass)
+    hidden, head, targets, weight = inputs(37, 300)
+    check((hidden * 10, head, targets, weight), vocabulary=300, soft_cap=soft_cap)
+
+
+def test_without_weights_every_token_counts():
+    hidden, head, targets, _ = inputs(37, 300, dropped=0.0)
+    ones = np.ones(37, np.float32)
+    found = linear_cross_entropy(hidden, head, targets, vocabulary=300, **OPTIONS)
+    np.testing.assert_array_equal(found, linear_cross_entropy(hidden, head, targets, ones, vocabulary=300, **OPTIONS))
+
+
+def test_a_target_outside_the_vocabulary_is_not_silent():
+    hidden, head, targets, _ = inputs(37, 300, dropped=0.0)
+    targets[[3, 5]] = -100, 300
+    found = linear_cross_entropy(hidden, head, targets, vocabulary=300)
+    np.testing.assert_array_equal(np.flatnonzero(np.isnan(found)), [3, 5])
+
+
+def test_no_tokens():
+    assert linear_cross_entropy(*inputs(0, 300), vocabulary=300).shape == (0,)
+
+
+@pytest.mark.parametrize("head_gradient", [True, False])
+def test_smoothing_and_ignored_targets_equal_those_of_torch(head_gradient):
+    torch = pytest.importorskip("torch")
+    hidden, head, targets, weight = inputs(89, 300)
+    weight = (weight != 0).astype(np.float32)
+    finite = np.nan_to_num(hidden)
 
     def ours(hidden, head):
-        return jnp.sum(weight * linear_cross_entropy(hidden, head, targets, vocabulary=vocabulary, tile=tile))
+        op = partial(linear_cross_entropy, vocabulary=300, label_smoothing=0.1, head_gradient=head_gradient)
+        return jnp.sum(op(hidden, head, targets, weight)) / jnp.sum(weight)
 
-    def expected(hidden, head):
-        return jnp.sum(weight * reference.linear_cross_entropy(hidden, head, targets, vocabulary))
+    value, gradients = jax.value_and_grad(ours, (0, 1))(hidden, head)
+    theirs = torch.tensor(finite, dtype=torch.float64, requires_grad=True)
+    their_head = torch.tensor(head, dtype=torch.float64, requires_grad=True)
+    loss = torch.nn.functional.cross_entropy(
+        theirs @ their_head[:300].T, torch.tensor(targets).long(), ignore_index=-100, label_smoothing=0.1
+    )
+    loss.backward()
+    found, wanted = [value, gradients[0]], [loss.detach().numpy(), theirs.grad.numpy()]
+    if head_gradient:
+        found, wanted = found + [gradients[1]], wanted + [their_head.grad.numpy()]
+    assert_close(found, wanted, 1e-5)
 
-    got = jax.value_and_grad(ours, (0, 1))(hidden, head)
-    want = jax.value_and_grad(expected, (0, 1))(hidden, head)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want)
 
+@pytest.mark.parametrize("head_gradient", [True, False])
+@pytest.mark.parametrize(("tokens", "kept", "tiles"), [(100, 100, 7), (100, 33, 3), (100, 16, 1), (100, 0, 0)])
+def test_dropped_tokens_cost_no_logits(tokens, kept, tiles, head_gradient, monkeypatch):
+    """Counts the products with the head that ran, tile by tile."""
+    ran = []
+    logits = xla._logits
 
-def test_a_frozen_head_gives_the_same_hidden_gradient_and_none_of_its_own():
-    hidden, head, targets, weight = inputs(50, 16, 200)
+    def counted(hidden, head):
+        jax.debug.callback(lambda: ran.append(len(hidden)))
+        return logits(hidden, head)
 
-    def total(hidden, head, head_gradient):
-        losses = linear_cross_entropy(hidden, head, targets, vocabulary=200, head_gradient=head_gradient, tile=16)
-        return jnp.sum(weight * losses)
+    monkeypatch.setattr(xla, "_logits", counted)
+    hidden, head, targets, _ = inputs(tokens, 300, dropped=0.0)
+    weight = np.zeros(tokens, np.float32)
+    weight[np.random.default_rng(0).permutation(tokens)[:kept]] = 1
 
-    trained = jax.grad(total, (0, 1))(hidden, head, True)
-    frozen = jax.grad(total, (0, 1))(hidden, head, False)
-    np.testing.assert_allclose(frozen[0], trained[0], rtol=1e-4, atol=1e-5)
-    assert not frozen[1].any()
+    def total(hidden, head):
+        op = partial(linear_cross_entropy, vocabulary=300, tile=16, head_gradient=head_gradient)
+        return jnp.sum(op(hidden, head, targets, weight))
+
+    jax.block_until_ready(jax.jit(jax.grad(total, (0, 1)))(hidden, head))
+    jax.effects_barrier()
+    assert ran == [16] * tiles * (2 if head_gradient else 1)  # a trained head's backward pass makes the logits again
 
 
 @pytest.mark.parametrize("head_gradient", [True, False])
@@ -62,45 +185,69 @@ def test_temporaries_do_not_grow_with_tokens_times_vocabulary(head_gradient):
     vocabulary, width = 32_768, 32
 
     def temporaries(tokens):
-        def total(hidden, head, targets):
-            losses = linear_cross_entropy(
-                hidden, head, targets, vocabulary=vocabulary, head_gradient=head_gradient, tile=128
-            )
-            return losses.sum()
+        def total(hidden, head, targets, weight):
+            op = partial(linear_cross_entropy, vocabulary=vocabulary, head_gradient=head_gradient, tile=128)
+            return jnp.sum(op(hidden, head, targets, weight, **OPTIONS))
 
         shapes = [
             jax.ShapeDtypeStruct((tokens, width), jnp.float32),
             jax.ShapeDtypeStruct((vocabulary, width), jnp.float32),
             jax.ShapeDtypeStruct((tokens,), jnp.int32),
+            jax.ShapeDtypeStruct((tokens,), jnp.float32),
         ]
         which = (0, 1) if head_gradient else 0
         return jax.jit(jax.grad(total, which)).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
 
-    assert temporaries(4096) - temporaries(512) < 4096 * width * 4 * 8  # a few copies of the hidden states
-    assert temporaries(4096) < 4096 * vocabulary * 4 / 4
+    few, many = temporaries(1024), temporaries(8192)
+    assert many - few < 8192 * width * 4 * 4  # copies of the hidden states
+    assert many < 128 * vocabulary * 4 * 4 + vocabulary * width * 4 * 2 + 8192 * width * 4 * 4
 
 
-def test_a_vocabulary_over_devices_gives_the_same():
-    hidden, head, targets, weight = inputs(24, 16, 500)
+@pytest.mark.parametrize("head_gradient", [True, False])
+@pytest.mark.parametrize(("platform", "fewest", "most_bytes"), [("cpu", 512, 2**26), ("gpu", 1024, 2**30)])
+def test_a_tile_has_tokens_enough_and_is_bounded(platform, fewest, most_bytes, head_gradient):
+    for vocabulary, width in [(256, 64), (32_000, 4096), (151_936, 1024), (151_936, 4096), (262_144, 5376)]:
+        head = jax.ShapeDtypeStruct((vocabulary, width), jnp.bfloat16)
+        tokens = xla.tokens_at_once(head, head_gradient, platform)
+        assert tokens >= fewest
+        allowed = max(most_bytes, fewest * vocabulary * 4, head.size * 4 if head_gradient else 0)
+        assert tokens * vocabulary * 4 <= allowed
+
+
+SPECS = (jax.P("data", None), jax.P("tensor", None), jax.P("data"), jax.P("data"))
+
+
+def placed(mesh, arrays):
+    return [jax.device_put(x, jax.NamedSharding(mesh, spec)) for x, spec in zip(arrays, SPECS, strict=True)]
+
+
+@pytest.mark.parametrize("head_gradient", [True, False])
+@pytest.mark.parametrize("kept_by_first", [0, 5, 12])
+def test_a_vocabulary_over_devices_gives_the_same(kept_by_first, head_gradient):
+    """Both halves of the data drop tokens of their own, and so run their own number of tiles."""
+    hidden, head, targets, weight = inputs(48, 500, dropped=0.0)
+    weight[kept_by_first:24] = 0
+    hidden[weight == 0], targets[weight == 0] = np.nan, -100
     mesh = jax.make_mesh((2, 4), ("data", "tensor"))
-
-    def kernel(hidden, head, targets):
-        head = jax.lax.pcast(head, "data", to="varying")
-        return linear_cross_entropy(hidden, head, targets, vocabulary=500, vocabulary_axis="tensor", tile=8)
-
-    specs = (jax.P("data", None), jax.P("tensor", None), jax.P("data"))
-    sharded = jax.shard_map(kernel, mesh=mesh, in_specs=specs, out_specs=jax.P("data"))
-
-    def total(op):
-        return lambda hidden, head, targets, weight: jnp.sum(weight * op(hidden, head, targets))
-
-    expected = jax.value_and_grad(
-        total(lambda hidden, head, targets: reference.linear_cross_entropy(hidden, head, targets, 500)), (0, 1)
-    )(hidden, head, targets, weight)
+    op = partial(linear_cross_entropy, vocabulary=500, head_gradient=head_gradient, **OPTIONS)
+    kernel = partial(op, vocabulary_axis="tensor", tile=8)
+    sharded = jax.shard_map(kernel, mesh=mesh, in_specs=SPECS, out_specs=jax.P("data"))
+    cotangent = np.random.default_rng(1).normal(size=48).astype(np.float32)
     with jax.set_mesh(mesh):
-        placed = [
-            jax.device_put(x, jax.NamedSharding(mesh, spec))
-            for x, spec in zip((hidden, head, targets, weight), (*specs, jax.P("data")))
-        ]
-        got = jax.jit(jax.value_and_grad(total(sharded), (0, 1)))(*placed)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, expected)
+        cotangent_placed = jax.device_put(cotangent, jax.NamedSharding(mesh, jax.P("data")))
+        found = jax.jit(partial(losses_and_gradients, sharded))(
+            *placed(mesh, (hidden, head, targets, weight)), cotangent_placed
+        )
+    wanted = expected(hidden, head, targets, weight, cotangent, vocabulary=500, **OPTIONS)
+    wanted[3][weight == 0] = 0
+    if not head_gradient:
+        wanted[2] = np.zeros_like(wanted[2])
+    assert_close(found, wanted, 1e-5)
+
+
+def test_tokens_that_differ_over_the_vocabularys_axis_are_refused():
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"))
+    kernel = partial(linear_cross_entropy, vocabulary=500, vocabulary_axis="data")
+    sharded = jax.shard_map(kernel, mesh=mesh, in_specs=SPECS, out_specs=jax.P("data"))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="same on all devices .* 'data'"):
+        jax.jit(sharded)(*placed(mesh, inputs(48, 500)))

@@ -66,7 +66,7 @@ def test_positions_segments_and_visible_keys_restart_with_each_document():
     assert row["tokens"].tolist() == [*range(1, 13), 0, 0, 0, 0]
     assert row["positions"].tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 0, 0, 0]
     assert row["segment_ids"].tolist() == [1, 1, 1, 2, 2, 2, 2, 2, 3, 3, 3, 3, 0, 0, 0, 0]
-    assert row["key_start"].tolist() == [0, 0, 0, 3, 3, 3, 3, 3, 8, 8, 8, 8, 12, 13, 14, 15]
+    assert row["key_start"].tolist() == [0, 0, 0, 3, 3, 3, 3, 3, 8, 8, 8, 8, 16, 16, 16, 16]
     assert row["loss_weight"].tolist() == [1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0]
     assert {name: values.dtype.name for name, values in row.items()} == {
         **dict.fromkeys(("tokens", "targets", "positions", "segment_ids", "key_start"), "int32"),
@@ -90,7 +90,7 @@ def test_rows_go_on_through_the_epochs_in_a_new_order_and_end_in_padding():
     assert not np.array_equal(first, second)
     beyond = rows[25]
     assert not beyond["segment_ids"].any() and not beyond["loss_weight"].any()
-    assert beyond["key_start"].tolist() == list(range(SEQ_LEN))
+    assert beyond["key_start"].tolist() == [SEQ_LEN] * SEQ_LEN
     endless = Rows(documents([9] * 10), data)
     assert endless.stop is None and endless[1000]["segment_ids"].any()
     assert np.array_equal(endless[17]["tokens"], tokens[17])

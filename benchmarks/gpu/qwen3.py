@@ -1,0 +1,52 @@
+"""Sizes of Qwen3 as config.json has them, and what a token of a LoRA step costs."""
+
+import math
+from typing import Any
+
+RANK, ALPHA = 16, 32.0
+
+
+def _config(hidden: int, layers: int, intermediate: int, heads: int, kv_heads: int = 8, **fields: Any) -> dict:
+    return {
+        "vocab_size": 151_936,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 128,
+        "max_position_embeddings": 40_960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": hidden < 4096,
+        **fields,
+    }
+
+
+CONFIGS = {
+    "0.6B": _config(1024, 28, 3072, 16),
+    "1.7B": _config(2048, 28, 6144, 16),
+    "4B": _config(2560, 36, 9728, 32),
+    "8B": _config(4096, 36, 12_288, 32),
+    "small": _config(256, 4, 512, 4, 2, head_dim=64, vocab_size=512),
+    "tiny": _config(64, 2, 96, 4, 2, head_dim=16, vocab_size=256),
+}
+
+
+def linears(config: dict) -> list[tuple[int, int]]:
+    """(in, out) of the linears of a layer, each of which has an adapter."""
+    hidden, intermediate = config["hidden_size"], config["intermediate_size"]
+    queries, keys = (config[f"num_{heads}_heads"] * config["head_dim"] for heads in ("attention", "key_value"))
+    attention = [(hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)]
+    return attention + [(hidden, intermediate)] * 2 + [(intermediate, hidden)]
+
+
+def frozen_parameters(config: dict) -> int:
+    """Those of matrix products: the head, which may be the embedding, once."""
+    in_layers = config["num_hidden_layers"] * sum(math.prod(shape) for shape in linears(config))
+    return in_layers + config["vocab_size"] * config["hidden_size"]
+
+
+def adapter_parameters(config: dict) -> int:
+    """Those that are trained."""
+    return config["num_hidden_layers"] * RANK * sum(sum(shape) for shape in linears(config))

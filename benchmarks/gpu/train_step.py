@@ -1,0 +1,127 @@
+"""A LoRA step of Qwen3 with random weights: jaxtune beside transformers + peft, each alone on the card.
+
+The load of Surogate's published table: rank 16 on every linear, 2 rows of 2048 tokens, accumulation 4. MFU counts 4 N
++ 3 F_attention (and 6 per adapter parameter) a token, recomputation not, against the card's dense bf16 peak.
+"""
+
+import importlib.util
+import math
+import statistics
+import time
+
+import jax
+import numpy as np
+
+from gpu import models
+from gpu.qwen3 import CONFIGS, adapter_parameters, frozen_parameters
+from gpu.workers import Job, Piece, Row
+from jaxtune.compiler import compiler_options
+from jaxtune.monitor import throughput
+
+ACCUMULATION, ROWS, LENGTH = 4, 2, 2048
+SIZES = ("8B", "0.6B", "1.7B", "4B")  # most telling first
+TARGETS = {"0.6B": 110_000, "1.7B": 51_000, "4B": 24_000, "8B": 14_700}  # tokens/s on one H100
+SMOKE_LENGTH = 32
+RESERVE = 0.02  # of the card's memory, for what the compiler does not count
+PEERS = ("torch", "transformers", "peft")
+
+
+def piece(smoke: bool) -> Piece:
+    """Systems by sizes."""
+    missing = [package for package in PEERS if not importlib.util.find_spec(package)]
+    refused = f"{', '.join(missing)} not installed" if missing else None
+    jobs = []
+    for size in ("tiny",) if smoke else SIZES:
+        arguments = {"size": size, "smoke": smoke}
+        jobs.append(Job("jaxtune", size, __name__, arguments))
+        jobs.append(Job("hf+peft", size, "gpu.train_step_hf", arguments, refused))
+    columns = (
+        ("tokens/s", "tokens_per_second", ",.0f"),
+        ("target", "target", ",.0f"),
+        ("MFU %", "mfu_percent", ".1f"),
+        ("peak GB", "peak_gb", ".1f"),
+        ("remat", "remat", ""),
+    )
+    title = f"LoRA r16 step of Qwen3, {ACCUMULATION} x {ROWS} x {LENGTH} tokens, bfloat16"
+    # jax takes this much at once, so that fragments do not decide what fits.
+    environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93"}
+    return Piece("train_step", title, jobs, columns, 0.48, 150, environment, fresh=True)
+
+
+def shape(smoke: bool) -> tuple[int, int, int]:
+    """(accumulation, rows, positions) of a step's tokens."""
+    return ACCUMULATION, ROWS, SMOKE_LENGTH if smoke else LENGTH
+
+
+def row(size: str, seconds: list[float], smoke: bool, device: str) -> Row:
+    """Tokens/s and MFU of the median step."""
+    config, second = CONFIGS[size], statistics.median(seconds)
+    width = config["num_attention_heads"] * config["head_dim"]
+    sizes = (adapter_parameters(config), frozen_parameters(config), config["num_hidden_layers"], width)
+    work = throughput.Work(*sizes, seq_len=shape(smoke)[-1])
+    rate = math.prod(shape(smoke)) / second
+    found: Row = {"seconds": second, "tokens_per_second": rate, "flops_per_token": throughput.flops_per_token(work)}
+    utilisation = throughput.mfu(work, rate, device, 1)
+    if utilisation is not None:
+        found["mfu_percent"] = 100 * utilisation
+    return found
+
+
+def timed(step, steps: int) -> list[float]:
+    """Seconds of steps that return when they are done; two before them compile and warm up."""
+    for _ in range(2):
+        step()
+    seconds = []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - begin)
+    return seconds
+
+
+def measure(size: str, smoke: bool) -> Row:
+    """jaxtune's step, with the least rematerialisation that fits the card."""
+    chosen = models.log_choices()
+    models.make_mesh()
+    device = jax.devices()[0]
+    tokens = np.random.default_rng(0).integers(0, CONFIGS[size]["vocab_size"], shape(smoke))
+    data = models.batch(tokens)
+    trained = frozen = None
+    tried = {}
+    for remat in ("none", "dots", "block"):
+        built = models.lora(CONFIGS[size], remat=remat, rate=1e-4)
+        if trained is None:
+            trained, frozen = built.values()
+        state = built.state(trained)
+        begin = time.perf_counter()
+        step = jax.jit(built.step, donate_argnums=0, compiler_options=compiler_options())
+        step = step.lower(state, frozen, data).compile()
+        compiled = time.perf_counter() - begin
+        memory = step.memory_analysis()
+        needed = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        tried[remat] = (needed + memory.temp_size_in_bytes) / 1e9
+        limit = (device.memory_stats() or {}).get("bytes_limit", float("inf"))
+        if tried[remat] * 1e9 <= limit * (1 - RESERVE):
+            break
+    losses = []
+
+    def one() -> None:
+        nonlocal state
+        state, metrics = step(state, frozen, data)
+        losses.append(metrics["loss"].item())
+
+    seconds = timed(one, 2 if smoke else 7)
+    stats = device.memory_stats() or {}
+    target = {"target": TARGETS[size]} if size in TARGETS else {}
+    return (
+        row(size, seconds, smoke, device.device_kind)
+        | target
+        | {
+            "remat": remat,
+            "peak_gb": stats.get("peak_bytes_in_use", tried[remat] * 1e9) / 1e9,
+            "compiled_gb": tried,
+            "compile_seconds": compiled,
+            "losses": losses,
+            "kernels": chosen,
+        }
+    )

@@ -1,0 +1,154 @@
+"""What a GPU is measured with, in under 9 minutes: are the kernels right, and how fast are they and a training step.
+
+    python benchmarks/gpu_suite.py                                   # everything; benchmarks/results/<device>.json
+    python benchmarks/gpu_suite.py --only attention,train_step/jaxtune/8B --out found.json
+    python benchmarks/gpu_suite.py --smoke                           # every part, tiny, on a CPU; measures nothing
+
+Pieces: correctness, correct_step, attention, loss, train_step. `--only` takes any of them, or a part of one as
+piece/contender/case. A job that fails, crashes or hangs is kept with its error and the rest goes on; one that a kernel
+refuses is kept with the reason. The exit status is 1 if any failed or found no time.
+Peers (torch, transformers + peft, tokamax) are measured in the same run where they are installed.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(1, str(ROOT))  # a bare machine has nothing of this repository installed
+
+from gpu import attention, correct_step, correctness, loss, train_step  # noqa: E402
+from gpu.workers import FAILURES, REASONS, Job, Piece, Row, run  # noqa: E402
+
+MODULES = (correctness, correct_step, attention, loss, train_step)
+RESULTS = Path(__file__).parent / "results"
+MINUTES = 8.7
+SMOKE_MINUTES = 60.0  # a busy machine is not to be told from a broken suite by its speed
+PACKAGES = (
+    *("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "flax"),
+    *("optax", "torch", "triton", "transformers", "peft", "tokamax"),
+)
+
+
+def wanted_jobs(piece: Piece, only: list[str]) -> list[Job]:
+    """Jobs of a piece that `only` names, all if it is empty."""
+
+    def named(job: Job) -> bool:
+        return any(f"{piece.name}/{job.name}/".startswith(f"{name}/") for name in only)
+
+    return [job for job in piece.jobs if not only or named(job)]
+
+
+def describe_machine(smoke: bool) -> dict[str, Any]:
+    """Device, driver and versions, asked of a process that ends, so that this one never holds the card."""
+    ask = "import jax; device = jax.devices()[0]; print(device.platform, device.device_kind, sep='|')"
+    answer = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True)
+    if answer.returncode:
+        sys.exit(f"jax finds no device:\n{answer.stderr.strip()[-2000:]}")
+    platform, device = answer.stdout.strip().splitlines()[-1].split("|")
+    if platform != "gpu" and not smoke:
+        sys.exit(f"jax runs on {device}: this needs a GPU. `--smoke` tries every part on a CPU and measures nothing.")
+    smi = shutil.which("nvidia-smi")
+    query = [smi, "--query-gpu=driver_version,power.limit", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True).stdout.strip() if smi else None
+    installed = {found.metadata["Name"].lower(): found.version for found in importlib.metadata.distributions()}
+    return {
+        "device": device,
+        "driver": driver,
+        "python": sys.version.split()[0],
+        "versions": {package: installed[package] for package in PACKAGES if package in installed},
+        "commit": git_commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "smoke": smoke,
+    }
+
+
+def git_commit() -> str | None:
+    """The commit, with a plus sign if files differ from it; None outside a git checkout."""
+    commands = (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+    found = [subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True) for args in commands]
+    if found[0].returncode:
+        return None
+    return found[0].stdout.strip() + "+" * bool(found[1].stdout.strip())
+
+
+def show(piece: Piece, rows: dict[str, Row]) -> str:
+    """The table of a piece; a row without figures says why."""
+    width = 2 + max(map(len, rows))
+    lines = [
+        "",
+        f"{piece.name}: {piece.title}",
+        " " * width + "".join(f"{header:>14}" for header, _, _ in piece.columns),
+    ]
+    for name, row in rows.items():
+        values = [format(row[key], form) if key in row else "" for _, key, form in piece.columns]
+        figures = "".join(f"{value:>14}" for value in values) if any(values) else ""
+        why = next((f"  {reason}: {summary(row[reason])}" for reason in REASONS if reason in row), "")
+        lines.append(f"{name:<{width}}{figures}{why}")
+    return "\n".join(lines)
+
+
+def summary(reason: str) -> str:
+    """The line of a traceback that names the exception, else the last line."""
+    lines = reason.splitlines()
+    raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)]
+    return (raised or lines)[-1][:150]
+
+
+def main() -> None:
+    """Run the pieces, print their tables and keep all as JSON after each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", metavar="PIECE[/CONTENDER[/CASE]],...")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/<device>.json, pieces not run are kept")
+    parser.add_argument("--minutes", type=float, help=f"for all that is run (default: {MINUTES})")
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes on a CPU, to see that every part runs")
+    options = parser.parse_args()
+    only = [name.strip("/") for name in options.only.split(",") if name]
+    pieces = [module.piece(options.smoke) for module in MODULES]
+    if options.smoke:
+        pieces = [dataclasses.replace(piece, limit=60 * SMOKE_MINUTES) for piece in pieces]
+    chosen = [(piece, jobs) for piece in pieces if (jobs := wanted_jobs(piece, only))]
+    unknown = [name for name in only if not any(wanted_jobs(piece, [name]) for piece in pieces)]
+    if unknown:
+        names = ", ".join(f"{piece.name}/{{{','.join({job.contender for job in piece.jobs})}}}" for piece in pieces)
+        parser.error(f"--only: nothing is named {', '.join(unknown)}; there are {names}")
+
+    end = time.monotonic() + 60 * (options.minutes or (SMOKE_MINUTES if options.smoke else MINUTES))
+    if options.smoke:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    machine = describe_machine(options.smoke)
+    print(json.dumps(machine, indent=1))
+    slug = re.sub(r"[^a-z0-9]+", "_", machine["device"].lower())
+    out = options.out or (None if options.smoke else RESULTS / f"{slug}.json")
+    found = json.loads(out.read_text()) if out and out.exists() else {}
+
+    failed = []
+    for place, (piece, jobs) in enumerate(chosen):
+        # What a piece leaves of its share of the time goes to those after it.
+        began, rows = time.monotonic(), {}
+        share = piece.share / sum(later.share for later, _ in chosen[place:])
+        for job, row in run(piece, jobs, began + (end - began) * share):
+            rows[job.name] = row
+            print(f"{time.monotonic() - began:6.1f} s  {piece.name}/{job.name}", flush=True)
+        rows = {job.name: rows[job.name] for job in jobs}
+        failed += [f"{piece.name}/{name}" for name, row in rows.items() if any(reason in row for reason in FAILURES)]
+        print(show(piece, rows), flush=True)
+        found[piece.name] = {"run": machine, "seconds": time.monotonic() - began, "rows": rows}
+        if out:
+            out.write_text(json.dumps(found, indent=1) + "\n")
+    if failed:
+        sys.exit(f"failed or not run: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""Compile for NVIDIA cards that are not there, one or many over several hosts, and read what the compiler made.
+
+Memory and collectives are XLA's own for that card; the report of a kernel comes from its PTX, assembled by ptxas. What
+needs a card to be timed (the choice among cuBLAS algorithms) stays at XLA's defaults. Nothing here opens a device.
+"""
+
+import importlib.metadata
+import importlib.util
+import math
+import os
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels.gpus import GPUS, Gpu
+from pallas_kernels.ptx import Kernel, mosaic_kernels, ptxas, triton_kernels
+
+__all__ = ["COLLECTIVES", "Compiled", "Kernel", "Memory", "compile_for", "devices", "unavailable"]
+
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "ragged-all-to-all", "reduce-scatter")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on each device, and on its host. `aliased` are outputs that take the place of donated arguments.
+
+    jax ignores memory kinds on compile-only devices: an array offloaded to the host counts as the device's.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+    peak: int
+    host: int
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What XLA made of a function for one kind of card.
+
+    collectives: kind -> (instructions, bytes of their results on a device); one in a loop counts once.
+    custom_calls: target -> instructions. hlo: the text of the optimised module of one device.
+    """
+
+    memory: Memory
+    collectives: dict[str, tuple[int, int]]
+    custom_calls: dict[str, int]
+    kernels: tuple[Kernel, ...]
+    hlo: str
+
+
+def unavailable() -> str | None:
+    """Why nothing can be compiled for a GPU here, or None: it can."""
+    plugin = next((name for name in _PLUGINS if importlib.util.find_spec(name)), None)
+    if plugin is None:
+        return "jax's CUDA plugin is not installed: pip install 'jaxtune[aot]'"
+    jaxlib, version = importlib.metadata.version("jaxlib"), importlib.metadata.version(plugin)
+    if version != jaxlib:
+        return f"{plugin} {version} does not fit jaxlib {jaxlib}: pip install 'jaxtune[aot]' '{plugin}=={jaxlib}'"
+    if ptxas() is None:
+        return "ptxas is not installed: pip install 'jaxtune[aot]'"
+    return None
+
+
+def devices(gpu: str, hosts: int = 1, per_host: int = 1) -> list[Any]:
+    """Compile-only `jax.Device`s of one kind: they make a mesh like any others.
+
+    Raises RuntimeError where the `aot` extra is not installed, ValueError for a card that is not in `gpus.GPUS`.
+    """
+    if reason := unavailable():
+        raise RuntimeError(f"pallas_kernels.aot: {reason}")
+    if gpu not in GPUS:
+        raise ValueError(f"pallas_kernels.aot: unknown card {gpu!r}; there are {', '.join(GPUS)}")
+    target = _target_config(GPUS[gpu])
+    return topologies.get_topology_desc(gpu, "cuda", target_config=target, topology=f"1x{hosts}x{per_host}").devices
+
+
+def compile_for(
+    gpu: str,
+    function: Callable[..., Any],
+    *arguments: Any,
+    hosts: int = 1,
+    per_host: int = 1,
+    mesh: Mesh | None = None,
+    **jit_options: Any,
+) -> Compiled:
+    """Compiles `jax.jit(function, **jit_options)` for a card, and reads what came out.
+
+    mesh: of devices of `devices(gpu, ...)`; without one, a single axis of `hosts` x `per_host` cards is made.
+    arguments: pytrees of anything with a shape and a dtype. A leaf with a NamedSharding is laid out by its spec, any
+    other is replicated.
+
+    Raises what `devices` raises, and jax's own error for a program that the card cannot hold (say, a kernel that asks
+    for more shared memory than a block may have).
+    """
+    if mesh is None:
+        mesh = Mesh(np.array(devices(gpu, hosts, per_host)), ("devices",), axis_types=(AxisType.Explicit,))
+    if mesh.devices.flat[0].device_kind != GPUS[gpu].kind:
+        raise ValueError(f"pallas_kernels.aot: a mesh of {mesh.devices.flat[0].device_kind}, not of {GPUS[gpu].kind}")
+
+    def abstract(leaf):
+        own = getattr(leaf, "sharding", None)
+        spec = own.spec if isinstance(own, NamedSharding) else PartitionSpec()
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    arguments = jax.tree.map(abstract, arguments)
+    jitted = jax.jit(function, **jit_options) if jit_options or not hasattr(function, "lower") else function
+    with tempfile.TemporaryDirectory(prefix="pallas_kernels_aot_") as folder, jax.set_mesh(mesh):
+        with _environment(folder), _without_persistent_cache():
+            compiled = jitted.lower(*arguments).compile(
+                compiler_options={"xla_dump_to": folder, "xla_dump_emitter_re": "ptx"}
+            )
+        hlo = compiled.as_text() or ""
+        kernels = triton_kernels(hlo, Path(folder), GPUS[gpu]) + mosaic_kernels(hlo, Path(folder), GPUS[gpu])
+    return Compiled(
+        _memory(compiled.memory_analysis()),
+        _collectives(hlo),
+        dict(Counter(re.findall(r' custom-call\(.*?custom_call_target="([^"]+)"', hlo))),
+        tuple(kernels),
+        hlo,
+    )
+
+
+_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+
+
+def _target_config(gpu: Gpu) -> str:
+    """A GpuTargetConfigProto of XLA in text form."""
+    major, minor = gpu.capability
+    # From Hopper on the matrix units are reached by instructions of one architecture alone (sm_90a).
+    features = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
+    return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024  threads_per_warp: 32
+  shared_memory_per_block: 49152  shared_memory_per_core: {gpu.shared_memory_per_multiprocessor}
+  shared_memory_per_block_optin: {gpu.shared_memory_per_block}
+  threads_per_core_limit: {gpu.threads_per_multiprocessor}  core_count: {gpu.multiprocessors}  fpus_per_core: 128
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024  thread_dim_limit_y: 1024  thread_dim_limit_z: 64
+  registers_per_core_limit: {gpu.registers_per_multiprocessor}  registers_per_block_limit: 65536
+  memory_bandwidth: {gpu.memory_bandwidth}  l2_cache_size: {gpu.l2_cache}  clock_rate_ghz: {gpu.clock / 1e9}
+  device_memory_size: {gpu.memory}
+  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {features} }}
+  device_vendor: "NVIDIA Corporation"  name: "{gpu.kind}"  device_address_bits: 64
+  driver_version: "13.0.0"  runtime_version: "12.8.0"  compile_time_toolkit_version: "12.8.0"  dnn_version: "9.10.0"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+device_description_str: "{gpu.kind}"
+"""
+
+
+@contextmanager
+def _environment(folder: str) -> Iterator[None]:
+    """Mosaic reads these when it compiles: where to leave what it made, and which ptxas to write PTX for."""
+    path = os.pathsep.join((os.path.dirname(ptxas() or ""), os.environ.get("PATH", os.defpath)))
+    values = {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_HOST_LLVM": "1", "PATH": path}
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _without_persistent_cache() -> Iterator[None]:
+    """An executable for an absent device can be written to jax's persistent cache, but not read back."""
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        compilation_cache.reset_cache()
+
+
+def _memory(stats: Any) -> Memory:
+    return Memory(
+        arguments=stats.argument_size_in_bytes,
+        outputs=stats.output_size_in_bytes,
+        aliased=stats.alias_size_in_bytes,
+        temporaries=stats.temp_size_in_bytes,
+        peak=stats.peak_memory_in_bytes,
+        host=stats.host_argument_size_in_bytes
+        + stats.host_output_size_in_bytes
+        - stats.host_alias_size_in_bytes
+        + stats.host_temp_size_in_bytes,
+    )
+
+
+def _collectives(hlo: str) -> dict[str, tuple[int, int]]:
+    found: dict[str, tuple[int, int]] = {}
+    kinds = "|".join(COLLECTIVES)
+    for shape, kind, start in re.findall(rf"^ *(?:ROOT )?%\S+ = (.+?) ({kinds})(-start)?\(", hlo, re.MULTILINE):
+        sizes = [_bytes(*array) for array in re.findall(r"\b([a-z]+\d\w*|pred)\[([\d,]*)\]", shape)]
+        if start and kind != "all-reduce":
+            # (operands, results); a permutation's two counters of synchronisation come after them.
+            sizes = sizes[:2] if kind == "collective-permute" else sizes
+            sizes = sizes[len(sizes) // 2 :]
+        count, total = found.get(kind, (0, 0))
+        found[kind] = count + 1, total + sum(sizes)
+    return found
+
+
+def _bytes(dtype: str, shape: str) -> int:
+    bits = 8 if dtype == "pred" else int("".join(filter(str.isdigit, dtype.partition("e")[0])))
+    return math.ceil(math.prod(int(size) for size in shape.split(",") if size) * bits / 8)

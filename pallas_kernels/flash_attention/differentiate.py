@@ -1,0 +1,40 @@
+"""The derivative that kernel backends share: what the backward pass needs besides dq, dk and dv."""
+
+from collections.abc import Callable
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+
+
+@cache
+def attention(forward: Callable, backward: Callable) -> Callable:
+    """(q, k, v, first, end, sinks, variant) -> (out (b, s, h, d), log-sum-exp (b, h, s) float32), differentiable.
+
+    forward(q, k, v, first, end, sinks, variant) returns both; backward(q, k, v, first, end, lse, delta, d_out, variant)
+    returns dq, dk and dv, where delta (b, h, s) is the sum of d_out * out less the cotangent of the log-sum-exp.
+    """
+
+    def attend(q, k, v, first, end, sinks, variant):
+        return forward(q, k, v, first, end, sinks, variant)
+
+    def attend_forward(q, k, v, first, end, sinks, variant):
+        out, lse = forward(q, k, v, first, end, sinks, variant)
+        return (out, lse), (q, k, v, first, end, sinks, out, lse)
+
+    def attend_backward(variant, residuals, cotangents):
+        q, k, v, first, end, sinks, out, lse = residuals
+        d_out, d_lse = cotangents
+        delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1).swapaxes(1, 2) - d_lse
+        # A query that sees nothing gives no gradient, whatever it and its cotangents hold.
+        delta = jnp.where((first < end)[:, None, :], delta, 0.0)
+        dq, dk, dv = backward(q, k, v, first, end, lse, delta, d_out, variant)
+        if sinks is None:
+            return dq, dk, dv, None, None, None
+        weight = jnp.exp(sinks.astype(jnp.float32)[:, None] - lse)
+        d_sinks = -jnp.sum(jnp.where((first < end)[:, None, :], weight, 0.0) * delta, axis=(0, 2))
+        return dq, dk, dv, None, None, d_sinks.astype(sinks.dtype)
+
+    differentiable = jax.custom_vjp(attend, nondiff_argnums=(6,))
+    differentiable.defvjp(attend_forward, attend_backward)
+    return differentiable

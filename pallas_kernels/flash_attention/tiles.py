@@ -1,0 +1,70 @@
+"""Block sizes of the Triton kernels by card and head dimension: none spills registers, as tests/aot holds."""
+
+from dataclasses import dataclass
+
+from pallas_kernels.gpus import Capability, Device
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Queries and keys a block, warps, and pipeline stages of one kernel."""
+
+    block_q: int
+    block_k: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles of the three kernels."""
+
+    forward: Tile
+    dq: Tile
+    dkdv: Tile
+
+
+# By compute capability, then by the largest head dimension a row serves. Made from compile reports (the largest blocks
+# that reach the matrix unit of the card without a spill); `python -m pallas_kernels.tune` times others on a card.
+_SMALL_SHARED_MEMORY = {
+    96: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)),
+    128: Tiles(Tile(128, 32, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
+    192: Tiles(Tile(64, 32, 4, 1), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2)),
+    256: Tiles(Tile(64, 32, 8, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2)),
+}
+_TILES: dict[Capability, dict[int, Tiles]] = {
+    (8, 0): {
+        96: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)),
+        128: Tiles(Tile(128, 32, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
+        192: Tiles(Tile(32, 64, 8, 2), Tile(32, 64, 8, 2), Tile(32, 32, 8, 2)),
+        256: Tiles(Tile(64, 64, 8, 2), Tile(32, 64, 8, 2), Tile(32, 64, 8, 2)),
+    },
+    (8, 6): _SMALL_SHARED_MEMORY,
+    (9, 0): {
+        128: Tiles(Tile(128, 128, 8, 2), Tile(64, 128, 8, 2), Tile(64, 64, 8, 2)),
+        192: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)),
+        256: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(16, 64, 8, 2)),
+    },
+    (10, 0): {
+        96: Tiles(Tile(128, 128, 8, 2), Tile(64, 64, 8, 2), Tile(64, 128, 8, 2)),
+        128: Tiles(Tile(128, 128, 8, 2), Tile(64, 128, 8, 2), Tile(64, 128, 8, 2)),
+        192: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
+        256: Tiles(Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(64, 64, 8, 1)),
+    },
+    (12, 0): _SMALL_SHARED_MEMORY,
+}
+# Float32 products have no matrix unit: their operands stay in registers.
+_FLOAT32 = {
+    64: Tiles(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+    128: Tiles(Tile(32, 32, 8, 1), Tile(32, 16, 8, 1), Tile(16, 32, 8, 1)),
+}
+
+
+def tiles_for(device: Device, head_dim: int, itemsize: int) -> Tiles:
+    """Tiles for a card, by head dimension (at most 256; 128 in float32) and bytes an element.
+
+    A card that is not listed takes the row of the latest one before it.
+    """
+    capability = max(device.capability or min(_TILES), min(_TILES))
+    by_head_dim = _FLOAT32 if itemsize == 4 else _TILES[max(listed for listed in _TILES if listed <= capability)]
+    return by_head_dim[min(largest for largest in by_head_dim if largest >= head_dim)]

@@ -1,0 +1,412 @@
+"""Flash attention (Dao et al. 2022, Dao 2023) as Pallas-Triton kernels, for cards from sm_80 on.
+
+Three kernels: forward, dq (a program holds a block of queries and loops over the keys it sees) and dkdv (a program
+holds a block of keys and loops over the query heads that share it and the queries that see it, so that no sum needs an
+atomic). Each program reads its range of blocks (blocks.py) and masks elements only in those not wholly visible.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.flash_attention.blocks import key_blocks, query_blocks, seen_keys
+from pallas_kernels.flash_attention.tiles import Tile, Tiles, tiles_for
+from pallas_kernels.flash_attention.variant import Request, Variant
+from pallas_kernels.gpus import Capability, Device, current_device
+
+AMPERE: Capability = (8, 0)
+LOG2_E = math.log2(math.e)
+
+
+def refuses(device: Device, request: Request) -> str | None:
+    """Why these kernels cannot run a request on a device, or None."""
+    if device.capability is None or device.capability < AMPERE:
+        return "it needs an NVIDIA GPU of compute capability 8.0 or later"
+    if request.head_dim % 16 or request.head_dim > 256:
+        return f"head_dim must be a multiple of 16 and at most 256, not {request.head_dim}"
+    if request.dtype == jnp.float32 and request.head_dim > 128:
+        return f"float32 heads of more than 128 do not fit its blocks, and this is {request.head_dim}"
+    return None
+
+
+def forward(
+    q: Float[Array, "b s h d"],
+    k: Float[Array, "b t n d"],
+    v: Float[Array, "b t n d"],
+    first: Int[Array, "b s"],
+    end: Int[Array, "b s"],
+    sinks: Float[Array, " h"] | None,
+    variant: Variant,
+    *,
+    tiles: Tiles | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "b s h d"], Float[Array, "b h s"]]:
+    """Output, and log-sum-exp in float32."""
+    tile = (tiles or tiles_for(current_device(), q.shape[-1], q.dtype.itemsize)).forward
+    queries = q.shape[1]
+    q, first, end = (_whole_blocks(x, tile.block_q) for x in (q, first, end))
+    k, v = (_whole_blocks(x, tile.block_k) for x in (k, v))
+    shapes = _Shapes(q, k, tile)
+    ranges = key_blocks(first, end, shapes.keys, tile.block_q, tile.block_k)
+    seen = seen_keys(first, end, shapes.keys)
+    sinks = jnp.full(shapes.heads, -jnp.inf, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
+    out, lse = pl.pallas_call(
+        partial(_forward_kernel, shapes=shapes, variant=variant),
+        grid=(shapes.q_blocks, shapes.heads, shapes.batch),
+        in_specs=[
+            shapes.queries_of_head(),
+            shapes.keys_of_head(),
+            shapes.keys_of_head(),
+            shapes.row(),
+            shapes.row(),
+            pl.BlockSpec((None, shapes.keys), lambda i, h, b: (b, 0)),
+            shapes.range_of_queries(),
+            pl.BlockSpec((None,), lambda i, h, b: (h,)),
+        ],
+        out_specs=[shapes.queries_of_head(), shapes.row_of_head()],
+        out_shape=[shapes.like(q), shapes.per_query],
+        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        interpret=interpret,
+        name="flash_attention_forward",
+    )(q, k, v, first, end, seen, ranges, sinks)
+    return out[:, :queries], lse[:, :, :queries]
+
+
+def backward(
+    q: Float[Array, "b s h d"],
+    k: Float[Array, "b t n d"],
+    v: Float[Array, "b t n d"],
+    first: Int[Array, "b s"],
+    end: Int[Array, "b s"],
+    lse: Float[Array, "b h s"],
+    delta: Float[Array, "b h s"],
+    d_out: Float[Array, "b s h d"],
+    variant: Variant,
+    *,
+    tiles: Tiles | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "b s h d"], Float[Array, "b t n d"], Float[Array, "b t n d"]]:
+    """Gradients of q, k and v."""
+    tiles = tiles or tiles_for(current_device(), q.shape[-1], q.dtype.itemsize)
+    arrays = (q, k, v, d_out, lse, delta, first, end)
+    dq = _dq(*_all_whole_blocks(*arrays, tiles.dq), variant, tiles.dq, interpret)
+    dk, dv = _dkdv(*_all_whole_blocks(*arrays, tiles.dkdv), variant, tiles.dkdv, interpret)
+    return dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : v.shape[1]]
+
+
+def _dq(q, k, v, d_out, lse, delta, first, end, variant, tile, interpret):
+    shapes = _Shapes(q, k, tile)
+    ranges = key_blocks(first, end, shapes.keys, tile.block_q, tile.block_k)
+    return pl.pallas_call(
+        partial(_dq_kernel, shapes=shapes, variant=variant),
+        grid=(shapes.q_blocks, shapes.heads, shapes.batch),
+        in_specs=[
+            shapes.queries_of_head(),
+            shapes.keys_of_head(),
+            shapes.keys_of_head(),
+            shapes.queries_of_head(),
+            shapes.row_of_head(),
+            shapes.row_of_head(),
+            shapes.row(),
+            shapes.row(),
+            pl.BlockSpec((None, shapes.keys), lambda i, h, b: (b, 0)),
+            shapes.range_of_queries(),
+        ],
+        out_specs=shapes.queries_of_head(),
+        out_shape=shapes.like(q),
+        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        interpret=interpret,
+        name="flash_attention_dq",
+    )(q, k, v, d_out, lse, delta, first, end, seen_keys(first, end, shapes.keys), ranges)
+
+
+def _dkdv(q, k, v, d_out, lse, delta, first, end, variant, tile, interpret):
+    shapes = _Shapes(q, k, tile)
+    ranges = query_blocks(first, end, shapes.keys, tile.block_q, tile.block_k)
+    queries = pl.BlockSpec((None, shapes.queries, shapes.group, shapes.head_dim), lambda j, n, b: (b, 0, n, 0))
+    keys = pl.BlockSpec((None, shapes.keys, None, shapes.head_dim), lambda j, n, b: (b, 0, n, 0))
+    row_of_group = pl.BlockSpec((None, shapes.group, shapes.queries), lambda j, n, b: (b, n, 0))
+    return pl.pallas_call(
+        partial(_dkdv_kernel, shapes=shapes, variant=variant),
+        grid=(shapes.k_blocks, shapes.kv_heads, shapes.batch),
+        in_specs=[
+            queries,
+            keys,
+            keys,
+            queries,
+            row_of_group,
+            row_of_group,
+            shapes.row(),
+            shapes.row(),
+            pl.BlockSpec((None, None, 4), lambda j, n, b: (b, j, 0)),
+        ],
+        out_specs=[keys, keys],
+        out_shape=[shapes.like(k), shapes.like(v)],
+        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        interpret=interpret,
+        name="flash_attention_dkdv",
+    )(q, k, v, d_out, lse, delta, first, end, ranges)
+
+
+class _Shapes:
+    """Sizes of one call, whole blocks all, and the parts of the arrays that a program is given."""
+
+    def __init__(self, q: Array, k: Array, tile: Tile):
+        self.batch, self.queries, self.heads, self.head_dim = q.shape
+        self.keys, self.kv_heads = k.shape[1:3]
+        self.group = self.heads // self.kv_heads
+        self.block_q, self.block_k = tile.block_q, tile.block_k
+        self.q_blocks, self.k_blocks = self.queries // self.block_q, self.keys // self.block_k
+        # Full float32 products, or Triton would round the inputs to TF32.
+        self.precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+        self.varying = jax.typeof(q).manual_axis_type
+        # Triton's arrays have sizes that are powers of 2: a head of 96 is worked on as 64 + 32, not padded to 128.
+        bits = [bit for bit in reversed(range(self.head_dim.bit_length())) if self.head_dim >> bit & 1]
+        self.parts = tuple(pl.ds(sum(1 << bit for bit in bits[:place]), 1 << bits[place]) for place in range(len(bits)))
+
+    def queries_of_head(self) -> pl.BlockSpec:
+        return pl.BlockSpec((None, self.queries, None, self.head_dim), lambda i, h, b: (b, 0, h, 0))
+
+    def keys_of_head(self) -> pl.BlockSpec:
+        return pl.BlockSpec((None, self.keys, None, self.head_dim), lambda i, h, b: (b, 0, h // self.group, 0))
+
+    def range_of_queries(self) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, 4), lambda i, h, b: (b, self.q_blocks - 1 - i, 0))
+
+    def row(self) -> pl.BlockSpec:
+        return pl.BlockSpec((None, self.queries), lambda i, h, b: (b, 0))
+
+    def row_of_head(self) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, self.queries), lambda i, h, b: (b, h, 0))
+
+    def my_queries(self) -> pl.Slice:
+        """The last queries come first: causality gives them the most keys, and long programs should not start last."""
+        return _rows(self.q_blocks - 1 - pl.program_id(0), self.block_q)
+
+    def like(self, x: Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=self.varying)
+
+    @property
+    def per_query(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.batch, self.heads, self.queries), jnp.float32, manual_axis_type=self.varying)
+
+
+def _whole_blocks(x: Array, block: int, axis: int = 1) -> Array:
+    """Zeros after the last element of an axis up to a whole block; for bounds, queries that see nothing."""
+    padding = -x.shape[axis] % block
+    return jnp.pad(x, [(0, padding if place == axis else 0) for place in range(x.ndim)]) if padding else x
+
+
+def _all_whole_blocks(q, k, v, d_out, lse, delta, first, end, tile: Tile):
+    q, d_out, first, end = (_whole_blocks(x, tile.block_q) for x in (q, d_out, first, end))
+    lse, delta = (_whole_blocks(x, tile.block_q, axis=2) for x in (lse, delta))
+    k, v = (_whole_blocks(x, tile.block_k) for x in (k, v))
+    return q, k, v, d_out, lse, delta, first, end
+
+
+def _forward_kernel(
+    q_ref, k_ref, v_ref, first_ref, end_ref, seen_ref, ranges_ref, sinks_ref, out_ref, lse_ref, *, shapes, variant
+):
+    rows = shapes.my_queries()
+    bounds = _Bounds(first_ref[rows], end_ref[rows])
+    q = _load(q_ref, rows, shapes, bounds.sees)
+    sink = sinks_ref[...] * LOG2_E
+    unit = _unit(variant)
+
+    def block(j, head, carry, masked):
+        out, top, total = carry
+        columns = _rows(j, shapes.block_k)
+        logits = _logits(q, _load(k_ref, columns, shapes), variant, shapes)
+        if masked:
+            logits = jnp.where(bounds.visible(columns), logits, -jnp.inf)
+        new_top = jnp.maximum(top, jnp.max(logits, axis=1) * unit)
+        # A query that has seen nothing yet keeps -inf, whose differences would be NaN.
+        shift = jnp.where(new_top == -jnp.inf, 0.0, new_top) if masked else new_top
+        weights = jnp.exp2(logits * unit - shift[:, None])
+        decay = jnp.exp2(top - shift)
+        v = _load(v_ref, columns, shapes, seen_ref[columns] if masked else None)
+        products = _multiply(weights.astype(v_ref.dtype), v, shapes)
+        out = tuple(part * decay[:, None] + product for part, product in zip(out, products))
+        return out, new_top, total * decay + jnp.sum(weights, axis=1)
+
+    # A sink is a key without a value: the running maximum and sum begin with it.
+    top = jnp.zeros(shapes.block_q, jnp.float32) + sink
+    carry = _zeros(shapes.block_q, shapes), top, jnp.where(top == -jnp.inf, 0.0, 1.0)
+    out, top, total = _over_blocks(block, carry, _range(ranges_ref))
+    total = jnp.where(total == 0.0, 1.0, total)
+    _store(out_ref, rows, tuple(part / total[:, None] for part in out), shapes)
+    lse_ref[rows] = (top + jnp.log2(total)) / LOG2_E
+
+
+def _dq_kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    d_out_ref,
+    lse_ref,
+    delta_ref,
+    first_ref,
+    end_ref,
+    seen_ref,
+    ranges_ref,
+    dq_ref,
+    *,
+    shapes,
+    variant,
+):
+    rows = shapes.my_queries()
+    bounds = _Bounds(first_ref[rows], end_ref[rows])
+    q, d_out = (_load(ref, rows, shapes, bounds.sees) for ref in (q_ref, d_out_ref))
+    lse, delta = lse_ref[rows] * LOG2_E, delta_ref[rows]
+
+    def block(j, head, dq, masked):
+        columns = _rows(j, shapes.block_k)
+        k = _load(k_ref, columns, shapes, seen_ref[columns] if masked else None)
+        v = _load(v_ref, columns, shapes)
+        logits = _logits(q, k, variant, shapes)
+        weights = jnp.exp2(logits * _unit(variant) - lse[:, None])
+        d_logits = weights * (_contract(d_out, v, shapes) - delta[:, None])
+        if variant.soft_cap is not None:
+            d_logits *= 1.0 - logits * logits
+        if masked:
+            d_logits = jnp.where(bounds.visible(columns), d_logits, 0.0)
+        products = _multiply(d_logits.astype(k_ref.dtype), k, shapes)
+        return tuple(part + product for part, product in zip(dq, products))
+
+    dq = _over_blocks(block, _zeros(shapes.block_q, shapes), _range(ranges_ref))
+    _store(dq_ref, rows, tuple(part * variant.scale for part in dq), shapes)
+
+
+def _dkdv_kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    d_out_ref,
+    lse_ref,
+    delta_ref,
+    first_ref,
+    end_ref,
+    ranges_ref,
+    dk_ref,
+    dv_ref,
+    *,
+    shapes,
+    variant,
+):
+    columns = _rows(pl.program_id(0), shapes.block_k)
+    k, v = (_load(ref, columns, shapes) for ref in (k_ref, v_ref))
+
+    def block(i, g, carry, masked):
+        dk, dv = carry
+        rows = _rows(i, shapes.block_q)
+        bounds = _Bounds(first_ref[rows], end_ref[rows]) if masked else None
+        sees = bounds.sees if masked else None
+        q, d_out = (_load(ref, (rows, g), shapes, sees) for ref in (q_ref, d_out_ref))
+        lse, delta = lse_ref[g, rows] * LOG2_E, delta_ref[g, rows]
+        logits = _logits(k, q, variant, shapes)
+        weights = jnp.exp2(logits * _unit(variant) - lse[None, :])
+        if masked:
+            visible = bounds.visible(columns, transposed=True)
+            weights = jnp.where(visible, weights, 0.0)
+        products = _multiply(weights.astype(v_ref.dtype), d_out, shapes)
+        dv = tuple(part + product for part, product in zip(dv, products))
+        d_logits = weights * (_contract(v, d_out, shapes) - delta[None, :])
+        if variant.soft_cap is not None:
+            d_logits *= 1.0 - logits * logits
+        if masked:
+            d_logits = jnp.where(visible, d_logits, 0.0)
+        products = _multiply(d_logits.astype(k_ref.dtype), q, shapes)
+        return tuple(part + product for part, product in zip(dk, products)), dv
+
+    zeros = _zeros(shapes.block_k, shapes)
+    dk, dv = _over_blocks(block, (zeros, zeros), _range(ranges_ref), shapes.group)
+    _store(dk_ref, columns, tuple(part * variant.scale for part in dk), shapes)
+    _store(dv_ref, columns, dv, shapes)
+
+
+class _Bounds:
+    """Masks of a block of queries, from the first key and the end of the keys that each sees."""
+
+    def __init__(self, first: Array, end: Array):
+        self.first, self.end = first, end
+        self.sees = first < end
+
+    def visible(self, columns: pl.Slice, transposed: bool = False) -> Array:
+        """(queries, keys), or transposed."""
+        key = _index(columns)
+        if transposed:
+            return (key[:, None] >= self.first[None, :]) & (key[:, None] < self.end[None, :])
+        return (key[None, :] >= self.first[:, None]) & (key[None, :] < self.end[:, None])
+
+
+def _rows(block, size: int) -> pl.Slice:
+    return pl.ds(block * size, size)
+
+
+def _index(rows: pl.Slice) -> Array:
+    return rows.start + jnp.arange(rows.size, dtype=jnp.int32)
+
+
+def _range(ranges_ref) -> Sequence[Any]:
+    return tuple(ranges_ref[bound] for bound in range(4))
+
+
+def _over_blocks(block: Callable, carry, ranges: Sequence[Any], heads: int = 1):
+    """`block(index, head, carry, masked)` over a range and some heads: the wholly visible blocks, then the others."""
+    begin, full_begin, full_end, stop = ranges
+    before = full_begin - begin
+
+    def visible(place, carry):
+        return block(full_begin + jax.lax.div(place, heads), jax.lax.rem(place, heads), carry, masked=False)
+
+    def partly_visible(place, carry):
+        index = jax.lax.div(place, heads)
+        index += jnp.where(index < before, begin, full_end - before)
+        return block(index, jax.lax.rem(place, heads), carry, masked=True)
+
+    carry = jax.lax.fori_loop(0, (full_end - full_begin) * heads, visible, carry)
+    return jax.lax.fori_loop(0, (before + stop - full_end) * heads, partly_visible, carry)
+
+
+def _zeros(rows: int, shapes: _Shapes) -> tuple[Array, ...]:
+    return tuple(jnp.zeros((rows, part.size), jnp.float32) for part in shapes.parts)
+
+
+def _load(ref, rows: pl.Slice | tuple, shapes: _Shapes, wanted: Array | None = None) -> tuple[Array, ...]:
+    """Rows (and a head) of an array whose last axis is the head dimension, in parts; those not wanted are zero."""
+    index = rows if isinstance(rows, tuple) else (rows,)
+    if wanted is None:
+        return tuple(plgpu.load(ref.at[*index, part]) for part in shapes.parts)
+    return tuple(plgpu.load(ref.at[*index, part], mask=wanted[:, None], other=0.0) for part in shapes.parts)
+
+
+def _store(ref, rows: pl.Slice, parts: tuple[Array, ...], shapes: _Shapes) -> None:
+    for place, part in zip(shapes.parts, parts):
+        plgpu.store(ref.at[rows, place], part.astype(ref.dtype))
+
+
+def _contract(a: tuple[Array, ...], b: tuple[Array, ...], shapes: _Shapes) -> Array:
+    """a b^T over the head dimension, in float32."""
+    return sum(plgpu.dot(x, y.T, precision=shapes.precision) for x, y in zip(a, b))
+
+
+def _multiply(a: Array, b: tuple[Array, ...], shapes: _Shapes) -> tuple[Array, ...]:
+    """a b, in parts of the head dimension and float32."""
+    return tuple(plgpu.dot(a, part, precision=shapes.precision) for part in b)
+
+
+def _logits(a: tuple[Array, ...], b: tuple[Array, ...], variant: Variant, shapes: _Shapes) -> Array:
+    """Logits divided by `_unit`, so that the scale and the base of the exponential are one multiplication."""
+    products = _contract(a, b, shapes)
+    return products if variant.soft_cap is None else jnp.tanh(products * (variant.scale / variant.soft_cap))
+
+
+def _unit(variant: Variant) -> float:
+    return (variant.scale if variant.soft_cap is None else variant.soft_cap) * LOG2_E

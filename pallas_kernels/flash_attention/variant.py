@@ -1,0 +1,34 @@
+"""What is known of an attention when it is traced."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Scale and soft-cap of the logits, and the shape of the mask.
+
+    Kernels mask by the intervals of `mask.intervals`; the mask's shape serves those that skip blocks while tracing.
+    `query_offset` is None where it is known at run time only.
+    """
+
+    scale: float
+    soft_cap: float | None
+    causal: bool
+    window: int | None
+    query_offset: int | None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a backend is asked for: `refuses` of each backend says whether it can."""
+
+    dtype: jnp.dtype
+    head_dim: int
+    queries: int
+    keys: int
+    packed: bool
+    variant: Variant
+    sinks: bool
+    return_lse: bool

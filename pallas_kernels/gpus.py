@@ -1,0 +1,82 @@
+"""The GPUs that kernels are compiled and tuned for, and the device that a computation is being traced for."""
+
+from dataclasses import dataclass
+
+import jax
+
+Capability = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of card: what XLA calls it, and its limits (bytes, Hz, threads and registers a multiprocessor)."""
+
+    kind: str
+    capability: Capability
+    multiprocessors: int
+    shared_memory_per_block: int
+    shared_memory_per_multiprocessor: int
+    threads_per_multiprocessor: int
+    memory: int
+    memory_bandwidth: int
+    l2_cache: int
+    clock: float
+
+    @property
+    def registers_per_multiprocessor(self) -> int:
+        """32-bit registers; the same on every card since Kepler."""
+        return 65536
+
+
+# Figures of NVIDIA's data sheets and of XLA's own target descriptions (openxla/xla, backends/gpu/target_config/specs).
+GPUS = {
+    "a100": Gpu(
+        "NVIDIA A100-SXM4-80GB", (8, 0), 108, 166912, 167936, 2048, 85100068864, 2039040000000, 41943040, 1.41e9
+    ),
+    "rtx4090": Gpu(
+        "NVIDIA GeForce RTX 4090", (8, 9), 128, 101376, 102400, 1536, 25757220864, 1008096000000, 75497472, 2.52e9
+    ),
+    "h100": Gpu(
+        "NVIDIA H100 80GB HBM3", (9, 0), 132, 232448, 233472, 2048, 84942979072, 3352320000000, 52428800, 1.98e9
+    ),
+    "h200": Gpu("NVIDIA H200", (9, 0), 132, 232448, 233472, 2048, 151397597184, 4800000000000, 52428800, 1.98e9),
+    "b200": Gpu("NVIDIA B200", (10, 0), 148, 232448, 233472, 2048, 191514411008, 7672320000000, 132644864, 1.965e9),
+}
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a computation is traced for; `capability` is None off NVIDIA cards."""
+
+    platform: str
+    kind: str
+    capability: Capability | None
+
+    def __str__(self) -> str:
+        if self.capability is None:
+            return f"{self.platform} ({self.kind})"
+        return f"{self.kind} (compute capability {self.capability[0]}.{self.capability[1]})"
+
+
+def current_device() -> Device:
+    """The device of the mesh in use (compile-only ones included), else the default one."""
+    of_mesh = jax.sharding.get_abstract_mesh().abstract_device
+    if of_mesh is None or of_mesh.platform is None:
+        default = jax.config.jax_default_device or jax.devices()[0]
+        device = jax.devices(default)[0] if isinstance(default, str) else default
+        return Device(device.platform, device.device_kind, _capability(device))
+    if of_mesh.platform != "gpu":
+        return Device(of_mesh.platform, of_mesh.device_kind, None)
+    for gpu in GPUS.values():
+        if gpu.kind == of_mesh.device_kind:
+            return Device("gpu", gpu.kind, gpu.capability)
+    for device in jax.devices():
+        if device.device_kind == of_mesh.device_kind:
+            return Device("gpu", device.device_kind, _capability(device))
+    return Device("gpu", of_mesh.device_kind, None)
+
+
+def _capability(device: jax.Device) -> Capability | None:
+    version = getattr(device, "compute_capability", "")
+    major, dot, minor = version.partition(".")
+    return (int(major), int(minor)) if dot and major.isdigit() and minor.isdigit() else None

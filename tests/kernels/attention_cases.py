@@ -1,0 +1,136 @@
+"""Attention problems of every kind, what float64 says of them, and how far from it a backend may be."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.flash_attention import reference
+from pallas_kernels.flash_attention.mask import MaskSpec, intervals
+from pallas_kernels.flash_attention.variant import Variant
+
+# Largest error over the largest magnitude of the tensor.
+TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Shapes and features; `documents` are the lengths in each row, None for no packing.
+
+    What no document fills is padding; a negative length is that much padding between documents.
+    """
+
+    queries: int = 72
+    keys: int | None = None  # as many as queries
+    heads: tuple[int, int] = (4, 2)
+    head_dim: int = 16
+    dtype: str = "float32"
+    causal: bool = True
+    window: int | None = None
+    offset: int = 0
+    traced_offset: bool = False
+    documents: tuple[tuple[int, ...], ...] | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+
+    @property
+    def variant(self) -> Variant:
+        offset = None if self.traced_offset else self.offset
+        return Variant(self.head_dim**-0.5, self.soft_cap, self.causal, self.window, offset)
+
+    @property
+    def mask(self) -> MaskSpec:
+        start = None if self.documents is None else jnp.asarray(key_start(self.documents, self.queries))
+        return MaskSpec(self.causal, self.window, start, self.offset)
+
+
+class Arguments(NamedTuple):
+    q: Any
+    k: Any
+    v: Any
+    first: Any
+    end: Any
+    sinks: Any
+    d_out: Any
+    d_lse: Any
+
+
+def key_start(documents: tuple[tuple[int, ...], ...], length: int) -> np.ndarray:
+    """Per-token start of its document; padding sees nothing."""
+    rows = np.full((len(documents), length), length, np.int32)
+    for row, lengths in zip(rows, documents):
+        start = 0
+        for document in lengths:
+            row[start : start + max(document, 0)] = start
+            start += abs(document)
+    return rows
+
+
+def arguments(case: Case, seed: int = 0) -> Arguments:
+    """Two rows of numbers in the case's dtype, and cotangents of both outputs."""
+    rng = np.random.default_rng(seed)
+    heads, kv_heads = case.heads
+    keys = case.queries if case.keys is None else case.keys
+
+    def draw(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), case.dtype)
+
+    queries = (2, case.queries, heads, case.head_dim)
+    q, k, v = draw(*queries), draw(2, keys, kv_heads, case.head_dim), draw(2, keys, kv_heads, case.head_dim)
+    first, end = intervals(case.mask, 2, case.queries, keys)
+    sinks = draw(heads).astype(jnp.float32) if case.sinks else None
+    return Arguments(q, k, v, first, end, sinks, draw(*queries), draw(2, heads, case.queries).astype(jnp.float32))
+
+
+# The tests' time is compiling, and the numbers do not depend on how well that is done.
+_quickly = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+
+
+@partial(jax.jit, static_argnums=(0, 1), compiler_options=_quickly)
+def outputs_and_gradients(op, variant: Variant, given: Arguments) -> dict[str, jax.Array]:
+    """out, lse, and the gradients of q, k, v (and sinks) under the cotangents given."""
+    inputs = {"q": given.q, "k": given.k, "v": given.v}
+    if given.sinks is not None:
+        inputs["sinks"] = given.sinks
+
+    def of(inputs):
+        return op(inputs["q"], inputs["k"], inputs["v"], given.first, given.end, inputs.get("sinks"), variant)
+
+    (out, lse), pull = jax.vjp(of, inputs)
+    (gradients,) = pull((given.d_out, given.d_lse))
+    return {"out": out, "lse": lse, **{f"d_{name}": gradient for name, gradient in gradients.items()}}
+
+
+def by_intervals_alone(variant: Variant) -> Variant:
+    """Nothing known of the mask while tracing: one compilation serves all masks."""
+    return replace(variant, causal=True, window=None, query_offset=None)
+
+
+_float64_reference = partial(reference.attention, accumulation=np.float64)
+
+
+def in_float64(case: Case, given: Arguments) -> dict[str, np.ndarray]:
+    """What outputs_and_gradients should be, of the same (rounded) numbers."""
+    with jax.enable_x64(True):
+        wide = jax.tree.map(_float64, given)
+        return jax.device_get(outputs_and_gradients(_float64_reference, by_intervals_alone(case.variant), wide))
+
+
+def _float64(x: jax.Array) -> np.ndarray:
+    return np.asarray(x, np.float64 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
+
+
+def assert_close(got: dict[str, Any], expected: dict[str, Any], dtype: str) -> None:
+    """Each tensor within its tolerance; the log-sum-exp, always float32, within that of float32."""
+    assert got.keys() == expected.keys()
+    for name, wanted in expected.items():
+        value = np.asarray(got[name], np.float64)
+        if name == "lse":
+            np.testing.assert_array_equal(np.isneginf(value), np.isneginf(wanted), err_msg=name)
+            value, wanted = (np.where(np.isneginf(wanted), 0, x) for x in (value, wanted))
+        error, largest = np.abs(value - wanted).max(), np.abs(wanted).max()
+        tolerance = TOLERANCE["float32" if name == "lse" else dtype]
+        assert error <= tolerance * largest, f"{name}: error {error:.2e} of {largest:.2e}"

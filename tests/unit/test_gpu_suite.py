@@ -1,0 +1,121 @@
+"""The GPU suite and the tuner run from end to end on a CPU, so that the day a card is there they do too."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from gpu import attention, qwen3, workers  # noqa: E402
+
+
+def run(*command: object) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *map(str, command)], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory):
+    out = tmp_path_factory.mktemp("suite") / "found.json"
+    process = run("benchmarks/gpu_suite.py", "--smoke", "--out", out)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return json.loads(out.read_text()), process.stdout
+
+
+FIGURES = {
+    "correctness": ("triton", {"errors", "worst", "worst_of", "tolerance"}),
+    "correct_step": ("jaxtune", {"first_loss", "last_loss", "worst", "errors", "kernels"}),
+    "attention": ("triton", {"flops_forward", "how", "forward_seconds", "forward_tflops", "both_tflops"}),
+    "loss": ("xla", {"milliseconds", "tflops", "temporary_gb"}),
+    "train_step": ("jaxtune", {"seconds", "tokens_per_second", "flops_per_token", "peak_gb", "remat", "losses"}),
+}
+
+
+def test_every_piece_gives_its_figures_and_its_table(smoke):
+    found, printed = smoke
+    assert set(found) == set(FIGURES)
+    for name, (contender, figures) in FIGURES.items():
+        rows = [row for job, row in found[name]["rows"].items() if job.startswith(f"{contender}/")]
+        assert rows and all(figures <= set(row) for row in rows), name
+        assert {"device", "driver", "versions", "commit", "date", "smoke"} <= set(found[name]["run"])
+        assert f"\n{name}: " in printed
+
+
+def test_what_cannot_run_says_why(smoke):
+    rows = smoke[0]["attention"]["rows"]
+    assert "cannot run this on cpu" in rows["cudnn/packed"]["refused"]
+    if not importlib.util.find_spec("tokamax"):
+        assert rows["tokamax/packed"]["refused"] == "tokamax is not installed"
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="the peers need torch, transformers and peft")
+def test_the_peers_run_beside(smoke):
+    found = smoke[0]
+    assert {"forward_peer_tflops", "both_ratio", "peer_kernels"} <= set(found["attention"]["rows"]["triton/packed"])
+    peer, own = (found["train_step"]["rows"][f"{system}/tiny"] for system in ("hf+peft", "jaxtune"))
+    assert peer["kernels"] and peer["flops_per_token"] == own["flops_per_token"]
+
+
+def test_without_a_gpu_nothing_is_measured():
+    for command in (["benchmarks/gpu_suite.py"], ["-m", "pallas_kernels.tune", "flash_attention"]):
+        process = run(*command)
+        assert process.returncode and "GPU" in process.stderr, process.stderr
+
+
+def test_a_name_that_is_nothing_is_refused():
+    process = run("benchmarks/gpu_suite.py", "--smoke", "--only", "atention")
+    assert process.returncode == 2 and "nothing is named atention" in process.stderr
+
+
+def test_the_tuner_prints_source():
+    process = run("-m", "pallas_kernels.tune", "flash_attention", "--smoke")
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.splitlines()[-1].strip().startswith("Tiles(Tile(block_q=")
+
+
+def test_a_job_that_crashes_hangs_or_fails_costs_only_itself(tmp_path, monkeypatch):
+    (tmp_path / "sick.py").write_text(
+        "import os, time\n"
+        "def measure(what):\n"
+        "    if what == 'raises': raise KeyError('the cause')\n"
+        "    if what == 'crashes': os.abort()\n"
+        "    if what == 'hangs': time.sleep(60)\n"
+        "    return {'figure': what}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    asked = [("a", "raises"), ("a", "well"), ("b", "crashes"), ("b", "hangs"), ("b", "never"), ("c", "well")]
+    jobs = [workers.Job(contender, what, "sick", {"what": what}) for contender, what in asked]
+    piece = workers.Piece("sick", "", jobs, (), share=1.0, limit=2.0)
+    rows = {job.name: row for job, row in workers.run(piece, jobs, deadline=float("inf"))}
+    assert "KeyError: 'the cause'" in rows["a/raises"]["error"]
+    assert "exit status -6" in rows["b/crashes"]["error"]
+    assert rows["b/hangs"]["error"] == "no answer in 2 s"
+    assert rows["b/never"] == {"not run": "b hung or failed 2 times before"}
+    assert rows["a/well"] == rows["c/well"] == {"figure": "well"}
+
+
+def test_the_work_of_attention_is_what_is_visible():
+    case = {"rows": 2, "length": 8, "heads": 3, "head_dim": 5}
+    pairs = attention.flops(case) / (4 * 2 * 3 * 5)
+    assert pairs == 8**2 / 2
+    assert attention.flops(case | {"documents": (6, 2)}) / (4 * 2 * 3 * 5) == 6**2 / 2 + 2**2 / 2
+    assert attention.flops(case | {"window": 3}) / (4 * 2 * 3 * 5) == 8 * 3 - 3**2 / 2
+    for name in ("packed-8k", "packed-16k"):
+        packed = attention.CASES[name]
+        assert sum(packed["documents"]) == packed["length"]
+        dense = attention._peer(packed)
+        assert abs(attention.flops(packed) / attention.flops(dense) - 1) < 0.01
+
+
+def test_sizes_of_qwen3():
+    assert round(qwen3.frozen_parameters(qwen3.CONFIGS["8B"]) / 1e9, 2) == 7.57  # 8.19 less the embedding's 0.62
+    assert round(qwen3.adapter_parameters(qwen3.CONFIGS["8B"]) / 1e6, 1) == 43.6
+    assert round(qwen3.adapter_parameters(qwen3.CONFIGS["0.6B"]) / 1e6, 1) == 10.1
