@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import optax
 
 from jaxtune.checkpoint import CheckpointManager, verify_fingerprint
 from jaxtune.config import from_json, to_json
@@ -79,10 +80,14 @@ def run_folder(config: Config) -> RunFolder:
     return RunFolder(Path(config.train.output_dir) / (config.train.run_name or "run"))
 
 
+def optimizer_of(model: Model, config: Config) -> optax.GradientTransformation:
+    """The optimizer of what is trained."""
+    return build(config.optim, {name: model.hf_names(name) for name in model.trained})
+
+
 def abstract_state(model: Model, config: Config, mesh: jax.sharding.Mesh) -> State:
     """Shapes, dtypes and shardings of the whole state."""
-    optimizer = build(config.optim, {name: model.hf_names(name) for name in model.trained})
-    state = jax.eval_shape(partial(initial_state, optimizer), model.abstract(model.trained))
+    state = jax.eval_shape(partial(initial_state, optimizer_of(model, config)), model.abstract(model.trained))
 
     def on_mesh(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         spec = P() if leaf.sharding is None else leaf.sharding.spec  # the optimizer's counters are whole everywhere

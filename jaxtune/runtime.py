@@ -10,6 +10,7 @@ import jax
 from jaxtune.config.schema import Config
 from jaxtune.parallel import multihost
 
+
 def configure(config: Config) -> None:
     """Join the other processes, and keep compiled programs for the next start."""
     multihost.initialize()

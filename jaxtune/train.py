@@ -8,6 +8,8 @@ import logging
 import re
 import shlex
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,13 +31,12 @@ from jaxtune.monitor.profiler import Profiler
 from jaxtune.monitor.progress import Progress
 from jaxtune.monitor.signals import StopRequest
 from jaxtune.objectives.cross_entropy import cross_entropy
-from jaxtune.optim.build import build
 from jaxtune.optim.schedules import learning_rate, warmup_steps
 from jaxtune.parallel import multihost
 from jaxtune.parallel.layout import TOKENS
 from jaxtune.parallel.mesh import data_shards, make_mesh
 from jaxtune.precision.recipes import RECIPES
-from jaxtune.run_folder import RunFolder, abstract_state, check_unchanged, run_folder
+from jaxtune.run_folder import RunFolder, abstract_state, check_unchanged, optimizer_of, run_folder
 from jaxtune.state import Model, declare_model, describe_layout, frozen_parameters, initial_parameters, refuse_unsharded
 from jaxtune.step import accumulated_gradients, initial_state, make_train_step
 
@@ -78,19 +79,12 @@ def train(config: Config) -> None:
             return
 
     # ---- step: compiled before a weight is read, so that its memory is known ----
-    optimizer = build(config.optim, {name: model.hf_names(name) for name in model.trained})
-    recipe = RECIPES[config.precision.recipe]
-    gradients = accumulated_gradients(model.graph, cross_entropy, recipe, config.memory.remat, config.train.seed)
-    rate = learning_rate(config.optim, total_steps)
     if warmup_steps(config.optim, total_steps) + config.optim.cooldown_steps > total_steps:
         log.warning("optim.warmup_steps and optim.cooldown_steps are more than the %d steps of the run", total_steps)
-    step = make_train_step(gradients, optimizer, rate, config.optim.max_grad_norm, recipe)
-    shape = (config.train.grad_accum_steps, micro_rows, config.data.seq_len)
-    batch_sharding = jax.NamedSharding(mesh, jax.P(None, *TOKENS))
+    step, (abstract, abstract_frozen, batch) = step_of(config, model, mesh, total_steps)
     with goodput.measure("compile"):
-        abstract, batch = abstract_state(model, config, mesh), data.abstract_batch(shape, batch_sharding)
         compiled = jax.jit(step, donate_argnums=0, compiler_options=compiler_options(config.train.deterministic))
-        train_step = compiled.lower(abstract, model.abstract(model.frozen), batch).compile()
+        train_step = compiled.lower(abstract, abstract_frozen, batch).compile()
     log.info(memory(train_step))
 
     # ---- values: from the checkpoint, or as the recipe starts ----
@@ -102,7 +96,7 @@ def train(config: Config) -> None:
             state, position = restored.state, loop.Position.from_json(restored.host)
             log.info("resumed from step %d", position.step)
         else:
-            start = jax.jit(lambda trained: initial_state(optimizer, trained), donate_argnums=0)
+            start = jax.jit(partial(initial_state, optimizer_of(model, config)), donate_argnums=0)
             state, position = start(initial_parameters(model, config)), loop.Position()
         frozen = frozen_parameters(model, config)
         folder.write_records(config, rows.counts)
@@ -122,7 +116,9 @@ def train(config: Config) -> None:
         save=lambda state, at: checkpoints.save(at.step, state, host | at.to_json()),
         utilization=lambda speed: throughput.mfu(work, speed, jax.devices()[0].device_kind, jax.device_count()),
     )
-    batches = data.batches(rows, *shape, batch_sharding, position.row, total_steps * rows_per_step)
+    accum, sharding = config.train.grad_accum_steps, batch["tokens"].sharding
+    stop_row = total_steps * rows_per_step
+    batches = data.batches(rows, accum, micro_rows, config.data.seq_len, sharding, position.row, stop_row)
     try:
         with StopRequest() as stop:
             watch = loop.Watch(metrics, progress, profiler, goodput, stop)
@@ -149,6 +145,17 @@ def train(config: Config) -> None:
         log.info("no sample: decoding is not sharded; see generate below")
     log.info(goodput.report())
     log.info(closing(config, folder))
+
+
+def step_of(config: Config, model: Model, mesh: jax.sharding.Mesh, total_steps: int) -> tuple[Callable, tuple]:
+    """The step of a run, and the shapes of its state, frozen parameters and batch: enough to compile it anywhere."""
+    recipe = RECIPES[config.precision.recipe]
+    gradients = accumulated_gradients(model.graph, cross_entropy, recipe, config.memory.remat, config.train.seed)
+    rate = learning_rate(config.optim, total_steps)
+    step = make_train_step(gradients, optimizer_of(model, config), rate, config.optim.max_grad_norm, recipe)
+    shape = (config.train.grad_accum_steps, config.train.micro_batch_size * data_shards(mesh), config.data.seq_len)
+    batch = data.abstract_batch(shape, jax.NamedSharding(mesh, jax.P(None, *TOKENS)))
+    return step, (abstract_state(model, config, mesh), model.abstract(model.frozen), batch)
 
 
 def resumed(config: Config, folder: RunFolder, checkpoints: CheckpointManager) -> dict | None:

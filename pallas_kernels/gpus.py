@@ -1,6 +1,7 @@
 """The GPUs that kernels are compiled and tuned for, and the device that a computation is being traced for."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -17,6 +18,7 @@ class Gpu:
     shared_memory_per_block: int
     shared_memory_per_multiprocessor: int
     threads_per_multiprocessor: int
+    blocks_per_multiprocessor: int
     memory: int
     memory_bandwidth: int
     l2_cache: int
@@ -31,16 +33,16 @@ class Gpu:
 # Figures of NVIDIA's data sheets and of XLA's own target descriptions (openxla/xla, backends/gpu/target_config/specs).
 GPUS = {
     "a100": Gpu(
-        "NVIDIA A100-SXM4-80GB", (8, 0), 108, 166912, 167936, 2048, 85100068864, 2039040000000, 41943040, 1.41e9
+        "NVIDIA A100-SXM4-80GB", (8, 0), 108, 166912, 167936, 2048, 32, 85100068864, 2039040000000, 41943040, 1.41e9
     ),
     "rtx4090": Gpu(
-        "NVIDIA GeForce RTX 4090", (8, 9), 128, 101376, 102400, 1536, 25757220864, 1008096000000, 75497472, 2.52e9
+        "NVIDIA GeForce RTX 4090", (8, 9), 128, 101376, 102400, 1536, 24, 25757220864, 1008096000000, 75497472, 2.52e9
     ),
     "h100": Gpu(
-        "NVIDIA H100 80GB HBM3", (9, 0), 132, 232448, 233472, 2048, 84942979072, 3352320000000, 52428800, 1.98e9
+        "NVIDIA H100 80GB HBM3", (9, 0), 132, 232448, 233472, 2048, 32, 84942979072, 3352320000000, 52428800, 1.98e9
     ),
-    "h200": Gpu("NVIDIA H200", (9, 0), 132, 232448, 233472, 2048, 151397597184, 4800000000000, 52428800, 1.98e9),
-    "b200": Gpu("NVIDIA B200", (10, 0), 148, 232448, 233472, 2048, 191514411008, 7672320000000, 132644864, 1.965e9),
+    "h200": Gpu("NVIDIA H200", (9, 0), 132, 232448, 233472, 2048, 32, 151397597184, 4800000000000, 52428800, 1.98e9),
+    "b200": Gpu("NVIDIA B200", (10, 0), 148, 232448, 233472, 2048, 32, 191514411008, 7672320000000, 132644864, 1.965e9),
 }
 
 
@@ -62,7 +64,7 @@ def current_device() -> Device:
     """The device of the mesh in use (compile-only ones included), else the default one."""
     of_mesh = jax.sharding.get_abstract_mesh().abstract_device
     if of_mesh is None or of_mesh.platform is None:
-        default = jax.config.jax_default_device or jax.devices()[0]
+        default = jax.config.values["jax_default_device"] or jax.devices()[0]
         device = jax.devices(default)[0] if isinstance(default, str) else default
         return Device(device.platform, device.device_kind, _capability(device))
     if of_mesh.platform != "gpu":
@@ -76,7 +78,7 @@ def current_device() -> Device:
     return Device("gpu", of_mesh.device_kind, None)
 
 
-def _capability(device: jax.Device) -> Capability | None:
+def _capability(device: Any) -> Capability | None:
     version = getattr(device, "compute_capability", "")
     major, dot, minor = version.partition(".")
     return (int(major), int(minor)) if dot and major.isdigit() and minor.isdigit() else None

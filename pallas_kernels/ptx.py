@@ -145,7 +145,7 @@ def occupancy(registers: int, shared_memory: int, threads: int, gpu: Gpu) -> flo
     # Registers are dealt to warps in 256s, by each of four schedulers from its quarter of them.
     warps_by_registers = 4 * (gpu.registers_per_multiprocessor // 4 // (math.ceil(registers * 32 / 256) * 256))
     blocks = min(
-        24 if gpu.capability == (8, 9) else 32,
+        gpu.blocks_per_multiprocessor,
         most_warps // warps,
         warps_by_registers // warps,
         # The system takes 1 KiB of each block's shared memory.

@@ -32,31 +32,33 @@ def attend_packed(key_start: Array):
 def token_losses(
     decoder: Decoder, batch: Batch, *, dtype: jnp.dtype, noise: Noise | None, remat: Remat, head_gradient: bool
 ) -> Float[Array, "b s"]:
-    """-log p(target) of every token, in float32; batch fields are (rows, positions)."""
+    """-log p(target) * loss_weight of every token, in float32; batch fields are (rows, positions).
+
+    Tokens without weight cost no logits.
+    """
     hidden, _ = decoder(
         batch["tokens"], batch["positions"], attend_packed(batch["key_start"]), dtype=dtype, noise=noise, remat=remat
     )
     head = gather(decoder.head_weight.astype(dtype))
 
-    def kernel(hidden, head, targets):
-        # Each device multiplies its tokens by its part of the vocabulary. The transpose of this cast sums the head's
-        # gradient over the devices that hold other tokens.
-        head = jax.lax.pcast(head, (*RULES.batch, RULES.positions), to="varying")
+    def kernel(hidden, head, targets, weight):
         loss = linear_cross_entropy(
             hidden.reshape(-1, hidden.shape[-1]),
             head,
             targets.reshape(-1),
+            weight.reshape(-1),
             vocabulary=decoder.spec.vocabulary,
             head_gradient=head_gradient,
             vocabulary_axis=RULES.vocabulary,
         )
         return loss.reshape(targets.shape)
 
-    mapped = jax.shard_map(kernel, in_specs=(ACTIVATIONS, P(RULES.vocabulary, None), TOKENS), out_specs=TOKENS)
-    return mapped(hidden, head, batch["targets"])
+    by_device = (ACTIVATIONS, P(RULES.vocabulary, None), TOKENS, TOKENS)
+    mapped = jax.shard_map(kernel, in_specs=by_device, out_specs=TOKENS)
+    return mapped(hidden, head, batch["targets"], batch["loss_weight"])
 
 
 def cross_entropy(decoder: Decoder, batch: Batch, **options: Any) -> tuple[Float[Array, ""], Int[Array, ""]]:
     """Sum of weighted token losses, and the number of tokens with a weight; options as those of `token_losses`."""
-    total = jnp.sum(token_losses(decoder, batch, **options) * batch["loss_weight"])
+    total = jnp.sum(token_losses(decoder, batch, **options))
     return total, jnp.sum(batch["loss_weight"] > 0, dtype=jnp.int32)

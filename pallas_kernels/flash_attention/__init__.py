@@ -1,17 +1,18 @@
 """Attention with O(sequence) memory over packed rows: the public op and its backends."""
 
 import math
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import registry
-from pallas_kernels.flash_attention import cudnn, triton, xla
+from pallas_kernels.flash_attention import cudnn, mosaic, mosaic_backward, triton, xla
 from pallas_kernels.flash_attention.differentiate import attention
 from pallas_kernels.flash_attention.mask import MaskSpec, intervals
 from pallas_kernels.flash_attention.variant import Request, Variant
 from pallas_kernels.gpus import current_device
+from pallas_kernels.manual_axes import vary_over, varying_axes
 from pallas_kernels.registry import ANY_CARD, Backend
 
 __all__ = ["BACKENDS", "MaskSpec", "flash_attention"]
@@ -20,6 +21,7 @@ __all__ = ["BACKENDS", "MaskSpec", "flash_attention"]
 # before a run on a card is kept in benchmarks/results.
 BACKENDS = (
     Backend("cudnn", cudnn.attend, cudnn.refuses, {}),
+    Backend("mosaic", attention(mosaic.forward, mosaic_backward.backward), mosaic.refuses, {}),
     Backend("triton", attention(triton.forward, triton.backward), triton.refuses, {ANY_CARD: "interpreted tests"}),
     Backend("xla", attention(xla.forward, xla.backward), registry.never_refuses, {ANY_CARD: "tests"}),
 )
@@ -36,14 +38,15 @@ def flash_attention(
     sinks: Float[Array, " h"] | None = None,
     return_lse: bool = False,
     backend: str = "auto",
-) -> Float[Array, "b s h d"] | tuple[Float[Array, "b s h d"], Float[Array, "b h s"]]:
+) -> Any:
     """Softmax attention (Dao et al. 2022) of queries to the keys that `mask` lets them see.
 
-    h is a multiple of n: consecutive groups of query heads share a key head (Ainslie et al. 2023), whose keys and values
-    are not repeated in memory. `scale` is d^-0.5 unless given; `soft_cap` bounds the logits to cap * tanh(logits / cap)
-    (Gemma 2); `sinks` adds one logit a head to the denominator alone (gpt-oss). Products are made in the inputs' dtype
-    (bfloat16, float16, float32) and accumulated in float32. With `return_lse` also the natural logarithm of the
-    denominator, float32, sinks included. Differentiable in q, k, v and sinks, through both results.
+    Returns (b, s, h, d). h is a multiple of n: consecutive groups of query heads share a key head (Ainslie et al.
+    2023), which is not repeated in memory. `scale` is d^-0.5 unless given; `soft_cap` bounds the logits to
+    cap * tanh(logits / cap) (Gemma 2); `sinks` adds one logit a head to the denominator alone (gpt-oss). Products are
+    made in the inputs' dtype (bfloat16, float16, float32) and accumulated in float32. With `return_lse` also the
+    natural logarithm of the denominator, float32 (b, h, s), sinks included. Differentiable in q, k, v and sinks,
+    through both results.
 
     `backend`: 'auto', or a name in BACKENDS. Raises ValueError for shapes that do not fit and for a backend that cannot
     run this on the device at hand.
@@ -63,7 +66,8 @@ def flash_attention(
     if chosen.name == "cudnn":
         return chosen.run(q, k, v, variant)
     first, end = intervals(mask, q.shape[0], q.shape[1], k.shape[1])
-    out, lse = chosen.run(*_equally_varying(q, k, v, first, end, sinks), variant)
+    arrays = (q, k, v, first, end, sinks)
+    out, lse = chosen.run(*vary_over(varying_axes(*arrays), *arrays), variant)
     return (out, lse) if return_lse else out
 
 
@@ -75,7 +79,7 @@ def _variant(q, k, v, mask: MaskSpec, scale, soft_cap, sinks) -> Variant:
             raise ValueError(f"flash_attention: {message}")
 
     check(q.ndim == k.ndim == v.ndim == 4, "q, k and v are (batch, sequence, heads, head_dim)")
-    (batch, queries, heads, dim), (_, keys, kv_heads, _) = q.shape, k.shape
+    (batch, queries, heads, dim), kv_heads = q.shape, k.shape[2]
     check(k.shape == v.shape, f"k {k.shape} and v {v.shape} differ in shape")
     check(k.shape[0] == batch and k.shape[3] == dim, f"q {q.shape} and k {k.shape} differ in batch or head_dim")
     check(heads % kv_heads == 0, f"{heads} query heads are not a multiple of {kv_heads} key heads")
@@ -96,13 +100,3 @@ def _variant(q, k, v, mask: MaskSpec, scale, soft_cap, sinks) -> Variant:
     check(soft_cap is None or soft_cap > 0, f"soft_cap must be positive, not {soft_cap}")
     offset = mask.query_offset if isinstance(mask.query_offset, int) else None
     return Variant(float(scale), soft_cap, mask.causal, mask.window, offset)
-
-
-def _equally_varying(*arrays: Array | None) -> tuple[Array | None, ...]:
-    """Inside a shard_map: all arrays as varying over the mesh axes that any of them varies over, as kernels want it."""
-    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays if x is not None))
-    return tuple(x if x is None else _varying_over(x, axes - jax.typeof(x).manual_axis_type.varying) for x in arrays)
-
-
-def _varying_over(x: Array, axes: frozenset) -> Array:
-    return jax.lax.pcast(x, tuple(axes), to="varying") if axes else x

@@ -1,4 +1,4 @@
-"""Which blocks of keys a block of queries sees, and the reverse: what kernels loop over, so that hidden blocks cost nothing.
+"""Which blocks of keys a block of queries sees, and the reverse: kernels loop over these, hidden blocks cost nothing.
 
 A range is [begin, full_begin, full_end, stop): outside [begin, stop) nothing is visible, within [full_begin, full_end)
 everything is, and the blocks between need the mask of each element.
@@ -48,7 +48,7 @@ def query_blocks(
 
 
 def seen_keys(first: Int[Array, "b s"], end: Int[Array, "b s"], keys: int) -> Bool[Array, "b t"]:
-    """Keys that some query sees. The others may hold anything, NaN too, and zero times NaN is NaN: kernels zero them."""
+    """Keys that some query sees. Others may hold anything, NaN too, and zero times NaN is NaN: kernels zero them."""
     row = jnp.arange(first.shape[0])[:, None]
     change = jnp.zeros((first.shape[0], keys + 1), jnp.int32).at[row, first].add(1).at[row, end].add(-1)
     return jnp.cumsum(change, axis=1)[:, :-1] > 0

@@ -7,7 +7,7 @@ atomic). Each program reads its range of blocks (blocks.py) and masks elements o
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -169,7 +169,9 @@ class _Shapes:
         self.varying = jax.typeof(q).manual_axis_type
         # Triton's arrays have sizes that are powers of 2: a head of 96 is worked on as 64 + 32, not padded to 128.
         bits = [bit for bit in reversed(range(self.head_dim.bit_length())) if self.head_dim >> bit & 1]
-        self.parts = tuple(pl.ds(sum(1 << bit for bit in bits[:place]), 1 << bits[place]) for place in range(len(bits)))
+        self.parts = tuple(
+            pl.Slice(sum(1 << bit for bit in bits[:place]), 1 << bits[place]) for place in range(len(bits))
+        )
 
     def queries_of_head(self) -> pl.BlockSpec:
         return pl.BlockSpec((None, self.queries, None, self.head_dim), lambda i, h, b: (b, 0, h, 0))
@@ -306,7 +308,7 @@ def _dkdv_kernel(
     def block(i, g, carry, masked):
         dk, dv = carry
         rows = _rows(i, shapes.block_q)
-        bounds = _Bounds(first_ref[rows], end_ref[rows]) if masked else None
+        bounds = _Bounds(first_ref[rows], end_ref[rows])
         sees = bounds.sees if masked else None
         q, d_out = (_load(ref, (rows, g), shapes, sees) for ref in (q_ref, d_out_ref))
         lse, delta = lse_ref[g, rows] * LOG2_E, delta_ref[g, rows]
@@ -347,7 +349,7 @@ class _Bounds:
 
 
 def _rows(block, size: int) -> pl.Slice:
-    return pl.ds(block * size, size)
+    return pl.Slice(block * size, size)
 
 
 def _index(rows: pl.Slice) -> Array:
@@ -394,7 +396,7 @@ def _store(ref, rows: pl.Slice, parts: tuple[Array, ...], shapes: _Shapes) -> No
 
 def _contract(a: tuple[Array, ...], b: tuple[Array, ...], shapes: _Shapes) -> Array:
     """a b^T over the head dimension, in float32."""
-    return sum(plgpu.dot(x, y.T, precision=shapes.precision) for x, y in zip(a, b))
+    return reduce(jnp.add, (plgpu.dot(x, y.T, precision=shapes.precision) for x, y in zip(a, b)))
 
 
 def _multiply(a: Array, b: tuple[Array, ...], shapes: _Shapes) -> tuple[Array, ...]:

@@ -1,14 +1,12 @@
 """Cross-entropy of a linear head without the logits of the whole batch: the public op."""
 
-from typing import Any
-
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import gpus
 from pallas_kernels.linear_cross_entropy import xla
 from pallas_kernels.linear_cross_entropy.xla import Loss
+from pallas_kernels.manual_axes import vary_over, varying_axes
 
 __all__ = ["linear_cross_entropy"]
 
@@ -52,7 +50,11 @@ def linear_cross_entropy(
     tokens = len(hidden)
     if not tokens:
         return jnp.zeros(0, jnp.float32)
-    head, hidden, targets, weight = _vary_alike(vocabulary_axis, head, hidden, targets, weight)
+    by_token = varying_axes(hidden, targets, weight)
+    if vocabulary_axis in by_token:
+        raise ValueError(f"tokens must be the same on all devices of the vocabulary's axis {vocabulary_axis!r}")
+    axes = by_token | (varying_axes(head) - {vocabulary_axis})
+    head, hidden, targets, weight = vary_over(axes, head, hidden, targets, weight)
     platform = gpus.current_device().platform
     loss = Loss(vocabulary, vocabulary_axis, soft_cap, z_loss, label_smoothing, one_pass=platform == "gpu")
     tiles = -(-tokens // (tile or xla.tokens_at_once(head, head_gradient, platform)))
@@ -82,24 +84,3 @@ def _rows_of_slots(weight: Array | None, tokens: int, slots: int) -> tuple[Int[A
     kept = jnp.sum(keep)
     order = jnp.pad(jnp.argsort(~keep, stable=True), (0, slots - tokens))
     return jnp.where(slot < kept, order, tokens + slot), kept
-
-
-def _vary_alike(vocabulary_axis: str | None, head: Any, *by_token: Any) -> tuple[Any, ...]:
-    """The arrays, and inside a shard_map each as if it differed over every axis that another one differs over.
-
-    The transpose of this cast sums the gradient over those axes, as for any product of the two.
-    """
-    axes = frozenset[str]().union(*map(_varying, jax.tree.leaves(by_token)))
-    if vocabulary_axis in axes:
-        raise ValueError(f"tokens must be the same on all devices of the vocabulary's axis {vocabulary_axis!r}")
-    axes |= _varying(head) - {vocabulary_axis}
-
-    def vary(x):
-        missing = tuple(sorted(axes - _varying(x)))
-        return jax.lax.pcast(x, missing, to="varying") if missing else jnp.asarray(x)
-
-    return jax.tree.map(vary, (head, *by_token))
-
-
-def _varying(x: Any) -> frozenset[str]:
-    return jax.typeof(x).manual_axis_type.varying

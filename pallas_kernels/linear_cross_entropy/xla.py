@@ -31,10 +31,10 @@ class Loss:
 def tokens_at_once(head: Array, head_gradient: bool, platform: str) -> int:
     """How many tokens of a tile for a head of (v, d).
 
-    On a CPU 512 was fastest for a frozen head (of 128 to 4096; v from 512 to 32,000), and lets few tokens drop. A trained
-    one was faster in few tiles: up to 64 MiB of float32 logits. A GPU needs a thousand tokens and more to fill its
-    multiprocessors: there the logits may take 1 GiB. Each tile of a trained head also reads and writes the head's
-    float32 gradient, (v, d): at least d tokens, so that this is no more than what is done with their logits, (tokens, v).
+    On a CPU 512 was fastest for a frozen head (of 128 to 4096; v from 512 to 32,000), and lets few tokens drop. A
+    trained one was faster in few tiles: up to 64 MiB of float32 logits. A GPU needs a thousand tokens and more to fill
+    its multiprocessors: there the logits may take 1 GiB. Each tile of a trained head also reads and writes the head's
+    float32 gradient, (v, d): at least d tokens, so that this is no more than what is done with their logits.
     """
     vocabulary, width = head.shape
     if platform != "gpu":

@@ -1,8 +1,8 @@
 """The Mosaic GPU attention kernels in jax's interpreter: numbers, masks, barriers and races, but no wgmma.
 
-The interpreter runs the three warpgroups as threads on memory that starts as NaN, and raises on a race, on a barrier
-that is waited for out of turn, and on a wait that cannot end. It replaces wgmma by plain products, so operand layouts,
-registers and what ptxas makes of it all stay unproven until a card runs them; tests/aot compiles the real ones.
+The interpreter runs the three warpgroups as threads on memory that starts as NaN, and raises on a race and on a barrier
+that is waited for out of turn; a wait that cannot end is the timeout's to find. Plain products stand in for wgmma, so
+operand layouts, registers and what ptxas makes of it all stay unproven until a card runs them; tests/aot compiles them.
 """
 
 import importlib.metadata
@@ -19,6 +19,7 @@ from pallas_kernels.flash_attention.differentiate import attention
 from pallas_kernels.flash_attention.variant import Request, Variant
 from pallas_kernels.gpus import GPUS, Device
 
+pytestmark = pytest.mark.timeout(300)
 interpreted = pytest.mark.skipif(
     jax.__version_info__ < (0, 12), reason="jax's interpreter of Mosaic GPU can run these kernels from 0.12 on"
 )

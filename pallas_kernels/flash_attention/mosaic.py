@@ -1,0 +1,432 @@
+"""Flash attention for Hopper (sm_90a) in Pallas Mosaic GPU, after FlashAttention-3 (Shah et al. 2024).
+
+Here are the forward pass and the parts that it shares with the backward pass in mosaic_backward.py.
+
+A program is three warpgroups: one streams blocks into shared memory by TMA, the other two, the workers, hold 64 queries
+each and multiply by wgmma. A program reads its range of blocks (blocks.py): hidden blocks are never loaded, and
+elements are masked only in blocks that are not wholly visible.
+"""
+
+import importlib.metadata
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.flash_attention.blocks import key_blocks
+from pallas_kernels.flash_attention.variant import Request, Variant
+from pallas_kernels.gpus import Device
+
+LOG2_E = math.log2(math.e)
+# A running maximum below any logit, and finite: -inf less -inf would be NaN.
+LOWEST = -1e30
+# Workers, and the rows of queries (or keys) that each holds: those of a wgmma.
+WORKERS, ROWS = 2, 64
+# Registers a thread. A multiprocessor has 512 for a thread of each of the three warpgroups.
+WORKER_REGISTERS, MEMORY_REGISTERS = 240, 24
+
+# How the 128 threads of a warpgroup hold a vector that goes with the rows, or the columns, of a product.
+PER_ROW, PER_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows of a streamed block, blocks in flight, and rows that the workers hold together."""
+
+    streamed: int
+    stages: int
+    held: int = WORKERS * ROWS
+
+
+FORWARD = Tile(streamed=128, stages=2)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a kernel is specialised for; `tiles` programs a head, `group` query heads a key head."""
+
+    tile: Tile
+    tiles: int
+    group: int
+    variant: Variant
+    interpret: bool
+
+
+def refuses(device: Device, request: Request) -> str | None:
+    """Why these kernels cannot run a request on a device, or None."""
+    if device.capability != (9, 0):
+        return "it needs a Hopper GPU (compute capability 9.0)"
+    if request.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it multiplies bfloat16 and float16, not {jnp.dtype(request.dtype).name}"
+    if request.head_dim not in (64, 128):
+        return f"head_dim must be 64 or 128, not {request.head_dim}"
+    return _miscompiles()
+
+
+def _miscompiles() -> str | None:
+    """jax keeps its own masked attention kernel from the ptxas of CUDA 12.8.0 to 12.9.0, which gets it wrong."""
+    try:
+        version = importlib.metadata.version("nvidia-cuda-nvcc-cu12")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    if (12, 8) <= tuple(int(part) for part in version.split(".")[:3]) < (12, 9, 86):
+        return f"ptxas {version} miscompiles masked attention: pip install 'nvidia-cuda-nvcc-cu12>=12.9.86'"
+    return None
+
+
+def forward(
+    q: Float[Array, "b s h d"],
+    k: Float[Array, "b t n d"],
+    v: Float[Array, "b t n d"],
+    first: Int[Array, "b s"],
+    end: Int[Array, "b s"],
+    sinks: Float[Array, " h"] | None,
+    variant: Variant,
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "b s h d"], Float[Array, "b h s"]]:
+    """Output, and log-sum-exp in float32. `interpret` runs it in jax's interpreter on a CPU (jax 0.12 or later)."""
+    tile, queries, heads = FORWARD, q.shape[1], q.shape[2]
+    q, k, v = silence(q, k, v, first, end)
+    q, first, end = (whole_blocks(x, tile.held) for x in (q, first, end))
+    k, v = (whole_blocks(x, tile.streamed) for x in (k, v))
+    sinks = jnp.full(heads, -jnp.inf) if sinks is None else sinks
+    sinks = jnp.maximum(sinks.astype(jnp.float32) * LOG2_E, LOWEST)
+    call = Call(tile, q.shape[1] // tile.held, heads // k.shape[2], variant, interpret)
+    blocks = matrices(k, tile.stages, tile.streamed)
+    out, lse = kernel(
+        _forward_kernel,
+        call,
+        grid=(call.tiles, q.shape[0], heads),
+        out_type=[like(q), jax.ShapeDtypeStruct((q.shape[0], heads, q.shape[1]), jnp.float32)],
+        scratch_types={
+            "q_smem": matrices(q, WORKERS, ROWS),
+            "bounds_smem": plgpu.SMEM((WORKERS, 2, ROWS), jnp.int32),
+            "lse_smem": plgpu.SMEM((WORKERS, ROWS), jnp.float32),
+            "held": plgpu.Barrier(num_arrivals=2, num_barriers=WORKERS),
+            "keys": Ring.scratch(tile.stages, blocks),
+            "values": Ring.scratch(tile.stages, blocks),
+            "turn": plgpu.Barrier(num_arrivals=WORKERS),
+        },
+    )(
+        q,
+        k,
+        v,
+        jnp.stack([first, end], axis=1),
+        key_blocks(first, end, k.shape[1], tile.held, tile.streamed),
+        sinks,
+    )
+    return out[:, :queries], lse[:, :, :queries]
+
+
+def _forward_kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    bounds_ref,
+    ranges_ref,
+    sinks_ref,
+    out_ref,
+    lse_ref,
+    *,
+    q_smem,
+    bounds_smem,
+    lse_smem,
+    held,
+    keys,
+    values,
+    turn,
+    call: Call,
+):
+    tile, batch, head = call.tile, jax.lax.axis_index("batch"), jax.lax.axis_index("head")
+    # Under causality the last queries see most: they start first.
+    index = call.tiles - 1 - jax.lax.axis_index("tile")
+    order = Order.read(ranges_ref, batch, index)
+    keys, values = Ring(*keys), Ring(*values)
+
+    @as_worker
+    def _(worker):
+        rows = pl.ds(index * tile.held + worker * ROWS, ROWS)
+        q, bounds = q_smem.at[worker], bounds_smem.at[worker]
+        plgpu.copy_gmem_to_smem(q_ref.at[batch, rows, head], q, held.at[worker])
+        plgpu.copy_gmem_to_smem(bounds_ref.at[batch, :, rows], bounds, held.at[worker])
+        plgpu.barrier_wait(held.at[worker])
+        bounds = load_pair(bounds, PER_ROW)
+
+        # The workers take turns: while one's products run, the other computes its softmax.
+        def pass_turn():
+            plgpu.barrier_arrive(turn)
+            plgpu.barrier_wait(turn)
+
+        def block(step, carry, masked):
+            out, top, total = carry
+            (k,) = keys.take(step)
+            (products,) = multiply((None, q, transposed(k)), then=pass_turn, call=call)
+            keys.release(step)
+            logits, unit = capped(products, call.variant), unit_of(call.variant)
+            if masked:
+                start = order.masked_block(step) * tile.streamed
+                logits = jnp.where(within(bounds, start, logits.shape, PER_ROW), logits, -jnp.inf)
+            new_top = jnp.maximum(top, jnp.max(logits, axis=1) * unit)
+            weights = jnp.exp2(logits * unit - spread(new_top, logits, PER_ROW))
+            decay = jnp.exp2(top - new_top)
+            total = total * decay + jnp.sum(weights, axis=1)
+            out = out * spread(decay, out, PER_ROW)
+            # The softmax ends here: nothing of it may sink below the barriers.
+            out, total, weights = jax.lax.optimization_barrier((out, total, weights.astype(v_ref.dtype)))
+            plgpu.barrier_arrive(turn)
+            (v,) = values.take(step)
+            plgpu.barrier_wait(turn)
+            (out,) = multiply((out, weights, v), call=call)
+            values.release(step)
+            return out, new_top, total
+
+        # A sink is a key without a value: the running maximum and sum begin with it.
+        sink = sinks_ref[head]
+        start = zeros(ROWS, q.shape[1]), _vector(sink), _vector(jnp.where(sink > LOWEST, 1.0, 0.0))
+        pl.when(worker == 1)(pass_turn)
+        out, top, total = order.loop(block, start)
+        pl.when(worker == 0)(pass_turn)
+
+        lse_smem[worker] = (top + jnp.log2(total)) / LOG2_E
+        inverse = 1.0 / jnp.where(total == 0.0, 1.0, total)
+        q[...] = (out * spread(inverse, out, PER_ROW)).astype(q.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(q, out_ref.at[batch, rows, head])
+        plgpu.copy_smem_to_gmem(lse_smem.at[worker], lse_ref.at[batch, head, rows])
+        plgpu.wait_smem_to_gmem(0)
+
+    @as_memory
+    def _():
+        @pl.loop(0, order.total)
+        def _(step):
+            rows = (batch, pl.ds(order.block(step) * tile.streamed, tile.streamed), jax.lax.div(head, call.group))
+            keys.fill(step, k_ref.at[rows])
+            values.fill(step, v_ref.at[rows])
+
+
+def _vector(value):
+    return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), PER_ROW)
+
+
+def kernel(body: Callable, call: Call, **shapes) -> Callable:
+    """A kernel of one memory warpgroup and the workers, over a grid of (tile, batch, head)."""
+    # There memory starts as NaN and a race is an error.
+    options = {"interpret": plgpu.InterpretGPUParams(detect_races=True)} if call.interpret else {}
+    launch = plgpu.kernel(
+        partial(body, call=call),
+        kernel_name="flash_attention" + body.__name__.removesuffix("_kernel"),
+        grid_names=("tile", "batch", "head"),
+        num_threads=WORKERS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        **shapes,
+        **options,
+    )
+
+    def run(q: Array, *operands: Array) -> list[Array]:
+        # Inside a shard_map Mosaic's outputs come without the mesh axes that they vary over.
+        axes = tuple(jax.typeof(q).manual_axis_type.varying)
+        outputs = launch(q, *operands)
+        return [jax.lax.pcast(x, axes, to="varying") for x in outputs] if axes else outputs
+
+    return run
+
+
+def as_worker(body: Callable) -> None:
+    """`body(worker)` on the warpgroups that compute."""
+    worker = jax.lax.axis_index("warpgroup")
+
+    @pl.when(worker < WORKERS)
+    def _():
+        plgpu.set_max_registers(WORKER_REGISTERS, action="increase")
+        body(worker)
+
+
+def as_memory(body: Callable) -> None:
+    """`body()` on the warpgroup that streams."""
+
+    @pl.when(jax.lax.axis_index("warpgroup") == WORKERS)
+    def _():
+        plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
+        body()
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order in which a program visits its range of blocks: first those to mask, then those wholly visible."""
+
+    begin: Array
+    full_begin: Array
+    full_end: Array
+    stop: Array
+
+    @classmethod
+    def read(cls, ranges_ref, batch, index) -> "Order":
+        """The range of the index-th program."""
+        return cls(*(ranges_ref[batch, index, bound] for bound in range(4)))
+
+    @property
+    def total(self):
+        """Number of blocks."""
+        return self.stop - self.begin
+
+    @property
+    def masked(self):
+        """Number of blocks to mask."""
+        return self.total - (self.full_end - self.full_begin)
+
+    def block(self, step):
+        """Index of the block visited at a step."""
+        return jnp.where(step < self.masked, self.masked_block(step), self.full_begin + step - self.masked)
+
+    def masked_block(self, step):
+        """The same for a step that masks."""
+        left = self.full_begin - self.begin
+        return step + jnp.where(step < left, self.begin, self.full_end - left)
+
+    def loop(self, block: Callable, carry):
+        """`block(step, carry, masked)` over all steps."""
+        carry = jax.lax.fori_loop(0, self.masked, partial(block, masked=True), carry)
+        return jax.lax.fori_loop(self.masked, self.total, partial(block, masked=False), carry)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Slots of shared memory: the memory warpgroup fills them in turn, and each is free once all workers release it."""
+
+    buffers: tuple[Any, ...]
+    landed: Any
+    consumed: Any
+
+    @staticmethod
+    def scratch(stages: int, *buffers: Any) -> tuple[Any, ...]:
+        """What to allocate for a ring; each buffer is an array of `stages` slots."""
+        landed = plgpu.Barrier(num_arrivals=len(buffers), num_barriers=stages)
+        return buffers, landed, plgpu.Barrier(num_arrivals=WORKERS, num_barriers=stages)
+
+    @property
+    def stages(self) -> int:
+        """Number of slots."""
+        return self.buffers[0].shape[0]
+
+    def fill(self, count, *sources) -> None:
+        """Copies the count-th block of each source to its buffer, once the slot is free."""
+        slot = jax.lax.rem(count, self.stages)
+        pl.when(count >= self.stages)(lambda: plgpu.barrier_wait(self.consumed.at[slot]))
+        for source, buffer in zip(sources, self.buffers, strict=True):
+            plgpu.copy_gmem_to_smem(source, buffer.at[slot], self.landed.at[slot])
+
+    def take(self, count) -> tuple[Any, ...]:
+        """The count-th blocks, once they are there."""
+        slot = jax.lax.rem(count, self.stages)
+        plgpu.barrier_wait(self.landed.at[slot])
+        return tuple(buffer.at[slot] for buffer in self.buffers)
+
+    def release(self, count) -> None:
+        """This worker needs the count-th blocks no more."""
+        plgpu.barrier_arrive(self.consumed.at[jax.lax.rem(count, self.stages)])
+
+
+def multiply(*products, call: Call, then: Callable[[], None] = lambda: None) -> list[Array]:
+    """accumulator + a b in float32 for each (accumulator or None, a, b): b in shared memory, a there or in registers.
+
+    All products are under way, and `then` was called, before the first is awaited.
+    """
+    if call.interpret:
+        sums = [_interpreted(*product) for product in products]
+        then()
+        return sums
+    starts = [zeros(a.shape[0], b.shape[1]) if start is None else start for start, a, b in products]
+
+    def issue(accumulators):
+        for accumulator, (_, a, b) in zip(accumulators, products):
+            plgpu.wgmma(accumulator, a, b)
+        then()
+
+    return pl.run_state(issue)([plgpu.ACC.init(start) for start in starts])
+
+
+def _interpreted(start, a, b):
+    """A product in jax's interpreter, whose wgmma takes no operand or accumulator from registers and checks no race."""
+    left, right = a if isinstance(a, jax.Array) else a[...], b[...]
+    # Plain loads, unlike wgmma's: they must be committed before TMA may overwrite what they read.
+    plgpu.commit_smem()
+    product = jnp.dot(left, right, preferred_element_type=jnp.float32)
+    return product if start is None else start + product
+
+
+def within(bounds, start, shape: tuple[int, int], layout):
+    """True where a query sees a key: a row a query, a column a key, from `start` on. With PER_COLUMN transposed."""
+    queries = 0 if layout is PER_ROW else 1
+    key = plgpu.broadcasted_iota(jnp.int32, shape, 1 - queries, layout=plgpu.Layout.WGMMA)
+    first, end = (jax.lax.broadcast_in_dim(bound - start, shape, [queries]) for bound in bounds)
+    return (key >= first) & (key < end)
+
+
+def capped(products, variant: Variant):
+    """Logits divided by `unit_of`, so that the scale and the base of the exponential are one multiplication."""
+    return products if variant.soft_cap is None else jnp.tanh(products * (variant.scale / variant.soft_cap))
+
+
+def unit_of(variant: Variant) -> float:
+    """What the results of `capped` are to be multiplied by, for logits to the base 2."""
+    return (variant.scale if variant.soft_cap is None else variant.soft_cap) * LOG2_E
+
+
+def spread(vector, matrix, layout):
+    """A vector over the columns of a matrix (PER_ROW), or over its rows."""
+    return jax.lax.broadcast_in_dim(vector, matrix.shape, [0 if layout is PER_ROW else 1])
+
+
+def zeros(rows: int, columns: int):
+    """An accumulator of wgmma."""
+    return plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), plgpu.Layout.WGMMA)
+
+
+def load(ref, layout):
+    """A vector from shared memory."""
+    return plgpu.layout_cast(ref[...], layout)
+
+
+def load_pair(ref, layout):
+    """Two vectors that one copy brought."""
+    return load(ref.at[0], layout), load(ref.at[1], layout)
+
+
+def transposed(ref):
+    """The same memory, read by columns."""
+    return ref.transpose((1, 0))
+
+
+def silence(q, k, v, first, end):
+    """Zeros for queries that see nothing and keys that none sees: they may hold NaN, and zero times NaN is NaN."""
+    sees = first < end
+    row, one = jnp.arange(first.shape[0])[:, None], sees.astype(jnp.int32)
+    steps = jnp.zeros((first.shape[0], k.shape[1] + 1), jnp.int32).at[row, first].add(one).at[row, end].add(-one)
+    seen = jnp.cumsum(steps, axis=1)[:, :-1] > 0
+    return jnp.where(sees[..., None, None], q, 0), *(jnp.where(seen[..., None, None], x, 0) for x in (k, v))
+
+
+def whole_blocks(x: Array, block: int, axis: int = 1) -> Array:
+    """Zeros after the last element of an axis up to a whole block; for bounds, queries that see nothing."""
+    padding = -x.shape[axis] % block
+    return jnp.pad(x, [(0, padding if place == axis else 0) for place in range(x.ndim)]) if padding else x
+
+
+def matrices(x: Array, count: int, rows: int):
+    """Shared memory for `count` times some rows of a head of x, in the tiles that wgmma reads: 8 rows of 128 bytes."""
+    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    return plgpu.SMEM((count, rows, x.shape[-1]), x.dtype, transforms=transforms)
+
+
+def like(x: Array) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of an output."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)

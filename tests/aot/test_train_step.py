@@ -1,0 +1,121 @@
+"""The whole LoRA step of Qwen3, as a run compiles it, for an H100 that is not there."""
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not installed")
+
+from jaxtune.compiler import GPU_OPTIONS, compiler_options
+from jaxtune.config import load_recipe, resolve
+from jaxtune.parallel.mesh import make_mesh
+from jaxtune.state import declare_model
+from jaxtune.train import step_of
+from pallas_kernels import aot
+
+RECIPE = Path(__file__).parents[2] / "configs" / "qwen_lora.py"
+LENGTH = 2048
+# hidden, layers, intermediate, query heads
+SIZES = {"0.6B": (1024, 28, 3072, 16), "8B": (4096, 36, 12_288, 32)}
+
+
+def qwen3(size: str) -> dict:
+    hidden, layers, intermediate, heads = SIZES[size]
+    return {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": 151_936,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40_960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": size != "8B",
+    }
+
+
+@pytest.fixture(scope="module")
+def compiled_step(tmp_path_factory):
+    """The step of configs/qwen_lora.py, 2 rows of 2048 tokens a card, on H100s; without remat unless told."""
+
+    @cache
+    def compiled(size: str, remat: str = "none", cards: int = 1) -> aot.Compiled:
+        folder = tmp_path_factory.mktemp(size)
+        (folder / "config.json").write_text(json.dumps(qwen3(size)))
+        overrides = [("memory.remat", remat), ("mesh.fsdp", "-1"), ("mesh.data", "1")]
+        config = resolve(load_recipe(str(RECIPE), str(folder)), RECIPE.name, overrides)
+        mesh = make_mesh(config.mesh, aot.devices("h100", per_host=cards))
+        model = declare_model(config, mesh)
+        step, arguments = step_of(config, model, mesh, total_steps=100)
+        return aot.compile_for(
+            "h100", step, *arguments, mesh=mesh, donate_argnums=0, compiler_options=compiler_options()
+        )
+
+    return compiled
+
+
+def arrays(hlo: str) -> set[tuple[str, tuple[int, ...]]]:
+    return {
+        (dtype, tuple(map(int, sizes.split(",")))) for dtype, sizes in re.findall(r"\b([a-z]+\d+)\[([\d,]+)\]", hlo)
+    }
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_fits_an_h100_without_remat(compiled_step, size):
+    assert compiled_step(size).memory.peak < 80e9
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_attention_is_packed_flash_attention_alone(compiled_step, size):
+    compiled = compiled_step(size)
+    assert {kernel.name for kernel in compiled.kernels} == {
+        "flash_attention_forward",
+        "flash_attention_dq",
+        "flash_attention_dkdv",
+    }
+    assert all(kernel.wgmma > 0 and kernel.spill_bytes == 0 for kernel in compiled.kernels)
+    assert not [shape for _, shape in arrays(compiled.hlo) if shape.count(LENGTH) > 1 and shape[-1] == LENGTH]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_frozen_weights_have_no_gradient(compiled_step, size):
+    """A gradient would be a float32 array, or a bfloat16 one that is summed over the micro-batches."""
+    hidden, _, intermediate, _ = SIZES[size]
+    for dtype, shape in arrays(compiled_step(size).hlo):
+        weight = sorted(shape[-2:]) in ([hidden, intermediate], [hidden, 151_936])
+        assert not (weight and dtype == "f32"), (dtype, shape)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_matrix_products_reach_cublaslt(compiled_step, size):
+    """Every product of a weight: 7 linears a layer with 2 adapter products each, forward and backward, and the head."""
+    compiled = compiled_step(size)
+    assert compiled.custom_calls["__cublas$lt$matmul"] >= 40
+    assert set(compiled.custom_calls) == {"__cublas$lt$matmul", "__gpu$xla.gpu.triton"}
+    # A product that is neither is a dot in a fusion of its own.
+    assert not re.search(r" dot\(", compiled.hlo)
+
+
+def test_flags_are_what_brings_them_there(compiled_step, monkeypatch):
+    for name in GPU_OPTIONS:
+        monkeypatch.setenv("XLA_FLAGS", f"--{name}={str(GPU_OPTIONS[name]).lower()}")
+        assert name not in compiler_options()
+
+
+def test_four_cards_gather_layer_by_layer(compiled_step):
+    one, four = compiled_step("0.6B", remat="block"), compiled_step("0.6B", remat="block", cards=4)
+    assert four.memory.arguments < 0.3 * one.memory.arguments
+    assert {"all-gather", "reduce-scatter"} <= set(four.collectives)
+    hidden, _, intermediate, heads = SIZES["0.6B"]
+    table = 2 * 151_936 * hidden
+    layer = 2 * hidden * (3 * intermediate + 128 * (2 * heads + 2 * 8))
+    _, gathered = four.collectives["all-gather"]
+    # The embedding once; a layer in the forward pass and, recomputed, in the backward pass; the adapters.
+    assert gathered < table + 2.2 * layer
