@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array
 
 
@@ -16,6 +17,6 @@ def vary_over(axes: frozenset[str], *arrays: Any) -> tuple[Any, ...]:
 
     def vary(x: Any) -> Array:
         missing = tuple(sorted(axes - varying_axes(x)))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
+        return jax.lax.pcast(x, missing, to="varying") if missing else jnp.asarray(x)
 
     return tuple(x if x is None else vary(x) for x in arrays)

@@ -20,7 +20,7 @@ import numpy as np
 
 from pallas_kernels.flash_attention import triton
 from pallas_kernels.flash_attention.mask import MaskSpec, intervals
-from pallas_kernels.flash_attention.triton import Tile, Tiles
+from pallas_kernels.flash_attention.tiles import Tile, Tiles
 from pallas_kernels.flash_attention.variant import Variant
 from pallas_kernels.gpus import current_device
 

@@ -41,7 +41,7 @@ from pallas_kernels.flash_attention.mosaic import (
 from pallas_kernels.flash_attention.variant import Variant
 
 # dk and dv are half of a worker's registers: smaller blocks of logits.
-DQ, DKDV = Tile(streamed=128, stages=2), Tile(streamed=64, stages=2)
+DQ, DKDV = Tile(streamed=64, stages=2), Tile(streamed=64, stages=2)
 
 
 def backward(

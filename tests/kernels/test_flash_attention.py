@@ -23,7 +23,7 @@ from kernels.attention_cases import (
 )
 
 from pallas_kernels.flash_attention import MaskSpec, cudnn, differentiate, flash_attention, reference, triton, xla
-from pallas_kernels.flash_attention.triton import Tile, Tiles
+from pallas_kernels.flash_attention.tiles import Tile, Tiles
 from pallas_kernels.flash_attention.variant import Request, Variant
 from pallas_kernels.gpus import Device
 
