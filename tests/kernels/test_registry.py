@@ -1,0 +1,96 @@
+"""Which backend runs: what can, what was checked, and what is said when it cannot."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxtune.compiler import GPU_OPTIONS, compiler_options
+from pallas_kernels import registry
+from pallas_kernels.flash_attention import BACKENDS
+from pallas_kernels.flash_attention.variant import Request, Variant
+from pallas_kernels.gpus import GPUS, Device, current_device
+from pallas_kernels.registry import ANY_CARD, Backend, choose
+
+CPU = Device("cpu", "cpu", None)
+CARDS = {name: Device("gpu", gpu.kind, gpu.capability) for name, gpu in GPUS.items()}
+CARDS |= {"rtx3090": Device("gpu", "NVIDIA GeForce RTX 3090", (8, 6)), "rtx5090": Device("gpu", "RTX 5090", (12, 0))}
+
+
+def request_for(**fields) -> Request:
+    variant = Variant(0.1, fields.pop("soft_cap", None), True, fields.pop("window", None), 0)
+    common = {"dtype": jnp.dtype("bfloat16"), "head_dim": 128, "queries": 2048, "keys": 2048}
+    flags = {"packed": False, "sinks": False, "return_lse": False}
+    return Request(**{**common, **flags, "variant": variant, **fields})
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize(
+    "features", [{}, {"packed": True}, {"window": 64}, {"soft_cap": 30.0}, {"sinks": True}, {"head_dim": 256}], ids=str
+)
+def test_cards_take_the_checked_kernel_by_themselves(card, features):
+    assert choose("flash_attention", BACKENDS, CARDS[card], request_for(**features)).name == "triton"
+
+
+def test_what_kernels_cannot_do_goes_to_xla():
+    wide = request_for(dtype=jnp.dtype("float32"), head_dim=256)
+    for device, request in [(CPU, request_for()), (CARDS["h100"], wide), (CARDS["h100"], request_for(head_dim=72))]:
+        assert choose("flash_attention", BACKENDS, device, request).name == "xla"
+    assert choose("flash_attention", BACKENDS, Device("gpu", "Tesla T4", (7, 5)), request_for()).name == "xla"
+
+
+@pytest.mark.parametrize(
+    ("backend", "card", "features", "reason"),
+    [
+        ("triton", "cpu", {}, "NVIDIA GPU of compute capability 8.0"),
+        ("mosaic", "a100", {}, "Hopper"),
+        ("mosaic", "h100", {"head_dim": 96}, "head_dim must be 64 or 128, not 96"),
+        ("cudnn", "h100", {"packed": True}, "knows no packing"),
+        ("cudnn", "h100", {"soft_cap": 30.0}, "knows no soft-cap"),
+        ("pallas", "h100", {}, "unknown backend 'pallas'"),
+    ],
+)
+def test_a_backend_that_cannot_says_why(backend, card, features, reason):
+    device = CARDS.get(card, CPU)
+    with pytest.raises(ValueError, match=f"flash_attention: .*{reason}"):
+        choose("flash_attention", BACKENDS, device, request_for(**features), backend)
+
+
+def test_what_was_checked_elsewhere_is_not_taken():
+    def backend(name, proofs):
+        return Backend(name, lambda: None, registry.never_refuses, proofs)
+
+    ada = backend("ada", {(8, 9): "benchmarks/results/ada.json"})
+    anywhere = backend("anywhere", {ANY_CARD: "tests"})
+    backends = (backend("unproven", {}), ada, anywhere)
+    assert choose("op", backends, CARDS["rtx4090"], None) is ada
+    assert choose("op", backends, CARDS["h100"], None) is anywhere
+    assert choose("op", backends, CARDS["h100"], None, "unproven").name == "unproven"
+    with pytest.raises(ValueError, match="unproven: not checked there"):
+        choose("op", backends[:1], CARDS["h100"], None)
+
+
+def test_each_choice_is_said_once(caplog):
+    backends = (Backend("once", lambda: None, registry.never_refuses, {ANY_CARD: "tests"}),)
+    with caplog.at_level("INFO", "pallas_kernels"):
+        for _ in range(3):
+            choose("op said once", backends, CPU, None)
+    assert [record.getMessage() for record in caplog.records] == [
+        "op said once runs on cpu (cpu) by backend once (checked by tests)"
+    ]
+
+
+def test_the_device_is_the_mesh_in_use():
+    assert current_device() == CPU
+    h100 = jax.sharding.AbstractDevice(device_kind=GPUS["h100"].kind, num_cores=132, platform="gpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=h100)):
+        assert current_device() == CARDS["h100"]
+        assert compiler_options() == GPU_OPTIONS
+        assert compiler_options(deterministic=True)["xla_gpu_deterministic_ops"] is True
+    assert compiler_options(deterministic=True) == {}
+
+
+def test_xla_flags_of_the_user_are_left_alone(monkeypatch):
+    h100 = jax.sharding.AbstractDevice(device_kind=GPUS["h100"].kind, num_cores=132, platform="gpu")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=true")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=h100)):
+        assert "xla_gpu_enable_triton_gemm" not in compiler_options()
