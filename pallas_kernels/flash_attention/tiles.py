@@ -56,6 +56,7 @@ _TILES: dict[Capability, dict[int, Tiles]] = {
 # Float32 products have no matrix unit: their operands stay in registers.
 _FLOAT32 = {
     64: Tiles(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+    80: Tiles(Tile(16, 16, 4, 1), Tile(32, 32, 8, 1), Tile(16, 32, 8, 1)),
     128: Tiles(Tile(32, 32, 8, 1), Tile(32, 16, 8, 1), Tile(16, 32, 8, 1)),
 }
 
