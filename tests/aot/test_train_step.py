@@ -81,7 +81,10 @@ def test_attention_is_packed_flash_attention_alone(compiled_step, size):
         "flash_attention_dkdv",
     }
     assert all(kernel.wgmma > 0 and kernel.spill_bytes == 0 for kernel in compiled.kernels)
-    assert not [shape for _, shape in arrays(compiled.hlo) if shape.count(LENGTH) > 1 and shape[-1] == LENGTH]
+    # The queries of 0.6B are as wide as a row is long: there the 8B model alone can tell.
+    queries = (2, LENGTH, 128 * SIZES[size][3])
+    square = {shape for _, shape in arrays(compiled.hlo) if shape.count(LENGTH) > 1 and shape[-1] == LENGTH}
+    assert not square - {queries}
 
 
 @pytest.mark.parametrize("size", SIZES)
