@@ -54,6 +54,12 @@ def seen_keys(first: Int[Array, "b s"], end: Int[Array, "b s"], keys: int) -> Bo
     return jnp.cumsum(change, axis=1)[:, :-1] > 0
 
 
+def whole_blocks(x: Array, block: int, axis: int = 1) -> Array:
+    """Zeros after the last element of an axis up to a whole block; for bounds, queries that see nothing."""
+    padding = -x.shape[axis] % block
+    return jnp.pad(x, [(0, padding if place == axis else 0) for place in range(x.ndim)]) if padding else x
+
+
 def _extremes(first: Int[Array, "b s"], end: Int[Array, "b s"], block: int, keys: int) -> _Extremes:
     """Queries that see nothing, and those that fill the last block, widen no range but keep a block from being full."""
     padding = ((0, 0), (0, -first.shape[1] % block))

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.flash_attention.blocks import key_blocks
+from pallas_kernels.flash_attention.blocks import key_blocks, whole_blocks
 from pallas_kernels.flash_attention.variant import Request, Variant
 from pallas_kernels.gpus import Device
 
@@ -417,12 +417,6 @@ def silence(q, k, v, first, end):
     steps = jnp.zeros((first.shape[0], k.shape[1] + 1), jnp.int32).at[row, first].add(one).at[row, end].add(-one)
     seen = jnp.cumsum(steps, axis=1)[:, :-1] > 0
     return jnp.where(sees[..., None, None], q, 0), *(jnp.where(seen[..., None, None], x, 0) for x in (k, v))
-
-
-def whole_blocks(x: Array, block: int, axis: int = 1) -> Array:
-    """Zeros after the last element of an axis up to a whole block; for bounds, queries that see nothing."""
-    padding = -x.shape[axis] % block
-    return jnp.pad(x, [(0, padding if place == axis else 0) for place in range(x.ndim)]) if padding else x
 
 
 def matrices(x: Array, count: int, rows: int):

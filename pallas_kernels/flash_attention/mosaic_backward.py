@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.flash_attention.blocks import key_blocks, query_blocks
+from pallas_kernels.flash_attention.blocks import key_blocks, query_blocks, whole_blocks
 from pallas_kernels.flash_attention.mosaic import (
     LOG2_E,
     PER_COLUMN,
@@ -34,7 +34,6 @@ from pallas_kernels.flash_attention.mosaic import (
     spread,
     transposed,
     unit_of,
-    whole_blocks,
     within,
     zeros,
 )

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.flash_attention.blocks import key_blocks, query_blocks, seen_keys
+from pallas_kernels.flash_attention.blocks import key_blocks, query_blocks, seen_keys, whole_blocks
 from pallas_kernels.flash_attention.tiles import Tile, Tiles, tiles_for
 from pallas_kernels.flash_attention.variant import Request, Variant
 from pallas_kernels.gpus import Capability, Device, current_device
@@ -51,8 +51,8 @@ def forward(
     """Output, and log-sum-exp in float32."""
     tile = (tiles or tiles_for(current_device(), q.shape[-1], q.dtype.itemsize)).forward
     queries = q.shape[1]
-    q, first, end = (_whole_blocks(x, tile.block_q) for x in (q, first, end))
-    k, v = (_whole_blocks(x, tile.block_k) for x in (k, v))
+    q, first, end = (whole_blocks(x, tile.block_q) for x in (q, first, end))
+    k, v = (whole_blocks(x, tile.block_k) for x in (k, v))
     shapes = _Shapes(q, k, tile)
     ranges = key_blocks(first, end, shapes.keys, tile.block_q, tile.block_k)
     seen = seen_keys(first, end, shapes.keys)
@@ -200,16 +200,10 @@ class _Shapes:
         return jax.ShapeDtypeStruct((self.batch, self.heads, self.queries), jnp.float32, manual_axis_type=self.varying)
 
 
-def _whole_blocks(x: Array, block: int, axis: int = 1) -> Array:
-    """Zeros after the last element of an axis up to a whole block; for bounds, queries that see nothing."""
-    padding = -x.shape[axis] % block
-    return jnp.pad(x, [(0, padding if place == axis else 0) for place in range(x.ndim)]) if padding else x
-
-
 def _all_whole_blocks(q, k, v, d_out, lse, delta, first, end, tile: Tile):
-    q, d_out, first, end = (_whole_blocks(x, tile.block_q) for x in (q, d_out, first, end))
-    lse, delta = (_whole_blocks(x, tile.block_q, axis=2) for x in (lse, delta))
-    k, v = (_whole_blocks(x, tile.block_k) for x in (k, v))
+    q, d_out, first, end = (whole_blocks(x, tile.block_q) for x in (q, d_out, first, end))
+    lse, delta = (whole_blocks(x, tile.block_q, axis=2) for x in (lse, delta))
+    k, v = (whole_blocks(x, tile.block_k) for x in (k, v))
     return q, k, v, d_out, lse, delta, first, end
 
 

@@ -43,6 +43,8 @@ def test_equals_float64(backend, case):
     try:
         got = gradients(given.q, given.k, given.v)
     except ValueError as refusal:
+        if "cannot run this on" not in str(refusal):
+            raise
         pytest.skip(str(refusal))
     expected = in_float64(case, given._replace(d_lse=jnp.zeros_like(given.d_lse)))
     for name, value in got.items():

@@ -85,6 +85,21 @@ def arguments(case: Case, seed: int = 0) -> Arguments:
     return Arguments(q, k, v, first, end, sinks, draw(*queries), draw(2, heads, case.queries).astype(jnp.float32))
 
 
+def poisoned(given: Arguments, blind: np.ndarray, unseen: np.ndarray) -> Arguments:
+    """With NaN in all that belongs to queries that see nothing (b, s), and to keys that none sees (b, t)."""
+
+    def poison(x, rows):
+        return jnp.where(rows[..., None, None], jnp.nan, x)
+
+    return given._replace(
+        q=poison(given.q, blind),
+        k=poison(given.k, unseen),
+        v=poison(given.v, unseen),
+        d_out=poison(given.d_out, blind),
+        d_lse=jnp.where(blind[:, None], jnp.nan, given.d_lse),
+    )
+
+
 # The tests' time is compiling, and the numbers do not depend on how well that is done.
 _quickly = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
 

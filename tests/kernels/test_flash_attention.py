@@ -20,6 +20,7 @@ from kernels.attention_cases import (
     by_intervals_alone,
     in_float64,
     outputs_and_gradients,
+    poisoned,
 )
 
 from pallas_kernels.flash_attention import MaskSpec, cudnn, differentiate, flash_attention, reference, triton, xla
@@ -131,16 +132,7 @@ def test_what_is_not_seen_never_leaks(backend, name):
     unseen = ~np.asarray(reference.visible(clean.first, clean.end, clean.k.shape[1])).any(axis=1)
     assert blind.any() or unseen.any()
 
-    def poisoned(x, rows):
-        return jnp.where(rows[..., None, None], jnp.nan, x)
-
-    poison = clean._replace(
-        q=poisoned(clean.q, blind),
-        k=poisoned(clean.k, unseen),
-        v=poisoned(clean.v, unseen),
-        d_out=poisoned(clean.d_out, blind),
-        d_lse=jnp.where(blind[:, None], jnp.nan, clean.d_lse),
-    )
+    poison = poisoned(clean, blind, unseen)
     got = run(backend, case, poison)
     for tensor, expected in run(backend, case, clean).items():
         np.testing.assert_array_equal(got[tensor], expected, err_msg=tensor)

@@ -12,7 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.attention_cases import Case, arguments, assert_close, by_intervals_alone, in_float64, outputs_and_gradients
+from kernels.attention_cases import (
+    Case,
+    arguments,
+    assert_close,
+    by_intervals_alone,
+    in_float64,
+    outputs_and_gradients,
+    poisoned,
+)
 
 from pallas_kernels.flash_attention import mosaic, mosaic_backward, reference
 from pallas_kernels.flash_attention.differentiate import attention
@@ -54,16 +62,7 @@ def test_what_is_not_seen_never_leaks():
     unseen = ~np.asarray(reference.visible(clean.first, clean.end, clean.k.shape[1])).any(axis=1)
     assert blind.any() and unseen.any()
 
-    def poisoned(x, rows):
-        return jnp.where(rows[..., None, None], jnp.nan, x)
-
-    poison = clean._replace(
-        q=poisoned(clean.q, blind),
-        k=poisoned(clean.k, unseen),
-        v=poisoned(clean.v, unseen),
-        d_out=poisoned(clean.d_out, blind),
-        d_lse=jnp.where(blind[:, None], jnp.nan, clean.d_lse),
-    )
+    poison = poisoned(clean, blind, unseen)
     got = outputs_and_gradients(OP, by_intervals_alone(case.variant), poison)
     assert_close(got, in_float64(case, clean), case.dtype)
     for tensor, silent in {"out": blind, "d_q": blind, "d_k": unseen, "d_v": unseen}.items():
