@@ -79,13 +79,15 @@ def test_every_remat_policy_gives_the_same_gradients(one_device):
 
     def gradients(remat):
         computed = accumulated_gradients(graph, cross_entropy, RECIPES["fp32"], remat, 0)
-        return jax.jit(computed)(trained, frozen, batch, jnp.int32(3)).gradients
+        # LLVM contracts into fused multiply-adds what happens to stand together, which differs from program to program.
+        plain = jax.jit(computed, compiler_options={"xla_backend_optimization_level": 0})
+        return plain(trained, frozen, batch, jnp.int32(3)).gradients
 
     expected = gradients("none")
     assert all(jnp.abs(gradient).max() > 0 for gradient in expected.values())
     for remat in ("dots", "block"):
         for name, gradient in gradients(remat).items():
-            assert jnp.abs(gradient - expected[name]).max() <= 1e-5 * jnp.abs(expected[name]).max(), (remat, name)
+            assert jnp.abs(gradient - expected[name]).max() <= 1e-6 * jnp.abs(expected[name]).max(), (remat, name)
 
 
 def step_on(gradient_of, optim: Optim, parameters, names, max_norm=0.0, steps=5):
