@@ -1,8 +1,10 @@
 """Write a run's model as Hugging Face safetensors, or its adapter as PEFT."""
 
+import dataclasses
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +15,25 @@ from jaxtune import command, hf
 from jaxtune.config.schema import Config, Mesh
 from jaxtune.errors import UserError
 from jaxtune.lora.merge import merged
-from jaxtune.models.decoder import Parameters
+from jaxtune.models.decoder import Parameters, bind
+from jaxtune.objectives.cross_entropy import attend_packed
 from jaxtune.parallel import multihost
-from jaxtune.parallel.mesh import make_mesh
+from jaxtune.parallel.layout import TOKENS
+from jaxtune.parallel.mesh import data_shards, make_mesh
+from jaxtune.precision.recipes import RECIPES
+from jaxtune.quant import QuantizedArray
 from jaxtune.run_folder import RunFolder, open_run
-from jaxtune.state import Model, read_spec
+from jaxtune.state import Model, declare_model, read_parameters, read_spec
 
+PROBE = 64  # random tokens a row, to compare logits
 FORMATS = ("hf", "peft")
 
 
 def export_full(model: Model, parameters: Parameters, config: Config, output: Path) -> None:
     """A folder that transformers loads, in model.dtype; adapters among the parameters are merged into their weights.
+
+    Quantized weights are written as what they stand for, never quantized again: an adapter merged into 4 bits is
+    mostly rounded away.
 
     Tensors are gathered and written one at a time. A tied head is not written; padded rows are cut; config.json and
     the tokenizer's files are copied byte for byte.
@@ -133,15 +143,51 @@ def export(
         )
 
 
-def _gather(parameter: jax.Array, layer: int | None) -> jax.Array:
-    """One layer of a parameter, whole on every device."""
+def _gather(parameter: Any, layer: int | None) -> jax.Array:
+    """One layer of a parameter, dequantized, whole on every device."""
     return jax.reshard(parameter, jax.P()) if layer is None else _gather_layer(parameter, layer)
 
 
 @jax.jit
-def _gather_layer(parameter: jax.Array, layer: int) -> jax.Array:
+def _gather_layer(parameter: Any, layer: int) -> jax.Array:
     """Compiled once a shape: the layer is an argument of the program."""
-    return jax.reshard(jax.lax.dynamic_index_in_dim(parameter, layer, keepdims=False), jax.P())
+    one = jax.tree.map(lambda stack: jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False), parameter)
+    return jax.reshard(one.dequantize() if isinstance(one, QuantizedArray) else one, jax.P())
+
+
+def merge_difference(model: Model, parameters: Parameters, config: Config, output: Path) -> str:
+    """How far the logits of a merged export are from those of the quantized base with its adapter, in words."""
+    mesh = jax.sharding.get_mesh()
+    options = Config(model=dataclasses.replace(config.model, path=str(output), revision=None), data=config.data)
+    merged = declare_model(options, mesh, train=False)
+    size = sum(math.prod(p.shape) for p in merged.parameters.values()) * jnp.dtype(config.model.dtype).itemsize
+    memory = jax.local_devices()[0].memory_stats() or {}
+    free = memory.get("bytes_limit", math.inf) - memory.get("bytes_in_use", 0)
+    if size / mesh.size > free:
+        return f"logits not compared: the merged model does not fit beside the quantized one ({size / 1e9:.1f} GB)"
+    dtype = RECIPES[config.precision.recipe].dtype
+    tokens = jax.random.randint(jax.random.key(0), (data_shards(mesh), PROBE), 0, model.spec.vocabulary)
+    before = _logits(model, parameters, tokens, dtype)
+    after = _logits(merged, read_parameters(merged, list(merged.parameters)), tokens, dtype)
+    return (
+        f"merged onto the dequantized base: over {tokens.size} random tokens the logits, of which the largest is "
+        f"{jnp.abs(before).max():.3g}, differ by {jnp.abs(after - before).max():.2g} at most"
+    )
+
+
+def _logits(model: Model, parameters: Parameters, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Float32 logits of rows of one document each."""
+
+    @jax.jit
+    def compute(tokens, parameters):
+        tokens = jax.reshard(tokens, TOKENS)
+        positions = jax.reshard(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), TOKENS)
+        decoder = bind(model.graph, parameters)
+        hidden, _ = decoder(tokens, positions, attend_packed(jnp.zeros_like(tokens)), dtype=dtype)
+        head = jax.reshard(decoder.head_weight.astype(dtype), jax.P())
+        return jnp.einsum("bsd,vd->bsv", hidden, head, preferred_element_type=jnp.float32)[..., : model.spec.vocabulary]
+
+    return compute(tokens, parameters)
 
 
 def shards(config: Config) -> int:
@@ -172,6 +218,8 @@ def _main(values: flags.FlagValues, _: Config | None) -> None:
         parameters = {**run.frozen, **run.trained}
         export(run.model, parameters, run.config, output, kind, merge=values.merge, steps=run.step, tokens=run.tokens)
         print(f"{kind} of step {run.step}: {output}")
+        if kind == "hf" and run.model.formats:
+            print(merge_difference(run.model, parameters, run.config, output))
 
 
 def main(argv: list[str] | None = None) -> int:

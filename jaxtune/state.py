@@ -23,6 +23,9 @@ from jaxtune.models.parameters import Parameter, declare, randomize, undivided
 from jaxtune.models.spec import ModelSpec
 from jaxtune.monitor.throughput import Work
 from jaxtune.parallel.layout import RULES
+from jaxtune.quant import Format, QuantizedArray, format_of
+from jaxtune.quant.format import quantized, undivided_blocks
+from jaxtune.quant.select import mark_quantized, selected
 
 log = logging.getLogger("jaxtune")
 LARGE = 2**20  # elements; a smaller parameter may stay whole on every device
@@ -37,6 +40,8 @@ class Model:
     graph: nnx.GraphDef
     parameters: Mapping[str, Parameter]
     dtypes: Mapping[str, Any]
+    formats: Mapping[str, Format]  # of the parameters that are quantized
+    scheme: hf.Scheme | None  # how the files quantize them; None: they are quantized while they are read
 
     @property
     def trained(self) -> list[str]:
@@ -68,13 +73,15 @@ class Model:
         )
 
     def abstract(self, names: list[str]) -> Parameters:
-        """Shapes, dtypes and shardings of parameters."""
-        return {
-            name: jax.ShapeDtypeStruct(
-                self.parameters[name].shape, self.dtypes[name], sharding=self.parameters[name].sharding
-            )
-            for name in names
-        }
+        """Shapes, dtypes and shardings of parameters; QuantizedArrays of them where they are quantized."""
+
+        def one(name: str) -> Any:
+            parameter, dtype = self.parameters[name], self.dtypes[name]
+            if name in self.formats:
+                return self.formats[name].abstract(parameter.shape, dtype, parameter.axes)
+            return jax.ShapeDtypeStruct(parameter.shape, dtype, sharding=parameter.sharding)
+
+        return {name: one(name) for name in names}
 
 
 def read_spec(config: Config) -> ModelSpec:
@@ -94,12 +101,21 @@ def declare_model(config: Config, mesh: jax.sharding.Mesh, train: bool = True) -
             f"data.seq_len={config.data.seq_len} is more than the model's {spec.max_positions} positions "
             "(max_position_embeddings); shorten the rows, or stretch them with rope_parameters in config.json"
         )
+    scheme = None if config.model.from_scratch else hf.read_scheme(folder)
+    if scheme is not None:
+        _refuse_scheme(folder, scheme, spec, config, train)
+        spec = mark_quantized(spec, scheme.modules)
+    elif config.quant.format is not None:
+        spec = mark_quantized(spec, selected(spec, config.quant))
     if config.lora.enabled:
         spec = inject(spec, config.lora)
     elif config.train.freeze is not None:
         spec = freeze(spec, config.train.freeze)
     graph, parameters = declare(spec)
-    complaints = undivided(spec, parameters, mesh)
+    options = scheme.options if scheme is not None else config.quant
+    formats = {name: format_of(options, p.local) for name, p in parameters.items() if p.quantized}
+    _refuse_misfits(spec, parameters, formats)
+    complaints = undivided(spec, parameters, mesh) + undivided_blocks(parameters, formats, mesh)
     if complaints:
         raise UserError("\n  ".join(["the mesh does not divide the model:", *complaints]))
 
@@ -108,7 +124,36 @@ def declare_model(config: Config, mesh: jax.sharding.Mesh, train: bool = True) -
             return jnp.dtype(config.lora.dtype)
         return jnp.dtype(config.precision.master_dtype if train and parameter.trained else config.model.dtype)
 
-    return Model(folder, spec, graph, parameters, {name: dtype(p) for name, p in parameters.items()})
+    return Model(folder, spec, graph, parameters, {name: dtype(p) for name, p in parameters.items()}, formats, scheme)
+
+
+def _refuse_scheme(folder: Path, scheme: hf.Scheme, spec: ModelSpec, config: Config, train: bool) -> None:
+    """Raise UserError where a checkpoint that is quantized already does not fit the config."""
+    kind = scheme.options.format
+    if config.quant.format is not None:
+        raise UserError(
+            f"quant.format={config.quant.format!r}: the weights in {folder} are quantized already, in {kind}, and load "
+            "as they are; leave it out with --config.quant.format=None"
+        )
+    if train and not config.lora.enabled:
+        raise UserError(
+            f"the weights in {folder} are quantized, in {kind}, so they cannot be trained; train adapters on them with "
+            "--config.lora.enabled=True, or take the checkpoint that is not quantized"
+        )
+    if unknown := sorted(scheme.modules - families.linears(spec).keys()):
+        raise UserError(f"{folder}: {', '.join(unknown[:3])} cannot be quantized here, only linears of the layers can")
+
+
+def _refuse_misfits(spec: ModelSpec, parameters: Mapping[str, Parameter], formats: Mapping[str, Format]) -> None:
+    """Raise UserError for a parameter that its format's blocks do not divide."""
+    for name, format in formats.items():
+        _, rows, columns = parameters[name].shape
+        if (reason := format.misfit((rows, columns))) is not None:
+            hf_name = families.hf_names(spec.family, parameters[name])[0].removesuffix(".weight")
+            raise UserError(
+                f"{hf_name} cannot be quantized: {reason}; choose another quant.block_size or quant.format, or leave "
+                f"it out with --config.quant.exclude='{hf_name.rsplit('.', 1)[1]}'"
+            )
 
 
 def read_parameters(model: Model, names: list[str]) -> Parameters:
@@ -121,11 +166,42 @@ def read_parameters(model: Model, names: list[str]) -> Parameters:
             names=model.hf_names(name),
             stacked=bool(model.parameters[name].layers),
             rows=model.spec.vocabulary if model.parameters[name].axes[0] == "vocabulary" else None,
+            conversion=_quantization(model, name) if name in model.formats else None,
         )
         for name in names
+        if model.scheme is None or name not in model.formats
     }
     others = {hf_name for name in model.parameters if name not in targets for hf_name in model.hf_names(name)}
-    return hf.read(model.folder, targets, lambda name: name in others or families.is_ignorable(model.spec, name))
+
+    def ignorable(hf_name: str) -> bool:
+        weight = hf_name if model.scheme is None else model.scheme.weight_of(hf_name)
+        return weight in others or families.is_ignorable(model.spec, hf_name)
+
+    parameters = hf.read(model.folder, targets, ignorable)
+    if model.scheme is not None:
+        stored = {name: (model.abstract([name])[name], model.hf_names(name)) for name in names if name in model.formats}
+        parameters |= hf.read_quantized(model.folder, model.scheme, stored)
+    return parameters
+
+
+def _quantization(model: Model, name: str) -> hf.Conversion:
+    """Quantize each tensor of a parameter as soon as it is read."""
+    format, axes = model.formats[name], model.parameters[name].axes
+
+    def convert(weight: jax.Array, hf_name: str) -> QuantizedArray:
+        if not _finite(weight):
+            raise UserError(
+                f"{hf_name} in {model.folder} holds NaN or infinite values, so it cannot be quantized; the file is "
+                "damaged or the model was trained to that: use another copy"
+            )
+        return quantized(weight, format, axes[1:])
+
+    return hf.Conversion(convert, model.abstract([name])[name])
+
+
+@jax.jit
+def _finite(weight: jax.Array) -> jax.Array:
+    return jnp.isfinite(weight).all()
 
 
 def initial_parameters(model: Model, config: Config) -> Parameters:

@@ -18,7 +18,13 @@ import jax.numpy as jnp
 from pallas_kernels import aot
 from pallas_kernels.flash_attention import mosaic, mosaic_backward, triton
 from pallas_kernels.flash_attention.variant import Request, Variant
+from pallas_kernels.fp8_matmul import mosaic as fp8_mosaic
+from pallas_kernels.fp8_matmul.request import Request as Fp8Request
 from pallas_kernels.gpus import GPUS, Device
+from pallas_kernels.quant_matmul import ELEMENTS, fused
+from pallas_kernels.quant_matmul import triton as quant_triton
+from pallas_kernels.quant_matmul.layout import Request as QuantRequest
+from pallas_kernels.quant_matmul.layout import layout_of
 
 
 @dataclass(frozen=True)
@@ -64,13 +70,58 @@ def _last(function: Callable[..., Any], variant: Variant, *arguments: Any) -> An
     return function(*arguments, variant)
 
 
-def _ask(refuses: Callable[[Device, Request], str | None], request: Request, device: Device) -> str | None:
+def _ask(refuses: Callable[[Device, Any], str | None], request: Any, device: Device) -> str | None:
     return refuses(device, request)
+
+
+def _fp8_matmul() -> Iterator[Case]:
+    """4096 rows by a 4096 x 4096 weight with scales in blocks, by the dtype of the rows."""
+    size, blocks = 4096, 32
+    for dtype in ("float8_e4m3fn", "float8_e5m2"):
+        shapes = ((size, size), dtype), ((size, size), "float8_e4m3fn")
+        scales = ((size, blocks), "float32"), ((blocks, blocks), "float32")
+        arguments = tuple(jax.ShapeDtypeStruct(*shape) for shape in (*shapes, *scales))
+        request = Fp8Request(
+            size, size, size, jnp.dtype(dtype), (size, blocks), (blocks, blocks), jnp.dtype("bfloat16")
+        )
+        function, refuses = partial(fp8_mosaic.multiply, request=request), partial(_ask, fp8_mosaic.refuses, request)
+        yield Case("fp8_matmul", "mosaic", f"{dtype} by e4m3, in blocks", function, arguments, refuses)
+
+
+def _quant_matmul() -> Iterator[Case]:
+    """A weight of 4096 x 12288 in every kind of element; products of it with 16 and 256 rows, and of the gradient."""
+    rows, columns = 4096, 12288
+    blocks = {
+        "nf4": (1, 64),
+        "fp4": (1, 64),
+        "e2m1": (1, 16),
+        "int4": (1, 128),
+        "e4m3": (128, 128),
+        "int8": (1, columns),
+    }
+    for elements, (height, width) in blocks.items():
+        codes = jax.ShapeDtypeStruct((rows, columns // ELEMENTS[elements].packed), jnp.uint8)
+        low = elements == "e2m1"
+        scales = jax.ShapeDtypeStruct((rows // height, columns // width), jnp.uint8 if low else jnp.float32)
+        weight = codes, scales, jax.ShapeDtypeStruct((), jnp.float32) if low else None
+        layout, dtype = layout_of(*weight, elements), jnp.dtype("bfloat16")
+        name = f"{elements} {height}x{width} {dtype}"
+        refuses = partial(_ask, quant_triton.refuses, QuantRequest(layout, dtype))
+        function = partial(quant_triton.dequantize, layout=layout, dtype=dtype)
+        yield Case("dequantize", "triton", f"weight {name}", function, weight, refuses)
+        for m in (16, 256) if elements in ("nf4", "e2m1", "e4m3", "int8") else ():
+            refuses = partial(_ask, fused.refuses, QuantRequest(layout, dtype, m))
+            for direction, size in (("forward", columns), ("backward", rows)):
+                x = jax.ShapeDtypeStruct((m, size), dtype)
+                function = partial(fused.multiply, layout=layout, transposed=direction == "backward")
+                yield Case("quant_matmul", "fused", f"{direction} m={m} {name}", function, (x, *weight), refuses)
 
 
 CASES: tuple[Case, ...] = (
     *_flash_attention("triton", triton.forward, triton.backward, triton.refuses),
     *_flash_attention("mosaic", mosaic.forward, mosaic_backward.backward, mosaic.refuses),
+    *_fp8_matmul(),
+    *_quant_matmul(),
 )
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.config.schema import Config, Data, Lora, Model
+from jaxtune.config.schema import Config, Data, Lora, Model, Quant
 from jaxtune.models.decoder import bind
 from jaxtune.parallel.layout import TOKENS
 from jaxtune.state import declare_model, read_parameters
@@ -71,13 +71,14 @@ FAMILIES = {
 }
 
 
-def torch_model(name: str, folder: Path):
+def torch_model(name: str, folder: Path, **sizes):
     """A random float32 model of transformers with no parameter at its default, saved to `folder`."""
     torch = pytest.importorskip("torch", reason="parity needs torch, whose CPU build exists for Python 3.11 only")
     transformers = pytest.importorskip("transformers")
     kind, fields = FAMILIES[name]
+    fields = {**SIZES, **fields, **sizes}
     torch.manual_seed(0)
-    config = getattr(transformers, kind)(**{**SIZES, **fields})
+    config = getattr(transformers, kind)(**fields)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
@@ -87,9 +88,9 @@ def torch_model(name: str, folder: Path):
     return model.eval()
 
 
-def read(folder: Path, mesh, dtype: str = "float32", lora: Lora = Lora(), train: bool = False):
+def read(folder: Path, mesh, dtype: str = "float32", lora: Lora = Lora(), quant: Quant = Quant(), train=False):
     """The declared model of a folder, its values, and the config it was read by; adapters are not read."""
-    config = Config(model=Model(path=str(folder), dtype=dtype), data=Data(seq_len=64), lora=lora)
+    config = Config(model=Model(path=str(folder), dtype=dtype), data=Data(seq_len=64), lora=lora, quant=quant)
     model = declare_model(config, mesh, train=train)
     names = [name for name, parameter in model.parameters.items() if not parameter.is_adapter]
     return model, read_parameters(model, names), config

@@ -42,10 +42,10 @@ def get_config(arg=None):
 """
 
 
-def model_folder(folder: Path) -> Path:
+def model_folder(folder: Path, **sizes) -> Path:
     """A tiny random Qwen3 with a byte tokenizer, as transformers would save it; made without torch."""
     tokenizer = byte_tokenizer(folder)
-    config = transformers.Qwen3Config(
+    fields = dict(
         vocab_size=len(tokenizer),
         hidden_size=32,
         intermediate_size=48,
@@ -59,6 +59,7 @@ def model_folder(folder: Path) -> Path:
         architectures=["Qwen3ForCausalLM"],
         dtype="float32",
     )
+    config = transformers.Qwen3Config(**{**fields, **sizes})
     config.save_pretrained(folder)
     spec = families.read_spec(json.loads((folder / "config.json").read_text()))
     rng, tensors = np.random.default_rng(0), {}

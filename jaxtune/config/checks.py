@@ -33,6 +33,8 @@ _AT_LEAST = {
     "optim.weight_decay": 0,
     "optim.max_grad_norm": 0,
     "lora.rank": 1,
+    "quant.skip_first_layers": 0,
+    "quant.skip_last_layers": 0,
     "ckpt.save_steps": 0,
     "ckpt.keep_last": 1,
     "eval.steps": 0,
@@ -63,7 +65,7 @@ _READ_BY = {
 
 def check(config: Config) -> list[Problem]:
     """Every problem of a config whose types are right."""
-    parts = (_ranges, _model, _data, _train, _optim, _lora, _mesh, _outputs)
+    parts = (_ranges, _model, _data, _train, _optim, _lora, _quant, _mesh, _outputs)
     return [problem for part in parts for problem in part(config)]
 
 
@@ -176,6 +178,37 @@ def _lora(config: Config) -> Iterator[Problem]:
         yield _problem(config, "lora.target_modules", "must name at least one module, or be 'all-linear'")
     elif isinstance(lora.target_modules, str):
         yield from _regex(config, "lora.target_modules")
+
+
+_BLOCK_SIZES = {
+    "nf4": (64, 128, 256, 512),
+    "fp4": (64, 128, 256, 512),
+    "fp8": (64, 128, 256, "channel", "tensor"),
+    "nvfp4": (16,),
+}
+
+
+def _quant(config: Config) -> Iterator[Problem]:
+    quant = config.quant
+    if quant.format is None:
+        for field in dataclasses.fields(quant):
+            yield from _without_effect(config, f"quant.{field.name}", "quant.format is not set", "quant.format")
+        return
+    if not config.lora.enabled:
+        reason = "quantized weights are frozen; train adapters on them with lora.enabled = True"
+        yield _problem(config, "quant.format", reason, "lora.enabled")
+    sizes, size = _BLOCK_SIZES.get(quant.format), quant.block_size
+    if size is not None and sizes is not None and size not in sizes:
+        yield _problem(config, "quant.block_size", f"quant.format = {quant.format!r} can have {sizes}", "quant.format")
+    if sizes is None and (size == "tensor" or (isinstance(size, int) and size < 2)):
+        reason = "integers have a scale a row ('channel'), or one for 2 or more elements of it"
+        yield _problem(config, "quant.block_size", reason, "quant.format")
+    if quant.format not in ("nf4", "fp4"):
+        yield from _without_effect(config, "quant.double_quant", "only nf4 and fp4 have it", "quant.format")
+    if quant.format != "nvfp4":
+        yield from _without_effect(config, "quant.four_over_six", "only nvfp4 has it", "quant.format")
+    if quant.exclude is not None:
+        yield from _regex(config, "quant.exclude")
 
 
 def _mesh(config: Config) -> Iterator[Problem]:

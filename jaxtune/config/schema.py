@@ -131,6 +131,25 @@ class Lora:
 
 
 @dataclass(frozen=True)
+class Quant:
+    """Frozen base weights in 4 or 8 bits under LoRA (QLoRA, Dettmers et al. 2023); embedding and head keep theirs."""
+
+    format: Literal["nf4", "fp4", "fp8", "nvfp4", "int8", "int4", "weight_only_mix"] | None = option(
+        None, "how the linears are stored; unset: as model.dtype, or as a checkpoint that is quantized has them"
+    )
+    block_size: Literal["channel", "tensor"] | int | None = option(
+        None,
+        "what shares a scale. nf4, fp4: 64 (unset), 128, 256 or 512 elements of a row; fp8: squares of 64, 128 (unset) "
+        "or 256, 'channel' (a row), 'tensor'; int8, int4: 'channel' (unset), or elements of a row; nvfp4: 16",
+    )
+    double_quant: bool = option(True, "nf4, fp4: the scales are quantized too, to 8 bits")
+    four_over_six: bool = option(True, "nvfp4: scale a block to 4 instead of 6 where that makes its error smaller")
+    skip_first_layers: int = option(0, "first layers that are not quantized", "layers")
+    skip_last_layers: int = option(0, "last layers that are not quantized", "layers")
+    exclude: str | None = option(None, "regex over Hugging Face names: linears that are not quantized")
+
+
+@dataclass(frozen=True)
 class Mesh:
     """How many devices each axis spans; -1 takes what is left."""
 
@@ -147,7 +166,8 @@ class Memory:
     """What is kept and what is computed again."""
 
     remat: Literal["none", "dots", "block"] = option(
-        "block", "what the backward pass computes again: nothing, all but matrix products, or each block"
+        "block",
+        "what the backward pass computes again besides norms and activations: nothing, attention, or each block",
     )
 
 
@@ -226,6 +246,7 @@ class Config:
     train: Train = Train()
     optim: Optim = Optim()
     lora: Lora = Lora()
+    quant: Quant = Quant()
     mesh: Mesh = Mesh()
     memory: Memory = Memory()
     precision: Precision = Precision()

@@ -3,11 +3,14 @@
 from jaxtune.hf.card import write_card
 from jaxtune.hf.folder import read_config, read_generation_config, resolve, write_config
 from jaxtune.hf.peft import Adapter, read_adapter, write_adapter
+from jaxtune.hf.prequantized import Scheme, read_quantized, read_scheme
 from jaxtune.hf.tokenizer import copy_tokenizer_files, load_tokenizer
-from jaxtune.hf.weights import Target, Tensor, read, weight_files, write
+from jaxtune.hf.weights import Conversion, Target, Tensor, read, weight_files, write
 
 __all__ = [
     "Adapter",
+    "Conversion",
+    "Scheme",
     "Target",
     "Tensor",
     "copy_tokenizer_files",
@@ -16,6 +19,8 @@ __all__ = [
     "read_adapter",
     "read_config",
     "read_generation_config",
+    "read_quantized",
+    "read_scheme",
     "resolve",
     "weight_files",
     "write",

@@ -9,11 +9,11 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +26,23 @@ from jaxtune.errors import UserError
 from jaxtune.hf.folder import read_json, staged
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+_BYTES = ("U8", "F8_E4M3")  # read as they are, for quantized weights; no parameter has them
 MAX_SHARD_BYTES = 5 * 10**9
 _LARGEST_CHUNK = 32 * 2**20
 _LISTED = 10  # names of each kind in an error
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What each tensor of a stacked target becomes as soon as it is read, so that no two are in memory as they were.
+
+    Attributes:
+        convert: (tensor in its shard, its Hugging Face name) -> pytree of arrays.
+        stacked: shape, dtype and sharding of each of those arrays, with the stack's axis in front.
+    """
+
+    convert: Callable[[jax.Array, str], Any]
+    stacked: Any
 
 
 @dataclass(frozen=True)
@@ -43,6 +57,7 @@ class Target:
         stacked: the first axis has one slice for each of `names`; otherwise there is one name.
         rows: first dimension of the Hugging Face tensors where the parameter is padded with zeros beyond it (the
             vocabulary); None: not padded.
+        conversion: what the tensors of a stack become; None: they stay.
     """
 
     shape: tuple[int, ...]
@@ -51,6 +66,7 @@ class Target:
     names: tuple[str, ...]
     stacked: bool
     rows: int | None = None
+    conversion: Conversion | None = None
 
     def __post_init__(self):
         if len(self.names) != (self.shape[0] if self.stacked else 1):
@@ -74,12 +90,26 @@ class Tensor(NamedTuple):
     get: Callable[[], np.ndarray]
 
 
+class Rows(Protocol):
+    """What a parameter, or a slice of its stack, is read from."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element in the file."""
+        ...
+
+    def rows(self, first: int, count: int, rest: tuple[slice, ...]) -> Shaped[np.ndarray, "..."]:
+        """Rows [first, first + count) and a part of the other dimensions."""
+        ...
+
+
 @dataclass(frozen=True)
 class Source:
-    """A tensor in a file, of which any part can be read."""
+    """A tensor in a file, of which any part can be read; of F8_E4M3 the bits, as uint8."""
 
     file: Path
     part: Any  # safetensors' PySafeSlice
+    begin: int | None  # where its bytes begin; None where safetensors reads them into numpy
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -91,15 +121,25 @@ class Source:
         """Its dtype, as safetensors calls it."""
         return self.part.get_dtype()
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element; of a dtype that can be read."""
+        return 1 if self.dtype in _BYTES else DTYPES[self.dtype].itemsize
+
     def rows(self, first: int, count: int, rest: tuple[slice, ...]) -> Shaped[np.ndarray, "..."]:
         """Read rows [first, first + count) and a part of the other dimensions; zeros beyond the last row."""
         held = min(max(self.shape[0] - first, 0), count)
         with damage(self.file):
-            found = self.part[(slice(first, first + held) if held else slice(0, 0), *rest)]
+            if self.begin is None:
+                found = self.part[(slice(first, first + held) if held else slice(0, 0), *rest)]
+            else:
+                width = math.prod(self.shape[1:])
+                found = np.fromfile(self.file, np.uint8, held * width, offset=self.begin + first * width)
+                found = found.reshape(held, *self.shape[1:])[(slice(None), *rest)]
         return np.pad(found, [(0, count - held)] + [(0, 0)] * len(rest)) if held < count else found
 
 
-def read(folder: Path, targets: Mapping[str, Target], ignorable: Callable[[str], bool]) -> dict[str, jax.Array]:
+def read(folder: Path, targets: Mapping[str, Target], ignorable: Callable[[str], bool]) -> dict[str, Any]:
     """Read the weights of a Hugging Face folder into their shards, tensor by tensor.
 
     Every process calls it and reads what its devices hold. Zeros fill what a padded parameter has beyond its tensor.
@@ -115,14 +155,19 @@ def read(folder: Path, targets: Mapping[str, Target], ignorable: Callable[[str],
     """
     sources = open_sources(weight_files(folder))
     _check(folder, sources, targets, ignorable)
-    largest = max(
-        (math.prod(target.source_shape) * np.dtype(target.dtype).itemsize for target in targets.values()), default=0
-    )
-    chunk_bytes = min(largest // 16, _LARGEST_CHUNK)
+    chunk_bytes = bytes_of_chunks(targets.values())
     return {
-        name: _fill(target, [sources[source] for source in target.names], chunk_bytes)
+        name: (fill if target.conversion is None else _converted)(
+            target, [sources[source] for source in target.names], chunk_bytes
+        )
         for name, target in targets.items()
     }
+
+
+def bytes_of_chunks(targets: Iterable[Target]) -> int:
+    """How much is read at a time: a part of the largest tensor, in bytes."""
+    sizes = (math.prod(target.source_shape) * np.dtype(target.dtype).itemsize for target in targets)
+    return min(max(sizes, default=0) // 16, _LARGEST_CHUNK)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -161,11 +206,21 @@ def open_sources(files: Iterable[Path]) -> dict[str, Source]:
     for file in files:
         with damage(file):
             handle: Any = safe_open(file, framework="numpy")
+            begins = _float8_begins(file)
             for name in handle.keys():  # noqa: SIM118 (safe_open is no mapping)
                 if name in sources:
                     raise UserError(f"tensor {name} is in both {sources[name].file} and {file}")
-                sources[name] = Source(file, handle.get_slice(name))
+                sources[name] = Source(file, handle.get_slice(name), begins.get(name))
     return sources
+
+
+def _float8_begins(file: Path) -> dict[str, int]:
+    """Where the bytes of F8_E4M3 tensors begin in a sound file; safetensors does not read them into numpy."""
+    with file.open("rb") as handle:
+        length = int.from_bytes(handle.read(8), "little")
+        header = json.loads(handle.read(length))
+    header.pop("__metadata__", None)
+    return {name: 8 + length + x["data_offsets"][0] for name, x in header.items() if x["dtype"] == "F8_E4M3"}
 
 
 @contextmanager
@@ -221,16 +276,16 @@ def _list(names: list[str]) -> str:
     return ", ".join(names[:_LISTED]) + more
 
 
-def _fill(target: Target, sources: list[Source], chunk_bytes: int) -> jax.Array:
-    """Read a parameter, the same few rows of every shard at a time."""
+def fill(target: Target, sources: Sequence[Rows], chunk_bytes: int) -> jax.Array:
+    """Read a parameter from a source for each of its names, the same few rows of every shard at a time."""
     lead = int(target.stacked)
     rows, *rest = target.sharding.shard_shape(target.shape)[lead:]
-    itemsize = max(np.dtype(target.dtype).itemsize, *(DTYPES[source.dtype].itemsize for source in sources))
+    itemsize = max(np.dtype(target.dtype).itemsize, *(source.itemsize for source in sources))
     row_bytes = math.prod(rest) * itemsize * len(target.sharding.addressable_devices)
     step = min(max(chunk_bytes // row_bytes, 1), rows)
     chunk_shape = (1,) * lead + (target.shape[lead] // rows * step, *target.shape[lead + 1 :])
 
-    def chunk(source: Source, row: int) -> jax.Array:
+    def chunk(source: Rows, row: int) -> jax.Array:
         """Rows [row, row + step) of every shard."""
 
         def part(index: Any) -> np.ndarray:
@@ -248,6 +303,25 @@ def _fill(target: Target, sources: list[Source], chunk_bytes: int) -> jax.Array:
             array = _place(array, chunk(source, row), start, target.sharding)
             array.block_until_ready()  # or chunks would pile up in host memory
     return array
+
+
+def _converted(target: Target, sources: list[Source], chunk_bytes: int) -> Any:
+    """Read a stack, one tensor after the other, each converted before the next is read."""
+    assert target.conversion is not None
+    place = jax.NamedSharding(target.sharding.mesh, jax.P(*target.sharding.spec[1:]))
+    stacked = jax.tree.map(lambda leaf: _zeros(leaf.shape, leaf.dtype, leaf.sharding), target.conversion.stacked)
+    for i, (name, source) in enumerate(zip(target.names, sources)):
+        one = Target(target.shape[1:], target.dtype, place, (name,), stacked=False)
+        converted = target.conversion.convert(fill(one, [source], chunk_bytes), name)
+        stacked = jax.tree.map(functools.partial(_place_slice, i), stacked, converted)
+        jax.block_until_ready(stacked)  # or the next tensor would be read before this one is gone
+    return stacked
+
+
+def _place_slice(i: int, stack: Shaped[Array, "n ..."], slice_: Shaped[Array, "..."]) -> Shaped[Array, "n ..."]:
+    """Put an array into a stack of them."""
+    start = np.array([i] + [0] * slice_.ndim, np.int32)
+    return _place(stack, slice_[None], start, stack.sharding)
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any, sharding: jax.NamedSharding) -> Shaped[Array, "..."]:

@@ -4,8 +4,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from jaxtune.errors import UserError
-from jaxtune.models.families import hf_names
-from jaxtune.models.parameters import declare
+from jaxtune.models.families import linears
 from jaxtune.models.selection import select
 from jaxtune.models.spec import Adapter, ModelSpec
 
@@ -20,13 +19,7 @@ def adapter_scale(rank: int, alpha: float, use_rslora: bool) -> float:
 
 def inject(spec: ModelSpec, lora: "Lora") -> ModelSpec:
     """The spec with adapters on the selected linears. Raises UserError where a target cannot have one."""
-    _, parameters = declare(spec)
-    place = {
-        name.removesuffix(".weight"): (layer, parameter.local.removesuffix(".weight"))
-        for parameter in parameters.values()
-        if len(parameter.shape) == 3  # a stacked matrix is a linear
-        for name, layer in zip(hf_names(spec.family, parameter), parameter.layers)
-    }
+    place = linears(spec)
     targets = lora.target_modules
     _refuse_head(spec, targets)
     chosen = frozenset(place) if targets == "all-linear" else select(targets, place, "lora.target_modules")

@@ -14,13 +14,18 @@ from jaxtyping import Array, Float, Int
 from jaxtune.models.attention import Attend, Attention, Inputs
 from jaxtune.models.declared import declared
 from jaxtune.models.dropout import Noise
+from jaxtune.models.linear import PRODUCT
 from jaxtune.models.mlp import MLP
 from jaxtune.models.norm import RMSNorm
 from jaxtune.models.rope import rotation
 from jaxtune.models.spec import Layer, ModelSpec, StackSpec, stacks
 from jaxtune.parallel.layout import ACTIVATIONS, P
+from pallas_kernels.flash_attention import RESIDUALS
 
 Remat = Literal["none", "dots", "block"]
+# What the backward pass finds of a layer besides its input; the rest it computes again. With 'none' that is only what
+# is elementwise (norms, rotation, SwiGLU, dropout): kept as well, it took several times the memory.
+KEPT: dict[Remat, tuple[str, ...]] = {"none": (PRODUCT, RESIDUALS), "dots": (PRODUCT,), "block": ()}
 Parameters = dict[str, Any]
 
 
@@ -62,14 +67,9 @@ class Stack(nnx.Module):
             return x, (tuple(after) if cache else None)
 
         numbers = self.first + period * jnp.arange(self.repeats)
-        return jax.lax.scan(_rematerialised(repeat, remat), x, (weights, cache, numbers))
-
-
-def _rematerialised(repeat, remat: Remat):
-    if remat == "none":
-        return repeat
-    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
-    return jax.checkpoint(repeat, policy=policy, prevent_cse=False)
+        kept = jax.checkpoint_policies.save_only_these_names(*KEPT[remat])
+        repeat = jax.checkpoint(repeat, policy=kept, prevent_cse=False)
+        return jax.lax.scan(repeat, x, (weights, cache, numbers))
 
 
 class Embedding(nnx.Module):

@@ -5,22 +5,32 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxtune.models.declared import declared
 from jaxtune.models.dropout import Noise, dropout
 from jaxtune.models.spec import Adapter
 from jaxtune.parallel.layout import RULES, TOKENS, P, gather
+from jaxtune.quant.array import QuantizedArray
+from jaxtune.quant.matmul import matmul as quantized_matmul
+
+# What a linear map returns goes by this name in policies of jax.checkpoint.
+PRODUCT = "linear"
 
 
-def matmul(x: Float[Array, "b s i"], weight: Float[Array, "o i"], out: str | None) -> Float[Array, "b s o"]:
+def matmul(
+    x: Float[Array, "b s i"], weight: Float[Array, "o i"] | QuantizedArray, out: str | None
+) -> Float[Array, "b s o"]:
     """x W^T in the dtype of x, W in Hugging Face's (out, in) orientation; `out` is the logical name of o.
 
     Products over two dimensions are several times faster on a CPU, so rows and positions are merged where no
     position is sharded (merging a sharded dimension would move every token).
     """
-    weight = gather(weight.astype(x.dtype))
     axis = None if out is None else getattr(RULES, out)
+    if isinstance(weight, QuantizedArray):
+        return quantized_matmul(x, weight, axis)
+    weight = gather(weight.astype(x.dtype))
     if jax.sharding.get_abstract_mesh().shape["sequence"] > 1:
         return jnp.einsum("bsi,oi->bso", x, weight, out_sharding=P(*TOKENS, axis))
     rows = x.reshape(-1, x.shape[-1])
@@ -53,14 +63,15 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "b s i"], noise: Noise | None) -> Float[Array, "b s o"]:
         """`noise` is None outside training: no dropout."""
         out = None if self.out == "embed" else self.out
-        y = matmul(x, self.weight, out)
+        y = matmul(x, self.weight.get_value(), out)
         if self.bias is not None:
             y += jax.reshard(self.bias.astype(y.dtype), P(jax.typeof(y).sharding.spec[-1]))
         if self.adapter:
             if noise is not None and self.adapter.dropout:
                 x = dropout(x, self.adapter.dropout, noise.site(self.name))
-            y += matmul(matmul(x, self.lora_a, None), self.lora_b, out) * jnp.asarray(self.adapter.scale, y.dtype)
-        return y
+            low = checkpoint_name(matmul(x, self.lora_a, None), PRODUCT)
+            y += matmul(low, self.lora_b, out) * jnp.asarray(self.adapter.scale, y.dtype)
+        return checkpoint_name(y, PRODUCT)
 
 
 def _uniform(key: Array, shape: tuple[int, ...], dtype: jnp.dtype, bound: float) -> Array:

@@ -27,6 +27,7 @@ class Parameter:
     local: str  # name inside its layer, "mlp.down.weight", or the whole name outside the layers
     layers: tuple[int, ...]  # the layers stacked here; empty outside the layers
     trained: bool
+    quantized: bool
 
     @property
     def sharding(self) -> jax.NamedSharding:
@@ -44,15 +45,16 @@ def declare(spec: ModelSpec) -> tuple[nnx.GraphDef, dict[str, Parameter]]:
 
     def parameter(path: tuple[Any, ...], variable: Any) -> Parameter:
         shape, axes = variable.get_value().shape, variable.get_metadata("axes")
-        local, layers, frozen = ".".join(map(str, path)), (), spec.frozen
+        local, layers, frozen, quantized = ".".join(map(str, path)), (), spec.frozen, frozenset[str]()
         if path[0] == "stacks":  # stacks, number of the stack, blocks, position in its period, name in the layer
             stack, position = grouped[path[1]], path[3]
             local, layers = ".".join(map(str, path[4:])), tuple(stack.layer_numbers(position))
             shape, axes = (len(layers), *shape), ("layers", *axes)
-            frozen = stack.period[position].frozen
+            frozen, quantized = stack.period[position].frozen, stack.period[position].quantized
         is_adapter = isinstance(variable, nnx.LoRAParam)
         trained = is_adapter if spec.adapter else local not in frozen
-        return Parameter(shape, axes, variable.get_metadata("init"), is_adapter, local, layers, trained)
+        init = variable.get_metadata("init")
+        return Parameter(shape, axes, init, is_adapter, local, layers, trained, local in quantized)
 
     return graph, {".".join(map(str, path)): parameter(path, variable) for path, variable in nnx.to_flat_state(state)}
 

@@ -29,6 +29,7 @@ class Layer:
     window: int | None = None
     adapters: frozenset[str] = frozenset()  # linears with a LoRA adapter, for example "mlp.down"
     frozen: frozenset[str] = frozenset()  # parameters that are not trained, for example "mlp.down.weight"
+    quantized: frozenset[str] = frozenset()  # parameters stored in 4 or 8 bits
 
 
 @dataclass(frozen=True)

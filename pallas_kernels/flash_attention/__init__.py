@@ -8,14 +8,14 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import registry
 from pallas_kernels.flash_attention import cudnn, mosaic, mosaic_backward, triton, xla
-from pallas_kernels.flash_attention.differentiate import attention
+from pallas_kernels.flash_attention.differentiate import RESIDUALS, attention
 from pallas_kernels.flash_attention.mask import MaskSpec, intervals
 from pallas_kernels.flash_attention.variant import Request, Variant
 from pallas_kernels.gpus import current_device
 from pallas_kernels.manual_axes import vary_over, varying_axes
 from pallas_kernels.registry import ANY_CARD, Backend
 
-__all__ = ["BACKENDS", "MaskSpec", "flash_attention"]
+__all__ = ["BACKENDS", "RESIDUALS", "MaskSpec", "flash_attention"]
 
 # In order of preference. 'auto' takes only what was checked: Triton and XLA by tests/kernels on a CPU, the others not
 # before a run on a card is kept in benchmarks/results.
@@ -46,7 +46,8 @@ def flash_attention(
     cap * tanh(logits / cap) (Gemma 2); `sinks` adds one logit a head to the denominator alone (gpt-oss). Products are
     made in the inputs' dtype (bfloat16, float16, float32) and accumulated in float32. With `return_lse` also the
     natural logarithm of the denominator, float32 (b, h, s), sinks included. Differentiable in q, k, v and sinks,
-    through both results.
+    through both results; under jax.checkpoint the backward pass runs the forward kernel again unless the policy keeps
+    what is named RESIDUALS (cuDNN's always runs again).
 
     `backend`: 'auto', or a name in BACKENDS. Raises ValueError for shapes that do not fit and for a backend that cannot
     run this on the device at hand.

@@ -5,6 +5,10 @@ from functools import cache
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+# What the forward kernel made goes by this name in policies of jax.checkpoint: one that keeps it spares a second run.
+RESIDUALS = "flash_attention"
 
 
 @cache
@@ -19,7 +23,7 @@ def attention(forward: Callable, backward: Callable) -> Callable:
         return forward(q, k, v, first, end, sinks, variant)
 
     def attend_forward(q, k, v, first, end, sinks, variant):
-        out, lse = forward(q, k, v, first, end, sinks, variant)
+        out, lse = checkpoint_name(forward(q, k, v, first, end, sinks, variant), RESIDUALS)
         return (out, lse), (q, k, v, first, end, sinks, out, lse)
 
     def attend_backward(variant, residuals, cotangents):

@@ -67,9 +67,19 @@ def arrays(hlo: str) -> set[tuple[str, tuple[int, ...]]]:
     }
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_fits_an_h100_without_remat(compiled_step, size):
-    assert compiled_step(size).memory.peak < 80e9
+@pytest.mark.parametrize(
+    ("size", "remat", "gigabytes"),
+    [("0.6B", "none", 6.2), ("8B", "none", 32), ("8B", "dots", 31), ("8B", "block", 20)],
+)
+def test_memory_on_an_h100(compiled_step, size, remat, gigabytes):
+    assert compiled_step(size, remat).memory.peak < gigabytes * 1e9
+
+
+def test_without_remat_nothing_runs_twice(compiled_step):
+    """Attention forward, dq, dkdv, and one more forward where it is not kept; the weights' products likewise."""
+    kept, block = (compiled_step("8B", remat).custom_calls for remat in ("none", "block"))
+    assert (kept["__gpu$xla.gpu.triton"], block["__gpu$xla.gpu.triton"]) == (3, 4)
+    assert kept["__cublas$lt$matmul"] <= block["__cublas$lt$matmul"] - 6
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -84,7 +94,7 @@ def test_attention_is_packed_flash_attention_alone(compiled_step, size):
     # The queries of 0.6B are as wide as a row is long: there the 8B model alone can tell.
     queries = (2, LENGTH, 128 * SIZES[size][3])
     square = {shape for _, shape in arrays(compiled.hlo) if shape.count(LENGTH) > 1 and shape[-1] == LENGTH}
-    assert not square - {queries}
+    assert not {shape for shape in square if shape[-3:] != queries}
 
 
 @pytest.mark.parametrize("size", SIZES)

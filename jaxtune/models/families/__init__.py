@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxtune.errors import UserError
 from jaxtune.models.families import llama, mistral, qwen2, qwen3
-from jaxtune.models.parameters import Parameter
+from jaxtune.models.parameters import Parameter, declare
 from jaxtune.models.spec import ModelSpec
 
 FAMILIES: dict[str, ModuleType] = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3}
@@ -32,6 +32,16 @@ def hf_names(family: str, parameter: Parameter) -> tuple[str, ...]:
     else:
         pattern = FAMILIES[family].NAMES[parameter.local]
     return tuple(pattern.format(layer=layer) for layer in parameter.layers) or (pattern,)
+
+
+def linears(spec: ModelSpec) -> dict[str, tuple[int, str]]:
+    """Layer and site ("mlp.down") of every linear of the layers, by its Hugging Face name without ".weight"."""
+    return {
+        name.removesuffix(".weight"): (layer, parameter.local.removesuffix(".weight"))
+        for parameter in declare(spec)[1].values()
+        if len(parameter.shape) == 3 and not parameter.is_adapter  # a stacked matrix is a linear
+        for name, layer in zip(hf_names(spec.family, parameter), parameter.layers)
+    }
 
 
 def is_ignorable(spec: ModelSpec, name: str) -> bool:

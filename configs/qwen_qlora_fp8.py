@@ -1,0 +1,17 @@
+"""QLoRA of a Qwen3 model on instructions, its linears frozen in FP8; one GPU.
+
+e4m3 with a scale for each square of 128, 1 byte a weight. A checkpoint with weight_scale_inv (Qwen3-8B-FP8) loads as it is:
+give its path and --config.quant.format=None.
+
+    python -m jaxtune.train --config=configs/qwen_qlora_fp8.py
+    python -m jaxtune.train --config=configs/qwen_qlora_fp8.py:PATH_OR_HUB_ID --config.data.datasets[0].path=my.jsonl
+"""
+
+import qwen_lora
+
+
+def get_config(model="Qwen/Qwen3-8B"):
+    """The LoRA recipe on a quantized base."""
+    config = qwen_lora.get_config(model)
+    config.quant.format = "fp8"
+    return config

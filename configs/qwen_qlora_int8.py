@@ -1,0 +1,16 @@
+"""QLoRA of a Qwen3 model on instructions, its linears frozen in INT8; one GPU.
+
+A scale a row, 1 byte a weight: the smallest error of the four formats.
+
+    python -m jaxtune.train --config=configs/qwen_qlora_int8.py
+    python -m jaxtune.train --config=configs/qwen_qlora_int8.py:PATH_OR_HUB_ID --config.data.datasets[0].path=my.jsonl
+"""
+
+import qwen_lora
+
+
+def get_config(model="Qwen/Qwen3-8B"):
+    """The LoRA recipe on a quantized base."""
+    config = qwen_lora.get_config(model)
+    config.quant.format = "int8"
+    return config

@@ -1,0 +1,17 @@
+"""QLoRA of a Qwen3 model on instructions, its linears frozen in NF4; one GPU.
+
+bitsandbytes' format, code for code: blocks of 64 with scales in 8 bits, 0.52 bytes a weight. A checkpoint that bitsandbytes
+quantized needs no recipe of its own: give its path and --config.quant.format=None.
+
+    python -m jaxtune.train --config=configs/qwen_qlora_nf4.py
+    python -m jaxtune.train --config=configs/qwen_qlora_nf4.py:PATH_OR_HUB_ID --config.data.datasets[0].path=my.jsonl
+"""
+
+import qwen_lora
+
+
+def get_config(model="Qwen/Qwen3-8B"):
+    """The LoRA recipe on a quantized base."""
+    config = qwen_lora.get_config(model)
+    config.quant.format = "nf4"
+    return config

@@ -1,0 +1,16 @@
+"""QLoRA of a Qwen3 model on instructions, its linears frozen in NVFP4; one GPU.
+
+e2m1 with an e4m3 scale for each 16 weights, 0.56 bytes a weight; a way to store, on any card.
+
+    python -m jaxtune.train --config=configs/qwen_qlora_nvfp4.py
+    python -m jaxtune.train --config=configs/qwen_qlora_nvfp4.py:PATH_OR_HUB_ID --config.data.datasets[0].path=my.jsonl
+"""
+
+import qwen_lora
+
+
+def get_config(model="Qwen/Qwen3-8B"):
+    """The LoRA recipe on a quantized base."""
+    config = qwen_lora.get_config(model)
+    config.quant.format = "nvfp4"
+    return config

@@ -1,0 +1,20 @@
+"""Frozen weights in 4 and 8 bits: quantized arrays that a matmul accepts, and the formats they come in.
+
+A format is a module here of the format's name; its README says how to add one.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from jaxtune.quant.array import QuantizedArray
+from jaxtune.quant.format import Format
+
+if TYPE_CHECKING:
+    from jaxtune.config.schema import Quant
+
+__all__ = ["Format", "QuantizedArray", "format_of"]
+
+
+def format_of(options: "Quant", parameter: str) -> Format:
+    """The format that quant.format asks for, for a parameter by its name inside its layer ("mlp.down.weight")."""
+    return import_module(f"{__name__}.{options.format}").format_of(options, parameter)

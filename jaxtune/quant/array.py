@@ -1,0 +1,113 @@
+"""The one quantized array: codes, scales of blocks, and where it is needed a scale of the scales."""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, UInt8
+
+from jaxtune.quant.dynamic_map import DYNAMIC_MAP
+from pallas_kernels import quant_matmul
+from pallas_kernels.quant_matmul.elements import ELEMENTS
+
+SCALES_PER_OUTER = 256  # of bitsandbytes' double quantization
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("codes", "scales", "outer_scales", "offset"),
+    meta_fields=("elements", "dtype"),
+)
+@dataclass(frozen=True)
+class QuantizedArray:
+    """A matrix (o, i), or a stack of them, in 4 or 8 bits: value(code) * scale of its block.
+
+    A pytree: scanned, sharded, moved and saved like the arrays it holds.
+
+    Attributes:
+        codes: one byte an element, or two elements a byte, the first in the high four bits.
+        scales: one a block of r x c elements, the blocks in the order of the matrix: float32; or 8-bit codes.
+        outer_scales: of 8-bit scales. With `offset` (bitsandbytes' double quantization, Dettmers et al. 2023) the
+            scales are codes of the dynamic map, and each 256 of them, in row-major order, have one outer scale;
+            without, they are e4m3 and the matrix has one outer scale (NVFP4).
+        offset: added to doubly quantized scales.
+        elements: what a code stands for, a name of `pallas_kernels.quant_matmul`.
+        dtype: what it is dequantized to.
+    """
+
+    codes: UInt8[Array, "*stack o i_packed"]
+    scales: Any
+    outer_scales: Float[Array, "*stack n"] | None
+    offset: Float[Array, "*stack"] | None
+    elements: str
+    dtype: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the matrix it stands for, with the axis of a stack."""
+        *stack, rows, columns = self.codes.shape
+        return (*stack, rows, columns * ELEMENTS[self.elements].packed)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all it holds, over all devices."""
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
+    def kernel_scales(self) -> tuple[Array, Array | None]:
+        """What the kernels take, of one matrix: scales of blocks (float32, or e4m3 codes) and a scale of the matrix."""
+        if self.offset is None:
+            return self.scales, None if self.outer_scales is None else self.outer_scales[0]
+        spec = jax.typeof(self.scales).sharding.spec
+        rows, columns = self.scales.shape
+        outer = jnp.arange(rows)[:, None] * columns + jnp.arange(columns)[None, :]
+        assert self.outer_scales is not None
+        scale_of_scale = self.outer_scales.at[outer // SCALES_PER_OUTER].get(out_sharding=spec)
+        value = jnp.asarray(DYNAMIC_MAP).at[self.scales].get(out_sharding=spec)
+        return value * scale_of_scale + self.offset, None
+
+    def dequantize(self) -> Float[Array, "*stack o i"]:
+        """The matrix, or the stack, in `dtype`, sharded as the codes are."""
+        if self.codes.ndim > 2:
+            return jax.lax.map(lambda matrix: matrix.dequantize(), self)
+        scales, tensor_scale = self.kernel_scales()
+        kernel = partial(quant_matmul.dequantize, elements=self.elements, dtype=self.dtype)
+        arguments = (self.codes, scales) if tensor_scale is None else (self.codes, scales, tensor_scale)
+        specs = tuple(jax.typeof(array).sharding.spec for array in arguments)
+        return jax.shard_map(kernel, in_specs=specs, out_specs=specs[0])(*arguments)
+
+
+def in_blocks(weight: Float[Array, "o i"], block: tuple[int, int]) -> Float[Array, "o/r r i/c c"]:
+    """The elements of each block, float32.
+
+    What is computed on this view is one loop over the matrix: scales spread over the matrix would be a copy of it.
+    """
+    rows, columns = block
+    o, i = weight.shape
+    return weight.reshape(o // rows, rows, i // columns, columns).astype(jnp.float32)
+
+
+def block_absmax(blocks: Float[Array, "o/r r i/c c"]) -> Float[Array, "o/r i/c"]:
+    """The largest magnitude in each block."""
+    return jnp.abs(blocks).max(axis=(1, 3))
+
+
+def by_block(scales: Float[Array, "o/r i/c"]) -> Float[Array, "o/r 1 i/c 1"]:
+    """Values of blocks, to be combined with their elements."""
+    return scales[:, None, :, None]
+
+
+def pack(codes: UInt8[Array, "*shape i"]) -> UInt8[Array, "*shape i/2"]:
+    """Two 4-bit codes a byte, the first in the high bits, as bitsandbytes has them."""
+    return (codes[..., ::2] << 4) | codes[..., 1::2]
+
+
+def nearest(values: Float[Array, "*shape"], table: np.ndarray) -> UInt8[Array, "*shape"]:
+    """Index of the nearest entry of an ascending table; halfway goes to the lower one, as torch.bucketize has it."""
+    bounds = (table[:-1] + table[1:]) / np.float32(2)
+    if len(bounds) > 16:
+        return jnp.searchsorted(jnp.asarray(bounds), values).astype(jnp.uint8)
+    return sum((values > bound).astype(jnp.uint8) for bound in bounds)  # type: ignore[return-value]

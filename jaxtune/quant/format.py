@@ -1,0 +1,89 @@
+"""What a format is: a block, and a function from a matrix to a QuantizedArray; its layout and its checks."""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import jax
+from jaxtyping import Array, Float
+
+from jaxtune.parallel.layout import sharding, spec
+from jaxtune.quant.array import QuantizedArray
+
+if TYPE_CHECKING:
+    from jaxtune.models.parameters import Parameter
+
+
+@dataclass(frozen=True)
+class Format:
+    """A way to quantize: equal ones are the same to a jit.
+
+    Attributes:
+        elements: what a code stands for, a name of `pallas_kernels.quant_matmul`.
+        block: rows and columns that share a scale; None: all of them.
+    """
+
+    elements: str
+    block: tuple[int | None, int | None]
+
+    @abstractmethod
+    def quantize(self, weight: Float[Array, "o i"]) -> QuantizedArray:
+        """The matrix, finite and of any float dtype, in pure jax.numpy."""
+
+    def block_of(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Rows and columns of a block of a matrix of this shape."""
+        rows, columns = self.block
+        return rows or shape[0], columns or shape[1]
+
+    def misfit(self, shape: tuple[int, ...]) -> str | None:
+        """Why a matrix of this shape has no whole number of blocks, or None."""
+        rows, columns = self.block_of(shape)
+        if shape[0] % rows or shape[1] % columns:
+            return f"{self.elements} blocks of {rows} x {columns} do not divide {shape[0]} x {shape[1]}"
+        return None
+
+    def abstract(self, shape: tuple[int, ...], dtype: Any, axes: tuple[str | None, ...]) -> QuantizedArray:
+        """Shapes, dtypes and shardings of a parameter of this shape, logical axes and dtype on the current mesh."""
+        *stack, rows, columns = shape
+        matrix = jax.eval_shape(self.quantize, jax.ShapeDtypeStruct((rows, columns), dtype))
+
+        def leaf(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            inner = [axis if array.ndim == 2 and size > 1 else None for axis, size in zip(axes[-2:], array.shape)]
+            return jax.ShapeDtypeStruct(
+                (*stack, *array.shape), array.dtype, sharding=sharding(*axes[: len(stack)], *inner)
+            )
+
+        return jax.tree.map(leaf, matrix)
+
+
+def quantized(weight: Float[Array, "o i"], format: Format, axes: tuple[str | None, ...]) -> QuantizedArray:
+    """A matrix with these logical axes, quantized where it is."""
+    place = jax.tree.map(lambda leaf: leaf.sharding.spec, format.abstract(weight.shape, weight.dtype, axes))
+    return _quantized(weight, format, place)
+
+
+@partial(jax.jit, static_argnames=("format", "place"))
+def _quantized(weight: Float[Array, "o i"], format: Format, place: QuantizedArray) -> QuantizedArray:
+    """`place`: the PartitionSpec of each array."""
+    return cast(QuantizedArray, jax.sharding.auto_axes(format.quantize, out_sharding=place)(weight))
+
+
+def undivided_blocks(
+    parameters: Mapping[str, "Parameter"], formats: Mapping[str, Format], mesh: jax.sharding.Mesh
+) -> list[str]:
+    """Complaints about scales that the mesh does not divide: a block is never split."""
+    complaints = set()
+    for name, format in formats.items():
+        parameter = parameters[name]
+        block = format.block_of(parameter.shape[-2:])
+        for axis_name, size, elements in zip(parameter.axes[-2:], parameter.shape[-2:], block):
+            (axis,) = spec(axis_name)
+            blocks = size // elements
+            if isinstance(axis, str) and blocks > 1 and blocks % mesh.shape[axis]:
+                complaints.add(
+                    f"mesh.{axis}={mesh.shape[axis]} does not divide the {blocks} blocks of {elements} in "
+                    f"{axis_name}={size} of {parameter.local}; quant.block_size or quant.exclude would help"
+                )
+    return sorted(complaints)

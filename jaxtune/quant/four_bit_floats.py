@@ -1,0 +1,56 @@
+"""What NF4 and FP4 share: bitsandbytes' 4-bit tables, and its double quantization of the scales."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, UInt8
+
+from jaxtune.quant.array import SCALES_PER_OUTER, QuantizedArray, block_absmax, by_block, in_blocks, nearest, pack
+from jaxtune.quant.dynamic_map import DYNAMIC_MAP
+from jaxtune.quant.format import Format
+from pallas_kernels.quant_matmul.elements import ELEMENTS
+
+if TYPE_CHECKING:
+    from jaxtune.config.schema import Quant
+
+TINY = np.finfo(np.float32).tiny  # floor of a divisor; bitsandbytes' 1e-38 is subnormal, which XLA takes for zero
+
+
+def four_bit_format(elements: str, options: "Quant") -> Format:
+    """NF4 or FP4 with a scale for quant.block_size (64) elements of a row."""
+    block = options.block_size if isinstance(options.block_size, int) else 64
+    return FourBitFloats(elements, (1, block), options.double_quant)
+
+
+@dataclass(frozen=True)
+class FourBitFloats(Format):
+    """NF4 or FP4 (Dettmers et al. 2023, arXiv:2305.14314): codes equal to bitsandbytes' `quantize_4bit`."""
+
+    double_quant: bool
+
+    def quantize(self, weight: Float[Array, "o i"]) -> QuantizedArray:
+        """A scale a block of a row; with `double_quant` the scales in 8 bits."""
+        table = np.asarray(ELEMENTS[self.elements].values, np.float32)
+        order = np.argsort(table, stable=True)  # FP4's codes are not in the order of their values
+        blocks = in_blocks(weight, self.block_of(weight.shape))
+        absmax = block_absmax(blocks)
+        elements = jnp.clip(blocks * by_block(1.0 / jnp.maximum(absmax, TINY)), -1, 1)
+        codes = jnp.asarray(order, jnp.uint8)[nearest(elements, table[order])]
+        codes = pack(codes).reshape(len(weight), -1)
+        scales = doubly_quantized(absmax) if self.double_quant else (absmax, None, None)
+        return QuantizedArray(codes, *scales, self.elements, weight.dtype)
+
+
+def doubly_quantized(
+    absmax: Float[Array, "o n"],
+) -> tuple[UInt8[Array, "o n"], Float[Array, " m"], Float[Array, ""]]:
+    """8-bit codes of the scales less their mean, the scale of each 256 codes, and the mean (`quantize_blockwise`)."""
+    offset = absmax.mean()
+    centred = (absmax - offset).reshape(-1)
+    groups = jnp.pad(centred, (0, -centred.size % SCALES_PER_OUTER)).reshape(-1, SCALES_PER_OUTER)
+    outer = jnp.abs(groups).max(axis=1)
+    elements = jnp.clip(groups * (1.0 / jnp.maximum(outer, TINY))[:, None], -1, 1)
+    codes = nearest(elements, DYNAMIC_MAP).reshape(-1)[: centred.size]
+    return codes.reshape(absmax.shape), outer, offset

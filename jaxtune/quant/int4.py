@@ -1,0 +1,14 @@
+"""INT4, weights only: a scale a row, or quant.block_size elements of it."""
+
+from typing import TYPE_CHECKING
+
+from jaxtune.quant.format import Format
+from jaxtune.quant.integers import integer_format
+
+if TYPE_CHECKING:
+    from jaxtune.config.schema import Quant
+
+
+def format_of(options: "Quant", parameter: str) -> Format:
+    """Symmetric, from -7 to 7."""
+    return integer_format(4, options)

@@ -1,0 +1,14 @@
+"""INT8, weights only: a scale a row, or quant.block_size elements of it."""
+
+from typing import TYPE_CHECKING
+
+from jaxtune.quant.format import Format
+from jaxtune.quant.integers import integer_format
+
+if TYPE_CHECKING:
+    from jaxtune.config.schema import Quant
+
+
+def format_of(options: "Quant", parameter: str) -> Format:
+    """Symmetric, from -127 to 127."""
+    return integer_format(8, options)

@@ -1,0 +1,35 @@
+"""What INT8 and INT4 share: symmetric integers with a float32 scale a row, or a block of it."""
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxtune.quant.array import QuantizedArray, block_absmax, by_block, in_blocks, pack
+from jaxtune.quant.format import Format
+from pallas_kernels.quant_matmul.elements import ELEMENTS
+
+if TYPE_CHECKING:
+    from jaxtune.config.schema import Quant
+
+
+def integer_format(bits: int, options: "Quant") -> Format:
+    """INT8 or INT4: a scale a row, or quant.block_size elements of it."""
+    return Integers(f"int{bits}", (1, options.block_size if isinstance(options.block_size, int) else None))
+
+
+class Integers(Format):
+    """As many codes below zero as above: the lowest is not used. A block of zeros has scale 1."""
+
+    def quantize(self, weight: Float[Array, "o i"]) -> QuantizedArray:
+        """Rounded to nearest, halfway to even."""
+        bits = ELEMENTS[self.elements].bits
+        largest = 2 ** (bits - 1) - 1
+        blocks = in_blocks(weight, self.block_of(weight.shape))
+        absmax = block_absmax(blocks)
+        scales = jnp.where(absmax == 0, 1.0, absmax / largest)
+        whole = jnp.clip(jnp.round(blocks / by_block(scales)), -largest, largest).astype(jnp.int8)
+        codes = jax.lax.bitcast_convert_type(whole, jnp.uint8)
+        codes = (pack(codes & 15) if bits == 4 else codes).reshape(len(weight), -1)
+        return QuantizedArray(codes, scales, None, None, self.elements, weight.dtype)

@@ -1,0 +1,14 @@
+"""NF4: 16 quantiles of a normal distribution, a scale a block of a row (Dettmers et al. 2023, arXiv:2305.14314)."""
+
+from typing import TYPE_CHECKING
+
+from jaxtune.quant.format import Format
+from jaxtune.quant.four_bit_floats import four_bit_format
+
+if TYPE_CHECKING:
+    from jaxtune.config.schema import Quant
+
+
+def format_of(options: "Quant", parameter: str) -> Format:
+    """By quant.block_size and quant.double_quant."""
+    return four_bit_format("nf4", options)

@@ -1,0 +1,68 @@
+"""NVFP4: e2m1 elements, an e4m3 scale each 16 of a row, a float32 scale a matrix (NVIDIA, arXiv:2509.25149)."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt8
+
+from jaxtune.quant.array import QuantizedArray, block_absmax, by_block, in_blocks, pack
+from jaxtune.quant.format import Format
+from pallas_kernels.quant_matmul.elements import ELEMENTS
+
+if TYPE_CHECKING:
+    from jaxtune.config.schema import Quant
+
+BLOCK = 16
+LARGEST, LARGEST_SCALE = 6.0, 448.0
+SMALLEST_SCALE = 2.0**-9  # the least e4m3 above zero
+
+
+def format_of(options: "Quant", parameter: str) -> Format:
+    """Blocks of 16 elements of a row."""
+    return Nvfp4("e2m1", (1, BLOCK), options.four_over_six)
+
+
+@dataclass(frozen=True)
+class Nvfp4(Format):
+    """With `four_over_six` the largest of a block becomes 4 instead of 6 where its squared error is then smaller."""
+
+    four_over_six: bool
+
+    def quantize(self, weight: Float[Array, "o i"]) -> QuantizedArray:
+        """Two levels of scales; a matrix of zeros has scale 1."""
+        blocks = in_blocks(weight, (1, BLOCK))
+        absmax = block_absmax(blocks)
+        largest = absmax.max()
+        tensor_scale = jnp.where(largest == 0, 1.0, largest / (LARGEST * LARGEST_SCALE))
+        scales = _block_scales(absmax, LARGEST, tensor_scale)
+        if self.four_over_six:
+            # Cook et al. 2025, arXiv:2512.02010. The tensor's scale stays, so that no block is worse off; it leaves no
+            # room for a scale 6 / 4 times as large in the blocks nearest to the largest element.
+            larger = _block_scales(absmax, 4.0, tensor_scale)
+            better = _error(blocks, larger * tensor_scale) < _error(blocks, scales * tensor_scale)
+            scales = jnp.where(better, larger, scales)
+        codes = pack(_nearest_e2m1(blocks / by_block(scales * tensor_scale))).reshape(len(weight), -1)
+        stored = jax.lax.bitcast_convert_type(scales.astype(jnp.float8_e4m3fn), jnp.uint8)
+        return QuantizedArray(codes, stored, tensor_scale[None], None, self.elements, weight.dtype)
+
+
+def _block_scales(absmax: Float[Array, "o n"], becomes: float, tensor_scale: Float[Array, ""]) -> Float[Array, "o n"]:
+    """Scales, rounded to e4m3, by which the largest element of a block becomes this."""
+    wanted = jnp.clip(absmax / becomes / tensor_scale, SMALLEST_SCALE, LARGEST_SCALE)
+    return wanted.astype(jnp.float8_e4m3fn).astype(jnp.float32)
+
+
+def _error(blocks: Float[Array, "o 1 n 16"], scales: Float[Array, "o n"]) -> Float[Array, "o n"]:
+    """Squared error of each block when quantized with these scales."""
+    values = ELEMENTS["e2m1"].decode(_nearest_e2m1(blocks / by_block(scales)))
+    return jnp.square(values * by_block(scales) - blocks).sum(axis=(1, 3))
+
+
+def _nearest_e2m1(x: Float[Array, "*shape"]) -> UInt8[Array, "*shape"]:
+    """Codes of 0, 0.5, 1, 1.5, 2, 3, 4, 6, halfway to the even code, the sign in the high bit; beyond 6 saturates."""
+    a = jnp.abs(x)
+    bounds = (a > 0.25, a >= 0.75, a > 1.25, a >= 1.75, a > 2.5, a >= 3.5, a > 5.0)
+    magnitude = sum(above.astype(jnp.uint8) for above in bounds)
+    return magnitude | (jnp.signbit(x).astype(jnp.uint8) << 3)

@@ -1,0 +1,58 @@
+"""FP8 weights times FP8 activations: the public op, its backends, and how activations become FP8."""
+
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels import registry
+from pallas_kernels.fp8_matmul import cublaslt, mosaic, reference
+from pallas_kernels.fp8_matmul.derivative import without_derivative
+from pallas_kernels.fp8_matmul.quantize import block_scales, quantize
+from pallas_kernels.fp8_matmul.request import request_for
+from pallas_kernels.gpus import current_device
+from pallas_kernels.registry import ANY_CARD, Backend
+
+__all__ = ["BACKENDS", "block_scales", "fp8_matmul", "quantize"]
+
+# In order of preference. cuBLASLt is asked for by plain XLA, which tests/kernels runs on a CPU; Mosaic is not taken by
+# 'auto' before a run on a card is kept in benchmarks/results.
+BACKENDS = (
+    Backend("cublaslt", cublaslt.multiply, cublaslt.refuses, {ANY_CARD: "tests of the expression"}),
+    Backend("mosaic", mosaic.multiply, mosaic.refuses, {}),
+    Backend("xla", reference.multiply, registry.never_refuses, {ANY_CARD: "tests"}),
+)
+
+
+def fp8_matmul(
+    x: Float[Array, "m k"],
+    weight: Float[Array, "n k"],
+    x_scale: Float[Array, "r c"],
+    weight_scale: Float[Array, "s d"],
+    *,
+    dtype: Any = jnp.bfloat16,
+    fast_accumulation: bool = False,
+    backend: str = "auto",
+) -> Float[Array, "m n"]:
+    """x W^T of FP8 arrays with scales, accumulated in float32 (Micikevicius et al. 2022, arXiv:2209.05433).
+
+    x: float8_e4m3fn or float8_e5m2. weight: float8_e4m3fn. Each scale is float32 and multiplies the codes of a block,
+    inferred from the shapes: (1, 1) is one scale for all, (m, 1) one a row, (m, k / 128) with (n / 128, k / 128) the
+    blocks of DeepSeek-V3 (arXiv:2412.19437). `block_scales` and `quantize` make them. dtype: of the result, bfloat16,
+    float16 or float32.
+
+    fast_accumulation lets a backend sum over all of k in the tensor core's own registers, which on Hopper are short of
+    float32: common in forward passes (Transformer Engine), not in backward ones.
+
+    It has no derivative: differentiating it raises TypeError. The backward pass of a frozen FP8 weight multiplies by
+    the dequantized one.
+
+    `backend`: 'auto', or a name in BACKENDS; 'cublaslt' needs the compiler option xla_gpu_enable_triton_gemm=False.
+    Raises ValueError for shapes and dtypes that do not fit, and for a backend that cannot run this on the device at
+    hand.
+    """
+    request = request_for(x, weight, x_scale, weight_scale, dtype, fast_accumulation)
+    chosen = registry.choose("fp8_matmul", BACKENDS, current_device(), request, backend)
+    multiply = without_derivative("fp8_matmul", partial(chosen.run, request=request))
+    return multiply(x, weight, x_scale, weight_scale)

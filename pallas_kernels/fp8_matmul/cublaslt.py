@@ -1,0 +1,49 @@
+"""FP8 by cuBLASLt: a dot of FP8 arrays, which XLA rewrites to its call `__cublas$lt$matmul$f8`.
+
+The rewrite needs jax.jit's compiler option xla_gpu_enable_triton_gemm=False; without it XLA takes the same product to a
+Triton fusion. The scales do not go to cuBLASLt: XLA passes them only in the dtype of the result, which would round them
+to bfloat16. They multiply the result in float32, in the fusion that uses it, so they may differ by row and by column.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.fp8_matmul.reference import spread
+from pallas_kernels.fp8_matmul.request import Request
+from pallas_kernels.gpus import Device
+
+
+def refuses(device: Device, request: Request) -> str | None:
+    """Why the call cannot run a request on a device, or None."""
+    if device.capability is None or device.capability < (8, 9):
+        return "it needs a GPU with FP8 units (compute capability 8.9 or later)"
+    if request.x_scales[1] != 1 or request.weight_scales[1] != 1:
+        return (
+            f"its scales must be equal along k, of shapes (r, 1), not {request.x_scales} for x and "
+            f"{request.weight_scales} for the weight"
+        )
+    if request.columns % 16 or request.depth % 16:
+        return f"weight sizes must be multiples of 16, not {request.columns} x {request.depth}: XLA would pad a copy"
+    if request.rows == 1:
+        return "XLA makes a reduction of a single row"
+    if request.dtype == jnp.float16:
+        return "float16 would overflow before the scales"
+    return None
+
+
+def multiply(
+    x: Float[Array, "m k"],
+    weight: Float[Array, "n k"],
+    x_scale: Float[Array, "r 1"],
+    weight_scale: Float[Array, "s 1"],
+    request: Request,
+) -> Float[Array, "m n"]:
+    """x W^T. In bfloat16 it is rounded twice, before the scales and after them."""
+    # At the highest precision XLA asks cuBLASLt not to accumulate fast.
+    precision = jax.lax.Precision.DEFAULT if request.fast_accumulation else jax.lax.Precision.HIGHEST
+    product = jax.lax.dot_general(
+        x, weight, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=request.dtype
+    )
+    scale = spread(x_scale, (request.rows, 1)) * spread(weight_scale, (request.columns, 1)).T
+    return (product.astype(jnp.float32) * scale).astype(request.dtype)

@@ -1,0 +1,45 @@
+"""To FP8 with scales in blocks, as the activations of fp8_matmul are made."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.fp8_matmul.derivative import without_derivative
+from pallas_kernels.fp8_matmul.reference import spread
+
+
+def block_scales(
+    x: Float[Array, "m k"], block: tuple[int | None, int | None] = (None, None), dtype: Any = jnp.float8_e4m3fn
+) -> Float[Array, "r c"]:
+    """Scales with which each block of x just fills an FP8 dtype: its largest magnitude over the largest of the dtype.
+
+    block: its rows and columns, None for all of them: (None, None) is one scale for the tensor, (1, None) one a row,
+    (1, 128) and (128, 128) are DeepSeek-V3's for activations and weights (arXiv:2412.19437). float32; 1 for a block of
+    zeros or of magnitudes too small for float32's normal numbers. What is not finite has no part in it. Raises
+    ValueError where blocks do not divide x.
+    """
+    rows = x.shape[0] if block[0] is None else block[0]
+    columns = x.shape[1] if block[1] is None else block[1]
+    if min(rows, columns) < 1 or x.shape[0] % rows or x.shape[1] % columns:
+        raise ValueError(f"block_scales: blocks of {rows} x {columns} do not divide x {x.shape}")
+    blocks = jnp.abs(x.astype(jnp.float32)).reshape(x.shape[0] // rows, rows, x.shape[1] // columns, columns)
+    scale = jnp.max(blocks, axis=(1, 3), where=jnp.isfinite(blocks), initial=0.0) / float(jnp.finfo(dtype).max)
+    return jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1.0, scale)
+
+
+def quantize(x: Float[Array, "m k"], scale: Float[Array, "r c"], dtype: Any = jnp.float8_e4m3fn) -> Float[Array, "m k"]:
+    """FP8 codes of x: x / scale to the nearest, ties to even; codes * scale is about x.
+
+    dtype: float8_e4m3fn or float8_e5m2. scale: of `block_scales`, or known from before (delayed scaling): what is too
+    large for it saturates (at 448 and 57344), what is not finite becomes NaN. It has no derivative: differentiating it
+    raises TypeError.
+    """
+
+    def codes(x, scale):
+        limits = jnp.finfo(dtype)
+        scaled = x.astype(jnp.float32) / spread(scale, x.shape)
+        saturated = jnp.clip(scaled, float(limits.min), float(limits.max))
+        return jnp.where(jnp.isfinite(x), saturated, jnp.nan).astype(dtype)
+
+    return without_derivative("quantize", codes)(x, scale)

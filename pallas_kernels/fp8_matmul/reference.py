@@ -1,0 +1,28 @@
+"""FP8 products in plain jnp: both sides as float32 values, so right everywhere and without the FP8 units anywhere."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.fp8_matmul.request import Request
+
+
+def multiply(
+    x: Float[Array, "m k"],
+    weight: Float[Array, "n k"],
+    x_scale: Float[Array, "r c"],
+    weight_scale: Float[Array, "s d"],
+    request: Request,
+) -> Float[Array, "m n"]:
+    """x W^T of the values that codes and scales stand for. A float32 copy of the weight may be made."""
+    values = (
+        codes.astype(jnp.float32) * spread(scale, codes.shape)
+        for codes, scale in ((x, x_scale), (weight, weight_scale))
+    )
+    return jnp.einsum("mk,nk->mn", *values, precision=jax.lax.Precision.HIGHEST).astype(request.dtype)
+
+
+def spread(scale: Float[Array, "r c"], shape: tuple[int, ...]) -> Float[Array, "m k"]:
+    """Every scale over the block of an array of this shape that it stands for."""
+    (rows, columns), (r, c) = shape, scale.shape
+    return jnp.broadcast_to(scale[:, None, :, None], (r, rows // r, c, columns // c)).reshape(shape)

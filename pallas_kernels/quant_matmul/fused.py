@@ -1,0 +1,144 @@
+"""Products of few rows with a quantized weight as Pallas-Triton kernels: it is decoded tile by tile, in registers.
+
+One kernel for x W^T and one for x W. The two elements of a byte are never put side by side: each half of the bytes is
+multiplied by every second column of x, or makes every second column of the result. Where too few tiles would keep the
+card busy, the contraction is cut in `splits`, whose float32 sums are added afterwards: no atomics, the same every run.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, UInt8
+
+from pallas_kernels.gpus import Device
+from pallas_kernels.quant_matmul import triton
+from pallas_kernels.quant_matmul.layout import Layout, Request, block_scales
+from pallas_kernels.quant_matmul.tiles import PROGRAMS, Tile, tile_for
+from pallas_kernels.quant_matmul.triton import decoded, kernel_operands, span, whole
+
+
+def refuses(device: Device, request: Request) -> str | None:
+    """Why these kernels cannot run a request on a device, or None."""
+    if request.dtype == jnp.float32:
+        return "no matrix unit multiplies float32, and without one it is slower than a whole weight"
+    if not request.rows:
+        return "x has no rows"
+    return triton.refuses(device, request)
+
+
+def multiply(
+    x: Float[Array, "m k"],
+    codes: UInt8[Array, "o packed"],
+    scales: Array,
+    tensor_scale: Float[Array, ""] | None,
+    layout: Layout,
+    transposed: bool,
+    *,
+    tile: Tile | None = None,
+    splits: int | None = None,
+    interpret: bool = False,
+) -> Float[Array, "m n"]:
+    """x W^T, or x W if `transposed`."""
+    m, packed = len(x), layout.elements.packed
+    tile = tile or tile_for(m)
+    operands = kernel_operands(codes, scales, tensor_scale, layout)
+    tiles, steps = pl.cdiv(layout.rows, tile.block_rows), pl.cdiv(layout.columns, tile.block_columns)
+    if transposed:
+        tiles, steps = steps, tiles
+    else:
+        x = x.reshape(m, -1, packed).transpose(2, 0, 1)
+    blocks_m = pl.cdiv(m, tile.block_m)
+    splits = splits or max(1, min(steps, PROGRAMS // (tiles * blocks_m)))
+    width = layout.columns if transposed else layout.rows
+    out = jax.ShapeDtypeStruct(
+        (splits, m, width), x.dtype if splits == 1 else jnp.float32, manual_axis_type=jax.typeof(x).manual_axis_type
+    )
+    kernel = _transposed_kernel if transposed else _kernel
+    out = pl.pallas_call(
+        partial(kernel, layout=layout, tile=tile, steps=pl.cdiv(steps, splits)),
+        grid=(tiles, blocks_m, splits),
+        in_specs=[whole(x), *map(whole, operands)],
+        out_specs=whole(out),
+        out_shape=out,
+        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=1),
+        interpret=interpret,
+        name="quant_matmul" + "_transposed" * transposed,
+    )(x, *operands)
+    return out[0] if splits == 1 else jnp.sum(out, axis=0).astype(x.dtype)
+
+
+def _kernel(x_ref, *refs, layout: Layout, tile: Tile, steps: int):
+    *stored, out_ref = refs
+    parts, m, width = x_ref.shape
+    block, first = pl.program_id(0), pl.program_id(2) * steps
+    mine = span(pl.program_id(1), tile.block_m)
+
+    def step(k, carry):
+        held, total = carry
+        following = _read(block, first + k + 1, stored, layout, tile)
+        byte = span(first + k, tile.block_columns // parts)
+        mask = (mine < m)[:, None] & (byte < width)[None, :]
+        for part, weight in enumerate(_weights(held, stored, layout, x_ref.dtype)):
+            x = plgpu.load(x_ref.at[part, mine[:, None], byte[None, :]], mask=mask, other=0)
+            total += plgpu.dot(weight, x.T)
+        return following, total
+
+    zeros = jnp.zeros((tile.block_rows, tile.block_m), jnp.float32)
+    _, total = jax.lax.fori_loop(0, steps, step, (_read(block, first, stored, layout, tile), zeros))
+    _store(out_ref, mine, span(block, tile.block_rows), total.T)
+
+
+def _transposed_kernel(x_ref, *refs, layout: Layout, tile: Tile, steps: int):
+    *stored, out_ref = refs
+    m, height = x_ref.shape
+    block, first = pl.program_id(0), pl.program_id(2) * steps
+    mine = span(pl.program_id(1), tile.block_m)
+
+    def step(k, carry):
+        held, totals = carry
+        following = _read(first + k + 1, block, stored, layout, tile)
+        row = span(first + k, tile.block_rows)
+        mask = (mine < m)[:, None] & (row < height)[None, :]
+        x = plgpu.load(x_ref.at[mine[:, None], row[None, :]], mask=mask, other=0)
+        weights = _weights(held, stored, layout, x_ref.dtype)
+        return following, tuple(total + plgpu.dot(x, weight) for total, weight in zip(totals, weights))
+
+    parts = layout.elements.packed
+    zeros = (jnp.zeros((tile.block_m, tile.block_columns // parts), jnp.float32),) * parts
+    _, totals = jax.lax.fori_loop(0, steps, step, (_read(first, block, stored, layout, tile), zeros))
+    total = totals[0] if parts == 1 else jnp.stack(totals, axis=-1).reshape(tile.block_m, -1)
+    _store(out_ref, mine, span(block, tile.block_columns), total)
+
+
+def _read(row_block, column_block, stored, layout: Layout, tile: Tile) -> tuple[Array, Array]:
+    """Codes and scales of a tile, read a step before they are used. Zero where it reaches over the weight."""
+    codes_ref, scales_ref, *_ = stored
+    block_bytes = tile.block_columns // layout.elements.packed
+    row, byte = span(row_block, tile.block_rows), span(column_block, block_bytes)
+    inside = (row < codes_ref.shape[0])[:, None] & (byte < codes_ref.shape[1])[None, :]
+    code = plgpu.load(codes_ref.at[row[:, None], byte[None, :]], mask=inside, other=0)
+    blocks = layout.columns // layout.block_columns
+    scale_row = jax.lax.div(row, layout.block_rows) * blocks
+    if layout.block_columns % tile.block_columns == 0:  # one scale a row
+        column = jax.lax.div(column_block * tile.block_columns, layout.block_columns)
+        mask = (row < codes_ref.shape[0]) & (column < blocks)
+        return code, plgpu.load(scales_ref.at[scale_row + column], mask=mask, other=0)
+    column = jax.lax.div(byte, layout.block_columns // layout.elements.packed)
+    return code, plgpu.load(scales_ref.at[scale_row[:, None] + column[None, :]], mask=inside, other=0)
+
+
+def _weights(held: tuple[Array, Array], stored, layout: Layout, dtype) -> tuple[Array, ...]:
+    """The (rows, bytes) of the weight that a tile of bytes holds: one, or that of the high and that of the low bits."""
+    _, _, tensor_scale_ref, *table = stored
+    code, scale = held
+    factor = block_scales(scale, tensor_scale_ref[0])
+    factor = factor if factor.ndim == 2 else factor[:, None]
+    return tuple((value * factor).astype(dtype) for value in decoded(code, layout, *table))
+
+
+def _store(out_ref, row, column, value) -> None:
+    mask = (row < out_ref.shape[1])[:, None] & (column < out_ref.shape[2])[None, :]
+    plgpu.store(out_ref.at[pl.program_id(2), row[:, None], column[None, :]], value.astype(out_ref.dtype), mask=mask)

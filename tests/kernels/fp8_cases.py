@@ -1,0 +1,61 @@
+"""FP8 products with scales of every kind, what float64 says of them, and how far from it a backend may be."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Largest error over the largest magnitude. Rounding to bfloat16 is off by up to 2^-8, and cuBLASLt's results are
+# rounded twice.
+TOLERANCE = {"float32": 2e-6, "bfloat16": 2**-7, "float16": 2**-10}
+# Rows and columns under one scale, of x and of the weight; None: all of them.
+TENSOR, ROW, BLOCKS = ((None, None), (None, None)), ((1, None), (1, None)), ((1, 128), (128, 128))
+
+
+@dataclass(frozen=True)
+class Case:
+    rows: int = 24
+    columns: int = 256
+    depth: int = 384
+    blocks: tuple = TENSOR
+    x_dtype: str = "float8_e4m3fn"
+    dtype: str = "bfloat16"
+
+
+class Arguments(NamedTuple):
+    x: jax.Array
+    weight: jax.Array
+    x_scale: jax.Array
+    weight_scale: jax.Array
+
+
+def arguments(case: Case, seed: int = 0) -> Arguments:
+    """Codes over most of their range, and scales that all differ."""
+    rng = np.random.default_rng(seed)
+
+    def side(rows, dtype, block):
+        codes = jnp.asarray(rng.normal(size=(rows, case.depth)) * 60, jnp.float32).clip(-448, 448).astype(dtype)
+        shape = tuple(1 if part is None else size // part for size, part in zip(codes.shape, block))
+        return codes, jnp.asarray(rng.uniform(0.001, 0.01, shape), jnp.float32)
+
+    x, x_scale = side(case.rows, case.x_dtype, case.blocks[0])
+    weight, weight_scale = side(case.columns, "float8_e4m3fn", case.blocks[1])
+    return Arguments(x, weight, x_scale, weight_scale)
+
+
+def dequantized(codes, scale) -> np.ndarray:
+    """What codes and scales stand for, in float64."""
+    codes, scale = np.asarray(codes, np.float64), np.asarray(scale, np.float64)
+    return codes * np.kron(scale, np.ones((codes.shape[0] // scale.shape[0], codes.shape[1] // scale.shape[1])))
+
+
+def assert_close(got, given: Arguments, dtype: str, tolerance: float = 0.0) -> None:
+    """A product is of this dtype and near to what float64 makes of the arguments, by this or the dtype's tolerance."""
+    assert got.dtype == dtype
+    expected = dequantized(given.x, given.x_scale) @ dequantized(given.weight, given.weight_scale).T
+    assert (
+        np.abs(np.asarray(got, np.float64) - expected).max()
+        <= max(TOLERANCE[dtype], tolerance) * np.abs(expected).max()
+    )

@@ -1,0 +1,110 @@
+"""The QLoRA recipes with a model of the user's: train, kill, resume, evaluate, generate, merge, load elsewhere."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from runs import conversations, losses, metrics, model_folder, run, start
+from safetensors import safe_open
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+FORMATS = ("nf4", "fp8", "nvfp4", "int8")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with some conversations and a tiny Qwen3 whose matrices have whole blocks of every format."""
+    folder = tmp_path_factory.mktemp("home")
+    sizes = dict(hidden_size=128, intermediate_size=256, num_attention_heads=8, num_key_value_heads=4, head_dim=32)
+    model_folder(folder / "model", **sizes)
+    conversations(folder / "chat.jsonl")
+    return folder
+
+
+def command(home: Path, format: str, name: str) -> list[str]:
+    options = {
+        "data.datasets[0].path": home / "chat.jsonl",
+        "data.datasets[0].type": "conversation",
+        "data.validation_split": 0.1,
+        "data.seq_len": 64,
+        "train.output_dir": home / "runs",
+        "train.run_name": name,
+        "train.max_steps": 8,
+        "train.grad_accum_steps": 2,
+        "ckpt.save_steps": 2,
+        "optim.learning_rate": 1e-2,
+        "lora.rank": 4,
+    }
+    recipe = CONFIGS / f"qwen_qlora_{format}.py"
+    settings = [f"--config.{key}={value}" for key, value in options.items()]
+    return ["jaxtune.train", f"--config={recipe}:{home / 'model'}", *settings]
+
+
+@pytest.mark.parametrize("format", [pytest.param(f, marks=[] if f == "nf4" else pytest.mark.slow) for f in FORMATS])
+def test_trains_is_killed_resumes_exactly_exports_and_loads(home, format):
+    run(*command(home, format, f"{format}-whole"))
+    killed = home / "runs" / f"{format}-killed"
+    process = start(*command(home, format, killed.name))
+    while process.poll() is None and not (
+        (killed / "metrics.jsonl").exists() and '"step": 5,' in (killed / "metrics.jsonl").read_text()
+    ):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    run(*command(home, format, killed.name))
+    assert losses(killed) == losses(home / "runs" / f"{format}-whole")
+    found = [row["loss"] for row in metrics(killed) if "loss" in row]
+    assert found[-1] < found[0]
+    checkpoint = sum(file.stat().st_size for file in (killed / "checkpoints" / "8").rglob("*") if file.is_file())
+    assert checkpoint < 0.5 * (home / "model" / "model.safetensors").stat().st_size  # adapters, no base
+
+    evaluated = run("jaxtune.evaluate", f"--run={killed}", *command(home, format, killed.name)[1:])
+    expected = [row["eval_loss"] for row in metrics(killed) if "eval_loss" in row][-1]
+    assert abs(float(evaluated.split("eval_loss ")[1].split()[0]) - expected) <= 1e-5
+    run("jaxtune.generate", f"--model={killed}", "--prompt=say 3", "--chat", "--max_new_tokens=4")
+    merged = home / f"{format}-merged"
+    output = run("jaxtune.export", f"--run={killed}", f"--output={merged}", "--merge")
+    assert "merged onto the dequantized base" in output
+    largest, difference = (
+        float(output.split(part)[1].split()[0].rstrip(",")) for part in ("largest is ", "differ by ")
+    )
+    assert difference <= 0.03 * largest  # rounding to bfloat16, as the recipe stores it
+    with safe_open(merged / "model.safetensors", "numpy") as file:
+        base = safe_open(home / "model" / "model.safetensors", "numpy")
+        assert set(file.keys()) == set(base.keys())
+        up = "model.layers.0.mlp.up_proj.weight"
+        change = np.abs(file.get_tensor(up).astype(np.float32) - base.get_tensor(up)).max()
+        assert 0 < change < 0.1  # of values of about 0.02: a quantization and an adapter
+    assert "quantization_config" not in json.loads((merged / "config.json").read_text())
+
+    torch = pytest.importorskip("torch", reason="loading the results needs torch (Python 3.11 here)")
+    import peft
+    import transformers
+
+    whole = transformers.AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32).eval()
+    # The adapter on the dequantized base is the merged model: take the adapter out of it and put it on again.
+    base = transformers.AutoModelForCausalLM.from_pretrained(home / "model", dtype=torch.float32)
+    adapted = peft.PeftModel.from_pretrained(base, killed / "export").eval()
+    tokens = torch.arange(40)[None] + 60
+    with torch.no_grad():
+        ours, theirs = whole(tokens).logits.numpy(), adapted(tokens).logits.numpy()
+    # The base that peft loaded here is not quantized: the formats' own error stays between them.
+    assert np.abs(ours - theirs).max() <= 0.3 * np.abs(theirs).max()
+
+
+def test_what_cannot_be_quantized_is_refused_by_name(home):
+    """A block that does not divide, and nothing left to quantize: found before a weight is read."""
+    small = home / "small"
+    model_folder(small, hidden_size=96)
+    arguments = command(home, "nf4", "refused")
+    arguments[1] = f"--config={CONFIGS / 'qwen_qlora_nf4.py'}:{small}"
+    output = run(*arguments, code=2)
+    assert "model.layers.0" in output and "do not divide" in output and "quant.exclude" in output
+    assert "Traceback" not in output
+    output = run(*command(home, "nf4", "refused"), "--config.quant.skip_first_layers=2", code=2)
+    assert "no linear to quantize" in output
+    output = run(*command(home, "nf4", "refused"), "--config.lora.enabled=False", code=2)
+    assert "quantized weights are frozen" in output
