@@ -1,64 +1,17 @@
 """The whole LoRA step of Qwen3, as a run compiles it, for an H100 that is not there."""
 
-import json
 import re
-from functools import cache
-from pathlib import Path
+from functools import partial
 
 import pytest
 
 pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not installed")
 
-from jaxtune.compiler import compiler_options
-from jaxtune.config import load_recipe, resolve
-from jaxtune.parallel.mesh import make_mesh
-from jaxtune.state import declare_model
-from jaxtune.train import step_of
-from pallas_kernels import aot
+import compiled_steps
+from compiled_steps import LENGTH, SIZES
 
-RECIPE = Path(__file__).parents[2] / "configs" / "qwen_lora.py"
-LENGTH = 2048
-# hidden, layers, intermediate, query heads
-SIZES = {"0.6B": (1024, 28, 3072, 16), "8B": (4096, 36, 12_288, 32)}
-
-
-def qwen3(size: str) -> dict:
-    hidden, layers, intermediate, heads = SIZES[size]
-    return {
-        "model_type": "qwen3",
-        "architectures": ["Qwen3ForCausalLM"],
-        "vocab_size": 151_936,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "intermediate_size": intermediate,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40_960,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": size != "8B",
-    }
-
-
-@pytest.fixture(scope="module")
-def compiled_step(tmp_path_factory):
-    """The step of configs/qwen_lora.py, 2 rows of 2048 tokens a card, on H100s; without remat unless told."""
-
-    @cache
-    def compiled(size: str, remat: str = "none", cards: int = 1) -> aot.Compiled:
-        folder = tmp_path_factory.mktemp(size)
-        (folder / "config.json").write_text(json.dumps(qwen3(size)))
-        overrides = [("memory.remat", remat), ("mesh.fsdp", "-1"), ("mesh.data", "1")]
-        config = resolve(load_recipe(str(RECIPE), str(folder)), RECIPE.name, overrides)
-        mesh = make_mesh(config.mesh, aot.devices("h100", per_host=cards))
-        model = declare_model(config, mesh)
-        step, arguments = step_of(config, model, mesh, total_steps=100)
-        return aot.compile_for(
-            "h100", step, *arguments, mesh=mesh, donate_argnums=0, compiler_options=compiler_options()
-        )
-
-    return compiled
+compiled_step = partial(compiled_steps.compiled_step, "qwen_lora")
+SMALL_AND_LARGE = ("0.6B", "8B")
 
 
 def arrays(hlo: str) -> set[tuple[str, tuple[int, ...]]]:
@@ -71,19 +24,19 @@ def arrays(hlo: str) -> set[tuple[str, tuple[int, ...]]]:
     ("size", "remat", "gigabytes"),
     [("0.6B", "none", 6.2), ("8B", "none", 32), ("8B", "dots", 31), ("8B", "block", 20)],
 )
-def test_memory_on_an_h100(compiled_step, size, remat, gigabytes):
+def test_memory_on_an_h100(size, remat, gigabytes):
     assert compiled_step(size, remat).memory.peak < gigabytes * 1e9
 
 
-def test_without_remat_nothing_runs_twice(compiled_step):
+def test_without_remat_nothing_runs_twice():
     """Attention forward, dq, dkdv, and one more forward where it is not kept; the weights' products likewise."""
     kept, block = (compiled_step("8B", remat).custom_calls for remat in ("none", "block"))
     assert (kept["__gpu$xla.gpu.triton"], block["__gpu$xla.gpu.triton"]) == (3, 4)
     assert kept["__cublas$lt$matmul"] <= block["__cublas$lt$matmul"] - 6
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_attention_is_packed_flash_attention_alone(compiled_step, size):
+@pytest.mark.parametrize("size", SMALL_AND_LARGE)
+def test_attention_is_packed_flash_attention_alone(size):
     compiled = compiled_step(size)
     assert {kernel.name for kernel in compiled.kernels} == {
         "flash_attention_forward",
@@ -97,8 +50,8 @@ def test_attention_is_packed_flash_attention_alone(compiled_step, size):
     assert not {shape for shape in square if shape[-3:] != queries}
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_frozen_weights_have_no_gradient(compiled_step, size):
+@pytest.mark.parametrize("size", SMALL_AND_LARGE)
+def test_frozen_weights_have_no_gradient(size):
     """A gradient would be a float32 array, or a bfloat16 one that is summed over the micro-batches."""
     hidden, _, intermediate, _ = SIZES[size]
     for dtype, shape in arrays(compiled_step(size).hlo):
@@ -106,8 +59,8 @@ def test_frozen_weights_have_no_gradient(compiled_step, size):
         assert not (weight and dtype == "f32"), (dtype, shape)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_matrix_products_reach_cublaslt(compiled_step, size):
+@pytest.mark.parametrize("size", SMALL_AND_LARGE)
+def test_matrix_products_reach_cublaslt(size):
     """Every product of a weight: 7 linears a layer with 2 adapter products each, forward and backward, and the head."""
     compiled = compiled_step(size)
     assert compiled.custom_calls["__cublas$lt$matmul"] >= 40
@@ -116,7 +69,7 @@ def test_matrix_products_reach_cublaslt(compiled_step, size):
     assert not re.search(r" dot\(", compiled.hlo)
 
 
-def test_four_cards_gather_layer_by_layer(compiled_step):
+def test_four_cards_gather_layer_by_layer():
     one, four = compiled_step("0.6B", remat="block"), compiled_step("0.6B", remat="block", cards=4)
     assert four.memory.arguments < 0.3 * one.memory.arguments
     assert {"all-gather", "reduce-scatter"} <= set(four.collectives)

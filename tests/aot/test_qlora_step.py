@@ -1,0 +1,64 @@
+"""QLoRA steps of real models for an H100 that is not there: what they need, and the table of it in the README."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not installed")
+
+from compiled_steps import SIZES, compiled_step
+
+README = Path(__file__).parents[2] / "README.md"
+# recipe, model, remat, rows of 2048 tokens, most gigabytes
+STEPS = [
+    ("qwen_qlora_nf4", "8B", "block", 2, 12.0),
+    ("qwen_qlora_nf4", "8B", "none", 2, 32.0),
+    ("qwen_qlora_nf4", "32B", "block", 1, 28.0),
+    ("qwen_qlora_nf4", "70B", "block", 1, 56.0),
+    pytest.param("qwen_lora", "8B", "block", 2, 20.0, marks=pytest.mark.slow),
+    pytest.param("qwen_lora", "8B", "none", 2, 32.0, marks=pytest.mark.slow),
+    pytest.param("qwen_qlora_nvfp4", "8B", "block", 2, 13.0, marks=pytest.mark.slow),
+    pytest.param("qwen_qlora_fp8", "8B", "block", 2, 16.0, marks=pytest.mark.slow),
+    pytest.param("qwen_qlora_int8", "8B", "block", 2, 16.0, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("recipe", "size", "remat", "rows", "most"), STEPS)
+def test_memory_is_within_the_bound_and_in_the_readme(recipe, size, remat, rows, most):
+    memory = compiled_step(recipe, size, remat, rows=rows).memory
+    peak = memory.peak / 1e9
+    base = recipe.removeprefix("qwen_").removeprefix("qlora_").replace("lora", "bf16").upper()
+    row = f"| {base} | {size} | {rows} x 2048 | {remat} | {memory.arguments / 1e9:.1f} | {peak:.1f} |"
+    print(row)
+    assert peak <= most
+    found = re.search(re.escape(row.rsplit("|", 3)[0]) + r"\| ([\d.]+) \| ([\d.]+) \|", README.read_text())
+    assert found, f"the README has no row {row}"
+    assert abs(float(found[2]) - peak) <= 0.05 * peak, (found[0], row)
+
+
+@pytest.mark.parametrize("remat", ["none", "block"])
+def test_a_weight_is_dequantized_for_each_product_and_never_kept(remat):
+    """Seven linears, each forward and backward: a recomputed forward shares the backward's dequantized weight."""
+    compiled = compiled_step("qwen_qlora_nf4", "8B", remat)
+    kernels = [kernel.name for kernel in compiled.kernels]
+    assert any("dequantize" in name for name in kernels)
+    assert all(kernel.spill_bytes == 0 for kernel in compiled.kernels)
+    calls = compiled.custom_calls["__gpu$xla.gpu.triton"]
+    assert calls == {"none": 3, "block": 4}[remat] + 2 * 7
+    # No array holds a layer's weight in bfloat16 for every layer, and no weight has a float32 copy.
+    hidden, layers, intermediate, _ = SIZES["8B"]
+    assert not re.search(rf"bf16\[{layers},({hidden},{intermediate}|{intermediate},{hidden})\]", compiled.hlo)
+    assert not re.search(rf"f32\[({hidden},{intermediate}|{intermediate},{hidden})\]", compiled.hlo)
+    assert compiled.custom_calls["__cublas$lt$matmul"] >= 40
+
+
+def test_four_cards_gather_codes_not_weights():
+    one, four = compiled_step("qwen_qlora_nf4", "8B", "block"), compiled_step("qwen_qlora_nf4", "8B", "block", cards=4)
+    assert four.memory.arguments < 0.3 * one.memory.arguments
+    hidden, _, intermediate, heads = SIZES["8B"]
+    layer = hidden * (3 * intermediate + 128 * (2 * heads + 2 * 8))
+    table = 2 * 151_936 * hidden
+    _, gathered = four.collectives["all-gather"]
+    # Embedding and head; a layer's codes and scales in the forward pass and, recomputed, twice at most; the adapters.
+    assert gathered < 2.1 * table + 3 * 0.52 * layer + 0.1 * layer

@@ -1,0 +1,58 @@
+"""The step of a recipe on a model of real size, as a run compiles it, for H100s that are not there."""
+
+import json
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from jaxtune.compiler import compiler_options
+from jaxtune.config import load_recipe, resolve
+from jaxtune.parallel.mesh import make_mesh
+from jaxtune.state import declare_model
+from jaxtune.train import step_of
+from pallas_kernels import aot
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+LENGTH = 2048
+# hidden, layers, intermediate, query heads
+SIZES = {
+    "0.6B": (1024, 28, 3072, 16),
+    "8B": (4096, 36, 12_288, 32),
+    "32B": (5120, 64, 25_600, 64),
+    "70B": (8192, 80, 28_672, 64),
+}
+
+
+def model_config(size: str) -> dict:
+    """config.json of a Qwen3; of Llama 3 for 70B."""
+    hidden, layers, intermediate, heads = SIZES[size]
+    llama = size == "70B"
+    return {
+        "model_type": "llama" if llama else "qwen3",
+        "architectures": ["LlamaForCausalLM" if llama else "Qwen3ForCausalLM"],
+        "vocab_size": 128_256 if llama else 151_936,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40_960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": size == "0.6B",
+    }
+
+
+@cache
+def compiled_step(recipe: str, size: str, remat: str = "none", cards: int = 1, rows: int = 2) -> aot.Compiled:
+    """The step of configs/<recipe>.py with so many rows of 2048 tokens a card."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(model_config(size)))
+        file = CONFIGS / f"{recipe}.py"
+        overrides = {"memory.remat": remat, "mesh.fsdp": "-1", "train.micro_batch_size": str(rows)}
+        config = resolve(load_recipe(str(file), folder), file.name, list(overrides.items()))
+        mesh = make_mesh(config.mesh, aot.devices("h100", per_host=cards))
+        model = declare_model(config, mesh)
+    step, arguments = step_of(config, model, mesh, total_steps=100)
+    return aot.compile_for("h100", step, *arguments, mesh=mesh, donate_argnums=0, compiler_options=compiler_options())
