@@ -1,13 +1,15 @@
-"""What a GPU is measured with, in under 9 minutes: are the kernels right, and how fast are they and a training step.
+"""What a GPU is measured with: are the kernels right, and how fast are they and a training step.
 
-    python benchmarks/gpu_suite.py                                   # everything; benchmarks/results/<device>.json
+    python benchmarks/gpu_suite.py                                   # 9 minutes; benchmarks/results/<device>.json
+    python benchmarks/gpu_suite.py --only train_step                 # 9 more for that piece, added to the same file
     python benchmarks/gpu_suite.py --only attention,train_step/jaxtune/8B --out found.json
     python benchmarks/gpu_suite.py --smoke                           # every part, tiny, on a CPU; measures nothing
 
-Pieces: correctness, correct_step, attention, loss, train_step. `--only` takes any of them, or a part of one as
-piece/contender/case. A job that fails, crashes or hangs is kept with its error and the rest goes on; one that a kernel
-refuses is kept with the reason. The exit status is 1 if any failed or found no time.
-Peers (torch, transformers + peft, tokamax) are measured in the same run where they are installed.
+Pieces: correctness, correct_step, attention, loss, dequantize, quant_matmul, fp8_matmul, train_step. `--only` takes any
+of them, or a part of one as piece/contender/case. Each has a share of the time and measures what tells most first. A job
+that fails, crashes or hangs is kept with its error and the rest goes on; one that a kernel refuses is kept with the
+reason. The exit status is 1 if any failed or found no time.
+Peers (torch, transformers + peft, bitsandbytes, tokamax) are measured in the same run where they are installed.
 """
 
 import argparse
@@ -27,16 +29,25 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(1, str(ROOT))  # a bare machine has nothing of this repository installed
 
-from gpu import attention, correct_step, correctness, loss, train_step  # noqa: E402
+from gpu import (  # noqa: E402
+    attention,
+    correct_step,
+    correctness,
+    dequantize,
+    fp8_matmul,
+    loss,
+    quant_matmul,
+    train_step,
+)
 from gpu.workers import FAILURES, REASONS, Job, Piece, Row, run  # noqa: E402
 
-MODULES = (correctness, correct_step, attention, loss, train_step)
+MODULES = (correctness, correct_step, attention, loss, dequantize, quant_matmul, fp8_matmul, train_step)
 RESULTS = Path(__file__).parent / "results"
 MINUTES = 8.7
 SMOKE_MINUTES = 60.0  # a busy machine is not to be told from a broken suite by its speed
 PACKAGES = (
     *("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "flax"),
-    *("optax", "torch", "triton", "transformers", "peft", "tokamax"),
+    *("optax", "torch", "triton", "transformers", "peft", "bitsandbytes", "tokamax"),
 )
 
 
@@ -82,8 +93,8 @@ def git_commit() -> str | None:
     return found[0].stdout.strip() + "+" * bool(found[1].stdout.strip())
 
 
-def show(piece: Piece, rows: dict[str, Row]) -> str:
-    """The table of a piece; a row without figures says why."""
+def show(piece: Piece, rows: dict[str, Row], conclusions: dict[str, Any]) -> str:
+    """The table of a piece, and what its rows say together; a row without figures says why."""
     width = 2 + max(map(len, rows))
     lines = [
         "",
@@ -95,6 +106,7 @@ def show(piece: Piece, rows: dict[str, Row]) -> str:
         figures = "".join(f"{value:>14}" for value in values) if any(values) else ""
         why = next((f"  {reason}: {summary(row[reason])}" for reason in REASONS if reason in row), "")
         lines.append(f"{name:<{width}}{figures}{why}")
+    lines += [f"{name}: {value:.4g}" for name, value in conclusions.items()]
     return "\n".join(lines)
 
 
@@ -142,8 +154,15 @@ def main() -> None:
             print(f"{time.monotonic() - began:6.1f} s  {piece.name}/{job.name}", flush=True)
         rows = {job.name: rows[job.name] for job in jobs}
         failed += [f"{piece.name}/{name}" for name, row in rows.items() if any(reason in row for reason in FAILURES)]
-        print(show(piece, rows), flush=True)
-        found[piece.name] = {"run": machine, "seconds": time.monotonic() - began, "rows": rows}
+        conclusions = piece.conclude(rows)
+        print(show(piece, rows, conclusions), flush=True)
+        found[piece.name] = {
+            "run": machine,
+            "title": piece.title,
+            "seconds": time.monotonic() - began,
+            "rows": rows,
+            "conclusions": conclusions,
+        }
         if out:
             out.write_text(json.dumps(found, indent=1) + "\n")
     if failed:

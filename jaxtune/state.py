@@ -268,7 +268,12 @@ def describe_layout(model: Model, mesh: jax.sharding.Mesh) -> str:
     count = lambda names: sum(math.prod(model.parameters[name].shape) for name in names)  # noqa: E731
     laid_out = {name: axis for name, axis in dataclasses.asdict(RULES).items() if axis in spread}
     where = f"mesh {spread}, sharded {laid_out}" if spread else "one device"
+    base = ""
+    if model.formats:
+        size = sum(array.nbytes for array in model.abstract(list(model.formats)).values())
+        kinds = ", ".join(sorted({format.elements for format in model.formats.values()}))
+        base = f", {count(list(model.formats)):,} of them frozen in {kinds}: {size / 1e9:.2f} GB"
     return (
-        f"{model.spec.family}, {len(model.spec.layers)} layers, {count(model.parameters):,} parameters, "
+        f"{model.spec.family}, {len(model.spec.layers)} layers, {count(model.parameters):,} parameters{base}, "
         f"{count(model.trained):,} trained; {where}"
     )

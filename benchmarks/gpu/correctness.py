@@ -63,7 +63,7 @@ def piece(smoke: bool) -> Piece:
     )
     title = "relative error against float64, outputs and gradients"
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    return Piece("correctness", title, jobs, columns, 0.12, 60, environment, parallel=not smoke)
+    return Piece("correctness", title, jobs, columns, 0.10, 60, environment, parallel=not smoke)
 
 
 def measure(contender: str, name: str, smoke: bool) -> Row:

@@ -1,4 +1,4 @@
-"""The LoRA step of a Qwen3 with random weights, made of jaxtune's parts that need neither data nor a run."""
+"""The LoRA or QLoRA step of a Qwen3 with random weights, made of jaxtune's parts that need neither data nor a run."""
 
 import logging
 from collections.abc import Callable
@@ -9,14 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gpu.quantized import format_named
 from gpu.qwen3 import ALPHA, RANK
 from jaxtune.lora.inject import inject
-from jaxtune.models import parameters
+from jaxtune.models import families, parameters
 from jaxtune.models.families import qwen3
 from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.optim.build import build
 from jaxtune.parallel.layout import AXES, TOKENS
 from jaxtune.precision.recipes import RECIPES
+from jaxtune.quant import Format, QuantizedArray
+from jaxtune.quant.select import mark_quantized
 from jaxtune.step import Batch, Gradients, State, accumulated_gradients, initial_state, make_train_step
 
 LORA = SimpleNamespace(rank=RANK, alpha=ALPHA, dropout=0.0, use_rslora=False, target_modules="all-linear")
@@ -32,14 +35,17 @@ class Lora(NamedTuple):
     values: Callable[[], tuple[dict, dict]]  # (trained in float32, frozen), random
 
 
-def make_mesh() -> None:
-    """One device under all axes, current from now on."""
-    jax.set_mesh(jax.make_mesh((1,) * len(AXES), AXES, devices=jax.devices()[:1]))
+def one_device_mesh(device: jax.Device) -> jax.sharding.Mesh:
+    """One device under all axes."""
+    return jax.make_mesh((1,) * len(AXES), AXES, devices=[device])
 
 
-def lora(config: dict, *, remat: Any, rate: float, recipe: str = "bf16") -> Lora:
-    """LoRA on every linear of the model of a config.json, with AdamW."""
-    graph, declared = parameters.declare(inject(qwen3.read_spec(config), LORA))
+def lora(config: dict, *, remat: Any, rate: float, recipe: str = "bf16", quant: str | None = None) -> Lora:
+    """LoRA on every linear of the model of a config.json, with AdamW; `quant`: the format of those linears."""
+    spec = qwen3.read_spec(config)
+    if quant is not None:
+        spec = mark_quantized(spec, families.linears(spec))
+    graph, declared = parameters.declare(inject(spec, LORA))
     precision = RECIPES[recipe]
     dtypes = {name: jnp.dtype("float32") if p.trained else precision.dtype for name, p in declared.items()}
     optimizer = build(ADAMW, {name: (name,) * max(1, len(p.layers)) for name, p in declared.items() if p.trained})
@@ -47,11 +53,37 @@ def lora(config: dict, *, remat: Any, rate: float, recipe: str = "bf16") -> Lora
     step = make_train_step(gradients, optimizer, lambda _: jnp.float32(rate), 1.0, precision)
 
     def values() -> tuple[dict, dict]:
-        made = parameters.randomize(declared, dtypes, 0)
+        plain = {name: p for name, p in declared.items() if not p.quantized}
+        made = parameters.randomize(plain, dtypes, 0)
         trained = {name: made.pop(name) for name, p in declared.items() if p.trained}
+        if quant is not None:
+            stacks = {name: p for name, p in declared.items() if p.quantized}
+            made |= randomly_quantized(stacks, format_named(quant), precision.dtype)
         return trained, made
 
     return Lora(gradients, step, lambda trained: initial_state(optimizer, trained), values)
+
+
+def randomly_quantized(
+    stacks: dict[str, parameters.Parameter], format: Format, dtype: jnp.dtype
+) -> dict[str, QuantizedArray]:
+    """Random matrices of a format; only one of them at a time exists as it was before."""
+
+    def matrices(parameter: parameters.Parameter, key: jax.Array) -> QuantizedArray:
+        def one(key: jax.Array) -> QuantizedArray:
+            return format.quantize(parameter.init(key, parameter.shape[1:], jnp.float32).astype(dtype))
+
+        return jax.lax.map(one, jax.random.split(key, len(parameter.layers)))
+
+    def make_all() -> dict[str, QuantizedArray]:
+        keys = jax.random.split(jax.random.key(0), len(stacks))
+        return {name: matrices(parameter, key) for (name, parameter), key in zip(stacks.items(), keys)}
+
+    places = {
+        name: jax.tree.map(lambda leaf: leaf.sharding, format.abstract(p.shape, dtype, p.axes))
+        for name, p in stacks.items()
+    }
+    return jax.jit(make_all, out_shardings=places)()
 
 
 def batch(tokens: np.ndarray, documents: list[tuple[int, ...]] | None = None) -> Batch:

@@ -29,7 +29,7 @@ CONFIGS = {
     "4B": _config(2560, 36, 9728, 32),
     "8B": _config(4096, 36, 12_288, 32),
     "small": _config(256, 4, 512, 4, 2, head_dim=64, vocab_size=512),
-    "tiny": _config(64, 2, 96, 4, 2, head_dim=16, vocab_size=256),
+    "tiny": _config(128, 2, 256, 4, 2, head_dim=64, vocab_size=256),
 }
 
 

@@ -1,13 +1,15 @@
 """A LoRA step of Qwen3 with random weights: jaxtune beside transformers + peft, each alone on the card.
 
-The load of Surogate's published table: rank 16 on every linear, 2 rows of 2048 tokens, accumulation 4. MFU counts 4 N
-+ 3 F_attention (and 6 per adapter parameter) a token, recomputation not, against the card's dense bf16 peak.
+The load of Surogate's published table: rank 16 on every linear, 2 rows of 2048 tokens, accumulation 4; on a bfloat16
+base, and quantized as in configs/qwen_qlora_nf4.py and _fp8.py. MFU counts 4 N + 3 F_attention (and 6 per adapter
+parameter) a token, neither recomputation nor dequantization, against the card's dense bf16 peak.
 """
 
 import importlib.util
 import math
 import statistics
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,7 +22,12 @@ from jaxtune.monitor import throughput
 
 ACCUMULATION, ROWS, LENGTH = 4, 2, 2048
 SIZES = ("8B", "0.6B", "1.7B", "4B")  # most telling first
-TARGETS = {"0.6B": 110_000, "1.7B": 51_000, "4B": 24_000, "8B": 14_700}  # tokens/s on one H100
+QUANT = {"jaxtune": None, "jaxtune-nf4": "nf4", "jaxtune-fp8": "fp8"}  # format of the base
+TARGETS = {  # tokens/s on one H100; where the base is quantized, below 8B, Surogate's figures
+    "jaxtune": {"0.6B": 110_000, "1.7B": 51_000, "4B": 24_000, "8B": 14_700},
+    "jaxtune-nf4": {"0.6B": 16_600, "1.7B": 16_100, "4B": 11_000, "8B": 13_500},
+    "jaxtune-fp8": {"0.6B": 16_500, "1.7B": 15_800, "4B": 11_200, "8B": 9_600},
+}
 SMOKE_LENGTH = 32
 RESERVE = 0.02  # of the card's memory, for what the compiler does not count
 PEERS = ("torch", "transformers", "peft")
@@ -33,19 +40,30 @@ def piece(smoke: bool) -> Piece:
     jobs = []
     for size in ("tiny",) if smoke else SIZES:
         arguments = {"size": size, "smoke": smoke}
-        jobs.append(Job("jaxtune", size, __name__, arguments))
+        jobs += [Job(name, size, __name__, {"contender": name, **arguments}) for name in QUANT]
         jobs.append(Job("hf+peft", size, "gpu.train_step_hf", arguments, refused))
     columns = (
         ("tokens/s", "tokens_per_second", ",.0f"),
         ("target", "target", ",.0f"),
         ("MFU %", "mfu_percent", ".1f"),
+        ("base GB", "frozen_gb", ".1f"),
         ("peak GB", "peak_gb", ".1f"),
         ("remat", "remat", ""),
     )
     title = f"LoRA r16 step of Qwen3, {ACCUMULATION} x {ROWS} x {LENGTH} tokens, bfloat16"
     # jax takes this much at once, so that fragments do not decide what fits.
     environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93"}
-    return Piece("train_step", title, jobs, columns, 0.48, 150, environment, fresh=True)
+    return Piece("train_step", title, jobs, columns, 0.37, 150, environment, fresh=True, conclude=quantized_over_bf16)
+
+
+def quantized_over_bf16(rows: dict[str, Row]) -> dict[str, Any]:
+    """Tokens/s on each quantized base over those on the bfloat16 one of the same size."""
+    found = {}
+    for size in CONFIGS:
+        rates = {name: rows.get(f"{name}/{size}", {}).get("tokens_per_second") for name in QUANT}
+        plain = rates.pop("jaxtune")
+        found |= {f"{name}/{size} over bfloat16": rate / plain for name, rate in rates.items() if rate and plain}
+    return found
 
 
 def shape(smoke: bool) -> tuple[int, int, int]:
@@ -79,17 +97,17 @@ def timed(step, steps: int) -> list[float]:
     return seconds
 
 
-def measure(size: str, smoke: bool) -> Row:
-    """jaxtune's step, with the least rematerialisation that fits the card."""
+def measure(contender: str, size: str, smoke: bool) -> Row:
+    """jaxtune's step on one base, with the least rematerialisation that fits the card."""
     chosen = models.log_choices()
-    models.make_mesh()
     device = jax.devices()[0]
+    jax.set_mesh(models.one_device_mesh(device))
     tokens = np.random.default_rng(0).integers(0, CONFIGS[size]["vocab_size"], shape(smoke))
     data = models.batch(tokens)
     trained = frozen = None
     tried = {}
     for remat in ("none", "dots", "block"):
-        built = models.lora(CONFIGS[size], remat=remat, rate=1e-4)
+        built = models.lora(CONFIGS[size], remat=remat, rate=1e-4, quant=QUANT[contender])
         if trained is None:
             trained, frozen = built.values()
         state = built.state(trained)
@@ -112,12 +130,13 @@ def measure(size: str, smoke: bool) -> Row:
 
     seconds = timed(one, 2 if smoke else 7)
     stats = device.memory_stats() or {}
-    target = {"target": TARGETS[size]} if size in TARGETS else {}
+    target = {"target": TARGETS[contender][size]} if size in TARGETS[contender] else {}
     return (
         row(size, seconds, smoke, device.device_kind)
         | target
         | {
             "remat": remat,
+            "frozen_gb": sum(array.nbytes for array in jax.tree.leaves(frozen)) / 1e9,
             "peak_gb": stats.get("peak_bytes_in_use", tried[remat] * 1e9) / 1e9,
             "compiled_gb": tried,
             "compile_seconds": compiled,

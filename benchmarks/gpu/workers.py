@@ -6,7 +6,7 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +51,7 @@ class Piece:
     environment: dict[str, str] = field(default_factory=dict)
     fresh: bool = False  # a process for each job: its peak memory is its own
     parallel: bool = False  # contenders at the same time: nothing is timed
+    conclude: Callable[[dict[str, Row]], dict[str, Any]] = lambda rows: {}  # from comparing rows, by a name for each
 
 
 def run(piece: Piece, jobs: Sequence[Job], deadline: float) -> Iterator[tuple[Job, Row]]:

@@ -356,7 +356,7 @@ def _checked_offset(options: Quant, module: str, array: QuantizedArray, sources:
     for ending, table in tables.items():
         name = f"{module}.weight.{ending}"
         source = sources[name]
-        # Not to the last bit: bitsandbytes makes its map with torch.linspace, which rounds unlike numpy's.
+        # Not to the last bit: torch.linspace, which makes the map, need not round alike on every device.
         if source.shape != table.shape or not np.allclose(source.rows(0, len(table), ()), table, rtol=1e-6, atol=0):
             raise UserError(f"{source.file}: {name} is not the table of {options.format} that is known; {_WAY_OUT}")
     return offset

@@ -1,6 +1,6 @@
 """What a format is: a block, and a function from a matrix to a QuantizedArray; its layout and its checks."""
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Format:
+class Format(ABC):
     """A way to quantize: equal ones are the same to a jit.
 
     Attributes:

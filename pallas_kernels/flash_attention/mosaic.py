@@ -23,17 +23,11 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.flash_attention.blocks import key_blocks, whole_blocks
 from pallas_kernels.flash_attention.variant import Request, Variant
 from pallas_kernels.gpus import Device
+from pallas_kernels.warpgroups import PER_ROW, ROWS, WORKERS, Ring, as_memory, as_worker, load, zeros
 
 LOG2_E = math.log2(math.e)
 # A running maximum below any logit, and finite: -inf less -inf would be NaN.
 LOWEST = -1e30
-# Workers, and the rows of queries (or keys) that each holds: those of a wgmma.
-WORKERS, ROWS = 2, 64
-# Registers a thread. A multiprocessor has 512 for a thread of each of the three warpgroups.
-WORKER_REGISTERS, MEMORY_REGISTERS = 240, 24
-
-# How the 128 threads of a warpgroup hold a vector that goes with the rows, or the columns, of a product.
-PER_ROW, PER_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 
 @dataclass(frozen=True)
@@ -244,25 +238,6 @@ def kernel(body: Callable, call: Call, **shapes) -> Callable:
     return run
 
 
-def as_worker(body: Callable) -> None:
-    """`body(worker)` on the warpgroups that compute."""
-    worker = jax.lax.axis_index("warpgroup")
-
-    @pl.when(worker < WORKERS)
-    def _():
-        plgpu.set_max_registers(WORKER_REGISTERS, action="increase")
-        body(worker)
-
-
-def as_memory(body: Callable) -> None:
-    """`body()` on the warpgroup that streams."""
-
-    @pl.when(jax.lax.axis_index("warpgroup") == WORKERS)
-    def _():
-        plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
-        body()
-
-
 @dataclass(frozen=True)
 class Order:
     """The order in which a program visits its range of blocks: first those to mask, then those wholly visible."""
@@ -300,43 +275,6 @@ class Order:
         """`block(step, carry, masked)` over all steps."""
         carry = jax.lax.fori_loop(0, self.masked, partial(block, masked=True), carry)
         return jax.lax.fori_loop(self.masked, self.total, partial(block, masked=False), carry)
-
-
-@dataclass(frozen=True)
-class Ring:
-    """Slots of shared memory: the memory warpgroup fills them in turn, and each is free once all workers release it."""
-
-    buffers: tuple[Any, ...]
-    landed: Any
-    consumed: Any
-
-    @staticmethod
-    def scratch(stages: int, *buffers: Any) -> tuple[Any, ...]:
-        """What to allocate for a ring; each buffer is an array of `stages` slots."""
-        landed = plgpu.Barrier(num_arrivals=len(buffers), num_barriers=stages)
-        return buffers, landed, plgpu.Barrier(num_arrivals=WORKERS, num_barriers=stages)
-
-    @property
-    def stages(self) -> int:
-        """Number of slots."""
-        return self.buffers[0].shape[0]
-
-    def fill(self, count, *sources) -> None:
-        """Copies the count-th block of each source to its buffer, once the slot is free."""
-        slot = jax.lax.rem(count, self.stages)
-        pl.when(count >= self.stages)(lambda: plgpu.barrier_wait(self.consumed.at[slot]))
-        for source, buffer in zip(sources, self.buffers, strict=True):
-            plgpu.copy_gmem_to_smem(source, buffer.at[slot], self.landed.at[slot])
-
-    def take(self, count) -> tuple[Any, ...]:
-        """The count-th blocks, once they are there."""
-        slot = jax.lax.rem(count, self.stages)
-        plgpu.barrier_wait(self.landed.at[slot])
-        return tuple(buffer.at[slot] for buffer in self.buffers)
-
-    def release(self, count) -> None:
-        """This worker needs the count-th blocks no more."""
-        plgpu.barrier_arrive(self.consumed.at[jax.lax.rem(count, self.stages)])
 
 
 def multiply(*products, call: Call, then: Callable[[], None] = lambda: None) -> Any:
@@ -388,16 +326,6 @@ def unit_of(variant: Variant) -> float:
 def spread(vector, matrix, layout):
     """A vector over the columns of a matrix (PER_ROW), or over its rows."""
     return jax.lax.broadcast_in_dim(vector, matrix.shape, [0 if layout is PER_ROW else 1])
-
-
-def zeros(rows: int, columns: int):
-    """An accumulator of wgmma."""
-    return plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), plgpu.Layout.WGMMA)
-
-
-def load(ref, layout):
-    """A vector from shared memory."""
-    return plgpu.layout_cast(ref[...], layout)
 
 
 def load_pair(ref, layout):

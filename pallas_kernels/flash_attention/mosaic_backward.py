@@ -13,20 +13,12 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.flash_attention.blocks import key_blocks, query_blocks, whole_blocks
 from pallas_kernels.flash_attention.mosaic import (
     LOG2_E,
-    PER_COLUMN,
-    PER_ROW,
-    ROWS,
-    WORKERS,
     Call,
     Order,
-    Ring,
     Tile,
-    as_memory,
-    as_worker,
     capped,
     kernel,
     like,
-    load,
     load_pair,
     matrices,
     multiply,
@@ -35,9 +27,9 @@ from pallas_kernels.flash_attention.mosaic import (
     transposed,
     unit_of,
     within,
-    zeros,
 )
 from pallas_kernels.flash_attention.variant import Variant
+from pallas_kernels.warpgroups import PER_COLUMN, PER_ROW, ROWS, WORKERS, Ring, as_memory, as_worker, load, zeros
 
 # dk and dv are half of a worker's registers: smaller blocks of logits.
 DQ, DKDV = Tile(streamed=64, stages=2), Tile(streamed=64, stages=2)

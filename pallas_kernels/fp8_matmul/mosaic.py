@@ -16,10 +16,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.flash_attention.mosaic import PER_ROW, ROWS, WORKERS, Ring, as_memory, as_worker, load, zeros
 from pallas_kernels.fp8_matmul.request import BLOCK, Request
 from pallas_kernels.gpus import Device
 from pallas_kernels.manual_axes import vary_over, varying_axes
+from pallas_kernels.warpgroups import PER_ROW, ROWS, WORKERS, Ring, as_memory, as_worker, load, zeros
 
 # Blocks of x and of the weight in flight, 32 KiB each pair.
 STAGES = 4

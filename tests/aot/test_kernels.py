@@ -26,7 +26,7 @@ def cases():
             yield pytest.param(gpu, case, marks=slow, id=f"{gpu} {case}")
 
 
-@pytest.mark.parametrize(("gpu", "case"), cases())
+@pytest.mark.parametrize(("gpu", "case"), list(cases()))
 def test_fits_the_card_and_spills_no_more_than_known(gpu, case):
     kernels = report.compiled(case, gpu).kernels
     assert kernels

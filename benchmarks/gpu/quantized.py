@@ -1,0 +1,55 @@
+"""Random weights in the formats of jaxtune.quant, and how far a result is from what it should be."""
+
+import functools
+from types import SimpleNamespace
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from gpu.workers import Row
+from jaxtune.quant import Format, format_of
+
+# Arguments of the kernels: codes, scales, tensor_scale.
+Weight = tuple[Array, Array, Array | None]
+
+
+def format_named(name: str, double_quant: bool = True) -> Format:
+    """A format as its recipe in configs/ has it."""
+    options = SimpleNamespace(format=name, block_size=None, double_quant=double_quant, four_over_six=True)
+    return format_of(cast("Quant", options), "")  # type: ignore[name-defined]  # noqa: F821
+
+
+@functools.cache
+def weights(format: str, shape: tuple[int, int], count: int) -> list[Weight]:
+    """Normal matrices of a format of jaxtune.quant, with single scales, as the kernels take them."""
+    quantize = format_named(format, double_quant=False).quantize
+
+    @jax.jit
+    def make(key: Array) -> Weight:
+        matrix = quantize(jax.random.normal(key, shape, jnp.bfloat16) * shape[1] ** -0.5)
+        return matrix.codes, *matrix.kernel_scales()
+
+    return [make(key) for key in jax.random.split(jax.random.key(0), count)]
+
+
+@jax.jit
+def largest_error(found: Float[Array, "*shape"], wanted: Float[Array, "*shape"]) -> Float[Array, ""]:
+    """Of an element, over the root mean square of what is wanted; NaN where one is NaN."""
+    found, wanted = found.astype(jnp.float32), wanted.astype(jnp.float32)
+    return jnp.abs(found - wanted).max() / jnp.sqrt(jnp.square(wanted).mean())
+
+
+@jax.jit
+def largest_relative_error(found: Float[Array, "*shape"], wanted: Float[Array, "*shape"]) -> Float[Array, ""]:
+    """Of an element, over that element; infinite where zero is wanted and something else is found."""
+    found, wanted = found.astype(jnp.float32), wanted.astype(jnp.float32)
+    return jnp.where(found == wanted, 0.0, jnp.abs(found - wanted) / jnp.abs(wanted)).max()
+
+
+def wrong(what: str, error: float, allowed: float) -> Row:
+    """What a row says of a wrong result, whose time is not taken; empty if it is right."""
+    if error <= allowed:
+        return {}
+    return {"error": f"wrong: the largest error of {what} is {error:.1e}, allowed is {allowed:.1e}"}

@@ -1,0 +1,84 @@
+"""What the Hopper kernels in Pallas Mosaic GPU share: one warpgroup streams memory, two workers multiply by wgmma."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+# Workers, and the rows that each holds: those of a wgmma.
+WORKERS, ROWS = 2, 64
+# Registers a thread. A multiprocessor has 512 for a thread of each of the three warpgroups.
+WORKER_REGISTERS, MEMORY_REGISTERS = 240, 24
+
+# How the 128 threads of a warpgroup hold a vector that goes with the rows, or the columns, of a product.
+PER_ROW, PER_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+
+
+def as_worker(body: Callable) -> None:
+    """`body(worker)` on the warpgroups that compute."""
+    worker = jax.lax.axis_index("warpgroup")
+
+    @pl.when(worker < WORKERS)
+    def _():
+        plgpu.set_max_registers(WORKER_REGISTERS, action="increase")
+        body(worker)
+
+
+def as_memory(body: Callable) -> None:
+    """`body()` on the warpgroup that streams."""
+
+    @pl.when(jax.lax.axis_index("warpgroup") == WORKERS)
+    def _():
+        plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
+        body()
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Slots of shared memory: the memory warpgroup fills them in turn, and each is free once all workers release it."""
+
+    buffers: tuple[Any, ...]
+    landed: Any
+    consumed: Any
+
+    @staticmethod
+    def scratch(stages: int, *buffers: Any) -> tuple[Any, ...]:
+        """What to allocate for a ring; each buffer is an array of `stages` slots."""
+        landed = plgpu.Barrier(num_arrivals=len(buffers), num_barriers=stages)
+        return buffers, landed, plgpu.Barrier(num_arrivals=WORKERS, num_barriers=stages)
+
+    @property
+    def stages(self) -> int:
+        """Number of slots."""
+        return self.buffers[0].shape[0]
+
+    def fill(self, count, *sources) -> None:
+        """Copies the count-th block of each source to its buffer, once the slot is free."""
+        slot = jax.lax.rem(count, self.stages)
+        pl.when(count >= self.stages)(lambda: plgpu.barrier_wait(self.consumed.at[slot]))
+        for source, buffer in zip(sources, self.buffers, strict=True):
+            plgpu.copy_gmem_to_smem(source, buffer.at[slot], self.landed.at[slot])
+
+    def take(self, count) -> tuple[Any, ...]:
+        """The count-th blocks, once they are there."""
+        slot = jax.lax.rem(count, self.stages)
+        plgpu.barrier_wait(self.landed.at[slot])
+        return tuple(buffer.at[slot] for buffer in self.buffers)
+
+    def release(self, count) -> None:
+        """This worker needs the count-th blocks no more."""
+        plgpu.barrier_arrive(self.consumed.at[jax.lax.rem(count, self.stages)])
+
+
+def zeros(rows: int, columns: int):
+    """An accumulator of wgmma."""
+    return plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), plgpu.Layout.WGMMA)
+
+
+def load(ref, layout):
+    """A vector from shared memory."""
+    return plgpu.layout_cast(ref[...], layout)
