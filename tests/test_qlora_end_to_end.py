@@ -48,7 +48,8 @@ def command(home: Path, format: str, name: str) -> list[str]:
     return ["jaxtune.train", f"--config={recipe}:{home / 'model'}", *settings]
 
 
-@pytest.mark.parametrize("format", [pytest.param(f, marks=[] if f == "nf4" else pytest.mark.slow) for f in FORMATS])
+@pytest.mark.slow
+@pytest.mark.parametrize("format", FORMATS)
 def test_trains_is_killed_resumes_exactly_exports_and_loads(home, one_device, format):
     run(*command(home, format, f"{format}-whole"))
     killed = home / "runs" / f"{format}-killed"
@@ -89,19 +90,19 @@ def test_trains_is_killed_resumes_exactly_exports_and_loads(home, one_device, fo
     import peft
     import transformers
 
-    merged = transformers.AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32).eval()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
     base = transformers.AutoModelForCausalLM.from_pretrained(home / "model", dtype=torch.float32)
     quantize = jax.jit(format_of(Quant(format=format), "").quantize)
     for linear in [module for module in base.model.layers.modules() if isinstance(module, torch.nn.Linear)]:
         stored = quantize(jnp.asarray(linear.weight.detach().numpy(), jnp.bfloat16))
         values = np.asarray(jax.jit(type(stored).dequantize)(stored), np.float32)
         linear.weight = torch.nn.Parameter(torch.from_numpy(values))
-    adapted = peft.PeftModel.from_pretrained(base, killed / "export").eval()
-    tokens = torch.arange(40)[None] + 60
-    with torch.no_grad():
-        ours, theirs = merged(tokens).logits.numpy(), adapted(tokens).logits.numpy()
-    # The merged model is in bfloat16, as the recipe stores it.
-    assert np.abs(ours - theirs).max() <= 0.02 * np.abs(theirs).max()
+    theirs = peft.PeftModel.from_pretrained(base, killed / "export").merge_and_unload().state_dict()
+    ours = merged.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        # The merged model is in bfloat16, as the recipe stores it: at most a rounding apart.
+        assert torch.isclose(weight, theirs[name], rtol=2**-7, atol=1e-6).all(), name
 
 
 def test_what_cannot_be_quantized_is_refused_by_name(home):

@@ -81,6 +81,7 @@ def test_qwen_lora_trains_is_killed_resumes_exports_and_loads(home):
     )
 
 
+@pytest.mark.slow
 def test_what_a_run_is_made_of_is_neither_overwritten_nor_exchanged(home):
     """Exports onto the base model or the run are refused, and so is a base that is no longer the one trained on."""
     command = arguments(home, "qwen_lora.py", "guarded", **{"train.max_steps": 2, "eval.steps": 0})

@@ -59,6 +59,7 @@ def test_sigterm_saves_and_loses_no_step(uninterrupted):
     assert losses(folder / "runs" / "stopped") == expected
 
 
+@pytest.mark.slow
 def test_one_device_goes_on_as_four(uninterrupted):
     """The mesh may change as long as a step keeps its rows: fsdp 1 -> 4, micro-batches 4 -> 1."""
     folder, path, _ = uninterrupted

@@ -96,13 +96,12 @@ def one_device(lora: bool):
 @pytest.mark.parametrize(
     ("mesh", "lora"),
     [
-        (Mesh(data=8, fsdp=1), False),
-        (Mesh(fsdp=8), False),
-        (Mesh(data=2, fsdp=4), True),
-        (Mesh(fsdp=4, tensor=2), False),
-        (Mesh(fsdp=4, tensor=2), True),
+        pytest.param(Mesh(data=8, fsdp=1), False, marks=pytest.mark.slow, id="data=8"),
+        pytest.param(Mesh(fsdp=8), False, marks=pytest.mark.slow, id="fsdp=8"),
+        pytest.param(Mesh(data=2, fsdp=4), True, marks=pytest.mark.slow, id="data=2 fsdp=4, lora"),
+        pytest.param(Mesh(fsdp=4, tensor=2), False, marks=pytest.mark.slow, id="fsdp=4 tensor=2"),
+        pytest.param(Mesh(fsdp=4, tensor=2), True, id="fsdp=4 tensor=2, lora"),
     ],
-    ids=["data=8", "fsdp=8", "data=2 fsdp=4, lora", "fsdp=4 tensor=2", "fsdp=4 tensor=2, lora"],
 )
 def test_equals_one_device(mesh, lora):
     expected_losses, expected = one_device(lora)
