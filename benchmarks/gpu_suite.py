@@ -5,10 +5,10 @@
     python benchmarks/gpu_suite.py --only attention,train_step/jaxtune/8B --out found.json
     python benchmarks/gpu_suite.py --smoke                           # every part, tiny, on a CPU; measures nothing
 
-Pieces: correctness, correct_step, attention, loss, dequantize, quant_matmul, fp8_matmul, train_step. `--only` takes any
-of them, or a part of one as piece/contender/case. Each has a share of the time and measures what tells most first. A job
-that fails, crashes or hangs is kept with its error and the rest goes on; one that a kernel refuses is kept with the
-reason. The exit status is 1 if any failed or found no time.
+Pieces: correctness, correct_step, attention, loss, dequantize, quant_matmul, fp8_matmul, train_step. `--only` takes
+any of them, or a part of one as piece/contender/case. Each has a share of the time and measures what tells most first.
+A job that fails, crashes or hangs is kept with its error and the rest goes on; one that a kernel refuses is kept with
+the reason. The exit status is 1 if any failed or found no time.
 Peers (torch, transformers + peft, bitsandbytes, tokamax) are measured in the same run where they are installed.
 """
 
@@ -138,6 +138,8 @@ def main() -> None:
     end = time.monotonic() + 60 * (options.minutes or (SMOKE_MINUTES if options.smoke else MINUTES))
     if options.smoke:
         os.environ["JAX_PLATFORMS"] = "cpu"
+        # What runs once is not worth optimising.
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
     machine = describe_machine(options.smoke)
     print(json.dumps(machine, indent=1))
     slug = re.sub(r"[^a-z0-9]+", "_", machine["device"].lower())

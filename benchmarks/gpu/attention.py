@@ -77,7 +77,7 @@ def piece(smoke: bool) -> Piece:
         ("target", "both_ratio_target", ""),
     )
     title = "attention, bfloat16, TFLOP/s of the work that is needed; torch: dense rows of the same work"
-    return Piece("attention", title, jobs, columns, 0.16, 40, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
+    return Piece("attention", title, jobs, columns, 0.15, 40, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
 
 
 def measure(contender: str, name: str, smoke: bool) -> Row:

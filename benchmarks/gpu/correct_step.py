@@ -17,7 +17,7 @@ from jaxtune.compiler import compiler_options
 STEPS, RATE, WORDS = 20, 1e-2, 16  # of the vocabulary, so that there is something to learn
 LEAST_DROP = 0.1  # of the loss, over STEPS on one batch
 # Loss and the gradient of every adapter, by recipe: of the same documents packed and apart, and of the same step on a
-# CPU. Rounding alone gives 2e-2 and 1e-6 on a CPU; documents that see each other give errors around 1.
+# CPU. Rounding alone gives 1e-2 (bfloat16 against float32) and 1e-6; documents that see each other give about 1.
 TOLERANCE = {"bf16": 1e-1, "fp32": 1e-4}
 # Contender and recipe -> the format of the base.
 CASES = {
@@ -47,7 +47,7 @@ def piece(smoke: bool) -> Piece:
     title = (
         f"a small Qwen3: {STEPS} LoRA steps on one batch; packed rows against their documents alone, and against a CPU"
     )
-    return Piece("correct_step", title, jobs, columns, 0.10, 120, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
+    return Piece("correct_step", title, jobs, columns, 0.14, 120, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
 
 
 def measure(recipe: str, quant: str | None, smoke: bool) -> Row:
@@ -67,13 +67,15 @@ def measure(recipe: str, quant: str | None, smoke: bool) -> Row:
     apart = models.batch(apart, [(size,) for size in documents])
 
     step = jax.jit(model.step, compiler_options=compiler_options())
-    state = model.state(trained)
-    losses = []
+    states, losses = [model.state(trained)], []
     for _ in range(STEPS):
-        state, metrics = step(state, frozen, packed)
+        state, metrics = step(states[-1], frozen, packed)
+        states.append(state)
         losses.append(metrics["loss"].item())
 
-    # With what was learned: before the first step the second factor of each adapter, and so half the gradient, is 0.
+    # After one step: before it the second factor of each adapter, and so half the gradient, is 0; once the batch is
+    # learned, what is left of the gradient is rounding.
+    state = states[1]
     gradients = jax.jit(model.gradients, compiler_options=compiler_options())
     found, alone = (_named(gradients(state.trained, frozen, data, state.step)) for data in (packed, apart))
     cpu = models.one_device_mesh(jax.devices("cpu")[0])

@@ -46,7 +46,7 @@ def piece(smoke: bool) -> Piece:
         ("TFLOP/s", "product_tflops", ",.0f"),
         ("with quantize", "quantized_microseconds", ",.0f"),
         ("bfloat16 us", "peer_microseconds", ",.0f"),
-        ("bf16's over it", "speedup", ".2f"),
+        ("speed-up", "speedup", ".2f"),
         ("with quantize", "quantized_speedup", ".2f"),
     )
     title = f"e4m3 x W^T for W of {SHAPE[0]} x {SHAPE[1]}, by rows; bfloat16: a plain product"
@@ -70,12 +70,12 @@ def measure(contender: str, rows: int, smoke: bool) -> Row:
         return fp8_matmul(x[0], weight[0], x[1], weight[1], **options)
 
     x_codes, weight_codes = (
-        jax.jit(in_fp8, static_argnums=1)(*pair) for pair in ((x, x_block), (weight, weight_block))
+        compiled(in_fp8, static_argnums=1)(*pair) for pair in ((x, x_block), (weight, weight_block))
     )
     run = compiled(functools.partial(product, **options))
     if reason := refusal(run, x_codes, weight_codes):
         return {"refused": reason}
-    wanted = jax.jit(functools.partial(product, dtype=jnp.float32, backend="xla"))(x_codes, weight_codes)
+    wanted = compiled(functools.partial(product, dtype=jnp.float32, backend="xla"))(x_codes, weight_codes)
     row: Row = {
         "weight": shape,
         "rows": rows,

@@ -38,7 +38,7 @@ def piece(smoke: bool) -> Piece:
         ("temporary GB", "temporary_gb", ".2f"),
     )
     title = f"linear cross-entropy, {TOKENS} tokens of width {WIDTH}, bfloat16, loss and gradients"
-    return Piece("loss", title, jobs, columns, 0.05, 60, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
+    return Piece("loss", title, jobs, columns, 0.04, 60, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
 
 
 def measure(contender: str, name: str, smoke: bool) -> Row:

@@ -2,7 +2,7 @@
 
 import functools
 from types import SimpleNamespace
-from typing import cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,8 @@ Weight = tuple[Array, Array, Array | None]
 
 def format_named(name: str, double_quant: bool = True) -> Format:
     """A format as its recipe in configs/ has it."""
-    options = SimpleNamespace(format=name, block_size=None, double_quant=double_quant, four_over_six=True)
-    return format_of(cast("Quant", options), "")  # type: ignore[name-defined]  # noqa: F821
+    options: Any = SimpleNamespace(format=name, block_size=None, double_quant=double_quant, four_over_six=True)
+    return format_of(options, "")
 
 
 @functools.cache

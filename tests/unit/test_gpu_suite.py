@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from gpu import attention, qwen3, workers  # noqa: E402
+from gpu import attention, dequantize, quant_matmul, qwen3, workers  # noqa: E402
 
 
 def run(*command: object) -> subprocess.CompletedProcess:
@@ -32,9 +32,12 @@ def smoke(tmp_path_factory):
 
 FIGURES = {
     "correctness": ("triton", {"errors", "worst", "worst_of", "tolerance"}),
-    "correct_step": ("jaxtune", {"first_loss", "last_loss", "worst", "errors", "kernels"}),
+    "correct_step": ("jaxtune-nf4", {"first_loss", "last_loss", "worst", "worst_on_cpu", "errors", "kernels"}),
     "attention": ("triton", {"flops_forward", "how", "forward_seconds", "forward_tflops", "both_tflops"}),
     "loss": ("xla", {"milliseconds", "tflops", "temporary_gb"}),
+    "dequantize": ("triton", {"largest_error", "bytes", "microseconds", "gb_per_second"}),
+    "quant_matmul": ("fused", {"forward_error", "forward_microseconds", "dx_over_peer", "rows", "weight"}),
+    "fp8_matmul": ("xla", {"largest_error", "product_microseconds", "product_tflops", "quantized_speedup"}),
     "train_step": ("jaxtune", {"seconds", "tokens_per_second", "flops_per_token", "peak_gb", "remat", "losses"}),
 }
 
@@ -46,12 +49,15 @@ def test_every_piece_gives_its_figures_and_its_table(smoke):
         rows = [row for job, row in found[name]["rows"].items() if job.startswith(f"{contender}/")]
         assert rows and all(figures <= set(row) for row in rows), name
         assert {"device", "driver", "versions", "commit", "date", "smoke"} <= set(found[name]["run"])
-        assert f"\n{name}: " in printed
+        assert f"\n{name}: {found[name]['title']}" in printed
+    for name, conclusion in (("quant_matmul", "nf4 dx: rows"), ("train_step", "jaxtune-nf4/tiny over bfloat16")):
+        assert any(conclusion in said for said in found[name]["conclusions"]) and conclusion in printed
 
 
 def test_what_cannot_run_says_why(smoke):
     rows = smoke[0]["attention"]["rows"]
     assert "cannot run this on cpu" in rows["cudnn/packed"]["refused"]
+    assert "cannot run this on cpu" in smoke[0]["fp8_matmul"]["rows"]["mosaic/24"]["refused"]
     if not importlib.util.find_spec("tokamax"):
         assert rows["tokamax/packed"]["refused"] == "tokamax is not installed"
 
@@ -62,6 +68,30 @@ def test_the_peers_run_beside(smoke):
     assert {"forward_peer_tflops", "both_ratio", "peer_kernels"} <= set(found["attention"]["rows"]["triton/packed"])
     peer, own = (found["train_step"]["rows"][f"{system}/tiny"] for system in ("hf+peft", "jaxtune"))
     assert peer["kernels"] and peer["flops_per_token"] == own["flops_per_token"]
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("bitsandbytes"), reason="the peer of dequantize")
+def test_bitsandbytes_makes_the_same_weight_of_the_same_codes(smoke):
+    peer = smoke[0]["dequantize"]["rows"]["bitsandbytes/nf4-128x256"]
+    assert peer["largest_error"] <= dequantize.TOLERANCE and peer["gb_per_second"] > 0
+
+
+def test_a_wrong_result_is_an_error_and_no_time(monkeypatch):
+    def swapped(x, codes, scales, tensor_scale, *, elements, backend):
+        return kernel(x, codes ^ (codes == codes[0, 0]).astype("uint8"), scales, tensor_scale, elements=elements)
+
+    kernel = quant_matmul.quant_matmul
+    monkeypatch.setattr(quant_matmul, "quant_matmul", swapped)
+    row = quant_matmul.measure("dequantize", "nf4", 5, smoke=True)
+    assert row["error"].startswith("wrong: the largest error of forward") and "forward_microseconds" not in row
+
+
+def test_the_crossover_is_where_the_fused_kernel_stops_to_win():
+    fused, other = {1: 0.4, 64: 0.9, 256: 1.2, 512: 1.0}, {1: 1.5, 64: 1.1, 256: 1.1, 512: 1.3, 2048: 1.0}
+    rows = {f"fused/nf4-{count}": {"forward_over_peer": ratio} for count, ratio in fused.items()}
+    rows |= {f"dequantize/nf4-{count}": {"forward_over_peer": ratio} for count, ratio in other.items()}
+    assert quant_matmul.crossovers(rows) == {"nf4 forward: rows up to which fused wins": 64}
+    assert quant_matmul.crossovers({}) == {}
 
 
 def test_without_a_gpu_nothing_is_measured():
