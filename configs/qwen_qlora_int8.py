@@ -1,6 +1,7 @@
 """QLoRA of a Qwen3 model on instructions, its linears frozen in INT8; one GPU.
 
-A scale a row, 1 byte a weight: the smallest error of the four formats.
+A scale a row, 1 byte a weight: the smallest error of the four formats. Qwen3-8B, 2 rows of 2048 tokens: 12.9 GB on an
+H100, compiled without one.
 
     python -m jaxtune.train --config=configs/qwen_qlora_int8.py
     python -m jaxtune.train --config=configs/qwen_qlora_int8.py:PATH_OR_HUB_ID --config.data.datasets[0].path=my.jsonl

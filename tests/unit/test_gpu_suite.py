@@ -42,6 +42,7 @@ FIGURES = {
 }
 
 
+@pytest.mark.slow
 def test_every_piece_gives_its_figures_and_its_table(smoke):
     found, printed = smoke
     assert set(found) == set(FIGURES)
@@ -54,6 +55,7 @@ def test_every_piece_gives_its_figures_and_its_table(smoke):
         assert any(conclusion in said for said in found[name]["conclusions"]) and conclusion in printed
 
 
+@pytest.mark.slow
 def test_what_cannot_run_says_why(smoke):
     rows = smoke[0]["attention"]["rows"]
     assert "cannot run this on cpu" in rows["cudnn/packed"]["refused"]
@@ -62,6 +64,7 @@ def test_what_cannot_run_says_why(smoke):
         assert rows["tokamax/packed"]["refused"] == "tokamax is not installed"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="the peers need torch, transformers and peft")
 def test_the_peers_run_beside(smoke):
     found = smoke[0]
