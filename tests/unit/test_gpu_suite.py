@@ -73,6 +73,7 @@ def test_the_peers_run_beside(smoke):
     assert peer["kernels"] and peer["flops_per_token"] == own["flops_per_token"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("bitsandbytes"), reason="the peer of dequantize")
 def test_bitsandbytes_makes_the_same_weight_of_the_same_codes(smoke):
     peer = smoke[0]["dequantize"]["rows"]["bitsandbytes/nf4-128x256"]
