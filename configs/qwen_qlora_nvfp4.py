@@ -1,6 +1,7 @@
 """QLoRA of a Qwen3 model on instructions, its linears frozen in NVFP4; one GPU.
 
-e2m1 with an e4m3 scale for each 16 weights, 0.56 bytes a weight; a way to store, on any card.
+e2m1 with an e4m3 scale for each 16 weights, 0.56 bytes a weight; a way to store, on any card. A checkpoint of
+compressed-tensors loads as it is: give its path and --config.quant.format=None.
 Qwen3-8B, 2 rows of 2048 tokens: 9.9 GB on an H100, compiled without one.
 
     python -m jaxtune.train --config=configs/qwen_qlora_nvfp4.py

@@ -65,6 +65,8 @@ def _main(values: flags.FlagValues, config: Config | None) -> None:
         raise UserError(
             f"the run is of model.path={run.config.model.path}, not {config.model.path}; give its own recipe"
         )
+    if config.quant != run.config.quant:
+        raise UserError(f"the run is of {run.config.quant}, not {config.quant}; give its own recipe and options")
     if config.data.seq_len > run.model.spec.max_positions:
         raise UserError(
             f"data.seq_len={config.data.seq_len} is more than the model's {run.model.spec.max_positions} positions"

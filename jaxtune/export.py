@@ -21,7 +21,7 @@ from jaxtune.parallel import multihost
 from jaxtune.parallel.layout import TOKENS
 from jaxtune.parallel.mesh import data_shards, make_mesh
 from jaxtune.precision.recipes import RECIPES
-from jaxtune.quant import QuantizedArray
+from jaxtune.quant import QuantizedArray, format_of
 from jaxtune.run_folder import RunFolder, open_run
 from jaxtune.state import Model, declare_model, read_parameters, read_spec
 
@@ -159,8 +159,8 @@ def merge_difference(model: Model, parameters: Parameters, config: Config, outpu
     """How far the logits of a merged export are from those of the quantized base with its adapter, in words."""
     mesh = jax.sharding.get_mesh()
     options = Config(model=dataclasses.replace(config.model, path=str(output), revision=None), data=config.data)
-    merged = declare_model(options, mesh, train=False)
-    size = sum(math.prod(p.shape) for p in merged.parameters.values()) * jnp.dtype(config.model.dtype).itemsize
+    exported = declare_model(options, mesh, train=False)
+    size = sum(math.prod(p.shape) for p in exported.parameters.values()) * jnp.dtype(config.model.dtype).itemsize
     memory = jax.local_devices()[0].memory_stats() or {}
     free = memory.get("bytes_limit", math.inf) - memory.get("bytes_in_use", 0)
     if size / mesh.size > free:
@@ -168,7 +168,9 @@ def merge_difference(model: Model, parameters: Parameters, config: Config, outpu
     dtype = RECIPES[config.precision.recipe].dtype
     tokens = jax.random.randint(jax.random.key(0), (data_shards(mesh), PROBE), 0, model.spec.vocabulary)
     before = _logits(model, parameters, tokens, dtype)
-    after = _logits(merged, read_parameters(merged, list(merged.parameters)), tokens, dtype)
+    after = _logits(exported, read_parameters(exported, list(exported.parameters)), tokens, dtype)
+    if not (jnp.isfinite(before).all() and jnp.isfinite(after).all()):
+        raise UserError(f"{output} is no use: its logits, or those of the run it was merged from, are not finite")
     return (
         f"merged onto the dequantized base: over {tokens.size} random tokens the logits, of which the largest is "
         f"{jnp.abs(before).max():.3g}, differ by {jnp.abs(after - before).max():.2g} at most"
@@ -191,8 +193,14 @@ def _logits(model: Model, parameters: Parameters, tokens: jax.Array, dtype: jnp.
 
 
 def shards(config: Config) -> int:
-    """How many devices can share the model: all, or as many as divide its width."""
-    return math.gcd(jax.device_count(), read_spec(config).hidden)
+    """How many devices can share the model: all, or as many as divide its width, in whole blocks where it has some."""
+    hidden = read_spec(config).hidden
+    scheme = None
+    if not config.model.from_scratch:
+        scheme = hf.read_scheme(hf.resolve(config.model.path or "", config.model.revision))
+    options = config.quant if scheme is None else scheme.options
+    rows, columns = format_of(options, "").block if options.format is not None else (1, 1)
+    return math.gcd(jax.device_count(), hidden, hidden // math.lcm(rows or 1, columns or 1))
 
 
 def _define_flags(values: flags.FlagValues) -> None:

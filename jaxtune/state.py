@@ -114,7 +114,7 @@ def declare_model(config: Config, mesh: jax.sharding.Mesh, train: bool = True) -
     graph, parameters = declare(spec)
     options = scheme.options if scheme is not None else config.quant
     formats = {name: format_of(options, p.local) for name, p in parameters.items() if p.quantized}
-    _refuse_misfits(spec, parameters, formats)
+    _refuse_misfits(spec, parameters, formats, config)
     complaints = undivided(spec, parameters, mesh) + undivided_blocks(parameters, formats, mesh)
     if complaints:
         raise UserError("\n  ".join(["the mesh does not divide the model:", *complaints]))
@@ -144,16 +144,23 @@ def _refuse_scheme(folder: Path, scheme: hf.Scheme, spec: ModelSpec, config: Con
         raise UserError(f"{folder}: {', '.join(unknown[:3])} cannot be quantized here, only linears of the layers can")
 
 
-def _refuse_misfits(spec: ModelSpec, parameters: Mapping[str, Parameter], formats: Mapping[str, Format]) -> None:
-    """Raise UserError for a parameter that its format's blocks do not divide."""
-    for name, format in formats.items():
-        _, rows, columns = parameters[name].shape
-        if (reason := format.misfit((rows, columns))) is not None:
-            hf_name = families.hf_names(spec.family, parameters[name])[0].removesuffix(".weight")
-            raise UserError(
-                f"{hf_name} cannot be quantized: {reason}; choose another quant.block_size or quant.format, or leave "
-                f"it out with --config.quant.exclude='{hf_name.rsplit('.', 1)[1]}'"
-            )
+def _refuse_misfits(
+    spec: ModelSpec, parameters: Mapping[str, Parameter], formats: Mapping[str, Format], config: Config
+) -> None:
+    """Raise UserError for parameters that their format's blocks do not divide."""
+    reasons = {
+        families.hf_names(spec.family, parameters[name])[0].removesuffix(".weight"): reason
+        for name, format in formats.items()
+        if (reason := format.misfit(parameters[name].shape[-2:])) is not None
+    }
+    if reasons:
+        kinds = sorted({name.rsplit(".", 1)[1] for name in reasons})
+        exclude = "|".join(([config.quant.exclude] if config.quant.exclude else []) + kinds)
+        listed = "\n".join(f"  {name}: {reason}" for name, reason in reasons.items())
+        raise UserError(
+            f"these cannot be quantized in {config.quant.format}:\n{listed}\n"
+            f"choose another quant.block_size or quant.format, or leave them out: --config.quant.exclude='{exclude}'"
+        )
 
 
 def read_parameters(model: Model, names: list[str]) -> Parameters:
@@ -189,10 +196,10 @@ def _quantization(model: Model, name: str) -> hf.Conversion:
     format, axes = model.formats[name], model.parameters[name].axes
 
     def convert(weight: jax.Array, hf_name: str) -> QuantizedArray:
-        if not _finite(weight):
+        if not _ordinary(weight):
             raise UserError(
-                f"{hf_name} in {model.folder} holds NaN or infinite values, so it cannot be quantized; the file is "
-                "damaged or the model was trained to that: use another copy"
+                f"{hf_name} in {model.folder} holds NaN, infinite or huge values (beyond 1e30), so it cannot be "
+                "quantized; the file is damaged, or its training broke down: use another copy"
             )
         return quantized(weight, format, axes[1:])
 
@@ -200,8 +207,9 @@ def _quantization(model: Model, name: str) -> hf.Conversion:
 
 
 @jax.jit
-def _finite(weight: jax.Array) -> jax.Array:
-    return jnp.isfinite(weight).all()
+def _ordinary(weight: jax.Array) -> jax.Array:
+    """Whether scales and sums of scales stay finite; False for NaN."""
+    return (jnp.abs(weight) < 1e30).all()
 
 
 def initial_parameters(model: Model, config: Config) -> Parameters:

@@ -70,6 +70,11 @@ def test_trains_is_killed_resumes_exactly_exports_and_loads(home, one_device, fo
     evaluated = run("jaxtune.evaluate", f"--run={killed}", *command(home, format, killed.name)[1:])
     expected = [row["eval_loss"] for row in metrics(killed) if "eval_loss" in row][-1]
     assert abs(float(evaluated.split("eval_loss ")[1].split()[0]) - expected) <= 1e-5
+    other = "int8" if format != "int8" else "nf4"
+    refused = run("jaxtune.evaluate", f"--run={killed}", *command(home, other, "other")[1:], code=2)
+    assert f"format='{format}'" in refused
+    # A device too many for whole blocks is left out.
+    run("jaxtune.export", f"--run={killed}", f"--output={home / format}-four", "--merge", devices=4)
     run("jaxtune.generate", f"--model={killed}", "--prompt=say 3", "--chat", "--max_new_tokens=4")
     merged = home / f"{format}-merged"
     output = run("jaxtune.export", f"--run={killed}", f"--output={merged}", "--merge")
@@ -112,7 +117,8 @@ def test_what_cannot_be_quantized_is_refused_by_name(home):
     arguments = command(home, "nf4", "refused")
     arguments[1] = f"--config={CONFIGS / 'qwen_qlora_nf4.py'}:{small}"
     output = run(*arguments, code=2)
-    assert "model.layers.0" in output and "do not divide" in output and "quant.exclude" in output
+    assert "blocks of 1 x 64 do not divide" in output
+    assert "--config.quant.exclude='gate_proj|k_proj|" in output
     assert "Traceback" not in output
     output = run(*command(home, "nf4", "refused"), "--config.quant.skip_first_layers=2", code=2)
     assert "no linear to quantize" in output

@@ -180,14 +180,6 @@ def _lora(config: Config) -> Iterator[Problem]:
         yield from _regex(config, "lora.target_modules")
 
 
-_BLOCK_SIZES = {
-    "nf4": (64, 128, 256, 512),
-    "fp4": (64, 128, 256, 512),
-    "fp8": (64, 128, 256, "channel", "tensor"),
-    "nvfp4": (16,),
-}
-
-
 def _quant(config: Config) -> Iterator[Problem]:
     quant = config.quant
     if quant.format is None:
@@ -197,16 +189,16 @@ def _quant(config: Config) -> Iterator[Problem]:
     if not config.lora.enabled:
         reason = "quantized weights are frozen; train adapters on them with lora.enabled = True"
         yield _problem(config, "quant.format", reason, "lora.enabled")
-    sizes, size = _BLOCK_SIZES.get(quant.format), quant.block_size
-    if size is not None and sizes is not None and size not in sizes:
-        yield _problem(config, "quant.block_size", f"quant.format = {quant.format!r} can have {sizes}", "quant.format")
-    if sizes is None and (size == "tensor" or (isinstance(size, int) and size < 2)):
-        reason = "integers have a scale a row ('channel'), or one for 2 or more elements of it"
+    from jaxtune.quant import ANY_SIZE, format_module  # jax only for a config that asks for it
+
+    format = format_module(quant.format)
+    sizes, size = format.BLOCK_SIZES, quant.block_size
+    if size is not None and size not in sizes and not (ANY_SIZE in sizes and isinstance(size, int) and size > 1):
+        reason = f"quant.format = {quant.format!r} can have {' or '.join(map(str, sizes))}"
         yield _problem(config, "quant.block_size", reason, "quant.format")
-    if quant.format not in ("nf4", "fp4"):
-        yield from _without_effect(config, "quant.double_quant", "only nf4 and fp4 have it", "quant.format")
-    if quant.format != "nvfp4":
-        yield from _without_effect(config, "quant.four_over_six", "only nvfp4 has it", "quant.format")
+    for name in ("double_quant", "four_over_six"):
+        if name not in format.OPTIONS:
+            yield from _without_effect(config, f"quant.{name}", f"{quant.format} does not read it", "quant.format")
     if quant.exclude is not None:
         yield from _regex(config, "quant.exclude")
 

@@ -95,6 +95,14 @@ def block_absmax(blocks: Float[Array, "o/r r i/c c"]) -> Float[Array, "o/r i/c"]
     return jnp.abs(blocks).max(axis=(1, 3))
 
 
+TINY = float(np.finfo(np.float32).tiny)  # what is smaller, subnormal, XLA takes for zero
+
+
+def divisors(scales: Float[Array, "*shape"], least: float = TINY) -> Float[Array, "*shape"]:
+    """Scales to divide by: 1 for what is zero, or smaller than `least`, which becomes zero."""
+    return jnp.where(scales < least, 1.0, scales)
+
+
 def by_block(scales: Float[Array, "o/r i/c"]) -> Float[Array, "o/r 1 i/c 1"]:
     """Values of blocks, to be combined with their elements."""
     return scales[:, None, :, None]

@@ -11,9 +11,13 @@ from jaxtyping import Array, Float
 
 from jaxtune.parallel.layout import sharding, spec
 from jaxtune.quant.array import QuantizedArray
+from pallas_kernels.quant_matmul.elements import ELEMENTS
 
 if TYPE_CHECKING:
     from jaxtune.models.parameters import Parameter
+
+
+ANY_SIZE = "a number of elements, 2 or more"  # among the BLOCK_SIZES of a format
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,9 @@ class Format(ABC):
         """Why a matrix of this shape has no whole number of blocks, or None."""
         rows, columns = self.block_of(shape)
         if shape[0] % rows or shape[1] % columns:
-            return f"{self.elements} blocks of {rows} x {columns} do not divide {shape[0]} x {shape[1]}"
+            return f"blocks of {rows} x {columns} do not divide {shape[0]} x {shape[1]}"
+        if columns % ELEMENTS[self.elements].packed:
+            return f"blocks of {columns} elements part the two that share a byte; an even number does not"
         return None
 
     def abstract(self, shape: tuple[int, ...], dtype: Any, axes: tuple[str | None, ...]) -> QuantizedArray:
@@ -82,8 +88,9 @@ def undivided_blocks(
             (axis,) = spec(axis_name)
             blocks = size // elements
             if isinstance(axis, str) and blocks > 1 and blocks % mesh.shape[axis]:
+                fits = [n for n in range(1, mesh.size + 1) if blocks % n == 0]
                 complaints.add(
-                    f"mesh.{axis}={mesh.shape[axis]} does not divide the {blocks} blocks of {elements} in "
-                    f"{axis_name}={size} of {parameter.local}; quant.block_size or quant.exclude would help"
+                    f"mesh.{axis}={mesh.shape[axis]} does not divide {axis_name}={size} in blocks of {elements}; these "
+                    f"would: {fits} (mesh.data takes the rest); or a smaller quant.block_size"
                 )
     return sorted(complaints)

@@ -7,15 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
-from jaxtune.quant.array import SCALES_PER_OUTER, QuantizedArray, block_absmax, by_block, in_blocks, nearest, pack
+from jaxtune.quant.array import SCALES_PER_OUTER, TINY, QuantizedArray, block_absmax, by_block, in_blocks, nearest, pack
 from jaxtune.quant.dynamic_map import DYNAMIC_MAP
 from jaxtune.quant.format import Format
 from pallas_kernels.quant_matmul.elements import ELEMENTS
 
 if TYPE_CHECKING:
     from jaxtune.config.schema import Quant
-
-TINY = np.finfo(np.float32).tiny  # floor of a divisor; bitsandbytes' 1e-38 is subnormal, which XLA takes for zero
 
 
 def four_bit_format(elements: str, options: "Quant") -> Format:
@@ -36,7 +34,7 @@ class FourBitFloats(Format):
         order = np.argsort(table, stable=True)  # FP4's codes are not in the order of their values
         blocks = in_blocks(weight, self.block_of(weight.shape))
         absmax = block_absmax(blocks)
-        elements = jnp.clip(blocks * by_block(1.0 / jnp.maximum(absmax, TINY)), -1, 1)
+        elements = jnp.clip(blocks * by_block(1.0 / jnp.maximum(absmax, TINY)), -1, 1)  # bitsandbytes' floor is 1e-38
         codes = jnp.asarray(order, jnp.uint8)[nearest(elements, table[order])]
         codes = pack(codes).reshape(len(weight), -1)
         scales = doubly_quantized(absmax) if self.double_quant else (absmax, None, None)

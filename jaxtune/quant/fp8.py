@@ -6,13 +6,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxtune.quant.array import QuantizedArray, block_absmax, by_block, in_blocks
+from jaxtune.quant.array import QuantizedArray, block_absmax, by_block, divisors, in_blocks
 from jaxtune.quant.format import Format
 
 if TYPE_CHECKING:
     from jaxtune.config.schema import Quant
 
 LARGEST = 448.0  # of e4m3
+
+BLOCK_SIZES = (64, 128, 256, "channel", "tensor")
+OPTIONS = ()
 
 
 def format_of(options: "Quant", parameter: str) -> Format:
@@ -35,7 +38,7 @@ class Fp8(Format):
         """Rounded to nearest, halfway to even."""
         blocks = in_blocks(weight, self.block_of(weight.shape))
         absmax = block_absmax(blocks)
-        scales = jnp.where(absmax == 0, 1.0, absmax / LARGEST)
+        scales = divisors(absmax / LARGEST)
         elements = jnp.clip(blocks / by_block(scales), -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
         codes = jax.lax.bitcast_convert_type(elements, jnp.uint8).reshape(weight.shape)
         return QuantizedArray(codes, scales, None, None, self.elements, weight.dtype)

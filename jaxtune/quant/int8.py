@@ -2,11 +2,14 @@
 
 from typing import TYPE_CHECKING
 
-from jaxtune.quant.format import Format
+from jaxtune.quant.format import ANY_SIZE, Format
 from jaxtune.quant.integers import integer_format
 
 if TYPE_CHECKING:
     from jaxtune.config.schema import Quant
+
+BLOCK_SIZES = ("channel", ANY_SIZE)
+OPTIONS = ()
 
 
 def format_of(options: "Quant", parameter: str) -> Format:

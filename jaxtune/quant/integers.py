@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxtune.quant.array import QuantizedArray, block_absmax, by_block, in_blocks, pack
+from jaxtune.quant.array import QuantizedArray, block_absmax, by_block, divisors, in_blocks, pack
 from jaxtune.quant.format import Format
 from pallas_kernels.quant_matmul.elements import ELEMENTS
 
@@ -28,7 +28,7 @@ class Integers(Format):
         largest = 2 ** (bits - 1) - 1
         blocks = in_blocks(weight, self.block_of(weight.shape))
         absmax = block_absmax(blocks)
-        scales = jnp.where(absmax == 0, 1.0, absmax / largest)
+        scales = divisors(absmax / largest)
         whole = jnp.clip(jnp.round(blocks / by_block(scales)), -largest, largest).astype(jnp.int8)
         codes = jax.lax.bitcast_convert_type(whole, jnp.uint8)
         codes = (pack(codes & 15) if bits == 4 else codes).reshape(len(weight), -1)

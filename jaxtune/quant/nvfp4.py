@@ -7,21 +7,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
-from jaxtune.quant.array import QuantizedArray, block_absmax, by_block, in_blocks, pack
+from jaxtune.quant.array import TINY, QuantizedArray, block_absmax, by_block, divisors, in_blocks, pack
 from jaxtune.quant.format import Format
 from pallas_kernels.quant_matmul.elements import ELEMENTS
 
 if TYPE_CHECKING:
     from jaxtune.config.schema import Quant
 
-BLOCK = 16
+BLOCK_SIZES = (16,)
+OPTIONS = ("four_over_six",)
 LARGEST, LARGEST_SCALE = 6.0, 448.0
 SMALLEST_SCALE = 2.0**-9  # the least e4m3 above zero
 
 
 def format_of(options: "Quant", parameter: str) -> Format:
     """Blocks of 16 elements of a row."""
-    return Nvfp4("e2m1", (1, BLOCK), options.four_over_six)
+    return Nvfp4("e2m1", (1, *BLOCK_SIZES), options.four_over_six)
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,10 @@ class Nvfp4(Format):
     four_over_six: bool
 
     def quantize(self, weight: Float[Array, "o i"]) -> QuantizedArray:
-        """Two levels of scales; a matrix of zeros has scale 1."""
-        blocks = in_blocks(weight, (1, BLOCK))
+        """Two levels of scales; a matrix of zeros has scale 1. Its blocks' scales are e4m3's least, never 0."""
+        blocks = in_blocks(weight, self.block_of(weight.shape))
         absmax = block_absmax(blocks)
-        largest = absmax.max()
-        tensor_scale = jnp.where(largest == 0, 1.0, largest / (LARGEST * LARGEST_SCALE))
+        tensor_scale = divisors(absmax.max() / (LARGEST * LARGEST_SCALE), least=TINY / SMALLEST_SCALE)
         scales = _block_scales(absmax, LARGEST, tensor_scale)
         if self.four_over_six:
             # Cook et al. 2025, arXiv:2512.02010. The tensor's scale stays, so that no block is worse off; it leaves no

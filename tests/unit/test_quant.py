@@ -67,6 +67,24 @@ def test_codes_and_scales_are_those_of_bitsandbytes(functional, one_device, kind
     assert np.allclose(np.asarray(doubly.outer_scales), largest[:, 0], rtol=1e-6)
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_any_size_of_weights_stays_finite_and_what_is_too_small_becomes_zero(one_device, format):
+    quantize = jax.jit(format_of(Quant(format=format), "").quantize)
+    dequantize = jax.jit(lambda array: array.dequantize())
+    ordinary = np.random.default_rng(0).normal(size=(128, 256))
+    ordinary[0, :7] = 0
+    for exponent in (-44, -38, -36, -35, -30, -10, 0, 10, 29):
+        weight = (ordinary * 10.0**exponent).astype(np.float32)
+        error = np.abs(np.asarray(dequantize(quantize(jnp.asarray(weight))), np.float64) - weight)
+        assert (error <= (0.2 if exponent > -33 else 1) * np.abs(weight).max()).all(), exponent
+
+
+def test_what_has_no_whole_blocks_or_bytes_says_so():
+    assert "do not divide" in (format_of(Quant(format="nf4"), "").misfit((128, 96)) or "")
+    assert "share a byte" in (format_of(Quant(format="int4", block_size=3), "").misfit((4, 96)) or "")
+    assert format_of(Quant(format="int8", block_size=3), "").misfit((4, 96)) is None
+
+
 def test_the_dynamic_map_is_that_of_bitsandbytes(functional):
     assert np.array_equal(DYNAMIC_MAP, functional.create_dynamic_map().numpy())
 
@@ -186,14 +204,15 @@ def read_quantized(folder, mesh, **options):
     return model, frozen_parameters(model, config)
 
 
-def test_a_weight_that_is_not_finite_is_named(one_device, tmp_path):
+@pytest.mark.parametrize("value", [np.nan, -np.inf, 1e31])
+def test_a_weight_that_cannot_be_scaled_is_named(one_device, tmp_path, value):
     from runs import model_folder
 
     folder = model_folder(tmp_path, hidden_size=64, intermediate_size=128, head_dim=16)
     tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.1.mlp.up_proj.weight"][2, 3] = np.nan
+    tensors["model.layers.1.mlp.up_proj.weight"][2, 3] = value
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.up_proj\.weight .* NaN or infinite"):
+    with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.up_proj\.weight .* NaN, infinite or huge"):
         read_quantized(folder, one_device, format="nf4")
 
 
