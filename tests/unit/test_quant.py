@@ -17,10 +17,10 @@ from safetensors.numpy import load_file, save_file
 from jaxtune.config.schema import Config, Data, Lora, Model, Quant
 from jaxtune.errors import UserError
 from jaxtune.models.families import linears
+from jaxtune.models.quantize import mark_quantized, selected
 from jaxtune.models.spec import Layer, ModelSpec, Rope, stacks
 from jaxtune.quant import format_of
 from jaxtune.quant.dynamic_map import DYNAMIC_MAP
-from jaxtune.quant.select import mark_quantized, selected
 from jaxtune.state import declare_model, frozen_parameters
 
 FORMATS = ("nf4", "fp4", "fp8", "nvfp4", "int8", "int4")

@@ -1,4 +1,4 @@
-"""Which linears are quantized: all but those of the first and last layers, and those that a regex takes out."""
+"""Mark linears as quantized: all but those of the first and last layers, and those that a regex takes out."""
 
 import dataclasses
 from collections.abc import Iterable
