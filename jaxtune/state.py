@@ -20,12 +20,12 @@ from jaxtune.models import families
 from jaxtune.models.decoder import Parameters
 from jaxtune.models.freeze import freeze
 from jaxtune.models.parameters import Parameter, declare, randomize, undivided
-from jaxtune.models.quantize import mark_quantized, selected
+from jaxtune.models.quantize import mark_quantized, selected, undivided_blocks
 from jaxtune.models.spec import ModelSpec
 from jaxtune.monitor.throughput import Work
 from jaxtune.parallel.layout import RULES
 from jaxtune.quant import Format, QuantizedArray, format_of
-from jaxtune.quant.format import quantized, undivided_blocks
+from jaxtune.quant.format import quantized
 
 log = logging.getLogger("jaxtune")
 LARGE = 2**20  # elements; a smaller parameter may stay whole on every device

@@ -1,13 +1,18 @@
-"""Mark linears as quantized: all but those of the first and last layers, and those that a regex takes out."""
+"""Mark linears as quantized: which by the options, and where the mesh would split a block."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
+
+import jax
 
 from jaxtune.errors import UserError
 from jaxtune.models.families import linears
+from jaxtune.models.parameters import Parameter
 from jaxtune.models.selection import select
 from jaxtune.models.spec import ModelSpec
+from jaxtune.parallel.layout import spec as layout_spec
+from jaxtune.quant import Format
 
 if TYPE_CHECKING:
     from jaxtune.config.schema import Quant
@@ -40,3 +45,23 @@ def mark_quantized(spec: ModelSpec, names: Iterable[str]) -> ModelSpec:
         for number, layer in enumerate(spec.layers)
     )
     return dataclasses.replace(spec, layers=layers)
+
+
+def undivided_blocks(
+    parameters: Mapping[str, Parameter], formats: Mapping[str, Format], mesh: jax.sharding.Mesh
+) -> list[str]:
+    """Complaints about scales that the mesh does not divide: a block is never split."""
+    complaints = set()
+    for name, format in formats.items():
+        parameter = parameters[name]
+        block = format.block_of(parameter.shape[-2:])
+        for axis_name, size, elements in zip(parameter.axes[-2:], parameter.shape[-2:], block):
+            (axis,) = layout_spec(axis_name)
+            blocks = size // elements
+            if isinstance(axis, str) and blocks > 1 and blocks % mesh.shape[axis]:
+                fits = [n for n in range(1, mesh.size + 1) if blocks % n == 0]
+                complaints.add(
+                    f"mesh.{axis}={mesh.shape[axis]} does not divide {axis_name}={size} in blocks of {elements}; these "
+                    f"would: {fits} (mesh.data takes the rest); or a smaller quant.block_size"
+                )
+    return sorted(complaints)

@@ -1,21 +1,16 @@
 """What a format is: a block, and a function from a matrix to a QuantizedArray; its layout and its checks."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import jax
 from jaxtyping import Array, Float
 
-from jaxtune.parallel.layout import sharding, spec
+from jaxtune.parallel.layout import sharding
 from jaxtune.quant.array import QuantizedArray
 from pallas_kernels.quant_matmul.elements import ELEMENTS
-
-if TYPE_CHECKING:
-    from jaxtune.models.parameters import Parameter
-
 
 ANY_SIZE = "a number of elements, 2 or more"  # among the BLOCK_SIZES of a format
 
@@ -74,23 +69,3 @@ def quantized(weight: Float[Array, "o i"], format: Format, axes: tuple[str | Non
 def _quantized(weight: Float[Array, "o i"], format: Format, place: QuantizedArray) -> QuantizedArray:
     """`place`: the PartitionSpec of each array."""
     return cast(QuantizedArray, jax.sharding.auto_axes(format.quantize, out_sharding=place)(weight))
-
-
-def undivided_blocks(
-    parameters: Mapping[str, "Parameter"], formats: Mapping[str, Format], mesh: jax.sharding.Mesh
-) -> list[str]:
-    """Complaints about scales that the mesh does not divide: a block is never split."""
-    complaints = set()
-    for name, format in formats.items():
-        parameter = parameters[name]
-        block = format.block_of(parameter.shape[-2:])
-        for axis_name, size, elements in zip(parameter.axes[-2:], parameter.shape[-2:], block):
-            (axis,) = spec(axis_name)
-            blocks = size // elements
-            if isinstance(axis, str) and blocks > 1 and blocks % mesh.shape[axis]:
-                fits = [n for n in range(1, mesh.size + 1) if blocks % n == 0]
-                complaints.add(
-                    f"mesh.{axis}={mesh.shape[axis]} does not divide {axis_name}={size} in blocks of {elements}; these "
-                    f"would: {fits} (mesh.data takes the rest); or a smaller quant.block_size"
-                )
-    return sorted(complaints)
