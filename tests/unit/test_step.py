@@ -134,7 +134,7 @@ KEPT = {
 def test_a_layer_keeps_its_input_and_what_the_policy_names(one_device, remat):
     """Each array once, in the dtype of the step; neither a copy of a weight nor anything elementwise."""
     forward, _ = scans_over_layers(remat, one_device)
-    kept = [value.aval for value in forward.outvars[forward.params["num_carry"] :]]
+    kept = [value.aval for value in forward.outvars if value.aval.shape[0] == 4]  # the carry is 2 rows
     expected = Counter({("bfloat16", (2, 24, 16)): 1})
     for dtype, shapes in KEPT[remat].items():
         expected.update({(dtype, shape): count for shape, count in shapes.items()})
