@@ -14,12 +14,12 @@ from gpu.qwen3 import ALPHA, RANK
 from jaxtune.lora.inject import inject
 from jaxtune.models import families, parameters
 from jaxtune.models.families import qwen3
+from jaxtune.models.quantize import mark_quantized
 from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.optim.build import build
 from jaxtune.parallel.layout import AXES, TOKENS
 from jaxtune.precision.recipes import RECIPES
 from jaxtune.quant import Format, QuantizedArray
-from jaxtune.quant.select import mark_quantized
 from jaxtune.step import Batch, Gradients, State, accumulated_gradients, initial_state, make_train_step
 
 LORA = SimpleNamespace(rank=RANK, alpha=ALPHA, dropout=0.0, use_rslora=False, target_modules="all-linear")
