@@ -15,6 +15,7 @@ from tiny import byte_tokenizer
 from jaxtune.models import families
 from jaxtune.models.parameters import declare
 
+CONFIGS = Path(__file__).parents[1] / "configs"
 RECIPE = """
 from jaxtune.config import dataset, new_config
 
@@ -95,6 +96,25 @@ def recipe(folder: Path, lora: bool = False) -> Path:
     fields = {"model": str(model), "data": str(folder / "chat.jsonl"), "output": str(folder / "runs"), "lora": lora}
     path.write_text(RECIPE.format(**fields))
     return path
+
+
+def recipe_command(home: Path, recipe: str, name: str, **options) -> list[str]:
+    """Train by a recipe of configs/ on home/model and home/chat.jsonl, small enough for two cores."""
+    options = {
+        "data.datasets[0].path": home / "chat.jsonl",
+        "data.datasets[0].type": "conversation",
+        "data.validation_split": 0.1,
+        "data.seq_len": 64,
+        "train.output_dir": home / "runs",
+        "train.run_name": name,
+        "train.max_steps": 8,
+        "train.grad_accum_steps": 2,
+        "ckpt.save_steps": 2,
+        "optim.learning_rate": 1e-2,
+        **options,
+    }
+    settings = [f"--config.{key}={value}" for key, value in options.items()]
+    return ["jaxtune.train", f"--config={CONFIGS / recipe}:{home / 'model'}", *settings]
 
 
 def start(*arguments: str, devices: int = 1, environment: dict[str, str] | None = None) -> subprocess.Popen:

@@ -10,13 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import conversations, losses, metrics, model_folder, run, start
+from runs import CONFIGS, conversations, losses, metrics, model_folder, recipe_command, run, start
 from safetensors import safe_open
 
 from jaxtune.config.schema import Quant
 from jaxtune.quant import format_of
 
-CONFIGS = Path(__file__).parents[1] / "configs"
 FORMATS = ("nf4", "fp8", "nvfp4", "int8")
 
 
@@ -31,22 +30,7 @@ def home(tmp_path_factory):
 
 
 def command(home: Path, format: str, name: str) -> list[str]:
-    options = {
-        "data.datasets[0].path": home / "chat.jsonl",
-        "data.datasets[0].type": "conversation",
-        "data.validation_split": 0.1,
-        "data.seq_len": 64,
-        "train.output_dir": home / "runs",
-        "train.run_name": name,
-        "train.max_steps": 8,
-        "train.grad_accum_steps": 2,
-        "ckpt.save_steps": 2,
-        "optim.learning_rate": 1e-2,
-        "lora.rank": 4,
-    }
-    recipe = CONFIGS / f"qwen_qlora_{format}.py"
-    settings = [f"--config.{key}={value}" for key, value in options.items()]
-    return ["jaxtune.train", f"--config={recipe}:{home / 'model'}", *settings]
+    return recipe_command(home, f"qwen_qlora_{format}.py", name, **{"lora.rank": 4})
 
 
 @pytest.mark.slow

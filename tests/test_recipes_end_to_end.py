@@ -2,13 +2,10 @@
 
 import signal
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import conversations, losses, metrics, model_folder, run, start
-
-CONFIGS = Path(__file__).parents[1] / "configs"
+from runs import CONFIGS, conversations, losses, metrics, model_folder, recipe_command, run, start
 
 
 @pytest.fixture(scope="module")
@@ -20,31 +17,9 @@ def home(tmp_path_factory):
     return folder
 
 
-def arguments(home: Path, recipe: str, name: str, **options) -> list[str]:
-    """The recipe on the tiny model and its data, small enough for two cores."""
-    options = {
-        "data.datasets[0].path": home / "chat.jsonl",
-        "data.datasets[0].type": "conversation",
-        "data.validation_split": 0.1,
-        "data.seq_len": 64,
-        "train.output_dir": home / "runs",
-        "train.run_name": name,
-        "train.max_steps": 8,
-        "train.grad_accum_steps": 2,
-        "ckpt.save_steps": 2,
-        "optim.learning_rate": 1e-2,
-        **options,
-    }
-    return [
-        "jaxtune.train",
-        f"--config={CONFIGS / recipe}:{home / 'model'}",
-        *(f"--config.{key}={value}" for key, value in options.items()),
-    ]
-
-
 def test_qwen_lora_trains_is_killed_resumes_exports_and_loads(home):
-    run(*arguments(home, "qwen_lora.py", "whole"))
-    command = arguments(home, "qwen_lora.py", "killed")
+    run(*recipe_command(home, "qwen_lora.py", "whole"))
+    command = recipe_command(home, "qwen_lora.py", "killed")
     process = start(*command)
     file = home / "runs" / "killed" / "metrics.jsonl"
     while process.poll() is None and not (file.exists() and '"step": 5,' in file.read_text()):
@@ -84,7 +59,7 @@ def test_qwen_lora_trains_is_killed_resumes_exports_and_loads(home):
 @pytest.mark.slow
 def test_what_a_run_is_made_of_is_neither_overwritten_nor_exchanged(home):
     """Exports onto the base model or the run are refused, and so is a base that is no longer the one trained on."""
-    command = arguments(home, "qwen_lora.py", "guarded", **{"train.max_steps": 2, "eval.steps": 0})
+    command = recipe_command(home, "qwen_lora.py", "guarded", **{"train.max_steps": 2, "eval.steps": 0})
     run(*command)
     adapter = home / "runs" / "guarded"
     before = (home / "model" / "model.safetensors").read_bytes()
@@ -114,7 +89,7 @@ def test_the_other_recipes_train_and_export(home, recipe):
         }
     else:
         text = {}
-    run(*arguments(home, recipe, recipe[:-3], **text))
+    run(*recipe_command(home, recipe, recipe[:-3], **text))
     found = [row["loss"] for row in metrics(home / "runs" / recipe[:-3]) if "loss" in row]
     assert len(found) == 8 and found[-1] < found[0]
     pytest.importorskip("torch", reason="loading the results needs torch (Python 3.11 here)")
@@ -124,18 +99,18 @@ def test_the_other_recipes_train_and_export(home, recipe):
 
 
 def test_prepare_shows_what_is_trained(home):
-    flags = arguments(home, "qwen_lora.py", "shown")[1:]
+    flags = recipe_command(home, "qwen_lora.py", "shown")[1:]
     output = run("jaxtune.prepare", *flags, "--show=2")
     assert "documents" in output and "<|im_end|>" in output
 
 
 def test_a_model_that_is_not_there_is_said_without_a_traceback(home):
-    flags = arguments(home, "qwen_lora.py", "absent")
+    flags = recipe_command(home, "qwen_lora.py", "absent")
     flags[1] = f"--config={CONFIGS / 'qwen_lora.py'}:{home / 'modle'}"
     output = run(*flags, code=2)
     assert "modle" in output and "model" in output and "Traceback" not in output
 
 
 def test_a_typo_is_answered_with_the_nearest_option(home):
-    output = run(*arguments(home, "qwen_lora.py", "typo"), "--config.optim.lerning_rate=1", code=2)
+    output = run(*recipe_command(home, "qwen_lora.py", "typo"), "--config.optim.lerning_rate=1", code=2)
     assert "optim.learning_rate" in output and "Traceback" not in output
