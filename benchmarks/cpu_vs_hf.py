@@ -87,7 +87,7 @@ def jaxtune_step(folder: str, lora: bool, remat: bool):
     )
     model = states.declare_model(config, mesh)
     recipe = RECIPES["fp32"]
-    optimizer = build(Optim(weight_decay=0.01), {name: model.hf_names(name) for name in model.trained})
+    optimizer = build(Optim(weight_decay=0.01), states.trained_of(model), len(model.spec.layers))
     gradients = accumulated_gradients(model.graph, cross_entropy, recipe, "block" if remat else "none", 0)
     train_step = jax.jit(
         make_train_step(gradients, optimizer, lambda _: jnp.float32(RATE), 1.0, recipe), donate_argnums=0

@@ -17,9 +17,8 @@ from jaxtune.models.decoder import Parameters
 from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.parallel.layout import TOKENS
 from jaxtune.parallel.mesh import data_shards, make_mesh
-from jaxtune.precision.recipes import RECIPES
 from jaxtune.run_folder import RunFolder, open_run
-from jaxtune.state import Model
+from jaxtune.state import Model, recipe_of_run
 from jaxtune.step import make_eval_step
 
 log = logging.getLogger("jaxtune")
@@ -30,7 +29,7 @@ def make_evaluate(
 ) -> Callable[[Parameters, Parameters], dict[str, float]]:
     """(trained, frozen) -> eval_loss in nats a token and eval_perplexity, over all of `rows` or eval.max_batches."""
     step = jax.jit(
-        make_eval_step(model.graph, cross_entropy, RECIPES[config.precision.recipe]),
+        make_eval_step(model.graph, cross_entropy, recipe_of_run(config, model)),
         compiler_options=compiler_options(config.train.deterministic),
     )
     rows_per_batch = config.train.micro_batch_size * data_shards(mesh)
@@ -60,13 +59,14 @@ def _main(values: flags.FlagValues, config: Config | None) -> None:
     runtime.configure(config)
     runtime.show_log()
     mesh = make_mesh(config.mesh)
-    run = open_run(RunFolder(Path(values.run)), mesh, values.step)
+    run = open_run(RunFolder(Path(values.run)), mesh, values.step, low_precision=True)
     if config.model.path != run.config.model.path:
         raise UserError(
             f"the run is of model.path={run.config.model.path}, not {config.model.path}; give its own recipe"
         )
-    if config.quant != run.config.quant:
-        raise UserError(f"the run is of {run.config.quant}, not {config.quant}; give its own recipe and options")
+    for ours, theirs in ((config.quant, run.config.quant), (config.precision, run.config.precision)):
+        if ours != theirs:
+            raise UserError(f"the run is of {theirs}, not {ours}; give its own recipe and options")
     if config.data.seq_len > run.model.spec.max_positions:
         raise UserError(
             f"data.seq_len={config.data.seq_len} is more than the model's {run.model.spec.max_positions} positions"

@@ -92,6 +92,11 @@ def train(
         tokens = values.pop("tokens")
         position.tokens += tokens
         finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
+        if not finite and math.isfinite(values["loss"]) and (scale := values.get("loss_scale", 1.0)) > 1.0:
+            watch.progress.message(
+                f"step {at.step} skipped: gradients overflowed float16; loss scale now {scale / 2:g}"
+            )
+            finite = True  # a smaller scale may do
         position.bad_steps = 0 if finite else position.bad_steps + 1
         row = {
             **values,

@@ -2,13 +2,13 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import optax
+import jax.numpy as jnp
 
 from jaxtune.checkpoint import CheckpointManager, verify_fingerprint
 from jaxtune.config import from_json, to_json
@@ -16,10 +16,10 @@ from jaxtune.config.schema import Config
 from jaxtune.data import Counts
 from jaxtune.errors import UserError
 from jaxtune.models.decoder import Parameters
-from jaxtune.optim.build import build
+from jaxtune.optim.build import Optimizer, build
 from jaxtune.parallel import multihost
 from jaxtune.parallel.layout import P
-from jaxtune.state import Model, declare_model, frozen_parameters
+from jaxtune.state import Model, declare_model, frozen_parameters, recipe_of_run, trained_of
 from jaxtune.step import State, initial_state
 
 # Options that may differ when a run goes on: they change where and how, never what is computed.
@@ -80,14 +80,21 @@ def run_folder(config: Config) -> RunFolder:
     return RunFolder(Path(config.train.output_dir) / (config.train.run_name or "run"))
 
 
-def optimizer_of(model: Model, config: Config) -> optax.GradientTransformation:
+def optimizer_of(model: Model, config: Config) -> Optimizer:
     """The optimizer of what is trained."""
-    return build(config.optim, {name: model.hf_names(name) for name in model.trained})
+    products = jnp.float32 if config.precision.recipe == "fp32" else jnp.bfloat16
+    return build(config.optim, trained_of(model), len(model.spec.layers), products)
+
+
+def start_of(model: Model, config: Config) -> Callable[[Parameters], State]:
+    """Trained parameters -> the state before the first step."""
+    optimizer, recipe = optimizer_of(model, config), recipe_of_run(config, model)
+    return lambda trained: initial_state(optimizer, trained, recipe)
 
 
 def abstract_state(model: Model, config: Config, mesh: jax.sharding.Mesh) -> State:
     """Shapes, dtypes and shardings of the whole state."""
-    state = jax.eval_shape(partial(initial_state, optimizer_of(model, config)), model.abstract(model.trained))
+    state = jax.eval_shape(start_of(model, config), model.abstract(model.trained))
 
     def on_mesh(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         spec = P() if leaf.sharding is None else leaf.sharding.spec  # the optimizer's counters are whole everywhere
@@ -130,10 +137,10 @@ class TrainedModel:
     tokens: int
 
 
-def open_run(folder: RunFolder, mesh: jax.sharding.Mesh, step: int | None) -> TrainedModel:
-    """The model of a run at a step, or at its newest good checkpoint."""
+def open_run(folder: RunFolder, mesh: jax.sharding.Mesh, step: int | None, low_precision: bool = False) -> TrainedModel:
+    """The model of a run at a step, or at its newest good checkpoint; `low_precision` to compute as it was trained."""
     config = folder.read_config()
-    model = declare_model(config, mesh)
+    model = declare_model(config, mesh, low_precision=low_precision)
     wanted = {"trained": model.abstract(model.trained)}  # without the optimizer's state, which is larger
     restored = CheckpointManager(folder.checkpoints).restore(wanted, step, part=True)
     if restored is None:

@@ -19,11 +19,16 @@ from jaxtune.lora.inject import inject
 from jaxtune.models import families
 from jaxtune.models.decoder import Parameters
 from jaxtune.models.freeze import freeze
+from jaxtune.models.mark import mark, selected, undivided_blocks
 from jaxtune.models.parameters import Parameter, declare, randomize, undivided
-from jaxtune.models.quantize import mark_quantized, selected, undivided_blocks
 from jaxtune.models.spec import ModelSpec
 from jaxtune.monitor.throughput import Work
+from jaxtune.optim.adamw_8bit import undivided_blocks as undivided_moments
+from jaxtune.optim.build import Trained
 from jaxtune.parallel.layout import RULES
+from jaxtune.precision.linears import Linears
+from jaxtune.precision.matmul import Numbers, abstract_operands, make_operands
+from jaxtune.precision.recipes import Recipe, linears_of, numbers_of, recipe_of
 from jaxtune.quant import Format, QuantizedArray, format_of
 from jaxtune.quant.format import quantized
 
@@ -41,6 +46,7 @@ class Model:
     parameters: Mapping[str, Parameter]
     dtypes: Mapping[str, Any]
     formats: Mapping[str, Format]  # of the parameters that are quantized
+    linears: Linears | None  # those that multiply in few bits while training
     scheme: hf.Scheme | None  # how the files quantize them; None: they are quantized while they are read
 
     @property
@@ -73,15 +79,34 @@ class Model:
         )
 
     def abstract(self, names: list[str]) -> Parameters:
-        """Shapes, dtypes and shardings of parameters; QuantizedArrays of them where they are quantized."""
+        """Shapes, dtypes and shardings of parameters; of what stands in their place where they are few bits."""
 
         def one(name: str) -> Any:
             parameter, dtype = self.parameters[name], self.dtypes[name]
             if name in self.formats:
-                return self.formats[name].abstract(parameter.shape, dtype, parameter.axes)
+                return self.multiplied(name, self.quantized(name))
+            if numbers := self.operands_of(name):
+                return self.multiplied(name, abstract_operands(numbers, parameter.shape, dtype, parameter.axes))
             return jax.ShapeDtypeStruct(parameter.shape, dtype, sharding=parameter.sharding)
 
         return {name: one(name) for name in names}
+
+    def quantized(self, name: str) -> QuantizedArray:
+        """Shapes, dtypes and shardings of a parameter that has a format."""
+        parameter = self.parameters[name]
+        return self.formats[name].abstract(parameter.shape, self.dtypes[name], parameter.axes)
+
+    def operands_of(self, name: str) -> Numbers | None:
+        """The numbers of a frozen weight under adapters that multiplies in few bits: it is quantized once, and stored
+        as the operands of its products unless it is quantized for less memory already; None for the others.
+        """
+        if self.linears is None or self.spec.adapter is None or name not in self.linears.parameters:
+            return None
+        return self.linears.numbers
+
+    def multiplied(self, name: str, stored: Any) -> Any:
+        """What stands for a quantized weight or its operands: with its recipe, if it multiplies in few bits."""
+        return stored if self.operands_of(name) is None else self.linears.frozen(stored)  # type: ignore[union-attr]
 
 
 def read_spec(config: Config) -> ModelSpec:
@@ -89,10 +114,11 @@ def read_spec(config: Config) -> ModelSpec:
     return families.read_spec(hf.read_config(hf.resolve(config.model.path or "", config.model.revision, weights=False)))
 
 
-def declare_model(config: Config, mesh: jax.sharding.Mesh, train: bool = True) -> Model:
+def declare_model(config: Config, mesh: jax.sharding.Mesh, train: bool = True, low_precision: bool = True) -> Model:
     """The model of a config, checked against the mesh; `train=False` stores every weight as model.dtype says.
 
-    Reads config.json and no weight. Raises UserError.
+    Without `low_precision` no linear multiplies in few bits, whatever precision.recipe says of training. Reads
+    config.json and no weight. Raises UserError.
     """
     folder = hf.resolve(config.model.path or "", config.model.revision, weights=not config.model.from_scratch)
     spec = families.read_spec(hf.read_config(folder))
@@ -104,9 +130,11 @@ def declare_model(config: Config, mesh: jax.sharding.Mesh, train: bool = True) -
     scheme = None if config.model.from_scratch else hf.read_scheme(folder)
     if scheme is not None:
         _refuse_scheme(folder, scheme, spec, config, train)
-        spec = mark_quantized(spec, scheme.modules)
+        spec = mark(spec, scheme.modules, "quantized")
     elif config.quant.format is not None:
-        spec = mark_quantized(spec, selected(spec, config.quant))
+        spec = mark(spec, selected(spec, config.quant, "quant"), "quantized")
+    if numbers_of(config.precision) is not None:
+        spec = mark(spec, selected(spec, config.precision, "precision"), "low_precision")
     if config.lora.enabled:
         spec = inject(spec, config.lora)
     elif config.train.freeze is not None:
@@ -114,8 +142,15 @@ def declare_model(config: Config, mesh: jax.sharding.Mesh, train: bool = True) -
     graph, parameters = declare(spec)
     options = scheme.options if scheme is not None else config.quant
     formats = {name: format_of(options, p.local) for name, p in parameters.items() if p.quantized}
-    _refuse_misfits(spec, parameters, formats, config)
+    _refuse_misfits(spec, parameters, formats, f"quant.format={config.quant.format!r}", "quant", config.quant.exclude)
+    linears = linears_of(config.precision, parameters)
+    if linears is not None:
+        numbers = dict.fromkeys(linears.parameters, linears.numbers)
+        recipe = f"precision.recipe={config.precision.recipe!r}"
+        _refuse_misfits(spec, parameters, numbers, recipe, "precision", config.precision.exclude)
     complaints = undivided(spec, parameters, mesh) + undivided_blocks(parameters, formats, mesh)
+    if config.optim.name == "adamw_8bit":
+        complaints += undivided_moments({name: p for name, p in parameters.items() if p.trained}, mesh)
     if complaints:
         raise UserError("\n  ".join(["the mesh does not divide the model:", *complaints]))
 
@@ -124,7 +159,8 @@ def declare_model(config: Config, mesh: jax.sharding.Mesh, train: bool = True) -
             return jnp.dtype(config.lora.dtype)
         return jnp.dtype(config.precision.master_dtype if train and parameter.trained else config.model.dtype)
 
-    return Model(folder, spec, graph, parameters, {name: dtype(p) for name, p in parameters.items()}, formats, scheme)
+    dtypes = {name: dtype(p) for name, p in parameters.items()}
+    return Model(folder, spec, graph, parameters, dtypes, formats, linears if low_precision else None, scheme)
 
 
 def _refuse_scheme(folder: Path, scheme: hf.Scheme, spec: ModelSpec, config: Config, train: bool) -> None:
@@ -145,9 +181,14 @@ def _refuse_scheme(folder: Path, scheme: hf.Scheme, spec: ModelSpec, config: Con
 
 
 def _refuse_misfits(
-    spec: ModelSpec, parameters: Mapping[str, Parameter], formats: Mapping[str, Format], config: Config
+    spec: ModelSpec,
+    parameters: Mapping[str, Parameter],
+    formats: Mapping[str, Format | Numbers],
+    asked: str,
+    section: str,
+    exclude: str | None,
 ) -> None:
-    """Raise UserError for parameters that their format's blocks do not divide."""
+    """Raise UserError for parameters that their format's blocks do not divide, naming how to leave them out."""
     reasons = {
         families.hf_names(spec.family, parameters[name])[0].removesuffix(".weight"): reason
         for name, format in formats.items()
@@ -155,11 +196,12 @@ def _refuse_misfits(
     }
     if reasons:
         kinds = sorted({name.rsplit(".", 1)[1] for name in reasons})
-        exclude = "|".join(([config.quant.exclude] if config.quant.exclude else []) + kinds)
+        patterns = "|".join(([exclude] if exclude else []) + kinds)
         listed = "\n".join(f"  {name}: {reason}" for name, reason in reasons.items())
         raise UserError(
-            f"these cannot be quantized in {config.quant.format}:\n{listed}\n"
-            f"choose another quant.block_size or quant.format, or leave them out: --config.quant.exclude='{exclude}'"
+            f"{asked}: these cannot be quantized so:\n{listed}\n"
+            f"choose another {'quant.block_size or quant.format' if section == 'quant' else 'precision.recipe'}, "
+            f"or leave them out: --config.{section}.exclude='{patterns}'"
         )
 
 
@@ -173,7 +215,7 @@ def read_parameters(model: Model, names: list[str]) -> Parameters:
             names=model.hf_names(name),
             stacked=bool(model.parameters[name].layers),
             rows=model.spec.vocabulary if model.parameters[name].axes[0] == "vocabulary" else None,
-            conversion=_quantization(model, name) if name in model.formats else None,
+            conversion=_quantization(model, name),
         )
         for name in names
         if model.scheme is None or name not in model.formats
@@ -186,22 +228,28 @@ def read_parameters(model: Model, names: list[str]) -> Parameters:
 
     parameters = hf.read(model.folder, targets, ignorable)
     if model.scheme is not None:
-        stored = {name: (model.abstract([name])[name], model.hf_names(name)) for name in names if name in model.formats}
-        parameters |= hf.read_quantized(model.folder, model.scheme, stored)
+        stored = {name: (model.quantized(name), model.hf_names(name)) for name in names if name in model.formats}
+        read = hf.read_quantized(model.folder, model.scheme, stored)
+        parameters |= {name: model.multiplied(name, array) for name, array in read.items()}
     return parameters
 
 
-def _quantization(model: Model, name: str) -> hf.Conversion:
-    """Quantize each tensor of a parameter as soon as it is read."""
-    format, axes = model.formats[name], model.parameters[name].axes
+def _quantization(model: Model, name: str) -> hf.Conversion | None:
+    """Quantize each tensor of a parameter as soon as it is read; None where it stays as it is."""
+    format, numbers, axes = model.formats.get(name), model.operands_of(name), model.parameters[name].axes[1:]
+    if format is None and numbers is None:
+        return None
 
-    def convert(weight: jax.Array, hf_name: str) -> QuantizedArray:
+    def convert(weight: jax.Array, hf_name: str) -> Any:
         if not _ordinary(weight):
             raise UserError(
                 f"{hf_name} in {model.folder} holds NaN, infinite or huge values (beyond 1e30), so it cannot be "
                 "quantized; the file is damaged, or its training broke down: use another copy"
             )
-        return quantized(weight, format, axes[1:])
+        if format is not None:
+            return model.multiplied(name, quantized(weight, format, axes))
+        assert numbers is not None
+        return model.multiplied(name, make_operands(weight, numbers, axes))
 
     return hf.Conversion(convert, model.abstract([name])[name])
 
@@ -278,10 +326,21 @@ def describe_layout(model: Model, mesh: jax.sharding.Mesh) -> str:
     where = f"mesh {spread}, sharded {laid_out}" if spread else "one device"
     base = ""
     if model.formats:
-        size = sum(array.nbytes for array in model.abstract(list(model.formats)).values())
+        arrays = jax.tree.leaves(model.abstract(list(model.formats)))
+        size = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
         kinds = ", ".join(sorted({format.elements for format in model.formats.values()}))
         base = f", {count(list(model.formats)):,} of them frozen in {kinds}: {size / 1e9:.2f} GB"
     return (
         f"{model.spec.family}, {len(model.spec.layers)} layers, {count(model.parameters):,} parameters{base}, "
         f"{count(model.trained):,} trained; {where}"
     )
+
+
+def recipe_of_run(config: Config, model: Model) -> Recipe:
+    """How a step of this run computes."""
+    return recipe_of(config.precision, model.linears)
+
+
+def trained_of(model: Model) -> dict[str, Trained]:
+    """What the optimizer must know of the trained parameters."""
+    return {name: Trained(model.hf_names(name), bool(model.parameters[name].layers)) for name in model.trained}

@@ -35,10 +35,19 @@ from jaxtune.optim.schedules import learning_rate, warmup_steps
 from jaxtune.parallel import multihost
 from jaxtune.parallel.layout import TOKENS
 from jaxtune.parallel.mesh import data_shards, make_mesh
-from jaxtune.precision.recipes import RECIPES
-from jaxtune.run_folder import RunFolder, abstract_state, check_unchanged, optimizer_of, run_folder
-from jaxtune.state import Model, declare_model, describe_layout, frozen_parameters, initial_parameters, refuse_unsharded
-from jaxtune.step import accumulated_gradients, initial_state, make_train_step
+from jaxtune.precision.recipes import check_device
+from jaxtune.run_folder import RunFolder, abstract_state, check_unchanged, optimizer_of, run_folder, start_of
+from jaxtune.state import (
+    Model,
+    declare_model,
+    describe_layout,
+    frozen_parameters,
+    initial_parameters,
+    recipe_of_run,
+    refuse_unsharded,
+)
+from jaxtune.step import accumulated_gradients, make_train_step
+from pallas_kernels.gpus import current_device
 
 log = logging.getLogger("jaxtune")
 
@@ -56,6 +65,8 @@ def train(config: Config) -> None:
     # ---- model: declared, not read ----
     model = declare_model(config, mesh)
     refuse_unsharded(model, mesh)
+    if note := check_device(config.precision.recipe, current_device()):
+        log.info(note)
     log.info(describe_layout(model, mesh))
 
     # ---- data: documents, rows, the number of steps ----
@@ -96,7 +107,7 @@ def train(config: Config) -> None:
             state, position = restored.state, loop.Position.from_json(restored.host)
             log.info("resumed from step %d", position.step)
         else:
-            start = jax.jit(partial(initial_state, optimizer_of(model, config)), donate_argnums=0)
+            start = jax.jit(start_of(model, config), donate_argnums=0)
             state, position = start(initial_parameters(model, config)), loop.Position()
         frozen = frozen_parameters(model, config)
         folder.write_records(config, rows.counts)
@@ -149,10 +160,11 @@ def train(config: Config) -> None:
 
 def step_of(config: Config, model: Model, mesh: jax.sharding.Mesh, total_steps: int) -> tuple[Callable, tuple]:
     """The step of a run, and the shapes of its state, frozen parameters and batch: enough to compile it anywhere."""
-    recipe = RECIPES[config.precision.recipe]
-    gradients = accumulated_gradients(model.graph, cross_entropy, recipe, config.memory.remat, config.train.seed)
-    rate = learning_rate(config.optim, total_steps)
-    step = make_train_step(gradients, optimizer_of(model, config), rate, config.optim.max_grad_norm, recipe)
+    recipe, seed = recipe_of_run(config, model), config.train.seed
+    objective = partial(cross_entropy, z_loss=config.train.z_loss)
+    gradients = accumulated_gradients(model.graph, objective, recipe, config.memory.remat, seed)
+    optimizer, rate = optimizer_of(model, config), learning_rate(config.optim, total_steps)
+    step = make_train_step(gradients, optimizer, rate, config.optim.max_grad_norm, recipe, seed)
     shape = (config.train.grad_accum_steps, config.train.micro_batch_size * data_shards(mesh), config.data.seq_len)
     batch = data.abstract_batch(shape, jax.NamedSharding(mesh, jax.P(None, *TOKENS)))
     return step, (abstract_state(model, config, mesh), model.abstract(model.frozen), batch)

@@ -14,9 +14,9 @@ from gpu.qwen3 import ALPHA, RANK
 from jaxtune.lora.inject import inject
 from jaxtune.models import families, parameters
 from jaxtune.models.families import qwen3
-from jaxtune.models.quantize import mark_quantized
+from jaxtune.models.mark import mark
 from jaxtune.objectives.cross_entropy import cross_entropy
-from jaxtune.optim.build import build
+from jaxtune.optim.build import Trained, build
 from jaxtune.parallel.layout import AXES, TOKENS
 from jaxtune.precision.recipes import RECIPES
 from jaxtune.quant import Format, QuantizedArray
@@ -44,11 +44,14 @@ def lora(config: dict, *, remat: Any, rate: float, recipe: str = "bf16", quant: 
     """LoRA on every linear of the model of a config.json, with AdamW; `quant`: the format of those linears."""
     spec = qwen3.read_spec(config)
     if quant is not None:
-        spec = mark_quantized(spec, families.linears(spec))
+        spec = mark(spec, families.linears(spec), "quantized")
     graph, declared = parameters.declare(inject(spec, LORA))
     precision = RECIPES[recipe]
     dtypes = {name: jnp.dtype("float32") if p.trained else precision.dtype for name, p in declared.items()}
-    optimizer = build(ADAMW, {name: (name,) * max(1, len(p.layers)) for name, p in declared.items() if p.trained})
+    of_optimizer = {
+        name: Trained((name,) * max(1, len(p.layers)), bool(p.layers)) for name, p in declared.items() if p.trained
+    }
+    optimizer = build(ADAMW, of_optimizer, len(spec.layers))
     gradients = accumulated_gradients(graph, cross_entropy, precision, remat, 0)
     step = make_train_step(gradients, optimizer, lambda _: jnp.float32(rate), 1.0, precision)
 

@@ -1,6 +1,7 @@
 """Combinations of options that cannot work, and options that could have no effect: found before anything is read."""
 
 import dataclasses
+import math
 import operator
 import re
 from collections.abc import Iterator
@@ -27,14 +28,24 @@ _AT_LEAST = {
     "train.grad_accum_steps": 1,
     "train.seed": 0,
     "train.max_bad_steps": 1,
+    "train.z_loss": 0,
     "optim.warmup_steps": 0,
     "optim.cooldown_steps": 0,
-    "optim.cycles": 1,
+    "optim.start_lr": 0,
+    "optim.min_lr": 0,
     "optim.weight_decay": 0,
     "optim.max_grad_norm": 0,
+    "optim.muon.ns_steps": 1,
+    "optim.normuon.ns_steps": 1,
     "lora.rank": 1,
     "quant.skip_first_layers": 0,
     "quant.skip_last_layers": 0,
+    "precision.skip_first_layers": 0,
+    "precision.skip_last_layers": 0,
+    "precision.fp16.loss_scale": 1,
+    "precision.fp16.growth_steps": 1,
+    "precision.fp8.amax_history": 1,
+    "precision.fp8.online_scale_steps": 0,
     "ckpt.save_steps": 0,
     "ckpt.keep_last": 1,
     "eval.steps": 0,
@@ -44,9 +55,36 @@ _AT_LEAST = {
     "prof.steps": 1,
     "export.max_shard_bytes": 1,
 }
-_ABOVE_ZERO = ("train.epochs", "optim.learning_rate", "optim.power", "optim.epsilon", "lora.alpha")
+_ABOVE_ZERO = (
+    "train.epochs",
+    "optim.learning_rate",
+    "optim.cycles",
+    "optim.power",
+    "optim.epsilon",
+    "optim.muon.learning_rate",
+    "lora.alpha",
+)
 _FRACTION = ("optim.warmup_ratio", "optim.final_lr_fraction")  # 1 is possible
-_PART = ("data.validation_split", "optim.beta1", "optim.beta2", "lora.dropout")  # 1 would leave nothing
+_SHARE = ("optim.decay_ratio", "optim.layerwise_lr_decay")  # 0 would leave nothing
+_PART = (  # 1 would leave nothing
+    "data.validation_split",
+    "optim.beta1",
+    "optim.beta2",
+    "optim.muon.momentum",
+    "optim.normuon.momentum",
+    "optim.normuon.beta2",
+    "lora.dropout",
+)
+
+# What of beta1, beta2 and epsilon an optimizer has, where not all; muon and normuon have them for AdamW's part.
+_MOMENTS = {"sgd": ("beta1",), "lion": ("beta1", "beta2"), "adafactor": ()}
+_DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial")
+# Why an optimizer's state is in a format of its own.
+_OWN_STATE = {
+    "adamw_8bit": "adamw_8bit keeps its moments in 8 bits",
+    "adafactor": "adafactor keeps the second moment of rows and columns, which is small already",
+    "schedule_free": "schedule_free trains its state itself, which bfloat16 is too coarse for",
+}
 
 # Options of a dataset that only some types read.
 _READ_BY = {
@@ -65,7 +103,7 @@ _READ_BY = {
 
 def check(config: Config) -> list[Problem]:
     """Every problem of a config whose types are right."""
-    parts = (_ranges, _model, _data, _train, _optim, _lora, _quant, _mesh, _outputs)
+    parts = (_ranges, _model, _data, _train, _optim, _multipliers, _precision, _lora, _quant, _mesh, _outputs)
     return [problem for part in parts for problem in part(config)]
 
 
@@ -75,11 +113,15 @@ def _ranges(config: Config) -> Iterator[Problem]:
         if value is not None and value < least:
             yield _problem(config, key, f"must be at least {least}")
     for key in _ABOVE_ZERO:
-        if _value(config, key) <= 0:
+        value = _value(config, key)
+        if value is not None and value <= 0:
             yield _problem(config, key, "must be above 0")
     for key in _FRACTION:
         if not 0 <= _value(config, key) <= 1:
             yield _problem(config, key, "must be from 0 to 1")
+    for key in _SHARE:
+        if not 0 < _value(config, key) <= 1:
+            yield _problem(config, key, "must be above 0 and at most 1")
     for key in _PART:
         if not 0 <= _value(config, key) < 1:
             yield _problem(config, key, "must be at least 0 and below 1")
@@ -133,11 +175,54 @@ def _train(config: Config) -> Iterator[Problem]:
 
 
 def _optim(config: Config) -> Iterator[Problem]:
+    yield from _schedule(config)
+    optim = config.optim
+    name = f"optim.name = {optim.name!r}"
+    for section in ("muon", "normuon"):
+        if optim.name != section:
+            yield from _section_without_effect(config, f"optim.{section}", name, "optim.name")
+    for moment in ("beta1", "beta2", "epsilon"):
+        if moment not in _MOMENTS.get(optim.name, (moment,)):
+            yield from _without_effect(config, f"optim.{moment}", f"{optim.name} has none", "optim.name")
+    if optim.name in _OWN_STATE:
+        reason = f"{_OWN_STATE[optim.name]}; leave it out, or choose another optim.name"
+        yield from _without_effect(config, "optim.state_dtype", reason, "optim.name")
+    if optim.name == "sgd" and optim.beta1 == 0:
+        reason = "sgd without momentum (optim.beta1 is 0) has no state"
+        yield from _without_effect(config, "optim.state_dtype", reason, "optim.name", "optim.beta1")
+    if optim.name == "schedule_free":
+        if optim.schedule != "constant":
+            reason = (
+                "schedule_free takes the place of a schedule; set optim.schedule = 'constant', with or without warm-up"
+            )
+            yield _problem(config, "optim.schedule", reason, "optim.name")
+        if optim.beta1 == 0:
+            reason = "schedule_free takes gradients this far from the last point to the average; must be above 0"
+            yield _problem(config, "optim.beta1", reason, "optim.name")
+
+
+def _schedule(config: Config) -> Iterator[Problem]:
     optim = config.optim
     schedule = f"optim.schedule = {optim.schedule!r}"
     if optim.warmup_steps and optim.warmup_ratio:
         reason = "optim.warmup_steps says the same in steps; use one of the two"
         yield _problem(config, "optim.warmup_ratio", reason, "optim.warmup_steps")
+    if not optim.warmup_steps and not optim.warmup_ratio:
+        reason = "warm-up starts from it, and there is none; set optim.warmup_steps or optim.warmup_ratio"
+        yield from _without_effect(config, "optim.start_lr", reason, "optim.warmup_steps", "optim.warmup_ratio")
+    for key in ("optim.start_lr", "optim.min_lr"):
+        if (_value(config, key) or 0) > optim.learning_rate:
+            reason = f"must be at most the peak, optim.learning_rate = {optim.learning_rate!r}"
+            yield _problem(config, key, reason, "optim.learning_rate")
+    if optim.min_lr is not None and optim.final_lr_fraction:
+        reason = "optim.final_lr_fraction says the same as a part of the peak; use one of the two"
+        yield _problem(config, "optim.min_lr", reason, "optim.final_lr_fraction")
+    if optim.schedule not in _DECAYING:
+        reason = f"{schedule} has no decay from warm-up on, only {_quoted(_DECAYING)} have"
+        yield from _without_effect(config, "optim.decay_ratio", reason, "optim.schedule")
+    elif 0 < optim.decay_ratio < 1 and optim.warmup_ratio >= optim.decay_ratio:
+        reason = f"nothing is left after warm-up; must be above optim.warmup_ratio = {optim.warmup_ratio!r}"
+        yield _problem(config, "optim.decay_ratio", reason, "optim.warmup_ratio")
     if optim.schedule not in ("wsd", "constant"):
         reason = f"{schedule} has no cooldown, only 'wsd' and 'constant' have"
         yield from _without_effect(config, "optim.cooldown_steps", reason, "optim.schedule")
@@ -145,24 +230,77 @@ def _optim(config: Config) -> Iterator[Problem]:
         yield _problem(config, "optim.cooldown_steps", "'wsd' (warm-up, stable, decay) needs steps to decay")
     if optim.schedule == "constant" and optim.cooldown_steps == 0:
         reason = f"{schedule} stays at the peak without optim.cooldown_steps"
-        yield from _without_effect(config, "optim.final_lr_fraction", reason, "optim.cooldown_steps", "optim.schedule")
-    if optim.schedule != "cosine_with_restarts":
-        yield from _without_effect(
-            config, "optim.cycles", f"{schedule}; only 'cosine_with_restarts' has cycles", "optim.schedule"
-        )
+        for key in ("optim.final_lr_fraction", "optim.min_lr"):
+            yield from _without_effect(config, key, reason, "optim.cooldown_steps", "optim.schedule")
+    if optim.schedule not in ("cosine", "cosine_with_restarts"):
+        reason = f"{schedule}; only 'cosine' and 'cosine_with_restarts' have cycles"
+        yield from _without_effect(config, "optim.cycles", reason, "optim.schedule")
+    if optim.schedule == "cosine_with_restarts" and optim.cycles is not None and optim.cycles % 1:
+        reason = "restarts are counted in whole numbers; optim.schedule = 'cosine' can have parts of a wave"
+        yield _problem(config, "optim.cycles", reason, "optim.schedule")
     if optim.schedule != "polynomial":
         yield from _without_effect(
             config, "optim.power", f"{schedule}; only 'polynomial' has a power", "optim.schedule"
         )
-    if optim.weight_decay == 0:
-        yield from _without_effect(config, "optim.no_decay", "optim.weight_decay is 0", "optim.weight_decay")
-    yield from _regex(config, "optim.no_decay")
+
+
+def _multipliers(config: Config) -> Iterator[Problem]:
+    for key in ("optim.lr_multipliers", "optim.decay_multipliers"):
+        for entry in _value(config, key):
+            pattern, equals, factor = entry.rpartition("=")
+            if not equals or not pattern or not _is_factor(factor):
+                reason = f"{entry!r} is not 'REGEX=FACTOR' with a factor of 0 or more, such as 'embed_tokens=0.1'"
+                yield _problem(config, key, reason)
+            else:
+                yield from _regex(config, key, pattern)
+    if config.optim.weight_decay == 0:
+        for key in ("optim.no_decay", "optim.decay_multipliers"):
+            yield from _without_effect(config, key, "optim.weight_decay is 0", "optim.weight_decay")
+    if config.optim.no_decay is not None:
+        yield from _regex(config, "optim.no_decay")
+
+
+def _is_factor(text: str) -> bool:
+    try:
+        return 0 <= float(text) < math.inf
+    except ValueError:
+        return False
+
+
+def _precision(config: Config) -> Iterator[Problem]:
+    precision = config.precision
+    recipe = f"precision.recipe = {precision.recipe!r}"
+    for section, needed in (("fp16", "fp16"), ("fp8", "fp8_hybrid"), ("nvfp4", "nvfp4")):
+        if precision.recipe != needed:
+            reason = f"{recipe}; only {needed!r} reads it"
+            yield from _section_without_effect(config, f"precision.{section}", reason, "precision.recipe")
+    if precision.fp8.scaling == "current":
+        reason = "precision.fp8.scaling = 'current' looks at no earlier step; only 'delayed' does"
+        for key in ("precision.fp8.amax_history", "precision.fp8.online_scale_steps"):
+            yield from _without_effect(config, key, reason, "precision.fp8.scaling")
+    if precision.recipe not in ("fp8_hybrid", "nvfp4"):
+        reason = f"{recipe} computes everything in one format; only 'fp8_hybrid' and 'nvfp4' leave something out"
+        for key in ("precision.skip_first_layers", "precision.skip_last_layers", "precision.exclude"):
+            yield from _without_effect(config, key, reason, "precision.recipe")
+    if precision.exclude is not None:
+        yield from _regex(config, "precision.exclude")
+    if precision.recipe == "fp16":
+        stored = ["precision.gradient_dtype", "model.dtype"]
+        stored += ["lora.dtype"] if config.lora.enabled else ["precision.master_dtype"]
+        for key in stored:
+            if _value(config, key) == "bfloat16":
+                better = "'float16' or 'float32'" if key == "model.dtype" else "'float32'"
+                reason = (
+                    "precision.recipe = 'fp16' computes in float16, which is finer than bfloat16 and has less range; "
+                    f"set it to {better}, or compute in bfloat16 with precision.recipe = 'bf16'"
+                )
+                yield _problem(config, key, reason, "precision.recipe")
 
 
 def _lora(config: Config) -> Iterator[Problem]:
     lora = config.lora
     if not lora.enabled:
-        yield from _section_without_effect(config, "lora")
+        yield from _section_without_effect(config, "lora", "lora.enabled is False", "lora.enabled")
         return
     if config.model.from_scratch:
         reason = (
@@ -183,8 +321,7 @@ def _lora(config: Config) -> Iterator[Problem]:
 def _quant(config: Config) -> Iterator[Problem]:
     quant = config.quant
     if quant.format is None:
-        for field in dataclasses.fields(quant):
-            yield from _without_effect(config, f"quant.{field.name}", "quant.format is not set", "quant.format")
+        yield from _section_without_effect(config, "quant", "quant.format is not set", "quant.format")
         return
     if not config.lora.enabled:
         reason = "quantized weights are frozen; train adapters on them with lora.enabled = True"
@@ -220,16 +357,15 @@ def _outputs(config: Config) -> Iterator[Problem]:
     if isinstance(config.ckpt.resume, int) and config.ckpt.resume < 0:
         yield _problem(config, "ckpt.resume", "must be 'auto', 'never', or a step")
     if not config.log.wandb.enabled:
-        yield from _section_without_effect(config, "log.wandb")
+        yield from _section_without_effect(config, "log.wandb", "log.wandb.enabled is False", "log.wandb.enabled")
     if not config.prof.enabled:
-        yield from _section_without_effect(config, "prof")
+        yield from _section_without_effect(config, "prof", "prof.enabled is False", "prof.enabled")
 
 
-def _section_without_effect(config: Config, section: str) -> Iterator[Problem]:
-    """Options of a section changed although its `enabled` is off."""
-    switch = f"{section}.enabled"
+def _section_without_effect(config: Config, section: str, reason: str, *others: str) -> Iterator[Problem]:
+    """Options of a section that nothing reads, changed nevertheless."""
     for field in dataclasses.fields(_value(config, section)):
-        yield from _without_effect(config, f"{section}.{field.name}", f"{switch} is False", switch)
+        yield from _without_effect(config, f"{section}.{field.name}", reason, *others)
 
 
 def _without_effect(config: Config, key: str, reason: str, *others: str) -> Iterator[Problem]:
@@ -238,11 +374,15 @@ def _without_effect(config: Config, key: str, reason: str, *others: str) -> Iter
         yield _problem(config, key, f"has no effect: {reason}", *others)
 
 
-def _regex(config: Config, key: str) -> Iterator[Problem]:
+def _regex(config: Config, key: str, pattern: str | None = None) -> Iterator[Problem]:
     try:
-        re.compile(_value(config, key))
+        re.compile(_value(config, key) if pattern is None else pattern)
     except re.error as error:
         yield _problem(config, key, f"no regular expression: {error}")
+
+
+def _quoted(names: tuple[str, ...]) -> str:
+    return ", ".join(map(repr, names[:-1])) + f" and {names[-1]!r}"
 
 
 def _value(config: Config, key: str) -> Any:

@@ -89,29 +89,76 @@ class Train:
     max_bad_steps: int = option(5, "stop after this many non-finite steps in a row", "steps")
     deterministic: bool = option(False, "bit-equal repeats on a GPU too, at some cost in speed")
     freeze: str | None = option(None, "regex over Hugging Face names: parameters that are not trained")
+    z_loss: float = option(0.0, "adds this times log(sum(exp(logits)))^2 to the loss of a token (PaLM, 2022)")
+
+
+@dataclass(frozen=True)
+class Muon:
+    """Muon (Jordan et al. 2024): momentum of matrices, orthogonalised; AdamW for embeddings, norms, biases and head."""
+
+    learning_rate: float | None = option(None, "peak learning rate of the matrices; unset: optim.learning_rate")
+    momentum: float = option(0.95, "decay of the momentum")
+    nesterov: bool = option(True, "Nesterov's momentum")
+    ns_steps: int = option(5, "Newton-Schulz iterations", "iterations")
+    adjust_lr: Literal["original", "match_rms_adamw"] = option(
+        "original", "factor of a matrix's rate: sqrt(max(1, rows / columns)), or 0.2 * sqrt(max(rows, columns))"
+    )
+
+
+@dataclass(frozen=True)
+class Normuon:
+    """NorMuon (Li et al. 2025, arXiv:2510.05491): Muon whose rows are normalised by their second moment."""
+
+    momentum: float = option(0.95, "decay of the momentum")
+    beta2: float = option(0.95, "decay of the second moment of a row")
+    ns_steps: int = option(5, "Newton-Schulz iterations", "iterations")
+    cautious_wd: bool = option(True, "decay only where update and weight have the same sign (arXiv:2510.12402)")
 
 
 @dataclass(frozen=True)
 class Optim:
     """Optimizer and learning-rate schedule."""
 
-    name: Literal["adamw"] = option("adamw", "optimizer")
+    name: Literal["adamw", "adamw_8bit", "sgd", "adafactor", "lion", "schedule_free", "muon", "normuon"] = option(
+        "adamw", "optimizer; schedule_free is AdamW without a schedule (Defazio et al. 2024)"
+    )
+    state_dtype: Literal["float32", "bfloat16"] = option(
+        "float32", "format of moments and momentum; bfloat16 is rounded stochastically"
+    )
     learning_rate: float = option(2e-4, "peak learning rate")
     schedule: Literal["linear", "cosine", "wsd", "constant", "polynomial", "inverse_sqrt", "cosine_with_restarts"] = (
         option("linear", "shape of the learning rate after warm-up")
     )
-    warmup_steps: int = option(0, "linear warm-up from zero", "steps")
-    warmup_ratio: float = option(0.0, "the same as a part of all steps; not with warmup_steps", "fraction")
+    start_lr: float = option(0.0, "learning rate that warm-up starts from")
+    warmup_steps: int = option(0, "linear warm-up, a whole number; a part of all steps is optim.warmup_ratio", "steps")
+    warmup_ratio: float = option(0.0, "warm-up as a part of all steps; not with warmup_steps", "fraction")
+    decay_ratio: float = option(1.0, "part of all steps after which the final rate is reached, and kept", "fraction")
     cooldown_steps: int = option(0, "linear descent to the final rate at the end (wsd, constant)", "steps")
     final_lr_fraction: float = option(0.0, "learning rate at the end as a part of the peak", "fraction")
-    cycles: int = option(1, "restarts of cosine_with_restarts", "cycles")
+    min_lr: float | None = option(None, "the same as a learning rate; not with final_lr_fraction")
+    cycles: float | None = option(
+        None, "cosine: waves (unset: 0.5, one descent); cosine_with_restarts: restarts (unset: 1)", "cycles"
+    )
     power: float = option(1.0, "exponent of polynomial")
+    lr_multipliers: tuple[str, ...] = option(
+        (), "'REGEX=FACTOR' over Hugging Face names: factor of the learning rate, the last match counts"
+    )
+    layerwise_lr_decay: float = option(
+        1.0, "factor of the learning rate for each layer further from the head (Clark et al. 2020)"
+    )
     weight_decay: float = option(0.0, "decoupled weight decay")
-    no_decay: str = option(r"norm|bias|embed_tokens", "regex over Hugging Face names: parameters without weight decay")
+    no_decay: str | None = option(
+        None, "regex over Hugging Face names: parameters without weight decay; unset: norms, biases and embeddings"
+    )
+    decay_multipliers: tuple[str, ...] = option(
+        (), "'REGEX=FACTOR' over Hugging Face names: factor of the weight decay, the last match counts"
+    )
     max_grad_norm: float = option(1.0, "clip gradients to this global norm; 0: never")
-    beta1: float = option(0.9, "decay of the first moment")
+    beta1: float = option(0.9, "decay of the first moment; momentum of sgd")
     beta2: float = option(0.999, "decay of the second moment")
     epsilon: float = option(1e-8, "added to the root of the second moment")
+    muon: Muon = Muon()
+    normuon: Normuon = Normuon()
 
 
 @dataclass(frozen=True)
@@ -172,11 +219,51 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class Fp16:
+    """Dynamic loss scaling (Micikevicius et al. 2017)."""
+
+    loss_scale: float = option(2.0**15, "factor of the mean loss at the start; halved when gradients overflow")
+    growth_steps: int = option(2000, "steps without an overflow after which it doubles", "steps")
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """FP8 training: e4m3 weights and activations, e5m2 gradients, a scale a tensor (Micikevicius et al. 2022)."""
+
+    scaling: Literal["delayed", "current"] = option(
+        "delayed", "a tensor's scale comes from the largest magnitude of earlier steps, or from its own"
+    )
+    amax_history: int = option(1024, "steps whose largest magnitude counts (delayed)", "steps")
+    online_scale_steps: int = option(0, "first steps with current scaling (delayed)", "steps")
+    hadamard: bool = option(False, "rotate blocks of 16 before rounding, which spreads outliers")
+
+
+@dataclass(frozen=True)
+class Nvfp4:
+    """NVFP4 training (NVIDIA 2025, arXiv:2509.25149): e2m1 with an e4m3 scale each 16."""
+
+    stochastic_rounding: bool = option(True, "round gradients stochastically")
+    hadamard: bool = option(True, "rotate what makes weight gradients by random Hadamard blocks of 16")
+    four_over_six: bool = option(True, "scale a block to 4 instead of 6 where that makes its error smaller")
+
+
+@dataclass(frozen=True)
 class Precision:
     """Number formats of the computation."""
 
-    recipe: Literal["bf16", "fp32"] = option("bf16", "format of matrix products and activations")
-    master_dtype: Literal["float32", "bfloat16"] = option("float32", "format of the trained copy of the weights")
+    recipe: Literal["bf16", "fp32", "fp16", "fp8_hybrid", "nvfp4"] = option(
+        "bf16", "format of matrix products and activations; fp8_hybrid and nvfp4: of the layers' linears, else bf16"
+    )
+    master_dtype: Literal["float32", "bfloat16"] = option(
+        "float32", "format of the trained copy of the weights; bfloat16 is rounded stochastically"
+    )
+    gradient_dtype: Literal["float32", "bfloat16"] = option("float32", "format of the gradients of a step, as summed")
+    skip_first_layers: int = option(0, "first layers whose linears stay in bf16 (fp8_hybrid, nvfp4)", "layers")
+    skip_last_layers: int = option(0, "last layers whose linears stay in bf16 (fp8_hybrid, nvfp4)", "layers")
+    exclude: str | None = option(None, "regex over Hugging Face names: linears that stay in bf16 (fp8_hybrid, nvfp4)")
+    fp16: Fp16 = Fp16()
+    fp8: Fp8 = Fp8()
+    nvfp4: Nvfp4 = Nvfp4()
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from jaxtune.models.declared import declared
 from jaxtune.models.dropout import Noise, dropout
 from jaxtune.models.spec import Adapter
 from jaxtune.parallel.layout import RULES, TOKENS, P, gather
+from jaxtune.precision.matmul import LowPrecision
+from jaxtune.precision.matmul import matmul as low_precision_matmul
 from jaxtune.quant.array import QuantizedArray
 from jaxtune.quant.matmul import matmul as quantized_matmul
 
@@ -20,9 +22,14 @@ PRODUCT = "linear"
 
 
 def matmul(
-    x: Float[Array, "b s i"], weight: Float[Array, "o i"] | QuantizedArray, out: str | None
+    x: Float[Array, "b s i"],
+    weight: Float[Array, "o i"] | QuantizedArray | LowPrecision,
+    out: str | None,
+    noise: Noise | None = None,
 ) -> Float[Array, "b s o"]:
     """x W^T in the dtype of x, W in Hugging Face's (out, in) orientation; `out` is the logical name of o.
+
+    `noise` is where a low-precision backward pass has its random bits from.
 
     Products over two dimensions are several times faster on a CPU, so rows and positions are merged where no
     position is sharded (merging a sharded dimension would move every token).
@@ -30,6 +37,8 @@ def matmul(
     axis = None if out is None else getattr(RULES, out)
     if isinstance(weight, QuantizedArray):
         return quantized_matmul(x, weight, axis)
+    if isinstance(weight, LowPrecision):
+        return low_precision_matmul(x, weight, axis, noise)
     weight = gather(weight.astype(x.dtype))
     if jax.sharding.get_abstract_mesh().shape["sequence"] > 1:
         return jnp.einsum("bsi,oi->bso", x, weight, out_sharding=P(*TOKENS, axis))
@@ -63,7 +72,7 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "b s i"], noise: Noise | None) -> Float[Array, "b s o"]:
         """`noise` is None outside training: no dropout."""
         out = None if self.out == "embed" else self.out
-        y = matmul(x, self.weight.get_value(), out)
+        y = matmul(x, self.weight.get_value(), out, noise and noise.site(f"{self.name} rounding"))
         if self.bias is not None:
             y += jax.reshard(self.bias.astype(y.dtype), P(jax.typeof(y).sharding.spec[-1]))
         if self.adapter:

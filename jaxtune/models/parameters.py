@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from jaxtune.models.declared import Init
 from jaxtune.models.decoder import Decoder, Parameters
-from jaxtune.models.spec import ModelSpec, stacks
+from jaxtune.models.spec import Layer, ModelSpec, stacks
 from jaxtune.parallel.layout import sharding
 from jaxtune.parallel.layout import spec as layout_spec
 
@@ -28,6 +28,7 @@ class Parameter:
     layers: tuple[int, ...]  # the layers stacked here; empty outside the layers
     trained: bool
     quantized: bool
+    low_precision: bool
 
     @property
     def sharding(self) -> jax.NamedSharding:
@@ -45,16 +46,18 @@ def declare(spec: ModelSpec) -> tuple[nnx.GraphDef, dict[str, Parameter]]:
 
     def parameter(path: tuple[Any, ...], variable: Any) -> Parameter:
         shape, axes = variable.get_value().shape, variable.get_metadata("axes")
-        local, layers, frozen, quantized = ".".join(map(str, path)), (), spec.frozen, frozenset[str]()
+        local, layers, frozen, layer = ".".join(map(str, path)), (), spec.frozen, Layer()
         if path[0] == "stacks":  # stacks, number of the stack, blocks, position in its period, name in the layer
             stack, position = grouped[path[1]], path[3]
             local, layers = ".".join(map(str, path[4:])), tuple(stack.layer_numbers(position))
             shape, axes = (len(layers), *shape), ("layers", *axes)
-            frozen, quantized = stack.period[position].frozen, stack.period[position].quantized
+            layer = stack.period[position]
+            frozen = layer.frozen
         is_adapter = isinstance(variable, nnx.LoRAParam)
         trained = is_adapter if spec.adapter else local not in frozen
         init = variable.get_metadata("init")
-        return Parameter(shape, axes, init, is_adapter, local, layers, trained, local in quantized)
+        quantized, low_precision = local in layer.quantized, local in layer.low_precision
+        return Parameter(shape, axes, init, is_adapter, local, layers, trained, quantized, low_precision)
 
     return graph, {".".join(map(str, path)): parameter(path, variable) for path, variable in nnx.to_flat_state(state)}
 

@@ -30,6 +30,7 @@ class Layer:
     adapters: frozenset[str] = frozenset()  # linears with a LoRA adapter, for example "mlp.down"
     frozen: frozenset[str] = frozenset()  # parameters that are not trained, for example "mlp.down.weight"
     quantized: frozenset[str] = frozenset()  # parameters stored in 4 or 8 bits
+    low_precision: frozenset[str] = frozenset()  # weights whose products are computed in 4 or 8 bits
 
 
 @dataclass(frozen=True)

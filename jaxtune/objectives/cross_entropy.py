@@ -30,11 +30,18 @@ def attend_packed(key_start: Array):
 
 
 def token_losses(
-    decoder: Decoder, batch: Batch, *, dtype: jnp.dtype, noise: Noise | None, remat: Remat, head_gradient: bool
+    decoder: Decoder,
+    batch: Batch,
+    *,
+    dtype: jnp.dtype,
+    noise: Noise | None,
+    remat: Remat,
+    head_gradient: bool,
+    z_loss: float = 0.0,
 ) -> Float[Array, "b s"]:
-    """-log p(target) * loss_weight of every token, in float32; batch fields are (rows, positions).
+    """(-log p(target) + z_loss * logsumexp(logits)^2) * loss_weight of every token, in float32.
 
-    Tokens without weight cost no logits.
+    Batch fields are (rows, positions). Tokens without weight cost no logits.
     """
     hidden, _ = decoder(
         batch["tokens"], batch["positions"], attend_packed(batch["key_start"]), dtype=dtype, noise=noise, remat=remat
@@ -48,6 +55,7 @@ def token_losses(
             targets.reshape(-1),
             weight.reshape(-1),
             vocabulary=decoder.spec.vocabulary,
+            z_loss=z_loss,
             head_gradient=head_gradient,
             vocabulary_axis=RULES.vocabulary,
         )

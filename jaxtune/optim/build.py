@@ -1,53 +1,193 @@
-"""The optimizer of a run, from optax: gradients to updates that are still to be multiplied by the learning rate."""
+"""The optimizer of a run: a rule for each parameter, and how rules are run."""
 
-import re
-from typing import TYPE_CHECKING
+import zlib
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-import optax
-from jaxtyping import Array
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxtune.optim import multipliers, rules
+from jaxtune.optim.adamw_8bit import adamw_8bit
+from jaxtune.optim.muon import muon, normuon
+from jaxtune.optim.rule import At, Rule, RuleState
+from jaxtune.optim.stochastic_rounding import round_stochastically
 
 if TYPE_CHECKING:
     from jaxtune.config.schema import Optim
 
+Parameters = Mapping[str, Array]
 
-def build(optim: "Optim", hf_names: dict[str, tuple[str, ...]]) -> optax.GradientTransformation:
-    """AdamW (Loshchilov & Hutter 2019) without its learning rate.
 
-    hf_names: the Hugging Face names of each trained parameter, one a stacked layer; those that optim.no_decay
-    matches have no weight decay.
+class OptimizerState(NamedTuple):
+    """What an optimizer remembers."""
+
+    count: Int[Array, ""]  # updates, without those that were not finite
+    rules: dict[str, RuleState]
+
+
+class Step(NamedTuple):
+    """What all parameters share in an update."""
+
+    rate: Float[Array, ""]  # learning rate
+    factor: Float[Array, ""]  # of the gradients: they are used once, and no scaled copy of all of them is made
+    finite: Bool[Array, ""]  # else nothing changes
+    key: Array  # of stochastic rounding
+
+
+class Optimizer(NamedTuple):
+    """The three functions of an optimizer; parameters are a flat dict."""
+
+    init: Callable[[Parameters], OptimizerState]
+    update: Callable[[Parameters, OptimizerState, Parameters, Step], tuple[dict[str, Array], OptimizerState]]
+    """(gradients, state, parameters, step) -> (parameters, state)."""
+    point: Callable[[Parameters, OptimizerState], dict[str, Array]]
+    """(parameters, state) -> where gradients are to be taken: the parameters themselves, but for schedule-free."""
+
+
+class Trained(NamedTuple):
+    """What the optimizer must know of a parameter besides its values."""
+
+    names: tuple[str, ...]  # Hugging Face's, one a stacked layer
+    stacked: bool  # layers along a leading axis
+
+
+def build(optim: "Optim", trained: Mapping[str, Trained], layers: int, dtype: DTypeLike = jnp.bfloat16) -> Optimizer:
+    """The optimizer that the options name, of a model with so many layers; `dtype` of Muon's matrix products.
+
+    Raises UserError for a pattern that matches no trained parameter.
     """
-    decays = {
-        name: np.asarray([optim.weight_decay * (re.search(optim.no_decay, hf) is None) for hf in names], np.float32)
-        for name, names in hf_names.items()
-    }
-    adam = optax.scale_by_adam(b1=optim.beta1, b2=optim.beta2, eps=optim.epsilon)
+    names = {name: parameter.names for name, parameter in trained.items()}
+    rates, decays = multipliers.rates(optim, names, layers), multipliers.decays(optim, names)
 
-    def init(params):  # moments in float32 whatever is trained: in bfloat16 a decay of 0.999 is 1
-        return adam.init({name: parameter.astype("float32") for name, parameter in params.items()})
+    def rule_of(name: str, parameter: Array) -> Rule:
+        return _rule(optim, _is_linear(trained[name], parameter), dtype)
 
-    return optax.chain(optax.GradientTransformation(init, adam.update), _add_decay(decays))
+    def init(parameters: Parameters) -> OptimizerState:
+        def one(name: str, parameter: Array) -> RuleState:
+            rule = rule_of(name, parameter)
+            if rule.by_layer and trained[name].stacked:
+                of_layer = rule.init(_zeros_of_a_layer(parameter))
+                state = jax.tree.map(lambda leaf: _repeated(leaf, len(parameter)), of_layer)
+            else:
+                state = rule.init(parameter.astype(jnp.float32))
+            return jax.tree.map(lambda leaf: _as_stored(leaf, parameter), state)
+
+        return OptimizerState(jnp.zeros((), jnp.int32), {name: one(name, p) for name, p in parameters.items()})
+
+    def _as_stored(leaf: Array, parameter: Array) -> Array:
+        is_moment = leaf.shape == parameter.shape and leaf.dtype == jnp.float32
+        return leaf.astype(optim.state_dtype) if is_moment else leaf
+
+    def update(gradients: Parameters, state: OptimizerState, parameters: Parameters, step: Step):
+        after = {}
+        for name, parameter in parameters.items():
+            rule = rule_of(name, parameter)
+            run = _layer_after_layer if rule.by_layer and trained[name].stacked else _updated
+            rate = step.rate
+            if optim.name == "muon" and optim.muon.learning_rate and _is_linear(trained[name], parameter):
+                rate *= optim.muon.learning_rate / optim.learning_rate
+            at = At(state.count, rate, rates[name], decays[name])
+            own_step = step._replace(key=jax.random.fold_in(step.key, zlib.crc32(name.encode()) & 0x7FFFFFFF))
+            after[name] = run(rule, (parameter, state.rules[name]), gradients[name], at, own_step)
+        count = state.count + step.finite
+        states = {name: rule_state for name, (_, rule_state) in after.items()}
+        return {name: parameter for name, (parameter, _) in after.items()}, OptimizerState(count, states)
+
+    def point(parameters: Parameters, state: OptimizerState) -> dict[str, Array]:
+        def one(name: str, parameter: Array) -> Array:
+            return rule_of(name, parameter).point(parameter, state.rules[name]).astype(parameter.dtype)
+
+        return {name: one(name, parameter) for name, parameter in parameters.items()}
+
+    return Optimizer(init, update, point)
 
 
-def _add_decay(decays: dict[str, np.ndarray]) -> optax.GradientTransformation:
-    """Like optax.add_decayed_weights, with a rate for each layer of a stacked parameter."""
-
-    def update(updates, state, params=None):
-        assert params is not None
-
-        def one(name: str, update: Array, parameter: Array) -> Array:
-            rates = decays[name]
-            if not rates.any():
-                return update
-            rate = rates[0] if (rates == rates[0]).all() else rates.reshape(-1, *(1,) * (parameter.ndim - 1))
-            return update + rate * parameter.astype(update.dtype)
-
-        return {name: one(name, update, params[name]) for name, update in updates.items()}, state
-
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+def _zeros_of_a_layer(stacked: Array) -> Array:
+    spec = jax.typeof(stacked).sharding.spec
+    return jnp.zeros(stacked.shape[1:], jnp.float32, out_sharding=jax.P(*spec[1:]))
 
 
-def clip_factor(norm: Array, max_norm: float) -> Array:
+def _repeated(leaf: Array, layers: int) -> Array:
+    """A layer's state for each of them."""
+    spec = jax.typeof(leaf).sharding.spec
+    return jnp.broadcast_to(leaf, (layers, *leaf.shape), out_sharding=jax.P(None, *spec))
+
+
+# A parameter and the state of its rule.
+Updated = tuple[Array, RuleState]
+
+
+def _updated(rule: Rule, before: Updated, gradient: Array, at: At, step: Step) -> Updated:
+    """The next ones, in the dtypes of those before; the same ones where the step was not finite."""
+    at = At(at.count, at.rate, *(_along_layers(value, before[0].ndim) for value in (at.multiplier, at.decay)))
+    parameter, state = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, before)
+    after = rule.update(gradient.astype(jnp.float32) * step.factor, state, parameter, at)
+    new, tree = jax.tree.flatten(after)
+    keys = jax.random.split(step.key, len(new))
+
+    def stored(new: Array, old: Array, key: Array) -> Array:
+        narrows = old.dtype == jnp.bfloat16 and new.dtype == jnp.float32
+        return jnp.where(step.finite, round_stochastically(new, key) if narrows else new.astype(old.dtype), old)
+
+    return jax.tree.unflatten(tree, [stored(*leaf) for leaf in zip(new, jax.tree.leaves(before), keys)])
+
+
+def _along_layers(value: float | np.ndarray, dimensions: int) -> Any:
+    """A number, or one for each layer, to be combined with a stacked parameter."""
+    return value.reshape(-1, *(1,) * (dimensions - 1)) if isinstance(value, np.ndarray) else value
+
+
+def _layer_after_layer(rule: Rule, before: Updated, gradient: Array, at: At, step: Step) -> Updated:
+    """The next ones of a stack, changed in place: only one layer is ever computed with."""
+
+    def of_layer(value: Any, layer: Array) -> Any:
+        return jnp.asarray(value)[layer] if isinstance(value, np.ndarray) else value
+
+    def body(layer: Array, stack: Updated) -> Updated:
+        one = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False), stack)
+        one_gradient = jax.lax.dynamic_index_in_dim(gradient, layer, keepdims=False)
+        here = At(at.count, at.rate, of_layer(at.multiplier, layer), of_layer(at.decay, layer))
+        after = _updated(rule, one, one_gradient, here, step._replace(key=jax.random.fold_in(step.key, layer)))
+        return jax.tree.map(lambda leaf, new: jax.lax.dynamic_update_index_in_dim(leaf, new, layer, 0), stack, after)
+
+    return jax.lax.fori_loop(0, len(gradient), body, before)
+
+
+def _is_linear(trained: Trained, parameter: Array) -> bool:
+    """Whether this is a matrix of the layers, which Muon and NorMuon orthogonalise."""
+    return trained.stacked and parameter.ndim == 3
+
+
+def _rule(optim: "Optim", is_linear: bool, dtype: DTypeLike) -> Rule:
+    adamw = rules.adamw(optim.beta1, optim.beta2, optim.epsilon)
+    match optim.name:
+        case "adamw":
+            return adamw
+        case "adamw_8bit":
+            return adamw_8bit(optim.beta1, optim.beta2, optim.epsilon)
+        case "sgd":
+            return rules.sgd(optim.beta1)
+        case "lion":
+            return rules.lion(optim.beta1, optim.beta2)
+        case "adafactor":
+            return rules.adafactor()
+        case "schedule_free":
+            return rules.schedule_free(optim.beta1, optim.beta2, optim.epsilon)
+        case "muon":
+            options = optim.muon
+            rule = muon(options.momentum, options.nesterov, options.ns_steps, options.adjust_lr, dtype)
+            return rule if is_linear else adamw
+        case "normuon":
+            options = optim.normuon
+            rule = normuon(options.momentum, options.beta2, options.ns_steps, options.cautious_wd, dtype)
+            return rule if is_linear else adamw
+    raise AssertionError(f"schema allows an optimizer that is not here: {optim.name}")
+
+
+def clip_factor(norm: Float[Array, ""], max_norm: float) -> Float[Array, ""]:
     """What to multiply gradients by so that their global norm is at most max_norm; 0 never clips."""
-    return jax.numpy.minimum(1.0, max_norm / (norm + 1e-6)) if max_norm else jax.numpy.ones_like(norm)
+    return jnp.minimum(1.0, max_norm / (norm + 1e-6)) if max_norm else jnp.ones_like(norm)

@@ -17,22 +17,32 @@ def warmup_steps(optim: "Optim", total_steps: int) -> int:
 
 
 def learning_rate(optim: "Optim", total_steps: int) -> Callable[[Array], Array]:
-    """step (0 is the first) -> learning rate in float32: linear warm-up, the shape, then the final fraction."""
-    warmup, final = warmup_steps(optim, total_steps), optim.final_lr_fraction
-    decay_steps = max(1, total_steps - warmup)
+    """step (0 is the first) -> learning rate in float32.
+
+    Linear warm-up from start_lr to the peak, then the shape that optim.schedule names, down to the final rate. The
+    decaying shapes are there after decay_ratio of all steps and stay (a cosine of whole waves ends at the peak
+    instead, as in transformers); wsd and constant come down over the last cooldown_steps; inverse_sqrt never goes
+    below it.
+    """
+    peak, warmup = optim.learning_rate, warmup_steps(optim, total_steps)
+    final = optim.final_lr_fraction if optim.min_lr is None else optim.min_lr / peak
+    decay_steps = max(1, round(optim.decay_ratio * total_steps) - warmup)
 
     def towards_final(fraction):
         return final + (1.0 - final) * fraction
 
     def shape(step):
-        progress = jnp.clip((step - warmup) / decay_steps, 0.0, 1.0)
+        decayed = jnp.clip(step - warmup, 0, decay_steps)  # steps, so that a restart falls exactly on one
+        progress = decayed / decay_steps
         match optim.schedule:
             case "linear":
                 return towards_final(1.0 - progress)
             case "cosine":
-                return towards_final(0.5 * (1.0 + jnp.cos(jnp.pi * progress)))
+                waves = 0.5 if optim.cycles is None else optim.cycles
+                return towards_final(0.5 * (1.0 + jnp.cos(2.0 * jnp.pi * waves * progress)))
             case "cosine_with_restarts":
-                phase = jnp.where(progress >= 1.0, 1.0, (optim.cycles * progress) % 1.0)
+                restarts = 1.0 if optim.cycles is None else optim.cycles
+                phase = jnp.where(progress >= 1.0, 1.0, (restarts * decayed) % decay_steps / decay_steps)
                 return towards_final(0.5 * (1.0 + jnp.cos(jnp.pi * phase)))
             case "polynomial":
                 return towards_final((1.0 - progress) ** optim.power)
@@ -46,7 +56,7 @@ def learning_rate(optim: "Optim", total_steps: int) -> Callable[[Array], Array]:
 
     def rate(step):
         step = jnp.asarray(step, jnp.float32)
-        warm = step / max(1, warmup)
-        return optim.learning_rate * jnp.where(step < warmup, warm, shape(step))
+        warm = optim.start_lr + (peak - optim.start_lr) * (step / max(1, warmup))
+        return jnp.where(step < warmup, warm, peak * shape(step))
 
     return rate

@@ -1,19 +1,99 @@
 """Number formats of a run."""
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
+
+from jaxtune.errors import UserError
+from jaxtune.precision.fp8 import Fp8Numbers
+from jaxtune.precision.linears import Linears
+from jaxtune.precision.matmul import Numbers
+from jaxtune.precision.nvfp4 import Nvfp4Numbers
+from pallas_kernels.gpus import Device
+
+if TYPE_CHECKING:
+    from jaxtune.config.schema import Precision
+    from jaxtune.models.parameters import Parameter
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The dtype of activations, to which weights are cast where they are used, and how products are computed."""
+    """How a step computes.
+
+    Attributes:
+        dtype: of activations, to which weights are cast where they are used.
+        matmul_precision: of jax.default_matmul_precision; float32 products are not to become TF32.
+        gradient_dtype: of gradients as they are summed over micro-batches.
+        loss_scale: of the mean loss at the first step; None: the loss is not scaled.
+        growth_steps: without an overflow, after which the scale doubles.
+        linears: those that multiply in few bits.
+    """
 
     dtype: jnp.dtype
-    matmul_precision: str  # of jax.default_matmul_precision: float32 products are not to become TF32
+    matmul_precision: str
+    gradient_dtype: Any = jnp.float32
+    loss_scale: float | None = None
+    growth_steps: int | None = None
+    linears: Linears | None = None
 
 
+BF16 = Recipe(jnp.dtype("bfloat16"), "default")
+# By precision.recipe, without what other options say.
 RECIPES = {
-    "bf16": Recipe(jnp.dtype("bfloat16"), "default"),
+    "bf16": BF16,
     "fp32": Recipe(jnp.dtype("float32"), "highest"),
+    "fp16": Recipe(jnp.dtype("float16"), "default"),
+    "fp8_hybrid": BF16,
+    "nvfp4": BF16,
 }
+
+
+def recipe_of(precision: "Precision", linears: Linears | None) -> Recipe:
+    """The recipe of a section of options; `linears` are those that fp8_hybrid and nvfp4 are about."""
+    recipe = dataclasses.replace(
+        RECIPES[precision.recipe], gradient_dtype=jnp.dtype(precision.gradient_dtype), linears=linears
+    )
+    if precision.recipe != "fp16":
+        return recipe
+    return dataclasses.replace(recipe, loss_scale=precision.fp16.loss_scale, growth_steps=precision.fp16.growth_steps)
+
+
+def numbers_of(precision: "Precision") -> Numbers | None:
+    """How the linears of a low-precision recipe multiply; None for the others."""
+    match precision.recipe:
+        case "fp8_hybrid":
+            return Fp8Numbers(precision.fp8.hadamard)
+        case "nvfp4":
+            return Nvfp4Numbers(**dataclasses.asdict(precision.nvfp4))
+    return None
+
+
+def linears_of(precision: "Precision", parameters: Mapping[str, "Parameter"]) -> Linears | None:
+    """Those of the parameters that multiply in few bits, with the scales of their recipe; None if it has no such."""
+    numbers = numbers_of(precision)
+    if numbers is None:
+        return None
+    chosen = {name: parameter for name, parameter in parameters.items() if parameter.low_precision}
+    if precision.recipe == "fp8_hybrid" and precision.fp8.scaling == "delayed":
+        return Linears(numbers, chosen, precision.fp8.amax_history, precision.fp8.online_scale_steps)
+    return Linears(numbers, chosen)
+
+
+def check_device(name: str, device: Device) -> str | None:
+    """What to tell the user about a recipe on a device, or None.
+
+    Raises UserError where the device cannot run it, naming what would work.
+    """
+    if name == "fp8_hybrid" and device.capability is not None and device.capability < (8, 9):
+        raise UserError(
+            f"precision.recipe='fp8_hybrid': {device} has no FP8 units, which Ada, Hopper and Blackwell have; "
+            "use precision.recipe='bf16', or 'fp16' on a card before Ampere"
+        )
+    if name == "fp8_hybrid" and device.platform != "gpu":
+        return f"precision.recipe='fp8_hybrid' is emulated on {device}: FP8 numbers, float32 products"
+    if name == "nvfp4":
+        return f"precision.recipe='nvfp4' is emulated on {device}: NVFP4 numbers, bfloat16 products"
+    return None

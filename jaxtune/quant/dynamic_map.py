@@ -1,17 +1,23 @@
-"""The 256 values of bitsandbytes' signed dynamic map (Dettmers 2015, arXiv:1511.04561): 7 bits that are shared out
-between a decimal exponent and a fraction."""
+"""The 256 values of bitsandbytes' dynamic maps (Dettmers 2015, arXiv:1511.04561), and the nearest of them.
 
+The bits of a code are shared out between a decimal exponent and a fraction. The signed map has values on both sides of
+zero, but of the two ends only 1; the unsigned one has twice as many above it.
+"""
+
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, UInt8
 
 EXPONENTS = 7
 
 
-def _dynamic_map() -> np.ndarray:
+def _dynamic_map(signed: bool) -> np.ndarray:
     values = [0.0, 1.0]
     for exponent in range(EXPONENTS):
-        bounds = _linspace(2**exponent + 1)
+        bounds = _linspace(2 ** (exponent if signed else exponent + 1) + 1)
         means = (bounds[:-1] + bounds[1:]) / np.float32(2) * 10.0 ** (exponent - EXPONENTS + 1)
-        values += [*means, *-means]
+        values += [*means, *-means] if signed else [*means]
     return np.sort(np.asarray(values, np.float32))
 
 
@@ -21,4 +27,50 @@ def _linspace(count: int) -> np.ndarray:
     return np.where(index < count // 2, first + step * index, 1 - step * (count - 1 - index)).astype(np.float32)
 
 
-DYNAMIC_MAP = _dynamic_map()
+DYNAMIC_MAP = _dynamic_map(signed=True)
+UNSIGNED_DYNAMIC_MAP = _dynamic_map(signed=False)
+
+# A code is found from the bits of a float32: those of the exponent and the first of the mantissa name a bucket, narrow
+# enough that at most one of the bounds between two codes lies in it; the others are compared with that bound.
+OCTAVES = 23  # from 1 down to less than the first bound above zero
+LEAST = (127 - OCTAVES) << 23  # bits of 2**-OCTAVES
+COMPARED = {True: 17, False: 16}  # how many bits are, in the signed and the unsigned map
+
+
+def _ordered(bits: np.ndarray | Array) -> np.ndarray | Array:
+    """int32 in the order of the float32 that have these bits; magnitudes up to LEAST are taken for it."""
+    return ((bits & 0x7FFFFFFF).clip(LEAST) - LEAST) ^ (bits >> 31)
+
+
+def _buckets(signed: bool) -> np.ndarray:
+    """int32 of each bucket, to which the compared bits are added: the code of its least value stands above the place of
+    these bits, and in their place what makes those above the bound carry."""
+    table, compared = _TABLES[signed], COMPARED[signed]
+    bounds = _ordered(((table[:-1] + table[1:]) / np.float32(2)).view(np.int32))
+    last = OCTAVES << (23 - compared)  # the bucket of 1; the first is -1 - last
+    below = np.searchsorted(bounds, np.arange(-1 - last, last + 1) << compared)
+    buckets = below.astype(np.int32) << compared
+    place = (bounds >> compared) + last + 1
+    assert len(set(place)) == len(place)
+    buckets[place] += ~bounds & (1 << compared) - 1
+    return buckets
+
+
+_TABLES = {True: DYNAMIC_MAP, False: UNSIGNED_DYNAMIC_MAP}
+_BUCKETS = {signed: _buckets(signed) for signed in _TABLES}
+
+
+def encode(values: Float[Array, "*shape"], signed: bool) -> UInt8[Array, "*shape"]:
+    """Code of the nearest value of the map; halfway goes to the lower one, as torch.bucketize has it.
+
+    Exactly so for every float32 from -1, or 0 in the unsigned map, to 1: one look-up and a few operations on integers.
+    """
+    buckets, compared = _BUCKETS[signed], COMPARED[signed]
+    ordered = _ordered(jax.lax.bitcast_convert_type(values, jnp.int32))
+    bucket = jnp.asarray(buckets).at[(ordered >> compared) + len(buckets) // 2].get(mode="clip")
+    return ((bucket + (ordered & (1 << compared) - 1)) >> compared).astype(jnp.uint8)
+
+
+def decode(codes: UInt8[Array, "*shape"], signed: bool) -> Float[Array, "*shape"]:
+    """The values of the map, float32."""
+    return jnp.asarray(_TABLES[signed]).at[codes].get(mode="promise_in_bounds")

@@ -34,18 +34,31 @@ class Nvfp4(Format):
     def quantize(self, weight: Float[Array, "o i"]) -> QuantizedArray:
         """Two levels of scales; a matrix of zeros has scale 1. Its blocks' scales are e4m3's least, never 0."""
         blocks = in_blocks(weight, self.block_of(weight.shape))
-        absmax = block_absmax(blocks)
-        tensor_scale = divisors(absmax.max() / (LARGEST * LARGEST_SCALE), least=TINY / SMALLEST_SCALE)
-        scales = _block_scales(absmax, LARGEST, tensor_scale)
-        if self.four_over_six:
-            # Cook et al. 2025, arXiv:2512.02010. The tensor's scale stays, so that no block is worse off; it leaves no
-            # room for a scale 6 / 4 times as large in the blocks nearest to the largest element.
-            larger = _block_scales(absmax, 4.0, tensor_scale)
-            better = _error(blocks, larger * tensor_scale) < _error(blocks, scales * tensor_scale)
-            scales = jnp.where(better, larger, scales)
-        codes = pack(_nearest_e2m1(blocks / by_block(scales * tensor_scale))).reshape(len(weight), -1)
+        tensor_scale = tensor_scale_of(block_absmax(blocks).max())
+        scales = block_scales(blocks, tensor_scale, self.four_over_six)
+        codes = pack(nearest_e2m1(blocks / by_block(scales * tensor_scale))).reshape(len(weight), -1)
         stored = jax.lax.bitcast_convert_type(scales.astype(jnp.float8_e4m3fn), jnp.uint8)
         return QuantizedArray(codes, stored, tensor_scale[None], None, self.elements, weight.dtype)
+
+
+def tensor_scale_of(absmax: Float[Array, ""]) -> Float[Array, ""]:
+    """The scale of a matrix whose largest magnitude this is: it becomes 6 * 448."""
+    return divisors(absmax / (LARGEST * LARGEST_SCALE), least=TINY / SMALLEST_SCALE)
+
+
+def block_scales(
+    blocks: Float[Array, "o/r r i/c c"], tensor_scale: Float[Array, ""], four_over_six: bool
+) -> Float[Array, "o/r i/c"]:
+    """Values of e4m3 by which, with the scale of the matrix, each block is divided."""
+    absmax = block_absmax(blocks)
+    scales = _block_scales(absmax, LARGEST, tensor_scale)
+    if not four_over_six:
+        return scales
+    # Cook et al. 2025, arXiv:2512.02010. The tensor's scale stays, so that no block is worse off; it leaves no room for
+    # a scale 6 / 4 times as large in the blocks nearest to the largest element.
+    larger = _block_scales(absmax, 4.0, tensor_scale)
+    better = _error(blocks, larger * tensor_scale) < _error(blocks, scales * tensor_scale)
+    return jnp.where(better, larger, scales)
 
 
 def _block_scales(absmax: Float[Array, "o n"], becomes: float, tensor_scale: Float[Array, ""]) -> Float[Array, "o n"]:
@@ -54,13 +67,13 @@ def _block_scales(absmax: Float[Array, "o n"], becomes: float, tensor_scale: Flo
     return wanted.astype(jnp.float8_e4m3fn).astype(jnp.float32)
 
 
-def _error(blocks: Float[Array, "o 1 n 16"], scales: Float[Array, "o n"]) -> Float[Array, "o n"]:
+def _error(blocks: Float[Array, "o/r r i/c c"], scales: Float[Array, "o/r i/c"]) -> Float[Array, "o/r i/c"]:
     """Squared error of each block when quantized with these scales."""
-    values = ELEMENTS["e2m1"].decode(_nearest_e2m1(blocks / by_block(scales)))
+    values = ELEMENTS["e2m1"].decode(nearest_e2m1(blocks / by_block(scales)))
     return jnp.square(values * by_block(scales) - blocks).sum(axis=(1, 3))
 
 
-def _nearest_e2m1(x: Float[Array, "*shape"]) -> UInt8[Array, "*shape"]:
+def nearest_e2m1(x: Float[Array, "*shape"]) -> UInt8[Array, "*shape"]:
     """Codes of 0, 0.5, 1, 1.5, 2, 3, 4, 6, halfway to the even code, the sign in the high bit; beyond 6 saturates."""
     a = jnp.abs(x)
     bounds = (a > 0.25, a >= 0.75, a > 1.25, a >= 1.75, a > 2.5, a >= 3.5, a > 5.0)

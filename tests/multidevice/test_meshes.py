@@ -11,7 +11,7 @@ from jaxtune.config.schema import Mesh, Optim
 from jaxtune.models.parameters import declare, randomize
 from jaxtune.models.spec import Adapter, Layer, ModelSpec, Rope
 from jaxtune.objectives.cross_entropy import cross_entropy
-from jaxtune.optim.build import build
+from jaxtune.optim.build import Trained, build
 from jaxtune.parallel.layout import TOKENS
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.precision.recipes import RECIPES
@@ -72,7 +72,11 @@ def train(mesh: Mesh, lora: bool, devices: int = 8, accumulate: int = 1):
     values = randomize(declared, dict.fromkeys(declared, jnp.dtype("float32")), seed=0)
     trained = {name: value for name, value in values.items() if declared[name].trained}
     frozen = {name: value for name, value in values.items() if not declared[name].trained}
-    optimizer = build(Optim(weight_decay=0.1), {name: (name,) * max(1, len(declared[name].layers)) for name in trained})
+    optimizer = build(
+        Optim(weight_decay=0.1),
+        {name: Trained((name,) * max(1, len(declared[name].layers)), bool(declared[name].layers)) for name in trained},
+        len(model.layers),
+    )
     recipe = RECIPES["fp32"]
     gradients = accumulated_gradients(graph, cross_entropy, recipe, "block", seed=0)
     step = jax.jit(make_train_step(gradients, optimizer, lambda _: jnp.float32(1e-3), 1.0, recipe), donate_argnums=0)

@@ -15,7 +15,7 @@ from jaxtune.lora.inject import inject
 from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.optim.build import build
 from jaxtune.precision.recipes import RECIPES
-from jaxtune.state import declare_model, initial_parameters
+from jaxtune.state import declare_model, initial_parameters, trained_of
 from jaxtune.step import State, accumulated_gradients, make_train_step
 
 QWEN = "qwen3, yarn rope, tied"
@@ -101,7 +101,7 @@ def test_only_adapters_have_gradients_and_optimizer_state(base, one_device):
     lora = Lora(enabled=True, rank=4, alpha=8.0)
     config = Config(model=Model(path=str(folder), dtype="float32"), data=Data(seq_len=64), lora=lora)
     model = declare_model(config, one_device)
-    optimizer = build(Optim(), {name: model.hf_names(name) for name in model.trained})
+    optimizer = build(Optim(), trained_of(model), len(model.spec.layers))
     gradients = accumulated_gradients(model.graph, cross_entropy, RECIPES["fp32"], "block", 0)
     step = make_train_step(gradients, optimizer, lambda s: jnp.float32(1e-3), 1.0, RECIPES["fp32"])
     trained = model.abstract(model.trained)

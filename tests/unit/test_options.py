@@ -16,7 +16,8 @@ def test_every_option_is_listed_with_type_default_unit_and_meaning(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("\t")[0] for line in lines] == list(keys.options())
     assert "data.seq_len\tint\t2048\ttokens\ttokens in a row" in lines
-    assert any(line.startswith("precision.recipe\t'bf16' | 'fp32'\t'bf16'\t") for line in lines)
+    recipes = "'bf16' | 'fp32' | 'fp16' | 'fp8_hybrid' | 'nvfp4'"
+    assert any(line.startswith(f"precision.recipe\t{recipes}\t'bf16'\t") for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from jaxtune.config.schema import Config, Data, Lora, Model, Quant
 from jaxtune.errors import UserError
 from jaxtune.models.families import linears
-from jaxtune.models.quantize import mark_quantized, selected
+from jaxtune.models.mark import mark, selected
 from jaxtune.models.spec import Layer, ModelSpec, Rope, stacks
 from jaxtune.quant import format_of
 from jaxtune.quant.dynamic_map import DYNAMIC_MAP
@@ -183,7 +183,7 @@ def test_what_is_skipped_or_excluded_falls_into_stacks_of_its_own():
     options = Quant(format="nf4", skip_first_layers=1, skip_last_layers=2, exclude=r"layers\.2\..*down_proj")
     chosen = selected(SPEC, options)
     assert len(chosen) == 3 * 7 - 1 and chosen < linears(SPEC).keys()
-    marked = mark_quantized(SPEC, chosen)
+    marked = mark(SPEC, chosen, "quantized")
     assert [(stack.first, stack.repeats) for stack in stacks(marked.layers)] == [(0, 1), (1, 1), (2, 1), (3, 1), (4, 2)]
     assert "mlp.down.weight" in marked.layers[1].quantized - marked.layers[2].quantized
     with pytest.raises(UserError, match="quant.exclude='nothing' matches none"):

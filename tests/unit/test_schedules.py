@@ -14,35 +14,48 @@ def rates(**options):
     return np.array([float(rate(step)) for step in range(TOTAL + 1)])
 
 
+def of_transformers(name, options):
+    torch = pytest.importorskip("torch", reason="transformers' schedulers need torch (Python 3.11 here)")
+    import transformers
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
+    scheduler = transformers.get_scheduler(name, optimizer, WARMUP, TOTAL, scheduler_specific_kwargs=options)
+    found = []
+    for _ in range(TOTAL + 1):
+        found.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
         ({"schedule": "linear"}, ("linear", {})),
         ({"schedule": "cosine"}, ("cosine", {})),
-        ({"schedule": "cosine_with_restarts", "cycles": 3}, ("cosine_with_restarts", {"num_cycles": 3})),
+        ({"schedule": "cosine", "cycles": 2.5}, ("cosine", {"num_cycles": 2.5})),
+        ({"schedule": "cosine", "cycles": 1.0}, ("cosine", {"num_cycles": 1})),
+        ({"schedule": "cosine", "final_lr_fraction": 0.1}, ("cosine_with_min_lr", {"min_lr_rate": 0.1})),
+        ({"schedule": "cosine", "min_lr": 1e-5}, ("cosine_with_min_lr", {"min_lr": 1e-5})),
+        ({"schedule": "cosine_with_restarts"}, ("cosine_with_restarts", {})),
+        ({"schedule": "cosine_with_restarts", "cycles": 3.0}, ("cosine_with_restarts", {"num_cycles": 3})),
         ({"schedule": "constant"}, ("constant_with_warmup", {})),
         ({"schedule": "inverse_sqrt"}, ("inverse_sqrt", {})),
         ({"schedule": "polynomial", "power": 2.0}, ("polynomial", {"power": 2.0, "lr_end": 0.0})),
+        ({"schedule": "polynomial", "power": 0.5, "min_lr": 1e-5}, ("polynomial", {"power": 0.5, "lr_end": 1e-5})),
         (
-            {"schedule": "cosine", "final_lr_fraction": 0.1},
-            ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
+            {"schedule": "wsd", "cooldown_steps": 20},
+            ("warmup_stable_decay", {"num_decay_steps": 20, "decay_type": "linear"}),
+        ),
+        (  # transformers' warm-up starts from the final rate
+            {"schedule": "wsd", "cooldown_steps": 20, "min_lr": PEAK / 8, "start_lr": PEAK / 8},
+            ("warmup_stable_decay", {"num_decay_steps": 20, "decay_type": "linear", "min_lr_ratio": 1 / 8}),
         ),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
 def test_equals_transformers(ours, theirs):
-    torch = pytest.importorskip("torch", reason="transformers' schedulers need torch (Python 3.11 here)")
-    import transformers
-
-    name, options = theirs
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
-    scheduler = transformers.get_scheduler(name, optimizer, WARMUP, TOTAL, scheduler_specific_kwargs=options)
-    expected = []
-    for _ in range(TOTAL + 1):
-        expected.append(scheduler.get_last_lr()[0])
-        optimizer.step()
-        scheduler.step()
-    np.testing.assert_allclose(rates(warmup_steps=WARMUP, **ours), expected, rtol=2e-5, atol=1e-10)
+    np.testing.assert_allclose(rates(warmup_steps=WARMUP, **ours), of_transformers(*theirs), rtol=2e-5, atol=1e-10)
 
 
 def test_wsd_is_flat_and_then_cools_down():
@@ -52,10 +65,48 @@ def test_wsd_is_flat_and_then_cools_down():
     np.testing.assert_allclose(found[100], PEAK * 0.1, rtol=1e-5)
 
 
+def test_constant_cools_down_too():
+    np.testing.assert_array_equal(
+        rates(schedule="constant", cooldown_steps=20, min_lr=1e-5),
+        rates(schedule="wsd", cooldown_steps=20, min_lr=1e-5),
+    )
+
+
+def test_constant_without_warmup_is_the_peak():
+    np.testing.assert_allclose(rates(schedule="constant"), PEAK, rtol=1e-6)
+
+
+def test_warmup_starts_from_start_lr():
+    found = rates(start_lr=1e-4, warmup_steps=WARMUP)
+    np.testing.assert_allclose(found[: WARMUP + 1], np.linspace(1e-4, PEAK, WARMUP + 1), rtol=1e-5)
+    np.testing.assert_array_equal(found[WARMUP:], rates(warmup_steps=WARMUP)[WARMUP:])
+
+
 def test_a_ratio_is_steps():
     np.testing.assert_array_equal(rates(warmup_ratio=0.1), rates(warmup_steps=10))
 
 
-@pytest.mark.parametrize("schedule", ["linear", "cosine", "polynomial"])
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "cosine_with_restarts", "polynomial"])
+def test_decay_ratio_ends_the_decay_early_and_keeps_the_final_rate(schedule):
+    options = {"schedule": schedule, "warmup_steps": WARMUP, "min_lr": 1e-5}
+    found = rates(decay_ratio=0.6, **options)
+    whole = learning_rate(Optim(learning_rate=PEAK, **options), 60)
+    np.testing.assert_allclose(found[:61], [float(whole(step)) for step in range(61)], rtol=1e-6)
+    np.testing.assert_allclose(found[60:], 1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "cosine_with_restarts", "polynomial"])
 def test_the_final_fraction_is_reached(schedule):
     np.testing.assert_allclose(rates(schedule=schedule, final_lr_fraction=0.2)[-1], PEAK * 0.2, rtol=1e-5)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "polynomial", "inverse_sqrt"])
+def test_min_lr_is_the_final_fraction_as_a_rate(schedule):
+    options = {"schedule": schedule, "warmup_steps": WARMUP}
+    np.testing.assert_allclose(rates(min_lr=PEAK * 0.4, **options), rates(final_lr_fraction=0.4, **options), rtol=1e-6)
+
+
+@pytest.mark.parametrize("cycles", [6, 9, 45])
+def test_every_restart_is_at_the_peak(cycles):
+    found = rates(schedule="cosine_with_restarts", cycles=float(cycles), warmup_steps=WARMUP)
+    np.testing.assert_allclose(found[WARMUP : -1 : 90 // cycles], PEAK, rtol=1e-6)

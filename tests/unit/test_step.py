@@ -20,7 +20,7 @@ from jaxtune.models.freeze import freeze
 from jaxtune.models.parameters import declare, randomize
 from jaxtune.models.spec import Layer, ModelSpec, Rope
 from jaxtune.objectives.cross_entropy import cross_entropy
-from jaxtune.optim.build import build
+from jaxtune.optim.build import Trained, build
 from jaxtune.precision.recipes import RECIPES
 from jaxtune.step import State, Summed, accumulated_gradients, initial_state, make_train_step
 
@@ -58,7 +58,11 @@ def compiled_step(spec, batch, mesh, remat="block"):
     """Optimised HLO of a whole LoRA step."""
     graph, declared = declare(spec)
     trained, frozen = abstract_parameters(declared, jnp.float32)
-    optimizer = build(Optim(), {name: (name,) * max(1, len(declared[name].layers)) for name in trained})
+    optimizer = build(
+        Optim(),
+        {name: Trained((name,) * max(1, len(declared[name].layers)), bool(declared[name].layers)) for name in trained},
+        len(spec.layers),
+    )
     gradients = accumulated_gradients(graph, cross_entropy, RECIPES["fp32"], remat, 0)
     step = make_train_step(gradients, optimizer, lambda _: jnp.float32(1e-3), 1.0, RECIPES["fp32"])
     state = jax.eval_shape(lambda trained: initial_state(optimizer, trained), trained)
@@ -151,10 +155,10 @@ def test_no_weight_is_multiplied_again_without_remat(one_device, remat, products
 
 
 def step_on(gradient_of, optim: Optim, parameters, names, max_norm=0.0, steps=5):
-    """Parameters after steps whose gradient is `gradient_of(step)`."""
-    optimizer = build(optim, names)
+    """Parameters after steps whose gradient is `gradient_of(step)`; several names are a stack."""
+    optimizer = build(optim, {key: Trained(one, stacked=len(one) > 1) for key, one in names.items()}, 3)
 
-    def gradients(trained, frozen, batch, step):
+    def gradients(trained, frozen, batch, step, scaling):
         return Summed(gradient_of(step), jnp.float32(1.0), jnp.int32(1))
 
     step = make_train_step(gradients, optimizer, lambda _: jnp.float32(optim.learning_rate), max_norm, RECIPES["fp32"])
@@ -198,15 +202,15 @@ def test_decay_is_chosen_by_name_and_layer():
     np.testing.assert_allclose(state.trained["stacked"][:, 0, 0], [0.95, 1.0, 0.95], rtol=1e-6)
 
 
-def test_moments_of_bfloat16_parameters_decay():
+def test_moments_of_bfloat16_parameters_decay(one_device):
     """In bfloat16 a second moment times 0.999 is itself, for ever."""
     names = {"w": ("w",)}
     start = {"w": jnp.ones(4, jnp.bfloat16)}
     once = lambda step: {"w": jnp.where(step == 0, 1.0, 0.0) * jnp.ones(4)}  # noqa: E731
     state, _ = step_on(once, Optim(learning_rate=1e-3), start, names, steps=200)
-    moments = state.optimizer[0]
-    assert state.trained["w"].dtype == jnp.bfloat16 and moments.nu["w"].dtype == jnp.float32
-    np.testing.assert_allclose(moments.nu["w"], 0.001 * 0.999**199, rtol=1e-4)
+    moments = state.optimizer.rules["w"]
+    assert state.trained["w"].dtype == jnp.bfloat16 and moments.nu.dtype == jnp.float32
+    np.testing.assert_allclose(moments.nu, 0.001 * 0.999**199, rtol=1e-4)
 
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])

@@ -1,8 +1,8 @@
-"""Mark linears as quantized: which by the options, and where the mesh would split a block."""
+"""Mark linears of the layers, as quantized or as multiplied in few bits; and where the mesh would split a block."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import jax
 
@@ -15,33 +15,36 @@ from jaxtune.parallel.layout import spec as layout_spec
 from jaxtune.quant import Format
 
 if TYPE_CHECKING:
-    from jaxtune.config.schema import Quant
+    from jaxtune.config.schema import Precision, Quant
 
 
-def selected(spec: ModelSpec, options: "Quant") -> set[str]:
-    """Hugging Face names of the linears to quantize, without ".weight". Raises UserError if there are none."""
+def selected(spec: ModelSpec, options: "Quant | Precision", section: str) -> set[str]:
+    """Hugging Face names, without ".weight", of the linears that the options of a section leave in.
+
+    Raises UserError if there are none.
+    """
     place = linears(spec)
-    excluded = select(options.exclude, place, "quant.exclude") if options.exclude is not None else frozenset()
+    excluded = select(options.exclude, place, f"{section}.exclude") if options.exclude is not None else frozenset()
     kept = range(options.skip_first_layers, len(spec.layers) - options.skip_last_layers)
     chosen = {name for name, (layer, _) in place.items() if layer in kept and name not in excluded}
     if not chosen:
         raise UserError(
-            f"quant.format={options.format!r} is left with no linear to quantize: quant.skip_first_layers="
-            f"{options.skip_first_layers}, quant.skip_last_layers={options.skip_last_layers} of {len(spec.layers)} "
-            f"layers, quant.exclude={options.exclude!r}"
+            f"{section} is left with no linear to quantize: {section}.skip_first_layers={options.skip_first_layers}, "
+            f"{section}.skip_last_layers={options.skip_last_layers} of {len(spec.layers)} layers, "
+            f"{section}.exclude={options.exclude!r}"
         )
     return chosen
 
 
-def mark_quantized(spec: ModelSpec, names: Iterable[str]) -> ModelSpec:
-    """The spec with these linears quantized. Layers that differ in it fall into different stacks."""
+def mark(spec: ModelSpec, names: Iterable[str], field: Literal["quantized", "low_precision"]) -> ModelSpec:
+    """The spec with these linears in a field of their layers. Layers that differ in it fall into different stacks."""
     place = linears(spec)
     sites: dict[int, set[str]] = {}
     for name in names:
         layer, site = place[name]
         sites.setdefault(layer, set()).add(f"{site}.weight")
     layers = tuple(
-        dataclasses.replace(layer, quantized=frozenset(sites.get(number, ())))
+        dataclasses.replace(layer, **{field: frozenset(sites.get(number, ()))})
         for number, layer in enumerate(spec.layers)
     )
     return dataclasses.replace(spec, layers=layers)

@@ -1,0 +1,18 @@
+"""LoRA of a Qwen3 model on instructions, its linears multiplied in FP8; one GPU with FP8 units.
+
+e4m3 weights and activations, e5m2 gradients, delayed scaling. The frozen weights are quantized once, while they are
+read, and stored both ways round, 2 bytes a weight. With --config.lora.enabled=False all weights are trained.
+Ada, Hopper and Blackwell have FP8 units; a CPU emulates the numbers, slowly.
+
+    python -m jaxtune.train --config=configs/qwen_fp8.py
+    python -m jaxtune.train --config=configs/qwen_fp8.py:PATH_OR_HUB_ID --config.data.datasets[0].path=my.jsonl
+"""
+
+import qwen_lora
+
+
+def get_config(model="Qwen/Qwen3-8B"):
+    """The LoRA recipe with FP8 products."""
+    config = qwen_lora.get_config(model)
+    config.precision.recipe = "fp8_hybrid"
+    return config

@@ -1,0 +1,17 @@
+"""Pretraining of a Qwen3 model from random weights with NorMuon; one GPU, or several (parameters are sharded over all).
+
+The argument is a Hugging Face folder or hub id, of which only config.json and the tokenizer are used.
+
+    python -m jaxtune.train --config=configs/qwen_pretrain_normuon.py
+    python -m jaxtune.train --config=configs/qwen_pretrain_normuon.py:PATH --config.data.datasets[0].path=FOLDER
+"""
+
+import llama_pretrain
+
+
+def get_config(model="Qwen/Qwen3-0.6B"):
+    """The recipe of llama_pretrain with matrices orthogonalised, and a z-loss."""
+    config = llama_pretrain.get_config(model)
+    config.optim.name = "normuon"
+    config.train.z_loss = 1e-4
+    return config

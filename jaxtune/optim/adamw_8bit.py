@@ -1,0 +1,116 @@
+"""AdamW whose moments are kept in 8 bits, as bitsandbytes keeps them (Dettmers et al. 2022, arXiv:2110.02861)."""
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt8
+
+from jaxtune.optim import rules
+from jaxtune.optim.rule import At, Rule, RuleState
+from jaxtune.parallel.layout import spec as layout_spec
+from jaxtune.quant.array import block_absmax, divisors, in_blocks
+from jaxtune.quant.dynamic_map import decode, encode
+
+if TYPE_CHECKING:
+    from jaxtune.models.parameters import Parameter
+
+BLOCK = 256  # elements that share a scale
+LEAST_ELEMENTS = 4096  # of a parameter whose moments are in 8 bits
+SIGNED = {"mu": True, "nu": False}  # which dynamic map: of the mean of gradients, and of their squares
+
+Block = tuple[int, int]  # rows, columns
+
+
+class Moment(NamedTuple):
+    """A moment in 8 bits: value(code) * absmax of its block. Both arrays are sharded as the parameter is."""
+
+    codes: UInt8[Array, "*shape"]
+    absmax: Float[Array, "*blocks"]
+
+
+def block_of(shape: tuple[int, ...]) -> Block | None:
+    """Rows and columns of the blocks of a matrix (o, i) or a vector (n,): a function of the shape alone.
+
+    Where i is a multiple of 256 a block lies in a row, as bitsandbytes' do. None where the moments stay float32: of a
+    small parameter, and of one that cannot be cut into such blocks.
+    """
+    columns = math.gcd(shape[-1], BLOCK)
+    rows = BLOCK // columns
+    height = math.prod(shape[:-1])
+    return None if math.prod(shape) < LEAST_ELEMENTS or height % rows else (rows, columns)
+
+
+def adamw_8bit(beta1: float, beta2: float, epsilon: float) -> Rule:
+    """AdamW for a matrix (o, i) or a vector (n,), with moments in 8 bits or, where `block_of` is None, in float32.
+
+    As in bitsandbytes the parameter moves by the new moments before they are rounded. A code is that of the nearest
+    value of the map; bitsandbytes' CUDA kernel takes the one beside it where a mean of gradients would change its sign.
+
+    The mesh must not divide a block (see `undivided_blocks`); then nothing crosses devices.
+    """
+    adamw = rules.adamw(beta1, beta2, epsilon)
+
+    def init(parameter: Float[Array, "*shape"]) -> RuleState:
+        if (block := block_of(parameter.shape)) is None:
+            return adamw.init(parameter)
+
+        def init_shard(parameter):
+            return {name: _quantize(name, moment, block) for name, moment in adamw.init(parameter).items()}
+
+        return jax.shard_map(init_shard, out_specs=jax.typeof(parameter).sharding.spec)(parameter)
+
+    def update(gradient, state, parameter, at):
+        if (block := block_of(parameter.shape)) is None:
+            return adamw.update(gradient, state, parameter, at)
+
+        def update_shard(gradient, state, parameter, at):
+            moments = {name: _dequantize(name, moment, block) for name, moment in state.items()}
+            after, moments = adamw.update(gradient, moments, parameter, at)
+            return after, {name: _quantize(name, moment, block) for name, moment in moments.items()}
+
+        specs = jax.tree.map(lambda array: jax.typeof(array).sharding.spec, (parameter, state))
+        return jax.shard_map(update_shard, out_specs=specs)(gradient, state, parameter, At(*map(jnp.asarray, at)))
+
+    return Rule(init, update, by_layer=True)
+
+
+def undivided_blocks(parameters: Mapping[str, "Parameter"], mesh: jax.sharding.Mesh) -> list[str]:
+    """Complaints about blocks of trained parameters that the mesh does not divide: a block is never split."""
+    complaints = set()
+    for parameter in parameters.values():
+        of_layer = slice(1 if parameter.layers else 0, None)
+        shape, axes = parameter.shape[of_layer], parameter.axes[of_layer]
+        for axis_name, size, elements in zip(axes, shape, (block_of(shape) or ())[-len(shape) :]):
+            (axis,) = layout_spec(axis_name)
+            blocks = size // elements
+            if isinstance(axis, str) and blocks % mesh.shape[axis]:
+                fits = [n for n in range(1, mesh.size + 1) if blocks % n == 0]
+                complaints.add(
+                    f"mesh.{axis}={mesh.shape[axis]} does not divide {axis_name}={size} in blocks of {elements}, which "
+                    f"optim.name='adamw_8bit' has; these would: {fits} (mesh.data takes the rest)"
+                )
+    return sorted(complaints)
+
+
+# All but the largest magnitudes is computed on matrices, not on blocks: the driver's rounding of the parameter is then
+# part of the same loop on a GPU, and no float32 array is ever stored.
+
+
+def _quantize(name: str, moment: Float[Array, "*shape"], block: Block) -> Moment:
+    absmax = block_absmax(in_blocks(moment.reshape(-1, moment.shape[-1]), block))
+    codes = encode(moment / _spread(divisors(absmax), block, moment.shape), SIGNED[name])
+    return Moment(codes, absmax if moment.ndim == 2 else absmax[0])
+
+
+def _dequantize(name: str, moment: Moment, block: Block) -> Float[Array, "*shape"]:
+    return decode(moment.codes, SIGNED[name]) * _spread(moment.absmax, block, moment.codes.shape)
+
+
+def _spread(absmax: Float[Array, "*blocks"], block: Block, shape: tuple[int, ...]) -> Float[Array, "*shape"]:
+    """The value of each element's block."""
+    rows, columns = block
+    by_block = absmax.reshape(-1, 1, absmax.shape[-1], 1)
+    return jnp.broadcast_to(by_block, (len(by_block), rows, by_block.shape[2], columns)).reshape(shape)

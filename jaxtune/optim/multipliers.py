@@ -1,0 +1,96 @@
+"""What the learning rate and the weight decay are multiplied by, for each parameter and each of its layers."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from jaxtune.errors import UserError
+from jaxtune.models.selection import select
+
+if TYPE_CHECKING:
+    from jaxtune.config.schema import Optim
+
+EMBEDDING = "embed_tokens"
+NO_DECAY = rf"norm|bias|{EMBEDDING}"
+
+# One number, or one for each layer of a stacked parameter.
+Factor = float | Float[np.ndarray, " layers"]
+
+
+class Selection(NamedTuple):
+    """What an entry of lr_multipliers or decay_multipliers means."""
+
+    entry: str
+    names: frozenset[str]
+    factor: float
+
+
+def rates(optim: "Optim", hf_names: Mapping[str, tuple[str, ...]], layers: int) -> dict[str, Factor]:
+    """Factor of the learning rate of every trained parameter: optim.lr_multipliers times optim.layerwise_lr_decay.
+
+    hf_names: the Hugging Face names of each parameter, one a stacked layer; layers: how many the model has.
+
+    The decay is that of ELECTRA (Clark et al. 2020), as BEiT has it: layer n, counted from 0, of L gets decay^(L - n),
+    the embedding (also one that is the head too) decay^(L + 1), the final norm and the head 1.
+
+    Raises UserError for a regex that matches nothing.
+    """
+    factors = _factors(_selections(optim.lr_multipliers, _all(hf_names), "optim.lr_multipliers"))
+    return _by_parameter(
+        hf_names, lambda name: factors.get(name, 1.0) * optim.layerwise_lr_decay ** _depth(name, layers)
+    )
+
+
+def decays(optim: "Optim", hf_names: Mapping[str, tuple[str, ...]]) -> dict[str, Factor]:
+    """Weight decay of every trained parameter: optim.weight_decay times optim.decay_multipliers, 0 by optim.no_decay.
+
+    Arguments as those of `rates`. Raises UserError for a regex that matches nothing, or a multiplier of what has no
+    decay.
+    """
+    names, option = _all(hf_names), "optim.decay_multipliers"
+    if optim.no_decay is None:
+        without = frozenset(name for name in names if re.search(NO_DECAY, name))
+    else:
+        without = select(optim.no_decay, names, "optim.no_decay")
+    selections = _selections(optim.decay_multipliers, names, option)
+    for entry, chosen, _ in selections:
+        if chosen <= without:
+            raise UserError(f"{option}={entry!r} matches only parameters without decay; optim.no_decay says which")
+    factors = _factors(selections) | dict.fromkeys(without, 0.0)
+    return _by_parameter(hf_names, lambda name: optim.weight_decay * factors.get(name, 1.0))
+
+
+def _all(hf_names: Mapping[str, tuple[str, ...]]) -> list[str]:
+    return [name for names in hf_names.values() for name in names]
+
+
+def _selections(entries: tuple[str, ...], names: list[str], option: str) -> list[Selection]:
+    """The names that each 'REGEX=FACTOR' matches, and its factor."""
+    found = []
+    for entry in entries:
+        pattern, _, factor = entry.rpartition("=")
+        found.append(Selection(entry, select(pattern, names, option), float(factor)))
+    return found
+
+
+def _factors(selections: list[Selection]) -> dict[str, float]:
+    """Factor of each name that is selected; of several the last."""
+    return {name: factor for _, chosen, factor in selections for name in chosen}
+
+
+def _depth(name: str, layers: int) -> int:
+    """Steps from the head down to a parameter: 0 of the head, 1 of the last layer."""
+    if layer := re.search(r"\blayers\.(\d+)\.", name):
+        return layers - int(layer[1])
+    return layers + 1 if EMBEDDING in name else 0
+
+
+def _by_parameter(hf_names: Mapping[str, tuple[str, ...]], value: Callable[[str], float]) -> dict[str, Factor]:
+    found: dict[str, Factor] = {}
+    for parameter, names in hf_names.items():
+        values = [value(name) for name in names]
+        found[parameter] = values[0] if len(set(values)) == 1 else np.asarray(values, np.float32)
+    return found

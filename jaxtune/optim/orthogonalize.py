@@ -1,0 +1,88 @@
+"""Newton-Schulz orthogonalisation of a stack of matrices, each whole on one device of the mesh."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+# Quintic of Keller Jordan's Muon (2024), as in torch.optim.Muon and optax.contrib.muon: steepest at 0.
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+EPSILON = 1e-7
+# Small matrices are multiplied together up to so many elements, larger ones each by itself.
+TOGETHER = 2**24
+
+
+def orthogonalize(
+    matrices: Float[Array, "*layers o i"], steps: int = 5, dtype: DTypeLike = jnp.bfloat16
+) -> Float[Array, "*layers o i"]:
+    """U V^T of each matrix U S V^T, roughly: singular values come out between about 0.7 and 1.2.
+
+    matrices: one or a stack, sharded in any way but over the layers. The result is float32, sharded alike.
+    dtype: of what is multiplied; sums are float32. torch and Muon's own code use bfloat16.
+
+    The layers are spread over all devices, padded with zeros to a multiple of them: all-to-alls give a device its
+    matrices whole and give it back its part of each. No device sees more than its share of the stack.
+    """
+    if matrices.ndim == 2:
+        return orthogonalize(matrices[None], steps, dtype)[0]
+    own = jax.typeof(matrices).sharding
+    if own.mesh.empty:
+        return _newton_schulz_by_parts(matrices.astype(dtype), steps).astype(jnp.float32)
+    spec = tuple(own.spec)
+    if spec[0] is not None:
+        raise ValueError(f"orthogonalize: the layers of a stack must not be sharded, and are over {spec[0]!r}")
+    exchanged = [(dimension, _several(axes)) for dimension, axes in enumerate(spec) if axes is not None]
+    replicated = tuple(axis for axis in own.mesh.shape if not any(axis in axes for _, axes in exchanged))
+
+    def on_a_device(stack):
+        for dimension, axes in exchanged:
+            stack = lax.all_to_all(stack, axes, split_axis=0, concat_axis=dimension, tiled=True)
+        stack = _newton_schulz_by_parts(stack, steps)
+        for dimension, axes in reversed(exchanged):
+            stack = lax.all_to_all(stack, axes, split_axis=dimension, concat_axis=0, tiled=True)
+        return stack
+
+    layers = len(matrices)
+    stack = jnp.pad(matrices.astype(dtype), ((0, -layers % own.mesh.size), (0, 0), (0, 0)))
+    spread = P(replicated, *spec[1:])
+    mapped = jax.shard_map(on_a_device, in_specs=spread, out_specs=spread)
+    stack = jax.reshard(mapped(jax.reshard(stack, spread)), own)
+    return stack[:layers].astype(jnp.float32)
+
+
+def _several(axes: "str | tuple[str, ...]") -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else axes
+
+
+def _newton_schulz_by_parts(stack: Float[Array, "layers o i"], steps: int) -> Float[Array, "layers o i"]:
+    """In place, so that temporaries are of one part."""
+    layers, rows, columns = stack.shape
+    most = max(1, TOGETHER // (rows * columns))
+    part = max(size for size in range(1, layers + 1) if layers % size == 0 and size <= most)
+
+    def one(index, stack):
+        matrices = lax.dynamic_slice_in_dim(stack, index * part, part)
+        return lax.dynamic_update_slice_in_dim(stack, _newton_schulz(matrices, steps), index * part, 0)
+
+    return lax.fori_loop(0, layers // part, one, stack)
+
+
+def _newton_schulz(matrices: Float[Array, "layers o i"], steps: int) -> Float[Array, "layers o i"]:
+    a, b, c = COEFFICIENTS
+    dtype = matrices.dtype
+    tall = matrices.shape[1] > matrices.shape[2]  # the Gram matrix is of the smaller side
+    x = (matrices.mT if tall else matrices).astype(jnp.float32)
+
+    def iterate(_, x):
+        gram = x @ x.mT
+        # a * x is in the factor too: as exact as added afterwards, and the largest array is written once.
+        square = jnp.matmul(gram, gram, preferred_element_type=jnp.float32)
+        factor = a * jnp.eye(x.shape[1]) + b * gram.astype(jnp.float32) + c * square
+        return factor.astype(dtype) @ x
+
+    norm = jnp.sqrt(jnp.sum(x * x, axis=(1, 2), keepdims=True))
+    # Unrolled: a loop would copy x once an iteration, as a product cannot take the place of its factor.
+    x = lax.fori_loop(0, steps, iterate, (x / jnp.maximum(norm, EPSILON)).astype(dtype), unroll=True)
+    return x.mT if tall else x

@@ -1,0 +1,122 @@
+"""Rules from optax, in float32: elementwise ones, Adafactor, schedule-free AdamW.
+
+optax's counters are `At.count`, so that a state holds arrays of the parameter alone. Weight decay is decoupled
+everywhere (Loshchilov & Hutter 2019): also where the published rule has it in the gradient, or has none.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+import optax.contrib
+from jaxtyping import Array, Float
+
+from jaxtune.optim.rule import At, Rule, RuleState, descend
+
+
+def adamw(beta1: float, beta2: float, epsilon: float) -> Rule:
+    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
+    adam: Any = optax.scale_by_adam(beta1, beta2, epsilon)
+
+    def init(parameter):
+        return {"mu": jnp.zeros_like(parameter), "nu": jnp.zeros_like(parameter)}
+
+    def update(gradient, state, parameter, at):
+        before = optax.ScaleByAdamState(count=at.count, mu=state["mu"], nu=state["nu"])
+        direction, after = adam.update(gradient, before)
+        return descend(parameter, direction, at), {"mu": after.mu, "nu": after.nu}
+
+    return Rule(init, update)
+
+
+def sgd(momentum: float) -> Rule:
+    """SGD with momentum as torch has it, without dampening; decay as in SGDW (arXiv:1711.05101). 0 keeps no state."""
+    if not momentum:
+        return Rule(lambda _: {}, lambda gradient, state, parameter, at: (descend(parameter, gradient, at), state))
+    trace: Any = optax.trace(momentum)
+
+    def update(gradient, state, parameter, at):
+        direction, after = trace.update(gradient, optax.TraceState(state["trace"]))
+        return descend(parameter, direction, at), {"trace": after.trace}
+
+    return Rule(lambda parameter: {"trace": jnp.zeros_like(parameter)}, update)
+
+
+def lion(beta1: float, beta2: float) -> Rule:
+    """Lion (Chen et al. 2023, arXiv:2302.06675)."""
+    sign: Any = optax.scale_by_lion(beta1, beta2)
+
+    def update(gradient, state, parameter, at):
+        direction, after = sign.update(gradient, optax.ScaleByLionState(count=at.count, mu=state["mu"]))
+        return descend(parameter, direction, at), {"mu": after.mu}
+
+    return Rule(lambda parameter: {"mu": jnp.zeros_like(parameter)}, update)
+
+
+def adafactor() -> Rule:
+    """Adafactor (Shazeer & Stern 2018, arXiv:1804.04235) with a learning rate of the schedule's, and no momentum.
+
+    As optax.adafactor without multiply_by_parameter_scale: matrices with both dimensions of 128 and more keep means of
+    the squared gradient over rows and columns, anything else keeps it whole.
+    """
+    factored: Any = optax.scale_by_factored_rms()
+    clip: Any = optax.clip_by_block_rms(1.0)
+
+    def init(parameter):
+        _, row, column, whole = factored.init(parameter)
+        return {"whole": whole} if whole.shape == parameter.shape else {"row": row, "column": column}
+
+    def update(gradient, state, parameter, at):
+        absent = jnp.zeros(1)  # what optax has in place of means that are not kept
+        means = (state.get(name, absent) for name in ("row", "column", "whole"))
+        direction, after = factored.update(gradient, optax.FactoredState(at.count, *means), parameter)
+        direction, _ = clip.update(direction, optax.EmptyState())
+        kept = {"row": after.v_row, "column": after.v_col, "whole": after.v}
+        return descend(parameter, direction, at), {name: kept[name] for name in state}
+
+    return Rule(init, update, by_layer=True)
+
+
+def schedule_free(beta1: float, beta2: float, epsilon: float) -> Rule:
+    """Schedule-free AdamW (Defazio et al. 2024, arXiv:2405.15682), as optax.contrib.schedule_free_adamw.
+
+    The parameter is the average x, which is evaluated and exported. The state has the base sequence z, which starts as
+    a copy of the parameter, the second moment, and the two scalars that weigh the average by the squared rate. The
+    gradient is taken, and the decay, at y = (1 - beta1) z + beta1 x: `Rule.point`.
+
+    Raises ValueError where beta1 is not above 0: x could not be had back from y.
+    """
+    if not beta1 > 0.0:
+        raise ValueError(f"schedule_free needs beta1 > 0, not {beta1}")
+    adam: Any = optax.scale_by_adam(0.0, beta2, epsilon)
+
+    def init(parameter):
+        scalars = {name: jnp.zeros((), jnp.float32) for name in ("weight_sum", "max_lr")}
+        return {"z": parameter.copy(), "nu": jnp.zeros_like(parameter), **scalars}
+
+    def point(parameter: Float[Array, "..."], state: RuleState) -> Float[Array, "..."]:
+        return (1.0 - beta1) * state["z"] + beta1 * parameter
+
+    def update(gradient, state, parameter, at: At):
+        at_y = point(parameter, state)
+        before = optax.ScaleByAdamState(count=at.count, mu=jnp.zeros_like(gradient), nu=state["nu"])
+        direction, moments = adam.update(gradient, before)
+        base = optax.stateless(lambda direction, y: -at.rate * at.multiplier * (direction + at.decay * y))
+        averaging: Any = optax.contrib.schedule_free(base, at.rate, b1=beta1)
+        change, after = averaging.update(
+            direction,
+            optax.contrib.ScheduleFreeState(
+                b1=jnp.float32(beta1),
+                weight_sum=state["weight_sum"],
+                step_count=at.count,
+                max_lr=state["max_lr"],
+                base_optimizer_state=optax.EmptyState(),
+                z=state["z"],
+            ),
+            at_y,
+        )
+        average: Any = optax.contrib.schedule_free_eval_params(after, at_y + change)
+        kept = {"z": after.z, "nu": moments.nu, "weight_sum": after.weight_sum, "max_lr": after.max_lr}
+        return average, kept
+
+    return Rule(init, update, point)

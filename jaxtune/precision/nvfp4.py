@@ -1,0 +1,171 @@
+"""NVFP4 products: e2m1 elements, an e4m3 scale each 16, a float32 scale a tensor (NVIDIA 2025, arXiv:2509.25149).
+
+A Blackwell GPU multiplies such numbers itself. Elsewhere they are multiplied in bfloat16, which holds an element times
+the scale of its block exactly, and summed in float32: the same arithmetic, at the speed of bfloat16.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt8, UInt16
+
+from jaxtune.precision.hadamard import SIGNED, rotated
+from jaxtune.precision.operands import BLOCK, Numbers, Operand, Operands, by_feature, largest, nan_unless_finite
+from jaxtune.quant.array import block_absmax, by_block, in_blocks, pack
+from jaxtune.quant.nvfp4 import (
+    LARGEST,
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    Nvfp4,
+    block_scales,
+    nearest_e2m1,
+    tensor_scale_of,
+)
+from pallas_kernels.gpus import Device, current_device
+from pallas_kernels.quant_matmul import dequantize
+
+if TYPE_CHECKING:
+    from jaxtune.models.dropout import Noise
+
+
+@dataclass(frozen=True)
+class Nvfp4Numbers(Numbers):
+    """Weights in blocks of 16 x 16, so that both products see the same numbers; the rest in blocks of 1 x 16.
+
+    Attributes:
+        stochastic_rounding: of gradients, without a bias: the scales of their blocks are rounded up, so that nothing
+            saturates.
+        hadamard: rotates both sides of dW along the tokens, with fixed random signs.
+        four_over_six: of weights and activations, and of gradients that are rounded to nearest.
+    """
+
+    stochastic_rounding: bool
+    hadamard: bool
+    four_over_six: bool
+    delayed: ClassVar[bool] = False
+
+    def operands(self, weight: Float[Array, "o i"]) -> Operands:
+        """Of W, which serves both products in bfloat16; and of W^T where NVFP4 itself is multiplied."""
+        matrix = Nvfp4("e2m1", (BLOCK, BLOCK), self.four_over_six).quantize(weight)
+        assert matrix.outer_scales is not None
+        forward = Operand(matrix.codes, matrix.outer_scales[None], matrix.scales)
+        if not native(current_device()):
+            return Operands(forward, None)
+        codes = jnp.stack([matrix.codes >> 4, matrix.codes & 15], axis=-1).reshape(weight.shape)
+        return Operands(forward, Operand(pack(codes.T), forward.scale, matrix.scales.T))
+
+    def forward(self, x, weight, scale):
+        """Both sides rounded to nearest."""
+        rows = x.reshape(-1, x.shape[-1])
+        found = largest(rows)
+        y = _product(self._nearest(rows, found), weight, x.dtype)
+        return y.reshape(*x.shape[:2], -1), found
+
+    def backward(self, dy, x, weight, scales, random, dtype):
+        """dy by the random numbers, where it is rounded stochastically."""
+        for_dx, for_dw = (None, None) if random is None else random
+        rows, found = dy.reshape(-1, dy.shape[-1]), largest(dy)
+        left = self._gradient(rows, found, None if for_dx is None else for_dx.reshape(rows.shape))
+        dx = _product(left, weight, dy.dtype, transposed=True).reshape(*dy.shape[:2], -1)
+        if x is None:
+            return dx, None, found
+        dy, x = by_feature(dy), by_feature(x)
+        if self.hadamard:
+            dy, x = rotated(dy, SIGNED), rotated(x, SIGNED)
+        left = self._gradient(dy, largest(dy), None if for_dw is None else by_feature(for_dw))
+        return dx, _product(left, self._nearest(x, largest(x)), dtype), found
+
+    def random(self, noise: "Noise | None", shape: tuple[int, ...]) -> Any:
+        """16 bits an element of dy, for dx and for dW: a function of the noise and the global row.
+
+        Raises ValueError where gradients are rounded stochastically and there is no noise.
+        """
+        if not self.stochastic_rounding:
+            return None
+        if noise is None:
+            raise ValueError("stochastic rounding of gradients needs noise, which there is in training alone")
+
+        def bits(site: "Noise") -> UInt16[Array, "b s o"]:
+            return jax.vmap(lambda row: jax.random.bits(jax.random.fold_in(site.key, row), shape[1:], "uint16"))(
+                site.rows
+            )
+
+        return bits(noise.site("dx")), bits(noise.site("dw"))
+
+    def _nearest(self, x: Float[Array, "m k"], absmax: Float[Array, ""]) -> Operand:
+        blocks, tensor_scale = in_blocks(x, (1, BLOCK)), tensor_scale_of(absmax)
+        scales = block_scales(blocks, tensor_scale, self.four_over_six)
+        return _operand(blocks, scales, tensor_scale, nearest_e2m1)
+
+    def _gradient(
+        self, dy: Float[Array, "m k"], absmax: Float[Array, ""], random: UInt16[Array, "m k"] | None
+    ) -> Operand:
+        if random is None:
+            return self._nearest(dy, absmax)
+        blocks, tensor_scale = in_blocks(dy, (1, BLOCK)), tensor_scale_of(absmax)
+        uniform = (in_blocks(random, (1, BLOCK)) + 0.5) / 2**16
+        scales = _rounded_up(block_absmax(blocks) / LARGEST / tensor_scale)
+        return _operand(blocks, scales, tensor_scale, lambda x: stochastic_e2m1(x, uniform))
+
+
+def stochastic_e2m1(x: Float[Array, "*shape"], uniform: Float[Array, "*shape"]) -> UInt8[Array, "*shape"]:
+    """Codes of one of the two neighbours of x, the nearer the likelier: on average x, where it is not beyond 6."""
+    magnitude = jnp.abs(x)
+    step = jnp.where(magnitude < 2.0, 0.5, jnp.where(magnitude < 4.0, 1.0, 2.0))
+    return nearest_e2m1(jnp.copysign(jnp.floor(magnitude / step + uniform) * step, x))
+
+
+def _rounded_up(scales: Float[Array, "o n"]) -> Float[Array, "o n"]:
+    """To e4m3, upwards."""
+    wanted = jnp.clip(scales, SMALLEST_SCALE, LARGEST_SCALE)
+    nearest = wanted.astype(jnp.float8_e4m3fn)
+    above = jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(nearest, jnp.uint8) + 1, jnp.float8_e4m3fn)
+    return jnp.where(nearest.astype(jnp.float32) < wanted, above.astype(jnp.float32), nearest.astype(jnp.float32))
+
+
+def _operand(
+    blocks: Float[Array, "m 1 n 16"], scales: Float[Array, "m n"], tensor_scale: Float[Array, ""], rounding
+) -> Operand:
+    """What is not finite makes its block NaN: e2m1 has none."""
+    codes = pack(rounding(blocks / by_block(scales * tensor_scale))).reshape(len(blocks), -1)
+    scales = (scales + nan_unless_finite(blocks).sum(axis=(1, 3))).astype(jnp.float8_e4m3fn)
+    return Operand(codes, tensor_scale.reshape(1, 1), jax.lax.bitcast_convert_type(scales, jnp.uint8))
+
+
+def native(device: Device) -> bool:
+    """Whether a device multiplies NVFP4 itself: XLA hands such products to cuDNN on Blackwell."""
+    return device.capability is not None and device.capability[0] == 10
+
+
+def _product(a: Operand, b: Operand, dtype: Any, transposed: bool = False) -> Float[Array, "m n"]:
+    """a b^T; a b if `transposed`, of what in bfloat16 serves both."""
+    if native(current_device()):
+        product = _in_nvfp4(a, b)
+    else:
+        contracted = ((1,), (0 if transposed else 1,)), ((), ())
+        product = jax.lax.dot_general(_values(a), _values(b), contracted, preferred_element_type=jnp.float32)
+    return (product * (a.scale * b.scale)).astype(dtype)
+
+
+def _in_nvfp4(a: Operand, b: Operand) -> Float[Array, "m n"]:
+    """a b^T without the scales of the matrices. The two elements of a byte change places on both sides alike."""
+
+    def side(operand: Operand) -> tuple[Array, Array]:
+        assert operand.block_scales is not None
+        codes = jax.lax.bitcast_convert_type(operand.codes, jnp.float4_e2m1fn)
+        rows = len(operand.codes)
+        scales = jax.lax.bitcast_convert_type(operand.block_scales, jnp.float8_e4m3fn)
+        scales = jnp.repeat(scales, rows // len(scales), axis=0)
+        return codes.reshape(1, rows, -1), scales[None]
+
+    (left, left_scales), (right, right_scales) = side(a), side(b)
+    product = jax.nn.scaled_matmul(left, right, left_scales, right_scales, preferred_element_type=jnp.float32)
+    return product[0]
+
+
+def _values(operand: Operand) -> Float[Array, "m k"]:
+    """Elements times the scales of their blocks, exact in bfloat16."""
+    assert operand.block_scales is not None
+    return dequantize(operand.codes, operand.block_scales, elements="e2m1", dtype=jnp.bfloat16)

@@ -1,0 +1,118 @@
+"""The products of low-precision linears compiled for cards: the calls that they become, and no copy of a weight."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxtune.compiler import compiler_options
+from jaxtune.config.schema import Mesh
+from jaxtune.models.dropout import Noise
+from jaxtune.parallel.layout import sharding
+from jaxtune.parallel.mesh import make_mesh
+from jaxtune.precision.fp8 import Fp8Numbers
+from jaxtune.precision.matmul import LowPrecision, abstract_operands, matmul
+from jaxtune.precision.nvfp4 import Nvfp4Numbers
+from pallas_kernels import aot
+
+# Rows of tokens, as many as no weight has rows or columns; a model's width and its MLP's; layers.
+ROWS, LENGTH, HIDDEN, INTERMEDIATE, LAYERS = 2, 1536, 4096, 12_288, 3
+F8_CALL, NVFP4_CALL, BF16_CALL = "__cublas$lt$matmul$f8", "__cudnn$blockScaledDot", "__cublas$lt$matmul"
+FP8, FP8_ROTATED = Fp8Numbers(hadamard=False), Fp8Numbers(hadamard=True)
+NVFP4 = Nvfp4Numbers(stochastic_rounding=True, hadamard=True, four_over_six=True)
+
+
+def leaf(numbers, shape, axes, trained: bool, delayed: bool = False) -> LowPrecision:
+    stack, stack_axes = (LAYERS, *shape), (None, *axes)
+    weight = jax.ShapeDtypeStruct(stack, jnp.bfloat16, sharding=sharding(*stack_axes)) if trained else None
+    scales = jax.ShapeDtypeStruct((LAYERS, 2), jnp.float32, sharding=sharding(None, None)) if delayed else None
+    return LowPrecision(abstract_operands(numbers, stack, jnp.bfloat16, stack_axes), weight, scales, numbers)
+
+
+def compiled(numbers, *, trained: bool, card: str = "h100", cards: int = 1, delayed: bool = False) -> aot.Compiled:
+    """Gradients of an MLP's two linears, scanned over layers; what they return is kept for the backward pass."""
+    mesh = make_mesh(Mesh(fsdp=cards), aot.devices(card, per_host=cards))
+    up = leaf(numbers, (INTERMEDIATE, HIDDEN), ("mlp", "embed"), trained, delayed)
+    down = leaf(numbers, (HIDDEN, INTERMEDIATE), ("embed", "mlp"), trained, delayed)
+    x = jax.ShapeDtypeStruct(
+        (cards * ROWS, LENGTH, HIDDEN), jnp.bfloat16, sharding=sharding("batch", "positions", None)
+    )
+    rows = jax.ShapeDtypeStruct((cards * ROWS,), jnp.int32, sharding=sharding("batch"))
+
+    def gradients(up, down, x, rows):
+        noise = Noise(jax.random.key(0), rows)
+
+        def linear(x, leaf, axis, name):
+            return checkpoint_name(matmul(x, leaf, axis, noise.site(name)), "product")
+
+        def layer(x, leaves):
+            up, down = leaves
+            return x + linear(jax.nn.silu(linear(x, up, "tensor", "up")), down, None, "down"), None
+
+        def loss(differentiated):
+            x, weights, scales = differentiated
+            leaves = [LowPrecision(leaf.operands, *given, numbers) for leaf, *given in zip((up, down), weights, scales)]
+            policy = jax.checkpoint_policies.save_only_these_names("product")
+            body = jax.checkpoint(layer, policy=policy, prevent_cse=False)
+            return jnp.sum(jax.lax.scan(body, x, tuple(leaves))[0].astype(jnp.float32) ** 2)
+
+        return jax.grad(loss)((x, [up.weight, down.weight], [up.scales, down.scales]))
+
+    options = compiler_options()
+    return aot.compile_for(card, gradients, up, down, x, rows, mesh=mesh, compiler_options=options)
+
+
+WEIGHT = rf"\[(?:1,)?(?:{INTERMEDIATE},{HIDDEN}|{HIDDEN},{INTERMEDIATE})\]"
+
+
+def copies(hlo: str) -> list[str]:
+    """Operations that copy or transpose the codes of a weight, but for the slice of a layer that a scan makes.
+
+    In bfloat16 that slice would be twice the bytes.
+    """
+    found = re.findall(rf"= (?:u8|f8e4m3fn){WEIGHT}\S* (?:copy|transpose)\(.*", hlo)
+    return [line for line in found if "(%dynamic_slice" not in line]
+
+
+@pytest.mark.parametrize("delayed", [False, True], ids=["current", "delayed"])
+@pytest.mark.parametrize("numbers", [FP8, FP8_ROTATED], ids=["plain", "hadamard"])
+def test_frozen_fp8_weights_go_into_cublaslt_as_they_are(numbers, delayed):
+    """Two calls a linear: no product is computed again, no weight is transposed or wider than a byte."""
+    made = compiled(numbers, trained=False, delayed=delayed)
+    assert made.custom_calls[F8_CALL] == 4
+    assert not copies(made.hlo)
+    assert not re.search(rf"(bf16|f32){WEIGHT}", made.hlo)
+    # Besides what is kept of each layer there is room for the slices of its weights, and for little else.
+    kept = LAYERS * ROWS * LENGTH * (2 * HIDDEN + INTERMEDIATE) * 2
+    assert made.memory.temporaries < kept + 2 * HIDDEN * INTERMEDIATE + 2**26
+
+
+@pytest.mark.parametrize("delayed", [False, True], ids=["current", "delayed"])
+@pytest.mark.parametrize("numbers", [FP8, FP8_ROTATED], ids=["plain", "hadamard"])
+def test_all_three_products_of_a_trained_weight_are_fp8(numbers, delayed):
+    made = compiled(numbers, trained=True, delayed=delayed)
+    assert made.custom_calls[F8_CALL] == 6
+    assert not copies(made.hlo)
+
+
+def test_cards_gather_a_byte_an_element_and_scatter_gradients():
+    """Over fsdp: codes in each of the two passes, no weight in bfloat16; a quarter of each gradient comes back."""
+    made = compiled(FP8, trained=True, cards=4)
+    # XLA takes the last layer of the backward pass out of its loop.
+    layers, gathers = 2, made.collectives["all-gather"]
+    assert made.custom_calls[F8_CALL] == 2 + 4 * layers
+    assert gathers == (2 + 2 * layers, (2 + 2 * layers) * HIDDEN * INTERMEDIATE)
+    assert made.collectives["reduce-scatter"] == (2 * layers, 2 * layers * HIDDEN * INTERMEDIATE * 2 // 4)
+
+
+@pytest.mark.parametrize(("trained", "calls"), [(False, 4), (True, 6)])
+def test_nvfp4_is_multiplied_by_blackwell_and_emulated_in_bfloat16_elsewhere(trained, calls):
+    blackwell = compiled(NVFP4, trained=trained, card="b200")
+    assert blackwell.custom_calls[NVFP4_CALL] == calls
+    assert not any("dequantize" in kernel.name for kernel in blackwell.kernels)
+    hopper = compiled(NVFP4, trained=trained)
+    assert NVFP4_CALL not in hopper.custom_calls
+    assert hopper.custom_calls[BF16_CALL] >= calls
+    assert any("dequantize" in kernel.name for kernel in hopper.kernels)

@@ -1,0 +1,180 @@
+"""AdamW with 8-bit moments: its rounding, its rule in float64, its memory, and that it trains as AdamW does."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtune.models.parameters import Parameter
+from jaxtune.optim import rules
+from jaxtune.optim.adamw_8bit import adamw_8bit, block_of, undivided_blocks
+from jaxtune.optim.rule import At, Rule
+from jaxtune.quant.dynamic_map import DYNAMIC_MAP, UNSIGNED_DYNAMIC_MAP, decode, encode
+
+BETA1, BETA2, EPSILON = 0.9, 0.99, 1e-8
+RULE = adamw_8bit(BETA1, BETA2, EPSILON)
+MAPS = {"mu": DYNAMIC_MAP, "nu": UNSIGNED_DYNAMIC_MAP}
+
+
+def bounds(table: np.ndarray) -> np.ndarray:
+    return (table[:-1] + table[1:]) / np.float32(2)
+
+
+@pytest.mark.parametrize(("signed", "table"), [(True, DYNAMIC_MAP), (False, UNSIGNED_DYNAMIC_MAP)])
+def test_codes_are_the_nearest_of_the_map(signed, table):
+    """At every bound, one float32 above and below it, and at a million values of all sizes."""
+    rng = np.random.default_rng(0)
+    sizes = 10.0 ** -rng.uniform(0, 9, 500_000)
+    special = [0.0, -0.0, 1e-30, -1e-30, 1.0, -1.0]
+    middle = bounds(table)
+    values = [table, middle, np.nextafter(middle, np.float32(2)), np.nextafter(middle, np.float32(-2))]
+    values = np.concatenate([*values, rng.uniform(-1, 1, 500_000), sizes * rng.uniform(-1, 1, 500_000), special])
+    values = values.astype(np.float32) if signed else np.abs(values).astype(np.float32)
+    codes = np.asarray(jax.jit(encode, static_argnums=1)(values, signed))
+    np.testing.assert_array_equal(codes, np.searchsorted(middle, values))
+    np.testing.assert_array_equal(decode(codes, signed), table[codes])
+
+
+def weights(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """Normal, with rows of very different size."""
+    rng = np.random.default_rng(seed)
+    return (rng.normal(size=shape) * np.exp(2 * rng.normal(size=(*shape[:-1], 1)))).astype(np.float32)
+
+
+def spread(absmax: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """The scale of each element."""
+    rows, columns = block_of(shape)
+    absmax = absmax.reshape(-1, absmax.shape[-1])
+    return absmax.repeat(rows, 0).repeat(columns, 1).reshape(shape)
+
+
+def in_float64(gradient, state, parameter, at: At):
+    """(parameter, unrounded moments) by Loshchilov & Hutter's algorithm 2, from moments in 8 bits."""
+    mu, nu = (
+        MAPS[name][moment.codes] * np.float64(spread(moment.absmax, parameter.shape)) for name, moment in state.items()
+    )
+    mu, nu = BETA1 * mu + (1 - BETA1) * gradient, BETA2 * nu + (1 - BETA2) * np.square(gradient, dtype=np.float64)
+    mean, square = mu / (1 - BETA1 ** (at.count + 1)), nu / (1 - BETA2 ** (at.count + 1))
+    direction = mean / (np.sqrt(square) + EPSILON)
+    return parameter - at.rate * at.multiplier * (direction + at.decay * parameter), {"mu": mu, "nu": nu}
+
+
+def block_absmax(moment: np.ndarray) -> np.ndarray:
+    rows, columns = block_of(moment.shape)
+    o, i = moment.reshape(-1, moment.shape[-1]).shape
+    return np.abs(moment).reshape(o // rows, rows, i // columns, columns).max((1, 3))
+
+
+@pytest.mark.parametrize("shape", [(32, 512), (64, 192), (8192,)], ids=str)
+def test_an_update_is_adamw_of_moments_in_8_bits(one_device, shape):
+    """20 updates, each against float64 from the same state: the parameter, the scales, and the codes but at ties."""
+    parameter, update = jnp.asarray(weights(shape)), jax.jit(RULE.update)
+    state, differ = jax.jit(RULE.init)(parameter), 0
+    for count in range(20):
+        gradient, at = weights(shape, count + 1), At(count, 1e-2, 0.5, 0.1)
+        before = jax.tree.map(np.asarray, (state, parameter))
+        parameter, state = update(jnp.asarray(gradient), state, parameter, at)
+        expected, moments = in_float64(gradient, *before, at)
+        np.testing.assert_allclose(
+            parameter - before[1], expected - before[1], rtol=2e-5, atol=2e-7 * np.abs(expected).max()
+        )
+        for name, moment in moments.items():
+            absmax = block_absmax(moment)
+            np.testing.assert_allclose(state[name].absmax, absmax.reshape(state[name].absmax.shape), rtol=1e-6)
+            codes = np.searchsorted(bounds(MAPS[name]), np.float32(moment / spread(absmax, shape)))
+            apart = np.abs(codes - np.asarray(state[name].codes, int))
+            assert apart.max() <= 1
+            differ += apart.sum()
+    print(shape, "codes that differ:", differ, "of", 40 * math.prod(shape))
+    assert differ <= 1e-4 * 40 * math.prod(shape)
+
+
+def test_both_moments_take_2_03_bytes_a_parameter(one_device):
+    state = jax.eval_shape(RULE.init, jax.ShapeDtypeStruct((128, 4096), jnp.float32))
+    taken = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    assert taken / (128 * 4096) == 2 + 2 * 4 / 256
+
+
+def test_small_and_odd_parameters_are_adamw_itself(one_device):
+    """Under 4096 elements, rows that blocks of 256 elements do not cover, and vectors likewise."""
+    assert block_of((64, 64)) == (4, 64)
+    assert block_of((4096,)) == block_of((2, 4096)) == (1, 256)
+    assert block_of((100, 4097)) is block_of((63, 64)) is block_of((4097,)) is None
+    adamw = rules.adamw(BETA1, BETA2, EPSILON)
+    parameter, gradient, at = jnp.asarray(weights((63, 64))), jnp.asarray(weights((63, 64), 1)), At(3, 1e-2, 1.0, 0.1)
+    for expected, found in zip(
+        jax.tree.leaves(adamw.update(gradient, adamw.init(parameter), parameter, at)),
+        jax.tree.leaves(RULE.update(gradient, RULE.init(parameter), parameter, at)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(expected, found)
+
+
+def test_zero_and_tiny_gradients_leave_the_parameter(one_device):
+    """A block of zeros has absmax 0 and the codes of 0; squares that underflow are no division by zero."""
+    parameter = jnp.asarray(weights((32, 256)))
+    state = jax.jit(RULE.init)(parameter)
+    assert {name: np.unique(moment.codes).tolist() for name, moment in state.items()} == {"mu": [127], "nu": [0]}
+    for size in (0.0, 1e-30, 0.0):
+        after, new = jax.jit(RULE.update)(jnp.full_like(parameter, size), state, parameter, At(0, 1e-2, 1.0, 0.0))
+        np.testing.assert_allclose(after, parameter, rtol=1e-6)
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(new))
+        if not size:
+            jax.tree.map(np.testing.assert_array_equal, new, state)
+
+
+def test_a_mesh_that_splits_a_block_is_refused():
+    """5120 columns are 20 blocks: 8 devices cannot share them."""
+
+    def parameter(shape, axes, layers):
+        return Parameter(shape, axes, jax.nn.initializers.zeros, False, "mlp.up.weight", layers, True, False, False)
+
+    mesh = jax.make_mesh((8, 1), ("fsdp", "tensor"))
+    wide = parameter((2, 64, 5120), ("layers", "mlp", "embed"), (0, 1))
+    small = parameter((2, 3, 5120), ("layers", None, None), (0, 1))
+    assert undivided_blocks({"small": small}, mesh) == []
+    assert undivided_blocks({"even": parameter((64, 4096), ("mlp", "embed"), ())}, mesh) == []
+    (complaint,) = undivided_blocks({"wide": wide, "small": small}, mesh)
+    assert complaint == (
+        "mesh.fsdp=8 does not divide embed=5120 in blocks of 256, which optim.name='adamw_8bit' has; these would: "
+        "[1, 2, 4, 5] (mesh.data takes the rest)"
+    )
+
+
+def test_it_trains_as_adamw_does(one_device):
+    """300 steps of a next-token model of two tokens: the mean loss of each 50 within 1% of AdamW's."""
+    vocabulary, width, rows = 32, 128, 128
+    chain = np.random.default_rng(0).dirichlet(np.full(vocabulary, 0.1), 2 * vocabulary).cumsum(1)
+
+    def loss_of(parameters, first, second, target):
+        hidden = jnp.concatenate([parameters["embed"][first], parameters["embed"][second]], 1) @ parameters["up"].T
+        logits = jax.nn.gelu(hidden) @ parameters["down"].T
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits), target[:, None], 1).mean()
+
+    def losses(rule: Rule) -> np.ndarray:
+        rng = np.random.default_rng(1)
+        shapes = {"embed": (vocabulary, width), "up": (2 * width, 2 * width), "down": (vocabulary, 2 * width)}
+        parameters = {name: jnp.float32(0.1 * rng.normal(size=shape)) for name, shape in shapes.items()}
+        states = jax.jit(lambda: {name: rule.init(parameter) for name, parameter in parameters.items()})()
+
+        @jax.jit
+        def step(parameters, states, count, *tokens):
+            loss, gradients = jax.value_and_grad(loss_of)(parameters, *tokens)
+            at = At(count, jnp.float32(3e-3), 1.0, 0.01)
+            after = {name: rule.update(gradients[name], states[name], parameters[name], at) for name in parameters}
+            return loss, *({name: both[part] for name, both in after.items()} for part in (0, 1))
+
+        found = []
+        for count in range(300):
+            first, second = rng.integers(0, vocabulary, (2, rows))
+            target = (chain[first + second % 2 * vocabulary] > rng.random((rows, 1))).argmax(1)
+            loss, parameters, states = step(parameters, states, count, first, second, target)
+            found.append(loss.item())
+        return np.asarray(found)
+
+    expected, found = (losses(rule(0.9, 0.999, 1e-8)).reshape(6, 50).mean(1) for rule in (rules.adamw, adamw_8bit))
+    print("means of 50 losses: AdamW", expected, "in 8 bits", found)
+    assert expected[-1] < 0.7 * expected[0]
+    np.testing.assert_allclose(found, expected, rtol=0.01)

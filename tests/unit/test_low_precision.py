@@ -1,0 +1,399 @@
+"""The products of a linear in FP8 and NVFP4: against numbers rounded by ml_dtypes and multiplied in float64."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxtune.config.schema import Quant
+from jaxtune.models.dropout import Noise
+from jaxtune.parallel.layout import TOKENS, P
+from jaxtune.precision import nvfp4
+from jaxtune.precision.fp8 import Fp8Numbers
+from jaxtune.precision.hadamard import PLAIN, SIGNED, rotated
+from jaxtune.precision.matmul import LowPrecision, abstract_operands, make_operands, matmul
+from jaxtune.precision.nvfp4 import Nvfp4Numbers, stochastic_e2m1
+from jaxtune.quant import format_of
+
+pytestmark = pytest.mark.usefixtures("one_device")
+ROWS, LENGTH, INNER, OUT = 2, 32, 64, 48
+AXES = ("embed", "rank")
+FP8, FP8_ROTATED = Fp8Numbers(hadamard=False), Fp8Numbers(hadamard=True)
+NVFP4 = Nvfp4Numbers(stochastic_rounding=False, hadamard=False, four_over_six=False)
+NVFP4_ALL = Nvfp4Numbers(stochastic_rounding=True, hadamard=True, four_over_six=True)
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def case(length=LENGTH, seed=0):
+    """x, W, dy: normal, rows of different size, an outlier in each."""
+    rng = np.random.default_rng(seed)
+    shapes = (ROWS, length, INNER), (OUT, INNER), (ROWS, length, OUT)
+    arrays = [rng.normal(size=shape) * np.exp(rng.normal(size=(*shape[:-1], 1))) for shape in shapes]
+    for array in arrays:
+        array.flat[5] = 20.0
+    return [array.astype(np.float32) for array in arrays]
+
+
+def noise(key=0):
+    return Noise(jax.random.key(key), jnp.arange(7, 7 + ROWS))
+
+
+def products(x, weight: LowPrecision, dy, noise=None):
+    """(y, dx, dW or None, cotangent of the scales or None)."""
+    trained = weight.weight if isinstance(weight.weight, jax.Array) else None
+
+    @jax.jit
+    def run(x, trained, scales, dy):
+        def apply(x, trained, scales):
+            leaf = LowPrecision(weight.operands, weight.weight if trained is None else trained, scales, weight.numbers)
+            return matmul(x, leaf, None, noise)
+
+        y, backward = jax.vjp(apply, x, trained, scales)
+        return y, *backward(dy.astype(y.dtype))
+
+    return run(jnp.asarray(x), trained, weight.scales, jax.device_put(dy, TOKENS))
+
+
+def plain(x, w, dy):
+    x, w, dy = (np.asarray(array, np.float64) for array in (x, w, dy))
+    return x @ w.T, dy @ w, np.einsum("bso,bsi->oi", dy, x)
+
+
+def relative(found, expected):
+    return np.linalg.norm(np.asarray(found, np.float64) - expected) / np.linalg.norm(expected)
+
+
+def assert_same(found, expected, within=1e-6):
+    assert np.abs(np.asarray(found, np.float64) - expected).max() <= within * np.abs(expected).max()
+
+
+# References: what a matrix, contracted over its last dimension, is rounded to.
+
+
+def in_fp8(matrix, dtype, scale=None):
+    most = np.float32(ml_dtypes.finfo(dtype).max)
+    scale = np.abs(matrix).max().astype(np.float32) / most if scale is None else np.float32(scale)
+    return np.clip(matrix / scale, -most, most).astype(dtype).astype(np.float64) * np.float64(scale)
+
+
+def in_nvfp4(matrix, rows=1, four_over_six=False):
+    matrix = np.asarray(matrix, np.float32)
+    blocks = matrix.reshape(len(matrix) // rows, rows, -1, 16)
+    absmax = np.abs(blocks).max(axis=(1, 3), keepdims=True)
+    tensor_scale = np.abs(matrix).max() / np.float32(6 * 448)
+
+    def rounded(becomes):
+        scales = np.clip(absmax / np.float32(becomes) / tensor_scale, 2.0**-9, 448)
+        scales = scales.astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * tensor_scale
+        values = np.clip(blocks / scales, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float32) * scales
+        return values.astype(np.float64), np.square(values - blocks).sum(axis=(1, 3), keepdims=True)
+
+    values, error = rounded(6)
+    if four_over_six:
+        others, others_error = rounded(4)
+        values = np.where(others_error < error, others, values)
+    return values.reshape(matrix.shape)
+
+
+def rotated_in_blocks(matrix, by=PLAIN):
+    return (matrix.reshape(-1, 16).astype(np.float64) @ by.T).reshape(matrix.shape).astype(np.float32)
+
+
+def tokens(array):
+    return array.reshape(-1, array.shape[-1])
+
+
+@pytest.mark.parametrize("given", ["operands", "weight"])
+@pytest.mark.parametrize("numbers", [FP8, FP8_ROTATED], ids=["plain", "hadamard"])
+def test_fp8_products_are_those_of_the_rounded_sides(numbers, given):
+    """e4m3 times e4m3, e5m2 times e4m3; each rotated along what it contracts."""
+    x, w, dy = case()
+    turn = rotated_in_blocks if numbers.hadamard else np.asarray
+    e4m3 = lambda matrix: in_fp8(turn(matrix), ml_dtypes.float8_e4m3fn)  # noqa: E731
+    e5m2 = lambda matrix: in_fp8(turn(matrix), ml_dtypes.float8_e5m2)  # noqa: E731
+    operands = make_operands(jnp.asarray(w), numbers, AXES) if given == "operands" else None
+    y, dx, dw, _ = products(x, LowPrecision(operands, jnp.asarray(w), None, numbers), dy)
+    assert_same(tokens(y), e4m3(tokens(x)) @ e4m3(w).T)
+    assert_same(tokens(dx), e5m2(tokens(dy)) @ e4m3(w.T.copy()).T)
+    assert_same(dw, e5m2(tokens(dy).T.copy()) @ e4m3(tokens(x).T.copy()).T)
+    for found, expected, most in zip((y, dx, dw), plain(x, w, dy), (0.05, 0.08, 0.08)):
+        assert 0.01 < relative(found, expected) < most
+
+
+@pytest.mark.parametrize("four_over_six", [False, True], ids=["six", "four over six"])
+@pytest.mark.parametrize("hadamard", [False, True], ids=["plain", "hadamard"])
+def test_nvfp4_products_are_those_of_the_rounded_sides(hadamard, four_over_six):
+    """Weights in blocks of 16 x 16, the same for both products; dW rotated along the tokens."""
+    x, w, dy = case()
+    numbers = Nvfp4Numbers(False, hadamard, four_over_six)
+    turn = (lambda matrix: rotated_in_blocks(matrix, SIGNED)) if hadamard else np.asarray
+    rounded = lambda matrix: in_nvfp4(matrix, four_over_six=four_over_six)  # noqa: E731
+    weight = in_nvfp4(w, rows=16, four_over_six=four_over_six)
+    y, dx, dw, _ = products(x, LowPrecision(None, jnp.asarray(w), None, numbers), dy)
+    assert_same(tokens(y), rounded(tokens(x)) @ weight.T)
+    assert_same(tokens(dx), rounded(tokens(dy)) @ weight)
+    assert_same(dw, rounded(turn(tokens(dy).T.copy())) @ rounded(turn(tokens(x).T.copy())).T)
+    for found, expected in zip((y, dx, dw), plain(x, w, dy)):
+        assert 0.05 < relative(found, expected) < 0.25
+
+
+def test_an_element_times_the_scale_of_its_block_is_exact_in_bfloat16():
+    """So a product in bfloat16, summed in float32, is NVFP4's own."""
+    scales = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    values = np.multiply.outer(E2M1, scales)
+    assert np.array_equal(values.astype(ml_dtypes.bfloat16).astype(np.float64), values)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("numbers", [FP8, NVFP4], ids=["fp8", "nvfp4"])
+def test_operands_are_as_declared(numbers, jitted):
+    """Shapes, dtypes and shardings are known before a weight is there."""
+    w = jnp.asarray(case()[1])
+    make = lambda w: make_operands(w, numbers, AXES)  # noqa: E731
+    found = (jax.jit(make) if jitted else make)(w)
+    declared = abstract_operands(numbers, w.shape, w.dtype, AXES)
+    describe = lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding)  # noqa: E731
+    assert jax.tree.map(describe, found) == jax.tree.map(describe, declared)
+    stacked = abstract_operands(numbers, (3, *w.shape), w.dtype, (None, *AXES))
+    assert stacked.forward.codes.shape == (3, *declared.forward.codes.shape)
+
+
+@pytest.mark.parametrize("numbers", [FP8, FP8_ROTATED], ids=["plain", "hadamard"])
+def test_delayed_scales_are_used_and_their_cotangent_is_the_largest_magnitudes(numbers):
+    """Whatever the loss; what is too large for a scale saturates."""
+    x, w, dy = case()
+    turn = rotated_in_blocks if numbers.hadamard else np.asarray
+    scales = np.array([np.abs(x).max() / 448 / 4, np.abs(dy).max() / 57344 * 8], np.float32)
+    y, dx, dw, maxima = products(x, LowPrecision(None, jnp.asarray(w), jnp.asarray(scales), numbers), dy)
+    e4m3, e5m2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+    left, gradient = in_fp8(turn(tokens(x)), e4m3, scales[0]), in_fp8(turn(tokens(dy)), e5m2, scales[1])
+    assert np.abs(left).max() == np.float64(scales[0]) * 448
+    assert_same(tokens(y), left @ in_fp8(turn(w), e4m3).T)
+    assert_same(tokens(dx), gradient @ in_fp8(turn(w.T.copy()), e4m3).T)
+    if not numbers.hadamard:
+        assert_same(dw, gradient.T @ left)
+    expected = np.abs(turn(tokens(x))).max(), np.abs(turn(tokens(dy))).max()
+    np.testing.assert_allclose(maxima, expected, rtol=1e-6)
+
+
+def test_a_delayed_scale_of_zero_stands_for_the_tensor_s_own():
+    """The first steps, with a scale for x already and none for dy; only where the numbers say so."""
+    x, w, dy = case()
+    scales = jnp.asarray([0.5, 0.0])
+    y, dx, _, maxima = products(x, LowPrecision(None, jnp.asarray(w), scales, FP8), dy)
+    current = products(x, LowPrecision(None, jnp.asarray(w), None, FP8), dy)
+    assert np.array_equal(dx, current[1]) and not np.array_equal(y, current[0])
+    np.testing.assert_allclose(maxima, [np.abs(x).max(), np.abs(dy).max()])
+    given = jnp.asarray([0.5, np.abs(dy).max() / 57344])
+    offline = products(x, LowPrecision(None, jnp.asarray(w), given, Fp8Numbers(hadamard=False, online=False)), dy)
+    assert np.array_equal(offline[0], y) and np.array_equal(offline[1], dx)
+
+
+@pytest.mark.parametrize("numbers", [FP8, FP8_ROTATED, NVFP4_ALL], ids=["fp8", "hadamard", "nvfp4"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_gradient_has_the_dtype_of_its_weight_and_activations_keep_theirs(numbers, dtype):
+    x, w, dy = case()
+    leaf = LowPrecision(make_operands(jnp.asarray(w), numbers, AXES), jnp.asarray(w, dtype), None, numbers)
+    y, dx, dw, _ = products(jnp.asarray(x, jnp.bfloat16), leaf, dy, noise())
+    assert (y.dtype, dx.dtype, dw.dtype) == (jnp.bfloat16, jnp.bfloat16, dtype)
+    for found, expected in zip((y, dx, dw), plain(x, w, dy)):
+        assert relative(found, expected) < 0.25
+
+
+@pytest.mark.parametrize("numbers", [FP8, FP8_ROTATED, NVFP4_ALL], ids=["fp8", "hadamard", "nvfp4"])
+def test_rows_whose_length_is_no_multiple_of_16(numbers):
+    """dW is contracted over tokens: filled up with zeros, which change nothing."""
+    x, w, dy = case(length=11)
+    _, _, dw, _ = products(x, LowPrecision(None, jnp.asarray(w), None, numbers), dy, noise())
+    assert relative(dw, plain(x, w, dy)[2]) < (0.08 if isinstance(numbers, Fp8Numbers) else 0.25)
+
+
+@pytest.mark.parametrize("numbers", [FP8, NVFP4_ALL], ids=["fp8", "nvfp4"])
+def test_a_frozen_weight_keeps_nothing_of_x(numbers):
+    x, w, dy = map(jnp.asarray, case())
+    frozen = LowPrecision(make_operands(w, numbers, AXES), None, None, numbers)
+
+    def kept(leaf):
+        backward = jax.eval_shape(lambda x: jax.vjp(lambda x: matmul(x, leaf, None, noise()), x)[1], x)
+        return {array.shape for array in jax.tree.leaves(backward)}
+
+    assert x.shape not in kept(frozen)
+    assert x.shape in kept(LowPrecision(frozen.operands, w, None, numbers))
+    y, dx, _, _ = products(x, frozen, dy, noise())
+    again, dx_again, _, _ = products(x, LowPrecision(None, w, None, numbers), dy, noise())
+    assert np.array_equal(y, again) and np.array_equal(dx, dx_again)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "format"), [(FP8, "nf4"), (FP8, "fp8"), (NVFP4_ALL, "nvfp4")], ids=["nf4", "fp8", "nvfp4"]
+)
+def test_a_quantized_base_is_dequantized_and_rounded_again(numbers, format):
+    x, w, dy = case()
+    w = np.tile(w, (4, 4))[:128, :128]
+    x, dy = np.tile(x, 2), np.tile(dy, 3)[..., :128]
+    base = jax.jit(format_of(Quant(format=format), "").quantize)(jnp.asarray(w))
+    values = jax.jit(type(base).dequantize)(base)
+    found = products(x, LowPrecision(None, base, None, numbers), dy, noise())
+    expected = products(x, LowPrecision(make_operands(values, numbers, AXES), None, None, numbers), dy, noise())
+    assert found[2] is None
+    assert np.array_equal(found[0], expected[0]) and np.array_equal(found[1], expected[1])
+
+
+def test_stochastic_rounding_goes_to_a_neighbour_and_is_unbiased():
+    x = np.concatenate([np.linspace(-6, 6, 97), [1e-3, -1e-3]]).astype(np.float32)
+    draws = 2**12
+    uniform = (np.arange(draws, dtype=np.float32)[:, None] + 0.5) / draws
+    codes = np.asarray(jax.jit(stochastic_e2m1)(jnp.broadcast_to(x, (draws, len(x))), jnp.asarray(uniform)))
+    values = np.where(codes & 8, -1, 1) * E2M1[codes & 7]
+    below = E2M1[np.searchsorted(E2M1, np.abs(x), side="right") - 1]
+    above = E2M1[np.searchsorted(E2M1, np.abs(x))]
+    assert ((np.abs(values) == below) | (np.abs(values) == above)).all()
+    assert np.abs(values.mean(axis=0) - x).max() <= 1 / draws
+
+
+def test_stochastic_gradients_are_unbiased():
+    """The mean of dx and dW over many keys is that of a dy that is not rounded."""
+    x, w, dy = case()
+    numbers, keys = Nvfp4Numbers(True, False, False), 256
+
+    @jax.jit
+    def gradients(x, w, dy):
+        def one(key):
+            leaf = lambda w: LowPrecision(None, w, None, numbers)  # noqa: E731
+            backward = jax.vjp(lambda x, w: matmul(x, leaf(w), None, Noise(key, noise().rows)), x, w)[1]
+            return backward(dy)
+
+        return jax.lax.map(one, jax.random.split(jax.random.key(0), keys))
+
+    dx, dw = (np.asarray(found, np.float64) for found in gradients(x, w, jax.device_put(dy, TOKENS)))
+    weight, turned = in_nvfp4(w, rows=16), in_nvfp4(tokens(x).T.copy()).T
+    for found, expected in ((dx, dy @ weight), (dw, tokens(dy).T @ turned)):
+        once = relative(found[0], expected)
+        assert 0.05 < once < 0.3
+        # The error of a mean of independent draws; a bias would stay.
+        assert relative(found.mean(axis=0), expected) < 1.3 * once / np.sqrt(keys)
+        assert relative(found.mean(axis=0), expected) > 0.5 * once / np.sqrt(keys)
+
+
+def test_random_bits_are_those_of_the_row_and_of_the_place():
+    first, second = NVFP4_ALL.random(noise(), (ROWS, LENGTH, OUT))
+    assert not np.array_equal(first, second)
+    swapped = Noise(noise().key, noise().rows[::-1])
+    assert np.array_equal(NVFP4_ALL.random(swapped, (ROWS, LENGTH, OUT))[0], first[::-1])
+    assert not np.array_equal(NVFP4_ALL.random(noise(1), (ROWS, LENGTH, OUT))[0], first)
+
+
+@pytest.mark.parametrize("matrix", [PLAIN, SIGNED], ids=["plain", "signed"])
+def test_the_rotation_is_orthonormal_and_leaves_products_as_they_are(matrix):
+    """Exactly, for numbers that float32 holds all along."""
+    assert np.array_equal(matrix @ matrix.T, np.eye(16)) and set(np.abs(matrix).flat) == {0.25}
+    rng = np.random.default_rng(0)
+    a, b = (rng.integers(-8, 9, (5, 48)).astype(np.float32) for _ in range(2))
+    found = np.asarray(rotated(jnp.asarray(a), matrix)) @ np.asarray(rotated(jnp.asarray(b), matrix)).T
+    assert np.array_equal(found, a @ b.T)
+
+
+@pytest.mark.parametrize("numbers", [FP8, FP8_ROTATED, NVFP4_ALL], ids=["fp8", "hadamard", "nvfp4"])
+def test_zeros_stay_zeros(numbers):
+    x, w, dy = (jnp.zeros_like(array) for array in case())
+    for found in products(x, LowPrecision(None, w, None, numbers), dy, noise())[:3]:
+        assert not np.asarray(found).any()
+
+
+@pytest.mark.parametrize("numbers", [FP8, NVFP4_ALL], ids=["fp8", "nvfp4"])
+def test_what_is_not_finite_is_not_hidden(numbers):
+    """Its row is NaN, and of dW what it goes into; the other rows are as if it were not there."""
+    x, w, dy = case()
+    leaf = LowPrecision(None, jnp.asarray(w), None, numbers)
+    expected = products(x, leaf, dy, noise())
+    x[1, 3, 4], x[0, 4, 4], dy[0, 2, 1], dy[1, 1, 1] = np.nan, np.inf, np.nan, -np.inf
+    y, dx, dw, _ = products(x, leaf, dy, noise())
+    for found, without, rows in ((y, expected[0], ((1, 0), (3, 4))), (dx, expected[1], ((0, 1), (2, 1)))):
+        bad = np.zeros(found.shape[:2], bool)
+        bad[rows] = True
+        assert np.isnan(np.asarray(found)[bad]).all()
+        assert np.array_equal(np.asarray(found)[~bad], np.asarray(without)[~bad])
+    assert np.isnan(np.asarray(dw)[1]).all() and np.isnan(np.asarray(dw)[:, 4]).all()
+
+
+@pytest.mark.parametrize("numbers", [FP8, NVFP4_ALL], ids=["fp8", "nvfp4"])
+def test_stacked_leaves_in_a_rematerialised_scan_and_micro_batches(numbers):
+    """The sums over micro-batches of a scan over layers are those of the layers one after the other."""
+    layers, micro = 2, 2
+    rng = np.random.default_rng(0)
+    weights = jnp.asarray(rng.normal(size=(layers, INNER, INNER)) / 8, jnp.float32)
+    batch = jax.device_put(rng.normal(size=(micro, ROWS, LENGTH, INNER)).astype(np.float32), P(None, *TOKENS))
+    scales = jnp.full((layers, 2), 0.01) if numbers is FP8 else None
+
+    def loss(trained, x, make, loop):
+        weights, scales = trained
+        operands = jax.lax.map(lambda w: make_operands(w, numbers, AXES), weights) if make else None
+        leaf = LowPrecision(operands, weights, scales, numbers)
+
+        def layer(x, scanned):
+            leaf, number = scanned
+            return x + matmul(x, leaf, None, noise().layer(number)), None
+
+        if loop:
+            for number in range(layers):
+                x, _ = layer(x, (jax.tree.map(lambda array, number=number: array[number], leaf), number))
+        else:
+            x, _ = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x, (leaf, jnp.arange(layers)))
+        return jnp.sum(x**2)
+
+    @jax.jit
+    def scanned(trained, batch):
+        def add(total, x):
+            return jax.tree.map(jnp.add, total, jax.grad(loss)(trained, x, True, False)), None
+
+        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, trained), batch)[0]
+
+    @jax.jit
+    def looped(trained, batch):
+        return jax.tree.map(lambda *found: sum(found), *(jax.grad(loss)(trained, x, False, True) for x in batch))
+
+    found, expected = scanned((weights, scales), batch), looped((weights, scales), batch)
+    # A magnitude near a bound between two codes may fall to the other side when sums are ordered otherwise.
+    jax.tree.map(lambda a, b: assert_same(a, np.asarray(b), within=1e-2), found, expected)
+
+
+@pytest.mark.parametrize("numbers", [FP8, FP8_ROTATED, NVFP4_ALL], ids=["fp8", "hadamard", "nvfp4"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_one_token(numbers, dtype):
+    """Generation: one row, one position, no noise."""
+    x, w, _ = case()
+    x = jnp.asarray(x[:1, :1], dtype)
+    y = jax.jit(lambda x, w: matmul(x, LowPrecision(make_operands(w, numbers, AXES), None, None, numbers), None, None))(
+        x, jnp.asarray(w)
+    )
+    assert y.dtype == dtype and y.shape == (1, 1, OUT)
+    assert relative(y, np.asarray(x, np.float64) @ w.T) < 0.25
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="jax.nn.scaled_matmul runs on a CPU from jax 0.12 on")
+def test_what_a_blackwell_gpu_is_asked_for_is_what_is_computed_elsewhere(monkeypatch):
+    """Here XLA's own meaning of the product; a card's is for a card."""
+    x, w, dy = case()
+    run = lambda: products(x, LowPrecision(None, jnp.asarray(w), None, NVFP4_ALL), dy, noise())[:3]  # noqa: E731
+    expected = run()
+    monkeypatch.setattr(nvfp4, "native", lambda device: True)
+    jax.clear_caches()
+    operands = make_operands(jnp.asarray(w), NVFP4_ALL, AXES)
+    assert operands.backward.codes.shape == (INNER, OUT // 2)
+    for found, emulated in zip(run(), expected):
+        assert_same(found, np.asarray(emulated))
+    jax.clear_caches()
+
+
+def test_what_does_not_fit_is_refused():
+    x, w, dy = map(jnp.asarray, case())
+    for numbers in (FP8, NVFP4):
+        assert numbers.misfit((32, 64)) is None
+        assert numbers.misfit((3, 40, 64)) == "blocks of 16 x 16 do not divide 40 x 64"
+    with pytest.raises(ValueError, match="Nvfp4Numbers has no delayed scaling"):
+        matmul(x, LowPrecision(None, w, jnp.ones(2), NVFP4), None, None)
+    with pytest.raises(ValueError, match="needs operands, or a weight"):
+        matmul(x, LowPrecision(None, None, None, FP8), None, None)
+    with pytest.raises(ValueError, match="stochastic rounding of gradients needs noise"):
+        products(x, LowPrecision(None, w, None, NVFP4_ALL), dy, None)

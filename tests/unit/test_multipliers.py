@@ -1,0 +1,95 @@
+"""Learning rate and weight decay by name and by layer, one number where all layers of a parameter agree."""
+
+import numpy as np
+import pytest
+
+from jaxtune.config.schema import Optim
+from jaxtune.errors import UserError
+from jaxtune.optim.multipliers import decays, rates
+
+LAYERS = 3
+
+
+def stacked(module):
+    return tuple(f"model.layers.{layer}.{module}" for layer in range(LAYERS))
+
+
+NAMES = {
+    "embed.weight": ("model.embed_tokens.weight",),
+    "layers.q.weight": stacked("self_attn.q_proj.weight"),
+    "layers.q.bias": stacked("self_attn.q_proj.bias"),
+    "layers.q_norm.scale": stacked("self_attn.q_norm.weight"),
+    "layers.down.weight": stacked("mlp.down_proj.weight"),
+    "norm.scale": ("model.norm.weight",),
+    "head.weight": ("lm_head.weight",),
+}
+ADAPTERS = {
+    "layers.down.lora_a": stacked("mlp.down_proj.lora_A.weight"),
+    "layers.down.lora_b": stacked("mlp.down_proj.lora_B.weight"),
+}
+
+
+def same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert isinstance(found[name], float) == isinstance(value, float), name
+        np.testing.assert_allclose(found[name], value, rtol=1e-6, err_msg=name)
+        assert isinstance(value, float) or found[name].dtype == np.float32
+
+
+def test_by_default_rates_are_the_same_and_norms_biases_and_embeddings_do_not_decay():
+    same(rates(Optim(), NAMES, LAYERS), dict.fromkeys(NAMES, 1.0))
+    decaying = ("layers.q.weight", "layers.down.weight", "head.weight")
+    same(decays(Optim(weight_decay=0.1), NAMES), {name: 0.1 * (name in decaying) for name in NAMES})
+
+
+def test_adapters_decay_by_default_though_no_norm_is_among_them():
+    same(decays(Optim(weight_decay=0.1), ADAPTERS), dict.fromkeys(ADAPTERS, 0.1))
+
+
+def test_no_decay_takes_the_place_of_the_default():
+    expected = dict.fromkeys(NAMES, 0.1) | {"layers.down.weight": [0.1, 0.0, 0.1]}
+    same(decays(Optim(weight_decay=0.1, no_decay=r"layers\.1\.mlp"), NAMES), expected)
+
+
+def test_the_last_multiplier_that_matches_counts():
+    entries = ("layers=0.5", r"layers\.[02]\.mlp=2", "head=0", "(?=n)norm=3")
+    expected = dict.fromkeys(NAMES, 0.5) | {"embed.weight": 1.0, "layers.down.weight": [2.0, 0.5, 2.0]}
+    expected |= {"head.weight": 0.0, "norm.scale": 3.0, "layers.q_norm.scale": 3.0}
+    same(rates(Optim(lr_multipliers=entries), NAMES, LAYERS), expected)
+
+
+def test_decay_multipliers_leave_alone_what_does_not_decay():
+    entries = ("weight=0.5", r"layers\.0\.=4")
+    expected = {"layers.q.weight": [0.4, 0.05, 0.05], "layers.down.weight": [0.4, 0.05, 0.05], "head.weight": 0.05}
+    found = decays(Optim(weight_decay=0.1, decay_multipliers=entries), NAMES)
+    same(found, dict.fromkeys(NAMES, 0.0) | expected)
+
+
+def test_layerwise_decay_goes_from_the_head_to_the_embedding():
+    by_layer = [0.5**3, 0.5**2, 0.5]
+    expected = dict.fromkeys(NAMES, by_layer) | {"embed.weight": 0.5**4, "norm.scale": 1.0, "head.weight": 1.0}
+    same(rates(Optim(layerwise_lr_decay=0.5), NAMES, LAYERS), expected)
+    same(rates(Optim(layerwise_lr_decay=0.5), ADAPTERS, LAYERS), dict.fromkeys(ADAPTERS, by_layer))
+
+
+def test_layerwise_decay_of_some_layers_counts_all_of_the_model_and_takes_multipliers_on_top():
+    upper = {"layers.down.lora_b": ADAPTERS["layers.down.lora_b"][1:]}
+    optim = Optim(layerwise_lr_decay=0.5, lr_multipliers=("lora_B=16",))  # LoRA+ (Hayou et al. 2024)
+    same(rates(optim, upper, LAYERS), {"layers.down.lora_b": [4.0, 8.0]})
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"lr_multipliers": ("norms=2",)}, r"optim\.lr_multipliers='norms' matches none"),
+        ({"no_decay": "norms"}, r"optim\.no_decay='norms' matches none"),
+        ({"decay_multipliers": ("norms=2",)}, r"optim\.decay_multipliers.*'norms' matches none"),
+        ({"decay_multipliers": ("embed=2",)}, r"optim\.decay_multipliers='embed=2' matches only .* without decay"),
+    ],
+)
+def test_a_regex_without_effect_is_an_error(options, named):
+    optim = Optim(weight_decay=0.1, **options)
+    with pytest.raises(UserError, match=named):
+        rates(optim, NAMES, LAYERS)
+        decays(optim, NAMES)
