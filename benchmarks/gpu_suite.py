@@ -36,12 +36,18 @@ from gpu import (  # noqa: E402
     dequantize,
     fp8_matmul,
     loss,
+    low_precision_correct,
+    optimizers,
+    precision_step,
     quant_matmul,
     train_step,
 )
 from gpu.workers import FAILURES, REASONS, Job, Piece, Row, run  # noqa: E402
 
-MODULES = (correctness, correct_step, attention, loss, dequantize, quant_matmul, fp8_matmul, train_step)
+MODULES = (
+    *(correctness, correct_step, low_precision_correct, attention, loss, dequantize, quant_matmul, fp8_matmul),
+    *(optimizers, train_step, precision_step),
+)
 RESULTS = Path(__file__).parent / "results"
 MINUTES = 8.7
 SMOKE_MINUTES = 60.0  # a busy machine is not to be told from a broken suite by its speed

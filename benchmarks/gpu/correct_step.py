@@ -55,7 +55,8 @@ def measure(recipe: str, quant: str | None, smoke: bool) -> Row:
     chosen = models.log_choices()
     jax.set_mesh(models.one_device_mesh(jax.devices()[0]))
     config = CONFIGS["tiny" if smoke else "small"]
-    model = models.lora(config, recipe=recipe, remat="none", rate=RATE, quant=quant)
+    optim, precision = models.Optim(learning_rate=RATE), models.Precision(recipe=recipe)
+    model = models.training(config, quant=quant, optim=optim, precision=precision)
     trained, frozen = model.values()
     length, documents = (64, (25, 1, 19, 19)) if smoke else (LENGTH, DOCUMENTS)
     tokens = np.random.default_rng(0).integers(0, WORDS, (1, len(documents), length))

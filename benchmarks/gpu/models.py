@@ -1,8 +1,9 @@
-"""The LoRA or QLoRA step of a Qwen3 with random weights, made of jaxtune's parts that need neither data nor a run."""
+"""The training step of a Qwen model with random weights, made of jaxtune's parts that need neither data nor a run."""
 
 import logging
+import runpy
 from collections.abc import Callable
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -13,26 +14,30 @@ from gpu.quantized import format_named
 from gpu.qwen3 import ALPHA, RANK
 from jaxtune.lora.inject import inject
 from jaxtune.models import families, parameters
-from jaxtune.models.families import qwen3
-from jaxtune.models.mark import mark
+from jaxtune.models.mark import mark, selected
 from jaxtune.objectives.cross_entropy import cross_entropy
-from jaxtune.optim.build import Trained, build
+from jaxtune.optim.build import Optimizer, Trained, build
 from jaxtune.parallel.layout import AXES, TOKENS
-from jaxtune.precision.recipes import RECIPES
-from jaxtune.quant import Format, QuantizedArray
+from jaxtune.precision.matmul import abstract_operands, make_operands
+from jaxtune.precision.recipes import Recipe, linears_of, numbers_of, recipe_of
 from jaxtune.step import Batch, Gradients, State, accumulated_gradients, initial_state, make_train_step
 
-LORA = SimpleNamespace(rank=RANK, alpha=ALPHA, dropout=0.0, use_rslora=False, target_modules="all-linear")
-ADAMW = SimpleNamespace(weight_decay=0.0, no_decay="norm", beta1=0.9, beta2=0.999, epsilon=1e-8)
+# The schema without the package around it, whose loading of recipes needs more than a bare GPU machine has.
+_SCHEMA = runpy.run_path(str(Path(__file__).parents[2] / "jaxtune/config/schema.py"))
+Optim, Precision = _SCHEMA["Optim"], _SCHEMA["Precision"]
+LORA = _SCHEMA["Lora"](enabled=True, rank=RANK, alpha=ALPHA)
+RATE = 1e-4
 
 
-class Lora(NamedTuple):
+class Training(NamedTuple):
     """A model on the current mesh, and its step. Nothing is on the device before `values` is called."""
 
+    trained: dict[str, jax.ShapeDtypeStruct]
+    optimizer: Optimizer
     gradients: Gradients
     step: Callable[..., Any]
     state: Callable[[dict], State]  # from the trained parameters
-    values: Callable[[], tuple[dict, dict]]  # (trained in float32, frozen), random
+    values: Callable[[], tuple[dict, dict]]  # (trained, frozen), random
 
 
 def one_device_mesh(device: jax.Device) -> jax.sharding.Mesh:
@@ -40,53 +45,85 @@ def one_device_mesh(device: jax.Device) -> jax.sharding.Mesh:
     return jax.make_mesh((1,) * len(AXES), AXES, devices=[device])
 
 
-def lora(config: dict, *, remat: Any, rate: float, recipe: str = "bf16", quant: str | None = None) -> Lora:
-    """LoRA on every linear of the model of a config.json, with AdamW; `quant`: the format of those linears."""
-    spec = qwen3.read_spec(config)
+def training(
+    config: dict,
+    *,
+    remat: Any = "none",
+    lora: bool = True,
+    quant: str | None = None,
+    precision: Any = Precision(),
+    optim: Any = Optim(learning_rate=RATE),
+) -> Training:
+    """The model of a config.json with adapters on every linear, or trained whole, at a constant learning rate.
+
+    `quant`: the format of frozen linears. `precision` and `optim`: sections of the config, as a recipe has them.
+    """
+    spec = families.read_spec({"model_type": "qwen3"} | config)
     if quant is not None:
         spec = mark(spec, families.linears(spec), "quantized")
-    graph, declared = parameters.declare(inject(spec, LORA))
-    precision = RECIPES[recipe]
-    dtypes = {name: jnp.dtype("float32") if p.trained else precision.dtype for name, p in declared.items()}
-    of_optimizer = {
-        name: Trained((name,) * max(1, len(p.layers)), bool(p.layers)) for name, p in declared.items() if p.trained
+    if numbers_of(precision) is not None:
+        spec = mark(spec, selected(spec, precision, "precision"), "low_precision")
+    if lora:
+        spec = inject(spec, LORA)
+    graph, declared = parameters.declare(spec)
+    recipe = recipe_of(precision, linears_of(precision, declared))
+    named = {
+        name: Trained(families.hf_names(spec.family, p), bool(p.layers)) for name, p in declared.items() if p.trained
     }
-    optimizer = build(ADAMW, of_optimizer, len(spec.layers))
-    gradients = accumulated_gradients(graph, cross_entropy, precision, remat, 0)
-    step = make_train_step(gradients, optimizer, lambda _: jnp.float32(rate), 1.0, precision)
+    products = jnp.float32 if precision.recipe == "fp32" else jnp.bfloat16
+    optimizer = build(optim, named, len(spec.layers), products)
+    gradients = accumulated_gradients(graph, cross_entropy, recipe, remat, 0)
+    rate = optim.learning_rate
+    step = make_train_step(gradients, optimizer, lambda _: jnp.float32(rate), optim.max_grad_norm, recipe)
+
+    of_trained = jnp.dtype(LORA.dtype if lora else precision.master_dtype)
+    dtypes = {name: of_trained if p.trained else recipe.dtype for name, p in declared.items()}
+    abstract = {
+        name: jax.ShapeDtypeStruct(declared[name].shape, of_trained, sharding=declared[name].sharding) for name in named
+    }
 
     def values() -> tuple[dict, dict]:
-        plain = {name: p for name, p in declared.items() if not p.quantized}
-        made = parameters.randomize(plain, dtypes, 0)
-        trained = {name: made.pop(name) for name, p in declared.items() if p.trained}
-        if quant is not None:
-            stacks = {name: p for name, p in declared.items() if p.quantized}
-            made |= randomly_quantized(stacks, format_named(quant), precision.dtype)
-        return trained, made
+        few_bits = {
+            name: p for name, p in declared.items() if not p.trained and (p.quantized or (p.low_precision and lora))
+        }
+        made = parameters.randomize({name: p for name, p in declared.items() if name not in few_bits}, dtypes, 0)
+        trained = {name: made.pop(name) for name in named}
+        return trained, made | random_in_few_bits(few_bits, quant, recipe)
 
-    return Lora(gradients, step, lambda trained: initial_state(optimizer, trained), values)
+    return Training(
+        abstract, optimizer, gradients, step, lambda trained: initial_state(optimizer, trained, recipe), values
+    )
 
 
-def randomly_quantized(
-    stacks: dict[str, parameters.Parameter], format: Format, dtype: jnp.dtype
-) -> dict[str, QuantizedArray]:
-    """Random matrices of a format; only one of them at a time exists as it was before."""
+def random_in_few_bits(stacks: dict[str, parameters.Parameter], quant: str | None, recipe: Recipe) -> dict[str, Any]:
+    """Random frozen matrices, in a format or as operands; only one of them at a time exists as it was before."""
+    if not stacks:
+        return {}
+    format, numbers = quant and format_named(quant), recipe.linears and recipe.linears.numbers
 
-    def matrices(parameter: parameters.Parameter, key: jax.Array) -> QuantizedArray:
-        def one(key: jax.Array) -> QuantizedArray:
-            return format.quantize(parameter.init(key, parameter.shape[1:], jnp.float32).astype(dtype))
+    def stored(weight: jax.Array, axes: tuple) -> Any:
+        return format.quantize(weight) if format else make_operands(weight, numbers, axes)
+
+    def matrices(parameter: parameters.Parameter, key: jax.Array) -> Any:
+        def one(key: jax.Array) -> Any:
+            weight = parameter.init(key, parameter.shape[1:], jnp.float32).astype(recipe.dtype)
+            return stored(weight, parameter.axes[1:])
 
         return jax.lax.map(one, jax.random.split(key, len(parameter.layers)))
 
-    def make_all() -> dict[str, QuantizedArray]:
+    def make_all() -> dict[str, Any]:
         keys = jax.random.split(jax.random.key(0), len(stacks))
         return {name: matrices(parameter, key) for (name, parameter), key in zip(stacks.items(), keys)}
 
-    places = {
-        name: jax.tree.map(lambda leaf: leaf.sharding, format.abstract(p.shape, dtype, p.axes))
-        for name, p in stacks.items()
-    }
-    return jax.jit(make_all, out_shardings=places)()
+    def abstract(p: parameters.Parameter) -> Any:
+        arguments = p.shape, recipe.dtype, p.axes
+        return format.abstract(*arguments) if format else abstract_operands(numbers, *arguments)
+
+    places = {name: jax.tree.map(lambda leaf: leaf.sharding, abstract(p)) for name, p in stacks.items()}
+    made = jax.jit(make_all, out_shardings=places)()
+    if recipe.linears is None:
+        return made
+    return {name: recipe.linears.frozen(weight) for name, weight in made.items()}
 
 
 def batch(tokens: np.ndarray, documents: list[tuple[int, ...]] | None = None) -> Batch:

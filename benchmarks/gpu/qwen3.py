@@ -1,4 +1,4 @@
-"""Sizes of Qwen3 as config.json has them, and what a token of a LoRA step costs."""
+"""Sizes of Qwen3, and of Qwen2.5, as config.json has them; and how many parameters they have."""
 
 import math
 from typing import Any
@@ -28,6 +28,9 @@ CONFIGS = {
     "1.7B": _config(2048, 28, 6144, 16),
     "4B": _config(2560, 36, 9728, 32),
     "8B": _config(4096, 36, 12_288, 32),
+    "Qwen2.5-0.5B": _config(896, 24, 4864, 14, 2, head_dim=64, model_type="qwen2"),
+    "Qwen2.5-1.5B": _config(1536, 28, 8960, 12, 2, model_type="qwen2"),
+    "Qwen2.5-7B": _config(3584, 28, 18_944, 28, 4, vocab_size=152_064, tie_word_embeddings=False, model_type="qwen2"),
     "small": _config(256, 4, 512, 4, 2, head_dim=64, vocab_size=512),
     "tiny": _config(128, 2, 256, 4, 2, head_dim=64, vocab_size=256),
 }
@@ -41,12 +44,12 @@ def linears(config: dict) -> list[tuple[int, int]]:
     return attention + [(hidden, intermediate)] * 2 + [(intermediate, hidden)]
 
 
-def frozen_parameters(config: dict) -> int:
+def matrix_parameters(config: dict) -> int:
     """Those of matrix products: the head, which may be the embedding, once."""
     in_layers = config["num_hidden_layers"] * sum(math.prod(shape) for shape in linears(config))
     return in_layers + config["vocab_size"] * config["hidden_size"]
 
 
 def adapter_parameters(config: dict) -> int:
-    """Those that are trained."""
+    """Those of the adapters."""
     return config["num_hidden_layers"] * RANK * sum(sum(shape) for shape in linears(config))

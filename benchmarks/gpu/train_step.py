@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from gpu import models
-from gpu.qwen3 import CONFIGS, adapter_parameters, frozen_parameters
+from gpu.qwen3 import CONFIGS, adapter_parameters, matrix_parameters
 from gpu.workers import Job, Piece, Row
 from jaxtune.compiler import compiler_options
 from jaxtune.monitor import throughput
@@ -73,13 +73,13 @@ def shape(smoke: bool) -> tuple[int, int, int]:
     return ACCUMULATION, ROWS, SMOKE_LENGTH if smoke else LENGTH
 
 
-def row(size: str, seconds: list[float], smoke: bool, device: str) -> Row:
-    """Tokens/s and MFU of the median step."""
-    config, second = CONFIGS[size], statistics.median(seconds)
+def row(config: dict, shape: tuple[int, int, int], seconds: list[float], device: str, lora: bool = True) -> Row:
+    """Tokens/s and MFU of the median step, of adapters or of the whole model."""
+    second = statistics.median(seconds)
     width = config["num_attention_heads"] * config["head_dim"]
-    sizes = (adapter_parameters(config), frozen_parameters(config), config["num_hidden_layers"], width)
-    work = throughput.Work(*sizes, seq_len=shape(smoke)[-1])
-    rate = math.prod(shape(smoke)) / second
+    matrices = (adapter_parameters(config), matrix_parameters(config)) if lora else (matrix_parameters(config), 0)
+    work = throughput.Work(*matrices, config["num_hidden_layers"], width, seq_len=shape[-1])
+    rate = math.prod(shape) / second
     found: Row = {"seconds": second, "tokens_per_second": rate, "flops_per_token": throughput.flops_per_token(work)}
     utilisation = throughput.mfu(work, rate, device, 1)
     if utilisation is not None:
@@ -100,19 +100,26 @@ def timed(step, steps: int) -> list[float]:
 
 
 def measure(contender: str, size: str, smoke: bool) -> Row:
-    """jaxtune's step on one base, with the least rematerialisation that fits the card."""
+    """jaxtune's step on one base."""
+    target = {"target": TARGETS[contender][size]} if size in TARGETS[contender] else {}
+    return target | measure_step(CONFIGS[size], shape(smoke), 2 if smoke else 7, quant=QUANT[contender])
+
+
+def measure_step(config: dict, shape: tuple[int, int, int], steps: int, **options: Any) -> Row:
+    """jaxtune's step with the least rematerialisation that fits the card; `options` of models.training."""
     chosen = models.log_choices()
     device = jax.devices()[0]
     jax.set_mesh(models.one_device_mesh(device))
-    tokens = np.random.default_rng(0).integers(0, CONFIGS[size]["vocab_size"], shape(smoke))
-    data = models.batch(tokens)
-    trained = frozen = None
+    data = models.batch(np.random.default_rng(0).integers(0, config["vocab_size"], shape))
+    state = frozen = None
     tried = {}
     for remat in ("none", "dots", "block"):
-        built = models.lora(CONFIGS[size], remat=remat, rate=1e-4, quant=QUANT[contender])
-        if trained is None:
+        built = models.training(config, remat=remat, **options)
+        if state is None:
             trained, frozen = built.values()
-        state = built.state(trained)
+            # Donated: what a float32 optimizer has of the parameters is not there twice.
+            state = jax.jit(built.state, donate_argnums=0)(trained)
+            del trained
         begin = time.perf_counter()
         step = jax.jit(built.step, donate_argnums=0, compiler_options=compiler_options())
         step = step.lower(state, frozen, data).compile()
@@ -130,19 +137,14 @@ def measure(contender: str, size: str, smoke: bool) -> Row:
         state, metrics = step(state, frozen, data)
         losses.append(metrics["loss"].item())
 
-    seconds = timed(one, 2 if smoke else 7)
+    seconds = timed(one, steps)
     stats = device.memory_stats() or {}
-    target = {"target": TARGETS[contender][size]} if size in TARGETS[contender] else {}
-    return (
-        row(size, seconds, smoke, device.device_kind)
-        | target
-        | {
-            "remat": remat,
-            "frozen_gb": sum(array.nbytes for array in jax.tree.leaves(frozen)) / 1e9,
-            "peak_gb": stats.get("peak_bytes_in_use", tried[remat] * 1e9) / 1e9,
-            "compiled_gb": tried,
-            "compile_seconds": compiled,
-            "losses": losses,
-            "kernels": chosen,
-        }
-    )
+    return row(config, shape, seconds, device.device_kind, options.get("lora", True)) | {
+        "remat": remat,
+        "frozen_gb": sum(array.nbytes for array in jax.tree.leaves(frozen)) / 1e9,
+        "peak_gb": stats.get("peak_bytes_in_use", tried[remat] * 1e9) / 1e9,
+        "compiled_gb": tried,
+        "compile_seconds": compiled,
+        "losses": losses,
+        "kernels": chosen,
+    }

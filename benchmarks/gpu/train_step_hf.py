@@ -59,7 +59,7 @@ def _measure(size: str, smoke: bool, remat: bool) -> Row:
     optimizer.zero_grad()
     seconds = timed(step, 2 if smoke else 5)
     name = torch.cuda.get_device_name() if device() == "cuda" else "cpu"
-    found = row(size, seconds, smoke, name) | {"remat": "block" if remat else "none", "losses": losses}
+    found = row(CONFIGS[size], shape(smoke), seconds, name) | {"remat": "block" if remat else "none", "losses": losses}
     if device() == "cuda":
         found["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
     return found | {"kernels": kernels}

@@ -20,12 +20,18 @@ from jaxtune.models.norm import RMSNorm
 from jaxtune.models.rope import rotation
 from jaxtune.models.spec import Layer, ModelSpec, StackSpec, stacks
 from jaxtune.parallel.layout import ACTIVATIONS, P
+from jaxtune.precision.matmul import MAXIMA
 from pallas_kernels.flash_attention import RESIDUALS
 
 Remat = Literal["none", "dots", "block"]
 # What the backward pass finds of a layer besides its input; the rest it computes again. With 'none' that is only what
 # is elementwise (norms, rotation, SwiGLU, dropout): kept as well, it took several times the memory.
-KEPT: dict[Remat, tuple[str, ...]] = {"none": (PRODUCT, RESIDUALS), "dots": (PRODUCT,), "block": ()}
+# The largest magnitudes are a number each, and would need their input and a sum over devices again.
+KEPT: dict[Remat, tuple[str, ...]] = {
+    "none": (PRODUCT, RESIDUALS, MAXIMA),
+    "dots": (PRODUCT, MAXIMA),
+    "block": (MAXIMA,),
+}
 Parameters = dict[str, Any]
 
 

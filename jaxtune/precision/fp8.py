@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxtune.precision.hadamard import rotated
-from jaxtune.precision.operands import Numbers, Operand, Operands, by_feature, largest, nan_unless_finite
+from jaxtune.precision.operands import Numbers, Operand, Operands, by_feature, largest
 from jaxtune.quant.array import divisors
-from pallas_kernels.fp8_matmul import fp8_matmul
+from pallas_kernels.fp8_matmul import fp8_matmul, quantize
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
@@ -84,8 +84,8 @@ def _to_fp8(x: Float[Array, "m k"], dtype: Any, scale: Float[Array, ""] | None =
     if scale is None or online:
         own = divisors(found / most)
         scale = own if scale is None else jnp.where(scale > 0, scale, own)
-    saturated = jnp.clip(x.astype(jnp.float32) / scale, -most, most)
-    return Rounded((saturated + nan_unless_finite(x)).astype(dtype), scale.reshape(1, 1), found)
+    scale = scale.reshape(1, 1)
+    return Rounded(quantize(x, scale, dtype), scale, found)
 
 
 def _e4m3(operand: Operand) -> Float[Array, "m k"]:

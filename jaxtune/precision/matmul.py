@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxtune.parallel.layout import TOKENS, P, gather
@@ -16,7 +17,10 @@ from pallas_kernels.manual_axes import varying_axes
 if TYPE_CHECKING:
     from jaxtune.models.dropout import Noise
 
-__all__ = ["LowPrecision", "Numbers", "Operand", "Operands", "abstract_operands", "make_operands", "matmul"]
+__all__ = ["MAXIMA", "LowPrecision", "Numbers", "Operand", "Operands", "abstract_operands", "make_operands", "matmul"]
+
+# What the backward pass wants of the forward one for delayed scales, a number a linear, in policies of jax.checkpoint.
+MAXIMA = "largest magnitudes"
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("operands", "weight", "scales"), meta_fields=("numbers",))
@@ -87,7 +91,8 @@ def _forward(axis, trained: Trained | None, x, weight: LowPrecision, noise):
     y, largest_x = jax.shard_map(product, in_specs=_specs(arguments), out_specs=(P(*TOKENS, axis), P()))(*arguments)
     if weight.operands is not None:
         weight = LowPrecision(weight.operands, None, weight.scales, weight.numbers)
-    return y, (None if trained is None else x, weight, noise, None if weight.scales is None else largest_x)
+    largest_x = None if weight.scales is None else checkpoint_name(largest_x, MAXIMA)
+    return y, (None if trained is None else x, weight, noise, largest_x)
 
 
 def _backward(axis, trained: Trained | None, residuals, dy):

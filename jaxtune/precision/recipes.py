@@ -11,7 +11,7 @@ from jaxtune.errors import UserError
 from jaxtune.precision.fp8 import Fp8Numbers
 from jaxtune.precision.linears import Linears
 from jaxtune.precision.matmul import Numbers
-from jaxtune.precision.nvfp4 import Nvfp4Numbers
+from jaxtune.precision.nvfp4 import Nvfp4Numbers, native
 from pallas_kernels.gpus import Device
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def numbers_of(precision: "Precision") -> Numbers | None:
     """How the linears of a low-precision recipe multiply; None for the others."""
     match precision.recipe:
         case "fp8_hybrid":
-            return Fp8Numbers(precision.fp8.hadamard)
+            return Fp8Numbers(precision.fp8.hadamard, online=precision.fp8.online_scale_steps > 0)
         case "nvfp4":
             return Nvfp4Numbers(**dataclasses.asdict(precision.nvfp4))
     return None
@@ -94,6 +94,6 @@ def check_device(name: str, device: Device) -> str | None:
         )
     if name == "fp8_hybrid" and device.platform != "gpu":
         return f"precision.recipe='fp8_hybrid' is emulated on {device}: FP8 numbers, float32 products"
-    if name == "nvfp4":
+    if name == "nvfp4" and not native(device):
         return f"precision.recipe='nvfp4' is emulated on {device}: NVFP4 numbers, bfloat16 products"
     return None

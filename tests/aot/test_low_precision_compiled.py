@@ -13,7 +13,7 @@ from jaxtune.models.dropout import Noise
 from jaxtune.parallel.layout import sharding
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.precision.fp8 import Fp8Numbers
-from jaxtune.precision.matmul import LowPrecision, abstract_operands, matmul
+from jaxtune.precision.matmul import MAXIMA, LowPrecision, abstract_operands, matmul
 from jaxtune.precision.nvfp4 import Nvfp4Numbers
 from pallas_kernels import aot
 
@@ -54,7 +54,7 @@ def compiled(numbers, *, trained: bool, card: str = "h100", cards: int = 1, dela
         def loss(differentiated):
             x, weights, scales = differentiated
             leaves = [LowPrecision(leaf.operands, *given, numbers) for leaf, *given in zip((up, down), weights, scales)]
-            policy = jax.checkpoint_policies.save_only_these_names("product")
+            policy = jax.checkpoint_policies.save_only_these_names("product", MAXIMA)
             body = jax.checkpoint(layer, policy=policy, prevent_cse=False)
             return jnp.sum(jax.lax.scan(body, x, tuple(leaves))[0].astype(jnp.float32) ** 2)
 

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="bitsandbytes needs torch, whose CPU
 bitsandbytes = pytest.importorskip("bitsandbytes")
 
 RATE, DECAY, BETAS, EPSILON = 1e-2, 0.1, (0.9, 0.99), 1e-8
-SHAPE = (32, 512)
+SHAPE = (8, 2048)
 RULE = adamw_8bit(*BETAS, EPSILON)
 
 

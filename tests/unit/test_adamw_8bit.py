@@ -99,7 +99,7 @@ def test_both_moments_take_2_03_bytes_a_parameter(one_device):
 
 def test_small_and_odd_parameters_are_adamw_itself(one_device):
     """Under 4096 elements, rows that blocks of 256 elements do not cover, and vectors likewise."""
-    assert block_of((64, 64)) == (4, 64)
+    assert block_of((64, 64)) == (32, 8) and block_of((64, 3584)) == (4, 64)
     assert block_of((4096,)) == block_of((2, 4096)) == (1, 256)
     assert block_of((100, 4097)) is block_of((63, 64)) is block_of((4097,)) is None
     adamw = rules.adamw(BETA1, BETA2, EPSILON)
@@ -126,20 +126,20 @@ def test_zero_and_tiny_gradients_leave_the_parameter(one_device):
 
 
 def test_a_mesh_that_splits_a_block_is_refused():
-    """5120 columns are 20 blocks: 8 devices cannot share them."""
+    """100 columns are 25 blocks: 8 devices cannot share them."""
 
     def parameter(shape, axes, layers):
         return Parameter(shape, axes, jax.nn.initializers.zeros, False, "mlp.up.weight", layers, True, False, False)
 
     mesh = jax.make_mesh((8, 1), ("fsdp", "tensor"))
-    wide = parameter((2, 64, 5120), ("layers", "mlp", "embed"), (0, 1))
-    small = parameter((2, 3, 5120), ("layers", None, None), (0, 1))
+    wide = parameter((2, 64, 100), ("layers", "mlp", "embed"), (0, 1))
+    small = parameter((2, 3, 100), ("layers", None, None), (0, 1))
     assert undivided_blocks({"small": small}, mesh) == []
     assert undivided_blocks({"even": parameter((64, 4096), ("mlp", "embed"), ())}, mesh) == []
     (complaint,) = undivided_blocks({"wide": wide, "small": small}, mesh)
     assert complaint == (
-        "mesh.fsdp=8 does not divide embed=5120 in blocks of 256, which optim.name='adamw_8bit' has; these would: "
-        "[1, 2, 4, 5] (mesh.data takes the rest)"
+        "mesh.fsdp=8 does not divide embed=100 in blocks of 4, which optim.name='adamw_8bit' has; these would: "
+        "[1, 5] (mesh.data takes the rest)"
     )
 
 

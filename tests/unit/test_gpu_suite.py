@@ -150,6 +150,6 @@ def test_the_work_of_attention_is_what_is_visible():
 
 
 def test_sizes_of_qwen3():
-    assert round(qwen3.frozen_parameters(qwen3.CONFIGS["8B"]) / 1e9, 2) == 7.57  # 8.19 less the embedding's 0.62
+    assert round(qwen3.matrix_parameters(qwen3.CONFIGS["8B"]) / 1e9, 2) == 7.57  # 8.19 less the embedding's 0.62
     assert round(qwen3.adapter_parameters(qwen3.CONFIGS["8B"]) / 1e6, 1) == 43.6
     assert round(qwen3.adapter_parameters(qwen3.CONFIGS["0.6B"]) / 1e6, 1) == 10.1

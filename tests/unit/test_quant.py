@@ -181,13 +181,13 @@ SPEC = ModelSpec(
 
 def test_what_is_skipped_or_excluded_falls_into_stacks_of_its_own():
     options = Quant(format="nf4", skip_first_layers=1, skip_last_layers=2, exclude=r"layers\.2\..*down_proj")
-    chosen = selected(SPEC, options)
+    chosen = selected(SPEC, options, "quant")
     assert len(chosen) == 3 * 7 - 1 and chosen < linears(SPEC).keys()
     marked = mark(SPEC, chosen, "quantized")
     assert [(stack.first, stack.repeats) for stack in stacks(marked.layers)] == [(0, 1), (1, 1), (2, 1), (3, 1), (4, 2)]
     assert "mlp.down.weight" in marked.layers[1].quantized - marked.layers[2].quantized
     with pytest.raises(UserError, match="quant.exclude='nothing' matches none"):
-        selected(SPEC, Quant(format="nf4", exclude="nothing"))
+        selected(SPEC, Quant(format="nf4", exclude="nothing"), "quant")
 
 
 def test_experts_are_int4_in_the_mix():

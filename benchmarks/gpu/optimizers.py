@@ -1,0 +1,132 @@
+"""One update of all parameters of Qwen3 by each optimizer, in turns with optax's AdamW; no model runs.
+
+What an update must move are the gradients once, and parameters and state twice (read, written): for `adamw_8bit` two
+codes a weight and a float32 for each 256 of a moment. Reached bandwidth is those bytes over the time. State has the
+dtype of the weights where it is not in 8 bits, also optax's; jaxtune rounds bfloat16 stochastically, optax to nearest.
+Muon and NorMuon multiply matrices besides, which the bytes do not count.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gpu import models
+from gpu.qwen3 import CONFIGS
+from gpu.timing import Call, seconds_per_call
+from gpu.workers import Job, Piece, Row
+from jaxtune.compiler import compiler_options
+from jaxtune.optim.build import Step
+from pallas_kernels.gpus import GPUS
+
+NAMES = ("adamw_8bit", "adamw", "normuon", "muon")
+SIZES, SMOKE_SIZES = ("0.6B", "1.7B"), ("tiny",)
+DTYPES = ("bfloat16", "float32")
+ROOM = 0.75  # of the card's memory, for gradients and twice the rest: that of the contender, and of optax
+
+# Parameters and state, which an update gives back changed.
+Held = tuple[Any, Any]
+
+
+def piece(smoke: bool) -> Piece:
+    """Optimizers by models and dtypes of weights."""
+    jobs = [
+        Job(name, f"{size}-{dtype}", __name__, {"name": name, "size": size, "dtype": dtype, "smoke": smoke})
+        for size in (SMOKE_SIZES if smoke else SIZES)
+        for dtype in DTYPES
+        for name in NAMES
+    ]
+    columns = (
+        ("layers", "layers", "d"),
+        ("bytes/weight", "bytes_per_parameter", ".2f"),
+        ("ms", "milliseconds", ",.2f"),
+        ("GB/s", "gb_per_second", ",.0f"),
+        ("of the card %", "bandwidth_percent", ".0f"),
+        ("optax ms", "optax_milliseconds", ",.2f"),
+        ("over optax", "over_optax", ".2f"),
+    )
+    title = "an update of all parameters, in turns with optax's AdamW; time over optax's"
+    environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93"}
+    return Piece("optimizers", title, jobs, columns, 0.06, 60, environment, fresh=True)
+
+
+def measure(name: str, size: str, dtype: str, smoke: bool) -> Row:
+    """Time of an update with as many layers as fit, and of optax's."""
+    device = jax.devices()[0]
+    jax.set_mesh(models.one_device_mesh(device))
+    room = (device.memory_stats() or {}).get("bytes_limit", float("inf")) * ROOM
+    optim = models.Optim(name=name, learning_rate=models.RATE, weight_decay=0.1, state_dtype=dtype)
+    precision = models.Precision(master_dtype=dtype)
+    reference = optax.adamw(models.RATE, weight_decay=0.1)
+
+    for layers in range(CONFIGS[size]["num_hidden_layers"], 0, -1):
+        config = CONFIGS[size] | {"num_hidden_layers": layers}
+        built = models.training(config, lora=False, optim=optim, precision=precision)
+        states = [jax.eval_shape(init, built.trained) for init in (built.optimizer.init, reference.init)]
+        held, held_by_optax = (size_of((built.trained, state)) for state in states)
+        if size_of(built.trained) + held + held_by_optax <= room:
+            break
+    else:
+        return {"refused": f"one layer of {size} does not fit {room / 1e9:.0f} GB"}
+
+    gradients = random_gradients(built.values()[0])
+
+    def by_jaxtune(gradients: Any, held: Held) -> Held:
+        now, state = held
+        step = Step(jnp.float32(models.RATE), jnp.float32(1.0), jnp.bool(True), jax.random.key(0))
+        return built.optimizer.update(gradients, state, now, step)
+
+    def by_optax(gradients: Any, held: Held) -> Held:
+        now, state = held
+        changes, state = reference.update(gradients, state, now)
+        return optax.apply_updates(now, changes), state
+
+    calls = {
+        "own": in_place(by_jaxtune, gradients, built.values()[0], built.optimizer.init),
+        "optax": in_place(by_optax, gradients, built.values()[0], reference.init),
+    }
+    seconds = seconds_per_call(calls, *((2, 0.0) if smoke else (7, 0.1)))
+    count = sum(leaf.size for leaf in jax.tree.leaves(gradients))
+    moved = size_of(gradients) + 2 * held
+    row: Row = {
+        "layers": layers,
+        "parameters": count,
+        "bytes_per_parameter": moved / count,
+        "state_bytes_per_parameter": size_of(states[0]) / count,
+        "milliseconds": seconds["own"] * 1e3,
+        "gb_per_second": moved / seconds["own"] / 1e9,
+        "optax_milliseconds": seconds["optax"] * 1e3,
+        "over_optax": seconds["own"] / seconds["optax"],
+    }
+    bandwidth = next((gpu.memory_bandwidth for gpu in GPUS.values() if gpu.kind == device.device_kind), None)
+    if bandwidth is not None:
+        row["bandwidth_percent"] = 100 * moved / seconds["own"] / bandwidth
+    return row
+
+
+def size_of(tree: Any) -> int:
+    """Bytes of its arrays, which may be abstract."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+@jax.jit
+def random_gradients(parameters: Any) -> Any:
+    """Normal ones of the shapes and dtypes of the parameters."""
+    leaves, tree = jax.tree.flatten(parameters)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    return tree.unflatten([1e-3 * jax.random.normal(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves)])
+
+
+def in_place(update: Callable[[Any, Held], Held], gradients: Any, parameters: Any, init: Callable) -> Call:
+    """An update that takes the memory of what it changes, one after the other."""
+    compiled = jax.jit(update, donate_argnums=1, compiler_options=compiler_options())
+    held: Held = (parameters, jax.jit(init)(parameters))
+
+    def run() -> Held:
+        nonlocal held
+        held = compiled(gradients, held)
+        return held
+
+    return Call(run, jax.block_until_ready)
