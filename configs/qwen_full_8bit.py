@@ -1,6 +1,7 @@
 """Full fine-tuning of a Qwen3 model with 8-bit AdamW; one GPU, or several (parameters are sharded over all of them).
 
-6 bytes a weight: weights and gradients in bfloat16, rounded stochastically, both moments in 8 bits.
+6 bytes a weight: gradients in bfloat16, weights too, rounded stochastically, and both moments in 8 bits. Qwen3-8B, 8
+rows of 2048 tokens: 60.5 GB on an H100, compiled without one.
 
     python -m jaxtune.train --config=configs/qwen_full_8bit.py
     python -m jaxtune.train --config=configs/qwen_full_8bit.py:PATH_OR_HUB_ID --config.data.datasets[0].path=my.jsonl
@@ -10,7 +11,7 @@ import qwen_full
 
 
 def get_config(model="Qwen/Qwen3-8B"):
-    """The recipe of qwen_full in a third of its memory."""
+    """The recipe of qwen_full in 6 bytes a weight instead of 16."""
     config = qwen_full.get_config(model)
     config.optim.name = "adamw_8bit"
     config.precision.master_dtype = "bfloat16"

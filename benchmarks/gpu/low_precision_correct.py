@@ -1,1 +1,125 @@
-def piece(smoke): ...
+"""Linears in few bits on the card: their three products, and what twenty LoRA steps make of the loss.
+
+The products y = x W^T, dx = dy W and dW = dy^T x, with an outlier in each array, are compared with a CPU's, whose
+numbers tests/unit/test_low_precision.py checks one by one; and with float64 without any rounding, from which they may
+be as far as there. NVFP4 is native on Blackwell, emulated elsewhere. Errors are norms over norms.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gpu import models
+from gpu.correctness import relative_error
+from gpu.qwen3 import CONFIGS
+from gpu.workers import Job, Piece, Row
+from jaxtune.compiler import compiler_options
+from jaxtune.parallel.layout import TOKENS
+from jaxtune.precision import nvfp4
+from jaxtune.precision.fp8 import Fp8Numbers
+from jaxtune.precision.matmul import LowPrecision, matmul
+from jaxtune.precision.nvfp4 import Nvfp4Numbers
+from pallas_kernels.gpus import current_device
+
+NUMBERS = {
+    "fp8": Fp8Numbers(hadamard=False),
+    "fp8-hadamard": Fp8Numbers(hadamard=True),
+    # Gradients to nearest, so that two devices round alike.
+    "nvfp4": Nvfp4Numbers(stochastic_rounding=False, hadamard=True, four_over_six=True),
+}
+# y, dx, dW: what rounding to few bits may do, as in the unit test.
+ROUNDING = {"fp8": (0.05, 0.08, 0.08), "fp8-hadamard": (0.05, 0.08, 0.08), "nvfp4": (0.25, 0.25, 0.25)}
+# Tensor cores add FP8 products in fewer bits than float32; a code at a bound may fall to its other side.
+ON_CPU = 1e-2
+SHAPE, SMOKE_SHAPE = (2, 1000, 1024, 2048), (2, 40, 64, 48)  # rows, positions, in, out; positions fill no block of 16
+
+STEPS, LAST, SEEDS, WORDS, RATE = 20, 5, 3, 16, 1e-2
+# Of the mean loss of the last steps, from bfloat16's. The issue's bounds, 1% and 4%, are of 200 steps on text.
+LOSS_TOLERANCE = {"fp8_hybrid": 0.01, "nvfp4": 0.04}
+
+
+def piece(smoke: bool) -> Piece:
+    """Products by number format, losses by recipe."""
+    asked = [("products", case) for case in (("fp8",) if smoke else NUMBERS)]
+    asked += [("loss", recipe) for recipe in (("fp8_hybrid",) if smoke else LOSS_TOLERANCE)]
+    jobs = [Job(what, case, __name__, {"contender": what, "case": case, "smoke": smoke}) for what, case in asked]
+    columns = (
+        ("y", "y", ".1e"),
+        ("dx", "dx", ".1e"),
+        ("dW", "dW", ".1e"),
+        ("against a CPU", "worst_on_cpu", ".1e"),
+        ("loss", "loss", ".4f"),
+        ("bfloat16 loss", "loss_bf16", ".4f"),
+        ("difference", "difference", ".2%"),
+    )
+    title = "few bits: relative errors of the products, and the loss of a LoRA run beside bfloat16's"
+    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    return Piece("low_precision_correct", title, jobs, columns, 0.06, 120, environment)
+
+
+def measure(contender: str, case: str, smoke: bool) -> Row:
+    """Errors of the products of a format, or the losses of a recipe."""
+    jax.set_mesh(models.one_device_mesh(jax.devices()[0]))
+    return products(case, smoke) if contender == "products" else losses(case, smoke)
+
+
+def products(name: str, smoke: bool) -> Row:
+    """Errors of y, dx and dW against no rounding, and the worst against a CPU."""
+    rows, length, inner, outer = SMOKE_SHAPE if smoke else SHAPE
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=shape) for shape in ((rows, length, inner), (outer, inner), (rows, length, outer))]
+    for array in arrays:
+        array.flat[5] = 20.0
+    x, weight, dy = (array.astype(jnp.bfloat16) for array in arrays)  # as a step has them
+
+    def all_three(x, weight, dy):
+        apply = lambda x, weight: matmul(x, LowPrecision(None, weight, None, NUMBERS[name]), None, None)  # noqa: E731
+        y, backward = jax.vjp(apply, x, weight)
+        return {"y": y, **dict(zip(("dx", "dW"), backward(dy)))}
+
+    def run() -> dict[str, jax.Array]:
+        given = jnp.asarray(x), jnp.asarray(weight), jax.device_put(dy, TOKENS)
+        return jax.jit(all_three, compiler_options=compiler_options())(*given)
+
+    found = run()
+    row: Row = {"native": isinstance(NUMBERS[name], Nvfp4Numbers) and nvfp4.native(current_device())}
+    with jax.set_mesh(models.one_device_mesh(jax.devices("cpu")[0])):
+        on_cpu = run()
+    x, weight, dy = (array.astype(np.float64) for array in (x, weight, dy))
+    plain = {"y": x @ weight.T, "dx": dy @ weight, "dW": np.einsum("bso,bsi->oi", dy, x)}
+    row["on_cpu"] = {key: relative_error(found[key], on_cpu[key]) for key in found}
+    row["worst_on_cpu"] = max(row["on_cpu"].values())
+    for (key, wanted), most in zip(plain.items(), ROUNDING[name]):
+        row[key] = relative_error(found[key], wanted)
+        if not 0.0 < row[key] <= most:
+            row.setdefault("error", f"wrong: {key} is off by {row[key]:.1e} from no rounding, allowed is {most}")
+    if not row["worst_on_cpu"] <= ON_CPU:
+        row.setdefault("error", f"wrong: the card and a CPU differ by {row['worst_on_cpu']:.1e}, allowed is {ON_CPU}")
+    return row
+
+
+def losses(recipe: str, smoke: bool) -> Row:
+    """Mean loss of the last steps beside that of bfloat16, from the same weights on the same data."""
+    means = {name: last_loss(name, smoke) for name in (recipe, "bf16")}
+    difference = means[recipe] / means["bf16"] - 1
+    row: Row = {"loss": means[recipe], "loss_bf16": means["bf16"], "difference": difference}
+    if not abs(difference) <= LOSS_TOLERANCE[recipe]:
+        row["error"] = f"wrong: the loss is {difference:+.2%} off bfloat16's, allowed is {LOSS_TOLERANCE[recipe]:.0%}"
+    return row
+
+
+def last_loss(recipe: str, smoke: bool) -> float:
+    """Mean over seeds and the last LAST of STEPS LoRA steps of a small model on random words, new ones each step."""
+    optim, precision = models.Optim(learning_rate=RATE), models.Precision(recipe=recipe)
+    model = models.training(CONFIGS["tiny" if smoke else "small"], optim=optim, precision=precision)
+    step = jax.jit(model.step, donate_argnums=0, compiler_options=compiler_options())
+    found = []
+    for seed in range(1 if smoke else SEEDS):
+        rng = np.random.default_rng(seed)
+        trained, frozen = model.values()
+        state = model.state(trained)
+        for number in range(STEPS):
+            state, metrics = step(state, frozen, models.batch(rng.integers(0, WORDS, (1, 4, 64 if smoke else 512))))
+            if number >= STEPS - LAST:
+                found.append(metrics["loss"].item())
+    return float(np.mean(found))

@@ -20,6 +20,7 @@ from jaxtune.optim.build import Optimizer, Trained, build
 from jaxtune.parallel.layout import AXES, TOKENS
 from jaxtune.precision.matmul import abstract_operands, make_operands
 from jaxtune.precision.recipes import Recipe, linears_of, numbers_of, recipe_of
+from jaxtune.quant import Format
 from jaxtune.step import Batch, Gradients, State, accumulated_gradients, initial_state, make_train_step
 
 # The schema without the package around it, whose loading of recipes needs more than a bare GPU machine has.
@@ -83,26 +84,27 @@ def training(
     }
 
     def values() -> tuple[dict, dict]:
-        few_bits = {
-            name: p for name, p in declared.items() if not p.trained and (p.quantized or (p.low_precision and lora))
-        }
+        few_bits = {name: p for name, p in declared.items() if not p.trained and (p.quantized or p.low_precision)}
         made = parameters.randomize({name: p for name, p in declared.items() if name not in few_bits}, dtypes, 0)
         trained = {name: made.pop(name) for name in named}
-        return trained, made | random_in_few_bits(few_bits, quant, recipe)
+        return trained, made | random_in_few_bits(few_bits, None if quant is None else format_named(quant), recipe)
 
     return Training(
         abstract, optimizer, gradients, step, lambda trained: initial_state(optimizer, trained, recipe), values
     )
 
 
-def random_in_few_bits(stacks: dict[str, parameters.Parameter], quant: str | None, recipe: Recipe) -> dict[str, Any]:
-    """Random frozen matrices, in a format or as operands; only one of them at a time exists as it was before."""
-    if not stacks:
-        return {}
-    format, numbers = quant and format_named(quant), recipe.linears and recipe.linears.numbers
+def random_in_few_bits(
+    stacks: dict[str, parameters.Parameter], format: Format | None, recipe: Recipe
+) -> dict[str, Any]:
+    """Random frozen matrices in a format, else operands of the recipe; one at a time exists as it was before."""
+    linears = recipe.linears
 
-    def stored(weight: jax.Array, axes: tuple) -> Any:
-        return format.quantize(weight) if format else make_operands(weight, numbers, axes)
+    def stored(weight: jax.Array, axes: tuple[str | None, ...]) -> Any:
+        if format is not None:
+            return format.quantize(weight)
+        assert linears is not None
+        return make_operands(weight, linears.numbers, axes)
 
     def matrices(parameter: parameters.Parameter, key: jax.Array) -> Any:
         def one(key: jax.Array) -> Any:
@@ -116,14 +118,14 @@ def random_in_few_bits(stacks: dict[str, parameters.Parameter], quant: str | Non
         return {name: matrices(parameter, key) for (name, parameter), key in zip(stacks.items(), keys)}
 
     def abstract(p: parameters.Parameter) -> Any:
-        arguments = p.shape, recipe.dtype, p.axes
-        return format.abstract(*arguments) if format else abstract_operands(numbers, *arguments)
+        if format is not None:
+            return format.abstract(p.shape, recipe.dtype, p.axes)
+        assert linears is not None
+        return abstract_operands(linears.numbers, p.shape, recipe.dtype, p.axes)
 
     places = {name: jax.tree.map(lambda leaf: leaf.sharding, abstract(p)) for name, p in stacks.items()}
     made = jax.jit(make_all, out_shardings=places)()
-    if recipe.linears is None:
-        return made
-    return {name: recipe.linears.frozen(weight) for name, weight in made.items()}
+    return made if linears is None else {name: linears.frozen(weight) for name, weight in made.items()}
 
 
 def batch(tokens: np.ndarray, documents: list[tuple[int, ...]] | None = None) -> Batch:

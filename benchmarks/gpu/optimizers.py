@@ -22,8 +22,9 @@ from jaxtune.optim.build import Step
 from pallas_kernels.gpus import GPUS
 
 NAMES = ("adamw_8bit", "adamw", "normuon", "muon")
-SIZES, SMOKE_SIZES = ("0.6B", "1.7B"), ("tiny",)
+SIZES = ("0.6B", "1.7B")
 DTYPES = ("bfloat16", "float32")
+SMOKE_CASES = (("adamw_8bit", "tiny", "bfloat16"),)
 ROOM = 0.75  # of the card's memory, for gradients and twice the rest: that of the contender, and of optax
 
 # Parameters and state, which an update gives back changed.
@@ -32,11 +33,10 @@ Held = tuple[Any, Any]
 
 def piece(smoke: bool) -> Piece:
     """Optimizers by models and dtypes of weights."""
+    cases = SMOKE_CASES if smoke else [(name, size, dtype) for size in SIZES for dtype in DTYPES for name in NAMES]
     jobs = [
         Job(name, f"{size}-{dtype}", __name__, {"name": name, "size": size, "dtype": dtype, "smoke": smoke})
-        for size in (SMOKE_SIZES if smoke else SIZES)
-        for dtype in DTYPES
-        for name in NAMES
+        for name, size, dtype in cases
     ]
     columns = (
         ("layers", "layers", "d"),

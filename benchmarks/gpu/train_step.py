@@ -9,6 +9,7 @@ import importlib.util
 import math
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ TARGETS = {  # tokens/s on one H100; where the base is quantized, below 8B, Suro
 }
 SMOKE_SYSTEMS = ("jaxtune", "jaxtune-nf4")
 SMOKE_LENGTH = 32
+REMATS = ("none", "dots", "block")
 RESERVE = 0.02  # of the card's memory, for what the compiler does not count
 PEERS = ("torch", "transformers", "peft")
 
@@ -105,19 +107,21 @@ def measure(contender: str, size: str, smoke: bool) -> Row:
     return target | measure_step(CONFIGS[size], shape(smoke), 2 if smoke else 7, quant=QUANT[contender])
 
 
-def measure_step(config: dict, shape: tuple[int, int, int], steps: int, **options: Any) -> Row:
-    """jaxtune's step with the least rematerialisation that fits the card; `options` of models.training."""
+def measure_step(
+    config: dict, shape: tuple[int, int, int], steps: int, remats: Sequence[str] = REMATS, **options: Any
+) -> Row:
+    """jaxtune's step with the first rematerialisation that fits the card; `options` of models.training."""
     chosen = models.log_choices()
     device = jax.devices()[0]
     jax.set_mesh(models.one_device_mesh(device))
     data = models.batch(np.random.default_rng(0).integers(0, config["vocab_size"], shape))
     state = frozen = None
     tried = {}
-    for remat in ("none", "dots", "block"):
+    for remat in remats:
         built = models.training(config, remat=remat, **options)
         if state is None:
             trained, frozen = built.values()
-            # Donated: what a float32 optimizer has of the parameters is not there twice.
+            # Donated, so that the parameters are not there twice.
             state = jax.jit(built.state, donate_argnums=0)(trained)
             del trained
         begin = time.perf_counter()

@@ -89,7 +89,7 @@ class Train:
     max_bad_steps: int = option(5, "stop after this many non-finite steps in a row", "steps")
     deterministic: bool = option(False, "bit-equal repeats on a GPU too, at some cost in speed")
     freeze: str | None = option(None, "regex over Hugging Face names: parameters that are not trained")
-    z_loss: float = option(0.0, "adds this times log(sum(exp(logits)))^2 to the loss of a token (PaLM, 2022)")
+    z_loss: float = option(0.0, "adds this times log(sum(exp(logits)))^2 to the training loss of a token (PaLM, 2022)")
 
 
 @dataclass(frozen=True)

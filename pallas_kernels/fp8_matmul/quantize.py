@@ -40,7 +40,8 @@ def quantize(x: Float[Array, "m k"], scale: Float[Array, "r c"], dtype: Any = jn
         limits = jnp.finfo(dtype)
         scaled = x.astype(jnp.float32) / spread(scale, x.shape)
         saturated = jnp.clip(scaled, float(limits.min), float(limits.max))
-        # x - x is NaN where x is not finite (minus 0 keeps the sign of -0); a where with a constant would be an array of it in a rematerialised scan.
+        # x - x is NaN where x is not finite, and to subtract 0 keeps the sign of -0. The constant of a where would be
+        # an array in a rematerialised scan.
         return (saturated - (x - x)).astype(dtype)
 
     return without_derivative("quantize", codes)(x, scale)

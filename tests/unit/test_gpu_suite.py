@@ -7,12 +7,23 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from gpu import attention, dequantize, quant_matmul, qwen3, workers  # noqa: E402
+from gpu import (  # noqa: E402
+    attention,
+    dequantize,
+    low_precision_correct,
+    models,
+    optimizers,
+    precision_step,
+    quant_matmul,
+    qwen3,
+    workers,
+)
 
 
 def run(*command: object) -> subprocess.CompletedProcess:
@@ -38,6 +49,9 @@ FIGURES = {
     "dequantize": ("triton", {"largest_error", "bytes", "microseconds", "gb_per_second"}),
     "quant_matmul": ("fused", {"forward_error", "forward_microseconds", "dx_over_peer", "rows", "weight"}),
     "fp8_matmul": ("xla", {"largest_error", "product_microseconds", "product_tflops", "quantized_speedup"}),
+    "low_precision_correct": ("products", {"y", "dx", "dW", "on_cpu", "worst_on_cpu", "native"}),
+    "optimizers": ("adamw_8bit", {"milliseconds", "over_optax", "state_bytes_per_parameter", "gb_per_second"}),
+    "precision_step": ("lora-fp8", {"seconds", "tokens_per_second", "tokens_per_step", "peak_gb", "remat", "losses"}),
     "train_step": ("jaxtune", {"seconds", "tokens_per_second", "flops_per_token", "peak_gb", "remat", "losses"}),
 }
 
@@ -98,6 +112,58 @@ def test_the_crossover_is_where_the_fused_kernel_stops_to_win():
     assert quant_matmul.crossovers({}) == {}
 
 
+def test_wrong_products_and_a_loss_that_drifts_are_errors(monkeypatch):
+    def swapped(x, weight, axis, noise):
+        return matmul(x[::-1], weight, axis, noise)
+
+    matmul = low_precision_correct.matmul
+    monkeypatch.setattr(low_precision_correct, "matmul", swapped)
+    row = low_precision_correct.measure("products", "fp8", smoke=True)
+    assert row["error"].startswith("wrong: y is off by")
+    monkeypatch.setattr(low_precision_correct, "last_loss", lambda recipe, _: 2.0 if recipe == "bf16" else 2.03)
+    assert low_precision_correct.measure("loss", "fp8_hybrid", smoke=True)["error"].startswith(
+        "wrong: the loss is +1.5"
+    )
+    assert "error" not in low_precision_correct.measure("loss", "nvfp4", smoke=True)
+
+
+def test_steps_are_compared_with_those_of_their_peer():
+    seconds = {
+        "lora-fp8/8B": 2.0,
+        "lora-bf16/8B": 3.0,
+        "normuon/0.6B-x1": 1.2,
+        "adamw/0.6B-x1": 1.0,
+        "whole-fp8/0.6B": 1,
+    }
+    rows = {name: {"seconds": second, "tokens_per_second": 6 / second} for name, second in seconds.items()}
+    rows["whole-bf16/0.6B"] = {"error": "out of memory"}
+    assert precision_step.compared(rows) == {
+        "lora-fp8/8B: tokens/s over bfloat16's": 1.5,
+        "normuon/0.6B-x1: time over AdamW's, at most 1.15 is wanted": 1.2,
+    }
+
+
+def test_what_others_published_stands_beside_what_is_measured(monkeypatch):
+    jobs = {job.name: job for job in precision_step.piece(smoke=False).jobs}
+    measured = []
+
+    def measure_step(config, shape, steps, remats, **options):
+        measured.append((shape, options))
+        return {"seconds": 2.0, "tokens_per_second": 5.0}
+
+    monkeypatch.setattr(precision_step, "measure_step", measure_step)
+    for contender, figures in precision_step.PUBLISHED.items():
+        for size, published in figures.items():
+            row = precision_step.measure(**jobs[f"{contender}/{size}"].arguments)
+            assert (row["published"], row["tokens_per_second"]) == (published, 5.0)
+            shape, options = measured[-1]
+            assert options["lora"] == contender.startswith("lora") and shape[-1] == (2048 if options["lora"] else 1024)
+            assert options["precision"].recipe == ("fp8_hybrid" if contender.endswith("fp8") else "bf16")
+    row = precision_step.measure(**jobs["normuon/0.6B-x8"].arguments)
+    assert "published" not in row and row["tokens_per_step"] == 8 * 8 * 1024
+    assert measured[-1][1]["optim"].name == "normuon"
+
+
 def test_without_a_gpu_nothing_is_measured():
     for command in (["benchmarks/gpu_suite.py"], ["-m", "pallas_kernels.tune", "flash_attention"]):
         process = run(*command)
@@ -153,3 +219,22 @@ def test_sizes_of_qwen3():
     assert round(qwen3.matrix_parameters(qwen3.CONFIGS["8B"]) / 1e9, 2) == 7.57  # 8.19 less the embedding's 0.62
     assert round(qwen3.adapter_parameters(qwen3.CONFIGS["8B"]) / 1e6, 1) == 43.6
     assert round(qwen3.adapter_parameters(qwen3.CONFIGS["0.6B"]) / 1e6, 1) == 10.1
+    for size, billions in {"0.5B": 0.49, "1.5B": 1.54, "7B": 7.07}.items():  # 7.62 less the embedding's 0.54
+        assert round(qwen3.matrix_parameters(qwen3.CONFIGS[f"Qwen2.5-{size}"]) / 1e9, 2) == billions
+
+
+def test_an_update_moves_gradients_once_and_parameters_and_state_twice(monkeypatch):
+    monkeypatch.setattr(optimizers, "seconds_per_call", lambda *_: {"own": 1e-3, "optax": 2e-3})
+    row = optimizers.measure("adamw", "tiny", "float32", smoke=True)
+    assert row["bytes_per_parameter"] == pytest.approx(4 + 2 * (4 + 8), rel=1e-5)  # and a counter
+    assert row["gb_per_second"] == pytest.approx(row["parameters"] * row["bytes_per_parameter"] / 1e6)
+    assert row["over_optax"] == 0.5
+
+
+@pytest.mark.parametrize("size", ["0.6B", "1.7B"])
+def test_the_8_bit_optimizer_keeps_two_bytes_a_weight_of_a_real_model(size, monkeypatch, one_device):
+    optim = models.Optim(name="adamw_8bit")
+    built = models.training(qwen3.CONFIGS[size], lora=False, optim=optim)
+    state = jax.eval_shape(built.optimizer.init, built.trained)
+    count = sum(leaf.size for leaf in jax.tree.leaves(built.trained))
+    assert 2 < optimizers.size_of(state) / count <= 2.05

@@ -12,8 +12,9 @@ from jaxtune.errors import UserError
 from jaxtune.models.mark import selected
 from jaxtune.models.parameters import declare, randomize
 from jaxtune.models.spec import Layer, ModelSpec, Rope
-from jaxtune.precision.recipes import linears_of, recipe_of
+from jaxtune.precision.recipes import check_device, linears_of, recipe_of
 from jaxtune.step import accumulated_gradients
+from pallas_kernels.gpus import GPUS, Device
 
 SPEC = ModelSpec(
     family="qwen3",
@@ -97,7 +98,6 @@ def test_the_numbers_are_those_asked_for(one_device, recipe, section, name, valu
     ],
 )
 def test_what_is_left_out_of_few_bits(options, left_out):
-
     every = selected(SPEC, Precision("fp8_hybrid"), "precision")
     assert len(every) == 3 * 7
     expected = {name for name in every if not re.search(left_out, name)}
@@ -126,3 +126,13 @@ def test_gradients_are_summed_in_gradient_dtype(one_device):
     assert exact.dtype == "float32" and rounded.dtype == "bfloat16"
     np.testing.assert_allclose(exact, 1.0, rtol=1e-6)
     np.testing.assert_allclose(rounded.astype("float32"), 1.0, rtol=2**-7)
+
+
+def test_a_recipe_says_where_it_cannot_run_or_is_emulated():
+    a100, h100, b200 = (Device("gpu", GPUS[name].kind, GPUS[name].capability) for name in ("a100", "h100", "b200"))
+    cpu = Device("cpu", "cpu", None)
+    with pytest.raises(UserError, match=r"A100.*has no FP8 units.*use precision.recipe='bf16'"):
+        check_device("fp8_hybrid", a100)
+    assert check_device("fp8_hybrid", h100) is check_device("nvfp4", b200) is check_device("bf16", a100) is None
+    for recipe, device in (("fp8_hybrid", cpu), ("nvfp4", cpu), ("nvfp4", h100)):
+        assert "is emulated on" in str(check_device(recipe, device))

@@ -1,0 +1,55 @@
+"""Whole steps of an 8B model in FP8 and with 8-bit AdamW, for an H100 that is not there; the README's table of them."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not installed")
+
+from compiled_steps import SIZES, compiled_step
+
+README = Path(__file__).parents[2] / "README.md"
+# recipe, memory.remat, rows of 2048 tokens, most gigabytes
+STEPS = [
+    ("qwen_fp8", "none", 2, 34.0),
+    pytest.param("qwen_fp8", "block", 2, 22.0, marks=pytest.mark.slow),
+    ("qwen_full_8bit", "block", 1, 60.0),
+    pytest.param("qwen_full_8bit", "block", 8, 66.0, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("recipe", "remat", "rows", "most"), STEPS)
+def test_memory_is_within_the_bound_and_in_the_readme(recipe, remat, rows, most):
+    memory = compiled_step(recipe, "8B", remat, rows=rows).memory
+    peak = memory.peak / 1e9
+    row = f"| `{recipe}` | {rows} x 2048 | {remat} | {memory.arguments / 1e9:.1f} | {peak:.1f} |"
+    print(row)
+    assert peak <= most
+    found = re.search(re.escape(row.rsplit("|", 3)[0]) + r"\| ([\d.]+) \| ([\d.]+) \|", README.read_text())
+    assert found, f"the README has no row {row}"
+    assert abs(float(found[2]) - peak) <= 0.05 * peak, (found[0], row)
+
+
+def test_every_product_of_a_frozen_weight_is_an_fp8_call_and_no_weight_is_copied():
+    """Seven linears forward and backward; what is not FP8 are the adapters and the head."""
+    compiled = compiled_step("qwen_fp8", "8B", "none", rows=3)  # 6144 tokens, unlike any side of a weight
+    assert compiled.custom_calls["__cublas$lt$matmul$f8"] == 14
+    hidden, layers, intermediate, _ = SIZES["8B"]
+    weights = {(a, b) for a in (1024, hidden, intermediate) for b in (1024, hidden, intermediate) if hidden in (a, b)}
+    made: dict[str, int] = {}
+    pattern = r"= ([a-z]+\d+\w*)\[(?:\d+,)?(\d+),(\d+)\]\{[\d,]*\} (?:copy|transpose|convert|fusion)\("
+    for dtype, rows, columns in re.findall(pattern, compiled.hlo):
+        if (int(rows), int(columns)) in weights:
+            made[dtype] = made.get(dtype, 0) + 1
+    # A slice of the stack for each product, in a fusion that holds its copy: nothing in another type or orientation.
+    assert made == {"u8": 28}
+    assert not re.search(r" transpose\(%?\w*(u8|f8)", compiled.hlo)
+
+
+def test_the_8_bit_update_holds_no_moments_of_all_layers_in_float32():
+    memory = compiled_step("qwen_full_8bit", "8B", "block", rows=1).memory
+    weights = 8.19e9
+    assert memory.arguments <= (2 + 2.05) * weights
+    # Weights, gradients, moments in 8 bits; activations, and an embedding and a head in float32, take less than a byte.
+    assert memory.peak <= (2 + 2 + 2.05 + 1) * weights
