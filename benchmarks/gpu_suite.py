@@ -2,13 +2,13 @@
 
     python benchmarks/gpu_suite.py                                   # 9 minutes; benchmarks/results/<device>.json
     python benchmarks/gpu_suite.py --only train_step                 # 9 more for that piece, added to the same file
-    python benchmarks/gpu_suite.py --only precision_step             # most of all needs a call, or two, of its own
     python benchmarks/gpu_suite.py --only attention,train_step/jaxtune/8B --out found.json
     python benchmarks/gpu_suite.py --smoke                           # every part, tiny, on a CPU; measures nothing
 
 Pieces: correctness, correct_step, low_precision_correct, attention, loss, dequantize, quant_matmul, fp8_matmul,
 optimizers, train_step, precision_step. `--only` takes any of them, or a part of one as piece/contender/case. Each has a
-share of the time and measures what tells most first.
+share of the time and measures what tells most first. precision_step is to have a run or two of its own; a part of a
+piece replaces the whole in the file, so the second takes another --out.
 A job that fails, crashes or hangs is kept with its error and the rest goes on; one that a kernel refuses is kept with
 the reason. The exit status is 1 if any failed or found no time.
 Peers (torch, transformers + peft, bitsandbytes, tokamax) are measured in the same run where they are installed.

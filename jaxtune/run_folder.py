@@ -16,6 +16,7 @@ from jaxtune.config.schema import Config
 from jaxtune.data import Counts
 from jaxtune.errors import UserError
 from jaxtune.models.decoder import Parameters
+from jaxtune.optim.adamw_8bit import undivided_blocks
 from jaxtune.optim.build import Optimizer, build
 from jaxtune.parallel import multihost
 from jaxtune.parallel.layout import P
@@ -81,7 +82,11 @@ def run_folder(config: Config) -> RunFolder:
 
 
 def optimizer_of(model: Model, config: Config) -> Optimizer:
-    """The optimizer of what is trained."""
+    """The optimizer of what is trained. Raises UserError where the mesh would split a block of its state."""
+    if config.optim.name == "adamw_8bit":
+        trained = {name: model.parameters[name] for name in model.trained}
+        if complaints := undivided_blocks(trained, jax.sharding.get_mesh()):
+            raise UserError("\n  ".join(["the mesh does not divide the optimizer's state:", *complaints]))
     products = jnp.float32 if config.precision.recipe == "fp32" else jnp.bfloat16
     return build(config.optim, trained_of(model), len(model.spec.layers), products)
 

@@ -23,7 +23,6 @@ from jaxtune.models.mark import mark, selected, undivided_blocks
 from jaxtune.models.parameters import Parameter, declare, randomize, undivided
 from jaxtune.models.spec import ModelSpec
 from jaxtune.monitor.throughput import Work
-from jaxtune.optim.adamw_8bit import undivided_blocks as undivided_moments
 from jaxtune.optim.build import Trained
 from jaxtune.parallel.layout import RULES
 from jaxtune.precision.linears import Linears
@@ -97,8 +96,9 @@ class Model:
         return self.formats[name].abstract(parameter.shape, self.dtypes[name], parameter.axes)
 
     def operands_of(self, name: str) -> Numbers | None:
-        """The numbers of a frozen weight under adapters that multiplies in few bits: it is quantized once, and stored
-        as the operands of its products unless it is quantized for less memory already; None for the others.
+        """How a frozen weight under adapters multiplies in few bits; None for any other.
+
+        Such a weight is quantized once and stored as the operands of its products, unless it has a format already.
         """
         if self.linears is None or self.spec.adapter is None or name not in self.linears.parameters:
             return None
@@ -143,14 +143,14 @@ def declare_model(config: Config, mesh: jax.sharding.Mesh, train: bool = True, l
     options = scheme.options if scheme is not None else config.quant
     formats = {name: format_of(options, p.local) for name, p in parameters.items() if p.quantized}
     _refuse_misfits(spec, parameters, formats, f"quant.format={config.quant.format!r}", "quant", config.quant.exclude)
-    linears = linears_of(config.precision, parameters)
+    complaints = undivided(spec, parameters, mesh)
+    complaints += undivided_blocks(parameters, formats, mesh, "a smaller quant.block_size")
+    linears = linears_of(config.precision, parameters) if low_precision else None
     if linears is not None:
         numbers = dict.fromkeys(linears.parameters, linears.numbers)
         recipe = f"precision.recipe={config.precision.recipe!r}"
         _refuse_misfits(spec, parameters, numbers, recipe, "precision", config.precision.exclude)
-    complaints = undivided(spec, parameters, mesh) + undivided_blocks(parameters, formats, mesh)
-    if config.optim.name == "adamw_8bit":
-        complaints += undivided_moments({name: p for name, p in parameters.items() if p.trained}, mesh)
+        complaints += undivided_blocks(parameters, numbers, mesh, "another precision.recipe")
     if complaints:
         raise UserError("\n  ".join(["the mesh does not divide the model:", *complaints]))
 
@@ -160,7 +160,7 @@ def declare_model(config: Config, mesh: jax.sharding.Mesh, train: bool = True, l
         return jnp.dtype(config.precision.master_dtype if train and parameter.trained else config.model.dtype)
 
     dtypes = {name: dtype(p) for name, p in parameters.items()}
-    return Model(folder, spec, graph, parameters, dtypes, formats, linears if low_precision else None, scheme)
+    return Model(folder, spec, graph, parameters, dtypes, formats, linears, scheme)
 
 
 def _refuse_scheme(folder: Path, scheme: hf.Scheme, spec: ModelSpec, config: Config, train: bool) -> None:

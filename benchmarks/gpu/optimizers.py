@@ -24,7 +24,7 @@ from pallas_kernels.gpus import GPUS
 NAMES = ("adamw_8bit", "adamw", "normuon", "muon")
 SIZES = ("0.6B", "1.7B")
 DTYPES = ("bfloat16", "float32")
-SMOKE_CASES = (("adamw_8bit", "tiny", "bfloat16"),)
+SMOKE_CASES = (("adamw_8bit", "tiny", "float32"),)
 ROOM = 0.75  # of the card's memory, for gradients and twice the rest: that of the contender, and of optax
 
 # Parameters and state, which an update gives back changed.
@@ -49,7 +49,7 @@ def piece(smoke: bool) -> Piece:
     )
     title = "an update of all parameters, in turns with optax's AdamW; time over optax's"
     environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93"}
-    return Piece("optimizers", title, jobs, columns, 0.06, 60, environment, fresh=True)
+    return Piece("optimizers", title, jobs, columns, 0.04, 60, environment, fresh=True)
 
 
 def measure(name: str, size: str, dtype: str, smoke: bool) -> Row:
@@ -71,7 +71,8 @@ def measure(name: str, size: str, dtype: str, smoke: bool) -> Row:
     else:
         return {"refused": f"one layer of {size} does not fit {room / 1e9:.0f} GB"}
 
-    gradients = random_gradients(built.values()[0])
+    parameters = built.values()[0]
+    gradients = random_gradients(parameters)
 
     def by_jaxtune(gradients: Any, held: Held) -> Held:
         now, state = held
@@ -84,8 +85,8 @@ def measure(name: str, size: str, dtype: str, smoke: bool) -> Row:
         return optax.apply_updates(now, changes), state
 
     calls = {
-        "own": in_place(by_jaxtune, gradients, built.values()[0], built.optimizer.init),
-        "optax": in_place(by_optax, gradients, built.values()[0], reference.init),
+        "own": in_place(by_jaxtune, gradients, jax.tree.map(jnp.copy, parameters), built.optimizer.init),
+        "optax": in_place(by_optax, gradients, parameters, reference.init),
     }
     seconds = seconds_per_call(calls, *((2, 0.0) if smoke else (7, 0.1)))
     count = sum(leaf.size for leaf in jax.tree.leaves(gradients))

@@ -12,6 +12,7 @@ from jaxtune.models.parameters import Parameter
 from jaxtune.models.selection import select
 from jaxtune.models.spec import ModelSpec
 from jaxtune.parallel.layout import spec as layout_spec
+from jaxtune.precision.matmul import Numbers
 from jaxtune.quant import Format
 
 if TYPE_CHECKING:
@@ -51,9 +52,9 @@ def mark(spec: ModelSpec, names: Iterable[str], field: Literal["quantized", "low
 
 
 def undivided_blocks(
-    parameters: Mapping[str, Parameter], formats: Mapping[str, Format], mesh: jax.sharding.Mesh
+    parameters: Mapping[str, Parameter], formats: Mapping[str, Format | Numbers], mesh: jax.sharding.Mesh, remedy: str
 ) -> list[str]:
-    """Complaints about scales that the mesh does not divide: a block is never split."""
+    """Complaints about blocks that the mesh does not divide, none of which is ever split, and what else would help."""
     complaints = set()
     for name, format in formats.items():
         parameter = parameters[name]
@@ -65,6 +66,6 @@ def undivided_blocks(
                 fits = [n for n in range(1, mesh.size + 1) if blocks % n == 0]
                 complaints.add(
                     f"mesh.{axis}={mesh.shape[axis]} does not divide {axis_name}={size} in blocks of {elements}; these "
-                    f"would: {fits} (mesh.data takes the rest); or a smaller quant.block_size"
+                    f"would: {fits} (mesh.data takes the rest); or {remedy}"
                 )
     return sorted(complaints)

@@ -35,7 +35,7 @@ def test_every_product_of_a_frozen_weight_is_an_fp8_call_and_no_weight_is_copied
     """Seven linears forward and backward; what is not FP8 are the adapters and the head."""
     compiled = compiled_step("qwen_fp8", "8B", "none", rows=3)  # 6144 tokens, unlike any side of a weight
     assert compiled.custom_calls["__cublas$lt$matmul$f8"] == 14
-    hidden, layers, intermediate, _ = SIZES["8B"]
+    hidden, _, intermediate, _ = SIZES["8B"]
     weights = {(a, b) for a in (1024, hidden, intermediate) for b in (1024, hidden, intermediate) if hidden in (a, b)}
     made: dict[str, int] = {}
     pattern = r"= ([a-z]+\d+\w*)\[(?:\d+,)?(\d+),(\d+)\]\{[\d,]*\} (?:copy|transpose|convert|fusion)\("
