@@ -1,7 +1,7 @@
 """LoRA of a Qwen3 model on instructions, its linears multiplied in NVFP4; one GPU.
 
-e2m1 with an e4m3 scale each 16, gradients rounded stochastically, as NVIDIA trains (arXiv:2509.25149). The arithmetic
-is emulated in bfloat16: this shows what NVFP4 does to a loss, it makes no step faster.
+e2m1 with an e4m3 scale each 16, gradients rounded stochastically, as NVIDIA trains (arXiv:2509.25149). A B200
+multiplies such numbers; other cards emulate them in bfloat16, which shows what NVFP4 does to a loss and saves no time.
 
     python -m jaxtune.train --config=configs/qwen_nvfp4.py
     python -m jaxtune.train --config=configs/qwen_nvfp4.py:PATH_OR_HUB_ID --config.data.datasets[0].path=my.jsonl

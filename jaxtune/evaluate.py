@@ -4,6 +4,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import jax
@@ -17,7 +18,7 @@ from jaxtune.models.decoder import Parameters
 from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.parallel.layout import TOKENS
 from jaxtune.parallel.mesh import data_shards, make_mesh
-from jaxtune.run_folder import RunFolder, open_run
+from jaxtune.run_folder import RunFolder, differences, open_run
 from jaxtune.state import Model, recipe_of_run
 from jaxtune.step import make_eval_step
 
@@ -64,9 +65,16 @@ def _main(values: flags.FlagValues, config: Config | None) -> None:
         raise UserError(
             f"the run is of model.path={run.config.model.path}, not {config.model.path}; give its own recipe"
         )
-    for ours, theirs in ((config.quant, run.config.quant), (config.precision, run.config.precision)):
-        if ours != theirs:
-            raise UserError(f"the run is of {theirs}, not {ours}; give its own recipe and options")
+    changed = [
+        f"  {key}: {before!r} then, {after!r} now"
+        for section in ("quant", "precision")
+        for key, before, after in differences(
+            asdict(getattr(run.config, section)), asdict(getattr(config, section)), section
+        )
+        if key not in ("precision.master_dtype", "precision.gradient_dtype")  # of training alone
+    ]
+    if changed:
+        raise UserError("\n".join(["the run was trained with other options:", *changed, "set them back"]))
     if config.data.seq_len > run.model.spec.max_positions:
         raise UserError(
             f"data.seq_len={config.data.seq_len} is more than the model's {run.model.spec.max_positions} positions"

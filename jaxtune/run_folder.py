@@ -2,13 +2,12 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxtune.checkpoint import CheckpointManager, verify_fingerprint
 from jaxtune.config import from_json, to_json
@@ -16,7 +15,7 @@ from jaxtune.config.schema import Config
 from jaxtune.data import Counts
 from jaxtune.errors import UserError
 from jaxtune.models.decoder import Parameters
-from jaxtune.optim.adamw_8bit import undivided_blocks
+from jaxtune.optim.adamw_8bit import undivided_moments
 from jaxtune.optim.build import Optimizer, build
 from jaxtune.parallel import multihost
 from jaxtune.parallel.layout import P
@@ -85,10 +84,10 @@ def optimizer_of(model: Model, config: Config) -> Optimizer:
     """The optimizer of what is trained. Raises UserError where the mesh would split a block of its state."""
     if config.optim.name == "adamw_8bit":
         trained = {name: model.parameters[name] for name in model.trained}
-        if complaints := undivided_blocks(trained, jax.sharding.get_mesh()):
+        if complaints := undivided_moments(trained, jax.sharding.get_mesh()):
             raise UserError("\n  ".join(["the mesh does not divide the optimizer's state:", *complaints]))
-    products = jnp.float32 if config.precision.recipe == "fp32" else jnp.bfloat16
-    return build(config.optim, trained_of(model), len(model.spec.layers), products)
+    dtype = recipe_of_run(config, model).dtype
+    return build(config.optim, trained_of(model), len(model.spec.layers), dtype)
 
 
 def start_of(model: Model, config: Config) -> Callable[[Parameters], State]:
@@ -111,7 +110,7 @@ def abstract_state(model: Model, config: Config, mesh: jax.sharding.Mesh) -> Sta
 def check_unchanged(saved: dict[str, Any], config: Config) -> None:
     """Raise UserError naming each option that a run may not change when it goes on."""
     now = json.loads(to_json(config))
-    changed = [f"  {key}: {before!r} then, {after!r} now" for key, before, after in _differences(saved, now, "")]
+    changed = [f"  {key}: {before!r} then, {after!r} now" for key, before, after in differences(saved, now, "")]
     if changed:
         raise UserError(
             "this run was started with other options, so it cannot go on:\n"
@@ -120,12 +119,13 @@ def check_unchanged(saved: dict[str, Any], config: Config) -> None:
         )
 
 
-def _differences(before: Any, after: Any, key: str):
+def differences(before: Any, after: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
+    """(key, before, after) of each option below a key that a run may not change and that differs."""
     if key in MAY_CHANGE or before == after:
         return
     if isinstance(before, dict) and isinstance(after, dict):
         for name in sorted(before.keys() | after.keys()):
-            yield from _differences(before.get(name), after.get(name), f"{key}.{name}" if key else name)
+            yield from differences(before.get(name), after.get(name), f"{key}.{name}" if key else name)
     else:
         yield key, before, after
 

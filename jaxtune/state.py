@@ -26,7 +26,7 @@ from jaxtune.monitor.throughput import Work
 from jaxtune.optim.build import Trained
 from jaxtune.parallel.layout import RULES
 from jaxtune.precision.linears import Linears
-from jaxtune.precision.matmul import Numbers, abstract_operands, make_operands
+from jaxtune.precision.operands import Numbers, abstract_operands, make_operands
 from jaxtune.precision.recipes import Recipe, linears_of, numbers_of, recipe_of
 from jaxtune.quant import Format, QuantizedArray, format_of
 from jaxtune.quant.format import quantized
@@ -144,13 +144,13 @@ def declare_model(config: Config, mesh: jax.sharding.Mesh, train: bool = True, l
     formats = {name: format_of(options, p.local) for name, p in parameters.items() if p.quantized}
     _refuse_misfits(spec, parameters, formats, f"quant.format={config.quant.format!r}", "quant", config.quant.exclude)
     complaints = undivided(spec, parameters, mesh)
-    complaints += undivided_blocks(parameters, formats, mesh, "a smaller quant.block_size")
+    complaints += undivided_blocks(parameters, formats, mesh, "choose a smaller quant.block_size")
     linears = linears_of(config.precision, parameters) if low_precision else None
     if linears is not None:
         numbers = dict.fromkeys(linears.parameters, linears.numbers)
         recipe = f"precision.recipe={config.precision.recipe!r}"
         _refuse_misfits(spec, parameters, numbers, recipe, "precision", config.precision.exclude)
-        complaints += undivided_blocks(parameters, numbers, mesh, "another precision.recipe")
+        complaints += undivided_blocks(parameters, numbers, mesh, "leave them out with precision.exclude")
     if complaints:
         raise UserError("\n  ".join(["the mesh does not divide the model:", *complaints]))
 

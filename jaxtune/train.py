@@ -90,7 +90,13 @@ def train(config: Config) -> None:
             return
 
     # ---- step: compiled before a weight is read, so that its memory is known ----
-    if warmup_steps(config.optim, total_steps) + config.optim.cooldown_steps > total_steps:
+    warmup, decayed = warmup_steps(config.optim, total_steps), config.optim.decay_ratio * total_steps
+    if config.optim.decay_ratio < 1 and warmup >= decayed:
+        raise UserError(
+            f"optim.decay_ratio={config.optim.decay_ratio} of {total_steps} steps is over before warm-up is, after "
+            f"{warmup} steps: nothing would be trained; shorten optim.warmup_steps, or train longer"
+        )
+    if warmup + config.optim.cooldown_steps > total_steps:
         log.warning("optim.warmup_steps and optim.cooldown_steps are more than the %d steps of the run", total_steps)
     step, (abstract, abstract_frozen, batch) = step_of(config, model, mesh, total_steps)
     with goodput.measure("compile"):

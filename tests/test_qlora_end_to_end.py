@@ -57,7 +57,7 @@ def test_trains_is_killed_resumes_exactly_exports_and_loads(home, one_device, fo
     assert abs(float(evaluated.split("eval_loss ")[1].split()[0]) - expected) <= 1e-5
     other = "int8" if format != "int8" else "nf4"
     refused = run("jaxtune.evaluate", f"--run={killed}", *command(home, other, "other")[1:], code=2)
-    assert f"format='{format}'" in refused
+    assert f"quant.format: '{format}' then, '{other}' now" in refused
     # A device too many for whole blocks is left out.
     run("jaxtune.export", f"--run={killed}", f"--output={home / format}-four", "--merge", devices=4)
     run("jaxtune.generate", f"--model={killed}", "--prompt=say 3", "--chat", "--max_new_tokens=4")

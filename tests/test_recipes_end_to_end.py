@@ -111,6 +111,12 @@ def test_a_model_that_is_not_there_is_said_without_a_traceback(home):
     assert "modle" in output and "model" in output and "Traceback" not in output
 
 
+def test_a_decay_that_ends_before_warm_up_is_refused(home):
+    options = {"optim.schedule": "linear", "optim.warmup_ratio": 0.0, "optim.warmup_steps": 5, "optim.decay_ratio": 0.5}
+    output = run(*recipe_command(home, "qwen_lora.py", "decayed", **options), code=2)
+    assert "optim.decay_ratio=0.5 of 8 steps is over before warm-up is" in output and "Traceback" not in output
+
+
 def test_a_typo_is_answered_with_the_nearest_option(home):
     output = run(*recipe_command(home, "qwen_lora.py", "typo"), "--config.optim.lerning_rate=1", code=2)
     assert "optim.learning_rate" in output and "Traceback" not in output

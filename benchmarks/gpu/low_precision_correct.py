@@ -22,8 +22,8 @@ from jaxtune.precision.nvfp4 import Nvfp4Numbers
 from pallas_kernels.gpus import current_device
 
 NUMBERS = {
-    "fp8": Fp8Numbers(hadamard=False),
-    "fp8-hadamard": Fp8Numbers(hadamard=True),
+    "fp8": Fp8Numbers(hadamard=False, online=False),
+    "fp8-hadamard": Fp8Numbers(hadamard=True, online=False),
     # Gradients to nearest, so that two devices round alike.
     "nvfp4": Nvfp4Numbers(stochastic_rounding=False, hadamard=True, four_over_six=True),
 }

@@ -18,7 +18,7 @@ from jaxtune.models.mark import mark, selected
 from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.optim.build import Optimizer, Trained, build
 from jaxtune.parallel.layout import AXES, TOKENS
-from jaxtune.precision.matmul import abstract_operands, make_operands
+from jaxtune.precision.operands import abstract_operands, make_operands
 from jaxtune.precision.recipes import Recipe, linears_of, numbers_of, recipe_of
 from jaxtune.quant import Format
 from jaxtune.step import Batch, Gradients, State, accumulated_gradients, initial_state, make_train_step

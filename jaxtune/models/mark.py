@@ -12,7 +12,7 @@ from jaxtune.models.parameters import Parameter
 from jaxtune.models.selection import select
 from jaxtune.models.spec import ModelSpec
 from jaxtune.parallel.layout import spec as layout_spec
-from jaxtune.precision.matmul import Numbers
+from jaxtune.precision.operands import Numbers
 from jaxtune.quant import Format
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ def selected(spec: ModelSpec, options: "Quant | Precision", section: str) -> set
         raise UserError(
             f"{section} is left with no linear to quantize: {section}.skip_first_layers={options.skip_first_layers}, "
             f"{section}.skip_last_layers={options.skip_last_layers} of {len(spec.layers)} layers, "
-            f"{section}.exclude={options.exclude!r}"
+            f"{section}.exclude={options.exclude!r}; leave some in, or quantize none: "
+            f"{'quant.format=None' if section == 'quant' else 'precision.recipe=bf16'}"
         )
     return chosen
 
@@ -62,7 +63,8 @@ def undivided_blocks(
         for axis_name, size, elements in zip(parameter.axes[-2:], parameter.shape[-2:], block):
             (axis,) = layout_spec(axis_name)
             blocks = size // elements
-            if isinstance(axis, str) and blocks > 1 and blocks % mesh.shape[axis]:
+            # One block of a stored format can be split, its scale is on every device; that of a product cannot.
+            if isinstance(axis, str) and blocks % mesh.shape[axis] and (blocks > 1 or isinstance(format, Numbers)):
                 fits = [n for n in range(1, mesh.size + 1) if blocks % n == 0]
                 complaints.add(
                     f"mesh.{axis}={mesh.shape[axis]} does not divide {axis_name}={size} in blocks of {elements}; these "

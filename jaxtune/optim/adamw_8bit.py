@@ -50,9 +50,11 @@ def adamw_8bit(beta1: float, beta2: float, epsilon: float) -> Rule:
     """AdamW for a matrix (o, i) or a vector (n,), with moments in 8 bits or, where `block_of` is None, in float32.
 
     As in bitsandbytes the parameter moves by the new moments before they are rounded. A code is that of the nearest
-    value of the map; bitsandbytes' CUDA kernel takes the one beside it where a mean of gradients would change its sign.
+    value of the map, but a mean of squares that is not 0 never becomes 0: its element would move by mean / epsilon at
+    the next gradient of 0, a thousand steps at once, as embeddings of tokens that a batch lacks do in bitsandbytes.
+    (bitsandbytes' CUDA kernel differs in the code of a mean of gradients whose sign rounding would change.)
 
-    The mesh must not divide a block (see `undivided_blocks`); then nothing crosses devices.
+    The mesh must not divide a block (see `undivided_moments`); then nothing crosses devices.
     """
     adamw = rules.adamw(beta1, beta2, epsilon)
 
@@ -80,7 +82,7 @@ def adamw_8bit(beta1: float, beta2: float, epsilon: float) -> Rule:
     return Rule(init, update, by_layer=True)
 
 
-def undivided_blocks(parameters: Mapping[str, "Parameter"], mesh: jax.sharding.Mesh) -> list[str]:
+def undivided_moments(parameters: Mapping[str, "Parameter"], mesh: jax.sharding.Mesh) -> list[str]:
     """Complaints about blocks of trained parameters that the mesh does not divide: a block is never split."""
     complaints = set()
     for parameter in parameters.values():
@@ -105,6 +107,8 @@ def undivided_blocks(parameters: Mapping[str, "Parameter"], mesh: jax.sharding.M
 def _quantize(name: str, moment: Float[Array, "*shape"], block: Block) -> Moment:
     absmax = block_absmax(in_blocks(moment.reshape(-1, moment.shape[-1]), block))
     codes = encode(moment / _spread(divisors(absmax), block, moment.shape), SIGNED[name])
+    if not SIGNED[name]:
+        codes = jnp.maximum(codes, (moment > 0).astype(codes.dtype))
     return Moment(codes, absmax if moment.ndim == 2 else absmax[0])
 
 

@@ -36,7 +36,7 @@ class Fp8Numbers(Numbers):
     """
 
     hadamard: bool
-    online: bool = True
+    online: bool
     delayed: ClassVar[bool] = True
 
     def operands(self, weight: Float[Array, "o i"]) -> Operands:

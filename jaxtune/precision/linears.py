@@ -9,16 +9,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxtune.precision.matmul import LowPrecision, Operands, make_operands
-from jaxtune.quant.array import QuantizedArray
+from jaxtune.precision.matmul import LowPrecision
+from jaxtune.precision.operands import Operands, make_operands
+from jaxtune.quant.array import QuantizedArray, divisors
 
 if TYPE_CHECKING:
     from jaxtune.models.parameters import Parameter
-    from jaxtune.precision.matmul import Numbers
+    from jaxtune.precision.operands import Numbers
 
 Scales = dict[str, Float[Array, "layers 2"]]
 Amax = dict[str, Float[Array, "layers 2 history"]]
-E4M3_MAX, E5M2_MAX = 448.0, 57344.0
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,12 @@ class Linears:
     def scales(self, amax: Amax, step: Int[Array, ""]) -> Scales:
         """Delayed scales: what the largest magnitude of the history needs to fit; 1 before there is one.
 
-        0 asks for current scaling.
+        In the first online_steps 0, which asks for current scaling.
         """
-        largest = jnp.asarray([E4M3_MAX, E5M2_MAX])
+        most = jnp.asarray([float(jnp.finfo(dtype).max) for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2)])
         scales = {}
         for name, history in amax.items():
-            seen = history.max(axis=-1)
-            scales[name] = jnp.where(seen > 0, seen / largest, 1.0)
+            scales[name] = divisors(history.max(axis=-1) / most)
             if self.online_steps:
                 scales[name] = jnp.where(step < self.online_steps, 0.0, scales[name])
         return scales

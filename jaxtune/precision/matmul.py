@@ -10,14 +10,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxtune.parallel.layout import TOKENS, P, gather
-from jaxtune.precision.operands import Numbers, Operand, Operands, abstract_operands, make_operands, operands_at
+from jaxtune.precision.operands import Numbers, Operands, operands_at
 from jaxtune.quant.array import QuantizedArray
 from pallas_kernels.manual_axes import varying_axes
 
 if TYPE_CHECKING:
     from jaxtune.models.dropout import Noise
-
-__all__ = ["MAXIMA", "LowPrecision", "Numbers", "Operand", "Operands", "abstract_operands", "make_operands", "matmul"]
 
 # What the backward pass wants of the forward one for delayed scales, a number a linear, in policies of jax.checkpoint.
 MAXIMA = "largest magnitudes"
@@ -62,12 +60,12 @@ def matmul(
         weight = LowPrecision(weight.operands, jax.lax.stop_gradient(weight.weight), weight.scales, weight.numbers)
     trained = None
     if isinstance(weight.weight, jax.Array):
-        trained = Trained(jnp.dtype(weight.weight.dtype), jax.typeof(weight.weight).sharding.spec)
+        trained = WeightGradient(jnp.dtype(weight.weight.dtype), jax.typeof(weight.weight).sharding.spec)
     return _matmul(axis, trained, jax.reshard(x, P(*TOKENS, _inner(weight))), weight, noise)
 
 
 @dataclass(frozen=True)
-class Trained:
+class WeightGradient:
     """What the gradient of a weight is like."""
 
     dtype: Any
@@ -79,7 +77,7 @@ def _matmul(axis, trained, x, weight: LowPrecision, noise):
     return _forward(axis, trained, x, weight, noise)[0]
 
 
-def _forward(axis, trained: Trained | None, x, weight: LowPrecision, noise):
+def _forward(axis, trained: WeightGradient | None, x, weight: LowPrecision, noise):
     operand = jax.tree.map(gather, _operands(weight).forward)
     inner = _inner(weight)
 
@@ -95,7 +93,7 @@ def _forward(axis, trained: Trained | None, x, weight: LowPrecision, noise):
     return y, (None if trained is None else x, weight, noise, largest_x)
 
 
-def _backward(axis, trained: Trained | None, residuals, dy):
+def _backward(axis, trained: WeightGradient | None, residuals, dy):
     x, weight, noise, largest_x = residuals
     operands = _operands(weight)
     operand = jax.tree.map(gather, operands.forward if operands.backward is None else operands.backward)
@@ -134,7 +132,7 @@ def _inner(weight: LowPrecision) -> str | None:
     return None if axis == "fsdp" else axis
 
 
-def _summed(gradient: Float[Array, "o i"] | None, trained: Trained | None) -> Float[Array, "..."] | None:
+def _summed(gradient: Float[Array, "o i"] | None, trained: WeightGradient | None) -> Float[Array, "..."] | None:
     """The gradient of the whole batch, each device with its part of the weight."""
     if gradient is None or trained is None:
         return None

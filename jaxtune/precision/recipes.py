@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtune.errors import UserError
 from jaxtune.precision.fp8 import Fp8Numbers
 from jaxtune.precision.linears import Linears
-from jaxtune.precision.matmul import Numbers
 from jaxtune.precision.nvfp4 import Nvfp4Numbers, native
+from jaxtune.precision.operands import Numbers
 from pallas_kernels.gpus import Device
 
 if TYPE_CHECKING:

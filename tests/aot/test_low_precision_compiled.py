@@ -13,14 +13,15 @@ from jaxtune.models.dropout import Noise
 from jaxtune.parallel.layout import sharding
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.precision.fp8 import Fp8Numbers
-from jaxtune.precision.matmul import MAXIMA, LowPrecision, abstract_operands, matmul
+from jaxtune.precision.matmul import MAXIMA, LowPrecision, matmul
 from jaxtune.precision.nvfp4 import Nvfp4Numbers
+from jaxtune.precision.operands import abstract_operands
 from pallas_kernels import aot
 
 # Rows of tokens, as many as no weight has rows or columns; a model's width and its MLP's; layers.
 ROWS, LENGTH, HIDDEN, INTERMEDIATE, LAYERS = 2, 1536, 4096, 12_288, 3
 F8_CALL, NVFP4_CALL, BF16_CALL = "__cublas$lt$matmul$f8", "__cudnn$blockScaledDot", "__cublas$lt$matmul"
-FP8, FP8_ROTATED = Fp8Numbers(hadamard=False), Fp8Numbers(hadamard=True)
+FP8, FP8_ROTATED = Fp8Numbers(hadamard=False, online=False), Fp8Numbers(hadamard=True, online=False)
 NVFP4 = Nvfp4Numbers(stochastic_rounding=True, hadamard=True, four_over_six=True)
 
 

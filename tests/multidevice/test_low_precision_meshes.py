@@ -9,16 +9,19 @@ import pytest
 
 from jaxtune.config.schema import Mesh
 from jaxtune.models.dropout import Noise
+from jaxtune.models.mark import undivided_blocks
+from jaxtune.models.parameters import Parameter
 from jaxtune.parallel.layout import RULES, TOKENS, P, spec
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.precision.fp8 import Fp8Numbers
-from jaxtune.precision.matmul import LowPrecision, abstract_operands, make_operands, matmul
+from jaxtune.precision.matmul import LowPrecision, matmul
 from jaxtune.precision.nvfp4 import Nvfp4Numbers
+from jaxtune.precision.operands import abstract_operands, make_operands
 
 ROWS, LENGTH, LAYERS = 8, 64, 2
 NUMBERS = {
-    "fp8": Fp8Numbers(hadamard=False),
-    "fp8 hadamard": Fp8Numbers(hadamard=True),
+    "fp8": Fp8Numbers(hadamard=False, online=False),
+    "fp8 hadamard": Fp8Numbers(hadamard=True, online=False),
     "nvfp4": Nvfp4Numbers(stochastic_rounding=True, hadamard=True, four_over_six=True),
 }
 MESHES = {"fsdp tensor": Mesh(data=2, fsdp=2, tensor=2), "sequence": Mesh(fsdp=2, sequence=2, tensor=2)}
@@ -120,3 +123,18 @@ def test_a_shard_holds_its_part_of_the_codes():
             if operand is not None:
                 size = operand.codes.size
                 assert np.prod(operand.codes.sharding.shard_shape(operand.codes.shape)) == size // 4
+
+
+def test_a_mesh_that_splits_a_block_of_16_is_refused():
+    """Also the only one: its numbers would be rotated, or scaled, across rows."""
+
+    def parameter(rows, columns):
+        zeros = jax.nn.initializers.zeros
+        axes = ("layers", "kv_heads", "embed")
+        return Parameter((2, rows, columns), axes, zeros, False, "attention.k.weight", (0, 1), True, False, True)
+
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"))
+    for numbers in NUMBERS.values():
+        assert undivided_blocks({"k": parameter(32, 64)}, {"k": numbers}, mesh, "another mesh") == []
+        (complaint,) = undivided_blocks({"k": parameter(16, 64)}, {"k": numbers}, mesh, "another mesh")
+        assert complaint.startswith("mesh.tensor=2 does not divide kv_heads=16 in blocks of 16")

@@ -12,14 +12,15 @@ from jaxtune.parallel.layout import TOKENS, P
 from jaxtune.precision import nvfp4
 from jaxtune.precision.fp8 import Fp8Numbers
 from jaxtune.precision.hadamard import PLAIN, SIGNED, rotated
-from jaxtune.precision.matmul import LowPrecision, abstract_operands, make_operands, matmul
+from jaxtune.precision.matmul import LowPrecision, matmul
 from jaxtune.precision.nvfp4 import Nvfp4Numbers, stochastic_e2m1
+from jaxtune.precision.operands import abstract_operands, make_operands
 from jaxtune.quant import format_of
 
 pytestmark = pytest.mark.usefixtures("one_device")
 ROWS, LENGTH, INNER, OUT = 2, 32, 64, 48
 AXES = ("embed", "rank")
-FP8, FP8_ROTATED = Fp8Numbers(hadamard=False), Fp8Numbers(hadamard=True)
+FP8, FP8_ROTATED = Fp8Numbers(hadamard=False, online=False), Fp8Numbers(hadamard=True, online=False)
 NVFP4 = Nvfp4Numbers(stochastic_rounding=False, hadamard=False, four_over_six=False)
 NVFP4_ALL = Nvfp4Numbers(stochastic_rounding=True, hadamard=True, four_over_six=True)
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -180,13 +181,13 @@ def test_delayed_scales_are_used_and_their_cotangent_is_the_largest_magnitudes(n
 def test_a_delayed_scale_of_zero_stands_for_the_tensor_s_own():
     """The first steps, with a scale for x already and none for dy; only where the numbers say so."""
     x, w, dy = case()
-    scales = jnp.asarray([0.5, 0.0])
-    y, dx, _, maxima = products(x, LowPrecision(None, jnp.asarray(w), scales, FP8), dy)
+    scales, online = jnp.asarray([0.5, 0.0]), Fp8Numbers(hadamard=False, online=True)
+    y, dx, _, maxima = products(x, LowPrecision(None, jnp.asarray(w), scales, online), dy)
     current = products(x, LowPrecision(None, jnp.asarray(w), None, FP8), dy)
     assert np.array_equal(dx, current[1]) and not np.array_equal(y, current[0])
     np.testing.assert_allclose(maxima, [np.abs(x).max(), np.abs(dy).max()])
     given = jnp.asarray([0.5, np.abs(dy).max() / 57344])
-    offline = products(x, LowPrecision(None, jnp.asarray(w), given, Fp8Numbers(hadamard=False, online=False)), dy)
+    offline = products(x, LowPrecision(None, jnp.asarray(w), given, FP8), dy)
     assert np.array_equal(offline[0], y) and np.array_equal(offline[1], dx)
 
 
