@@ -209,8 +209,8 @@ def test_moments_of_bfloat16_parameters_decay(one_device):
     once = lambda step: {"w": jnp.where(step == 0, 1.0, 0.0) * jnp.ones(4)}  # noqa: E731
     state, _ = step_on(once, Optim(learning_rate=1e-3), start, names, steps=200)
     moments = state.optimizer.rules["w"]
-    assert state.trained["w"].dtype == jnp.bfloat16 and moments.nu.dtype == jnp.float32
-    np.testing.assert_allclose(moments.nu, 0.001 * 0.999**199, rtol=1e-4)
+    assert state.trained["w"].dtype == jnp.bfloat16 and moments["nu"].dtype == jnp.float32
+    np.testing.assert_allclose(moments["nu"], 0.001 * 0.999**199, rtol=1e-4)
 
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
