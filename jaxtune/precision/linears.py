@@ -64,7 +64,7 @@ class Linears:
         }
 
     def operands(self, weights: Mapping[str, Any]) -> dict[str, Operands]:
-        """Those of the weights that are plain arrays: trained ones, quantized once an optimizer step."""
+        """Those of the weights that are plain arrays, trained or frozen beside trained ones: once an optimizer step."""
 
         def one(stack: Array, axes: tuple[str | None, ...]) -> Operands:
             return jax.lax.map(lambda weight: make_operands(weight, self.numbers, axes), stack)
@@ -81,7 +81,8 @@ class Linears:
             weight = weights[name]
             if isinstance(weight, LowPrecision):
                 return dataclasses.replace(weight, scales=scales.get(name))
-            return LowPrecision(operands[name], weight, scales.get(name), self.numbers)
+            gets_gradient = weight if self.parameters[name].trained else None
+            return LowPrecision(operands[name], gets_gradient, scales.get(name), self.numbers)
 
         return {**weights, **{name: one(name) for name in self.parameters}}
 
