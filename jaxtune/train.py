@@ -65,6 +65,7 @@ def train(config: Config) -> None:
     # ---- model: declared, not read ----
     model = declare_model(config, mesh)
     refuse_unsharded(model, mesh)
+    optimizer_of(model, config)  # what it refuses, it refuses before data is read
     if note := check_device(config.precision.recipe, current_device()):
         log.info(note)
     log.info(describe_layout(model, mesh))

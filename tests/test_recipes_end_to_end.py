@@ -117,6 +117,12 @@ def test_a_decay_that_ends_before_warm_up_is_refused(home):
     assert "optim.decay_ratio=0.5 of 8 steps is over before warm-up is" in output and "Traceback" not in output
 
 
+def test_a_pattern_that_matches_nothing_is_refused_before_data_is_read(home):
+    options = {"optim.lr_multipliers": "('lm_haed=2',)", "data.datasets[0].path": home / "absent.jsonl"}
+    output = run(*recipe_command(home, "qwen_lora.py", "unmatched", **options), code=2)
+    assert "optim.lr_multipliers" in output and "lm_haed" in output and "absent.jsonl" not in output
+
+
 def test_a_typo_is_answered_with_the_nearest_option(home):
     output = run(*recipe_command(home, "qwen_lora.py", "typo"), "--config.optim.lerning_rate=1", code=2)
     assert "optim.learning_rate" in output and "Traceback" not in output

@@ -107,8 +107,8 @@ def undivided_moments(parameters: Mapping[str, "Parameter"], mesh: jax.sharding.
 def _quantize(name: str, moment: Float[Array, "*shape"], block: Block) -> Moment:
     absmax = block_absmax(in_blocks(moment.reshape(-1, moment.shape[-1]), block))
     codes = encode(moment / _spread(divisors(absmax), block, moment.shape), SIGNED[name])
-    if not SIGNED[name]:
-        codes = jnp.maximum(codes, (moment > 0).astype(codes.dtype))
+    if not SIGNED[name]:  # by its sign: XLA would store the zeros that the moment is compared with
+        codes = jnp.maximum(codes, jnp.sign(moment).astype(codes.dtype))
     return Moment(codes, absmax if moment.ndim == 2 else absmax[0])
 
 
