@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxtune.checkpoint import CheckpointManager, verify_fingerprint
 from jaxtune.config import from_json, to_json
@@ -86,19 +87,20 @@ def optimizer_of(model: Model, config: Config) -> Optimizer:
         trained = {name: model.parameters[name] for name in model.trained}
         if complaints := undivided_moments(trained, jax.sharding.get_mesh()):
             raise UserError("\n  ".join(["the mesh does not divide the optimizer's state:", *complaints]))
-    dtype = recipe_of_run(config, model).dtype
+    # Muon's own code multiplies in bfloat16; float16 would lose gradients before they are divided by their norm.
+    dtype = jnp.float32 if config.precision.recipe == "fp32" else jnp.bfloat16
     return build(config.optim, trained_of(model), len(model.spec.layers), dtype)
 
 
-def start_of(model: Model, config: Config) -> Callable[[Parameters], State]:
+def start_of(model: Model, config: Config, optimizer: Optimizer) -> Callable[[Parameters], State]:
     """Trained parameters -> the state before the first step."""
-    optimizer, recipe = optimizer_of(model, config), recipe_of_run(config, model)
+    recipe = recipe_of_run(config, model)
     return lambda trained: initial_state(optimizer, trained, recipe)
 
 
-def abstract_state(model: Model, config: Config, mesh: jax.sharding.Mesh) -> State:
+def abstract_state(model: Model, config: Config, optimizer: Optimizer, mesh: jax.sharding.Mesh) -> State:
     """Shapes, dtypes and shardings of the whole state."""
-    state = jax.eval_shape(start_of(model, config), model.abstract(model.trained))
+    state = jax.eval_shape(start_of(model, config, optimizer), model.abstract(model.trained))
 
     def on_mesh(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         spec = P() if leaf.sharding is None else leaf.sharding.spec  # the optimizer's counters are whole everywhere

@@ -148,7 +148,8 @@ def make_train_step(
         rate = learning_rate(state.step)
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         update = build.Step(rate, factor, finite, jax.random.fold_in(key, zlib.crc32(b"rounding") & 0x7FFFFFFF))
-        trained, optimizer_state = optimizer.update(summed.gradients, state.optimizer, state.trained, update)
+        with jax.default_matmul_precision(recipe.matmul_precision):
+            trained, optimizer_state = optimizer.update(summed.gradients, state.optimizer, state.trained, update)
         metrics = {
             "loss": loss,
             "grad_norm": norm,

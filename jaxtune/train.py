@@ -31,7 +31,8 @@ from jaxtune.monitor.profiler import Profiler
 from jaxtune.monitor.progress import Progress
 from jaxtune.monitor.signals import StopRequest
 from jaxtune.objectives.cross_entropy import cross_entropy
-from jaxtune.optim.schedules import learning_rate, warmup_steps
+from jaxtune.optim.build import Optimizer
+from jaxtune.optim.schedules import check_length, learning_rate
 from jaxtune.parallel import multihost
 from jaxtune.parallel.layout import TOKENS
 from jaxtune.parallel.mesh import data_shards, make_mesh
@@ -65,7 +66,7 @@ def train(config: Config) -> None:
     # ---- model: declared, not read ----
     model = declare_model(config, mesh)
     refuse_unsharded(model, mesh)
-    optimizer_of(model, config)  # what it refuses, it refuses before data is read
+    optimizer = optimizer_of(model, config)
     if note := check_device(config.precision.recipe, current_device()):
         log.info(note)
     log.info(describe_layout(model, mesh))
@@ -91,15 +92,9 @@ def train(config: Config) -> None:
             return
 
     # ---- step: compiled before a weight is read, so that its memory is known ----
-    warmup, decayed = warmup_steps(config.optim, total_steps), config.optim.decay_ratio * total_steps
-    if config.optim.decay_ratio < 1 and warmup >= decayed:
-        raise UserError(
-            f"optim.decay_ratio={config.optim.decay_ratio} of {total_steps} steps is over before warm-up is, after "
-            f"{warmup} steps: nothing would be trained; shorten optim.warmup_steps, or train longer"
-        )
-    if warmup + config.optim.cooldown_steps > total_steps:
-        log.warning("optim.warmup_steps and optim.cooldown_steps are more than the %d steps of the run", total_steps)
-    step, (abstract, abstract_frozen, batch) = step_of(config, model, mesh, total_steps)
+    if note := check_length(config.optim, total_steps):
+        log.warning(note)
+    step, (abstract, abstract_frozen, batch) = step_of(config, model, optimizer, mesh, total_steps)
     with goodput.measure("compile"):
         compiled = jax.jit(step, donate_argnums=0, compiler_options=compiler_options(config.train.deterministic))
         train_step = compiled.lower(abstract, abstract_frozen, batch).compile()
@@ -114,7 +109,7 @@ def train(config: Config) -> None:
             state, position = restored.state, loop.Position.from_json(restored.host)
             log.info("resumed from step %d", position.step)
         else:
-            start = jax.jit(start_of(model, config), donate_argnums=0)
+            start = jax.jit(start_of(model, config, optimizer), donate_argnums=0)
             state, position = start(initial_parameters(model, config)), loop.Position()
         frozen = frozen_parameters(model, config)
         folder.write_records(config, rows.counts)
@@ -165,16 +160,18 @@ def train(config: Config) -> None:
     log.info(closing(config, folder))
 
 
-def step_of(config: Config, model: Model, mesh: jax.sharding.Mesh, total_steps: int) -> tuple[Callable, tuple]:
+def step_of(
+    config: Config, model: Model, optimizer: Optimizer, mesh: jax.sharding.Mesh, total_steps: int
+) -> tuple[Callable, tuple]:
     """The step of a run, and the shapes of its state, frozen parameters and batch: enough to compile it anywhere."""
     recipe, seed = recipe_of_run(config, model), config.train.seed
     objective = partial(cross_entropy, z_loss=config.train.z_loss)
     gradients = accumulated_gradients(model.graph, objective, recipe, config.memory.remat, seed)
-    optimizer, rate = optimizer_of(model, config), learning_rate(config.optim, total_steps)
+    rate = learning_rate(config.optim, total_steps)
     step = make_train_step(gradients, optimizer, rate, config.optim.max_grad_norm, recipe, seed)
     shape = (config.train.grad_accum_steps, config.train.micro_batch_size * data_shards(mesh), config.data.seq_len)
     batch = data.abstract_batch(shape, jax.NamedSharding(mesh, jax.P(None, *TOKENS)))
-    return step, (abstract_state(model, config, mesh), model.abstract(model.frozen), batch)
+    return step, (abstract_state(model, config, optimizer, mesh), model.abstract(model.frozen), batch)
 
 
 def resumed(config: Config, folder: RunFolder, checkpoints: CheckpointManager) -> dict | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from jaxtune.compiler import compiler_options
 from jaxtune.config import load_recipe, resolve
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.run_folder import optimizer_of
 from jaxtune.state import declare_model
 from jaxtune.train import step_of
 from pallas_kernels import aot
@@ -54,5 +55,5 @@ def compiled_step(recipe: str, size: str, remat: str = "none", cards: int = 1, r
         config = resolve(load_recipe(str(file), folder), file.name, list(overrides.items()))
         mesh = make_mesh(config.mesh, aot.devices("h100", per_host=cards))
         model = declare_model(config, mesh)
-    step, arguments = step_of(config, model, mesh, total_steps=100)
+    step, arguments = step_of(config, model, optimizer_of(model, config), mesh, total_steps=100)
     return aot.compile_for("h100", step, *arguments, mesh=mesh, donate_argnums=0, compiler_options=compiler_options())

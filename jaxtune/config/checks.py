@@ -184,6 +184,10 @@ def _optim(config: Config) -> Iterator[Problem]:
     for moment in ("beta1", "beta2", "epsilon"):
         if moment not in _MOMENTS.get(optim.name, (moment,)):
             yield from _without_effect(config, f"optim.{moment}", f"{optim.name} has none", "optim.name")
+    if optim.name in ("muon", "normuon") and config.lora.enabled:
+        reason = f"adapters are matrices, which {optim.name} trains; it is AdamW's, for the rest"
+        for moment in ("beta1", "beta2", "epsilon"):
+            yield from _without_effect(config, f"optim.{moment}", reason, "optim.name", "lora.enabled")
     if optim.name in _OWN_STATE:
         reason = f"{_OWN_STATE[optim.name]}; leave it out, or choose another optim.name"
         yield from _without_effect(config, "optim.state_dtype", reason, "optim.name")
@@ -284,6 +288,11 @@ def _precision(config: Config) -> Iterator[Problem]:
             yield from _without_effect(config, key, reason, "precision.recipe")
     if precision.exclude is not None:
         yield from _regex(config, "precision.exclude")
+    if precision.recipe == "nvfp4" and config.lora.enabled:
+        reason = "it is of gradients of weights, and under adapters these have none"
+        yield from _without_effect(config, "precision.nvfp4.hadamard", reason, "lora.enabled")
+    if precision.fp16.loss_scale > 2.0**127:
+        yield _problem(config, "precision.fp16.loss_scale", "must be at most 2**127, float32 ends there")
     if precision.recipe == "fp16":
         stored = ["precision.gradient_dtype", "model.dtype"]
         stored += ["lora.dtype"] if config.lora.enabled else ["precision.master_dtype"]

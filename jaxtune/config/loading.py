@@ -169,9 +169,21 @@ def _build(section: Any, values: Any, prefix: str, problems: list[Problem]) -> A
                 fields[name] = _convert(value, annotation)
             except TypeError:
                 meaning = section.__dataclass_fields__[name].metadata["doc"]
-                text = f"{key} = {value!r}: expected {keys.describe(annotation)} ({meaning})"
+                expected = keys.describe(annotation)
+                if _is_infinite_or_nan(value):
+                    expected = f"a finite {expected}"
+                elif isinstance(value, str) and typing.get_origin(annotation) is tuple:
+                    expected += f" such as ({value!r},)"
+                text = f"{key} = {value!r}: expected {expected} ({meaning})"
                 problems.append(Problem((key,), text))
     return section(**fields)
+
+
+def _is_infinite_or_nan(value: Any) -> bool:
+    try:
+        return not math.isfinite(float(value))
+    except (TypeError, ValueError):
+        return False
 
 
 def _convert(value: Any, annotation: Any) -> Any:

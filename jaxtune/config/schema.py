@@ -96,7 +96,9 @@ class Train:
 class Muon:
     """Muon (Jordan et al. 2024): momentum of matrices, orthogonalised; AdamW for embeddings, norms, biases and head."""
 
-    learning_rate: float | None = option(None, "peak learning rate of the matrices; unset: optim.learning_rate")
+    learning_rate: float | None = option(
+        None, "peak learning rate of the matrices, with start_lr and min_lr in proportion; unset: optim.learning_rate"
+    )
     momentum: float = option(0.95, "decay of the momentum")
     nesterov: bool = option(True, "Nesterov's momentum")
     ns_steps: int = option(5, "Newton-Schulz iterations", "iterations")

@@ -60,8 +60,8 @@ class Counts:
         return (
             f"{self.documents:,} documents, {self.tokens:,} tokens ({self.target_tokens:,} trained) in {self.rows:,} "
             f"rows, {self.fill:.1%} full; {self.split_documents:,} documents split, {self.truncated_documents:,} "
-            f"truncated (-{self.truncated_tokens:,} tokens), {self.dropped_documents:,} dropped "
-            f"(-{self.dropped_tokens:,} tokens), {self.skipped_samples:,} bad samples skipped"
+            f"truncated by {self.truncated_tokens:,} tokens, {self.dropped_documents:,} dropped "
+            f"with {self.dropped_tokens:,} tokens, {self.skipped_samples:,} bad samples skipped"
         )
 
 

@@ -15,11 +15,12 @@ from jaxtune.models.attention import Attend, Attention, Inputs
 from jaxtune.models.declared import declared
 from jaxtune.models.dropout import Noise
 from jaxtune.models.linear import PRODUCT
+from jaxtune.models.lookup import lookup
 from jaxtune.models.mlp import MLP
 from jaxtune.models.norm import RMSNorm
 from jaxtune.models.rope import rotation
 from jaxtune.models.spec import Layer, ModelSpec, StackSpec, stacks
-from jaxtune.parallel.layout import ACTIVATIONS, P
+from jaxtune.parallel.layout import P
 from jaxtune.precision.matmul import MAXIMA
 from pallas_kernels.flash_attention import RESIDUALS
 
@@ -87,8 +88,7 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: Int[Array, "b s"], dtype: jnp.dtype) -> Float[Array, "b s d"]:
         """Vectors of tokens, in the dtype that everything after computes in."""
-        table = jax.reshard(self.weight.astype(dtype), P(None, None))
-        return table.at[tokens].get(out_sharding=ACTIVATIONS)
+        return lookup(jax.reshard(self.weight.astype(dtype), P(None, None)), tokens)
 
 
 class Decoder(nnx.Module):

@@ -74,7 +74,9 @@ class Linear(nnx.Module):
         out = None if self.out == "embed" else self.out
         y = matmul(x, self.weight.get_value(), out, noise and noise.site(f"{self.name} rounding"))
         if self.bias is not None:
-            y += jax.reshard(self.bias.astype(y.dtype), P(jax.typeof(y).sharding.spec[-1]))
+            bias = jax.reshard(self.bias.astype(y.dtype), P(jax.typeof(y).sharding.spec[-1]))
+            # In float32, in which its gradient is then summed over the tokens.
+            y = (y.astype(jnp.float32) + bias.astype(jnp.float32)).astype(y.dtype)
         if self.adapter:
             if noise is not None and self.adapter.dropout:
                 x = dropout(x, self.adapter.dropout, noise.site(self.name))

@@ -67,7 +67,7 @@ def undivided_blocks(
             if isinstance(axis, str) and blocks % mesh.shape[axis] and (blocks > 1 or isinstance(format, Numbers)):
                 fits = [n for n in range(1, mesh.size + 1) if blocks % n == 0]
                 complaints.add(
-                    f"mesh.{axis}={mesh.shape[axis]} does not divide {axis_name}={size} in blocks of {elements}; these "
-                    f"would: {fits} (mesh.data takes the rest); or {remedy}"
+                    f"mesh.{axis}={mesh.shape[axis]} does not divide the {size} features of {axis_name} in blocks of "
+                    f"{elements}; these would: {fits} (mesh.data takes the rest); or {remedy}"
                 )
     return sorted(complaints)

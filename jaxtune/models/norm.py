@@ -16,7 +16,11 @@ class RMSNorm(nnx.Module):
         self.epsilon = epsilon
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
-        """The rounding before the weight is transformers': x is back in its dtype when the weight multiplies it."""
+        """The rounding before the weight is transformers': x is back in its dtype when the weight multiplies it.
+
+        They are multiplied in float32, so that the weight's gradient is summed in it over the tokens.
+        """
         wide = x.astype(jnp.float32)
         normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
-        return normed.astype(x.dtype) * self.weight.astype(x.dtype)
+        rounded, weight = (value.astype(x.dtype).astype(jnp.float32) for value in (normed, self.weight))
+        return (rounded * weight).astype(x.dtype)

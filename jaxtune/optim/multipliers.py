@@ -55,6 +55,11 @@ def decays(optim: "Optim", hf_names: Mapping[str, tuple[str, ...]]) -> dict[str,
         without = frozenset(name for name in names if re.search(NO_DECAY, name))
     else:
         without = select(optim.no_decay, names, "optim.no_decay")
+        if without >= set(names):
+            raise UserError(
+                f"optim.no_decay={optim.no_decay!r} matches every trained parameter, so that none has "
+                f"optim.weight_decay={optim.weight_decay}; set optim.weight_decay=0, or a pattern of some"
+            )
     selections = _selections(optim.decay_multipliers, names, option)
     for entry, chosen, _ in selections:
         if chosen <= without:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jaxtune.errors import UserError
+
 if TYPE_CHECKING:
     from jaxtune.config.schema import Optim
 
@@ -14,6 +16,24 @@ if TYPE_CHECKING:
 def warmup_steps(optim: "Optim", total_steps: int) -> int:
     """Steps of warm-up, from the number or the ratio."""
     return optim.warmup_steps or math.ceil(optim.warmup_ratio * total_steps)
+
+
+def check_length(optim: "Optim", total_steps: int) -> str | None:
+    """A warning about a run of so many steps, if there is one. Raises UserError where nothing would be trained."""
+    warmup, decayed = warmup_steps(optim, total_steps), optim.decay_ratio * total_steps
+    if optim.decay_ratio < 1 and warmup >= decayed:
+        raise UserError(
+            f"optim.decay_ratio={optim.decay_ratio} of {total_steps} steps is over before warm-up is, after {warmup} "
+            "steps: nothing would be trained; shorten optim.warmup_steps, or train longer"
+        )
+    if warmup >= total_steps:
+        return (
+            f"all {total_steps} steps are warm-up, so the learning rate never reaches optim.learning_rate; shorten "
+            "optim.warmup_steps or optim.warmup_ratio, or train longer"
+        )
+    if warmup + optim.cooldown_steps > total_steps:
+        return f"optim.warmup_steps and optim.cooldown_steps are more than the {total_steps} steps of the run"
+    return None
 
 
 def learning_rate(optim: "Optim", total_steps: int) -> Callable[[Array], Array]:

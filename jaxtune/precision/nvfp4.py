@@ -20,11 +20,13 @@ from jaxtune.quant.nvfp4 import (
     SMALLEST_SCALE,
     Nvfp4,
     block_scales,
+    e4m3_bits,
     nearest_e2m1,
     tensor_scale_of,
 )
 from pallas_kernels.gpus import Device, current_device
 from pallas_kernels.quant_matmul import dequantize
+from pallas_kernels.quant_matmul.elements import e4m3
 
 if TYPE_CHECKING:
     from jaxtune.models.dropout import Noise
@@ -50,11 +52,13 @@ class Nvfp4Numbers(Numbers):
         """Of W, which serves both products in bfloat16; and of W^T where NVFP4 itself is multiplied."""
         matrix = Nvfp4("e2m1", (BLOCK, BLOCK), self.four_over_six).quantize(weight)
         assert matrix.outer_scales is not None
-        forward = Operand(matrix.codes, matrix.outer_scales[None], matrix.scales)
+        hidden = nan_unless_finite(in_blocks(weight, (BLOCK, BLOCK))).sum(axis=(1, 3))
+        scales = e4m3_bits(e4m3(matrix.scales) + hidden)
+        forward = Operand(matrix.codes, matrix.outer_scales[None], scales)
         if not native(current_device()):
             return Operands(forward, None)
         codes = jnp.stack([matrix.codes >> 4, matrix.codes & 15], axis=-1).reshape(weight.shape)
-        return Operands(forward, Operand(pack(codes.T), forward.scale, matrix.scales.T))
+        return Operands(forward, Operand(pack(codes.T), forward.scale, scales.T))
 
     def forward(self, x, weight, scale):
         """Both sides rounded to nearest."""
@@ -74,7 +78,10 @@ class Nvfp4Numbers(Numbers):
         dy, x = by_feature(dy), by_feature(x)
         if self.hadamard:
             dy, x = rotated(dy, SIGNED), rotated(x, SIGNED)
-        left = self._gradient(dy, largest(dy), None if for_dw is None else by_feature(for_dw))
+        if for_dw is not None:  # rotated, what fills a row up is no longer 0 and is rounded by chance too
+            filling = -for_dw.shape[1] % BLOCK
+            for_dw = by_feature(jnp.pad(for_dw, ((0, 0), (0, filling), (0, 0)), "wrap"))
+        left = self._gradient(dy, largest(dy), for_dw)
         return dx, _product(left, self._nearest(x, largest(x)), dtype), found
 
     def random(self, noise: "Noise | None", shape: tuple[int, ...]) -> Any:
@@ -120,9 +127,8 @@ def stochastic_e2m1(x: Float[Array, "*shape"], uniform: Float[Array, "*shape"]) 
 def _rounded_up(scales: Float[Array, "o n"]) -> Float[Array, "o n"]:
     """To e4m3, upwards."""
     wanted = jnp.clip(scales, SMALLEST_SCALE, LARGEST_SCALE)
-    nearest = wanted.astype(jnp.float8_e4m3fn)
-    above = jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(nearest, jnp.uint8) + 1, jnp.float8_e4m3fn)
-    return jnp.where(nearest.astype(jnp.float32) < wanted, above.astype(jnp.float32), nearest.astype(jnp.float32))
+    nearest = e4m3_bits(wanted)
+    return jnp.where(e4m3(nearest) < wanted, e4m3(nearest + 1), e4m3(nearest))
 
 
 def _operand(
@@ -130,8 +136,8 @@ def _operand(
 ) -> Operand:
     """What is not finite makes its block NaN: e2m1 has none."""
     codes = pack(rounding(blocks / by_block(scales * tensor_scale))).reshape(len(blocks), -1)
-    scales = (scales + nan_unless_finite(blocks).sum(axis=(1, 3))).astype(jnp.float8_e4m3fn)
-    return Operand(codes, tensor_scale.reshape(1, 1), jax.lax.bitcast_convert_type(scales, jnp.uint8))
+    scales = scales + nan_unless_finite(blocks).sum(axis=(1, 3))
+    return Operand(codes, tensor_scale.reshape(1, 1), e4m3_bits(scales))
 
 
 def native(device: Device) -> bool:

@@ -62,7 +62,7 @@ class Numbers(ABC):
 
     @abstractmethod
     def operands(self, weight: Float[Array, "o i"]) -> Operands:
-        """A finite weight of any float dtype, in pure jax.numpy."""
+        """A weight of any float dtype, in pure jax.numpy; what is not finite makes products NaN."""
 
     @abstractmethod
     def forward(

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, UInt8
 
 from jaxtune.quant.array import TINY, QuantizedArray, block_absmax, by_block, divisors, in_blocks, pack
 from jaxtune.quant.format import Format
-from pallas_kernels.quant_matmul.elements import ELEMENTS
+from pallas_kernels.quant_matmul.elements import ELEMENTS, e4m3
 
 if TYPE_CHECKING:
     from jaxtune.config.schema import Quant
@@ -37,8 +37,7 @@ class Nvfp4(Format):
         tensor_scale = tensor_scale_of(block_absmax(blocks).max())
         scales = block_scales(blocks, tensor_scale, self.four_over_six)
         codes = pack(nearest_e2m1(blocks / by_block(scales * tensor_scale))).reshape(len(weight), -1)
-        stored = jax.lax.bitcast_convert_type(scales.astype(jnp.float8_e4m3fn), jnp.uint8)
-        return QuantizedArray(codes, stored, tensor_scale[None], None, self.elements, weight.dtype)
+        return QuantizedArray(codes, e4m3_bits(scales), tensor_scale[None], None, self.elements, weight.dtype)
 
 
 def tensor_scale_of(absmax: Float[Array, ""]) -> Float[Array, ""]:
@@ -64,7 +63,15 @@ def block_scales(
 def _block_scales(absmax: Float[Array, "o n"], becomes: float, tensor_scale: Float[Array, ""]) -> Float[Array, "o n"]:
     """Scales, rounded to e4m3, by which the largest element of a block becomes this."""
     wanted = jnp.clip(absmax / becomes / tensor_scale, SMALLEST_SCALE, LARGEST_SCALE)
-    return wanted.astype(jnp.float8_e4m3fn).astype(jnp.float32)
+    return e4m3(e4m3_bits(wanted))
+
+
+def e4m3_bits(x: Float[Array, "*shape"]) -> UInt8[Array, "*shape"]:
+    """The bits of the nearest float8_e4m3fn, of which `e4m3` has the value.
+
+    XLA for GPUs drops a conversion to a narrower float and back, as if nothing had been rounded.
+    """
+    return jax.lax.bitcast_convert_type(x.astype(jnp.float8_e4m3fn), jnp.uint8)
 
 
 def _error(blocks: Float[Array, "o/r r i/c c"], scales: Float[Array, "o/r i/c"]) -> Float[Array, "o/r i/c"]:

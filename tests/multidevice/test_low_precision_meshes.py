@@ -137,4 +137,4 @@ def test_a_mesh_that_splits_a_block_of_16_is_refused():
     for numbers in NUMBERS.values():
         assert undivided_blocks({"k": parameter(32, 64)}, {"k": numbers}, mesh, "another mesh") == []
         (complaint,) = undivided_blocks({"k": parameter(16, 64)}, {"k": numbers}, mesh, "another mesh")
-        assert complaint.startswith("mesh.tensor=2 does not divide kv_heads=16 in blocks of 16")
+        assert complaint.startswith("mesh.tensor=2 does not divide the 16 features of kv_heads in blocks of 16")

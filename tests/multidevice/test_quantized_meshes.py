@@ -68,6 +68,7 @@ def test_codes_and_scales_are_sharded_and_a_split_block_is_refused(folder):
     assert up.codes.sharding.shard_shape(up.codes.shape) == (2, 128, 64)
     assert up.scales.sharding.shard_shape(up.scales.shape) == (2, 128, 2)
     with pytest.raises(
-        UserError, match=r"mesh.fsdp=8 does not divide embed=256 in blocks of 64; these would: \[1, 2, 4\]"
+        UserError,
+        match=r"mesh.fsdp=8 does not divide the 256 features of embed in blocks of 64; these would: \[1, 2, 4\]",
     ):
         declare_model(Config(**options, quant=Quant(format="nf4")), make_mesh(Mesh(fsdp=8), jax.devices()))

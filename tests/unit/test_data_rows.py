@@ -116,7 +116,7 @@ def test_counts_tell_what_was_cut_and_dropped():
     cut = Rows(documents(lengths), Data(seq_len=SEQ_LEN, truncation="right")).counts
     assert (cut.documents, cut.tokens, cut.truncated_documents, cut.truncated_tokens) == (4, 52, 2, 28)
     assert cut.rows == 4 and cut.fill == 52 / 64
-    assert "2 truncated (-28 tokens)" in str(cut)
+    assert "2 truncated by 28 tokens" in str(cut)
 
 
 def test_a_cut_that_leaves_no_target_drops_the_document():

@@ -14,7 +14,7 @@ from jaxtune.precision.fp8 import Fp8Numbers
 from jaxtune.precision.hadamard import PLAIN, SIGNED, rotated
 from jaxtune.precision.matmul import LowPrecision, matmul
 from jaxtune.precision.nvfp4 import Nvfp4Numbers, stochastic_e2m1
-from jaxtune.precision.operands import abstract_operands, make_operands
+from jaxtune.precision.operands import abstract_operands, by_feature, make_operands
 from jaxtune.quant import format_of
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -253,10 +253,11 @@ def test_stochastic_rounding_goes_to_a_neighbour_and_is_unbiased():
     assert np.abs(values.mean(axis=0) - x).max() <= 1 / draws
 
 
-def test_stochastic_gradients_are_unbiased():
+@pytest.mark.parametrize(("hadamard", "length"), [(False, 16), (True, 16), (True, 24), (True, 2)])
+def test_stochastic_gradients_are_unbiased(hadamard, length):
     """The mean of dx and dW over many keys is that of a dy that is not rounded."""
-    x, w, dy = case()
-    numbers, keys = Nvfp4Numbers(True, False, False), 256
+    x, w, dy = case(length=length)
+    numbers, keys = Nvfp4Numbers(True, hadamard, False), 256
 
     @jax.jit
     def gradients(x, w, dy):
@@ -268,8 +269,10 @@ def test_stochastic_gradients_are_unbiased():
         return jax.lax.map(one, jax.random.split(jax.random.key(0), keys))
 
     dx, dw = (np.asarray(found, np.float64) for found in gradients(x, w, jax.device_put(dy, TOKENS)))
-    weight, turned = in_nvfp4(w, rows=16), in_nvfp4(tokens(x).T.copy()).T
-    for found, expected in ((dx, dy @ weight), (dw, tokens(dy).T @ turned)):
+    weight, left, right = in_nvfp4(w, rows=16), by_feature(jnp.asarray(dy)), by_feature(jnp.asarray(x))
+    if hadamard:
+        left, right = rotated(left, SIGNED), rotated(right, SIGNED)
+    for found, expected in ((dx, dy @ weight), (dw, np.asarray(left) @ in_nvfp4(np.asarray(right)).T)):
         once = relative(found[0], expected)
         assert 0.05 < once < 0.3
         # The error of a mean of independent draws; a bias would stay.
@@ -316,6 +319,15 @@ def test_what_is_not_finite_is_not_hidden(numbers):
         assert np.isnan(np.asarray(found)[bad]).all()
         assert np.array_equal(np.asarray(found)[~bad], np.asarray(without)[~bad])
     assert np.isnan(np.asarray(dw)[1]).all() and np.isnan(np.asarray(dw)[:, 4]).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
+@pytest.mark.parametrize("numbers", [FP8, NVFP4_ALL], ids=["fp8", "nvfp4"])
+def test_a_weight_that_is_not_finite_is_not_hidden(numbers, bad):
+    x, w, dy = case()
+    w[3, 5] = bad
+    y, dx, _, _ = products(x, LowPrecision(None, jnp.asarray(w), None, numbers), dy, noise())
+    assert np.isnan(np.asarray(y)[..., 3]).all() and np.isnan(np.asarray(dx)[..., 5]).all()
 
 
 @pytest.mark.parametrize("numbers", [FP8, NVFP4_ALL], ids=["fp8", "nvfp4"])

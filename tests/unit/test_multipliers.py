@@ -84,6 +84,7 @@ def test_layerwise_decay_of_some_layers_counts_all_of_the_model_and_takes_multip
     [
         ({"lr_multipliers": ("norms=2",)}, r"optim\.lr_multipliers='norms' matches none"),
         ({"no_decay": "norms"}, r"optim\.no_decay='norms' matches none"),
+        ({"no_decay": "."}, r"optim\.no_decay='\.' matches every trained parameter"),
         ({"decay_multipliers": ("norms=2",)}, r"optim\.decay_multipliers.*'norms' matches none"),
         ({"decay_multipliers": ("embed=2",)}, r"optim\.decay_multipliers='embed=2' matches only .* without decay"),
     ],

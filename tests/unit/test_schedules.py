@@ -1,10 +1,13 @@
 """Learning rates: equal to transformers' where it has the same schedule, and to their definition elsewhere."""
 
+import re
+
 import numpy as np
 import pytest
 
 from jaxtune.config.schema import Optim
-from jaxtune.optim.schedules import learning_rate
+from jaxtune.errors import UserError
+from jaxtune.optim.schedules import check_length, learning_rate
 
 TOTAL, WARMUP, PEAK = 100, 10, 3e-4
 
@@ -110,3 +113,23 @@ def test_min_lr_is_the_final_fraction_as_a_rate(schedule):
 def test_every_restart_is_at_the_peak(cycles):
     found = rates(schedule="cosine_with_restarts", cycles=float(cycles), warmup_steps=WARMUP)
     np.testing.assert_allclose(found[WARMUP : -1 : 90 // cycles], PEAK, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "said"),
+    [
+        ({"warmup_steps": 3}, 4, None),
+        ({"warmup_steps": 3}, 3, "all 3 steps are warm-up.*optim.learning_rate"),
+        ({"warmup_ratio": 0.03}, 1, "all 1 steps are warm-up"),
+        ({"schedule": "wsd", "warmup_steps": 3, "cooldown_steps": 3}, 6, None),
+        ({"schedule": "wsd", "warmup_steps": 3, "cooldown_steps": 3}, 5, "optim.cooldown_steps are more than the 5"),
+    ],
+)
+def test_a_run_too_short_for_its_schedule_is_warned_of(options, steps, said):
+    note = check_length(Optim(**options), steps)
+    assert (note is None) if said is None else re.search(said, note)
+
+
+def test_a_decay_that_is_over_before_warm_up_is_refused():
+    with pytest.raises(UserError, match=r"optim\.decay_ratio=0\.5 of 8 steps.*after 4 steps"):
+        check_length(Optim(schedule="linear", warmup_steps=4, decay_ratio=0.5), 8)
