@@ -102,6 +102,7 @@ def test_low_precision_trains_almost_as_well_as_bfloat16(quickstart, monkeypatch
         return sum(found) / SEEDS
 
     expected = mean_loss("bf16")
+    print(f"against {expected:.4f} in bfloat16")
     for recipe, worse in WORSE.items():
         loss = mean_loss(recipe)
         print(f"| `{recipe}` | {loss:.4f} | {loss / expected - 1:+.2%} |")
