@@ -110,7 +110,7 @@ def train(
         watch.metrics.write(at.step, row)
         watch.progress.update(at.step, row)
         if position.bad_steps >= config.train.max_bad_steps:
-            suspicion = "None before was: the weights may hold NaN. " if at.step == position.bad_steps else ""
+            suspicion = "No step was finite: the weights may hold NaN. " if at.step == position.bad_steps else ""
             raise UserError(
                 f"{position.bad_steps} steps in a row were not finite (train.max_bad_steps), the last step {at.step}, "
                 f"which ended at row {at.row}. They changed no parameter. {suspicion}Lower "

@@ -52,6 +52,7 @@ class Nvfp4Numbers(Numbers):
         """Of W, which serves both products in bfloat16; and of W^T where NVFP4 itself is multiplied."""
         matrix = Nvfp4("e2m1", (BLOCK, BLOCK), self.four_over_six).quantize(weight)
         assert matrix.outer_scales is not None
+        # What is not finite makes its block NaN, as in `_operand`.
         hidden = nan_unless_finite(in_blocks(weight, (BLOCK, BLOCK))).sum(axis=(1, 3))
         scales = e4m3_bits(e4m3(matrix.scales) + hidden)
         forward = Operand(matrix.codes, matrix.outer_scales[None], scales)
