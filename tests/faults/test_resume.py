@@ -128,7 +128,7 @@ def test_steps_that_are_not_finite_are_shown_skipped_and_end_the_run(uninterrupt
     folder, path, _ = uninterrupted
     flags = ("--config.train.run_name=nan", "--config.optim.learning_rate=1e30", "--config.optim.max_grad_norm=0")
     output = run("jaxtune.train", f"--config={path}", *flags, "--config.train.max_bad_steps=3", code=2)
-    assert "3 steps in a row were not finite" in output
+    assert "3 steps in a row were not finite" in output and "weights may hold NaN" not in output  # the first one was
     rows = metrics(folder / "runs" / "nan")
     assert [row["bad_steps"] for row in rows][-3:] == [1, 2, 3]
     assert "NaN" in (folder / "runs" / "nan" / "metrics.jsonl").read_text()

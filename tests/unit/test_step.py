@@ -189,6 +189,21 @@ def test_adamw_equals_torch():
     np.testing.assert_allclose(metrics[0]["grad_norm"], 2 * np.linalg.norm(grads[0]), rtol=1e-6)
 
 
+@pytest.mark.parametrize(("recipe", "precision"), [("fp32", "HIGHEST"), ("bf16", "DEFAULT")])
+def test_newton_schulz_multiplies_as_exactly_as_the_recipe_says(one_device, recipe, precision):
+    """A GPU would take float32 products of default precision for TF32."""
+    parameters = {"w": jnp.ones((2, 8, 4))}
+    optimizer = build(Optim("muon"), {"w": Trained(("a", "b"), stacked=True)}, 2, RECIPES[recipe].dtype)
+
+    def gradients(trained, *_):
+        return Summed(trained, jnp.float32(1.0), jnp.int32(1))
+
+    step = make_train_step(gradients, optimizer, lambda _: jnp.float32(1e-3), 0.0, RECIPES[recipe])
+    batch = {"segment_ids": jnp.ones((1, 1, 1), jnp.int32)}
+    text = jax.jit(step).lower(initial_state(optimizer, parameters), {}, batch).as_text()
+    assert set(re.findall(r"dot_general.*precision = \[(\w+), ", text)) == {precision}
+
+
 def test_decay_is_chosen_by_name_and_layer():
     names = {
         "stacked": tuple(f"model.layers.{i}.mlp.up_proj.weight" for i in range(3)),
