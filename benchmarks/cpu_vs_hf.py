@@ -70,14 +70,17 @@ def jaxtune_step(folder: str, lora: bool, remat: bool):
     import jax.numpy as jnp
     import numpy as np
 
-    from jaxtune import state as states
     from jaxtune.config.schema import Config, Data, Lora, Mesh, Model, Optim
     from jaxtune.objectives.cross_entropy import cross_entropy
     from jaxtune.optim.build import build
     from jaxtune.parallel.layout import TOKENS
     from jaxtune.parallel.mesh import make_mesh
     from jaxtune.precision.recipes import RECIPES
-    from jaxtune.step import accumulated_gradients, initial_state, make_train_step
+    from jaxtune.run.assembly import trained_of
+    from jaxtune.run.model import declare_model
+    from jaxtune.run.state import initial_state
+    from jaxtune.run.step import accumulated_gradients, make_train_step
+    from jaxtune.run.values import frozen_parameters, initial_parameters
 
     mesh = make_mesh(Mesh())
     config = Config(
@@ -85,15 +88,15 @@ def jaxtune_step(folder: str, lora: bool, remat: bool):
         data=Data(seq_len=SEQUENCE),
         lora=Lora(enabled=lora, rank=RANK, alpha=2.0 * RANK),
     )
-    model = states.declare_model(config, mesh)
+    model = declare_model(config, mesh)
     recipe = RECIPES["fp32"]
-    optimizer = build(Optim(weight_decay=0.01), states.trained_of(model), len(model.spec.layers))
+    optimizer = build(Optim(weight_decay=0.01), trained_of(model), len(model.spec.layers))
     gradients = accumulated_gradients(model.graph, cross_entropy, recipe, "block" if remat else "none", 0)
     train_step = jax.jit(
         make_train_step(gradients, optimizer, lambda _: jnp.float32(RATE), 1.0, recipe), donate_argnums=0
     )
-    state = initial_state(optimizer, states.initial_parameters(model, config))
-    frozen = states.frozen_parameters(model, config)
+    state = initial_state(optimizer, initial_parameters(model, config))
+    frozen = frozen_parameters(model, config)
     tokens = np.random.default_rng(0).integers(0, MODEL["vocab_size"], (1, ROWS, SEQUENCE)).astype(np.int32)
     shifted = np.roll(tokens, -1, axis=2)
     fields = {

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from absl import flags
 
-from jaxtune.config import Config, keys, load_recipe, resolve
+from jaxtune.config import keys, load_recipe, resolve
+from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 
 _SETTING = re.compile(r"--?(?:no)?config\.([^=]+)")

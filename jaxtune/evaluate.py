@@ -1,53 +1,23 @@
 """Loss and perplexity of a run's model on the validation data."""
 
 import logging
-import math
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-import jax
 from absl import flags
 
-from jaxtune import command, data, hf, runtime
-from jaxtune.compiler import compiler_options
+from jaxtune import command, data, hf
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
-from jaxtune.models.decoder import Parameters
-from jaxtune.objectives.cross_entropy import cross_entropy
-from jaxtune.parallel.layout import TOKENS
-from jaxtune.parallel.mesh import data_shards, make_mesh
-from jaxtune.run_folder import RunFolder, differences, open_run
-from jaxtune.state import Model, recipe_of_run
-from jaxtune.step import make_eval_step
+from jaxtune.parallel.mesh import make_mesh
+from jaxtune.run import process
+from jaxtune.run.evaluation import make_evaluate
+from jaxtune.run.folder import RunFolder
+from jaxtune.run.resume import differences
+from jaxtune.run.trained import open_run
 
 log = logging.getLogger("jaxtune")
-
-
-def make_evaluate(
-    config: Config, model: Model, rows: data.Rows, mesh: jax.sharding.Mesh
-) -> Callable[[Parameters, Parameters], dict[str, float]]:
-    """(trained, frozen) -> eval_loss in nats a token and eval_perplexity, over all of `rows` or eval.max_batches."""
-    step = jax.jit(
-        make_eval_step(model.graph, cross_entropy, recipe_of_run(config, model)),
-        compiler_options=compiler_options(config.train.deterministic),
-    )
-    rows_per_batch = config.train.micro_batch_size * data_shards(mesh)
-    stop_row = rows.total(1)
-    if config.eval.max_batches is not None:
-        stop_row = min(stop_row, config.eval.max_batches * rows_per_batch)
-    sharding = jax.NamedSharding(mesh, jax.P(None, *TOKENS))
-
-    def evaluate(trained: Parameters, frozen: Parameters) -> dict[str, float]:
-        total, tokens = 0.0, 0
-        for _, batch in data.batches(rows, 1, rows_per_batch, config.data.seq_len, sharding, 0, stop_row):
-            batch_total, batch_tokens = jax.device_get(step(trained, frozen, batch))
-            total, tokens = total + float(batch_total), tokens + int(batch_tokens)
-        loss = total / max(tokens, 1)
-        return {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0))}
-
-    return evaluate
 
 
 def _define_flags(values: flags.FlagValues) -> None:
@@ -57,8 +27,7 @@ def _define_flags(values: flags.FlagValues) -> None:
 
 def _main(values: flags.FlagValues, config: Config | None) -> None:
     assert config is not None
-    runtime.configure(config)
-    runtime.show_log()
+    process.configure(config)
     mesh = make_mesh(config.mesh)
     run = open_run(RunFolder(Path(values.run)), mesh, values.step, low_precision=True)
     if config.model.path != run.config.model.path:

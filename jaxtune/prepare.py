@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxtune import command, hf
-from jaxtune.config import Config
+from jaxtune.config.schema import Config
 from jaxtune.data import Documents, Rows, open_documents
 from jaxtune.data.formats import IGNORED_LABEL
 

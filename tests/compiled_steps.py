@@ -5,12 +5,11 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from jaxtune.compiler import compiler_options
 from jaxtune.config import load_recipe, resolve
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.run_folder import optimizer_of
-from jaxtune.state import declare_model
-from jaxtune.train import step_of
+from jaxtune.run.assembly import optimizer_of, step_of
+from jaxtune.run.model import declare_model
+from jaxtune.run.process import compiler_options
 from pallas_kernels import aot
 
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -10,7 +10,8 @@ import pytest
 from jaxtune.config.schema import Config, Data, Lora, Model, Quant
 from jaxtune.models.decoder import bind
 from jaxtune.parallel.layout import TOKENS
-from jaxtune.state import declare_model, read_parameters
+from jaxtune.run.model import declare_model
+from jaxtune.run.values import read_parameters
 
 VOCABULARY = 320  # no multiple of 256: the padding is tested with everything else
 SIZES = dict(
@@ -125,7 +126,7 @@ def make_batch(rows: np.ndarray, mesh, lengths: list[int] | None = None) -> dict
 
 def logits(model, parameters, batch, dtype=jnp.float32) -> np.ndarray:
     """Logits of a batch by the training path."""
-    from jaxtune.objectives.cross_entropy import attend_packed
+    from jaxtune.models.attend import attend_packed
 
     @jax.jit
     def run(parameters, batch):

@@ -1,9 +1,7 @@
 """The training step of a Qwen model with random weights, made of jaxtune's parts that need neither data nor a run."""
 
 import logging
-import runpy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +10,7 @@ import numpy as np
 
 from gpu.quantized import format_named
 from gpu.qwen3 import ALPHA, RANK
+from jaxtune.config.schema import Lora, Optim, Precision
 from jaxtune.lora.inject import inject
 from jaxtune.models import families, parameters
 from jaxtune.models.mark import mark, selected
@@ -21,12 +20,10 @@ from jaxtune.parallel.layout import AXES, TOKENS
 from jaxtune.precision.operands import abstract_operands, make_operands
 from jaxtune.precision.recipes import Recipe, linears_of, numbers_of, recipe_of
 from jaxtune.quant import Format
-from jaxtune.step import Batch, Gradients, State, accumulated_gradients, initial_state, make_train_step
+from jaxtune.run.state import State, initial_state
+from jaxtune.run.step import Batch, Gradients, accumulated_gradients, make_train_step
 
-# The schema without the package around it, whose loading of recipes needs more than a bare GPU machine has.
-_SCHEMA = runpy.run_path(str(Path(__file__).parents[2] / "jaxtune/config/schema.py"))
-Optim, Precision = _SCHEMA["Optim"], _SCHEMA["Precision"]
-LORA = _SCHEMA["Lora"](enabled=True, rank=RANK, alpha=ALPHA)
+LORA = Lora(enabled=True, rank=RANK, alpha=ALPHA)
 RATE = 1e-4
 
 

@@ -18,8 +18,8 @@ import numpy as np
 from gpu import models
 from gpu.qwen3 import CONFIGS, adapter_parameters, matrix_parameters
 from gpu.workers import Job, Piece, Row
-from jaxtune.compiler import compiler_options
 from jaxtune.monitor import throughput
+from jaxtune.run.process import compiler_options
 
 ACCUMULATION, ROWS, LENGTH = 4, 2, 2048
 SIZES = ("8B", "0.6B", "1.7B", "4B")  # most telling first

@@ -1,6 +1,19 @@
-"""The one typed schema of a run, and how a recipe becomes it."""
+"""The one typed schema of a run, and how a recipe becomes it.
 
-from jaxtune.config.loading import dataset, from_json, load_recipe, new_config, resolve, to_json
-from jaxtune.config.schema import Config
+Naming a class of `config.schema` imports the standard library alone. What recipes call is in `config.loading`, which
+needs ml_collections and is imported when it is first asked for.
+"""
 
-__all__ = ["Config", "dataset", "from_json", "load_recipe", "new_config", "resolve", "to_json"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxtune.config.loading import dataset, from_json, load_recipe, new_config, resolve, to_json
+
+__all__ = ["dataset", "from_json", "load_recipe", "new_config", "resolve", "to_json"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("jaxtune.config.loading"), name)

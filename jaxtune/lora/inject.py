@@ -1,15 +1,12 @@
 """Put LoRA adapters into a ModelSpec: which linears, of which size and scale."""
 
 import dataclasses
-from typing import TYPE_CHECKING
 
+from jaxtune.config.schema import Lora
 from jaxtune.errors import UserError
 from jaxtune.models.families import linears
 from jaxtune.models.selection import select
 from jaxtune.models.spec import Adapter, ModelSpec
-
-if TYPE_CHECKING:
-    from jaxtune.config.schema import Lora
 
 
 def adapter_scale(rank: int, alpha: float, use_rslora: bool) -> float:
@@ -17,7 +14,7 @@ def adapter_scale(rank: int, alpha: float, use_rslora: bool) -> float:
     return alpha / (rank**0.5 if use_rslora else rank)
 
 
-def inject(spec: ModelSpec, lora: "Lora") -> ModelSpec:
+def inject(spec: ModelSpec, lora: Lora) -> ModelSpec:
     """The spec with adapters on the selected linears. Raises UserError where a target cannot have one."""
     place = linears(spec)
     targets = lora.target_modules

@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxtune.models.attention import Attend
+from jaxtune.models.attend import attend_cached
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.spec import ModelSpec, stacks
 from jaxtune.parallel.layout import TOKENS, P
-from pallas_kernels.flash_attention import MaskSpec, flash_attention
 
 
 def empty_cache(spec: ModelSpec, batch: int, length: int, dtype: jnp.dtype) -> Any:
@@ -21,27 +20,6 @@ def empty_cache(spec: ModelSpec, batch: int, length: int, dtype: jnp.dtype) -> A
         return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
 
     return tuple(tuple(layers(stack.repeats) for _ in stack.period) for stack in stacks(spec.layers))
-
-
-def attend_cached(index: Int[Array, ""]) -> Attend:
-    """Write keys and values at `index` and attend to everything up to each query (`Attend` of models.attention)."""
-
-    def attend(q: Array, k: Array, v: Array, window: int | None, cache: Any) -> tuple[Array, Any]:
-        keys, values = cache
-        layout = jax.typeof(q).sharding.spec
-        q, k, v = (jax.reshard(x, P()) for x in (q, k, v))  # decoding is not sharded: the mesh is one device
-        keys = jax.lax.dynamic_update_slice(keys, k.astype(keys.dtype), (0, index, 0, 0))
-        values = jax.lax.dynamic_update_slice(values, v.astype(values.dtype), (0, index, 0, 0))
-
-        def kernel(q, keys, values, index):
-            return flash_attention(
-                q, keys.astype(q.dtype), values.astype(q.dtype), MaskSpec(window=window, query_offset=index)
-            )
-
-        attended = jax.shard_map(kernel, in_specs=P(), out_specs=P())(q, keys, values, index)
-        return jax.reshard(attended, layout), (keys, values)
-
-    return attend
 
 
 def next_logits(

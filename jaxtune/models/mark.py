@@ -2,10 +2,11 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import jax
 
+from jaxtune.config.schema import Precision, Quant
 from jaxtune.errors import UserError
 from jaxtune.models.families import linears
 from jaxtune.models.parameters import Parameter
@@ -15,11 +16,8 @@ from jaxtune.parallel.layout import spec as layout_spec
 from jaxtune.precision.operands import Numbers
 from jaxtune.quant import Format
 
-if TYPE_CHECKING:
-    from jaxtune.config.schema import Precision, Quant
 
-
-def selected(spec: ModelSpec, options: "Quant | Precision", section: str) -> set[str]:
+def selected(spec: ModelSpec, options: Quant | Precision, section: str) -> set[str]:
     """Hugging Face names, without ".weight", of the linears that the options of a section leave in.
 
     Raises UserError if there are none.

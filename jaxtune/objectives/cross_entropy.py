@@ -6,27 +6,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxtune.models.attend import attend_packed
 from jaxtune.models.decoder import Decoder, Remat
 from jaxtune.models.dropout import Noise
 from jaxtune.parallel.layout import ACTIVATIONS, RULES, TOKENS, P, gather
-from pallas_kernels.flash_attention import MaskSpec, flash_attention
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 
 Batch = dict[str, Array]
-
-
-def attend_packed(key_start: Array):
-    """Causal attention within the documents of packed rows (`Attend` of models.attention)."""
-    by_head = P(RULES.batch, RULES.positions, RULES.heads, None)
-
-    def attend(q: Array, k: Array, v: Array, window: int | None, cache: Any) -> tuple[Array, Any]:
-        def kernel(q, k, v, key_start):
-            return flash_attention(q, k, v, MaskSpec(window=window, key_start=key_start))
-
-        mapped = jax.shard_map(kernel, in_specs=(by_head, by_head, by_head, TOKENS), out_specs=by_head)
-        return mapped(q, k, v, key_start), cache
-
-    return attend
 
 
 def token_losses(

@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +10,12 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxtune.config.schema import Optim
 from jaxtune.optim import multipliers, rules
 from jaxtune.optim.adamw_8bit import adamw_8bit
 from jaxtune.optim.muon import muon, normuon
 from jaxtune.optim.rule import At, Rule, RuleState
 from jaxtune.optim.stochastic_rounding import round_stochastically
-
-if TYPE_CHECKING:
-    from jaxtune.config.schema import Optim
 
 Parameters = Mapping[str, Array]
 
@@ -55,7 +53,7 @@ class Trained(NamedTuple):
     stacked: bool  # layers along a leading axis
 
 
-def build(optim: "Optim", trained: Mapping[str, Trained], layers: int, dtype: DTypeLike = jnp.bfloat16) -> Optimizer:
+def build(optim: Optim, trained: Mapping[str, Trained], layers: int, dtype: DTypeLike = jnp.bfloat16) -> Optimizer:
     """The optimizer that the options name, of a model with so many layers; `dtype` of Muon's matrix products.
 
     Raises UserError for a pattern that matches no trained parameter.
@@ -162,7 +160,7 @@ def _is_linear(trained: Trained, parameter: Array) -> bool:
     return trained.stacked and parameter.ndim == 3
 
 
-def _rule(optim: "Optim", is_linear: bool, dtype: DTypeLike) -> Rule:
+def _rule(optim: Optim, is_linear: bool, dtype: DTypeLike) -> Rule:
     adamw = rules.adamw(optim.beta1, optim.beta2, optim.epsilon)
     match optim.name:
         case "adamw":

@@ -2,16 +2,14 @@
 
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 
+from jaxtune.config.schema import Optim
 from jaxtune.errors import UserError
 from jaxtune.models.selection import select
-
-if TYPE_CHECKING:
-    from jaxtune.config.schema import Optim
 
 EMBEDDING = "embed_tokens"
 NO_DECAY = rf"norm|bias|{EMBEDDING}"
@@ -28,7 +26,7 @@ class Selection(NamedTuple):
     factor: float
 
 
-def rates(optim: "Optim", hf_names: Mapping[str, tuple[str, ...]], layers: int) -> dict[str, Factor]:
+def rates(optim: Optim, hf_names: Mapping[str, tuple[str, ...]], layers: int) -> dict[str, Factor]:
     """Factor of the learning rate of every trained parameter: optim.lr_multipliers times optim.layerwise_lr_decay.
 
     hf_names: the Hugging Face names of each parameter, one a stacked layer; layers: how many the model has.
@@ -44,7 +42,7 @@ def rates(optim: "Optim", hf_names: Mapping[str, tuple[str, ...]], layers: int) 
     )
 
 
-def decays(optim: "Optim", hf_names: Mapping[str, tuple[str, ...]]) -> dict[str, Factor]:
+def decays(optim: Optim, hf_names: Mapping[str, tuple[str, ...]]) -> dict[str, Factor]:
     """Weight decay of every trained parameter: optim.weight_decay times optim.decay_multipliers, 0 by optim.no_decay.
 
     Arguments as those of `rates`. Raises UserError for a regex that matches nothing, or a multiplier of what has no

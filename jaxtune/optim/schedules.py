@@ -2,23 +2,20 @@
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jaxtune.config.schema import Optim
 from jaxtune.errors import UserError
 
-if TYPE_CHECKING:
-    from jaxtune.config.schema import Optim
 
-
-def warmup_steps(optim: "Optim", total_steps: int) -> int:
+def warmup_steps(optim: Optim, total_steps: int) -> int:
     """Steps of warm-up, from the number or the ratio."""
     return optim.warmup_steps or math.ceil(optim.warmup_ratio * total_steps)
 
 
-def check_length(optim: "Optim", total_steps: int) -> str | None:
+def check_length(optim: Optim, total_steps: int) -> str | None:
     """A warning about a run of so many steps, if there is one. Raises UserError where nothing would be trained."""
     warmup, decayed = warmup_steps(optim, total_steps), optim.decay_ratio * total_steps
     if optim.decay_ratio < 1 and warmup >= decayed:
@@ -36,7 +33,7 @@ def check_length(optim: "Optim", total_steps: int) -> str | None:
     return None
 
 
-def learning_rate(optim: "Optim", total_steps: int) -> Callable[[Array], Array]:
+def learning_rate(optim: Optim, total_steps: int) -> Callable[[Array], Array]:
     """step (0 is the first) -> learning rate in float32.
 
     Linear warm-up from start_lr to the peak, then the shape that optim.schedule names, down to the final rate. The

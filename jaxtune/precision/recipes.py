@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
+from jaxtune.config.schema import Precision
 from jaxtune.errors import UserError
 from jaxtune.precision.fp8 import Fp8Numbers
 from jaxtune.precision.linears import Linears
@@ -15,7 +16,6 @@ from jaxtune.precision.operands import Numbers
 from pallas_kernels.gpus import Device
 
 if TYPE_CHECKING:
-    from jaxtune.config.schema import Precision
     from jaxtune.models.parameters import Parameter
 
 
@@ -51,7 +51,7 @@ RECIPES = {
 }
 
 
-def recipe_of(precision: "Precision", linears: Linears | None) -> Recipe:
+def recipe_of(precision: Precision, linears: Linears | None) -> Recipe:
     """The recipe of a section of options; `linears` are those that fp8_hybrid and nvfp4 are about."""
     recipe = dataclasses.replace(
         RECIPES[precision.recipe], gradient_dtype=jnp.dtype(precision.gradient_dtype), linears=linears
@@ -61,7 +61,7 @@ def recipe_of(precision: "Precision", linears: Linears | None) -> Recipe:
     return dataclasses.replace(recipe, loss_scale=precision.fp16.loss_scale, growth_steps=precision.fp16.growth_steps)
 
 
-def numbers_of(precision: "Precision") -> Numbers | None:
+def numbers_of(precision: Precision) -> Numbers | None:
     """How the linears of a low-precision recipe multiply; None for the others."""
     match precision.recipe:
         case "fp8_hybrid":
@@ -71,7 +71,7 @@ def numbers_of(precision: "Precision") -> Numbers | None:
     return None
 
 
-def linears_of(precision: "Precision", parameters: Mapping[str, "Parameter"]) -> Linears | None:
+def linears_of(precision: Precision, parameters: Mapping[str, "Parameter"]) -> Linears | None:
     """Those of the parameters that multiply in few bits, with the scales of their recipe; None if it has no such."""
     numbers = numbers_of(precision)
     if numbers is None:

@@ -1,22 +1,19 @@
 """What NF4 and FP4 share: bitsandbytes' 4-bit tables, and its double quantization of the scales."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
+from jaxtune.config.schema import Quant
 from jaxtune.quant.array import SCALES_PER_OUTER, TINY, QuantizedArray, block_absmax, by_block, in_blocks, nearest, pack
 from jaxtune.quant.dynamic_map import DYNAMIC_MAP
 from jaxtune.quant.format import Format
 from pallas_kernels.quant_matmul.elements import ELEMENTS
 
-if TYPE_CHECKING:
-    from jaxtune.config.schema import Quant
 
-
-def four_bit_format(elements: str, options: "Quant") -> Format:
+def four_bit_format(elements: str, options: Quant) -> Format:
     """NF4 or FP4 with a scale for quant.block_size (64) elements of a row."""
     block = options.block_size if isinstance(options.block_size, int) else 64
     return FourBitFloats(elements, (1, block), options.double_quant)

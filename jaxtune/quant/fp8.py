@@ -1,16 +1,12 @@
 """FP8 e4m3 with float32 scales: square blocks (DeepSeek-V3, arXiv:2412.19437), a row, or the whole matrix."""
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxtune.config.schema import Quant
 from jaxtune.quant.array import QuantizedArray, block_absmax, by_block, divisors, in_blocks
 from jaxtune.quant.format import Format
-
-if TYPE_CHECKING:
-    from jaxtune.config.schema import Quant
 
 LARGEST = 448.0  # of e4m3
 
@@ -18,7 +14,7 @@ BLOCK_SIZES = (64, 128, 256, "channel", "tensor")
 OPTIONS = ()
 
 
-def format_of(options: "Quant", parameter: str) -> Format:
+def format_of(options: Quant, parameter: str) -> Format:
     """Blocks of quant.block_size (128) squared; "channel": a scale a row; "tensor": one."""
     match options.block_size or 128:
         case "channel":

@@ -1,17 +1,13 @@
 """INT4, weights only: a scale a row, or quant.block_size elements of it."""
 
-from typing import TYPE_CHECKING
-
+from jaxtune.config.schema import Quant
 from jaxtune.quant.format import ANY_SIZE, Format
 from jaxtune.quant.integers import integer_format
-
-if TYPE_CHECKING:
-    from jaxtune.config.schema import Quant
 
 BLOCK_SIZES = ("channel", ANY_SIZE)
 OPTIONS = ()
 
 
-def format_of(options: "Quant", parameter: str) -> Format:
+def format_of(options: Quant, parameter: str) -> Format:
     """Symmetric, from -7 to 7."""
     return integer_format(4, options)

@@ -1,20 +1,16 @@
 """What INT8 and INT4 share: symmetric integers with a float32 scale a row, or a block of it."""
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxtune.config.schema import Quant
 from jaxtune.quant.array import QuantizedArray, block_absmax, by_block, divisors, in_blocks, pack
 from jaxtune.quant.format import Format
 from pallas_kernels.quant_matmul.elements import ELEMENTS
 
-if TYPE_CHECKING:
-    from jaxtune.config.schema import Quant
 
-
-def integer_format(bits: int, options: "Quant") -> Format:
+def integer_format(bits: int, options: Quant) -> Format:
     """INT8 or INT4: a scale a row, or quant.block_size elements of it."""
     return Integers(f"int{bits}", (1, options.block_size if isinstance(options.block_size, int) else None))
 

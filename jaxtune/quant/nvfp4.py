@@ -1,18 +1,15 @@
 """NVFP4: e2m1 elements, an e4m3 scale each 16 of a row, a float32 scale a matrix (NVIDIA, arXiv:2509.25149)."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
+from jaxtune.config.schema import Quant
 from jaxtune.quant.array import TINY, QuantizedArray, block_absmax, by_block, divisors, in_blocks, pack
 from jaxtune.quant.format import Format
 from pallas_kernels.quant_matmul.elements import ELEMENTS, e4m3
-
-if TYPE_CHECKING:
-    from jaxtune.config.schema import Quant
 
 BLOCK_SIZES = (16,)
 OPTIONS = ("four_over_six",)
@@ -20,7 +17,7 @@ LARGEST, LARGEST_SCALE = 6.0, 448.0
 SMALLEST_SCALE = 2.0**-9  # the least e4m3 above zero
 
 
-def format_of(options: "Quant", parameter: str) -> Format:
+def format_of(options: Quant, parameter: str) -> Format:
     """Blocks of 16 elements of a row."""
     return Nvfp4("e2m1", (1, *BLOCK_SIZES), options.four_over_six)
 

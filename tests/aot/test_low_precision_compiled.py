@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtune.compiler import compiler_options
 from jaxtune.config.schema import Mesh
 from jaxtune.models.dropout import Noise
 from jaxtune.parallel.layout import sharding
@@ -17,6 +16,7 @@ from jaxtune.precision.matmul import MAXIMA, LowPrecision, matmul
 from jaxtune.precision.nvfp4 import Nvfp4Numbers, _rounded_up
 from jaxtune.precision.operands import abstract_operands
 from jaxtune.quant import nvfp4
+from jaxtune.run.process import compiler_options
 from pallas_kernels import aot
 
 # Rows of tokens, as many as no weight has rows or columns; a model's width and its MLP's; layers.

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from unit.test_low_precision import AXES, NVFP4_ALL, case, in_fp8, in_nvfp4, noise, plain, relative, rotated_in_blocks
 
-from jaxtune.compiler import compiler_options
 from jaxtune.errors import UserError
 from jaxtune.parallel.layout import TOKENS
 from jaxtune.precision.fp8 import Fp8Numbers
@@ -16,6 +15,7 @@ from jaxtune.precision.matmul import LowPrecision, matmul
 from jaxtune.precision.nvfp4 import Nvfp4Numbers
 from jaxtune.precision.operands import make_operands
 from jaxtune.precision.recipes import check_device
+from jaxtune.run.process import compiler_options
 from pallas_kernels.gpus import current_device
 
 pytestmark = [

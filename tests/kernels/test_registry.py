@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtune.compiler import GPU_OPTIONS, compiler_options
+from jaxtune.run.process import GPU_OPTIONS, compiler_options
 from pallas_kernels import registry
 from pallas_kernels.flash_attention import BACKENDS
 from pallas_kernels.flash_attention.variant import Request, Variant

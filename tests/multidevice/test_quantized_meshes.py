@@ -15,8 +15,9 @@ from jaxtune.models.parameters import randomize
 from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.precision.recipes import RECIPES
-from jaxtune.state import declare_model, frozen_parameters
-from jaxtune.step import accumulated_gradients
+from jaxtune.run.model import declare_model
+from jaxtune.run.step import accumulated_gradients
+from jaxtune.run.values import frozen_parameters
 
 ONE, EIGHT = Mesh(fsdp=1), Mesh(data=2, fsdp=2, tensor=2)
 

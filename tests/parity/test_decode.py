@@ -6,8 +6,8 @@ import pytest
 from models import read, tokens, torch_model
 
 from jaxtune.errors import UserError
-from jaxtune.generate import generate_tokens, stop_tokens, stream_text
 from jaxtune.models.decode import sample
+from jaxtune.run.generation import generate_tokens, stop_tokens, stream_text
 
 NEW = 24
 

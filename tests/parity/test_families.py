@@ -8,9 +8,9 @@ from models import FAMILIES, logits, make_batch, read, tokens, torch_model
 
 from jaxtune.config.schema import Config, Model
 from jaxtune.errors import UserError
-from jaxtune.export import export_full
 from jaxtune.models.decoder import bind
 from jaxtune.objectives.cross_entropy import cross_entropy
+from jaxtune.run.export import export_full
 
 BATCH, SEQUENCE = 2, 96
 

@@ -10,13 +10,16 @@ from models import logits, make_batch, read, tokens, torch_model
 
 from jaxtune.config.schema import Config, Data, Lora, Model, Optim
 from jaxtune.errors import UserError
-from jaxtune.export import export
 from jaxtune.lora.inject import inject
 from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.optim.build import build
 from jaxtune.precision.recipes import RECIPES
-from jaxtune.state import declare_model, initial_parameters, trained_of
-from jaxtune.step import State, accumulated_gradients, make_train_step
+from jaxtune.run.assembly import trained_of
+from jaxtune.run.export import export
+from jaxtune.run.model import declare_model
+from jaxtune.run.state import State
+from jaxtune.run.step import accumulated_gradients, make_train_step
+from jaxtune.run.values import initial_parameters
 
 QWEN = "qwen3, yarn rope, tied"
 

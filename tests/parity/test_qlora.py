@@ -7,10 +7,10 @@ import pytest
 from models import make_batch, read, tokens, torch_model
 
 from jaxtune.config.schema import Lora, Quant
-from jaxtune.export import export
 from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.precision.recipes import RECIPES
-from jaxtune.step import accumulated_gradients
+from jaxtune.run.export import export
+from jaxtune.run.step import accumulated_gradients
 
 torch = pytest.importorskip("torch", reason="parity needs torch, whose CPU build exists for Python 3.11 only")
 peft = pytest.importorskip("peft")

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtune.command import run
-from jaxtune.config import Config, dataset, from_json, keys, new_config, resolve, to_json
+from jaxtune.config import dataset, from_json, keys, new_config, resolve, to_json
+from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 
 RECIPE = """

@@ -11,8 +11,9 @@ from runs import model_folder
 from jaxtune.config.schema import Config, Data, Muon, Normuon, Optim, Precision
 from jaxtune.config.schema import Model as ModelOptions
 from jaxtune.optim.build import Step, Trained, build
-from jaxtune.run_folder import optimizer_of
-from jaxtune.state import declare_model, initial_parameters
+from jaxtune.run.assembly import optimizer_of
+from jaxtune.run.model import declare_model
+from jaxtune.run.values import initial_parameters
 
 NAMES = {
     "matrix": tuple(f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(2)),

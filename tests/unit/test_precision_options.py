@@ -13,7 +13,7 @@ from jaxtune.models.mark import selected
 from jaxtune.models.parameters import declare, randomize
 from jaxtune.models.spec import Layer, ModelSpec, Rope
 from jaxtune.precision.recipes import check_device, linears_of, recipe_of
-from jaxtune.step import accumulated_gradients
+from jaxtune.run.step import accumulated_gradients
 from pallas_kernels.gpus import GPUS, Device
 
 SPEC = ModelSpec(

@@ -21,7 +21,8 @@ from jaxtune.models.mark import mark, selected
 from jaxtune.models.spec import Layer, ModelSpec, Rope, stacks
 from jaxtune.quant import format_of
 from jaxtune.quant.dynamic_map import DYNAMIC_MAP
-from jaxtune.state import declare_model, frozen_parameters
+from jaxtune.run.model import declare_model
+from jaxtune.run.values import frozen_parameters
 
 FORMATS = ("nf4", "fp4", "fp8", "nvfp4", "int8", "int4")
 
@@ -222,7 +223,8 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 from jaxtune.config.schema import Config, Data, Lora, Mesh, Model, Quant
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.state import declare_model, frozen_parameters
+from jaxtune.run.model import declare_model
+from jaxtune.run.values import frozen_parameters
 import threading, time
 
 def anonymous():

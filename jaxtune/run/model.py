@@ -1,4 +1,4 @@
-"""From a checked Config to a model on the mesh: what it is, and its values, read or random."""
+"""The declared model of a run: what the config makes of config.json, on a mesh; no weight is read."""
 
 import dataclasses
 import logging
@@ -20,16 +20,15 @@ from jaxtune.models import families
 from jaxtune.models.decoder import Parameters
 from jaxtune.models.freeze import freeze
 from jaxtune.models.mark import mark, selected, undivided_blocks
-from jaxtune.models.parameters import Parameter, declare, randomize, undivided
+from jaxtune.models.parameters import Parameter, declare, undivided
 from jaxtune.models.spec import ModelSpec
 from jaxtune.monitor.throughput import Work
-from jaxtune.optim.build import Trained
 from jaxtune.parallel.layout import RULES
 from jaxtune.precision.linears import Linears
-from jaxtune.precision.operands import Numbers, abstract_operands, make_operands
-from jaxtune.precision.recipes import Recipe, linears_of, numbers_of, recipe_of
+from jaxtune.precision.operands import Numbers, abstract_operands
+from jaxtune.precision.recipes import check_device, linears_of, numbers_of
 from jaxtune.quant import Format, QuantizedArray, format_of
-from jaxtune.quant.format import quantized
+from pallas_kernels.gpus import current_device
 
 log = logging.getLogger("jaxtune")
 LARGE = 2**20  # elements; a smaller parameter may stay whole on every device
@@ -147,6 +146,8 @@ def declare_model(config: Config, mesh: jax.sharding.Mesh, train: bool = True, l
     complaints += undivided_blocks(parameters, formats, mesh, "choose a smaller quant.block_size")
     linears = linears_of(config.precision, parameters) if low_precision else None
     if linears is not None:
+        if note := check_device(config.precision.recipe, current_device()):
+            log.info(note)
         numbers = dict.fromkeys(linears.parameters, linears.numbers)
         recipe = f"precision.recipe={config.precision.recipe!r}"
         _refuse_misfits(spec, parameters, numbers, recipe, "precision", config.precision.exclude)
@@ -159,6 +160,7 @@ def declare_model(config: Config, mesh: jax.sharding.Mesh, train: bool = True, l
             return jnp.dtype(config.lora.dtype)
         return jnp.dtype(config.precision.master_dtype if train and parameter.trained else config.model.dtype)
 
+    _refuse_unsharded(parameters, mesh)
     dtypes = {name: dtype(p) for name, p in parameters.items()}
     return Model(folder, spec, graph, parameters, dtypes, formats, linears, scheme)
 
@@ -205,113 +207,11 @@ def _refuse_misfits(
         )
 
 
-def read_parameters(model: Model, names: list[str]) -> Parameters:
-    """These parameters from the model's folder, straight into their shards; adapters cannot be among them."""
-    targets = {
-        name: hf.Target(
-            shape=model.parameters[name].shape,
-            dtype=model.dtypes[name],
-            sharding=model.parameters[name].sharding,
-            names=model.hf_names(name),
-            stacked=bool(model.parameters[name].layers),
-            rows=model.spec.vocabulary if model.parameters[name].axes[0] == "vocabulary" else None,
-            conversion=_quantization(model, name),
-        )
-        for name in names
-        if model.scheme is None or name not in model.formats
-    }
-    others = {hf_name for name in model.parameters if name not in targets for hf_name in model.hf_names(name)}
-
-    def ignorable(hf_name: str) -> bool:
-        weight = hf_name if model.scheme is None else model.scheme.weight_of(hf_name)
-        return weight in others or families.is_ignorable(model.spec, hf_name)
-
-    parameters = hf.read(model.folder, targets, ignorable)
-    if model.scheme is not None:
-        stored = {name: (model.quantized(name), model.hf_names(name)) for name in names if name in model.formats}
-        read = hf.read_quantized(model.folder, model.scheme, stored)
-        parameters |= {name: model.multiplied(name, array) for name, array in read.items()}
-    return parameters
-
-
-def _quantization(model: Model, name: str) -> hf.Conversion | None:
-    """Quantize each tensor of a parameter as soon as it is read; None where it stays as it is."""
-    format, numbers, axes = model.formats.get(name), model.operands_of(name), model.parameters[name].axes[1:]
-    if format is None and numbers is None:
-        return None
-
-    def convert(weight: jax.Array, hf_name: str) -> Any:
-        if not _ordinary(weight):
-            raise UserError(
-                f"{hf_name} in {model.folder} holds NaN, infinite or huge values (beyond 1e30), so it cannot be "
-                "quantized; the file is damaged, or its training broke down: use another copy"
-            )
-        if format is not None:
-            return model.multiplied(name, quantized(weight, format, axes))
-        assert numbers is not None
-        return model.multiplied(name, make_operands(weight, numbers, axes))
-
-    return hf.Conversion(convert, model.abstract([name])[name])
-
-
-@jax.jit
-def _ordinary(weight: jax.Array) -> jax.Array:
-    """Whether scales and sums of scales stay finite; False for NaN."""
-    return (jnp.abs(weight) < 1e30).all()
-
-
-def initial_parameters(model: Model, config: Config) -> Parameters:
-    """The trained parameters before step 0: random, read from the model's folder, or new or read adapters."""
-    trained = {name: model.parameters[name] for name in model.trained}
-    if config.lora.path is not None:
-        return _read_adapters(model, config)
-    if config.lora.enabled or config.model.from_scratch:
-        return randomize(trained, dict(model.dtypes), config.train.seed)
-    return read_parameters(model, model.trained)
-
-
-def frozen_parameters(model: Model, config: Config) -> Parameters:
-    """The parameters that are not trained; random ones where a model from scratch has some."""
-    if config.model.from_scratch:
-        frozen = {name: model.parameters[name] for name in model.frozen}
-        return randomize(frozen, dict(model.dtypes), config.train.seed)
-    return read_parameters(model, model.frozen) if model.frozen else {}
-
-
-def _read_adapters(model: Model, config: Config) -> Parameters:
-    """The adapter of lora.path, which must be of the rank, scale and targets that the config asks for."""
-    adapter = hf.read_adapter(hf.resolve(config.lora.path or "", holds="adapter_config.json"))
-    for key, found in (("rank", adapter.rank), ("alpha", adapter.alpha), ("use_rslora", adapter.use_rslora)):
-        if found != getattr(config.lora, key):
-            raise UserError(
-                f"lora.{key}={getattr(config.lora, key)}, and the adapter in {config.lora.path} has {found}"
-            )
-    wanted = {name: [n.rsplit(".", 2)[0] for n in model.hf_names(name)] for name in model.trained}
-    modules = {module for names in wanted.values() for module in names}
-    if modules != adapter.modules.keys():
-        difference = sorted(modules ^ adapter.modules.keys())
-        raise UserError(
-            f"lora.target_modules and the adapter in {config.lora.path} differ in {', '.join(difference[:6])}"
-        )
-
-    def stacked(name: str) -> jax.Array:
-        which = 0 if name.endswith("lora_a") else 1
-        parameter = model.parameters[name]
-        matrices = [adapter.modules[module][which] for module in wanted[name]]
-        for module, matrix in zip(wanted[name], matrices):
-            if matrix.shape != parameter.shape[1:]:
-                raise UserError(f"{config.lora.path}: {module} has shape {matrix.shape}, not {parameter.shape[1:]}")
-        layers = [jnp.asarray(matrix, model.dtypes[name]) for matrix in matrices]
-        return jax.jit(lambda *layers: jnp.stack(layers), out_shardings=parameter.sharding)(*layers)
-
-    return {name: stacked(name) for name in model.trained}
-
-
-def refuse_unsharded(model: Model, mesh: jax.sharding.Mesh) -> None:
+def _refuse_unsharded(parameters: Mapping[str, Parameter], mesh: jax.sharding.Mesh) -> None:
     """Raise UserError for a large parameter that no axis shards though the mesh has devices for it."""
     if mesh.shape["fsdp"] * mesh.shape["tensor"] == 1:
         return
-    for parameter in model.parameters.values():
+    for parameter in parameters.values():
         whole = parameter.sharding.shard_shape(parameter.shape) == parameter.shape
         size = math.prod(parameter.shape[bool(parameter.layers) :])
         if whole and size >= LARGE and not parameter.is_adapter:
@@ -334,13 +234,3 @@ def describe_layout(model: Model, mesh: jax.sharding.Mesh) -> str:
         f"{model.spec.family}, {len(model.spec.layers)} layers, {count(model.parameters):,} parameters{base}, "
         f"{count(model.trained):,} trained; {where}"
     )
-
-
-def recipe_of_run(config: Config, model: Model) -> Recipe:
-    """How a step of this run computes."""
-    return recipe_of(config.precision, model.linears)
-
-
-def trained_of(model: Model) -> dict[str, Trained]:
-    """What the optimizer must know of the trained parameters."""
-    return {name: Trained(model.hf_names(name), bool(model.parameters[name].layers)) for name in model.trained}

@@ -1,7 +1,14 @@
-"""Options of XLA for programs on a GPU, with the reason for each. Elsewhere there are none."""
+"""Settings of the process: its place among others, its log, its compilation cache, and XLA's options for a GPU."""
 
+import logging
 import os
+import sys
+from pathlib import Path
 
+import jax
+
+from jaxtune.config.schema import Config
+from jaxtune.parallel import multihost
 from pallas_kernels.gpus import current_device
 
 Options = dict[str, str | bool | int]
@@ -25,3 +32,20 @@ def compiler_options(deterministic: bool = False) -> Options:
         return {}
     options = GPU_OPTIONS | (DETERMINISTIC_OPTIONS if deterministic else {})
     return {name: value for name, value in options.items() if name not in os.environ.get("XLA_FLAGS", "")}
+
+
+def configure(config: Config) -> None:
+    """Before the first device is touched: join the other processes, keep compiled programs, show the log."""
+    multihost.initialize()
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", str(Path(config.train.output_dir) / "cache" / "xla"))
+    _show_log()
+
+
+def _show_log() -> None:
+    """What jaxtune and its kernels log on the terminal, of the main process alone; warnings of every process."""
+    for name in ("jaxtune", "pallas_kernels"):
+        logger = logging.getLogger(name)
+        logger.handlers = [logging.StreamHandler(sys.stdout)]
+        logger.propagate = False
+        logger.setLevel(logging.INFO if multihost.is_main() else logging.WARNING)

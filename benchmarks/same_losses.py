@@ -1,0 +1,131 @@
+"""Two versions of jaxtune compute the same, bit for bit: every number of short runs of each, side by side.
+
+    git clone . /tmp/before && git -C /tmp/before checkout fd87697
+    python benchmarks/same_losses.py --before=/tmp/before --after=. --work=/tmp/same_losses
+
+Each case is a run of the command line in a process of its own, on CPU. All but the first start from what the quickstart
+exports. The last one resumes, with each version, a checkpoint that the earlier one wrote.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+BASE = "runs/quickstart/export"
+NUMBERS = ("step", "loss", "eval_loss", "grad_norm", "learning_rate", "tokens", "target_tokens", "loss_scale")
+SMALL = {
+    "data.datasets[0].path": str(Path(sysconfig.get_paths()["stdlib"]) / "json"),
+    "data.datasets[0].type": "text",
+    "data.validation_split": 0.2,
+    "data.seq_len": 128,
+    "train.max_steps": 8,
+    "train.micro_batch_size": 2,
+    "train.grad_accum_steps": 2,
+    "optim.learning_rate": 1e-3,
+    "eval.steps": 4,
+}
+OPTIMIZERS = ("adamw", "adamw_8bit", "sgd", "adafactor", "lion", "schedule_free", "muon", "normuon")
+# case: (recipe, options beside SMALL, simulated devices, processes)
+CASES = {
+    "quickstart, 50 steps": ("quickstart.py", {"train.max_steps": 50, "eval.steps": 25, "log.every": 1}, 1, 1),
+    "LoRA": ("qwen_lora.py", {"lora.dropout": 0.1}, 1, 1),
+    "QLoRA nf4": ("qwen_qlora_nf4.py", {}, 1, 1),
+    "QLoRA fp8": ("qwen_qlora_fp8.py", {"quant.block_size": 64}, 1, 1),
+    "QLoRA nvfp4": ("qwen_qlora_nvfp4.py", {}, 1, 1),
+    "QLoRA int8": ("qwen_qlora_int8.py", {}, 1, 1),
+    "fp8_hybrid": ("qwen_fp8.py", {}, 1, 1),
+    "nvfp4": ("qwen_nvfp4.py", {}, 1, 1),
+    "fp16": ("qwen_lora.py", {"precision.recipe": "fp16", "model.dtype": "float16"}, 1, 1),
+    **{
+        f"full, {name}": (
+            "qwen_full.py",
+            {"optim.name": name} | ({"optim.schedule": "constant"} if name == "schedule_free" else {}),
+            1,
+            1,
+        )
+        for name in OPTIMIZERS
+    },
+    "full, fsdp=4 x tensor=2": ("qwen_full.py", {"mesh.fsdp": 4, "mesh.tensor": 2}, 8, 1),
+    "LoRA, two processes": ("qwen_lora.py", {"mesh.fsdp": 4}, 2, 2),
+}
+
+
+def command(checkout: Path, name: str, recipe: str, options: dict, processes: int, devices: int) -> list[str]:
+    """One training run; `name` is the run's folder."""
+    base = "" if recipe == "quickstart.py" else f":{BASE}"
+    settings = {**({} if recipe == "quickstart.py" else SMALL), "train.run_name": name, **options}
+    train = [sys.executable, "-m", "jaxtune.train", f"--config={checkout / 'configs' / recipe}{base}"]
+    train += [f"--config.{key}={value}" for key, value in settings.items()]
+    if processes == 1:
+        return train
+    launch = [sys.executable, str(checkout / "launch" / "local.py"), "--processes", str(processes)]
+    return [*launch, "--devices-per-process", str(devices), "--", *train]
+
+
+def run(checkout: Path, home: Path, name: str, recipe: str, options: dict, devices: int, processes: int) -> list[tuple]:
+    """Trains in `home`, unless it has been; every number of the run."""
+    metrics = home / "runs" / name / "metrics.jsonl"
+    done = metrics.with_name("done")
+    if not done.exists():
+        home.mkdir(parents=True, exist_ok=True)
+        environment = {"PYTHONPATH": str(checkout), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+        arguments = command(checkout, name, recipe, options, processes, devices)
+        log = (home / f"{name}.log").open("w")
+        code = subprocess.call(arguments, cwd=home, env=os.environ | environment, stdout=log, stderr=log)
+        if code:
+            raise SystemExit(f"{checkout}: exit code {code}; see {log.name}")
+        done.touch()
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [tuple(repr(row.get(key)) for key in NUMBERS) for row in rows]
+
+
+def resumed(checkouts: dict[str, Path], work: Path) -> dict[str, list[tuple]]:
+    """Four steps with the earlier version, then four with each."""
+    options = {"train.max_steps": 4, "lora.dropout": 0.1, "optim.schedule": "constant", "eval.steps": 0}
+    run(checkouts["before"], work / "before", "half", "qwen_lora.py", options, 1, 1)
+    found = {}
+    for side, checkout in checkouts.items():
+        folder = work / side / "runs" / "resumed"
+        if not folder.exists():
+            shutil.copytree(work / "before" / "runs" / "half", folder)
+            (folder / "done").unlink()
+        found[side] = run(checkout, work / side, "resumed", "qwen_lora.py", options | {"train.max_steps": 8}, 1, 1)
+        assert "resumed from step 4" in (work / side / "resumed.log").read_text()
+    return found
+
+
+def main() -> int:
+    """Prints a line a case; returns 1 where two runs differ."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for flag, meaning in (("before", "a checkout"), ("after", "another"), ("work", "folder of all runs")):
+        parser.add_argument(f"--{flag}", required=True, type=lambda path: Path(path).resolve(), help=meaning)
+    parser.add_argument("--only-before", action="store_true", help="run the earlier version, to compare with later")
+    options = parser.parse_args()
+    checkouts = {"before": options.before, "after": options.after}
+    if options.only_before:
+        del checkouts["after"]
+    different = 0
+    for case, (recipe, settings, devices, processes) in [*CASES.items(), ("resumed", (None, {}, 1, 1))]:
+        name = case.split(",")[0] if recipe == "quickstart.py" else case.replace(" ", "").replace(",", "-")
+        if recipe is None:
+            found = resumed(checkouts, options.work)
+        else:
+            found = {
+                side: run(checkout, options.work / side, name, recipe, settings, devices, processes)
+                for side, checkout in checkouts.items()
+            }
+        losses = [float(row[1]) for row in found["before"] if row[1] != "None"]
+        same = all(rows == found["before"] for rows in found.values())
+        different += not same
+        print(f"{case:26} {len(losses):3} steps  loss {losses[0]:.6f} -> {losses[-1]:.6f}  ", end="")
+        print("equal in every bit" if same else "DIFFERENT", flush=True)
+    return int(different > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

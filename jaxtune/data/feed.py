@@ -1,0 +1,63 @@
+"""The data of a run: rows in batches for a mesh, how many steps they make, and rows to evaluate on."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax
+
+from jaxtune.config.schema import Config
+from jaxtune.data.loader import batches
+from jaxtune.data.rows import Rows
+from jaxtune.data.splits import open_documents
+from jaxtune.parallel.layout import TOKENS, P
+from jaxtune.parallel.mesh import data_shards
+
+log = logging.getLogger("jaxtune")
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Rows of training data, and of validation data if there is any.
+
+    Attributes:
+        shape: (micro-batches, rows of a micro-batch over all devices, positions) of a step.
+        key: a hash of all training documents.
+    """
+
+    rows: Rows
+    eval_rows: Rows | None
+    shape: tuple[int, int, int]
+    sharding: jax.NamedSharding
+    total_steps: int
+    key: str
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of an optimizer step."""
+        return self.shape[0] * self.shape[1]
+
+    def batches(self, start_row: int) -> Iterator[tuple[int, dict[str, jax.Array]]]:
+        """(row after the batch, batch) from a row on, to the end of the run."""
+        accum, micro_rows, seq_len = self.shape
+        stop_row = self.total_steps * self.rows_per_step
+        return batches(self.rows, accum, micro_rows, seq_len, self.sharding, start_row, stop_row)
+
+
+def open_feed(config: Config, tokenizer, mesh: jax.sharding.Mesh) -> Feed:
+    """Documents of the config, tokenised or from the cache, as rows for a mesh; logs what there is.
+
+    Raises UserError as `open_documents`.
+    """
+    documents, eval_documents = open_documents(config, tokenizer)
+    for note in documents.notes:
+        log.info("data: %s", note)
+    train, data = config.train, config.data
+    rows = Rows(documents, data, epochs=None if train.max_steps else train.epochs)
+    shape = (train.grad_accum_steps, train.micro_batch_size * data_shards(mesh), data.seq_len)
+    rows_per_step = shape[0] * shape[1]
+    total_steps = train.max_steps or -(-rows.total(train.epochs) // rows_per_step)
+    log.info("data: %s", rows.counts)
+    log.info("%d steps of %d rows of %d tokens", total_steps, rows_per_step, data.seq_len)
+    eval_rows = None if eval_documents is None else Rows(eval_documents, data, epochs=1)
+    return Feed(rows, eval_rows, shape, jax.NamedSharding(mesh, P(None, *TOKENS)), total_steps, documents.key)

@@ -1,0 +1,144 @@
+"""A run's model as Hugging Face safetensors, or its adapter as PEFT."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtune import hf
+from jaxtune.config.schema import Config
+from jaxtune.errors import UserError
+from jaxtune.lora.merge import merged
+from jaxtune.models.decoder import Parameters
+from jaxtune.parallel import multihost
+from jaxtune.quant import QuantizedArray
+from jaxtune.run.folder import RunFolder
+from jaxtune.run.model import Model
+
+
+def export_full(model: Model, parameters: Parameters, config: Config, output: Path) -> None:
+    """A folder that transformers loads, in model.dtype; adapters among the parameters are merged into their weights.
+
+    Quantized weights are written as what they stand for, never quantized again: an adapter merged into 4 bits is
+    mostly rounded away.
+
+    Tensors are gathered and written one at a time. A tied head is not written; padded rows are cut; config.json and
+    the tokenizer's files are copied byte for byte.
+    """
+
+    def tensors():
+        dtype = jnp.dtype(config.model.dtype)
+        for name, parameter in model.parameters.items():
+            if parameter.is_adapter:
+                continue
+            layers = range(len(parameter.layers)) if parameter.layers else (None,)
+            for hf_name, layer in zip(model.hf_names(name), layers):
+                shape = parameter.shape[1:] if parameter.layers else parameter.shape
+                if parameter.axes[0] == "vocabulary":
+                    shape = (model.spec.vocabulary, *shape[1:])
+                yield hf.Tensor(hf_name, shape, dtype, lambda name=name, layer=layer: whole(name, layer, dtype))
+
+    def whole(name: str, layer: int | None, dtype: jnp.dtype) -> np.ndarray:
+        weight = _gather(parameters[name], layer)
+        site = name.removesuffix(".weight")
+        if f"{site}.lora_a" in parameters and name.endswith(".weight"):
+            a, b = (_gather(parameters[f"{site}.{part}"], layer) for part in ("lora_a", "lora_b"))
+            assert model.spec.adapter is not None
+            weight = merged(weight, a, b, model.spec.adapter.scale)
+        if model.parameters[name].axes[0] == "vocabulary":
+            weight = weight[: model.spec.vocabulary]
+        return np.asarray(weight.astype(dtype))
+
+    hf.write(output, tensors(), config.export.max_shard_bytes)
+    if multihost.is_main():
+        hf.write_config(model.folder, output, dtype=config.model.dtype)
+        hf.copy_tokenizer_files(model.folder, output)
+
+
+def export_adapter(model: Model, parameters: Parameters, config: Config, output: Path) -> None:
+    """A folder that peft loads: adapter_model.safetensors and adapter_config.json."""
+    modules = {}
+    for name in model.trained:
+        for layer, hf_name in enumerate(model.hf_names(name)):
+            pair = modules.setdefault(hf_name.rsplit(".", 2)[0], {})
+            pair[name.rsplit("_", 1)[1]] = np.asarray(_gather(parameters[name], layer))
+    hf.write_adapter(
+        output,
+        {module: (pair["a"], pair["b"]) for module, pair in modules.items()},
+        rank=config.lora.rank,
+        alpha=config.lora.alpha,
+        dropout=config.lora.dropout,
+        use_rslora=config.lora.use_rslora,
+        target_modules=_targets(model, set(modules)),
+        base_model=_absolute(config.model.path or ""),
+    )
+    if multihost.is_main():
+        hf.copy_tokenizer_files(model.folder, output)
+
+
+def _absolute(path: str) -> str:
+    """A local folder by its whole path, so that peft finds it from anywhere; a hub id as it is."""
+    return str(Path(path).resolve()) if Path(path).is_dir() else path
+
+
+def _targets(model: Model, modules: set[str]) -> list[str]:
+    """Names that peft finds exactly these modules by: q_proj where every layer's is meant, else whole names."""
+    linears = {
+        hf_name.removesuffix(".weight")
+        for name, parameter in model.parameters.items()
+        if len(parameter.shape) == 3 and not parameter.is_adapter
+        for hf_name in model.hf_names(name)
+    }
+    kinds = {module.rsplit(".", 1)[1] for module in modules}
+    whole_kinds = {linear for linear in linears if linear.rsplit(".", 1)[1] in kinds} == modules
+    return sorted(kinds if whole_kinds else modules)
+
+
+def export(
+    model: Model,
+    parameters: Parameters,
+    config: Config,
+    output: Path,
+    kind: str,
+    *,
+    merge: bool = False,
+    steps: int,
+    tokens: int,
+) -> None:
+    """Write one format, with a model card.
+
+    Raises UserError where the format does not fit the run, or the output would destroy what it is made from.
+    """
+    if output.resolve() == model.folder.resolve():
+        raise UserError(f"{output} holds the model that the run started from; export to another folder")
+    if RunFolder(output).checkpoints.exists():
+        raise UserError(f"{output} is the folder of a run; export to another one, for example {output / 'export'}")
+    if kind == "peft" and not config.lora.enabled:
+        raise UserError("--format=peft: this run trained the whole model; export it with --format=hf")
+    if kind == "hf" and config.lora.enabled and not merge:
+        raise UserError("--format=hf: this run trained an adapter; add --merge for a whole model, or use --format=peft")
+    (export_adapter if kind == "peft" else export_full)(model, parameters, config, output)
+    if multihost.is_main():
+        hf.write_card(
+            output,
+            title=config.train.run_name or output.name,
+            base_model=None if config.model.from_scratch else config.model.path,
+            adapter=kind == "peft",
+            recipe=config.train.run_name or "",
+            steps=steps,
+            tokens=tokens,
+        )
+
+
+def _gather(parameter: Any, layer: int | None) -> jax.Array:
+    """One layer of a parameter, dequantized, whole on every device."""
+    return jax.reshard(parameter, jax.P()) if layer is None else _gather_layer(parameter, layer)
+
+
+@jax.jit
+def _gather_layer(parameter: Any, layer: int) -> jax.Array:
+    """Compiled once a shape: the layer is an argument of the program."""
+    one = jax.tree.map(lambda stack: jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False), parameter)
+    return jax.reshard(one.dequantize() if isinstance(one, QuantizedArray) else one, jax.P())

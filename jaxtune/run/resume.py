@@ -1,0 +1,92 @@
+"""What a run goes on from, and what must not have changed since."""
+
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from jaxtune.checkpoint import CheckpointManager, fingerprint, verify_fingerprint
+from jaxtune.config import to_json
+from jaxtune.config.schema import Config
+from jaxtune.data import Feed
+from jaxtune.errors import UserError
+from jaxtune.run.folder import RunFolder
+from jaxtune.run.model import Model
+
+log = logging.getLogger("jaxtune")
+
+# Options that may differ when a run goes on: they change where and how, never what is computed.
+MAY_CHANGE = (
+    "ckpt", "eval", "export", "log", "memory", "mesh", "prof", "data.cache_dir",
+    "train.output_dir", "train.run_name", "train.max_bad_steps", "train.max_steps", "train.epochs",
+    "train.micro_batch_size", "train.grad_accum_steps",
+)  # fmt: skip
+
+
+def saved_run(config: Config, folder: RunFolder, checkpoints: CheckpointManager) -> dict | None:
+    """What the checkpoint to go on from says, by ckpt.resume; None to start anew.
+
+    Raises UserError where there is nothing to go on from, a run that is not to go on, or one with other options.
+    """
+    if config.ckpt.resume == "never":
+        if checkpoints.steps():
+            raise UserError(
+                f"{folder.path} holds a run and ckpt.resume is 'never'; choose another --config.train.run_name, "
+                "or remove the folder"
+            )
+        return None
+    saved = checkpoints.host(None if config.ckpt.resume == "auto" else int(config.ckpt.resume))
+    if saved is not None:
+        check_unchanged(saved["config"], config)
+    return saved
+
+
+def record(config: Config, model: Model, feed: Feed) -> dict[str, Any]:
+    """What every checkpoint says of its run, for `check_same` to compare."""
+    return {
+        "config": json.loads(to_json(config)),
+        "base": {} if config.model.from_scratch else fingerprint(model.folder),
+        "data": feed.key,
+        "rows_per_step": feed.rows_per_step,
+        "total_steps": feed.total_steps,
+    }
+
+
+def check_same(saved: dict, now: dict, model: Model) -> None:
+    """Raise UserError unless data, base model and rows a step are those that the checkpoint was trained with."""
+    if saved["rows_per_step"] != now["rows_per_step"]:
+        raise UserError(
+            f"a step was {saved['rows_per_step']} rows and is {now['rows_per_step']} now; choose "
+            "train.micro_batch_size * train.grad_accum_steps * (mesh.data * mesh.fsdp) so that it stays the same"
+        )
+    if saved["data"] != now["data"]:
+        raise UserError("the training data or the tokenizer changed since the checkpoint; start a new run")
+    if now["base"] or saved["base"]:
+        verify_fingerprint(model.folder, saved["base"])
+    if saved["total_steps"] != now["total_steps"]:
+        log.warning(
+            "the learning-rate schedule was for %d steps and is for %d now", saved["total_steps"], now["total_steps"]
+        )
+
+
+def check_unchanged(saved: dict[str, Any], config: Config) -> None:
+    """Raise UserError naming each option that a run may not change when it goes on."""
+    now = json.loads(to_json(config))
+    changed = [f"  {key}: {before!r} then, {after!r} now" for key, before, after in differences(saved, now, "")]
+    if changed:
+        raise UserError(
+            "this run was started with other options, so it cannot go on:\n"
+            + "\n".join(changed)
+            + "\nset them back, or start a new run with --config.train.run_name=NAME"
+        )
+
+
+def differences(before: Any, after: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
+    """(key, before, after) of each option below a key that a run may not change and that differs."""
+    if key in MAY_CHANGE or before == after:
+        return
+    if isinstance(before, dict) and isinstance(after, dict):
+        for name in sorted(before.keys() | after.keys()):
+            yield from differences(before.get(name), after.get(name), f"{key}.{name}" if key else name)
+    else:
+        yield key, before, after

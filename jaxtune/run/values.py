@@ -1,0 +1,118 @@
+"""The values of a run's parameters: read from the model's folder, random, or an adapter's."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtune import hf
+from jaxtune.config.schema import Config
+from jaxtune.errors import UserError
+from jaxtune.models import families
+from jaxtune.models.decoder import Parameters
+from jaxtune.models.parameters import randomize
+from jaxtune.precision.operands import make_operands
+from jaxtune.quant.format import quantized
+from jaxtune.run.model import Model
+
+
+def read_parameters(model: Model, names: list[str]) -> Parameters:
+    """These parameters from the model's folder, straight into their shards; adapters cannot be among them."""
+    targets = {
+        name: hf.Target(
+            shape=model.parameters[name].shape,
+            dtype=model.dtypes[name],
+            sharding=model.parameters[name].sharding,
+            names=model.hf_names(name),
+            stacked=bool(model.parameters[name].layers),
+            rows=model.spec.vocabulary if model.parameters[name].axes[0] == "vocabulary" else None,
+            conversion=_quantization(model, name),
+        )
+        for name in names
+        if model.scheme is None or name not in model.formats
+    }
+    others = {hf_name for name in model.parameters if name not in targets for hf_name in model.hf_names(name)}
+
+    def ignorable(hf_name: str) -> bool:
+        weight = hf_name if model.scheme is None else model.scheme.weight_of(hf_name)
+        return weight in others or families.is_ignorable(model.spec, hf_name)
+
+    parameters = hf.read(model.folder, targets, ignorable)
+    if model.scheme is not None:
+        stored = {name: (model.quantized(name), model.hf_names(name)) for name in names if name in model.formats}
+        read = hf.read_quantized(model.folder, model.scheme, stored)
+        parameters |= {name: model.multiplied(name, array) for name, array in read.items()}
+    return parameters
+
+
+def _quantization(model: Model, name: str) -> hf.Conversion | None:
+    """Quantize each tensor of a parameter as soon as it is read; None where it stays as it is."""
+    format, numbers, axes = model.formats.get(name), model.operands_of(name), model.parameters[name].axes[1:]
+    if format is None and numbers is None:
+        return None
+
+    def convert(weight: jax.Array, hf_name: str) -> Any:
+        if not _ordinary(weight):
+            raise UserError(
+                f"{hf_name} in {model.folder} holds NaN, infinite or huge values (beyond 1e30), so it cannot be "
+                "quantized; the file is damaged, or its training broke down: use another copy"
+            )
+        if format is not None:
+            return model.multiplied(name, quantized(weight, format, axes))
+        assert numbers is not None
+        return model.multiplied(name, make_operands(weight, numbers, axes))
+
+    return hf.Conversion(convert, model.abstract([name])[name])
+
+
+@jax.jit
+def _ordinary(weight: jax.Array) -> jax.Array:
+    """Whether scales and sums of scales stay finite; False for NaN."""
+    return (jnp.abs(weight) < 1e30).all()
+
+
+def initial_parameters(model: Model, config: Config) -> Parameters:
+    """The trained parameters before step 0: random, read from the model's folder, or new or read adapters."""
+    trained = {name: model.parameters[name] for name in model.trained}
+    if config.lora.path is not None:
+        return _read_adapters(model, config)
+    if config.lora.enabled or config.model.from_scratch:
+        return randomize(trained, dict(model.dtypes), config.train.seed)
+    return read_parameters(model, model.trained)
+
+
+def frozen_parameters(model: Model, config: Config) -> Parameters:
+    """The parameters that are not trained; random ones where a model from scratch has some."""
+    if config.model.from_scratch:
+        frozen = {name: model.parameters[name] for name in model.frozen}
+        return randomize(frozen, dict(model.dtypes), config.train.seed)
+    return read_parameters(model, model.frozen) if model.frozen else {}
+
+
+def _read_adapters(model: Model, config: Config) -> Parameters:
+    """The adapter of lora.path, which must be of the rank, scale and targets that the config asks for."""
+    adapter = hf.read_adapter(hf.resolve(config.lora.path or "", holds="adapter_config.json"))
+    for key, found in (("rank", adapter.rank), ("alpha", adapter.alpha), ("use_rslora", adapter.use_rslora)):
+        if found != getattr(config.lora, key):
+            raise UserError(
+                f"lora.{key}={getattr(config.lora, key)}, and the adapter in {config.lora.path} has {found}"
+            )
+    wanted = {name: [n.rsplit(".", 2)[0] for n in model.hf_names(name)] for name in model.trained}
+    modules = {module for names in wanted.values() for module in names}
+    if modules != adapter.modules.keys():
+        difference = sorted(modules ^ adapter.modules.keys())
+        raise UserError(
+            f"lora.target_modules and the adapter in {config.lora.path} differ in {', '.join(difference[:6])}"
+        )
+
+    def stacked(name: str) -> jax.Array:
+        which = 0 if name.endswith("lora_a") else 1
+        parameter = model.parameters[name]
+        matrices = [adapter.modules[module][which] for module in wanted[name]]
+        for module, matrix in zip(wanted[name], matrices):
+            if matrix.shape != parameter.shape[1:]:
+                raise UserError(f"{config.lora.path}: {module} has shape {matrix.shape}, not {parameter.shape[1:]}")
+        layers = [jnp.asarray(matrix, model.dtypes[name]) for matrix in matrices]
+        return jax.jit(lambda *layers: jnp.stack(layers), out_shardings=parameter.sharding)(*layers)
+
+    return {name: stacked(name) for name in model.trained}

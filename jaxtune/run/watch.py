@@ -1,0 +1,58 @@
+"""What observes a run while it trains, and what may stop it: opened together, closed together."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass
+
+import jax
+
+from jaxtune.config.schema import Config
+from jaxtune.monitor import throughput
+from jaxtune.monitor.goodput import Goodput
+from jaxtune.monitor.metrics import MetricsLog
+from jaxtune.monitor.profiler import Profiler
+from jaxtune.monitor.progress import Progress
+from jaxtune.monitor.signals import StopRequest
+from jaxtune.parallel import multihost
+from jaxtune.run.folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Where the loop and its tasks report to."""
+
+    metrics: MetricsLog
+    progress: Progress
+    profiler: Profiler
+    goodput: Goodput
+    stop: StopRequest
+    work: throughput.Work
+
+    def step(self, step: int, values: Mapping[str, float], tokens: int, seconds: float) -> None:
+        """Write and show a training step that took so long for so many tokens."""
+        speed = tokens / seconds
+        row = {**values, "tokens_per_second": speed, "step_seconds": seconds}
+        mfu = throughput.mfu(self.work, speed, jax.devices()[0].device_kind, jax.device_count())
+        if mfu is not None:
+            row["mfu"] = mfu
+        self.metrics.write(step, row)
+        self.progress.update(step, row)
+
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Write and show what an evaluation after a step found."""
+        self.metrics.write(step, values)
+        self.progress.message("  ".join([f"step {step}", *(f"{name} {value:.4f}" for name, value in values.items())]))
+
+
+@contextmanager
+def watching(
+    config: Config, folder: RunFolder, step: int, total_steps: int, work: throughput.Work, goodput: Goodput
+) -> Iterator[Watch]:
+    """Everything that watches a run from `step` on; requests to stop are heard meanwhile."""
+    main = multihost.is_main()
+    with ExitStack() as opened:
+        metrics = MetricsLog(folder.path, config.log, config.train.run_name or "", asdict(config), step, main)
+        opened.enter_context(closing(metrics))
+        profiler = opened.enter_context(closing(Profiler(folder.path, config.prof, main)))
+        progress = opened.enter_context(closing(Progress(total_steps, step, config.log.every, main)))
+        yield Watch(metrics, progress, profiler, goodput, opened.enter_context(StopRequest()), work)
