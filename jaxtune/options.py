@@ -1,4 +1,4 @@
-"""List every option with its type, default, unit and meaning.
+"""List every option with its type, default, unit, range, precondition and meaning.
 
     python -m jaxtune.options [PATTERN]
 
@@ -16,7 +16,10 @@ import rich.text
 
 from jaxtune.command import guarded
 from jaxtune.config import keys
+from jaxtune.config.rules import in_words
 from jaxtune.errors import UserError
+
+HEADS = ("option", "type", "default", "unit", "range", "only when", "meaning")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,12 +32,12 @@ def find(pattern: str) -> list[keys.Option]:
     """The options whose key or meaning contains the regular expression, in any case of letters.
 
     Raises:
-        UserError: No regular expression, or none contains it.
+        UserError: Not a regular expression, or none contains it.
     """
     try:
         regex = re.compile(pattern, re.IGNORECASE)
     except re.error as error:
-        raise UserError(f"{pattern!r} is no regular expression: {error}") from error
+        raise UserError(f"{pattern!r} is not a regular expression: {error}") from error
     found = [option for option in keys.options().values() if regex.search(option.key) or regex.search(option.doc)]
     if not found:
         raise UserError(f"{pattern!r}: {keys.no_such_option(pattern)}")
@@ -51,14 +54,15 @@ def _main(arguments: list[str]) -> None:
     if not sys.stdout.isatty():
         print("\n".join("\t".join(row) for row in rows))
         return
-    table = rich.table.Table("option", "type", "default", "unit", "meaning", box=rich.box.SIMPLE_HEAD)
+    table = rich.table.Table(*HEADS, box=rich.box.SIMPLE_HEAD)
     for row in rows:
-        table.add_row(*map(rich.text.Text, row))  # Text: the brackets of a key are no markup
+        table.add_row(*map(rich.text.Text, row))  # Text: the brackets of a key are not markup
     rich.console.Console().print(table)
 
 
 def _row(option: keys.Option) -> tuple[str, ...]:
-    return option.key, keys.describe(option.annotation), repr(option.default), option.unit, option.doc
+    rules = in_words(option.within), " and ".join(option.when)
+    return option.key, keys.describe(option.annotation), repr(option.default), option.unit, *rules, option.doc
 
 
 if __name__ == "__main__":

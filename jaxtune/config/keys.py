@@ -1,5 +1,6 @@
 """Every option as one flat list of dotted keys, and the nearest of them to a mistyped one."""
 
+import ast
 import dataclasses
 import difflib
 import functools
@@ -9,7 +10,7 @@ import typing
 from dataclasses import dataclass
 from typing import Any, Literal, Union
 
-from jaxtune.config.schema import Config
+from jaxtune.config.schema import READ_BY_TYPE, Config, Dataset
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,8 @@ class Option:
     default: Any
     unit: str
     doc: str
+    within: str  # the interval of a number, "" for all
+    when: tuple[str, ...]  # expressions that must all hold for it to have an effect
 
 
 @functools.cache
@@ -79,15 +82,30 @@ def describe(annotation: Any) -> str:
     return "None" if annotation is types.NoneType else annotation.__name__
 
 
-def _options_of(section: Any, prefix: str) -> list[Option]:
+def names(expression: str) -> list[str]:
+    """The options that an expression over options reads, dotted as they are written there."""
+    nodes = ast.walk(ast.parse(expression, mode="eval"))
+    found = [ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute | ast.Name)]
+    return [name for name in found if not any(other.startswith(f"{name}.") for other in found)]
+
+
+def _options_of(section: Any, prefix: str, outer: tuple[str, ...] = ()) -> list[Option]:
     found = []
     annotations = typing.get_type_hints(section)
     for field in dataclasses.fields(section):
         key, annotation = prefix + field.name, annotations[field.name]
+        conditions = (*outer, field.metadata["when"]) if field.metadata.get("when") else outer
         if dataclasses.is_dataclass(annotation):
-            found += _options_of(annotation, f"{key}.")
+            found += _options_of(annotation, f"{key}.", conditions)
             continue
-        found.append(Option(key, annotation, field.default, field.metadata["unit"], field.metadata["doc"]))
+        if not field.metadata:
+            continue  # what a Config remembers besides its options
+        types = [repr(type_) for type_, read in READ_BY_TYPE.items() if field.name in (*read[0], *read[1])]
+        if section is Dataset and types:
+            conditions = (f"type in ({', '.join([repr('auto'), *types])})", *conditions)
+        when = tuple(condition for condition in conditions if key not in names(condition))
+        unit, doc, within = (field.metadata[name] for name in ("unit", "doc", "within"))
+        found.append(Option(key, annotation, field.default, unit, doc, within, when))
         if entry := entry_type(annotation):
             found += _options_of(entry, f"{key}[i].")
     return found

@@ -21,16 +21,16 @@ from typing import Any, Literal, Union
 
 from ml_collections import ConfigDict
 
-from jaxtune.config import checks, keys
-from jaxtune.config.checks import Problem
-from jaxtune.config.schema import Config, Dataset
+from jaxtune.config import checks, keys, rules
+from jaxtune.config.rules import Problem
+from jaxtune.config.schema import Config, Dataset, Said
 from jaxtune.errors import UserError
 
 
 def new_config() -> ConfigDict:
     """Every option at its default, for a recipe to change; a key that does not exist cannot be set."""
     # Types are judged by `resolve`, all at once: ml_collections knows neither unions nor allowed values.
-    return ConfigDict(dataclasses.asdict(Config()), type_safe=False).lock()
+    return ConfigDict(as_dict(Config()), type_safe=False).lock()
 
 
 def dataset(**fields: Any) -> ConfigDict:
@@ -72,30 +72,63 @@ def load_recipe(path: str, argument: str | None = None) -> ConfigDict:
     return config
 
 
-def resolve(config: ConfigDict, recipe: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
-    """The typed and checked Config.
+def resolve(
+    config: ConfigDict,
+    recipe: str,
+    overrides: Iterable[tuple[str, str]] = (),
+    source: Literal["recipe", "translation"] = "recipe",
+) -> Config:
+    """The typed and checked Config, which remembers in `said` who gave each value.
+
+    What the user wrote and can have no effect is an error. A value of the recipe that an override made moot is not:
+    its default takes its place, and `said` says so. A translated file states every option, so any of its values may be
+    moot.
 
     Args:
         config: What the recipe returned.
         recipe: Its name, for messages.
         overrides: Key and text of each command-line setting, such as ('train.max_steps', '10').
+        source: What filled `config`.
 
     Raises:
         UserError: Lists every unknown key, wrong type and impossible combination.
     """
-    values = _plain(config)
-    problems = [problem for key, text in overrides if (problem := _override(values, key, text))]
-    resolved = _build(Config, values, "", problems)
-    # What is wrong in itself is not judged again in combination.
-    judged = {key for problem in problems for key in problem.keys}
-    problems += [problem for problem in checks.check(resolved) if judged.isdisjoint(problem.keys)]
-    _raise(recipe, problems)
-    return resolved
+    values, typed = _plain(config), dict(overrides)
+    own = () if source == "translation" else [p.keys[0] for p in checks.check(_build(Config, values, "", [])) if p.moot]
+    wrong = [problem for key, text in typed.items() if (problem := _override(values, key, text))]
+    moot: list[Problem] = []
+    while True:
+        problems = list(wrong)
+        resolved = _build(Config, values, "", problems)
+        # What is wrong in itself is not judged again in combination.
+        judged = {key for problem in problems for key in problem.keys}
+        found = [problem for problem in checks.check(resolved) if judged.isdisjoint(problem.keys)]
+        spared = [problem for problem in found if problem.moot and problem.keys[0] not in (*typed, *own)]
+        if not spared:
+            break
+        for problem in spared:
+            option = keys.lookup(problem.keys[0])
+            assert option is not None
+            _set(values, problem.keys[0], option.default)
+        moot += spared
+    _raise(recipe, problems + found)
+    said = [
+        Said(key, "command line" if key in typed else source)
+        for key, option, section in rules.every_option(resolved)
+        if key in typed or getattr(section, option.key.rpartition(".")[2]) != option.default
+    ]
+    said += [Said(problem.keys[0], source, f"{source}: {problem.text}") for problem in moot]
+    return dataclasses.replace(resolved, said=tuple(said))
+
+
+def as_dict(config: Config) -> dict[str, Any]:
+    """The options, as nested dicts."""
+    return {name: value for name, value in dataclasses.asdict(config).items() if name != "said"}
 
 
 def to_json(config: Config) -> str:
     """The config as JSON text, read back by `from_json`."""
-    return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
+    return json.dumps(as_dict(config), indent=2) + "\n"
 
 
 def from_json(text: str) -> Config:
@@ -131,20 +164,23 @@ def _plain(value: Any) -> Any:
 def _override(values: dict[str, Any], key: str, text: str) -> Problem | None:
     """Sets one option from the command line in the plain tree, or says why not."""
     option = keys.lookup(key)
-    if option is None:
-        return _unknown(key, text)
+    return _unknown(key, text) if option is None else _set(values, key, _from_text(text, option.annotation))
+
+
+def _set(values: dict[str, Any], key: str, value: Any) -> Problem | None:
+    """Sets one option in the plain tree, or says why there is no such place."""
     *parents, name = re.findall(r"\w+", key)
     node: Any = values
     for i, parent in enumerate(parents):
         if isinstance(node, list):
             if int(parent) >= len(node):
                 found = f"{'.'.join(parents[:i])} has no entry {parent}; its length is {len(node)}, counted from 0"
-                return Problem((key,), f"{key} = {text!r}: {found}")
+                return Problem((key,), f"{key} = {value!r}: {found}")
             node = node[int(parent)]
         elif isinstance(node, dict):
             node = node.setdefault(parent, {})
-    if isinstance(node, dict):  # anything else is no section, which `_build` reports
-        node[name] = _from_text(text, option.annotation)
+    if isinstance(node, dict):  # anything else is not a section, which `_build` reports
+        node[name] = value
     return None
 
 
@@ -158,7 +194,7 @@ def _build(section: Any, values: Any, prefix: str, problems: list[Problem]) -> A
     fields = {}
     for name, value in values.items():
         key, annotation = f"{prefix}{name}", annotations.get(name)
-        if annotation is None:
+        if annotation is None or (section, name) == (Config, "said"):
             problems.append(_unknown(key, value))
         elif dataclasses.is_dataclass(annotation):
             fields[name] = _build(annotation, value, f"{key}.", problems)

@@ -1,4 +1,4 @@
-"""Every option, once: name, type, default, unit, meaning, allowed values.
+"""Every option, once: name, type, default, unit, meaning, allowed values, and when it is read.
 
 A section is a frozen dataclass, an option a field of it. `X | None` is an option that may be left out; `Literal[...]`
 names the allowed values. Recipes fill a ConfigDict made from these classes (`loading.new_config`), and the program
@@ -7,12 +7,39 @@ receives `Config`, typed and checked.
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 
-def option(default: Any, doc: str, unit: str = "") -> Any:
-    """A dataclass field that carries its meaning and unit."""
-    return dataclasses.field(default=default, metadata={"doc": doc, "unit": unit})
+def option(default: Any, doc: str, unit: str = "", within: str = "", when: str = "") -> Any:
+    """A dataclass field that carries its meaning and rules.
+
+    Args:
+        default: The value of a config that says nothing.
+        doc: What it means.
+        unit: What it is counted in.
+        within: The interval of a number: "[0, 1)", "[1, inf)", "(0, inf)".
+        when: What must hold for it to have an effect: a Python expression over options, such as "optim.name == 'muon'";
+            for an option of a list entry, over the options of its entry.
+    """
+    return dataclasses.field(default=default, metadata={"doc": doc, "unit": unit, "within": within, "when": when})
+
+
+def section(default: Any, when: str) -> Any:
+    """A section whose options all have this precondition, but for those that it names."""
+    return dataclasses.field(default=default, metadata={"when": when})
+
+
+# What each type of a dataset reads: options that name the columns it must have, and others. What is listed here has no
+# effect for another type, but for 'auto'.
+READ_BY_TYPE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "tokenized": ((), ()),
+    "conversation": (("messages_field",), ("tools_field", "system_prompt")),
+    "instruction": (
+        ("instruction_field", "output_field"),
+        ("input_field", "system_field", "system_prompt", "prompt_format", "prompt_format_no_input"),
+    ),
+    "text": (("text_field",), ()),
+}
 
 
 @dataclass(frozen=True)
@@ -39,7 +66,7 @@ class Dataset:
     subset: str | None = option(None, "subset (configuration name) of a hub dataset")
     revision: str | None = option(None, "branch, tag or commit on the hub")
     glob: str | None = option(None, "in a folder, only files that match, for example '**/*.py'")
-    samples: int | None = option(None, "use only the first N samples", "samples")
+    samples: int | None = option(None, "use only the first N samples", "samples", within="[1, inf)")
     text_field: str = option("text", "column of type text")
     instruction_field: str = option("instruction", "column of the instruction")
     input_field: str | None = option("input", "column of the optional input")
@@ -49,7 +76,9 @@ class Dataset:
     prompt_format: str | None = option(
         None, "prompt of type instruction, with {system}, {instruction}, {input}; unset: the chat template"
     )
-    prompt_format_no_input: str | None = option(None, "the same for samples whose input is empty")
+    prompt_format_no_input: str | None = option(
+        None, "the same for samples whose input is empty", when="prompt_format is not None"
+    )
     messages_field: str = option("messages", "column of the conversation: a list of {role, content}")
     tools_field: str | None = option(None, "column of the tool descriptions handed to the chat template")
 
@@ -60,15 +89,21 @@ class Data:
 
     datasets: tuple[Dataset, ...] = option((), "training data, one entry a source (jaxtune.config.dataset(...))")
     eval_datasets: tuple[Dataset, ...] = option((), "validation data; replaces validation_split")
-    validation_split: float = option(0.0, "part of the training documents held out for validation", "fraction")
-    seq_len: int = option(2048, "tokens in a row", "tokens")
+    validation_split: float = option(
+        0.0,
+        "part of the training documents held out for validation",
+        "fraction",
+        within="[0, 1)",
+        when="not data.eval_datasets",
+    )
+    seq_len: int = option(2048, "tokens in a row", "tokens", within="[2, inf)")
     packing: bool = option(True, "several documents a row; attention never crosses from one into another")
     truncation: Literal["auto", "delete", "right", "split"] = option(
         "auto",
         "documents longer than a row: delete, cut at the right, or split into rows; auto: split for text, else delete",
     )
     shuffle: bool = option(True, "a new order each epoch, from data.seed")
-    seed: int = option(1234, "seed of the order")
+    seed: int = option(1234, "seed of the order", within="[0, inf)")
     on_bad_row: Literal["error", "skip"] = option(
         "error", "a sample that cannot be read or trained on: stop, or skip and count"
     )
@@ -81,15 +116,21 @@ class Train:
 
     output_dir: str = option("runs", "folder of all runs")
     run_name: str | None = option(None, "folder of this run in output_dir; unset: the recipe's file name")
-    max_steps: int | None = option(None, "optimizer steps; unset: train.epochs decides", "steps")
-    epochs: float = option(1.0, "passes over the data", "epochs")
-    micro_batch_size: int = option(1, "rows a data-parallel shard computes at once", "rows")
-    grad_accum_steps: int = option(1, "micro-batches summed before an optimizer step", "micro-batches")
-    seed: int = option(0, "seed of random weights, adapters and dropout")
-    max_bad_steps: int = option(5, "stop after this many non-finite steps in a row", "steps")
+    max_steps: int | None = option(None, "optimizer steps; unset: train.epochs decides", "steps", within="[1, inf)")
+    epochs: float = option(1.0, "passes over the data", "epochs", within="(0, inf)", when="train.max_steps is None")
+    micro_batch_size: int = option(1, "rows a data-parallel shard computes at once", "rows", within="[1, inf)")
+    grad_accum_steps: int = option(
+        1, "micro-batches summed before an optimizer step", "micro-batches", within="[1, inf)"
+    )
+    seed: int = option(0, "seed of random weights, adapters and dropout", within="[0, inf)")
+    max_bad_steps: int = option(5, "stop after this many non-finite steps in a row", "steps", within="[1, inf)")
     deterministic: bool = option(False, "bit-equal repeats on a GPU too, at some cost in speed")
-    freeze: str | None = option(None, "regex over Hugging Face names: parameters that are not trained")
-    z_loss: float = option(0.0, "adds this times log(sum(exp(logits)))^2 to the training loss of a token (PaLM, 2022)")
+    freeze: str | None = option(
+        None, "regex over Hugging Face names: parameters that are not trained", when="not lora.enabled"
+    )
+    z_loss: float = option(
+        0.0, "adds this times log(sum(exp(logits)))^2 to the training loss of a token (PaLM, 2022)", within="[0, inf)"
+    )
 
 
 @dataclass(frozen=True)
@@ -97,11 +138,13 @@ class Muon:
     """Muon (Jordan et al. 2024): momentum of matrices, orthogonalised; AdamW for embeddings, norms, biases and head."""
 
     learning_rate: float | None = option(
-        None, "peak learning rate of the matrices, with start_lr and min_lr in proportion; unset: optim.learning_rate"
+        None,
+        "peak learning rate of the matrices, with start_lr and min_lr in proportion; unset: optim.learning_rate",
+        within="(0, inf)",
     )
-    momentum: float = option(0.95, "decay of the momentum")
+    momentum: float = option(0.95, "decay of the momentum", within="[0, 1)")
     nesterov: bool = option(True, "Nesterov's momentum")
-    ns_steps: int = option(5, "Newton-Schulz iterations", "iterations")
+    ns_steps: int = option(5, "Newton-Schulz iterations", "iterations", within="[1, inf)")
     adjust_lr: Literal["original", "match_rms_adamw"] = option(
         "original", "factor of a matrix's rate: sqrt(max(1, rows / columns)), or 0.2 * sqrt(max(rows, columns))"
     )
@@ -111,9 +154,9 @@ class Muon:
 class Normuon:
     """NorMuon (Li et al. 2025, arXiv:2510.05491): Muon whose rows are normalised by their second moment."""
 
-    momentum: float = option(0.95, "decay of the momentum")
-    beta2: float = option(0.95, "decay of the second moment of a row")
-    ns_steps: int = option(5, "Newton-Schulz iterations", "iterations")
+    momentum: float = option(0.95, "decay of the momentum", within="[0, 1)")
+    beta2: float = option(0.95, "decay of the second moment of a row", within="[0, 1)")
+    ns_steps: int = option(5, "Newton-Schulz iterations", "iterations", within="[1, inf)")
     cautious_wd: bool = option(True, "decay only where update and weight have the same sign (arXiv:2510.12402)")
 
 
@@ -125,42 +168,97 @@ class Optim:
         "adamw", "optimizer; schedule_free is AdamW without a schedule (Defazio et al. 2024)"
     )
     state_dtype: Literal["float32", "bfloat16"] = option(
-        "float32", "format of moments and momentum; bfloat16 is rounded stochastically"
+        "float32",
+        "format of moments and momentum; bfloat16 is rounded stochastically",
+        when="optim.name in ('adamw', 'lion', 'muon', 'normuon') or (optim.name == 'sgd' and optim.beta1)",
     )
-    learning_rate: float = option(2e-4, "peak learning rate")
+    learning_rate: float = option(2e-4, "peak learning rate", within="(0, inf)")
     schedule: Literal["linear", "cosine", "wsd", "constant", "polynomial", "inverse_sqrt", "cosine_with_restarts"] = (
         option("linear", "shape of the learning rate after warm-up")
     )
-    start_lr: float = option(0.0, "learning rate that warm-up starts from")
-    warmup_steps: int = option(0, "linear warm-up, a whole number; a part of all steps is optim.warmup_ratio", "steps")
-    warmup_ratio: float = option(0.0, "warm-up as a part of all steps; not with warmup_steps", "fraction")
-    decay_ratio: float = option(1.0, "part of all steps after which the final rate is reached, and kept", "fraction")
-    cooldown_steps: int = option(0, "linear descent to the final rate at the end (wsd, constant)", "steps")
-    final_lr_fraction: float = option(0.0, "learning rate at the end as a part of the peak", "fraction")
-    min_lr: float | None = option(None, "the same as a learning rate; not with final_lr_fraction")
-    cycles: float | None = option(
-        None, "cosine: waves (unset: 0.5, one descent); cosine_with_restarts: restarts (unset: 1)", "cycles"
+    start_lr: float = option(
+        0.0,
+        "learning rate that warm-up starts from",
+        within="[0, inf)",
+        when="optim.warmup_steps or optim.warmup_ratio",
     )
-    power: float = option(1.0, "exponent of polynomial")
+    warmup_steps: int = option(
+        0, "linear warm-up, a whole number; a part of all steps is optim.warmup_ratio", "steps", within="[0, inf)"
+    )
+    warmup_ratio: float = option(
+        0.0,
+        "warm-up as a part of all steps; not with warmup_steps",
+        "fraction",
+        within="[0, 1]",
+        when="not optim.warmup_steps",
+    )
+    decay_ratio: float = option(
+        1.0,
+        "part of all steps after which the final rate is reached, and kept",
+        "fraction",
+        within="(0, 1]",
+        when="optim.schedule in ('linear', 'cosine', 'cosine_with_restarts', 'polynomial')",
+    )
+    cooldown_steps: int = option(
+        0,
+        "linear descent to the final rate at the end (wsd, constant)",
+        "steps",
+        within="[0, inf)",
+        when="optim.schedule in ('wsd', 'constant')",
+    )
+    final_lr_fraction: float = option(
+        0.0,
+        "learning rate at the end as a part of the peak",
+        "fraction",
+        within="[0, 1]",
+        when="optim.min_lr is None and (optim.schedule != 'constant' or optim.cooldown_steps)",
+    )
+    min_lr: float | None = option(
+        None,
+        "the same as a learning rate; not with final_lr_fraction",
+        within="[0, inf)",
+        when="optim.schedule != 'constant' or optim.cooldown_steps",
+    )
+    cycles: float | None = option(
+        None,
+        "cosine: waves (unset: 0.5, one descent); cosine_with_restarts: restarts (unset: 1)",
+        "cycles",
+        within="(0, inf)",
+        when="optim.schedule in ('cosine', 'cosine_with_restarts')",
+    )
+    power: float = option(1.0, "exponent of polynomial", within="(0, inf)", when="optim.schedule == 'polynomial'")
     lr_multipliers: tuple[str, ...] = option(
         (), "'REGEX=FACTOR' over Hugging Face names: factor of the learning rate, the last match counts"
     )
     layerwise_lr_decay: float = option(
-        1.0, "factor of the learning rate for each layer further from the head (Clark et al. 2020)"
+        1.0, "factor of the learning rate for each layer further from the head (Clark et al. 2020)", within="(0, 1]"
     )
-    weight_decay: float = option(0.0, "decoupled weight decay")
+    weight_decay: float = option(0.0, "decoupled weight decay", within="[0, inf)")
     no_decay: str | None = option(
-        None, "regex over Hugging Face names: parameters without weight decay; unset: norms, biases and embeddings"
+        None,
+        "regex over Hugging Face names: parameters without weight decay; unset: norms, biases and embeddings",
+        when="optim.weight_decay",
     )
     decay_multipliers: tuple[str, ...] = option(
-        (), "'REGEX=FACTOR' over Hugging Face names: factor of the weight decay, the last match counts"
+        (),
+        "'REGEX=FACTOR' over Hugging Face names: factor of the weight decay, the last match counts",
+        when="optim.weight_decay",
     )
-    max_grad_norm: float = option(1.0, "clip gradients to this global norm; 0: never")
-    beta1: float = option(0.9, "decay of the first moment; momentum of sgd")
-    beta2: float = option(0.999, "decay of the second moment")
-    epsilon: float = option(1e-8, "added to the root of the second moment")
-    muon: Muon = Muon()
-    normuon: Normuon = Normuon()
+    max_grad_norm: float = option(1.0, "clip gradients to this global norm; 0: never", within="[0, inf)")
+    beta1: float = option(
+        0.9, "decay of the first moment; momentum of sgd", within="[0, 1)", when="optim.name != 'adafactor'"
+    )
+    beta2: float = option(
+        0.999, "decay of the second moment", within="[0, 1)", when="optim.name not in ('sgd', 'adafactor')"
+    )
+    epsilon: float = option(
+        1e-8,
+        "added to the root of the second moment",
+        within="(0, inf)",
+        when="optim.name not in ('sgd', 'lion', 'adafactor')",
+    )
+    muon: Muon = section(Muon(), when="optim.name == 'muon'")
+    normuon: Normuon = section(Normuon(), when="optim.name == 'normuon'")
 
 
 @dataclass(frozen=True)
@@ -168,9 +266,9 @@ class Lora:
     """Low-rank adapters (Hu et al. 2021); everything else is frozen."""
 
     enabled: bool = option(False, "train adapters instead of the model")
-    rank: int = option(16, "rank of an adapter")
-    alpha: float = option(32.0, "scale: alpha / rank, or alpha / sqrt(rank) with use_rslora")
-    dropout: float = option(0.0, "dropout before the adapter", "fraction")
+    rank: int = option(16, "rank of an adapter", within="[1, inf)")
+    alpha: float = option(32.0, "scale: alpha / rank, or alpha / sqrt(rank) with use_rslora", within="(0, inf)")
+    dropout: float = option(0.0, "dropout before the adapter", "fraction", within="[0, 1)")
     target_modules: str | tuple[str, ...] = option(
         "all-linear", "all-linear (all but the head), a list of module names, or a regex over Hugging Face names"
     )
@@ -191,10 +289,16 @@ class Quant:
         "what shares a scale. nf4, fp4: 64 (unset), 128, 256 or 512 elements of a row; fp8: squares of 64, 128 (unset) "
         "or 256, 'channel' (a row), 'tensor'; int8, int4: 'channel' (unset), or elements of a row; nvfp4: 16",
     )
-    double_quant: bool = option(True, "nf4, fp4: the scales are quantized too, to 8 bits")
-    four_over_six: bool = option(True, "nvfp4: scale a block to 4 instead of 6 where that makes its error smaller")
-    skip_first_layers: int = option(0, "first layers that are not quantized", "layers")
-    skip_last_layers: int = option(0, "last layers that are not quantized", "layers")
+    double_quant: bool = option(
+        True, "nf4, fp4: the scales are quantized too, to 8 bits", when="quant.format in ('nf4', 'fp4')"
+    )
+    four_over_six: bool = option(
+        True,
+        "nvfp4: scale a block to 4 instead of 6 where that makes its error smaller",
+        when="quant.format == 'nvfp4'",
+    )
+    skip_first_layers: int = option(0, "first layers that are not quantized", "layers", within="[0, inf)")
+    skip_last_layers: int = option(0, "last layers that are not quantized", "layers", within="[0, inf)")
     exclude: str | None = option(None, "regex over Hugging Face names: linears that are not quantized")
 
 
@@ -224,8 +328,10 @@ class Memory:
 class Fp16:
     """Dynamic loss scaling (Micikevicius et al. 2017)."""
 
-    loss_scale: float = option(2.0**15, "factor of the mean loss at the start; halved when gradients overflow")
-    growth_steps: int = option(2000, "steps without an overflow after which it doubles", "steps")
+    loss_scale: float = option(
+        2.0**15, "factor of the mean loss at the start; halved when gradients overflow", within="[1, 1.7e38]"
+    )
+    growth_steps: int = option(2000, "steps without an overflow after which it doubles", "steps", within="[1, inf)")
 
 
 @dataclass(frozen=True)
@@ -235,8 +341,20 @@ class Fp8:
     scaling: Literal["delayed", "current"] = option(
         "delayed", "a tensor's scale comes from the largest magnitude of earlier steps, or from its own"
     )
-    amax_history: int = option(1024, "steps whose largest magnitude counts (delayed)", "steps")
-    online_scale_steps: int = option(0, "first steps with current scaling (delayed)", "steps")
+    amax_history: int = option(
+        1024,
+        "steps whose largest magnitude counts (delayed)",
+        "steps",
+        within="[1, inf)",
+        when="precision.fp8.scaling == 'delayed'",
+    )
+    online_scale_steps: int = option(
+        0,
+        "first steps with current scaling (delayed)",
+        "steps",
+        within="[0, inf)",
+        when="precision.fp8.scaling == 'delayed'",
+    )
     hadamard: bool = option(False, "rotate blocks of 16 before rounding, which spreads outliers")
 
 
@@ -245,7 +363,9 @@ class Nvfp4:
     """NVFP4 training (NVIDIA 2025, arXiv:2509.25149): e2m1 with an e4m3 scale each 16."""
 
     stochastic_rounding: bool = option(True, "round gradients stochastically")
-    hadamard: bool = option(True, "rotate what makes weight gradients by random Hadamard blocks of 16")
+    hadamard: bool = option(
+        True, "rotate what makes weight gradients by random Hadamard blocks of 16", when="not lora.enabled"
+    )
     four_over_six: bool = option(True, "scale a block to 4 instead of 6 where that makes its error smaller")
 
 
@@ -257,25 +377,45 @@ class Precision:
         "bf16", "format of matrix products and activations; fp8_hybrid and nvfp4: of the layers' linears, else bf16"
     )
     master_dtype: Literal["float32", "bfloat16"] = option(
-        "float32", "format of the trained copy of the weights; bfloat16 is rounded stochastically"
+        "float32",
+        "format of the trained copy of the weights; bfloat16 is rounded stochastically",
+        when="not lora.enabled",
     )
     gradient_dtype: Literal["float32", "bfloat16"] = option("float32", "format of the gradients of a step, as summed")
-    skip_first_layers: int = option(0, "first layers whose linears stay in bf16 (fp8_hybrid, nvfp4)", "layers")
-    skip_last_layers: int = option(0, "last layers whose linears stay in bf16 (fp8_hybrid, nvfp4)", "layers")
-    exclude: str | None = option(None, "regex over Hugging Face names: linears that stay in bf16 (fp8_hybrid, nvfp4)")
-    fp16: Fp16 = Fp16()
-    fp8: Fp8 = Fp8()
-    nvfp4: Nvfp4 = Nvfp4()
+    skip_first_layers: int = option(
+        0,
+        "first layers whose linears stay in bf16 (fp8_hybrid, nvfp4)",
+        "layers",
+        within="[0, inf)",
+        when="precision.recipe in ('fp8_hybrid', 'nvfp4')",
+    )
+    skip_last_layers: int = option(
+        0,
+        "last layers whose linears stay in bf16 (fp8_hybrid, nvfp4)",
+        "layers",
+        within="[0, inf)",
+        when="precision.recipe in ('fp8_hybrid', 'nvfp4')",
+    )
+    exclude: str | None = option(
+        None,
+        "regex over Hugging Face names: linears that stay in bf16 (fp8_hybrid, nvfp4)",
+        when="precision.recipe in ('fp8_hybrid', 'nvfp4')",
+    )
+    fp16: Fp16 = section(Fp16(), when="precision.recipe == 'fp16'")
+    fp8: Fp8 = section(Fp8(), when="precision.recipe == 'fp8_hybrid'")
+    nvfp4: Nvfp4 = section(Nvfp4(), when="precision.recipe == 'nvfp4'")
 
 
 @dataclass(frozen=True)
 class Ckpt:
     """Checkpoints and resume."""
 
-    save_steps: int = option(100, "steps between checkpoints; 0: only at the end", "steps")
-    keep_last: int = option(2, "verified checkpoints kept", "checkpoints")
+    save_steps: int = option(100, "steps between checkpoints; 0: only at the end", "steps", within="[0, inf)")
+    keep_last: int = option(2, "verified checkpoints kept", "checkpoints", within="[1, inf)")
     resume: Literal["auto", "never"] | int = option(
-        "auto", "auto: the newest good checkpoint of this run; never: refuse an existing run; or a step"
+        "auto",
+        "auto: the newest good checkpoint of this run; never: refuse an existing run; or a step",
+        within="[0, inf)",
     )
 
 
@@ -283,8 +423,20 @@ class Ckpt:
 class Eval:
     """Validation during training."""
 
-    steps: int = option(0, "steps between evaluations; 0: only at the end", "steps")
-    max_batches: int | None = option(None, "batches an evaluation uses; unset: all", "batches")
+    steps: int = option(
+        0,
+        "steps between evaluations; 0: only at the end",
+        "steps",
+        within="[0, inf)",
+        when="data.validation_split or data.eval_datasets",
+    )
+    max_batches: int | None = option(
+        None,
+        "batches an evaluation uses; unset: all",
+        "batches",
+        within="[1, inf)",
+        when="data.validation_split or data.eval_datasets",
+    )
     sample_prompt: str | None = option(None, "text that the trained model continues at the end of the run")
 
 
@@ -302,11 +454,11 @@ class Wandb:
 class Log:
     """What is shown and written."""
 
-    every: int = option(1, "steps between lines of progress", "steps")
+    every: int = option(1, "steps between lines of progress", "steps", within="[1, inf)")
     next_command: str | None = option(None, "command shown at the end of the run: what to try next")
     jsonl: bool = option(True, "metrics.jsonl, one object a step")
     tensorboard: bool = option(False, "TensorBoard events (pip install 'jaxtune[tensorboard]')")
-    wandb: Wandb = Wandb()
+    wandb: Wandb = section(Wandb(), when="log.wandb.enabled")
 
 
 @dataclass(frozen=True)
@@ -314,8 +466,8 @@ class Prof:
     """A trace of a few steps with jax.profiler."""
 
     enabled: bool = option(False, "write a trace to <run>/profile")
-    start_step: int = option(5, "first step traced", "steps")
-    steps: int = option(3, "steps traced", "steps")
+    start_step: int = option(5, "first step traced", "steps", within="[1, inf)")
+    steps: int = option(3, "steps traced", "steps", within="[1, inf)")
 
 
 @dataclass(frozen=True)
@@ -323,7 +475,15 @@ class Export:
     """What is written at the end of a run."""
 
     at_end: bool = option(True, "write <run>/export: a Hugging Face folder, or a PEFT adapter when lora.enabled")
-    max_shard_bytes: int = option(5 * 10**9, "largest safetensors file", "bytes")
+    max_shard_bytes: int = option(5 * 10**9, "largest safetensors file", "bytes", within="[1, inf)")
+
+
+class Said(NamedTuple):
+    """Who gave an option its value. `moot` says why it could have no effect, so that the default took its place."""
+
+    key: str
+    by: Literal["recipe", "translation", "command line"]
+    moot: str = ""
 
 
 @dataclass(frozen=True)
@@ -334,13 +494,15 @@ class Config:
     data: Data = Data()
     train: Train = Train()
     optim: Optim = Optim()
-    lora: Lora = Lora()
-    quant: Quant = Quant()
+    lora: Lora = section(Lora(), when="lora.enabled")
+    quant: Quant = section(Quant(), when="quant.format is not None")
     mesh: Mesh = Mesh()
     memory: Memory = Memory()
     precision: Precision = Precision()
     ckpt: Ckpt = Ckpt()
     eval: Eval = Eval()
     log: Log = Log()
-    prof: Prof = Prof()
+    prof: Prof = section(Prof(), when="prof.enabled")
     export: Export = Export()
+    # Who said what is not left to its default; no option.
+    said: tuple[Said, ...] = dataclasses.field(default=(), compare=False, repr=False)

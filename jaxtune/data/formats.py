@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxtune.config.schema import Dataset
+from jaxtune.config.schema import READ_BY_TYPE, Dataset
 from jaxtune.data.chat import ChatTemplate
 from jaxtune.data.encoding import Encoded, Refused, Rendered
 from jaxtune.data.messages import check_messages, check_tools, clip
@@ -34,12 +34,10 @@ def detect(entry: Dataset, columns: list[str]) -> tuple[Dataset, str]:
     Raises:
         UserError: no known type, or the given one, fits these columns.
     """
-    fields: dict[str, dict[str, str]] = {
-        "tokenized": {"": "input_ids"},
-        "conversation": {"messages_field": entry.messages_field},
-        "instruction": {"instruction_field": entry.instruction_field, "output_field": entry.output_field},
-        "text": {"text_field": entry.text_field},
+    fields = {
+        type_: {field: getattr(entry, field) for field in columns} for type_, (columns, _) in READ_BY_TYPE.items()
     }
+    fields["tokenized"][""] = "input_ids"
     forms = list(fields.items())
     forms.insert(2, ("conversation", {"messages_field": "conversations"}))
     forms.insert(4, ("instruction", {"instruction_field": "prompt", "output_field": "completion"}))

@@ -14,7 +14,7 @@ __all__ = ["ANY_SIZE", "Format", "QuantizedArray", "format_module", "format_of"]
 
 
 def format_module(name: str) -> ModuleType:
-    """The module of a format: `format_of`, the BLOCK_SIZES that it can have, and the OPTIONS that it alone reads."""
+    """The module of a format: `format_of`, and the BLOCK_SIZES that it can have."""
     return import_module(f"{__name__}.{name}")
 
 

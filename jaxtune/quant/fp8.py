@@ -11,7 +11,6 @@ from jaxtune.quant.format import Format
 LARGEST = 448.0  # of e4m3
 
 BLOCK_SIZES = (64, 128, 256, "channel", "tensor")
-OPTIONS = ()
 
 
 def format_of(options: Quant, parameter: str) -> Format:

@@ -5,7 +5,6 @@ from jaxtune.quant.format import ANY_SIZE, Format
 from jaxtune.quant.integers import integer_format
 
 BLOCK_SIZES = ("channel", ANY_SIZE)
-OPTIONS = ()
 
 
 def format_of(options: Quant, parameter: str) -> Format:

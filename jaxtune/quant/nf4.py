@@ -5,7 +5,6 @@ from jaxtune.quant.format import Format
 from jaxtune.quant.four_bit_floats import four_bit_format
 
 BLOCK_SIZES = (64, 128, 256, 512)
-OPTIONS = ("double_quant",)
 
 
 def format_of(options: Quant, parameter: str) -> Format:

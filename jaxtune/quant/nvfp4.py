@@ -12,7 +12,6 @@ from jaxtune.quant.format import Format
 from pallas_kernels.quant_matmul.elements import ELEMENTS, e4m3
 
 BLOCK_SIZES = (16,)
-OPTIONS = ("four_over_six",)
 LARGEST, LARGEST_SCALE = 6.0, 448.0
 SMALLEST_SCALE = 2.0**-9  # the least e4m3 above zero
 

@@ -11,6 +11,7 @@ from jaxtune.config.schema import Config
 from jaxtune.parallel import multihost
 from pallas_kernels.gpus import current_device
 
+log = logging.getLogger("jaxtune")
 Options = dict[str, str | bool | int]
 
 GPU_OPTIONS: Options = {
@@ -35,11 +36,17 @@ def compiler_options(deterministic: bool = False) -> Options:
 
 
 def configure(config: Config) -> None:
-    """Before the first device is touched: join the other processes, keep compiled programs, show the log."""
+    """Before the first device is touched: join the other processes, keep compiled programs, show the log.
+
+    The first lines of the log are what the config left out because it could have no effect.
+    """
     multihost.initialize()
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(Path(config.train.output_dir) / "cache" / "xla"))
     _show_log()
+    for said in config.said:
+        if said.moot:
+            log.info("left out: %s", said.moot)
 
 
 def _show_log() -> None:

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import jax
 
+from jaxtune.config.loading import as_dict
 from jaxtune.config.schema import Config
 from jaxtune.monitor import throughput
 from jaxtune.monitor.goodput import Goodput
@@ -51,7 +52,7 @@ def watching(
     """Everything that watches a run from `step` on; requests to stop are heard meanwhile."""
     main = multihost.is_main()
     with ExitStack() as opened:
-        metrics = MetricsLog(folder.path, config.log, config.train.run_name or "", asdict(config), step, main)
+        metrics = MetricsLog(folder.path, config.log, config.train.run_name or "", as_dict(config), step, main)
         opened.enter_context(closing(metrics))
         profiler = opened.enter_context(closing(Profiler(folder.path, config.prof, main)))
         progress = opened.enter_context(closing(Progress(total_steps, step, config.log.every, main)))

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtune.command import run
-from jaxtune.config import dataset, from_json, keys, new_config, resolve, to_json
+from jaxtune.config import dataset, from_json, keys, new_config, resolve, rules, to_json
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 
@@ -366,7 +366,11 @@ def test_no_nearest_key_for_something_unlike_any():
             r"data.datasets\[0\].output_field",
             "no effect",
         ),
-        ({"optim.warmup_steps": "5", "optim.warmup_ratio": "0.1"}, "optim.warmup_ratio", "one of the two"),
+        (
+            {"optim.warmup_steps": "5", "optim.warmup_ratio": "0.1"},
+            "optim.warmup_ratio",
+            "no effect.*not optim.warmup_steps.*optim.warmup_steps = 5",
+        ),
         ({"optim.warmup_ratio": "1.5"}, "optim.warmup_ratio", "from 0 to 1"),
         ({"optim.final_lr_fraction": "-0.1"}, "optim.final_lr_fraction", "from 0 to 1"),
         ({"data.validation_split": "1"}, "data.validation_split", "below 1"),
@@ -375,22 +379,30 @@ def test_no_nearest_key_for_something_unlike_any():
         ({"train.micro_batch_size": "-1"}, "train.micro_batch_size", "at least 1"),
         ({"train.max_steps": "0"}, "train.max_steps", "at least 1"),
         ({"train.epochs": "0"}, "train.epochs", "above 0"),
-        ({"train.max_steps": "5", "train.epochs": "2"}, "train.epochs", "train.max_steps decides"),
-        ({"lora.enabled": "true", "precision.master_dtype": "bfloat16"}, "precision.master_dtype", "lora.dtype"),
+        (
+            {"train.max_steps": "5", "train.epochs": "2"},
+            "train.epochs",
+            "only when train.max_steps is None, and train.max_steps = 5",
+        ),
+        (
+            {"lora.enabled": "true", "precision.master_dtype": "bfloat16"},
+            "precision.master_dtype",
+            "only when not lora.enabled",
+        ),
         ({"optim.learning_rate": "0"}, "optim.learning_rate", "above 0"),
         ({"train.run_name": "../x"}, "train.run_name", "name of a folder"),
         ({"mesh.data": "-1"}, "mesh.data and mesh.fsdp", "only one axis"),
         ({"mesh.tensor": "0"}, "mesh.tensor", "at least 1"),
         ({"mesh.stage": "2"}, "mesh.stage", "not available yet"),
         ({"mesh.sequence": "-1"}, "mesh.sequence", "not available yet"),
-        ({"optim.cooldown_steps": "5"}, "optim.cooldown_steps", "only 'wsd' and 'constant'"),
+        ({"optim.cooldown_steps": "5"}, "optim.cooldown_steps", "only when optim.schedule in .'wsd', 'constant'"),
         ({"optim.schedule": "wsd"}, "optim.cooldown_steps", "needs steps"),
         (
             {"optim.schedule": "constant", "optim.final_lr_fraction": "0.1"},
             "optim.final_lr_fraction",
-            "without optim.cooldown_steps",
+            "only when .*optim.cooldown_steps",
         ),
-        ({"optim.cycles": "2"}, "optim.cycles", "only 'cosine' and 'cosine_with_restarts'"),
+        ({"optim.cycles": "2"}, "optim.cycles", "only when optim.schedule in .'cosine', 'cosine_with_restarts'"),
         ({"optim.schedule": "cosine", "optim.cycles": "0"}, "optim.cycles", "above 0"),
         ({"optim.schedule": "cosine_with_restarts", "optim.cycles": "1.5"}, "optim.cycles", "whole numbers.*'cosine'"),
         ({"optim.start_lr": "1e-5"}, "optim.start_lr", "no effect.*optim.warmup_steps or optim.warmup_ratio"),
@@ -398,27 +410,39 @@ def test_no_nearest_key_for_something_unlike_any():
         ({"optim.start_lr": "1", "optim.warmup_steps": "5"}, "optim.start_lr", "at most the peak.*0.0002"),
         ({"optim.min_lr": "1"}, "optim.min_lr", "at most the peak"),
         ({"optim.min_lr": "-1"}, "optim.min_lr", "at least 0"),
-        ({"optim.min_lr": "1e-5", "optim.final_lr_fraction": "0.1"}, "optim.min_lr", "one of the two"),
-        ({"optim.schedule": "constant", "optim.min_lr": "1e-5"}, "optim.min_lr", "without optim.cooldown_steps"),
+        (
+            {"optim.min_lr": "1e-5", "optim.final_lr_fraction": "0.1"},
+            "optim.final_lr_fraction",
+            "only when optim.min_lr is None",
+        ),
+        ({"optim.schedule": "constant", "optim.min_lr": "1e-5"}, "optim.min_lr", "only when .*optim.cooldown_steps"),
         ({"optim.decay_ratio": "0"}, "optim.decay_ratio", "above 0 and at most 1"),
         ({"optim.decay_ratio": "0.3", "optim.warmup_ratio": "0.3"}, "optim.decay_ratio", "above optim.warmup_ratio"),
         (
             {"optim.schedule": "inverse_sqrt", "optim.decay_ratio": "0.5"},
             "optim.decay_ratio",
-            "only 'linear', 'cosine'",
+            "only when optim.schedule in .'linear', 'cosine'",
         ),
         ({"optim.layerwise_lr_decay": "1.1"}, "optim.layerwise_lr_decay", "above 0 and at most 1"),
         ({"optim.power": "2"}, "optim.power", "polynomial"),
-        ({"optim.no_decay": "x"}, "optim.no_decay", "optim.weight_decay is 0"),
-        ({"optim.weight_decay": "0.1", "optim.no_decay": "("}, "optim.no_decay", "no regular expression"),
-        ({"optim.decay_multipliers": "('x=2',)"}, "optim.decay_multipliers", "optim.weight_decay is 0"),
+        ({"optim.no_decay": "x"}, "optim.no_decay", "only when optim.weight_decay, and optim.weight_decay = 0.0"),
+        ({"optim.weight_decay": "0.1", "optim.no_decay": "("}, "optim.no_decay", "not a regular expression"),
+        (
+            {"optim.decay_multipliers": "('x=2',)"},
+            "optim.decay_multipliers",
+            "only when optim.weight_decay, and optim.weight_decay = 0.0",
+        ),
         ({"optim.lr_multipliers": "('x',)"}, "optim.lr_multipliers", "'x' is not 'REGEX=FACTOR'.*such as"),
         ({"optim.lr_multipliers": "('x=2=',)"}, "optim.lr_multipliers", "is not 'REGEX=FACTOR'"),
         ({"optim.lr_multipliers": "('=2',)"}, "optim.lr_multipliers", "is not 'REGEX=FACTOR'"),
         ({"optim.lr_multipliers": "('x=-1',)"}, "optim.lr_multipliers", "factor of 0 or more"),
         ({"optim.lr_multipliers": "('x=nan',)"}, "optim.lr_multipliers", "factor of 0 or more"),
-        ({"optim.lr_multipliers": "('(=1',)"}, "optim.lr_multipliers", "no regular expression"),
-        ({"optim.muon.momentum": "0.9"}, "optim.muon.momentum", "no effect: optim.name = 'adamw'"),
+        ({"optim.lr_multipliers": "('(=1',)"}, "optim.lr_multipliers", "not a regular expression"),
+        (
+            {"optim.muon.momentum": "0.9"},
+            "optim.muon.momentum",
+            "no effect: .*only when optim.name == 'muon', and optim.name = 'adamw'",
+        ),
         ({"optim.name": "muon", "optim.normuon.beta2": "0.9"}, "optim.normuon.beta2", "optim.name = 'muon'"),
         ({"optim.name": "muon", "optim.muon.momentum": "1"}, "optim.muon.momentum", "below 1"),
         ({"optim.name": "muon", "optim.muon.ns_steps": "0"}, "optim.muon.ns_steps", "at least 1"),
@@ -426,20 +450,36 @@ def test_no_nearest_key_for_something_unlike_any():
         ({"optim.name": "normuon", "optim.normuon.momentum": "1"}, "optim.normuon.momentum", "below 1"),
         ({"optim.name": "normuon", "optim.normuon.beta2": "1"}, "optim.normuon.beta2", "below 1"),
         ({"optim.name": "normuon", "optim.normuon.ns_steps": "0"}, "optim.normuon.ns_steps", "at least 1"),
-        ({"optim.name": "sgd", "optim.beta2": "0.9"}, "optim.beta2", "sgd has none"),
-        ({"optim.name": "lion", "optim.epsilon": "1e-6"}, "optim.epsilon", "lion has none"),
-        ({"optim.name": "adafactor", "optim.beta1": "0.8"}, "optim.beta1", "adafactor has none"),
-        ({"optim.name": "adamw_8bit", "optim.state_dtype": "bfloat16"}, "optim.state_dtype", "8 bits.*leave it out"),
-        ({"optim.name": "adafactor", "optim.state_dtype": "bfloat16"}, "optim.state_dtype", "small already"),
+        (
+            {"optim.name": "sgd", "optim.beta2": "0.9"},
+            "optim.beta2",
+            "only when optim.name not in .*, and optim.name = 'sgd'",
+        ),
+        (
+            {"optim.name": "lion", "optim.epsilon": "1e-6"},
+            "optim.epsilon",
+            "only when optim.name not in .*, and optim.name = 'lion'",
+        ),
+        ({"optim.name": "adafactor", "optim.beta1": "0.8"}, "optim.beta1", "only when optim.name != 'adafactor'"),
+        (
+            {"optim.name": "adamw_8bit", "optim.state_dtype": "bfloat16"},
+            "optim.state_dtype",
+            "only when optim.name in .*and optim.name = 'adamw_8bit'",
+        ),
+        (
+            {"optim.name": "adafactor", "optim.state_dtype": "bfloat16"},
+            "optim.state_dtype",
+            "only when optim.name in .*and optim.name = 'adafactor'",
+        ),
         (
             {"optim.name": "sgd", "optim.beta1": "0", "optim.state_dtype": "bfloat16"},
             "optim.state_dtype",
-            "without momentum",
+            "only when .*optim.beta1 = 0.0",
         ),
         (
             {"optim.name": "schedule_free", "optim.schedule": "constant", "optim.state_dtype": "bfloat16"},
             "optim.state_dtype",
-            "too coarse",
+            "only when optim.name in .*and optim.name = 'schedule_free'",
         ),
         ({"optim.name": "schedule_free"}, "optim.schedule", "set optim.schedule = 'constant'"),
         (
@@ -448,13 +488,17 @@ def test_no_nearest_key_for_something_unlike_any():
             "above 0",
         ),
         ({"train.z_loss": "-1"}, "train.z_loss", "at least 0"),
-        ({"precision.fp16.loss_scale": "2"}, "precision.fp16.loss_scale", "no effect.*only 'fp16' reads it"),
-        ({"precision.fp8.hadamard": "true"}, "precision.fp8.hadamard", "only 'fp8_hybrid' reads it"),
-        ({"precision.nvfp4.hadamard": "false"}, "precision.nvfp4.hadamard", "only 'nvfp4' reads it"),
+        (
+            {"precision.fp16.loss_scale": "2"},
+            "precision.fp16.loss_scale",
+            "no effect.*only when precision.recipe == 'fp16', and precision.recipe = 'bf16'",
+        ),
+        ({"precision.fp8.hadamard": "true"}, "precision.fp8.hadamard", "only when precision.recipe == 'fp8_hybrid'"),
+        ({"precision.nvfp4.hadamard": "false"}, "precision.nvfp4.hadamard", "only when precision.recipe == 'nvfp4'"),
         (
             {"precision.recipe": "nvfp4", "precision.nvfp4.hadamard": "false", "lora.enabled": "true"},
             "precision.nvfp4.hadamard",
-            "no effect.*adapters",
+            "no effect.*only when not lora.enabled",
         ),
         (
             {"optim.name": "muon", "optim.beta2": "0.5", "lora.enabled": "true"},
@@ -464,7 +508,7 @@ def test_no_nearest_key_for_something_unlike_any():
         (
             {"precision.recipe": "fp16", "model.dtype": "float32", "precision.fp16.loss_scale": "1e39"},
             "precision.fp16.loss_scale",
-            "at most",
+            "from 1 to 1.7e.38",
         ),
         ({"optim.lr_multipliers": "embed=0.1"}, "optim.lr_multipliers", r"such as \('embed=0.1',\)"),
         ({"optim.learning_rate": "1e999"}, "optim.learning_rate", "a finite float"),
@@ -477,7 +521,7 @@ def test_no_nearest_key_for_something_unlike_any():
         (
             {"precision.recipe": "fp8_hybrid", "precision.fp8.scaling": "current", "precision.fp8.amax_history": "16"},
             "precision.fp8.amax_history",
-            "only 'delayed' does",
+            "only when precision.fp8.scaling == 'delayed'",
         ),
         (
             {
@@ -486,12 +530,20 @@ def test_no_nearest_key_for_something_unlike_any():
                 "precision.fp8.online_scale_steps": "9",
             },
             "precision.fp8.online_scale_steps",
-            "only 'delayed' does",
+            "only when precision.fp8.scaling == 'delayed'",
         ),
-        ({"precision.skip_first_layers": "1"}, "precision.skip_first_layers", "only 'fp8_hybrid' and 'nvfp4'"),
+        (
+            {"precision.skip_first_layers": "1"},
+            "precision.skip_first_layers",
+            "only when precision.recipe in .'fp8_hybrid', 'nvfp4'",
+        ),
         ({"precision.recipe": "nvfp4", "precision.skip_last_layers": "-1"}, "precision.skip_last", "at least 0"),
-        ({"precision.exclude": "down_proj"}, "precision.exclude", "only 'fp8_hybrid' and 'nvfp4'"),
-        ({"precision.recipe": "nvfp4", "precision.exclude": "("}, "precision.exclude", "no regular expression"),
+        (
+            {"precision.exclude": "down_proj"},
+            "precision.exclude",
+            "only when precision.recipe in .'fp8_hybrid', 'nvfp4'",
+        ),
+        ({"precision.recipe": "nvfp4", "precision.exclude": "("}, "precision.exclude", "not a regular expression"),
         ({"precision.recipe": "fp16"}, "model.dtype", "'float16' or 'float32', or .* precision.recipe = 'bf16'"),
         (
             {"precision.recipe": "fp16", "model.dtype": "float32", "precision.gradient_dtype": "bfloat16"},
@@ -516,29 +568,83 @@ def test_no_nearest_key_for_something_unlike_any():
         (
             {"precision.recipe": "fp16", "model.dtype": "float16", "precision.fp16.loss_scale": "0.5"},
             "precision.fp16.loss_scale",
-            "at least 1",
+            "from 1 to 1.7e.38",
         ),
         (
             {"precision.recipe": "fp16", "model.dtype": "float16", "precision.fp16.growth_steps": "0"},
             "precision.fp16.growth_steps",
             "at least 1",
         ),
-        ({"train.freeze": "["}, "train.freeze", "no regular expression"),
-        ({"lora.enabled": "true", "lora.target_modules": "*"}, "lora.target_modules", "no regular expression"),
+        ({"train.freeze": "["}, "train.freeze", "not a regular expression"),
+        ({"lora.enabled": "true", "lora.target_modules": "*"}, "lora.target_modules", "not a regular expression"),
         ({"lora.enabled": "true", "lora.target_modules": "()"}, "lora.target_modules", "at least one"),
-        ({"lora.rank": "8"}, "lora.rank", "lora.enabled is False"),
+        ({"lora.rank": "8"}, "lora.rank", "only when lora.enabled, and lora.enabled = False"),
         ({"lora.enabled": "true", "model.from_scratch": "true"}, "model.from_scratch", "adapters"),
         ({"lora.enabled": "true", "train.freeze": "norm"}, "train.freeze", "lora.enabled"),
-        ({"eval.steps": "10"}, "eval.steps", "no validation data"),
-        ({"eval.max_batches": "10"}, "eval.max_batches", "no validation data"),
-        ({"ckpt.resume": "-1"}, "ckpt.resume", "a step"),
-        ({"log.wandb.name": "x"}, "log.wandb.name", "log.wandb.enabled is False"),
-        ({"prof.steps": "9"}, "prof.steps", "prof.enabled is False"),
+        (
+            {"eval.steps": "10"},
+            "eval.steps",
+            "only when data.validation_split or data.eval_datasets, and .* = 0.0, data.eval_datasets = 0 entries",
+        ),
+        (
+            {"eval.max_batches": "10"},
+            "eval.max_batches",
+            "only when data.validation_split or data.eval_datasets, and .* = 0.0, data.eval_datasets = 0 entries",
+        ),
+        ({"ckpt.resume": "-1"}, "ckpt.resume", "at least 0"),
+        ({"log.wandb.name": "x"}, "log.wandb.name", "only when log.wandb.enabled"),
+        ({"prof.steps": "9"}, "prof.steps", "only when prof.enabled"),
     ],
 )
 def test_impossible_combination(given_settings, key, reason):
     with pytest.raises(UserError, match=f"^recipe: {key}.*{reason}"):
         resolve(base(), "recipe", given_settings.items())
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "reason"),
+    [
+        ({"data.validation_split": "0"}, "eval.steps", "data.validation_split = 0.0"),
+        ({"optim.warmup_steps": "5"}, "optim.warmup_ratio", "optim.warmup_steps = 5"),
+        ({"lora.enabled": "false"}, "lora.rank", "lora.enabled = False"),
+    ],
+)
+def test_what_an_override_made_moot_is_a_note_and_its_default_takes_its_place(settings, key, reason):
+    recipe = base()
+    recipe.data.validation_split, recipe.eval.steps = 0.1, 100
+    recipe.optim.warmup_ratio, recipe.lora.enabled, recipe.lora.rank = 0.1, True, 4
+    config = resolve(recipe, "recipe", settings.items())
+    (moot,) = [said for said in config.said if said.moot]
+    assert moot.key == key and moot.by == "recipe" and reason in moot.moot
+    assert operator.attrgetter(key)(config) == keys.options()[key].default
+    with pytest.raises(UserError, match=f"{key}.*no effect"):  # typed as well, it is an error
+        resolve(recipe, "recipe", {**settings, key: "3"}.items())
+
+
+def test_a_recipe_that_contradicts_itself_is_an_error_and_a_translated_file_is_not():
+    recipe = base()
+    recipe.lora.rank = 4
+    with pytest.raises(UserError, match="lora.rank = 4: has no effect"):
+        resolve(recipe, "recipe")
+    config = resolve(recipe, "recipe", source="translation")
+    assert config.lora.rank == 16 and [said.by for said in config.said if said.moot] == ["translation"]
+
+
+def test_the_config_remembers_who_said_a_value():
+    config = resolve(base(), "recipe", [("train.seed", "0"), ("data.datasets[1].path", "x")])
+    said = {said.key: said.by for said in config.said}
+    assert said["model.path"] == said["data.datasets[0].path"] == "recipe"
+    assert said["train.seed"] == said["data.datasets[1].path"] == "command line"
+    assert "optim.name" not in said and "said" not in json.loads(to_json(config))
+
+
+@pytest.mark.parametrize("option", keys.options().values(), ids=lambda option: option.key)
+def test_rules_of_an_option_are_about_numbers_and_options(option):
+    prefix = f"{option.key.rpartition('.')[0]}." if "[i]" in option.key else ""
+    for condition in option.when:
+        assert all(prefix + name in keys.options() for name in keys.names(condition)), condition
+    numbers = (int, float)
+    assert not option.within or not isinstance(option.default, numbers) or rules.inside(option.default, option.within)
 
 
 def test_no_training_data():
@@ -552,7 +658,9 @@ def test_two_kinds_of_validation_data():
     config = base()
     config.data.eval_datasets = (dataset(path="c.jsonl"),)
     config.data.validation_split = 0.1
-    with pytest.raises(UserError, match=r"data.validation_split.*one of the two"):
+    with pytest.raises(
+        UserError, match=r"data.validation_split.*only when not data.eval_datasets, and data.eval_datasets = 1 entries"
+    ):
         resolve(config, "recipe")
 
 

@@ -11,11 +11,13 @@ from jaxtune import options
 from jaxtune.config import keys
 
 
-def test_every_option_is_listed_with_type_default_unit_and_meaning(capsys):
+def test_every_option_is_listed_with_type_default_unit_rules_and_meaning(capsys):
     assert options.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("\t")[0] for line in lines] == list(keys.options())
-    assert "data.seq_len\tint\t2048\ttokens\ttokens in a row" in lines
+    assert "data.seq_len\tint\t2048\ttokens\tat least 2\t\ttokens in a row" in lines
+    momentum = next(line.split("\t") for line in lines if line.startswith("optim.muon.momentum\t"))
+    assert momentum[4:6] == ["at least 0 and below 1", "optim.name == 'muon'"]
     recipes = "'bf16' | 'fp32' | 'fp16' | 'fp8_hybrid' | 'nvfp4'"
     assert any(line.startswith(f"precision.recipe\t{recipes}\t'bf16'\t") for line in lines)
 
@@ -38,7 +40,7 @@ def test_pattern_over_keys_and_meanings(capsys, pattern, shown, hidden):
     ("arguments", "part"),
     [
         (["lerning_rate"], "nearest: optim.learning_rate"),
-        (["("], "no regular expression"),
+        (["("], "not a regular expression"),
         (["a", "b"], "one pattern at most"),
     ],
 )

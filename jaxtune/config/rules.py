@@ -1,0 +1,80 @@
+"""The rules that options carry: the interval of a number, and what must hold for an option to have an effect."""
+
+import math
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtune.config import keys
+from jaxtune.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One line of the error a user sees, and the keys it is about, the one to change first.
+
+    moot: the option only has no effect, which is worth no more than a note where the user did not type it.
+    """
+
+    keys: tuple[str, ...]
+    text: str
+    moot: bool = False
+
+
+def broken(config: Config) -> Iterator[Problem]:
+    """Every number outside its interval, and every option that was changed from its default and has no effect."""
+    for key, option, section in every_option(config):
+        value = getattr(section, option.key.rpartition(".")[2])
+        if isinstance(value, int | float) and not inside(value, option.within):
+            yield Problem((key,), f"{key} = {value!r}: must be {in_words(option.within)}")
+        in_entry = "[" in key
+        scope, prefix = (section, f"{key.rpartition('.')[0]}.") if in_entry else (config, "")
+        for condition in option.when if value != option.default else ():
+            # An expression of the schema, over nothing but options.
+            if not eval(condition, {"__builtins__": {}}, vars(scope)):
+                others = keys.names(condition)
+                now = ", ".join(f"{name} = {_brief(operator.attrgetter(name)(scope))}" for name in others)
+                text = f"{key} = {value!r}: has no effect: it is read only when {condition}, and {now}"
+                yield Problem((key, *(prefix + name for name in others)), text, moot=True)
+                break
+
+
+def _brief(value: Any) -> str:
+    return f"{len(value)} entries" if isinstance(value, tuple) else repr(value)
+
+
+def every_option(config: Config) -> Iterator[tuple[str, keys.Option, Any]]:
+    """(key, option, the section or list entry that holds it), with the indices of entries in the keys."""
+    for option in keys.options().values():
+        outer, bracket, inner = option.key.partition("[i].")
+        if not bracket:
+            yield option.key, option, operator.attrgetter(outer.rpartition(".")[0])(config)
+            continue
+        for i, entry in enumerate(operator.attrgetter(outer)(config)):
+            yield f"{outer}[{i}].{inner}", option, entry
+
+
+def inside(value: float, within: str) -> bool:
+    """Whether a number lies in an interval such as "[0, 1)"; "" is all numbers."""
+    if not within:
+        return True
+    low, high = _bounds(within)
+    above = value >= low if within[0] == "[" else value > low
+    return above and (value <= high if within[-1] == "]" else value < high)
+
+
+def in_words(within: str) -> str:
+    """An interval as it is said to a user: "at least 0 and below 1"; "" for all numbers."""
+    if not within:
+        return ""
+    low, high = _bounds(within)
+    if within[0] + within[-1] == "[]":
+        return f"from {low:g} to {high:g}"
+    words = f"{'at least' if within[0] == '[' else 'above'} {low:g}"
+    return words if math.isinf(high) else f"{words} and {'at most' if within[-1] == ']' else 'below'} {high:g}"
+
+
+def _bounds(within: str) -> tuple[float, float]:
+    low, high = within[1:-1].split(",")
+    return float(low), float(high)
