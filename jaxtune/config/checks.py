@@ -227,9 +227,12 @@ def _schedule(config: Config) -> Iterator[Problem]:
     elif 0 < optim.decay_ratio < 1 and optim.warmup_ratio >= optim.decay_ratio:
         reason = f"nothing is left after warm-up; must be above optim.warmup_ratio = {optim.warmup_ratio!r}"
         yield _problem(config, "optim.decay_ratio", reason, "optim.warmup_ratio")
-    if optim.schedule not in ("wsd", "constant"):
-        reason = f"{schedule} has no cooldown, only 'wsd' and 'constant' have"
+    if optim.schedule == "linear" or (optim.schedule == "polynomial" and optim.power == 1):
+        reason = f"{schedule} goes straight to the final rate from warm-up on; leave it out"
         yield from _without_effect(config, "optim.cooldown_steps", reason, "optim.schedule")
+    elif optim.cooldown_steps and optim.decay_ratio < 1:
+        reason = "optim.decay_ratio says that the final rate is reached before the end; use one of the two"
+        yield _problem(config, "optim.cooldown_steps", reason, "optim.decay_ratio")
     if optim.schedule == "wsd" and optim.cooldown_steps == 0:
         yield _problem(config, "optim.cooldown_steps", "'wsd' (warm-up, stable, decay) needs steps to decay")
     if optim.schedule == "constant" and optim.cooldown_steps == 0:

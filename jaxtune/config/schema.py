@@ -135,7 +135,9 @@ class Optim:
     warmup_steps: int = option(0, "linear warm-up, a whole number; a part of all steps is optim.warmup_ratio", "steps")
     warmup_ratio: float = option(0.0, "warm-up as a part of all steps; not with warmup_steps", "fraction")
     decay_ratio: float = option(1.0, "part of all steps after which the final rate is reached, and kept", "fraction")
-    cooldown_steps: int = option(0, "linear descent to the final rate at the end (wsd, constant)", "steps")
+    cooldown_steps: int = option(
+        0, "last steps, in which the rate goes straight from where the schedule then is to the final rate", "steps"
+    )
     final_lr_fraction: float = option(0.0, "learning rate at the end as a part of the peak", "fraction")
     min_lr: float | None = option(None, "the same as a learning rate; not with final_lr_fraction")
     cycles: float | None = option(

@@ -382,7 +382,17 @@ def test_no_nearest_key_for_something_unlike_any():
         ({"mesh.tensor": "0"}, "mesh.tensor", "at least 1"),
         ({"mesh.stage": "2"}, "mesh.stage", "not available yet"),
         ({"mesh.sequence": "-1"}, "mesh.sequence", "not available yet"),
-        ({"optim.cooldown_steps": "5"}, "optim.cooldown_steps", "only 'wsd' and 'constant'"),
+        ({"optim.cooldown_steps": "5"}, "optim.cooldown_steps", "no effect: .*'linear' goes straight"),
+        (
+            {"optim.schedule": "polynomial", "optim.cooldown_steps": "5"},
+            "optim.cooldown_steps",
+            "no effect: .*'polynomial' goes straight",
+        ),
+        (
+            {"optim.schedule": "cosine", "optim.cooldown_steps": "5", "optim.decay_ratio": "0.5"},
+            "optim.cooldown_steps",
+            "optim.decay_ratio.*one of the two",
+        ),
         ({"optim.schedule": "wsd"}, "optim.cooldown_steps", "needs steps"),
         (
             {"optim.schedule": "constant", "optim.final_lr_fraction": "0.1"},
