@@ -65,7 +65,11 @@ _ABOVE_ZERO = (
     "lora.alpha",
 )
 _FRACTION = ("optim.warmup_ratio", "optim.final_lr_fraction")  # 1 is possible
-_SHARE = ("optim.decay_ratio", "optim.layerwise_lr_decay")  # 0 would leave nothing
+_SHARE = (  # 0 would leave nothing
+    "optim.decay_ratio",
+    "optim.layerwise_lr_decay",
+    "optim.layerwise_lr_decay_bound",
+)
 _PART = (  # 1 would leave nothing
     "data.validation_split",
     "optim.beta1",
@@ -260,6 +264,9 @@ def _multipliers(config: Config) -> Iterator[Problem]:
                 yield _problem(config, key, reason)
             else:
                 yield from _regex(config, key, pattern)
+    if config.optim.layerwise_lr_decay < 1 and config.optim.layerwise_lr_decay_bound < 1:
+        reason = "optim.layerwise_lr_decay says the same as a factor for each layer; use one of the two"
+        yield _problem(config, "optim.layerwise_lr_decay_bound", reason, "optim.layerwise_lr_decay")
     if config.optim.weight_decay == 0:
         for key in ("optim.no_decay", "optim.decay_multipliers"):
             yield from _without_effect(config, key, "optim.weight_decay is 0", "optim.weight_decay")

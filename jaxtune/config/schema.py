@@ -150,6 +150,9 @@ class Optim:
     layerwise_lr_decay: float = option(
         1.0, "factor of the learning rate for each layer further from the head (Clark et al. 2020)"
     )
+    layerwise_lr_decay_bound: float = option(
+        1.0, "factor of the learning rate at the embedding, from which it rises linearly to 1 at the head (ERNIEKit)"
+    )
     weight_decay: float = option(0.0, "decoupled weight decay")
     no_decay: str | None = option(
         None, "regex over Hugging Face names: parameters without weight decay; unset: norms, biases and embeddings"

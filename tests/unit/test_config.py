@@ -417,6 +417,12 @@ def test_no_nearest_key_for_something_unlike_any():
             "only 'linear', 'cosine'",
         ),
         ({"optim.layerwise_lr_decay": "1.1"}, "optim.layerwise_lr_decay", "above 0 and at most 1"),
+        ({"optim.layerwise_lr_decay_bound": "0"}, "optim.layerwise_lr_decay_bound", "above 0 and at most 1"),
+        (
+            {"optim.layerwise_lr_decay": "0.9", "optim.layerwise_lr_decay_bound": "0.5"},
+            "optim.layerwise_lr_decay_bound",
+            "use one of the two",
+        ),
         ({"optim.power": "2"}, "optim.power", "polynomial"),
         ({"optim.no_decay": "x"}, "optim.no_decay", "optim.weight_decay is 0"),
         ({"optim.weight_decay": "0.1", "optim.no_decay": "("}, "optim.no_decay", "no regular expression"),
