@@ -292,8 +292,8 @@ def _precision(config: Config) -> Iterator[Problem]:
         reason = "precision.fp8.scaling = 'current' looks at no earlier step; only 'delayed' does"
         for key in ("precision.fp8.amax_history", "precision.fp8.online_scale_steps"):
             yield from _without_effect(config, key, reason, "precision.fp8.scaling")
-    if precision.recipe not in ("fp8_hybrid", "nvfp4"):
-        reason = f"{recipe} computes everything in one format; only 'fp8_hybrid' and 'nvfp4' leave something out"
+    if precision.recipe == "fp32":
+        reason = f"{recipe} computes everything in float32"
         for key in ("precision.skip_first_layers", "precision.skip_last_layers", "precision.exclude"):
             yield from _without_effect(config, key, reason, "precision.recipe")
     if precision.exclude is not None:

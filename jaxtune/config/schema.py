@@ -265,9 +265,12 @@ class Precision:
         "float32", "format of the trained copy of the weights; bfloat16 is rounded stochastically"
     )
     gradient_dtype: Literal["float32", "bfloat16"] = option("float32", "format of the gradients of a step, as summed")
-    skip_first_layers: int = option(0, "first layers whose linears stay in bf16 (fp8_hybrid, nvfp4)", "layers")
-    skip_last_layers: int = option(0, "last layers whose linears stay in bf16 (fp8_hybrid, nvfp4)", "layers")
-    exclude: str | None = option(None, "regex over Hugging Face names: linears that stay in bf16 (fp8_hybrid, nvfp4)")
+    skip_first_layers: int = option(0, "first layers whose linear layers are multiplied as by exclude", "layers")
+    skip_last_layers: int = option(0, "last layers whose linear layers are multiplied as by exclude", "layers")
+    exclude: str | None = option(
+        None,
+        "regex over Hugging Face names: linear layers multiplied in bf16 (fp8_hybrid, nvfp4) or float32 (bf16, fp16)",
+    )
     fp16: Fp16 = Fp16()
     fp8: Fp8 = Fp8()
     nvfp4: Nvfp4 = Nvfp4()

@@ -503,9 +503,13 @@ def test_no_nearest_key_for_something_unlike_any():
             "precision.fp8.online_scale_steps",
             "only 'delayed' does",
         ),
-        ({"precision.skip_first_layers": "1"}, "precision.skip_first_layers", "only 'fp8_hybrid' and 'nvfp4'"),
+        (
+            {"precision.recipe": "fp32", "precision.skip_first_layers": "1"},
+            "precision.skip_first_layers",
+            "no effect: .*everything in float32",
+        ),
         ({"precision.recipe": "nvfp4", "precision.skip_last_layers": "-1"}, "precision.skip_last", "at least 0"),
-        ({"precision.exclude": "down_proj"}, "precision.exclude", "only 'fp8_hybrid' and 'nvfp4'"),
+        ({"precision.recipe": "fp32", "precision.exclude": "q_proj"}, "precision.exclude", "everything in float32"),
         ({"precision.recipe": "nvfp4", "precision.exclude": "("}, "precision.exclude", "no regular expression"),
         ({"precision.recipe": "fp16"}, "model.dtype", "'float16' or 'float32', or .* precision.recipe = 'bf16'"),
         (
