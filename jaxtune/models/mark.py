@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import jax
 
 from jaxtune.errors import UserError
-from jaxtune.models.families import linears
+from jaxtune.models.families import linears, not_linears
 from jaxtune.models.parameters import Parameter
 from jaxtune.models.selection import select
 from jaxtune.models.spec import ModelSpec
@@ -26,7 +26,9 @@ def selected(spec: ModelSpec, options: "Quant | Precision", section: str) -> set
     Raises UserError if there are none.
     """
     place = linears(spec)
-    excluded = select(options.exclude, place, f"{section}.exclude") if options.exclude is not None else frozenset()
+    excluded = frozenset()
+    if options.exclude is not None:
+        excluded = select(options.exclude, place, f"{section}.exclude", not_linears(spec))
     kept = range(options.skip_first_layers, len(spec.layers) - options.skip_last_layers)
     chosen = {name for name, (layer, _) in place.items() if layer in kept and name not in excluded}
     if not chosen:
