@@ -201,10 +201,9 @@ class Optim:
     )
     cooldown_steps: int = option(
         0,
-        "linear descent to the final rate at the end (wsd, constant)",
+        "last steps, in which the rate goes straight from where the schedule then is to the final rate",
         "steps",
         within="[0, inf)",
-        when="optim.schedule in ('wsd', 'constant')",
     )
     final_lr_fraction: float = option(
         0.0,
@@ -232,6 +231,12 @@ class Optim:
     )
     layerwise_lr_decay: float = option(
         1.0, "factor of the learning rate for each layer further from the head (Clark et al. 2020)", within="(0, 1]"
+    )
+    layerwise_lr_decay_bound: float = option(
+        1.0,
+        "factor of the learning rate at the embedding, from which it rises linearly to 1 at the head (ERNIEKit)",
+        within="(0, 1]",
+        when="optim.layerwise_lr_decay == 1",
     )
     weight_decay: float = option(0.0, "decoupled weight decay", within="[0, inf)")
     no_decay: str | None = option(
@@ -384,22 +389,22 @@ class Precision:
     gradient_dtype: Literal["float32", "bfloat16"] = option("float32", "format of the gradients of a step, as summed")
     skip_first_layers: int = option(
         0,
-        "first layers whose linears stay in bf16 (fp8_hybrid, nvfp4)",
+        "first layers whose linear layers are multiplied as by exclude",
         "layers",
         within="[0, inf)",
-        when="precision.recipe in ('fp8_hybrid', 'nvfp4')",
+        when="precision.recipe != 'fp32'",
     )
     skip_last_layers: int = option(
         0,
-        "last layers whose linears stay in bf16 (fp8_hybrid, nvfp4)",
+        "last layers whose linear layers are multiplied as by exclude",
         "layers",
         within="[0, inf)",
-        when="precision.recipe in ('fp8_hybrid', 'nvfp4')",
+        when="precision.recipe != 'fp32'",
     )
     exclude: str | None = option(
         None,
-        "regex over Hugging Face names: linears that stay in bf16 (fp8_hybrid, nvfp4)",
-        when="precision.recipe in ('fp8_hybrid', 'nvfp4')",
+        "regex over Hugging Face names: linear layers multiplied in bf16 (fp8_hybrid, nvfp4) or float32 (bf16, fp16)",
+        when="precision.recipe != 'fp32'",
     )
     fp16: Fp16 = section(Fp16(), when="precision.recipe == 'fp16'")
     fp8: Fp8 = section(Fp8(), when="precision.recipe == 'fp8_hybrid'")

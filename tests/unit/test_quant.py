@@ -1,5 +1,6 @@
 """Quantized arrays and their formats: against bitsandbytes, against their own definition, and as pytrees."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import load_file, save_file
 
-from jaxtune.config.schema import Config, Data, Lora, Model, Quant
+from jaxtune.config.schema import Config, Data, Lora, Model, Precision, Quant
 from jaxtune.errors import UserError
 from jaxtune.models.families import linears
 from jaxtune.models.mark import mark, selected
@@ -189,6 +190,19 @@ def test_what_is_skipped_or_excluded_falls_into_stacks_of_its_own():
     assert "mlp.down.weight" in marked.layers[1].quantized - marked.layers[2].quantized
     with pytest.raises(UserError, match="quant.exclude='nothing' matches none"):
         selected(SPEC, Quant(format="nf4", exclude="nothing"), "quant")
+
+
+@pytest.mark.parametrize("options", [Quant(format="nf4"), Precision("fp8_hybrid")])
+@pytest.mark.parametrize("name", ["lm_head", "lm_head.weight", "embed_tokens", "layers.5.input_layernorm"])
+def test_excluding_what_is_not_selectable_says_that_it_needs_none(options, name):
+    section = "quant" if isinstance(options, Quant) else "precision"
+    said = rf"{section}.exclude='{name}' matches none.*{section} leaves \S*{name} alone, so it needs no"
+    with pytest.raises(UserError, match=said):
+        selected(SPEC, dataclasses.replace(options, exclude=name), section)
+    for near in ("nothing", "q_proj.weight"):
+        with pytest.raises(UserError, match="matches none") as error:
+            selected(SPEC, dataclasses.replace(options, exclude=near), section)
+        assert "alone" not in str(error.value)
 
 
 def test_experts_are_int4_in_the_mix():
