@@ -1,6 +1,5 @@
 """The optimizer of a run: a rule for each parameter, and how rules are run."""
 
-import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxtune.config.schema import Optim
+from jaxtune.models.dropout import named_key
 from jaxtune.optim import multipliers, rules
 from jaxtune.optim.adamw_8bit import adamw_8bit
 from jaxtune.optim.muon import muon, normuon
@@ -89,7 +89,7 @@ def build(optim: Optim, trained: Mapping[str, Trained], layers: int, dtype: DTyp
             if optim.name == "muon" and optim.muon.learning_rate and _is_linear(trained[name], parameter):
                 rate *= optim.muon.learning_rate / optim.learning_rate
             at = At(state.count, rate, rates[name], decays[name])
-            own_step = step._replace(key=jax.random.fold_in(step.key, zlib.crc32(name.encode()) & 0x7FFFFFFF))
+            own_step = step._replace(key=named_key(step.key, name))
             after[name] = run(rule, (parameter, state.rules[name]), gradients[name], at, own_step)
         count = state.count + step.finite
         states = {name: rule_state for name, (_, rule_state) in after.items()}

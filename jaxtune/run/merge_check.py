@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
-from jaxtune.models.attend import attend_packed
+from jaxtune.models.attention import attend_packed
 from jaxtune.models.decoder import Parameters, bind
 from jaxtune.parallel.layout import TOKENS
 from jaxtune.parallel.mesh import data_shards

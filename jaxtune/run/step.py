@@ -1,6 +1,5 @@
 """One optimizer step, and one evaluation step, as pure functions."""
 
-import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxtune.models.decoder import Parameters, Remat, bind
-from jaxtune.models.dropout import Noise
+from jaxtune.models.dropout import Noise, named_key
 from jaxtune.optim import build
 from jaxtune.optim.build import Optimizer
 from jaxtune.precision import loss_scale
@@ -120,7 +119,7 @@ def make_train_step(
 
         rate = learning_rate(state.step)
         key = jax.random.fold_in(jax.random.key(seed), state.step)
-        update = build.Step(rate, factor, finite, jax.random.fold_in(key, zlib.crc32(b"rounding") & 0x7FFFFFFF))
+        update = build.Step(rate, factor, finite, named_key(key, "rounding"))
         with jax.default_matmul_precision(recipe.matmul_precision):
             trained, optimizer_state = optimizer.update(summed.gradients, state.optimizer, state.trained, update)
         metrics = {

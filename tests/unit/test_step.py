@@ -16,7 +16,7 @@ from jaxtune.config.schema import Lora, Optim
 from jaxtune.errors import UserError
 from jaxtune.lora.inject import inject
 from jaxtune.models.dropout import Noise, dropout
-from jaxtune.models.freeze import freeze
+from jaxtune.models.mark import freeze
 from jaxtune.models.parameters import declare, randomize
 from jaxtune.models.spec import Layer, ModelSpec, Rope
 from jaxtune.objectives.cross_entropy import cross_entropy
