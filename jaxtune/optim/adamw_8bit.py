@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
 from jaxtune.optim import rules
-from jaxtune.optim.rule import At, Rule, RuleState
+from jaxtune.optim.rules import At, Rule, RuleState
 from jaxtune.parallel.mesh import misfit
 from jaxtune.quant.array import block_absmax, divisors, in_blocks
 from jaxtune.quant.dynamic_map import decode, encode
