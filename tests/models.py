@@ -126,7 +126,7 @@ def make_batch(rows: np.ndarray, mesh, lengths: list[int] | None = None) -> dict
 
 def logits(model, parameters, batch, dtype=jnp.float32) -> np.ndarray:
     """Logits of a batch by the training path."""
-    from jaxtune.models.attend import attend_packed
+    from jaxtune.models.attention import attend_packed
 
     @jax.jit
     def run(parameters, batch):

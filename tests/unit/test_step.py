@@ -16,14 +16,13 @@ from jaxtune.config.schema import Lora, Optim
 from jaxtune.errors import UserError
 from jaxtune.lora.inject import inject
 from jaxtune.models.dropout import Noise, dropout
-from jaxtune.models.freeze import freeze
+from jaxtune.models.mark import freeze
 from jaxtune.models.parameters import declare, randomize
 from jaxtune.models.spec import Layer, ModelSpec, Rope
 from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.optim.build import Trained, build
 from jaxtune.precision.recipes import RECIPES
-from jaxtune.run.state import State, initial_state
-from jaxtune.run.step import Summed, accumulated_gradients, make_train_step
+from jaxtune.run.step import State, Summed, accumulated_gradients, initial_state, make_train_step
 
 SPEC = ModelSpec(
     family="qwen3",
