@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from test_data_rows import documents
+from unit.data.test_rows import documents
 
 from jaxtune.config.schema import Data
 from jaxtune.data.loader import abstract_batch, batches, needed_rows

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from gpu import (  # noqa: E402
