@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import logits, make_batch, read, tokens, torch_model
+from batches import logits, make_batch, tokens
+from tiny import read, torch_model
 
 from jaxtune.config.schema import Config, Data, Lora, Model, Optim
 from jaxtune.errors import UserError

@@ -3,14 +3,14 @@
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from unit.data.test_rows import documents
+from tiny import numbered_documents
 
 from jaxtune.config.schema import Data
 from jaxtune.data.loader import abstract_batch, batches, needed_rows
 from jaxtune.data.rows import FIELDS, Rows
 
 SEQ_LEN = 8
-ROWS = Rows(documents([3, 5, 8, 6, 2] * 6), Data(seq_len=SEQ_LEN), epochs=2)
+ROWS = Rows(numbered_documents([3, 5, 8, 6, 2] * 6), Data(seq_len=SEQ_LEN), epochs=2)
 
 
 def one_device():

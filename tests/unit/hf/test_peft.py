@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tiny import model_folder
 
 from jaxtune import hf
 from jaxtune.errors import UserError
@@ -98,13 +99,12 @@ def test_an_adapter_saved_as_a_pickle_is_refused(adapter):
 @pytest.mark.parametrize("use_rslora", [False, True])
 def test_peft_computes_what_merging_by_hand_does(tmp_path, use_rslora):
     torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
-    from tiny import qwen3_folder
     from transformers import AutoModelForCausalLM
 
     def load():
         return AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
 
-    qwen3_folder(tmp_path / "model")
+    model_folder(tmp_path / "model")
     merged = load()
     shapes = {
         name: module.weight.shape

@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from models import VOCABULARY, make_batch, tokens
+from batches import make_batch, tokens
+from tiny import VOCABULARY
 
 from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.parallel.layout import ACTIVATIONS, RULES, TOKENS

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import model_folder
+from tiny import model_folder
 
 from jaxtune.config.schema import Config, Data, Muon, Normuon, Optim, Precision
 from jaxtune.config.schema import Model as ModelOptions

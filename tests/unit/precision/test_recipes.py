@@ -6,31 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import spec
 
 from jaxtune.config.schema import Fp8, Nvfp4, Precision
 from jaxtune.errors import UserError
 from jaxtune.models.mark import selected
 from jaxtune.models.parameters import declare, randomize
-from jaxtune.models.spec import Layer, ModelSpec, Rope
+from jaxtune.models.spec import Layer
 from jaxtune.precision.recipes import check_device, linears_of, recipe_of
 from jaxtune.run.step import accumulated_gradients
 from pallas_kernels.gpus import GPUS, Device
 
-SPEC = ModelSpec(
-    family="qwen3",
-    vocabulary=320,
-    hidden=16,
-    intermediate=32,
-    heads=2,
-    kv_heads=1,
-    head_dim=8,
-    layers=(Layer(low_precision=frozenset({"mlp.down.weight"})),) * 3,
-    rope=Rope(1e4),
-    norm_epsilon=1e-6,
-    max_positions=64,
-    tied=True,
-    qk_norm=True,
-)
+SPEC = spec(layers=(Layer(low_precision=frozenset({"mlp.down.weight"})),) * 3)
 
 
 def delayed(**options):

@@ -13,12 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import load_file, save_file
+from tiny import model_folder, spec
 
 from jaxtune.config.schema import Config, Data, Lora, Model, Quant
 from jaxtune.errors import UserError
 from jaxtune.models.families import linears
 from jaxtune.models.mark import mark, selected
-from jaxtune.models.spec import Layer, ModelSpec, Rope, stacks
+from jaxtune.models.spec import stacks
 from jaxtune.quant import format_of
 from jaxtune.quant.dynamic_map import DYNAMIC_MAP
 from jaxtune.run.model import declare_model
@@ -164,31 +165,16 @@ def test_a_stack_dequantizes_as_its_matrices_do_and_survives_a_checkpoint(one_de
         assert np.array_equal(whole[i], jax.jit(type(one).dequantize)(one))
 
 
-SPEC = ModelSpec(
-    family="llama",
-    vocabulary=256,
-    hidden=64,
-    intermediate=128,
-    heads=4,
-    kv_heads=4,
-    head_dim=16,
-    layers=(Layer(),) * 6,
-    rope=Rope(1e4),
-    norm_epsilon=1e-6,
-    max_positions=64,
-    tied=True,
-)
-
-
 def test_what_is_skipped_or_excluded_falls_into_stacks_of_its_own():
+    whole = spec(layers=6)
     options = Quant(format="nf4", skip_first_layers=1, skip_last_layers=2, exclude=r"layers\.2\..*down_proj")
-    chosen = selected(SPEC, options, "quant")
-    assert len(chosen) == 3 * 7 - 1 and chosen < linears(SPEC).keys()
-    marked = mark(SPEC, chosen, "quantized")
+    chosen = selected(whole, options, "quant")
+    assert len(chosen) == 3 * 7 - 1 and chosen < linears(whole).keys()
+    marked = mark(whole, chosen, "quantized")
     assert [(stack.first, stack.repeats) for stack in stacks(marked.layers)] == [(0, 1), (1, 1), (2, 1), (3, 1), (4, 2)]
     assert "mlp.down.weight" in marked.layers[1].quantized - marked.layers[2].quantized
     with pytest.raises(UserError, match="quant.exclude='nothing' matches none"):
-        selected(SPEC, Quant(format="nf4", exclude="nothing"), "quant")
+        selected(whole, Quant(format="nf4", exclude="nothing"), "quant")
 
 
 def test_experts_are_int4_in_the_mix():
@@ -207,8 +193,6 @@ def read_quantized(folder, mesh, **options):
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf, 1e31])
 def test_a_weight_that_cannot_be_scaled_is_named(one_device, tmp_path, value):
-    from runs import model_folder
-
     folder = model_folder(tmp_path, hidden_size=64, intermediate_size=128, head_dim=16)
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][2, 3] = value
@@ -256,8 +240,6 @@ print(most - before, size)
 
 def test_loading_never_holds_two_whole_tensors_beside_the_quantized_model(tmp_path):
     """In float32: XLA on a CPU computes with bfloat16 through float32 copies, which a GPU does not make."""
-    from runs import model_folder
-
     if not sys.platform.startswith("linux"):
         pytest.skip("memory is read from /proc/self/status")
     sizes = dict(hidden_size=1024, intermediate_size=8192, num_attention_heads=8, num_key_value_heads=8, head_dim=128)

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from batches import make_batch, tokens
 from jax.extend.core import jaxprs_in_params
-from models import make_batch, tokens
+from tiny import spec
 
 from jaxtune.config.schema import Lora, Optim
 from jaxtune.errors import UserError
@@ -18,28 +19,14 @@ from jaxtune.lora.inject import inject
 from jaxtune.models.dropout import Noise, dropout
 from jaxtune.models.freeze import freeze
 from jaxtune.models.parameters import declare, randomize
-from jaxtune.models.spec import Layer, ModelSpec, Rope
+from jaxtune.models.spec import Layer
 from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.optim.build import Trained, build
 from jaxtune.precision.recipes import RECIPES
 from jaxtune.run.state import State, initial_state
 from jaxtune.run.step import Summed, accumulated_gradients, make_train_step
 
-SPEC = ModelSpec(
-    family="qwen3",
-    vocabulary=320,
-    hidden=16,
-    intermediate=32,
-    heads=2,
-    kv_heads=1,
-    head_dim=8,
-    layers=(Layer(),) * 4,
-    rope=Rope(1e4),
-    norm_epsilon=1e-6,
-    max_positions=4096,
-    tied=True,
-    qk_norm=True,
-)
+SPEC = spec()
 
 
 def abstract_parameters(declared, frozen_dtype):
