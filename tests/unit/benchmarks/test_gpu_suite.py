@@ -1,21 +1,19 @@
-"""The GPU suite and the tuner run from end to end on a CPU, so that the day a card is there they do too."""
+"""What the GPU suite and the tuner make of what they measure, and what they refuse. nightly/ runs them whole."""
 
-import importlib.util
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import jax
 import pytest
 
+from pallas_kernels import tune
+
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import gpu_suite  # noqa: E402
 from gpu import (  # noqa: E402
     attention,
-    dequantize,
     low_precision_correct,
     models,
     optimizers,
@@ -26,72 +24,18 @@ from gpu import (  # noqa: E402
 )
 
 
-def run(*command: object) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, *map(str, command)], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+@pytest.fixture
+def refused(monkeypatch, capsys):
+    """What a program says when it refuses these arguments, and its exit status."""
 
+    def say(main, *arguments: str) -> tuple[str, int]:
+        monkeypatch.setattr(sys, "argv", ["program", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        code = ended.value.code  # a text is printed by the interpreter, with status 1
+        return (code, 1) if isinstance(code, str) else (capsys.readouterr().err, code)
 
-@pytest.fixture(scope="module")
-def smoke(tmp_path_factory):
-    out = tmp_path_factory.mktemp("suite") / "found.json"
-    process = run("benchmarks/gpu_suite.py", "--smoke", "--out", out)
-    assert process.returncode == 0, process.stdout + process.stderr
-    return json.loads(out.read_text()), process.stdout
-
-
-FIGURES = {
-    "correctness": ("triton", {"errors", "worst", "worst_of", "tolerance"}),
-    "correct_step": ("jaxtune-nf4", {"first_loss", "last_loss", "worst", "worst_on_cpu", "errors", "kernels"}),
-    "attention": ("triton", {"flops_forward", "how", "forward_seconds", "forward_tflops", "both_tflops"}),
-    "loss": ("xla", {"milliseconds", "tflops", "temporary_gb"}),
-    "dequantize": ("triton", {"largest_error", "bytes", "microseconds", "gb_per_second"}),
-    "quant_matmul": ("fused", {"forward_error", "forward_microseconds", "dx_over_peer", "rows", "weight"}),
-    "fp8_matmul": ("xla", {"largest_error", "product_microseconds", "product_tflops", "quantized_speedup"}),
-    "low_precision_correct": ("products", {"y", "dx", "dW", "on_cpu", "worst_on_cpu", "native"}),
-    "optimizers": ("adamw_8bit", {"milliseconds", "over_optax", "state_bytes_per_parameter", "gb_per_second"}),
-    "precision_step": ("whole-fp8", {"seconds", "tokens_per_second", "tokens_per_step", "peak_gb", "remat", "losses"}),
-    "train_step": ("jaxtune", {"seconds", "tokens_per_second", "flops_per_token", "peak_gb", "remat", "losses"}),
-}
-
-
-@pytest.mark.slow
-def test_every_piece_gives_its_figures_and_its_table(smoke):
-    found, printed = smoke
-    assert set(found) == set(FIGURES)
-    for name, (contender, figures) in FIGURES.items():
-        rows = [row for job, row in found[name]["rows"].items() if job.startswith(f"{contender}/")]
-        assert rows and all(figures <= set(row) for row in rows), name
-        assert {"device", "driver", "versions", "commit", "date", "smoke"} <= set(found[name]["run"])
-        assert f"\n{name}: {found[name]['title']}" in printed
-    for name, conclusion in (("quant_matmul", "nf4 dx: rows"), ("train_step", "jaxtune-nf4/tiny over bfloat16")):
-        assert any(conclusion in said for said in found[name]["conclusions"]) and conclusion in printed
-
-
-@pytest.mark.slow
-def test_what_cannot_run_says_why(smoke):
-    rows = smoke[0]["attention"]["rows"]
-    assert "cannot run this on cpu" in rows["cudnn/packed"]["refused"]
-    assert "cannot run this on cpu" in smoke[0]["fp8_matmul"]["rows"]["mosaic/24"]["refused"]
-    if not importlib.util.find_spec("tokamax"):
-        assert rows["tokamax/packed"]["refused"] == "tokamax is not installed"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="the peers need torch, transformers and peft")
-def test_the_peers_run_beside(smoke):
-    found = smoke[0]
-    assert {"forward_peer_tflops", "both_ratio", "peer_kernels"} <= set(found["attention"]["rows"]["triton/packed"])
-    peer, own = (found["train_step"]["rows"][f"{system}/tiny"] for system in ("hf+peft", "jaxtune"))
-    assert peer["kernels"] and peer["flops_per_token"] == own["flops_per_token"]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not importlib.util.find_spec("bitsandbytes"), reason="the peer of dequantize")
-def test_bitsandbytes_makes_the_same_weight_of_the_same_codes(smoke):
-    peer = smoke[0]["dequantize"]["rows"]["bitsandbytes/nf4-128x256"]
-    assert peer["largest_error"] <= dequantize.TOLERANCE and peer["gb_per_second"] > 0
+    return say
 
 
 def test_a_wrong_result_is_an_error_and_no_time(monkeypatch):
@@ -164,21 +108,22 @@ def test_what_others_published_stands_beside_what_is_measured(monkeypatch):
     assert measured[-1][1]["optim"].name == "normuon"
 
 
-def test_without_a_gpu_nothing_is_measured():
-    for command in (["benchmarks/gpu_suite.py"], ["-m", "pallas_kernels.tune", "flash_attention"]):
-        process = run(*command)
-        assert process.returncode and "GPU" in process.stderr, process.stderr
+@pytest.mark.parametrize(("main", "arguments"), [(gpu_suite.main, []), (tune.main, ["flash_attention"])])
+def test_without_a_gpu_nothing_is_measured(refused, main, arguments):
+    said, status = refused(main, *arguments)
+    assert status == 1 and "GPU" in said
 
 
-def test_a_name_that_is_nothing_is_refused():
-    process = run("benchmarks/gpu_suite.py", "--smoke", "--only", "atention")
-    assert process.returncode == 2 and "nothing is named atention" in process.stderr
+def test_a_name_that_is_nothing_is_refused(refused):
+    said, status = refused(gpu_suite.main, "--smoke", "--only", "atention")
+    assert status == 2 and "nothing is named atention" in said
 
 
-def test_the_tuner_prints_source():
-    process = run("-m", "pallas_kernels.tune", "flash_attention", "--smoke")
-    assert process.returncode == 0, process.stderr
-    assert process.stdout.splitlines()[-1].strip().startswith("Tiles(Tile(block_q=")
+def test_the_tuner_prints_source(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["tune", "flash_attention", "--smoke"])
+    monkeypatch.setattr(tune, "REPEATS", 1)
+    tune.main()
+    assert capsys.readouterr().out.splitlines()[-1].strip().startswith("Tiles(Tile(block_q=")
 
 
 def test_a_job_that_crashes_hangs_or_fails_costs_only_itself(tmp_path, monkeypatch):
