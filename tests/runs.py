@@ -1,13 +1,21 @@
-"""Whole runs of the command line, in processes of their own, on a tiny model and a little text."""
+"""Whole runs of the command line, in processes of their own or in this one, on a tiny model and a little text."""
 
+import contextlib
+import importlib
+import io
 import json
 import os
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
+from unittest import mock
 
+import jax
 from tiny import model_folder
+
+from jaxtune.parallel import mesh as meshes
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 RECIPE = """
@@ -97,6 +105,31 @@ def run(*arguments: str, devices: int = 1, code: int = 0) -> str:
     output, _ = process.communicate(timeout=600)
     assert process.returncode == code, output
     return output
+
+
+def call(module: str, *arguments, devices: int = 1, code: int = 0) -> str:
+    """What a command prints, called in this process on so many devices; its exit code must be `code`."""
+    command = importlib.import_module(module)
+    make = lambda mesh, chosen=None: meshes.make_mesh(mesh, (chosen or jax.devices())[:devices])  # noqa: E731
+    with contextlib.ExitStack() as stack:
+        printed = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        stack.enter_context(contextlib.redirect_stderr(printed))
+        if hasattr(command, "make_mesh"):
+            stack.enter_context(mock.patch.object(command, "make_mesh", make))
+        returned = command.main([str(argument) for argument in arguments])
+    assert returned == code, printed.getvalue()
+    assert "Traceback" not in printed.getvalue()
+    return printed.getvalue()
+
+
+def until_step(process, folder: Path, step: int) -> None:
+    """Waits until metrics.jsonl has a row of this step, or the process ended."""
+    deadline = time.monotonic() + 300
+    while process.poll() is None and time.monotonic() < deadline:
+        file = folder / "metrics.jsonl"
+        if file.exists() and f'"step": {step},' in file.read_text():
+            return
+        time.sleep(0.005)
 
 
 def metrics(folder: Path) -> list[dict]:

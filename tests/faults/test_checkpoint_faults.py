@@ -218,9 +218,3 @@ def kill_and_restore(folder: Path, kills: int, rng: random.Random) -> None:
 def test_kill_during_saves(tmp_path, caplog):
     kill_and_restore(tmp_path, 3, random.Random(0))
     assert warnings_of(caplog) == []
-
-
-@pytest.mark.slow
-def test_many_kills_during_saves(tmp_path, caplog):
-    kill_and_restore(tmp_path, 12, random.Random(1))
-    assert warnings_of(caplog) == []

@@ -1,0 +1,72 @@
+"""QLoRA: one format as processes, the others as rows; evaluated, generated from, merged, loaded elsewhere."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from journey import journey, row
+from runs import call, recipe_command, run
+from safetensors import safe_open
+
+from jaxtune.config.schema import Quant
+from jaxtune.quant import format_of
+
+RANK = {"lora.rank": 4}
+
+
+def test_nf4_trains_is_killed_resumes_exactly_exports_and_loads(home, one_device):
+    leads_to_an_adapter_and_a_merged_model(home, journey(home, "qwen_qlora_nf4.py", **RANK), "nf4", run)
+
+
+@pytest.mark.parametrize("format", ["fp8", "nvfp4", "int8"])
+def test_resumes_exactly_exports_and_loads(home, one_device, format):
+    folder, _ = row(home, f"qwen_qlora_{format}.py", format, **RANK)
+    leads_to_an_adapter_and_a_merged_model(home, folder, format, call)
+
+
+def leads_to_an_adapter_and_a_merged_model(home: Path, folder: Path, format: str, run_command) -> None:
+    """Checkpoints hold no base; the run evaluates as itself alone, generates, and merges onto its dequantized base."""
+    checkpoint = sum(file.stat().st_size for file in (folder / "checkpoints" / "8").rglob("*") if file.is_file())
+    assert checkpoint < 0.5 * (home / "model" / "model.safetensors").stat().st_size  # adapters, no base
+    other = "int8" if format != "int8" else "nf4"
+    command = recipe_command(home, f"qwen_qlora_{other}.py", "other", **RANK)
+    refused = call("jaxtune.evaluate", f"--run={folder}", *command[1:], code=2)
+    assert f"quant.format: '{format}' then, '{other}' now" in refused
+    # A device too many for whole blocks is left out.
+    run_command("jaxtune.export", f"--run={folder}", f"--output={home / format}-four", "--merge", devices=4)
+    run_command("jaxtune.generate", f"--model={folder}", "--prompt=say 3", "--chat", "--max_new_tokens=4")
+    merged = home / f"{format}-merged"
+    output = run_command("jaxtune.export", f"--run={folder}", f"--output={merged}", "--merge")
+    assert "merged onto the dequantized base" in output
+    largest, difference = (
+        float(output.split(part)[1].split()[0].rstrip(",")) for part in ("largest is ", "differ by ")
+    )
+    assert difference <= 0.03 * largest  # rounding to bfloat16, as the recipe stores it
+    with safe_open(merged / "model.safetensors", "numpy") as file:
+        base = safe_open(home / "model" / "model.safetensors", "numpy")
+        assert set(file.keys()) == set(base.keys())
+        up = "model.layers.0.mlp.up_proj.weight"
+        change = np.abs(file.get_tensor(up).astype(np.float32) - base.get_tensor(up)).max()
+        assert 0 < change < 0.1  # of values of about 0.02: a quantization and an adapter
+    assert "quantization_config" not in json.loads((merged / "config.json").read_text())
+
+    torch = pytest.importorskip("torch", reason="loading the results needs torch (Python 3.11 here)")
+    import peft
+    import transformers
+
+    merged = transformers.AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
+    base = transformers.AutoModelForCausalLM.from_pretrained(home / "model", dtype=torch.float32)
+    quantize = jax.jit(format_of(Quant(format=format), "").quantize)
+    for linear in [module for module in base.model.layers.modules() if isinstance(module, torch.nn.Linear)]:
+        stored = quantize(jnp.asarray(linear.weight.detach().numpy(), jnp.bfloat16))
+        values = np.asarray(jax.jit(type(stored).dequantize)(stored), np.float32)
+        linear.weight = torch.nn.Parameter(torch.from_numpy(values))
+    theirs = peft.PeftModel.from_pretrained(base, folder / "export").merge_and_unload().state_dict()
+    ours = merged.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        # The merged model is in bfloat16, as the recipe stores it: at most a rounding apart.
+        assert torch.isclose(weight, theirs[name], rtol=2**-7, atol=1e-6).all(), name

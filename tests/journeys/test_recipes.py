@@ -1,0 +1,78 @@
+"""The other recipes, a row each: trained, resumed to equal bits, evaluated, exported, loaded."""
+
+import itertools
+
+import pytest
+from journey import STEPS, loads_in_transformers, row
+from runs import call, metrics, recipe_command
+
+TEXT = {
+    "data.datasets[0].path": "{home}/text",
+    "data.datasets[0].type": "text",
+    "data.datasets[0].subset": None,
+    "optim.cooldown_steps": 2,
+}
+ADAPTER = {"lora.rank": 4, "model.dtype": "float32"}
+RECIPES = {
+    "qwen_full.py": {"optim.learning_rate": 1e-3},
+    "llama_pretrain.py": TEXT,
+    "qwen_pretrain_normuon.py": TEXT,
+    "qwen_fp8.py": ADAPTER,
+    "qwen_nvfp4.py": ADAPTER,
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_trains_resumes_exactly_exports_and_loads(home, recipe):
+    options = {key: str(value).format(home=home) for key, value in RECIPES[recipe].items()}
+    folder, output = row(home, recipe, recipe.removesuffix(".py"), **options)
+    adapter = RECIPES[recipe] is ADAPTER
+    if adapter:
+        assert "is emulated on cpu" in output
+    exported = home / f"{folder.name}-exported"
+    call("jaxtune.export", f"--run={folder}", f"--output={exported}", *(["--merge"] if adapter else []))
+    # Merged onto the weights of the file, not onto those that were rounded to multiply.
+    loads_in_transformers(exported, home / "model", folder / "export" if adapter else None, within=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"quant.format": "nf4"}, id="on an NF4 base"),
+        pytest.param(
+            {
+                "lora.enabled": False,
+                "optim.learning_rate": 1e-3,
+                "precision.skip_first_layers": 1,
+                "train.freeze": r"layers\.1\.mlp",
+            },
+            id="most weights, two stacks",
+        ),
+        pytest.param({"precision.fp8.online_scale_steps": 3, "mesh.fsdp": 2}, id="online scales, two devices"),
+    ],
+)
+def test_fp8_trains_with_other_options(home, options):
+    name = "fp8-" + "-".join(options)
+    call(*recipe_command(home, "qwen_fp8.py", name, **options), devices=options.get("mesh.fsdp", 1))
+    found = [row["loss"] for row in metrics(home / "runs" / name) if "loss" in row]
+    assert len(found) == STEPS and found[-1] < found[0]
+
+
+def test_float16_scales_its_loss_and_says_what_it_skips(home):
+    """A scale that is far too large is halved, step by step, and no such step counts as bad."""
+    options = {
+        "model.dtype": "float16",
+        "precision.recipe": "fp16",
+        "precision.fp16.loss_scale": 2.0**40,
+        "precision.fp16.growth_steps": 3,
+        "train.max_steps": 40,
+        "train.max_bad_steps": 2,
+    }
+    output = call(*recipe_command(home, "qwen_lora.py", "fp16", **options))
+    assert "skipped: gradients overflowed float16" in output
+    rows = [row for row in metrics(home / "runs" / "fp16") if "loss" in row]
+    scales = [row["loss_scale"] for row in rows]
+    assert scales[0] == 2.0**40 and scales[1] == 2.0**39
+    assert any(after == 2 * before for before, after in itertools.pairwise(scales))
+    assert rows[-1]["skipped_steps"] == sum(after < before for before, after in itertools.pairwise(scales))
+    assert rows[-1]["loss"] < rows[0]["loss"]
