@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from unit.precision.test_matmul import (
+from unit.precision.reference import (
     AXES,
     NVFP4_ALL,
     case,

@@ -1,5 +1,7 @@
 """How rules are run: layer after layer in place, rounding of bfloat16, rates and decays of layers, what is kept."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,9 +31,16 @@ def at(rate=1e-2, factor=1.0, finite=True, key=0) -> Step:
     return Step(jnp.float32(rate), jnp.float32(factor), jnp.bool_(finite), jax.random.key(key))
 
 
-def updated(optim, start, steps=3, **options):
+@functools.cache
+def compiled(optim):
+    """(init, update) of an optimizer, compiled once for all tests."""
     optimizer = build(optim, NAMES, LAYERS, jnp.float32)
-    state, update = jax.jit(optimizer.init)(start), jax.jit(optimizer.update)
+    return jax.jit(optimizer.init), jax.jit(optimizer.update)
+
+
+def updated(optim, start, steps=3, **options):
+    init, update = compiled(optim)
+    state = init(start)
     for number in range(steps):
         start, state = update(parameters(seed=number + 1), state, start, at(key=number, **options))
     return start, state
@@ -53,10 +62,10 @@ def test_each_layer_of_a_stack_is_updated_as_if_it_were_alone(one_device, name):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_a_step_that_is_not_finite_changes_no_bit(one_device, name):
-    before = updated(Optim(name=name), parameters())
-    optimizer = build(Optim(name=name), NAMES, LAYERS, jnp.float32)
+    optim = Optim(name=name, weight_decay=0.1)
+    before = updated(optim, parameters())
     nan = jax.tree.map(lambda x: x * jnp.nan, parameters())
-    after = jax.jit(optimizer.update)(nan, before[1], before[0], at(finite=False))
+    after = compiled(optim)[1](nan, before[1], before[0], at(finite=False))
     jax.tree.map(np.testing.assert_array_equal, before, after)
 
 
@@ -134,8 +143,7 @@ def test_a_saved_state_goes_on_as_if_it_had_not_been_saved(one_device, tmp_path,
     """Bit by bit; in bfloat16, where rounding is by chance, too."""
     narrow = name in ("adamw", "sgd", "lion", "muon", "normuon")
     optim = Optim(name=name, state_dtype="bfloat16" if narrow else "float32")
-    optimizer = build(optim, NAMES, LAYERS, jnp.float32)
-    update = jax.jit(optimizer.update)
+    init, update = compiled(optim)
 
     def run(carry, steps):
         for number in steps:
@@ -143,7 +151,7 @@ def test_a_saved_state_goes_on_as_if_it_had_not_been_saved(one_device, tmp_path,
         return carry
 
     start = parameters(jnp.bfloat16)
-    half = run((start, jax.jit(optimizer.init)(start)), range(2))
+    half = run((start, init(start)), range(2))
     checkpoints = CheckpointManager(tmp_path)
     checkpoints.save(2, half, {})
     checkpoints.wait(final=True)

@@ -7,102 +7,36 @@ import numpy as np
 import pytest
 
 from jaxtune.config.schema import Quant
-from jaxtune.models.dropout import Noise
 from jaxtune.parallel.layout import TOKENS, P
-from jaxtune.precision import nvfp4
 from jaxtune.precision.fp8 import Fp8Numbers
-from jaxtune.precision.hadamard import PLAIN, SIGNED, rotated
+from jaxtune.precision.hadamard import SIGNED
 from jaxtune.precision.matmul import LowPrecision, matmul
-from jaxtune.precision.nvfp4 import Nvfp4Numbers, stochastic_e2m1
-from jaxtune.precision.operands import abstract_operands, by_feature, make_operands
+from jaxtune.precision.nvfp4 import Nvfp4Numbers
+from jaxtune.precision.operands import make_operands
 from jaxtune.quant import format_of
+from unit.precision.reference import (
+    AXES,
+    FP8,
+    FP8_ROTATED,
+    INNER,
+    LENGTH,
+    NVFP4,
+    NVFP4_ALL,
+    OUT,
+    ROWS,
+    assert_same,
+    case,
+    in_fp8,
+    in_nvfp4,
+    noise,
+    plain,
+    products,
+    relative,
+    rotated_in_blocks,
+    tokens,
+)
 
 pytestmark = pytest.mark.usefixtures("one_device")
-ROWS, LENGTH, INNER, OUT = 2, 32, 64, 48
-AXES = ("embed", "rank")
-FP8, FP8_ROTATED = Fp8Numbers(hadamard=False, online=False), Fp8Numbers(hadamard=True, online=False)
-NVFP4 = Nvfp4Numbers(stochastic_rounding=False, hadamard=False, four_over_six=False)
-NVFP4_ALL = Nvfp4Numbers(stochastic_rounding=True, hadamard=True, four_over_six=True)
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-
-
-def case(length=LENGTH, seed=0):
-    """x, W, dy: normal, rows of different size, an outlier in each."""
-    rng = np.random.default_rng(seed)
-    shapes = (ROWS, length, INNER), (OUT, INNER), (ROWS, length, OUT)
-    arrays = [rng.normal(size=shape) * np.exp(rng.normal(size=(*shape[:-1], 1))) for shape in shapes]
-    for array in arrays:
-        array.flat[5] = 20.0
-    return [array.astype(np.float32) for array in arrays]
-
-
-def noise(key=0):
-    return Noise(jax.random.key(key), jnp.arange(7, 7 + ROWS))
-
-
-def products(x, weight: LowPrecision, dy, noise=None):
-    """(y, dx, dW or None, cotangent of the scales or None)."""
-    trained = weight.weight if isinstance(weight.weight, jax.Array) else None
-
-    @jax.jit
-    def run(x, trained, scales, dy):
-        def apply(x, trained, scales):
-            leaf = LowPrecision(weight.operands, weight.weight if trained is None else trained, scales, weight.numbers)
-            return matmul(x, leaf, None, noise)
-
-        y, backward = jax.vjp(apply, x, trained, scales)
-        return y, *backward(dy.astype(y.dtype))
-
-    return run(jnp.asarray(x), trained, weight.scales, jax.device_put(dy, TOKENS))
-
-
-def plain(x, w, dy):
-    x, w, dy = (np.asarray(array, np.float64) for array in (x, w, dy))
-    return x @ w.T, dy @ w, np.einsum("bso,bsi->oi", dy, x)
-
-
-def relative(found, expected):
-    return np.linalg.norm(np.asarray(found, np.float64) - expected) / np.linalg.norm(expected)
-
-
-def assert_same(found, expected, within=1e-6):
-    assert np.abs(np.asarray(found, np.float64) - expected).max() <= within * np.abs(expected).max()
-
-
-# References: what a matrix, contracted over its last dimension, is rounded to.
-
-
-def in_fp8(matrix, dtype, scale=None):
-    most = np.float32(ml_dtypes.finfo(dtype).max)
-    scale = np.abs(matrix).max().astype(np.float32) / most if scale is None else np.float32(scale)
-    return np.clip(matrix / scale, -most, most).astype(dtype).astype(np.float64) * np.float64(scale)
-
-
-def in_nvfp4(matrix, rows=1, four_over_six=False):
-    matrix = np.asarray(matrix, np.float32)
-    blocks = matrix.reshape(len(matrix) // rows, rows, -1, 16)
-    absmax = np.abs(blocks).max(axis=(1, 3), keepdims=True)
-    tensor_scale = np.abs(matrix).max() / np.float32(6 * 448)
-
-    def rounded(becomes):
-        scales = np.clip(absmax / np.float32(becomes) / tensor_scale, 2.0**-9, 448)
-        scales = scales.astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * tensor_scale
-        values = np.clip(blocks / scales, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float32) * scales
-        return values.astype(np.float64), np.square(values - blocks).sum(axis=(1, 3), keepdims=True)
-
-    values, error = rounded(6)
-    if four_over_six:
-        others, others_error = rounded(4)
-        values = np.where(others_error < error, others, values)
-    return values.reshape(matrix.shape)
-
-
-def rotated_in_blocks(matrix, by=PLAIN):
-    return (matrix.reshape(-1, 16).astype(np.float64) @ by.T).reshape(matrix.shape).astype(np.float32)
-
-
-def tokens(array):
-    return array.reshape(-1, array.shape[-1])
 
 
 @pytest.mark.parametrize("given", ["operands", "weight"])
@@ -137,27 +71,6 @@ def test_nvfp4_products_are_those_of_the_rounded_sides(hadamard, four_over_six):
     assert_same(dw, rounded(turn(tokens(dy).T.copy())) @ rounded(turn(tokens(x).T.copy())).T)
     for found, expected in zip((y, dx, dw), plain(x, w, dy)):
         assert 0.05 < relative(found, expected) < 0.25
-
-
-def test_an_element_times_the_scale_of_its_block_is_exact_in_bfloat16():
-    """So a product in bfloat16, summed in float32, is NVFP4's own."""
-    scales = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-    values = np.multiply.outer(E2M1, scales)
-    assert np.array_equal(values.astype(ml_dtypes.bfloat16).astype(np.float64), values)
-
-
-@pytest.mark.parametrize("jitted", [False, True])
-@pytest.mark.parametrize("numbers", [FP8, NVFP4], ids=["fp8", "nvfp4"])
-def test_operands_are_as_declared(numbers, jitted):
-    """Shapes, dtypes and shardings are known before a weight is there."""
-    w = jnp.asarray(case()[1])
-    make = lambda w: make_operands(w, numbers, AXES)  # noqa: E731
-    found = (jax.jit(make) if jitted else make)(w)
-    declared = abstract_operands(numbers, w.shape, w.dtype, AXES)
-    describe = lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding)  # noqa: E731
-    assert jax.tree.map(describe, found) == jax.tree.map(describe, declared)
-    stacked = abstract_operands(numbers, (3, *w.shape), w.dtype, (None, *AXES))
-    assert stacked.forward.codes.shape == (3, *declared.forward.codes.shape)
 
 
 @pytest.mark.parametrize("numbers", [FP8, FP8_ROTATED], ids=["plain", "hadamard"])
@@ -239,63 +152,6 @@ def test_a_quantized_base_is_dequantized_and_rounded_again(numbers, format):
     expected = products(x, LowPrecision(make_operands(values, numbers, AXES), None, None, numbers), dy, noise())
     assert found[2] is None
     assert np.array_equal(found[0], expected[0]) and np.array_equal(found[1], expected[1])
-
-
-def test_stochastic_rounding_goes_to_a_neighbour_and_is_unbiased():
-    x = np.concatenate([np.linspace(-6, 6, 97), [1e-3, -1e-3]]).astype(np.float32)
-    draws = 2**12
-    uniform = (np.arange(draws, dtype=np.float32)[:, None] + 0.5) / draws
-    codes = np.asarray(jax.jit(stochastic_e2m1)(jnp.broadcast_to(x, (draws, len(x))), jnp.asarray(uniform)))
-    values = np.where(codes & 8, -1, 1) * E2M1[codes & 7]
-    below = E2M1[np.searchsorted(E2M1, np.abs(x), side="right") - 1]
-    above = E2M1[np.searchsorted(E2M1, np.abs(x))]
-    assert ((np.abs(values) == below) | (np.abs(values) == above)).all()
-    assert np.abs(values.mean(axis=0) - x).max() <= 1 / draws
-
-
-@pytest.mark.parametrize(("hadamard", "length"), [(False, 16), (True, 16), (True, 24), (True, 2)])
-def test_stochastic_gradients_are_unbiased(hadamard, length):
-    """The mean of dx and dW over many keys is that of a dy that is not rounded."""
-    x, w, dy = case(length=length)
-    numbers, keys = Nvfp4Numbers(True, hadamard, False), 256
-
-    @jax.jit
-    def gradients(x, w, dy):
-        def one(key):
-            leaf = lambda w: LowPrecision(None, w, None, numbers)  # noqa: E731
-            backward = jax.vjp(lambda x, w: matmul(x, leaf(w), None, Noise(key, noise().rows)), x, w)[1]
-            return backward(dy)
-
-        return jax.lax.map(one, jax.random.split(jax.random.key(0), keys))
-
-    dx, dw = (np.asarray(found, np.float64) for found in gradients(x, w, jax.device_put(dy, TOKENS)))
-    weight, left, right = in_nvfp4(w, rows=16), by_feature(jnp.asarray(dy)), by_feature(jnp.asarray(x))
-    if hadamard:
-        left, right = rotated(left, SIGNED), rotated(right, SIGNED)
-    for found, expected in ((dx, dy @ weight), (dw, np.asarray(left) @ in_nvfp4(np.asarray(right)).T)):
-        once = relative(found[0], expected)
-        assert 0.05 < once < 0.3
-        # The error of a mean of independent draws; a bias would stay.
-        assert relative(found.mean(axis=0), expected) < 1.3 * once / np.sqrt(keys)
-        assert relative(found.mean(axis=0), expected) > 0.5 * once / np.sqrt(keys)
-
-
-def test_random_bits_are_those_of_the_row_and_of_the_place():
-    first, second = NVFP4_ALL.random(noise(), (ROWS, LENGTH, OUT))
-    assert not np.array_equal(first, second)
-    swapped = Noise(noise().key, noise().rows[::-1])
-    assert np.array_equal(NVFP4_ALL.random(swapped, (ROWS, LENGTH, OUT))[0], first[::-1])
-    assert not np.array_equal(NVFP4_ALL.random(noise(1), (ROWS, LENGTH, OUT))[0], first)
-
-
-@pytest.mark.parametrize("matrix", [PLAIN, SIGNED], ids=["plain", "signed"])
-def test_the_rotation_is_orthonormal_and_leaves_products_as_they_are(matrix):
-    """Exactly, for numbers that float32 holds all along."""
-    assert np.array_equal(matrix @ matrix.T, np.eye(16)) and set(np.abs(matrix).flat) == {0.25}
-    rng = np.random.default_rng(0)
-    a, b = (rng.integers(-8, 9, (5, 48)).astype(np.float32) for _ in range(2))
-    found = np.asarray(rotated(jnp.asarray(a), matrix)) @ np.asarray(rotated(jnp.asarray(b), matrix)).T
-    assert np.array_equal(found, a @ b.T)
 
 
 @pytest.mark.parametrize("numbers", [FP8, FP8_ROTATED, NVFP4_ALL], ids=["fp8", "hadamard", "nvfp4"])
@@ -382,21 +238,6 @@ def test_one_token(numbers, dtype):
     )
     assert y.dtype == dtype and y.shape == (1, 1, OUT)
     assert relative(y, np.asarray(x, np.float64) @ w.T) < 0.25
-
-
-@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="jax.nn.scaled_matmul runs on a CPU from jax 0.12 on")
-def test_what_a_blackwell_gpu_is_asked_for_is_what_is_computed_elsewhere(monkeypatch):
-    """Here XLA's own meaning of the product; a card's is for a card."""
-    x, w, dy = case()
-    run = lambda: products(x, LowPrecision(None, jnp.asarray(w), None, NVFP4_ALL), dy, noise())[:3]  # noqa: E731
-    expected = run()
-    monkeypatch.setattr(nvfp4, "native", lambda device: True)
-    jax.clear_caches()
-    operands = make_operands(jnp.asarray(w), NVFP4_ALL, AXES)
-    assert operands.backward.codes.shape == (INNER, OUT // 2)
-    for found, emulated in zip(run(), expected):
-        assert_same(found, np.asarray(emulated))
-    jax.clear_caches()
 
 
 def test_what_does_not_fit_is_refused():

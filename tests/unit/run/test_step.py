@@ -1,4 +1,4 @@
-"""The step: AdamW as torch has it, clipping, decay by name, steps that are not finite, dropout, program size."""
+"""The step: AdamW as torch has it, clipping, decay by name, steps that are not finite, program size."""
 
 import dataclasses
 import re
@@ -7,17 +7,13 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from batches import make_batch, tokens
 from jax.extend.core import jaxprs_in_params
 from tiny import spec
 
 from jaxtune.config.schema import Lora, Optim
-from jaxtune.errors import UserError
 from jaxtune.lora.inject import inject
-from jaxtune.models.dropout import Noise, dropout
-from jaxtune.models.freeze import freeze
 from jaxtune.models.parameters import declare, randomize
 from jaxtune.models.spec import Layer
 from jaxtune.objectives.cross_entropy import cross_entropy
@@ -227,43 +223,3 @@ def test_a_step_that_is_not_finite_changes_nothing(bad):
     assert int(after.step) == 3 and not np.isfinite(metrics[-1]["grad_norm"])
     before, after = (State(0, state.trained, state.optimizer) for state in (before, after))
     jax.tree.map(np.testing.assert_array_equal, before, after)
-
-
-def test_dropout_depends_on_the_row_not_on_its_place(one_device):
-    x = jax.device_put(jnp.ones((4, 8, 16)), jax.NamedSharding(one_device, jax.P(("data", "fsdp"), "sequence", None)))
-    rows = jnp.array([5, 9, 2, 7])
-    key = jax.random.key(0)
-    found = dropout(x, 0.5, Noise(key, rows))
-    again = dropout(x, 0.5, Noise(key, rows[::-1]))
-    np.testing.assert_array_equal(found, again[::-1])
-    assert 0.3 < float((found == 0).mean()) < 0.7
-    assert set(np.unique(found)) == {0.0, 2.0}
-
-
-def test_a_frozen_layer_is_not_trained():
-    spec = freeze(SPEC, r"embed_tokens|layers\.0\.")
-    _, declared = declare(spec)
-    assert not declared["embed.weight"].trained
-    assert {p.layers: p.trained for p in declared.values() if p.local == "mlp.up.weight"} == {
-        (0,): False,
-        (1, 2, 3): True,
-    }
-    with pytest.raises(UserError, match=r"train\.freeze.*matches none"):
-        freeze(SPEC, "no_such_layer")
-    with pytest.raises(UserError, match="nothing is left"):
-        freeze(SPEC, "model")
-
-
-def test_random_weights_depend_on_neither_stack_nor_mesh(one_device):
-    def weights(spec):
-        _, declared = declare(spec)
-        values = randomize(declared, dict.fromkeys(declared, jnp.dtype("float32")), seed=3)
-        return {
-            (p.local, layer): np.asarray(values[name][i])
-            for name, p in declared.items()
-            for i, layer in enumerate(p.layers)
-        }
-
-    split = dataclasses.replace(SPEC, layers=(Layer(window=4), *SPEC.layers[1:]))
-    jax.tree.map(np.testing.assert_array_equal, weights(SPEC), weights(split))
-    assert optax.tree.norm(weights(SPEC)) > 0
