@@ -4,6 +4,7 @@ import json
 from itertools import pairwise
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import transformers
@@ -14,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from jaxtune.config.schema import Config, Data, Lora, Model, Quant
 from jaxtune.data.documents import Documents
 from jaxtune.models import families
-from jaxtune.models.parameters import declare
+from jaxtune.models.parameters import Parameter, declare
 from jaxtune.models.spec import Layer, ModelSpec, Rope
 from jaxtune.run.model import declare_model
 from jaxtune.run.values import read_parameters
@@ -142,6 +143,16 @@ def spec(layers: int | tuple[Layer, ...] = 4, **changes) -> ModelSpec:
         qk_norm=True,
     )
     return ModelSpec(**{**fields, **changes})
+
+
+def random_values(declared: dict[str, Parameter], seed: int = 0) -> dict[str, jax.Array]:
+    """Float32 values of declared parameters, drawn by numpy: jax's own draws compile longer than most tests run."""
+    rng = np.random.default_rng(seed)
+
+    def draw(name: str, parameter: Parameter) -> np.ndarray:
+        return rng.normal(scale=0.02, size=parameter.shape).astype(np.float32) + np.float32("norm" in name)
+
+    return {name: jax.device_put(draw(name, parameter), parameter.sharding) for name, parameter in declared.items()}
 
 
 def model_folder(folder: Path, **sizes) -> Path:

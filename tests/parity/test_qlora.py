@@ -20,9 +20,7 @@ pytest.importorskip("bitsandbytes")
 LORA = Lora(enabled=True, rank=4, alpha=8.0)
 
 
-@pytest.mark.parametrize(
-    ("kind", "double_quant"), [("nf4", False), ("nf4", True), pytest.param("fp4", True, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("kind", "double_quant"), [("nf4", False), ("nf4", True), ("fp4", True)])
 def test_loss_and_adapter_gradients_are_those_of_peft_and_bitsandbytes(one_device, tmp_path, kind, double_quant):
     """Quantized here; or, as bitsandbytes' own 8-bit scales on a CPU are not the nearest, read as it saved them."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import spec
+from tiny import random_values, spec
 
 from jaxtune.config.schema import Fp8, Nvfp4, Precision
 from jaxtune.errors import UserError
 from jaxtune.models.mark import selected
-from jaxtune.models.parameters import declare, randomize
+from jaxtune.models.parameters import declare
 from jaxtune.models.spec import Layer
 from jaxtune.precision.recipes import check_device, linears_of, recipe_of
 from jaxtune.run.step import accumulated_gradients
@@ -98,7 +98,7 @@ def test_leaving_out_what_is_not_there_is_an_error():
 
 def test_gradients_are_summed_in_gradient_dtype(one_device):
     graph, declared = declare(SPEC)
-    parameters = randomize(declared, dict.fromkeys(declared, jnp.dtype("float32")), seed=0)
+    parameters = random_values(declared)
     batch = {"tokens": jnp.ones((3, 1, 8), jnp.int32), "row": jnp.zeros((3, 1), jnp.int32)}
 
     def objective(decoder, micro, **_):

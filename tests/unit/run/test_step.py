@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from batches import make_batch, tokens
 from jax.extend.core import jaxprs_in_params
-from tiny import spec
+from tiny import random_values, spec
 
 from jaxtune.config.schema import Lora, Optim
 from jaxtune.lora.inject import inject
-from jaxtune.models.parameters import declare, randomize
+from jaxtune.models.parameters import declare
 from jaxtune.models.spec import Layer
 from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.optim.build import Trained, build
@@ -72,7 +72,7 @@ def test_no_array_is_sequence_by_sequence(one_device):
 def test_every_remat_policy_gives_the_same_gradients(one_device):
     spec = inject(SPEC, Lora(enabled=True, rank=2, dropout=0.3))
     graph, declared = declare(spec)
-    values = randomize(declared, dict.fromkeys(declared, jnp.dtype("float32")), seed=0)
+    values = random_values(declared)
     values |= {name: jnp.ones_like(value) * 0.1 for name, value in values.items() if name.endswith("lora_b")}
     trained = {name: value for name, value in values.items() if declared[name].trained}
     frozen = {name: value for name, value in values.items() if not declared[name].trained}
