@@ -62,6 +62,9 @@ def _optim(config: Config) -> Iterator[Problem]:
     if 0 < optim.decay_ratio < 1 and optim.warmup_ratio >= optim.decay_ratio:
         reason = f"nothing is left after warm-up; must be above optim.warmup_ratio = {optim.warmup_ratio!r}"
         yield _problem(config, "optim.decay_ratio", reason, "optim.warmup_ratio")
+    if optim.cooldown_steps and optim.decay_ratio < 1:
+        reason = "optim.decay_ratio says that the final rate is reached before the end; use one of the two"
+        yield _problem(config, "optim.cooldown_steps", reason, "optim.decay_ratio")
     if optim.schedule == "wsd" and optim.cooldown_steps == 0:
         yield _problem(config, "optim.cooldown_steps", "'wsd' (warm-up, stable, decay) needs steps to decay")
     if optim.schedule == "cosine_with_restarts" and optim.cycles is not None and optim.cycles % 1:

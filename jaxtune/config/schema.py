@@ -6,22 +6,27 @@ receives `Config`, typed and checked.
 """
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+# One line or two an option: this file is a table.
+# fmt: off
 
-def option(default: Any, doc: str, unit: str = "", within: str = "", when: str = "") -> Any:
+
+def option(default: Any, doc: str, unit: str = "", when: str = "") -> Any:
     """A dataclass field that carries its meaning and rules.
 
     Args:
         default: The value of a config that says nothing.
         doc: What it means.
-        unit: What it is counted in.
-        within: The interval of a number: "[0, 1)", "[1, inf)", "(0, inf)".
+        unit: What it is counted in, and the interval of a number: "steps [1, inf)", "(0, inf)", "fraction [0, 1)".
         when: What must hold for it to have an effect: a Python expression over options, such as "optim.name == 'muon'";
             for an option of a list entry, over the options of its entry.
     """
-    return dataclasses.field(default=default, metadata={"doc": doc, "unit": unit, "within": within, "when": when})
+    unit, bracket, interval = re.fullmatch(r"(.*?) ?([\[(]|$)(.*)", unit).groups()  # type: ignore[union-attr]
+    rules = {"doc": doc, "unit": unit, "within": bracket + interval, "when": when}
+    return dataclasses.field(default=default, metadata=rules)
 
 
 def section(default: Any, when: str) -> Any:
@@ -49,9 +54,8 @@ class Model:
     path: str | None = option(None, "Hugging Face folder or hub id: config.json, tokenizer, weights")
     revision: str | None = option(None, "branch, tag or commit on the hub")
     from_scratch: bool = option(False, "random weights; only config.json and the tokenizer are read from model.path")
-    dtype: Literal["bfloat16", "float16", "float32"] = option(
-        "bfloat16", "how weights that are not trained are stored; exported full models use it too"
-    )
+    dtype: Literal["bfloat16", "float16", "float32"] = option("bfloat16",
+        "how weights that are not trained are stored; exported full models use it too")
 
 
 @dataclass(frozen=True)
@@ -59,26 +63,23 @@ class Dataset:
     """One entry of data.datasets or data.eval_datasets."""
 
     path: str | None = option(None, "file, folder, or hub id")
-    type: Literal["auto", "text", "instruction", "conversation", "tokenized"] = option(
-        "auto", "how a sample becomes tokens; auto decides by the columns and says what it chose"
-    )
+    type: Literal["auto", "text", "instruction", "conversation", "tokenized"] = option("auto",
+        "how a sample becomes tokens; auto decides by the columns and says what it chose")
     split: str = option("train", "split of a hub dataset")
     subset: str | None = option(None, "subset (configuration name) of a hub dataset")
     revision: str | None = option(None, "branch, tag or commit on the hub")
     glob: str | None = option(None, "in a folder, only files that match, for example '**/*.py'")
-    samples: int | None = option(None, "use only the first N samples", "samples", within="[1, inf)")
+    samples: int | None = option(None, "use only the first N samples", "samples [1, inf)")
     text_field: str = option("text", "column of type text")
     instruction_field: str = option("instruction", "column of the instruction")
     input_field: str | None = option("input", "column of the optional input")
     output_field: str = option("output", "column of the answer, the part that is trained")
     system_field: str | None = option(None, "column of the system prompt")
     system_prompt: str | None = option(None, "system prompt for every sample without one")
-    prompt_format: str | None = option(
-        None, "prompt of type instruction, with {system}, {instruction}, {input}; unset: the chat template"
-    )
-    prompt_format_no_input: str | None = option(
-        None, "the same for samples whose input is empty", when="prompt_format is not None"
-    )
+    prompt_format: str | None = option(None,
+        "prompt of type instruction, with {system}, {instruction}, {input}; unset: the chat template")
+    prompt_format_no_input: str | None = option(None, "the same for samples whose input is empty",
+        when="prompt_format is not None")
     messages_field: str = option("messages", "column of the conversation: a list of {role, content}")
     tools_field: str | None = option(None, "column of the tool descriptions handed to the chat template")
 
@@ -89,24 +90,16 @@ class Data:
 
     datasets: tuple[Dataset, ...] = option((), "training data, one entry a source (jaxtune.config.dataset(...))")
     eval_datasets: tuple[Dataset, ...] = option((), "validation data; replaces validation_split")
-    validation_split: float = option(
-        0.0,
-        "part of the training documents held out for validation",
-        "fraction",
-        within="[0, 1)",
-        when="not data.eval_datasets",
-    )
-    seq_len: int = option(2048, "tokens in a row", "tokens", within="[2, inf)")
+    validation_split: float = option(0.0, "part of the training documents held out for validation", "fraction [0, 1)",
+        when="not data.eval_datasets")
+    seq_len: int = option(2048, "tokens in a row", "tokens [2, inf)")
     packing: bool = option(True, "several documents a row; attention never crosses from one into another")
-    truncation: Literal["auto", "delete", "right", "split"] = option(
-        "auto",
-        "documents longer than a row: delete, cut at the right, or split into rows; auto: split for text, else delete",
-    )
+    truncation: Literal["auto", "delete", "right", "split"] = option("auto",
+        "documents longer than a row: delete, cut at the right, or split into rows; auto: split for text, else delete")
     shuffle: bool = option(True, "a new order each epoch, from data.seed")
-    seed: int = option(1234, "seed of the order", within="[0, inf)")
-    on_bad_row: Literal["error", "skip"] = option(
-        "error", "a sample that cannot be read or trained on: stop, or skip and count"
-    )
+    seed: int = option(1234, "seed of the order", "[0, inf)")
+    on_bad_row: Literal["error", "skip"] = option("error",
+        "a sample that cannot be read or trained on: stop, or skip and count")
     cache_dir: str | None = option(None, "tokenised documents; unset: <train.output_dir>/cache")
 
 
@@ -116,47 +109,40 @@ class Train:
 
     output_dir: str = option("runs", "folder of all runs")
     run_name: str | None = option(None, "folder of this run in output_dir; unset: the recipe's file name")
-    max_steps: int | None = option(None, "optimizer steps; unset: train.epochs decides", "steps", within="[1, inf)")
-    epochs: float = option(1.0, "passes over the data", "epochs", within="(0, inf)", when="train.max_steps is None")
-    micro_batch_size: int = option(1, "rows a data-parallel shard computes at once", "rows", within="[1, inf)")
-    grad_accum_steps: int = option(
-        1, "micro-batches summed before an optimizer step", "micro-batches", within="[1, inf)"
-    )
-    seed: int = option(0, "seed of random weights, adapters and dropout", within="[0, inf)")
-    max_bad_steps: int = option(5, "stop after this many non-finite steps in a row", "steps", within="[1, inf)")
+    max_steps: int | None = option(None, "optimizer steps; unset: train.epochs decides", "steps [1, inf)")
+    epochs: float = option(1.0, "passes over the data", "epochs (0, inf)", when="train.max_steps is None")
+    micro_batch_size: int = option(1, "rows a data-parallel shard computes at once", "rows [1, inf)")
+    grad_accum_steps: int = option(1, "micro-batches summed before an optimizer step", "micro-batches [1, inf)")
+    seed: int = option(0, "seed of random weights, adapters and dropout", "[0, inf)")
+    max_bad_steps: int = option(5, "stop after this many non-finite steps in a row", "steps [1, inf)")
     deterministic: bool = option(False, "bit-equal repeats on a GPU too, at some cost in speed")
-    freeze: str | None = option(
-        None, "regex over Hugging Face names: parameters that are not trained", when="not lora.enabled"
-    )
-    z_loss: float = option(
-        0.0, "adds this times log(sum(exp(logits)))^2 to the training loss of a token (PaLM, 2022)", within="[0, inf)"
-    )
+    freeze: str | None = option(None, "regex over Hugging Face names: parameters that are not trained",
+        when="not lora.enabled")
+    z_loss: float = option(0.0, "adds this times log(sum(exp(logits)))^2 to the training loss of a token (PaLM, 2022)",
+        "[0, inf)")
 
 
 @dataclass(frozen=True)
 class Muon:
     """Muon (Jordan et al. 2024): momentum of matrices, orthogonalised; AdamW for embeddings, norms, biases and head."""
 
-    learning_rate: float | None = option(
-        None,
+    learning_rate: float | None = option(None,
         "peak learning rate of the matrices, with start_lr and min_lr in proportion; unset: optim.learning_rate",
-        within="(0, inf)",
-    )
-    momentum: float = option(0.95, "decay of the momentum", within="[0, 1)")
+        "(0, inf)")
+    momentum: float = option(0.95, "decay of the momentum", "[0, 1)")
     nesterov: bool = option(True, "Nesterov's momentum")
-    ns_steps: int = option(5, "Newton-Schulz iterations", "iterations", within="[1, inf)")
-    adjust_lr: Literal["original", "match_rms_adamw"] = option(
-        "original", "factor of a matrix's rate: sqrt(max(1, rows / columns)), or 0.2 * sqrt(max(rows, columns))"
-    )
+    ns_steps: int = option(5, "Newton-Schulz iterations", "iterations [1, inf)")
+    adjust_lr: Literal["original", "match_rms_adamw"] = option("original",
+        "factor of a matrix's rate: sqrt(max(1, rows / columns)), or 0.2 * sqrt(max(rows, columns))")
 
 
 @dataclass(frozen=True)
 class Normuon:
     """NorMuon (Li et al. 2025, arXiv:2510.05491): Muon whose rows are normalised by their second moment."""
 
-    momentum: float = option(0.95, "decay of the momentum", within="[0, 1)")
-    beta2: float = option(0.95, "decay of the second moment of a row", within="[0, 1)")
-    ns_steps: int = option(5, "Newton-Schulz iterations", "iterations", within="[1, inf)")
+    momentum: float = option(0.95, "decay of the momentum", "[0, 1)")
+    beta2: float = option(0.95, "decay of the second moment of a row", "[0, 1)")
+    ns_steps: int = option(5, "Newton-Schulz iterations", "iterations [1, inf)")
     cautious_wd: bool = option(True, "decay only where update and weight have the same sign (arXiv:2510.12402)")
 
 
@@ -165,98 +151,52 @@ class Optim:
     """Optimizer and learning-rate schedule."""
 
     name: Literal["adamw", "adamw_8bit", "sgd", "adafactor", "lion", "schedule_free", "muon", "normuon"] = option(
-        "adamw", "optimizer; schedule_free is AdamW without a schedule (Defazio et al. 2024)"
-    )
-    state_dtype: Literal["float32", "bfloat16"] = option(
-        "float32",
+        "adamw", "optimizer; schedule_free is AdamW without a schedule (Defazio et al. 2024)")
+    state_dtype: Literal["float32", "bfloat16"] = option("float32",
         "format of moments and momentum; bfloat16 is rounded stochastically",
-        when="optim.name in ('adamw', 'lion', 'muon', 'normuon') or (optim.name == 'sgd' and optim.beta1)",
-    )
-    learning_rate: float = option(2e-4, "peak learning rate", within="(0, inf)")
-    schedule: Literal["linear", "cosine", "wsd", "constant", "polynomial", "inverse_sqrt", "cosine_with_restarts"] = (
-        option("linear", "shape of the learning rate after warm-up")
-    )
-    start_lr: float = option(
-        0.0,
-        "learning rate that warm-up starts from",
-        within="[0, inf)",
-        when="optim.warmup_steps or optim.warmup_ratio",
-    )
-    warmup_steps: int = option(
-        0, "linear warm-up, a whole number; a part of all steps is optim.warmup_ratio", "steps", within="[0, inf)"
-    )
-    warmup_ratio: float = option(
-        0.0,
-        "warm-up as a part of all steps; not with warmup_steps",
-        "fraction",
-        within="[0, 1]",
-        when="not optim.warmup_steps",
-    )
-    decay_ratio: float = option(
-        1.0,
-        "part of all steps after which the final rate is reached, and kept",
-        "fraction",
-        within="(0, 1]",
-        when="optim.schedule in ('linear', 'cosine', 'cosine_with_restarts', 'polynomial')",
-    )
-    cooldown_steps: int = option(
-        0,
-        "linear descent to the final rate at the end (wsd, constant)",
-        "steps",
-        within="[0, inf)",
-        when="optim.schedule in ('wsd', 'constant')",
-    )
-    final_lr_fraction: float = option(
-        0.0,
-        "learning rate at the end as a part of the peak",
-        "fraction",
-        within="[0, 1]",
-        when="optim.min_lr is None and (optim.schedule != 'constant' or optim.cooldown_steps)",
-    )
-    min_lr: float | None = option(
-        None,
-        "the same as a learning rate; not with final_lr_fraction",
-        within="[0, inf)",
-        when="optim.schedule != 'constant' or optim.cooldown_steps",
-    )
-    cycles: float | None = option(
-        None,
-        "cosine: waves (unset: 0.5, one descent); cosine_with_restarts: restarts (unset: 1)",
-        "cycles",
-        within="(0, inf)",
-        when="optim.schedule in ('cosine', 'cosine_with_restarts')",
-    )
-    power: float = option(1.0, "exponent of polynomial", within="(0, inf)", when="optim.schedule == 'polynomial'")
-    lr_multipliers: tuple[str, ...] = option(
-        (), "'REGEX=FACTOR' over Hugging Face names: factor of the learning rate, the last match counts"
-    )
-    layerwise_lr_decay: float = option(
-        1.0, "factor of the learning rate for each layer further from the head (Clark et al. 2020)", within="(0, 1]"
-    )
-    weight_decay: float = option(0.0, "decoupled weight decay", within="[0, inf)")
-    no_decay: str | None = option(
-        None,
+        when="optim.name in ('adamw', 'lion', 'muon', 'normuon') or (optim.name == 'sgd' and optim.beta1)")
+    learning_rate: float = option(2e-4, "peak learning rate", "(0, inf)")
+    schedule: Literal[
+        "linear", "cosine", "wsd", "constant", "polynomial", "inverse_sqrt", "cosine_with_restarts"
+    ] = option("linear", "shape of the learning rate after warm-up")
+    start_lr: float = option(0.0, "learning rate that warm-up starts from", "[0, inf)",
+        when="optim.warmup_steps or optim.warmup_ratio")
+    warmup_steps: int = option(0, "linear warm-up, a whole number; a part of all steps is optim.warmup_ratio",
+        "steps [0, inf)")
+    warmup_ratio: float = option(0.0, "warm-up as a part of all steps; not with warmup_steps", "fraction [0, 1]",
+        when="not optim.warmup_steps")
+    decay_ratio: float = option(1.0, "part of all steps after which the final rate is reached, and kept",
+        "fraction (0, 1]", when="optim.schedule in ('linear', 'cosine', 'cosine_with_restarts', 'polynomial')")
+    cooldown_steps: int = option(0,
+        "last steps, in which the rate goes straight from where the schedule then is to the final rate",
+        "steps [0, inf)")
+    final_lr_fraction: float = option(0.0, "learning rate at the end as a part of the peak", "fraction [0, 1]",
+        when="optim.min_lr is None and (optim.schedule != 'constant' or optim.cooldown_steps)")
+    min_lr: float | None = option(None, "the same as a learning rate; not with final_lr_fraction", "[0, inf)",
+        when="optim.schedule != 'constant' or optim.cooldown_steps")
+    cycles: float | None = option(None,
+        "cosine: waves (unset: 0.5, one descent); cosine_with_restarts: restarts (unset: 1)", "cycles (0, inf)",
+        when="optim.schedule in ('cosine', 'cosine_with_restarts')")
+    power: float = option(1.0, "exponent of polynomial", "(0, inf)", when="optim.schedule == 'polynomial'")
+    lr_multipliers: tuple[str, ...] = option((),
+        "'REGEX=FACTOR' over Hugging Face names: factor of the learning rate, the last match counts")
+    layerwise_lr_decay: float = option(1.0,
+        "factor of the learning rate for each layer further from the head (Clark et al. 2020)", "(0, 1]")
+    layerwise_lr_decay_bound: float = option(1.0,
+        "factor of the learning rate at the embedding, from which it rises linearly to 1 at the head (ERNIEKit)",
+        "(0, 1]", when="optim.layerwise_lr_decay == 1")
+    weight_decay: float = option(0.0, "decoupled weight decay", "[0, inf)")
+    no_decay: str | None = option(None,
         "regex over Hugging Face names: parameters without weight decay; unset: norms, biases and embeddings",
-        when="optim.weight_decay",
-    )
-    decay_multipliers: tuple[str, ...] = option(
-        (),
+        when="optim.weight_decay")
+    decay_multipliers: tuple[str, ...] = option((),
         "'REGEX=FACTOR' over Hugging Face names: factor of the weight decay, the last match counts",
-        when="optim.weight_decay",
-    )
-    max_grad_norm: float = option(1.0, "clip gradients to this global norm; 0: never", within="[0, inf)")
-    beta1: float = option(
-        0.9, "decay of the first moment; momentum of sgd", within="[0, 1)", when="optim.name != 'adafactor'"
-    )
-    beta2: float = option(
-        0.999, "decay of the second moment", within="[0, 1)", when="optim.name not in ('sgd', 'adafactor')"
-    )
-    epsilon: float = option(
-        1e-8,
-        "added to the root of the second moment",
-        within="(0, inf)",
-        when="optim.name not in ('sgd', 'lion', 'adafactor')",
-    )
+        when="optim.weight_decay")
+    max_grad_norm: float = option(1.0, "clip gradients to this global norm; 0: never", "[0, inf)")
+    beta1: float = option(0.9, "decay of the first moment; momentum of sgd", "[0, 1)", when="optim.name != 'adafactor'")
+    beta2: float = option(0.999, "decay of the second moment", "[0, 1)", when="optim.name not in ('sgd', 'adafactor')")
+    epsilon: float = option(1e-8, "added to the root of the second moment", "(0, inf)",
+        when="optim.name not in ('sgd', 'lion', 'adafactor')")
     muon: Muon = section(Muon(), when="optim.name == 'muon'")
     normuon: Normuon = section(Normuon(), when="optim.name == 'normuon'")
 
@@ -266,12 +206,11 @@ class Lora:
     """Low-rank adapters (Hu et al. 2021); everything else is frozen."""
 
     enabled: bool = option(False, "train adapters instead of the model")
-    rank: int = option(16, "rank of an adapter", within="[1, inf)")
-    alpha: float = option(32.0, "scale: alpha / rank, or alpha / sqrt(rank) with use_rslora", within="(0, inf)")
-    dropout: float = option(0.0, "dropout before the adapter", "fraction", within="[0, 1)")
-    target_modules: str | tuple[str, ...] = option(
-        "all-linear", "all-linear (all but the head), a list of module names, or a regex over Hugging Face names"
-    )
+    rank: int = option(16, "rank of an adapter", "[1, inf)")
+    alpha: float = option(32.0, "scale: alpha / rank, or alpha / sqrt(rank) with use_rslora", "(0, inf)")
+    dropout: float = option(0.0, "dropout before the adapter", "fraction [0, 1)")
+    target_modules: str | tuple[str, ...] = option("all-linear",
+        "all-linear (all but the head), a list of module names, or a regex over Hugging Face names")
     dtype: Literal["float32", "bfloat16"] = option("float32", "dtype of the adapters")
     use_rslora: bool = option(False, "rank-stabilised scale (Kalajdzievski 2023)")
     path: str | None = option(None, "PEFT adapter folder to start from")
@@ -281,24 +220,17 @@ class Lora:
 class Quant:
     """Frozen base weights in 4 or 8 bits under LoRA (QLoRA, Dettmers et al. 2023); embedding and head keep theirs."""
 
-    format: Literal["nf4", "fp4", "fp8", "nvfp4", "int8", "int4", "weight_only_mix"] | None = option(
-        None, "how the linears are stored; unset: as model.dtype, or as a checkpoint that is quantized has them"
-    )
-    block_size: Literal["channel", "tensor"] | int | None = option(
-        None,
+    format: Literal["nf4", "fp4", "fp8", "nvfp4", "int8", "int4", "weight_only_mix"] | None = option(None,
+        "how the linears are stored; unset: as model.dtype, or as a checkpoint that is quantized has them")
+    block_size: Literal["channel", "tensor"] | int | None = option(None,
         "what shares a scale. nf4, fp4: 64 (unset), 128, 256 or 512 elements of a row; fp8: squares of 64, 128 (unset) "
-        "or 256, 'channel' (a row), 'tensor'; int8, int4: 'channel' (unset), or elements of a row; nvfp4: 16",
-    )
-    double_quant: bool = option(
-        True, "nf4, fp4: the scales are quantized too, to 8 bits", when="quant.format in ('nf4', 'fp4')"
-    )
-    four_over_six: bool = option(
-        True,
-        "nvfp4: scale a block to 4 instead of 6 where that makes its error smaller",
-        when="quant.format == 'nvfp4'",
-    )
-    skip_first_layers: int = option(0, "first layers that are not quantized", "layers", within="[0, inf)")
-    skip_last_layers: int = option(0, "last layers that are not quantized", "layers", within="[0, inf)")
+        "or 256, 'channel' (a row), 'tensor'; int8, int4: 'channel' (unset), or elements of a row; nvfp4: 16")
+    double_quant: bool = option(True, "nf4, fp4: the scales are quantized too, to 8 bits",
+        when="quant.format in ('nf4', 'fp4')")
+    four_over_six: bool = option(True, "nvfp4: scale a block to 4 instead of 6 where that makes its error smaller",
+        when="quant.format == 'nvfp4'")
+    skip_first_layers: int = option(0, "first layers that are not quantized", "layers [0, inf)")
+    skip_last_layers: int = option(0, "last layers that are not quantized", "layers [0, inf)")
     exclude: str | None = option(None, "regex over Hugging Face names: linears that are not quantized")
 
 
@@ -318,43 +250,29 @@ class Mesh:
 class Memory:
     """What is kept and what is computed again."""
 
-    remat: Literal["none", "dots", "block"] = option(
-        "block",
-        "what the backward pass computes again besides norms and activations: nothing, attention, or each block",
-    )
+    remat: Literal["none", "dots", "block"] = option("block",
+        "what the backward pass computes again besides norms and activations: nothing, attention, or each block")
 
 
 @dataclass(frozen=True)
 class Fp16:
     """Dynamic loss scaling (Micikevicius et al. 2017)."""
 
-    loss_scale: float = option(
-        2.0**15, "factor of the mean loss at the start; halved when gradients overflow", within="[1, 1.7e38]"
-    )
-    growth_steps: int = option(2000, "steps without an overflow after which it doubles", "steps", within="[1, inf)")
+    loss_scale: float = option(2.0**15, "factor of the mean loss at the start; halved when gradients overflow",
+        "[1, 1.7e38]")
+    growth_steps: int = option(2000, "steps without an overflow after which it doubles", "steps [1, inf)")
 
 
 @dataclass(frozen=True)
 class Fp8:
     """FP8 training: e4m3 weights and activations, e5m2 gradients, a scale a tensor (Micikevicius et al. 2022)."""
 
-    scaling: Literal["delayed", "current"] = option(
-        "delayed", "a tensor's scale comes from the largest magnitude of earlier steps, or from its own"
-    )
-    amax_history: int = option(
-        1024,
-        "steps whose largest magnitude counts (delayed)",
-        "steps",
-        within="[1, inf)",
-        when="precision.fp8.scaling == 'delayed'",
-    )
-    online_scale_steps: int = option(
-        0,
-        "first steps with current scaling (delayed)",
-        "steps",
-        within="[0, inf)",
-        when="precision.fp8.scaling == 'delayed'",
-    )
+    scaling: Literal["delayed", "current"] = option("delayed",
+        "a tensor's scale comes from the largest magnitude of earlier steps, or from its own")
+    amax_history: int = option(1024, "steps whose largest magnitude counts (delayed)", "steps [1, inf)",
+        when="precision.fp8.scaling == 'delayed'")
+    online_scale_steps: int = option(0, "first steps with current scaling (delayed)", "steps [0, inf)",
+        when="precision.fp8.scaling == 'delayed'")
     hadamard: bool = option(False, "rotate blocks of 16 before rounding, which spreads outliers")
 
 
@@ -363,9 +281,8 @@ class Nvfp4:
     """NVFP4 training (NVIDIA 2025, arXiv:2509.25149): e2m1 with an e4m3 scale each 16."""
 
     stochastic_rounding: bool = option(True, "round gradients stochastically")
-    hadamard: bool = option(
-        True, "rotate what makes weight gradients by random Hadamard blocks of 16", when="not lora.enabled"
-    )
+    hadamard: bool = option(True, "rotate what makes weight gradients by random Hadamard blocks of 16",
+        when="not lora.enabled")
     four_over_six: bool = option(True, "scale a block to 4 instead of 6 where that makes its error smaller")
 
 
@@ -373,34 +290,18 @@ class Nvfp4:
 class Precision:
     """Number formats of the computation."""
 
-    recipe: Literal["bf16", "fp32", "fp16", "fp8_hybrid", "nvfp4"] = option(
-        "bf16", "format of matrix products and activations; fp8_hybrid and nvfp4: of the layers' linears, else bf16"
-    )
-    master_dtype: Literal["float32", "bfloat16"] = option(
-        "float32",
-        "format of the trained copy of the weights; bfloat16 is rounded stochastically",
-        when="not lora.enabled",
-    )
+    recipe: Literal["bf16", "fp32", "fp16", "fp8_hybrid", "nvfp4"] = option("bf16",
+        "format of matrix products and activations; fp8_hybrid and nvfp4: of the layers' linears, else bf16")
+    master_dtype: Literal["float32", "bfloat16"] = option("float32",
+        "format of the trained copy of the weights; bfloat16 is rounded stochastically", when="not lora.enabled")
     gradient_dtype: Literal["float32", "bfloat16"] = option("float32", "format of the gradients of a step, as summed")
-    skip_first_layers: int = option(
-        0,
-        "first layers whose linears stay in bf16 (fp8_hybrid, nvfp4)",
-        "layers",
-        within="[0, inf)",
-        when="precision.recipe in ('fp8_hybrid', 'nvfp4')",
-    )
-    skip_last_layers: int = option(
-        0,
-        "last layers whose linears stay in bf16 (fp8_hybrid, nvfp4)",
-        "layers",
-        within="[0, inf)",
-        when="precision.recipe in ('fp8_hybrid', 'nvfp4')",
-    )
-    exclude: str | None = option(
-        None,
-        "regex over Hugging Face names: linears that stay in bf16 (fp8_hybrid, nvfp4)",
-        when="precision.recipe in ('fp8_hybrid', 'nvfp4')",
-    )
+    skip_first_layers: int = option(0, "first layers whose linear layers are multiplied as by exclude",
+        "layers [0, inf)", when="precision.recipe != 'fp32'")
+    skip_last_layers: int = option(0, "last layers whose linear layers are multiplied as by exclude", "layers [0, inf)",
+        when="precision.recipe != 'fp32'")
+    exclude: str | None = option(None,
+        "regex over Hugging Face names: linear layers multiplied in bf16 (fp8_hybrid, nvfp4) or float32 (bf16, fp16)",
+        when="precision.recipe != 'fp32'")
     fp16: Fp16 = section(Fp16(), when="precision.recipe == 'fp16'")
     fp8: Fp8 = section(Fp8(), when="precision.recipe == 'fp8_hybrid'")
     nvfp4: Nvfp4 = section(Nvfp4(), when="precision.recipe == 'nvfp4'")
@@ -410,33 +311,20 @@ class Precision:
 class Ckpt:
     """Checkpoints and resume."""
 
-    save_steps: int = option(100, "steps between checkpoints; 0: only at the end", "steps", within="[0, inf)")
-    keep_last: int = option(2, "verified checkpoints kept", "checkpoints", within="[1, inf)")
-    resume: Literal["auto", "never"] | int = option(
-        "auto",
-        "auto: the newest good checkpoint of this run; never: refuse an existing run; or a step",
-        within="[0, inf)",
-    )
+    save_steps: int = option(100, "steps between checkpoints; 0: only at the end", "steps [0, inf)")
+    keep_last: int = option(2, "verified checkpoints kept", "checkpoints [1, inf)")
+    resume: Literal["auto", "never"] | int = option("auto",
+        "auto: the newest good checkpoint of this run; never: refuse an existing run; or a step", "[0, inf)")
 
 
 @dataclass(frozen=True)
 class Eval:
     """Validation during training."""
 
-    steps: int = option(
-        0,
-        "steps between evaluations; 0: only at the end",
-        "steps",
-        within="[0, inf)",
-        when="data.validation_split or data.eval_datasets",
-    )
-    max_batches: int | None = option(
-        None,
-        "batches an evaluation uses; unset: all",
-        "batches",
-        within="[1, inf)",
-        when="data.validation_split or data.eval_datasets",
-    )
+    steps: int = option(0, "steps between evaluations; 0: only at the end", "steps [0, inf)",
+        when="data.validation_split or data.eval_datasets")
+    max_batches: int | None = option(None, "batches an evaluation uses; unset: all", "batches [1, inf)",
+        when="data.validation_split or data.eval_datasets")
     sample_prompt: str | None = option(None, "text that the trained model continues at the end of the run")
 
 
@@ -454,7 +342,7 @@ class Wandb:
 class Log:
     """What is shown and written."""
 
-    every: int = option(1, "steps between lines of progress", "steps", within="[1, inf)")
+    every: int = option(1, "steps between lines of progress", "steps [1, inf)")
     next_command: str | None = option(None, "command shown at the end of the run: what to try next")
     jsonl: bool = option(True, "metrics.jsonl, one object a step")
     tensorboard: bool = option(False, "TensorBoard events (pip install 'jaxtune[tensorboard]')")
@@ -466,8 +354,8 @@ class Prof:
     """A trace of a few steps with jax.profiler."""
 
     enabled: bool = option(False, "write a trace to <run>/profile")
-    start_step: int = option(5, "first step traced", "steps", within="[1, inf)")
-    steps: int = option(3, "steps traced", "steps", within="[1, inf)")
+    start_step: int = option(5, "first step traced", "steps [1, inf)")
+    steps: int = option(3, "steps traced", "steps [1, inf)")
 
 
 @dataclass(frozen=True)
@@ -475,7 +363,7 @@ class Export:
     """What is written at the end of a run."""
 
     at_end: bool = option(True, "write <run>/export: a Hugging Face folder, or a PEFT adapter when lora.enabled")
-    max_shard_bytes: int = option(5 * 10**9, "largest safetensors file", "bytes", within="[1, inf)")
+    max_shard_bytes: int = option(5 * 10**9, "largest safetensors file", "bytes [1, inf)")
 
 
 class Said(NamedTuple):

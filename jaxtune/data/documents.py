@@ -15,12 +15,14 @@ import shutil
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from jaxtyping import Bool, Float16, Int32, Int64
 from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from jaxtune.config.schema import Dataset
 from jaxtune.data import formats, sources
@@ -35,6 +37,12 @@ _BATCH_CHARS = 2**22
 _BATCH_DOCUMENTS = 1024
 # Samples that cannot be trained on are counted before they are reported, but hopeless data is not read to its end.
 _MAX_REFUSED = 1000
+_PROGRESS = (
+    SpinnerColumn(),
+    TextColumn("tokenising {task.description}: {task.fields[documents]:,} documents", markup=False),
+    TextColumn("{task.completed:,.0f} characters"),
+    TimeElapsedColumn(),
+)
 
 
 @dataclass(frozen=True)
@@ -165,23 +173,25 @@ def _write(
         with (
             (temporary / "tokens.bin").open("wb") as tokens,
             (temporary / "loss_weights.bin").open("wb") as loss_weights,
-            Console(stderr=True).status("tokenising") as status,
+            Progress(*_PROGRESS, console=Console(stderr=True), transient=True) as progress,
         ):
             for source, entry in found:
                 before = len(lengths)
-                for document, is_text in _encoded(source, entry, tokenizer, problems, notes):
+                line = progress.add_task(source.name, total=None, documents=0)
+                encode = Encoder(tokenizer, partial(progress.advance, line))
+                for document, is_text in _encoded(source, entry, tokenizer, encode, problems, notes):
                     for array, file in ((document.tokens, tokens), (document.loss_weights, loss_weights)):
                         array.tofile(file)
-                        content.update(array.tobytes())
+                        content.update(array.data)
                     lengths.append(len(document.tokens))
                     targets.append(np.count_nonzero(document.loss_weights[1:]))
                     continuous.append(is_text)
-                    if len(lengths) % _BATCH_DOCUMENTS == 0:
-                        status.update(f"tokenising {source.name}: {len(lengths) - before:,} documents")
+                    progress.update(line, documents=len(lengths) - before)
                 if len(lengths) == before:
                     problems.raise_refused()
                     first = f"; the first problem: {problems.first}" if problems.first else ""
                     raise UserError(f"data: {source.name} has no sample that can be trained on{first}")
+                progress.remove_task(line)
                 notes[-1] += f", {len(lengths) - before:,} documents of {sum(lengths[before:]):,} tokens"
         problems.raise_refused()
         if problems.count:
@@ -206,10 +216,14 @@ def _rename(temporary: Path, folder: Path):
 
 
 def _encoded(
-    source: sources.Source, entry: Dataset, tokenizer: "PreTrainedTokenizerFast", problems: _Problems, notes: list[str]
+    source: sources.Source,
+    entry: Dataset,
+    tokenizer: "PreTrainedTokenizerFast",
+    encode: Encoder,
+    problems: _Problems,
+    notes: list[str],
 ) -> Iterator[tuple[Encoded, bool]]:
     """The documents of a source, and whether each is running text."""
-    encode = Encoder(tokenizer)
     pending, chars = [], 0
     for item in _converted(source, entry, tokenizer, problems, notes):
         pending.append(item)

@@ -1,12 +1,14 @@
 """Text to tokens: trained characters make trained tokens, and special tokens stand where they should, once."""
 
 import copy
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Float16, Int32
 
+from jaxtune.data.cuts import find_cuts, pieces
 from jaxtune.errors import UserError
 
 if TYPE_CHECKING:
@@ -14,6 +16,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Span = tuple[int, int]
+
+# The tokenizers library takes 150 bytes for a character while it works, and shares a batch out to all cores by pieces.
+_BATCH_CHARS = 2**16
+_PIECE_CHARS = 2**11
 
 
 class Refused(UserError):
@@ -46,43 +52,87 @@ class Encoded:
 class Encoder:
     """Text to tokens. A token is trained if any of its characters is.
 
-    The whole text is tokenised at once, as it would be at inference, and the tokenizer's offsets tell which characters
-    a token covers. A tokenizer that starts every text with a beginning-of-sequence token does so here too, unless the
-    text (a rendered chat template) brings its own: there is never a second one.
+    The tokens are those of the whole text, as it would be tokenised at inference, and the tokenizer's offsets tell
+    which characters a token covers. A large text is tokenised in pieces if that is known to make no difference. A
+    tokenizer that starts every text with a beginning-of-sequence token does so here too, unless the text (a rendered
+    chat template) brings its own: there is never a second one.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerFast"):
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerFast",
+        advance: Callable[[int], object] = lambda characters: None,
+        piece_chars: int = _PIECE_CHARS,
+    ):
         """Takes the tokenizer's rules, without what was set on it for other uses.
+
+        Args:
+            tokenizer: a fast tokenizer.
+            advance: told how many more characters are tokenised, again and again.
+            piece_chars: a text is cut after that many characters, at the next place where it can be.
 
         Raises:
             UserError: it is not a fast tokenizer, and knows no offsets.
         """
         if not tokenizer.is_fast:
             raise UserError(f"{type(tokenizer).__name__} is no fast tokenizer; a tokenizer.json is needed")
-        self._bos, self._eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-        self._starts_with_bos = self._bos is not None and tokenizer("a").input_ids[0] == self._bos
+        bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+        starts_with_bos = bos is not None and tokenizer("a").input_ids[0] == bos
+        self._bos = np.array(bos, np.int32).tobytes() if starts_with_bos else b""
+        self._eos = np.array(eos, np.int32).tobytes() if eos is not None else b""
         self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
         self._backend.no_truncation()
         self._backend.no_padding()
         # It would add special tokens, and for some tokenizers cut white space off the offsets.
         self._backend.post_processor = None
+        self._cut = find_cuts(self._backend)
+        self._advance, self._piece_chars = advance, piece_chars
 
     def __call__(self, documents: list[Rendered]) -> list[Encoded]:
         """Tokens and weights of each document."""
-        encodings = self._backend.encode_batch([document.text for document in documents], add_special_tokens=False)
-        return [self._finish(document, encoding) for document, encoding in zip(documents, encodings)]
+        finished = []
+        tokens, weights = bytearray(), bytearray()  # these grow in place; arrays to be joined would be there twice
+        for batch in self._batches(documents):
+            texts = [document.text[start:stop] for document, start, stop in batch]
+            encodings = self._backend.encode_batch(texts, add_special_tokens=False)
+            for (document, start, stop), encoding in zip(batch, encodings):
+                tokens += np.array(encoding.ids, np.int32).tobytes()
+                weights += _weights(document.spans, start, encoding).tobytes()
+                if stop == len(document.text):
+                    finished.append(self._finish(document, tokens, weights))
+                    tokens, weights = bytearray(), bytearray()
+            del encodings  # the next ones need the memory
+            self._advance(sum(map(len, texts)))
+        return finished
 
-    def _finish(self, document: Rendered, encoding: "Encoding") -> Encoded:
-        tokens = encoding.ids
-        if document.spans is None:
-            weights = np.ones(len(tokens), np.float16)
-        else:
-            offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-            weights = np.zeros(len(tokens), np.float16)
-            for start, end in document.spans:
-                weights[np.maximum(offsets[:, 0], start) < np.minimum(offsets[:, 1], end)] = 1
-        if self._starts_with_bos and tokens[:1] != [self._bos]:
-            tokens, weights = [self._bos, *tokens], np.insert(weights, 0, 0)
-        if document.append_eos and self._eos is not None and tokens[-1:] != [self._eos]:
-            tokens, weights = [*tokens, self._eos], np.append(weights, np.float16(1))
-        return Encoded(np.array(tokens, np.int32), weights)
+    def _batches(self, documents: list[Rendered]) -> Iterator[list[tuple[Rendered, int, int]]]:
+        """All documents in pieces, (document, start, stop), as many at once as keep all cores busy."""
+        batch, characters = [], 0
+        for document in documents:
+            for start, stop in pieces(document.text, self._cut, self._piece_chars):
+                batch.append((document, start, stop))
+                characters += stop - start
+                if characters >= _BATCH_CHARS:
+                    yield batch
+                    batch, characters = [], 0
+        yield batch
+
+    def _finish(self, document: Rendered, tokens: bytearray, weights: bytearray) -> Encoded:
+        """The arrays, with the tokens that start and end every text."""
+        if not tokens.startswith(self._bos):
+            tokens[:0], weights[:0] = self._bos, np.float16(0).tobytes()
+        if document.append_eos and not tokens.endswith(self._eos):
+            tokens += self._eos
+            weights += np.float16(1).tobytes()
+        return Encoded(np.frombuffer(tokens, np.int32), np.frombuffer(weights, np.float16))
+
+
+def _weights(spans: tuple[Span, ...] | None, start: int, encoding: "Encoding") -> Float16[np.ndarray, "n"]:
+    """The weights of a piece's tokens; it begins at character `start` of its document."""
+    if spans is None:
+        return np.ones(len(encoding), np.float16)
+    weights = np.zeros(len(encoding), np.float16)
+    offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2) + start
+    for begin, end in spans:
+        weights[np.maximum(offsets[:, 0], begin) < np.minimum(offsets[:, 1], end)] = 1
+    return weights

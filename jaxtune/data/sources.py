@@ -2,13 +2,15 @@
 
 `where` names the file and line (or row) for messages, as in `train.jsonl:12`. JSON lines, JSON and CSV are read here,
 strictly, because readers made for speed name no line and let half a line or a wrong type pass; Parquet, Arrow and the
-hub go through `datasets`. Any other file is text: one document a file.
+hub go through `datasets`; of the hub's data only the samples that are asked for are downloaded. Any other file is text:
+one document a file.
 """
 
+import contextlib
 import csv
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -33,13 +35,11 @@ class Source:
     Attributes:
         name: the entry's path, as the user wrote it.
         identity: changes whenever the samples may have changed (files, sizes, times, or the hub's revision).
-        files: number of files, for the summary.
         read: yields (where, sample); what cannot be read goes to `report`.
     """
 
     name: str
     identity: str
-    files: int
     read: Callable[[Report], Samples]
 
 
@@ -69,7 +69,7 @@ def open_source(entry: Dataset) -> Source:
             except OSError as error:
                 report(UserError(f"{file}: cannot be read: {error.strerror}"))
 
-    return Source(entry.path, json.dumps(stats), len(files), lambda report: islice(read(report), entry.samples))
+    return Source(entry.path, json.dumps(stats), lambda report: islice(read(report), entry.samples))
 
 
 def _check_unused(entry: Dataset, reason: str, *names: str):
@@ -79,23 +79,36 @@ def _check_unused(entry: Dataset, reason: str, *names: str):
 
 
 def _open_hub(entry: Dataset, hub_id: str) -> Source:
-    import datasets
-
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub_id) or Path(hub_id).suffix.lower() in _READERS:
         raise UserError(f"data: no such file or folder: {hub_id}")
     _check_unused(entry, f"{hub_id} is a dataset on the hub", "glob")
     try:
-        found: Any = datasets.load_dataset(hub_id, entry.subset, split=entry.split, revision=entry.revision)
+        rows, identity = _hub_rows(entry, hub_id)
     except Exception as error:  # the hub client raises a dozen unrelated types; all mean that the data cannot be had
         raise UserError(f"data: {hub_id} is no file or folder here, and the hub answers: {error}") from error
-    names = sorted(Path(file["filename"]) for file in found.cache_files)
-    identity = [(str(name), name.stat().st_size) for name in names]
 
     def read(report: Report) -> Samples:
-        for i, row in enumerate(islice(found, entry.samples)):
-            yield f"{hub_id} ({entry.split}) row {i}", row
+        try:
+            for i, row in enumerate(islice(rows, entry.samples)):
+                yield f"{hub_id} ({entry.split}) row {i}", row
+        except Exception as error:  # never skipped: all that follows is missing too
+            raise UserError(f"data: {hub_id} cannot be read to its end: {error}") from error
 
-    return Source(hub_id, json.dumps([identity, found.num_rows]), len(names), read)
+    return Source(hub_id, json.dumps(identity), read)
+
+
+def _hub_rows(entry: Dataset, hub_id: str) -> tuple[Iterable[Sample], Any]:
+    """The rows of a split, and what changes whenever they may have changed."""
+    import datasets
+
+    if entry.samples is not None and "[" not in entry.split:  # a slice of a split cannot be streamed
+        builder: Any = datasets.load_dataset_builder(hub_id, entry.subset, revision=entry.revision)
+        with contextlib.suppress(NotImplementedError):  # nor can some kinds of archive
+            # The hash is the commit that the revision names now, and that the rows are read from.
+            return builder.as_streaming_dataset(split=entry.split), builder.hash
+    found: Any = datasets.load_dataset(hub_id, entry.subset, split=entry.split, revision=entry.revision)
+    names = sorted(Path(file["filename"]) for file in found.cache_files)
+    return found, [[(str(name), name.stat().st_size) for name in names], found.num_rows]
 
 
 def _files(folder: Path, entry: Dataset) -> list[Path]:

@@ -1,6 +1,7 @@
 """Grouped-query self-attention: projections, optional query / key norms, rotation, and one way to attend."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -31,17 +32,13 @@ class Attention(nnx.Module):
     """softmax(QK^T)V between projections."""
 
     def __init__(self, spec: ModelSpec, layer: Layer):
-        def linear(name: str, shape: tuple[int, int], axes: tuple[str, str], bias: bool) -> Linear:
-            site = f"attention.{name}"
-            adapter = spec.adapter if site in layer.adapters else None
-            return Linear(site, shape, axes, bias=bias, std=spec.initializer_range, adapter=adapter)
-
+        linear = partial(Linear, spec, layer)
         queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         self.head_dim, self.window = spec.head_dim, layer.window
-        self.q = linear("q", (queries, spec.hidden), ("heads", "embed"), spec.qkv_bias)
-        self.k = linear("k", (keys, spec.hidden), ("kv_heads", "embed"), spec.qkv_bias)
-        self.v = linear("v", (keys, spec.hidden), ("kv_heads", "embed"), spec.qkv_bias)
-        self.o = linear("o", (spec.hidden, queries), ("embed", "heads"), spec.output_bias)
+        self.q = linear("attention.q", (queries, spec.hidden), ("heads", "embed"), spec.qkv_bias)
+        self.k = linear("attention.k", (keys, spec.hidden), ("kv_heads", "embed"), spec.qkv_bias)
+        self.v = linear("attention.v", (keys, spec.hidden), ("kv_heads", "embed"), spec.qkv_bias)
+        self.o = linear("attention.o", (spec.hidden, queries), ("embed", "heads"), spec.output_bias)
         self.q_norm = RMSNorm(spec.head_dim, spec.norm_epsilon) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.norm_epsilon) if spec.qk_norm else None
 

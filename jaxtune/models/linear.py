@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from jaxtune.models.declared import declared
 from jaxtune.models.dropout import Noise, dropout
-from jaxtune.models.spec import Adapter
+from jaxtune.models.spec import Layer, ModelSpec
 from jaxtune.parallel.layout import RULES, TOKENS, P, gather
 from jaxtune.precision.matmul import LowPrecision
 from jaxtune.precision.matmul import matmul as low_precision_matmul
@@ -48,21 +48,18 @@ def matmul(
 
 
 class Linear(nnx.Module):
-    """y = x W^T + bias + scale · dropout(x) A^T B^T, the last term where there is an adapter (Hu et al. 2021)."""
+    """y = x W^T + bias + scale · dropout(x) A^T B^T, the last term where there is an adapter (Hu et al. 2021).
+
+    `name` is its place in the layer ("mlp.down"), by which the layer says what is special about it.
+    """
 
     def __init__(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        axes: tuple[str, str],
-        *,
-        bias: bool,
-        std: float,
-        adapter: Adapter | None,
+        self, spec: ModelSpec, layer: Layer, name: str, shape: tuple[int, int], axes: tuple[str, str], bias: bool
     ):
         out, inner = shape
-        self.name, self.out, self.adapter = name, axes[0], adapter
-        self.weight = declared(shape, axes, nnx.initializers.normal(std))
+        self.name, self.out, self.float32 = name, axes[0], f"{name}.weight" in layer.float32
+        self.adapter = adapter = spec.adapter if name in layer.adapters else None
+        self.weight = declared(shape, axes, nnx.initializers.normal(spec.initializer_range))
         self.bias = declared((out,), axes[:1], nnx.initializers.zeros) if bias else None
         if adapter:
             a_init = partial(_uniform, bound=inner**-0.5)  # peft's: Kaiming uniform with a = sqrt(5)
@@ -70,7 +67,13 @@ class Linear(nnx.Module):
             self.lora_b = declared((out, adapter.rank), (axes[0], "rank"), nnx.initializers.zeros, nnx.LoRAParam)
 
     def __call__(self, x: Float[Array, "b s i"], noise: Noise | None) -> Float[Array, "b s o"]:
-        """`noise` is None outside training: no dropout."""
+        """y in the dtype of x; `noise` is None outside training: no dropout."""
+        if not self.float32:
+            return checkpoint_name(self._apply(x, noise), PRODUCT)
+        with jax.default_matmul_precision("highest"):  # on a GPU not TF32, in the backward pass neither
+            return checkpoint_name(self._apply(x.astype(jnp.float32), noise).astype(x.dtype), PRODUCT)
+
+    def _apply(self, x: Float[Array, "b s i"], noise: Noise | None) -> Float[Array, "b s o"]:
         out = None if self.out == "embed" else self.out
         y = matmul(x, self.weight.get_value(), out, noise and noise.site(f"{self.name} rounding"))
         if self.bias is not None:
@@ -82,7 +85,7 @@ class Linear(nnx.Module):
                 x = dropout(x, self.adapter.dropout, noise.site(self.name))
             low = checkpoint_name(matmul(x, self.lora_a, None), PRODUCT)
             y += matmul(low, self.lora_b, out) * jnp.asarray(self.adapter.scale, y.dtype)
-        return checkpoint_name(y, PRODUCT)
+        return y
 
 
 def _uniform(key: Array, shape: tuple[int, ...], dtype: jnp.dtype, bound: float) -> Array:

@@ -1,4 +1,4 @@
-"""Mark linears of the layers, as quantized or as multiplied in few bits; and where the mesh would split a block."""
+"""Mark linear layers, as quantized or by how they are multiplied; and where the mesh would split a block."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -8,36 +8,51 @@ import jax
 
 from jaxtune.config.schema import Precision, Quant
 from jaxtune.errors import UserError
-from jaxtune.models.families import linears
+from jaxtune.models.families import linears, not_linears
 from jaxtune.models.parameters import Parameter
 from jaxtune.models.selection import select
 from jaxtune.models.spec import ModelSpec
 from jaxtune.parallel.layout import spec as layout_spec
 from jaxtune.precision.operands import Numbers
+from jaxtune.precision.recipes import numbers_of
 from jaxtune.quant import Format
 
 
 def selected(spec: ModelSpec, options: Quant | Precision, section: str) -> set[str]:
-    """Hugging Face names, without ".weight", of the linears that the options of a section leave in.
+    """Hugging Face names, without ".weight", of the linear layers that the options of a section leave in.
 
     Raises UserError if there are none.
     """
     place = linears(spec)
-    excluded = select(options.exclude, place, f"{section}.exclude") if options.exclude is not None else frozenset()
+    excluded = frozenset()
+    if options.exclude is not None:
+        excluded = select(options.exclude, place, f"{section}.exclude", not_linears(spec))
     kept = range(options.skip_first_layers, len(spec.layers) - options.skip_last_layers)
     chosen = {name for name, (layer, _) in place.items() if layer in kept and name not in excluded}
     if not chosen:
         raise UserError(
-            f"{section} is left with no linear to quantize: {section}.skip_first_layers={options.skip_first_layers}, "
+            f"{section} leaves out every linear layer: {section}.skip_first_layers={options.skip_first_layers}, "
             f"{section}.skip_last_layers={options.skip_last_layers} of {len(spec.layers)} layers, "
-            f"{section}.exclude={options.exclude!r}; leave some in, or quantize none: "
-            f"{'quant.format=None' if section == 'quant' else 'precision.recipe=bf16'}"
+            f"{section}.exclude={options.exclude!r}; leave some in, or choose "
+            f"{'quant.format=None' if section == 'quant' else 'another precision.recipe'}"
         )
     return chosen
 
 
-def mark(spec: ModelSpec, names: Iterable[str], field: Literal["quantized", "low_precision"]) -> ModelSpec:
-    """The spec with these linears in a field of their layers. Layers that differ in it fall into different stacks."""
+def mark_precision(spec: ModelSpec, precision: Precision) -> ModelSpec:
+    """The spec with the linear layers in low precision that a low-precision recipe multiplies so.
+
+    For any other recipe, with those in float32 that precision.exclude, skip_first_layers and skip_last_layers name.
+    Raises UserError if they name every one.
+    """
+    chosen = selected(spec, precision, "precision")
+    if numbers_of(precision) is None:
+        return mark(spec, linears(spec).keys() - chosen, "float32")
+    return mark(spec, chosen, "low_precision")
+
+
+def mark(spec: ModelSpec, names: Iterable[str], field: Literal["quantized", "low_precision", "float32"]) -> ModelSpec:
+    """The spec with these linear layers in a field of its layers; those that differ in it are of different stacks."""
     place = linears(spec)
     sites: dict[int, set[str]] = {}
     for name in names:

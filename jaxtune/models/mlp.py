@@ -1,5 +1,7 @@
 """The gated feed-forward layer (SwiGLU, Shazeer 2020)."""
 
+from functools import partial
+
 import jax
 from flax import nnx
 from jaxtyping import Array, Float
@@ -13,14 +15,10 @@ class MLP(nnx.Module):
     """down(silu(gate(x)) * up(x))."""
 
     def __init__(self, spec: ModelSpec, layer: Layer):
-        def linear(name: str, shape: tuple[int, int], axes: tuple[str, str]) -> Linear:
-            site = f"mlp.{name}"
-            adapter = spec.adapter if site in layer.adapters else None
-            return Linear(site, shape, axes, bias=spec.mlp_bias, std=spec.initializer_range, adapter=adapter)
-
-        self.gate = linear("gate", (spec.intermediate, spec.hidden), ("mlp", "embed"))
-        self.up = linear("up", (spec.intermediate, spec.hidden), ("mlp", "embed"))
-        self.down = linear("down", (spec.hidden, spec.intermediate), ("embed", "mlp"))
+        linear = partial(Linear, spec, layer, bias=spec.mlp_bias)
+        self.gate = linear("mlp.gate", (spec.intermediate, spec.hidden), ("mlp", "embed"))
+        self.up = linear("mlp.up", (spec.intermediate, spec.hidden), ("mlp", "embed"))
+        self.down = linear("mlp.down", (spec.hidden, spec.intermediate), ("embed", "mlp"))
 
     def __call__(self, x: Float[Array, "b s d"], noise: Noise | None) -> Float[Array, "b s d"]:
         """The feed-forward of every token."""

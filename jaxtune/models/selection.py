@@ -9,11 +9,13 @@ from jaxtune.errors import UserError
 log = logging.getLogger("jaxtune")
 
 
-def select(pattern: str | tuple[str, ...], names: Iterable[str], option: str) -> frozenset[str]:
+def select(
+    pattern: str | tuple[str, ...], names: Iterable[str], option: str, others: Iterable[str] = ()
+) -> frozenset[str]:
     """Names that match: found by the regex anywhere in them, or ending in one of the listed dotted names.
 
     Logs how many matched. Raises UserError, naming `option`, where nothing does: a selection that selects nothing is
-    a mistake.
+    a mistake. `others` are names that the option is never about: the error says so of one that matches.
     """
     names = tuple(names)
     chosen: set[str] = set()
@@ -21,7 +23,10 @@ def select(pattern: str | tuple[str, ...], names: Iterable[str], option: str) ->
         expression = one if isinstance(pattern, str) else rf"(^|\.){re.escape(one)}$"
         matched = {name for name in names if re.search(expression, name)}
         if not matched:
-            raise UserError(f"{option}={one!r} matches none of {len(names)} names, for example {', '.join(names[:3])}")
+            other = next((name for name in others if re.search(expression, name)), None)
+            known = f"; {option.partition('.')[0]} leaves {other} alone, so it needs no {option}" if other else ""
+            example = ", ".join(names[:3])
+            raise UserError(f"{option}={one!r} matches none of {len(names)} names, for example {example}{known}")
         chosen |= matched
     log.info("%s: %r matches %d of %d", option, pattern, len(chosen), len(names))
     return frozenset(chosen)

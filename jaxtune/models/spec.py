@@ -31,6 +31,7 @@ class Layer:
     frozen: frozenset[str] = frozenset()  # parameters that are not trained, for example "mlp.down.weight"
     quantized: frozenset[str] = frozenset()  # parameters stored in 4 or 8 bits
     low_precision: frozenset[str] = frozenset()  # weights whose products are computed in 4 or 8 bits
+    float32: frozenset[str] = frozenset()  # weights whose products are computed in float32, as in recipe fp32
 
 
 @dataclass(frozen=True)

@@ -27,19 +27,26 @@ class Selection(NamedTuple):
 
 
 def rates(optim: Optim, hf_names: Mapping[str, tuple[str, ...]], layers: int) -> dict[str, Factor]:
-    """Factor of the learning rate of every trained parameter: optim.lr_multipliers times optim.layerwise_lr_decay.
+    """Factor of the learning rate of every trained parameter: optim.lr_multipliers times that of its layer.
 
     hf_names: the Hugging Face names of each parameter, one a stacked layer; layers: how many the model has.
 
-    The decay is that of ELECTRA (Clark et al. 2020), as BEiT has it: layer n, counted from 0, of L gets decay^(L - n),
-    the embedding (also one that is the head too) decay^(L + 1), the final norm and the head 1.
+    optim.layerwise_lr_decay is that of ELECTRA (Clark et al. 2020), as BEiT has it: layer n, counted from 0, of L gets
+    decay^(L - n), the embedding (also one that is the head too) decay^(L + 1), the final norm and the head 1.
+    optim.layerwise_lr_decay_bound is ERNIEKit's: layer n gets bound + (1 - bound) n / (L + 2), the embedding the bound
+    (so does layer 0), the final norm and the head 1.
 
     Raises UserError for a regex that matches nothing.
     """
     factors = _factors(_selections(optim.lr_multipliers, _all(hf_names), "optim.lr_multipliers"))
-    return _by_parameter(
-        hf_names, lambda name: factors.get(name, 1.0) * optim.layerwise_lr_decay ** _depth(name, layers)
-    )
+    bound = optim.layerwise_lr_decay_bound
+
+    def rate(name: str) -> float:
+        depth = _depth(name, layers)
+        height = max(0, layers - depth) / (layers + 2) if depth else 1.0
+        return factors.get(name, 1.0) * optim.layerwise_lr_decay**depth * (bound + (1.0 - bound) * height)
+
+    return _by_parameter(hf_names, rate)
 
 
 def decays(optim: Optim, hf_names: Mapping[str, tuple[str, ...]]) -> dict[str, Factor]:

@@ -38,12 +38,13 @@ def learning_rate(optim: Optim, total_steps: int) -> Callable[[Array], Array]:
 
     Linear warm-up from start_lr to the peak, then the shape that optim.schedule names, down to the final rate. The
     decaying shapes are there after decay_ratio of all steps and stay (a cosine of whole waves ends at the peak
-    instead, as in transformers); wsd and constant come down over the last cooldown_steps; inverse_sqrt never goes
-    below it.
+    instead, as in transformers); wsd and constant stay at the peak; inverse_sqrt never goes below the final rate. Over
+    the last cooldown_steps any of them goes in a straight line from where it is then to the final rate.
     """
     peak, warmup = optim.learning_rate, warmup_steps(optim, total_steps)
     final = optim.final_lr_fraction if optim.min_lr is None else optim.min_lr / peak
     decay_steps = max(1, round(optim.decay_ratio * total_steps) - warmup)
+    cooldown_start = max(warmup, total_steps - optim.cooldown_steps)
 
     def towards_final(fraction):
         return final + (1.0 - final) * fraction
@@ -67,13 +68,17 @@ def learning_rate(optim: Optim, total_steps: int) -> Callable[[Array], Array]:
                 timescale = max(1, warmup or 10_000)
                 return jnp.maximum(final, jnp.sqrt(timescale / jnp.maximum(step - warmup + timescale, 1)))
             case "constant" | "wsd":
-                left = (total_steps - step) / max(1, optim.cooldown_steps)
-                return towards_final(jnp.clip(left, 0.0, 1.0)) if optim.cooldown_steps else jnp.ones_like(progress)
+                return jnp.ones_like(progress)
         raise AssertionError(f"schema allows a schedule that is not here: {optim.schedule}")
 
     def rate(step):
         step = jnp.asarray(step, jnp.float32)
         warm = optim.start_lr + (peak - optim.start_lr) * (step / max(1, warmup))
-        return jnp.where(step < warmup, warm, peak * shape(step))
+        if optim.cooldown_steps:
+            left = jnp.clip((total_steps - step) / optim.cooldown_steps, 0.0, 1.0)
+            factor = final + (shape(jnp.minimum(step, cooldown_start)) - final) * left
+        else:
+            factor = shape(step)
+        return jnp.where(step < warmup, warm, peak * factor)
 
     return rate

@@ -23,8 +23,9 @@ PROBE = 64  # random tokens a row, to compare logits
 def merge_difference(model: Model, parameters: Parameters, config: Config, output: Path) -> str:
     """How far the logits of a merged export are from those of the quantized base with its adapter, in words."""
     mesh = jax.sharding.get_mesh()
-    options = Config(model=dataclasses.replace(config.model, path=str(output), revision=None), data=config.data)
-    exported = declare_model(options, mesh, train=False)
+    merged = dataclasses.replace(config.model, path=str(output), revision=None)
+    options = Config(model=merged, data=config.data, precision=config.precision)
+    exported = declare_model(options, mesh, train=False, low_precision=False)
     size = sum(math.prod(p.shape) for p in exported.parameters.values()) * jnp.dtype(config.model.dtype).itemsize
     memory = jax.local_devices()[0].memory_stats() or {}
     free = memory.get("bytes_limit", math.inf) - memory.get("bytes_in_use", 0)

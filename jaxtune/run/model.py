@@ -19,14 +19,14 @@ from jaxtune.lora.inject import inject
 from jaxtune.models import families
 from jaxtune.models.decoder import Parameters
 from jaxtune.models.freeze import freeze
-from jaxtune.models.mark import mark, selected, undivided_blocks
+from jaxtune.models.mark import mark, mark_precision, selected, undivided_blocks
 from jaxtune.models.parameters import Parameter, declare, undivided
 from jaxtune.models.spec import ModelSpec
 from jaxtune.monitor.throughput import Work
 from jaxtune.parallel.layout import RULES
 from jaxtune.precision.linears import Linears
 from jaxtune.precision.operands import Numbers, abstract_operands
-from jaxtune.precision.recipes import check_device, linears_of, numbers_of
+from jaxtune.precision.recipes import check_device, linears_of
 from jaxtune.quant import Format, QuantizedArray, format_of
 from pallas_kernels.gpus import current_device
 
@@ -132,8 +132,7 @@ def declare_model(config: Config, mesh: jax.sharding.Mesh, train: bool = True, l
         spec = mark(spec, scheme.modules, "quantized")
     elif config.quant.format is not None:
         spec = mark(spec, selected(spec, config.quant, "quant"), "quantized")
-    if numbers_of(config.precision) is not None:
-        spec = mark(spec, selected(spec, config.precision, "precision"), "low_precision")
+    spec = mark_precision(spec, config.precision)
     if config.lora.enabled:
         spec = inject(spec, config.lora)
     elif config.train.freeze is not None:

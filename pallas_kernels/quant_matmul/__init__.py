@@ -62,7 +62,9 @@ def _dequantize(codes, scales, tensor_scale, layout: Layout, dtype: jnp.dtype, b
 
 def _with_whole_weight(x, codes, scales, tensor_scale, layout: Layout, transposed: bool) -> Array:
     weight = _dequantize(codes, scales, tensor_scale, layout, x.dtype, "auto")
-    return jax.lax.dot_general(x, weight, (((1,), (0 if transposed else 1,)), ((), ())))
+    # float32 is not to become TF32; the backward pass is traced where jax.default_matmul_precision may be another.
+    precision = "highest" if x.dtype == jnp.float32 else None
+    return jax.lax.dot_general(x, weight, (((1,), (0 if transposed else 1,)), ((), ())), precision=precision)
 
 
 BACKENDS = (

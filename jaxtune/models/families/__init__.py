@@ -1,6 +1,7 @@
 """Model families by the `model_type` of their config.json; each is one file."""
 
 import re
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -42,6 +43,16 @@ def linears(spec: ModelSpec) -> dict[str, tuple[int, str]]:
         if len(parameter.shape) == 3 and not parameter.is_adapter  # a stacked matrix is a linear
         for name, layer in zip(hf_names(spec.family, parameter), parameter.layers)
     }
+
+
+def not_linears(spec: ModelSpec) -> Iterator[str]:
+    """Hugging Face names of everything else, such as the head; those of weights also without ".weight"."""
+    place = linears(spec)
+    for pattern in FAMILIES[spec.family].NAMES.values():
+        for layer in range(len(spec.layers)):
+            name = pattern.format(layer=layer)
+            if name.removesuffix(".weight") not in place:
+                yield from (name.removesuffix(".weight"), name)
 
 
 def is_ignorable(spec: ModelSpec, name: str) -> bool:

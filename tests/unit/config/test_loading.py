@@ -395,7 +395,11 @@ def test_no_nearest_key_for_something_unlike_any():
         ({"mesh.tensor": "0"}, "mesh.tensor", "at least 1"),
         ({"mesh.stage": "2"}, "mesh.stage", "not available yet"),
         ({"mesh.sequence": "-1"}, "mesh.sequence", "not available yet"),
-        ({"optim.cooldown_steps": "5"}, "optim.cooldown_steps", "only when optim.schedule in .'wsd', 'constant'"),
+        (
+            {"optim.schedule": "cosine", "optim.cooldown_steps": "5", "optim.decay_ratio": "0.5"},
+            "optim.cooldown_steps",
+            "optim.decay_ratio.*one of the two",
+        ),
         ({"optim.schedule": "wsd"}, "optim.cooldown_steps", "needs steps"),
         (
             {"optim.schedule": "constant", "optim.final_lr_fraction": "0.1"},
@@ -424,6 +428,12 @@ def test_no_nearest_key_for_something_unlike_any():
             "only when optim.schedule in .'linear', 'cosine'",
         ),
         ({"optim.layerwise_lr_decay": "1.1"}, "optim.layerwise_lr_decay", "above 0 and at most 1"),
+        ({"optim.layerwise_lr_decay_bound": "0"}, "optim.layerwise_lr_decay_bound", "above 0 and at most 1"),
+        (
+            {"optim.layerwise_lr_decay": "0.9", "optim.layerwise_lr_decay_bound": "0.5"},
+            "optim.layerwise_lr_decay_bound",
+            "only when optim.layerwise_lr_decay == 1, and optim.layerwise_lr_decay = 0.9",
+        ),
         ({"optim.power": "2"}, "optim.power", "polynomial"),
         ({"optim.no_decay": "x"}, "optim.no_decay", "only when optim.weight_decay, and optim.weight_decay = 0.0"),
         ({"optim.weight_decay": "0.1", "optim.no_decay": "("}, "optim.no_decay", "not a regular expression"),
@@ -537,11 +547,16 @@ def test_no_nearest_key_for_something_unlike_any():
             "precision.skip_first_layers",
             "only when precision.recipe in .'fp8_hybrid', 'nvfp4'",
         ),
+        (
+            {"precision.recipe": "fp32", "precision.skip_first_layers": "1"},
+            "precision.skip_first_layers",
+            "only when precision.recipe != 'fp32'",
+        ),
         ({"precision.recipe": "nvfp4", "precision.skip_last_layers": "-1"}, "precision.skip_last", "at least 0"),
         (
-            {"precision.exclude": "down_proj"},
+            {"precision.recipe": "fp32", "precision.exclude": "q_proj"},
             "precision.exclude",
-            "only when precision.recipe in .'fp8_hybrid', 'nvfp4'",
+            "only when precision.recipe != 'fp32'",
         ),
         ({"precision.recipe": "nvfp4", "precision.exclude": "("}, "precision.exclude", "not a regular expression"),
         ({"precision.recipe": "fp16"}, "model.dtype", "'float16' or 'float32', or .* precision.recipe = 'bf16'"),
@@ -668,6 +683,8 @@ def test_two_kinds_of_validation_data():
     "given_settings",
     [
         {"optim.schedule": "wsd", "optim.cooldown_steps": "10"},
+        {"optim.schedule": "linear", "optim.cooldown_steps": "10"},
+        {"optim.schedule": "cosine", "optim.cooldown_steps": "10"},
         {"optim.schedule": "cosine_with_restarts", "optim.cycles": "3"},
         {"optim.schedule": "polynomial", "optim.power": "2", "optim.min_lr": "1e-7"},
         {"optim.schedule": "cosine", "optim.cycles": "2.5", "optim.decay_ratio": "0.9"},

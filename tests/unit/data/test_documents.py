@@ -30,8 +30,8 @@ def tokenizer(tmp_path_factory):
 def read(tokenizer, tmp_path):
     """Tokenises one entry; returns each document as text, and its trained part."""
 
-    def get(path, **options):
-        found = tokenize((Dataset(path=str(path), **options),), tokenizer, tmp_path / "cache")
+    def get(path, on_bad_row="error", **options):
+        found = tokenize((Dataset(path=str(path), **options),), tokenizer, tmp_path / "cache", on_bad_row)
         result = []
         for i in range(len(found)):
             tokens, weights = found.read(i, 0, 10**9)
@@ -105,14 +105,65 @@ def test_a_hub_id_is_read_through_datasets_and_names_rows(read, tmp_path, monkey
 
     def load_dataset(*args, **kwargs):
         asked.append((args, kwargs))
-        return datasets.Dataset.from_list([*TEXTS, {"text": None}])
+        return datasets.Dataset.from_list([*TEXTS, {"text": None}] if kwargs["split"] == "validation" else TEXTS)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    found, _ = read("someone/texts", subset="en", split="validation", revision="v1", samples=3)
+    found, _ = read("someone/texts", subset="en", revision="v1")
     assert [text for text, _ in found] == [row["text"] + "<|im_end|>" for row in TEXTS]
-    assert asked == [(("someone/texts", "en"), {"split": "validation", "revision": "v1"})]
+    assert asked == [(("someone/texts", "en"), {"split": "train", "revision": "v1"})]
     with pytest.raises(UserError, match=r"someone/texts \(validation\) row 3: column 'text' must be text"):
         read("someone/texts", split="validation")
+
+
+class Builder:
+    """Stands for a dataset on the hub that can be streamed; counts the rows that are."""
+
+    def __init__(self, commit, rows=TEXTS * 1000, fails_at=None):
+        self.hash, self.rows, self.fails_at, self.pulled = commit, rows, fails_at, 0
+
+    def as_streaming_dataset(self, split):
+        def pull():
+            for row in self.rows:
+                if self.pulled == self.fails_at:
+                    raise ConnectionError("the line went dead")
+                self.pulled += 1
+                yield row
+
+        return datasets.IterableDataset.from_generator(pull, split=split)
+
+
+def test_the_first_samples_of_a_hub_id_are_streamed_until_its_commit_changes(read, monkeypatch):
+    asked, builder = [], Builder("commit 1")
+    monkeypatch.setattr(
+        datasets, "load_dataset_builder", lambda *args, **kwargs: (asked.append((args, kwargs)), builder)[1]
+    )
+    options = dict(subset="en", split="validation", revision="v1", samples=3)
+    found, _ = read("someone/texts", **options)
+    assert [text for text, _ in found] == [row["text"] + "<|im_end|>" for row in TEXTS]
+    assert asked == [(("someone/texts", "en"), {"revision": "v1"})]
+    assert builder.pulled == 3
+    read("someone/texts", **options)
+    assert builder.pulled == 3  # from the cache
+    builder = Builder("commit 2", TEXTS[::-1])
+    assert [text for text, _ in read("someone/texts", **options)[0]] == [
+        row["text"] + "<|im_end|>" for row in TEXTS[::-1]
+    ]
+    builder = Builder("commit 3", fails_at=2)
+    for on_bad_row in ("error", "skip"):
+        with pytest.raises(UserError, match="someone/texts cannot be read to its end: the line went dead"):
+            read("someone/texts", **options, on_bad_row=on_bad_row)
+
+
+def test_what_the_hub_cannot_stream_is_loaded(read, monkeypatch):
+    def cannot(split):
+        raise NotImplementedError("an archive")
+
+    builder = Builder("commit")
+    builder.as_streaming_dataset = cannot
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *args, **kwargs: builder)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: datasets.Dataset.from_list(TEXTS))
+    for split in ("train", "train[:50%]"):
+        assert [text for text, _ in read("someone/texts", split=split, samples=1)[0]] == ["one<|im_end|>"]
 
 
 CHAT = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYo<|im_end|>\n"

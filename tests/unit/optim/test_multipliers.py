@@ -79,6 +79,16 @@ def test_layerwise_decay_of_some_layers_counts_all_of_the_model_and_takes_multip
     same(rates(optim, upper, LAYERS), {"layers.down.lora_b": [4.0, 8.0]})
 
 
+def test_with_a_bound_rates_rise_linearly_from_the_embedding_to_the_head():
+    """The numbers that ERNIEKit gives a model of three layers, by its depth of 0, 0, 1, 2 and 5."""
+    by_layer = [0.5, 0.6, 0.7]
+    expected = dict.fromkeys(NAMES, by_layer) | {"embed.weight": 0.5, "norm.scale": 1.0, "head.weight": 1.0}
+    same(rates(Optim(layerwise_lr_decay_bound=0.5), NAMES, LAYERS), expected)
+    on_top = Optim(layerwise_lr_decay_bound=0.5, lr_multipliers=("lora_B=10",))
+    expected = {"layers.down.lora_a": by_layer, "layers.down.lora_b": [5.0, 6.0, 7.0]}
+    same(rates(on_top, ADAPTERS, LAYERS), expected)
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [

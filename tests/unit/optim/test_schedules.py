@@ -75,6 +75,26 @@ def test_constant_cools_down_too():
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "at_80"),
+    [
+        ({"schedule": "cosine"}, (1 + np.cos(np.pi * 70 / 90)) / 2),
+        ({"schedule": "cosine", "cycles": 1.0}, (1 + np.cos(2 * np.pi * 70 / 90)) / 2),
+        ({"schedule": "cosine_with_restarts", "cycles": 3.0}, (1 + np.cos(np.pi * 10 / 30)) / 2),
+        ({"schedule": "polynomial", "power": 2.0}, (20 / 90) ** 2),
+        ({"schedule": "linear"}, 20 / 90),
+        ({"schedule": "inverse_sqrt"}, None),
+    ],
+    ids=lambda value: value["schedule"] if isinstance(value, dict) else "",
+)
+def test_a_cooldown_goes_straight_from_where_the_schedule_is_to_the_final_rate(options, at_80):
+    options = {**options, "warmup_steps": WARMUP, "min_lr": 2e-5}
+    found = rates(cooldown_steps=20, **options)
+    np.testing.assert_allclose(found[:81], rates(**options)[:81], rtol=1e-6)
+    start = PEAK * np.sqrt(10 / 80) if at_80 is None else 2e-5 + (PEAK - 2e-5) * at_80
+    np.testing.assert_allclose(found[80:], np.interp(np.arange(80, 101), [80, 100], [start, 2e-5]), rtol=1e-5)
+
+
 def test_constant_without_warmup_is_the_peak():
     np.testing.assert_allclose(rates(schedule="constant"), PEAK, rtol=1e-6)
 
