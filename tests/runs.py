@@ -13,13 +13,8 @@ from pathlib import Path
 from unittest import mock
 
 import jax
-import numpy as np
-import transformers
-from safetensors.numpy import save_file
-from tiny import byte_tokenizer
+from tiny import model_folder
 
-from jaxtune.models import families
-from jaxtune.models.parameters import declare
 from jaxtune.parallel import mesh as meshes
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -48,38 +43,6 @@ def get_config(arg=None):
         config.lora.dropout = 0.1
     return config
 """
-
-
-def model_folder(folder: Path, **sizes) -> Path:
-    """A tiny random Qwen3 with a byte tokenizer, as transformers would save it; made without torch."""
-    tokenizer = byte_tokenizer(folder)
-    fields = dict(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        architectures=["Qwen3ForCausalLM"],
-        dtype="float32",
-    )
-    config = transformers.Qwen3Config(**{**fields, **sizes})
-    config.save_pretrained(folder)
-    spec = families.read_spec(json.loads((folder / "config.json").read_text()))
-    rng, tensors = np.random.default_rng(0), {}
-    for parameter in declare(spec)[1].values():
-        shape = parameter.shape[1:] if parameter.layers else parameter.shape
-        if parameter.axes[0] == "vocabulary":
-            shape = (spec.vocabulary, *shape[1:])
-        for name in families.hf_names(spec.family, parameter):
-            values = rng.normal(scale=0.02, size=shape) + ("norm" in name)
-            tensors[name] = values.astype(np.float32)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return folder
 
 
 def conversations(path: Path, count: int = 60) -> Path:

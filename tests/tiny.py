@@ -1,9 +1,24 @@
-"""Tiny things that several tests need."""
+"""Everything tiny: tokenizers, documents, decoders, and model folders with torch or without."""
 
+import json
+from itertools import pairwise
 from pathlib import Path
 
+import jax
+import numpy as np
+import pytest
+import transformers
+from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
+
+from jaxtune.config.schema import Config, Data, Lora, Model, Quant
+from jaxtune.data.documents import Documents
+from jaxtune.models import families
+from jaxtune.models.parameters import Parameter, declare
+from jaxtune.models.spec import Layer, ModelSpec, Rope
+from jaxtune.run.model import declare_model
+from jaxtune.run.values import read_parameters
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -34,25 +49,164 @@ def byte_tokenizer(
     return fast
 
 
-def qwen3_folder(folder: Path, **overrides) -> Path:
-    """A random Qwen3 of 2 layers, made and saved by transformers; `overrides` go to its config."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        **{
-            "vocab_size": 259,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "max_position_embeddings": 256,
-            "tie_word_embeddings": False,
-            **overrides,
-        }
+def numbered_documents(lengths, weights=None, continuous=True) -> Documents:
+    """Documents whose tokens are 1, 2, 3, ..., so that each is known by its number."""
+    offsets = np.cumsum([0, *lengths])
+    weights = np.ones(offsets[-1], np.float16) if weights is None else np.concatenate(weights).astype(np.float16)
+    return Documents(
+        key="",
+        tokens=np.arange(1, offsets[-1] + 1, dtype=np.int32),
+        loss_weights=weights,
+        offsets=offsets,
+        targets=np.array([np.count_nonzero(weights[a + 1 : b]) for a, b in pairwise(offsets)]),
+        continuous=np.full(len(lengths), continuous),
+        chosen=np.arange(len(lengths)),
+        skipped=0,
+        notes=(),
     )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+VOCABULARY = 320  # no multiple of 256: the padding is tested with everything else
+SIZES = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    rms_norm_eps=1e-6,
+    initializer_range=0.1,
+)
+LLAMA3_ROPE = dict(
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+    rope_theta=5e5,
+)
+YARN_ROPE = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, rope_theta=1e6)
+# name: (class of the config in transformers, fields)
+FAMILIES = {
+    "llama, llama3 rope, untied, biases": (
+        "LlamaConfig",
+        dict(rope_parameters=LLAMA3_ROPE, attention_bias=True, mlp_bias=True, tie_word_embeddings=False),
+    ),
+    "llama, linear rope": ("LlamaConfig", dict(rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=1e4))),
+    "llama, dynamic rope": (
+        "LlamaConfig",
+        dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4), max_position_embeddings=64),
+    ),
+    "qwen2, two unlike stacks": (
+        "Qwen2Config",
+        dict(
+            use_sliding_window=True,
+            sliding_window=16,
+            layer_types=["sliding_attention"] * 2 + ["full_attention"] * 2,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "qwen3, yarn rope, tied": (
+        "Qwen3Config",
+        dict(head_dim=32, rope_parameters=YARN_ROPE, tie_word_embeddings=True),
+    ),
+    "qwen3, a period of two": (
+        "Qwen3Config",
+        dict(
+            head_dim=16,
+            use_sliding_window=True,
+            sliding_window=8,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "mistral, sliding window": ("MistralConfig", dict(head_dim=16, sliding_window=24, tie_word_embeddings=False)),
+}
+
+
+def spec(layers: int | tuple[Layer, ...] = 4, **changes) -> ModelSpec:
+    """A Qwen3 that compiles fast: so many plain layers, or these."""
+    fields = dict(
+        family="qwen3",
+        vocabulary=VOCABULARY,
+        hidden=16,
+        intermediate=32,
+        heads=2,
+        kv_heads=1,
+        head_dim=8,
+        layers=(Layer(),) * layers if isinstance(layers, int) else layers,
+        rope=Rope(1e4),
+        norm_epsilon=1e-6,
+        max_positions=4096,
+        tied=True,
+        qk_norm=True,
+    )
+    return ModelSpec(**{**fields, **changes})
+
+
+def random_values(declared: dict[str, Parameter], seed: int = 0) -> dict[str, jax.Array]:
+    """Float32 values of declared parameters, drawn by numpy: jax's own draws compile longer than most tests run."""
+    rng = np.random.default_rng(seed)
+
+    def draw(name: str, parameter: Parameter) -> np.ndarray:
+        return rng.normal(scale=0.02, size=parameter.shape).astype(np.float32) + np.float32("norm" in name)
+
+    return {name: jax.device_put(draw(name, parameter), parameter.sharding) for name, parameter in declared.items()}
+
+
+def model_folder(folder: Path, **sizes) -> Path:
+    """A Qwen3 of random weights with a byte tokenizer, as transformers would save it; made without torch."""
+    tokenizer = byte_tokenizer(folder)
+    fields = dict(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        architectures=["Qwen3ForCausalLM"],
+        dtype="float32",
+    )
+    config = transformers.Qwen3Config(**{**fields, **sizes})
+    config.save_pretrained(folder)
+    spec = families.read_spec(json.loads((folder / "config.json").read_text()))
+    rng, tensors = np.random.default_rng(0), {}
+    for parameter in declare(spec)[1].values():
+        shape = parameter.shape[1:] if parameter.layers else parameter.shape
+        if parameter.axes[0] == "vocabulary":
+            shape = (spec.vocabulary, *shape[1:])
+        for name in families.hf_names(spec.family, parameter):
+            values = rng.normal(scale=0.02, size=shape) + ("norm" in name)
+            tensors[name] = values.astype(np.float32)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+def torch_model(name: str, folder: Path, **sizes):
+    """A random float32 model of transformers with no parameter at its default, saved to `folder`."""
+    torch = pytest.importorskip("torch", reason="parity needs torch, whose CPU build exists for Python 3.11 only")
+    transformers = pytest.importorskip("transformers")
+    kind, fields = FAMILIES[name]
+    fields = {**SIZES, **fields, **sizes}
+    torch.manual_seed(0)
+    config = getattr(transformers, kind)(**fields)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "norm" in parameter_name or "bias" in parameter_name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def read(folder: Path, mesh, dtype: str = "float32", lora: Lora = Lora(), quant: Quant = Quant(), train=False):
+    """The declared model of a folder, its values, and the config it was read by; adapters are not read."""
+    config = Config(model=Model(path=str(folder), dtype=dtype), data=Data(seq_len=64), lora=lora, quant=quant)
+    model = declare_model(config, mesh, train=train)
+    names = [name for name, parameter in model.parameters.items() if not parameter.is_adapter]
+    return model, read_parameters(model, names), config

@@ -1,8 +1,8 @@
 """Linears in few bits on the card: their three products, and what twenty LoRA steps make of the loss.
 
 The products y = x W^T, dx = dy W and dW = dy^T x, with an outlier in each array, are compared with a CPU's, whose
-numbers tests/unit/test_low_precision.py checks one by one; and with float64 without any rounding, from which they may
-be as far as there. NVFP4 is native on Blackwell, emulated elsewhere. Errors are norms over norms.
+numbers tests/unit/precision/test_matmul.py checks one by one; and with float64 without any rounding, from which they
+may be as far as there. NVFP4 is native on Blackwell, emulated elsewhere. Errors are norms over norms.
 """
 
 import jax

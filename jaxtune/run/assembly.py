@@ -21,7 +21,8 @@ from jaxtune.parallel.mesh import data_shards
 from jaxtune.precision.recipes import recipe_of
 from jaxtune.run.model import Model
 from jaxtune.run.process import compiler_options
-from jaxtune.run.step import State, accumulated_gradients, initial_state, make_train_step
+from jaxtune.run.state import State, initial_state
+from jaxtune.run.step import accumulated_gradients, make_train_step
 
 log = logging.getLogger("jaxtune")
 

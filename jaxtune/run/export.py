@@ -12,7 +12,7 @@ import numpy as np
 from jaxtune import hf
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
-from jaxtune.models.attention import attend_packed
+from jaxtune.models.attend import attend_packed
 from jaxtune.models.decoder import Parameters, bind
 from jaxtune.parallel import multihost
 from jaxtune.parallel.layout import TOKENS

@@ -12,7 +12,8 @@ import jax
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 from jaxtune.models.decoder import Parameters
-from jaxtune.run.step import Batch, State
+from jaxtune.run.state import State
+from jaxtune.run.step import Batch
 from jaxtune.run.watch import Watch
 
 

@@ -5,7 +5,17 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from unit.test_low_precision import AXES, NVFP4_ALL, case, in_fp8, in_nvfp4, noise, plain, relative, rotated_in_blocks
+from unit.precision.reference import (
+    AXES,
+    NVFP4_ALL,
+    case,
+    in_fp8,
+    in_nvfp4,
+    noise,
+    plain,
+    relative,
+    rotated_in_blocks,
+)
 
 from jaxtune.errors import UserError
 from jaxtune.parallel.layout import TOKENS

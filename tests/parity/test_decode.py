@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from models import read, tokens, torch_model
+from batches import tokens
+from tiny import read, torch_model
 
 from jaxtune.errors import UserError
 from jaxtune.models.decode import sample

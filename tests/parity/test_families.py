@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import FAMILIES, logits, make_batch, read, tokens, torch_model
+from batches import logits, make_batch, tokens
+from tiny import FAMILIES, read, torch_model
 
 from jaxtune.config.schema import Config, Model
 from jaxtune.errors import UserError

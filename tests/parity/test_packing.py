@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import logits, make_batch, read, tokens, torch_model
+from batches import logits, make_batch, tokens
+from tiny import read, torch_model
 
 from jaxtune.models.decoder import bind
 from jaxtune.objectives.cross_entropy import cross_entropy

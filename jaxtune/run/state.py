@@ -1,0 +1,39 @@
+"""What a step changes."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jaxtune.models.decoder import Parameters
+from jaxtune.optim.build import Optimizer, OptimizerState
+from jaxtune.precision import loss_scale
+from jaxtune.precision.linears import Amax
+from jaxtune.precision.loss_scale import LossScale
+from jaxtune.precision.recipes import Recipe
+
+
+class Scaling(NamedTuple):
+    """What a precision recipe carries from step to step."""
+
+    loss: LossScale | None = None
+    amax: Amax = {}  # noqa: RUF012
+
+
+class State(NamedTuple):
+    """What a step changes. Frozen parameters stand beside it."""
+
+    step: Int[Array, ""]
+    trained: Parameters
+    optimizer: OptimizerState
+    scaling: Scaling = Scaling()
+
+
+def initial_state(optimizer: Optimizer, trained: Parameters, recipe: Recipe | None = None) -> State:
+    """The state before the first step."""
+    scaling = Scaling()
+    if recipe is not None and recipe.loss_scale is not None:
+        scaling = scaling._replace(loss=loss_scale.initial(recipe.loss_scale))
+    if recipe is not None and recipe.linears is not None:
+        scaling = scaling._replace(amax=recipe.linears.initial_amax())
+    return State(jnp.zeros((), jnp.int32), trained, optimizer.init(trained), scaling)

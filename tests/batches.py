@@ -1,0 +1,51 @@
+"""Micro-batches, and what a model makes of them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tiny import VOCABULARY
+
+from jaxtune.models.attend import attend_packed
+from jaxtune.models.decoder import bind
+from jaxtune.parallel.layout import TOKENS
+
+
+def tokens(batch: int, sequence: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, VOCABULARY, (batch, sequence))
+
+
+def make_batch(rows: np.ndarray, mesh, lengths: list[int] | None = None) -> dict[str, jax.Array]:
+    """A micro-batch of rows, each packed with documents of these lengths (default: one), all tokens trained."""
+    batch, sequence = rows.shape
+    lengths = lengths or [sequence]
+    starts = np.cumsum([0, *lengths])
+    fields = {
+        name: np.zeros((batch, sequence), np.int32) for name in ("targets", "positions", "segment_ids", "key_start")
+    }
+    fields["tokens"] = rows.astype(np.int32)
+    fields["loss_weight"] = np.zeros((batch, sequence), np.float32)
+    fields["key_start"][:] = np.arange(sequence)
+    for number, (start, length) in enumerate(zip(starts, lengths), start=1):
+        part = slice(start, start + length)
+        fields["targets"][:, start : start + length - 1] = rows[:, start + 1 : start + length]
+        fields["loss_weight"][:, start : start + length - 1] = 1.0
+        fields["positions"][:, part] = np.arange(length)
+        fields["segment_ids"][:, part] = number
+        fields["key_start"][:, part] = start
+    placed = {name: jax.device_put(x, jax.NamedSharding(mesh, TOKENS)) for name, x in fields.items()}
+    row = jax.device_put(np.arange(batch, dtype=np.int32), jax.NamedSharding(mesh, jax.P(TOKENS[0])))
+    return placed | {"row": row}
+
+
+def logits(model, parameters, batch, dtype=jnp.float32) -> np.ndarray:
+    """Logits of a batch by the training path."""
+
+    @jax.jit
+    def run(parameters, batch):
+        with jax.default_matmul_precision("highest"):
+            decoder = bind(model.graph, parameters)
+            hidden, _ = decoder(batch["tokens"], batch["positions"], attend_packed(batch["key_start"]), dtype=dtype)
+            head = jax.reshard(decoder.head_weight.astype(dtype), jax.P())
+            return jnp.einsum("bsd,vd->bsv", hidden, head, out_sharding=TOKENS)[..., : model.spec.vocabulary]
+
+    return np.asarray(run(parameters, batch).astype(jnp.float32))

@@ -1,0 +1,159 @@
+"""LoRA against peft: the adapter goes both ways, and only adapters are trained."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from batches import logits, make_batch, tokens
+from tiny import read, torch_model
+
+from jaxtune.config.schema import Config, Data, Lora, Model, Optim
+from jaxtune.errors import UserError
+from jaxtune.lora.inject import inject
+from jaxtune.objectives.cross_entropy import cross_entropy
+from jaxtune.optim.build import build
+from jaxtune.precision.recipes import RECIPES
+from jaxtune.run.assembly import trained_of
+from jaxtune.run.export import export
+from jaxtune.run.model import declare_model
+from jaxtune.run.state import State
+from jaxtune.run.step import accumulated_gradients, make_train_step
+from jaxtune.run.values import initial_parameters
+
+QWEN = "qwen3, yarn rope, tied"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    return folder, torch_model(QWEN, folder)
+
+
+def adapted(folder, mesh, lora: Lora, seed: int = 0):
+    """(model, all parameters with a random adapter, config)."""
+    model, frozen, config = read(folder, mesh, lora=lora)
+    rng = np.random.default_rng(seed)
+    adapters = {
+        name: jax.device_put(rng.normal(size=p.shape).astype(np.float32) * 0.1, p.sharding)
+        for name, p in model.parameters.items()
+        if p.is_adapter
+    }
+    return model, {**frozen, **adapters}, config
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        Lora(enabled=True, rank=4, alpha=8.0),
+        Lora(enabled=True, rank=4, alpha=8.0, use_rslora=True, target_modules=("q_proj", "down_proj")),
+        Lora(enabled=True, rank=2, alpha=3.0, target_modules=r"layers\.[13]\.(self_attn\.(q|v)|mlp\.up)_proj"),
+    ],
+    ids=["all-linear", "rslora, list", "regex that splits the stack"],
+)
+def test_an_exported_adapter_gives_the_same_logits_in_peft(base, one_device, tmp_path, lora):
+    import torch
+
+    peft = pytest.importorskip("peft")
+    folder, _ = base
+    model, parameters, config = adapted(folder, one_device, lora)
+    rows = tokens(2, 48)
+    export(model, parameters, config, tmp_path / "peft", "peft", steps=1, tokens=1)
+    export(model, parameters, config, tmp_path / "merged", "hf", merge=True, steps=1, tokens=1)
+
+    import transformers
+
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(reference, tmp_path / "peft").eval()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    ours = logits(model, parameters, make_batch(rows, one_device))
+    with torch.no_grad():
+        assert np.abs(theirs(torch.tensor(rows)).logits.numpy() - ours).max() <= 1e-5
+        assert np.abs(merged(torch.tensor(rows)).logits.numpy() - ours).max() <= 2e-5
+
+
+def test_an_adapter_made_by_peft_loads_here(base, one_device, tmp_path):
+    import torch
+    import transformers
+
+    peft = pytest.importorskip("peft")
+    folder, _ = base
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "o_proj", "gate_proj"])
+    torch.manual_seed(1)
+    theirs = peft.get_peft_model(model, config)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    theirs.save_pretrained(tmp_path)
+
+    lora = Lora(enabled=True, rank=3, alpha=5.0, target_modules=("q_proj", "o_proj", "gate_proj"), path=str(tmp_path))
+    declared, frozen, read_config = read(folder, one_device, lora=lora)
+    adapters = initial_parameters(declared, read_config)
+    rows = tokens(2, 48)
+    with torch.no_grad():
+        expected = theirs(torch.tensor(rows)).logits.numpy()
+    ours = logits(declared, {**frozen, **adapters}, make_batch(rows, one_device))
+    assert np.abs(ours - expected).max() <= 1e-5
+
+
+def test_only_adapters_have_gradients_and_optimizer_state(base, one_device):
+    """No array of the compiled step but the frozen inputs has the shape of a base weight."""
+    folder, _ = base
+    lora = Lora(enabled=True, rank=4, alpha=8.0)
+    config = Config(model=Model(path=str(folder), dtype="float32"), data=Data(seq_len=64), lora=lora)
+    model = declare_model(config, one_device)
+    optimizer = build(Optim(), trained_of(model), len(model.spec.layers))
+    gradients = accumulated_gradients(model.graph, cross_entropy, RECIPES["fp32"], "block", 0)
+    step = make_train_step(gradients, optimizer, lambda s: jnp.float32(1e-3), 1.0, RECIPES["fp32"])
+    trained = model.abstract(model.trained)
+    state = jax.eval_shape(lambda t: State(jnp.int32(0), t, optimizer.init(t)), trained)
+    batch = jax.tree.map(lambda x: x[None], make_batch(tokens(2, 64), one_device))
+    compiled = jax.jit(step).lower(state, model.abstract(model.frozen), batch).compile()
+
+    moments = {leaf.shape for leaf in jax.tree.leaves(state.optimizer) if leaf.shape}
+    assert moments == {model.parameters[name].shape for name in model.trained}
+    assert all(model.parameters[name].is_adapter for name in model.trained)
+    up = model.parameters["stacks.0.blocks.0.mlp.up.weight"].shape  # (layers, out, in)
+    stacked = ",".join(map(str, up))
+    produced = [
+        line
+        for line in compiled.as_text().splitlines()
+        if re.search(rf"= f32\[{stacked}\]", line) and not re.search(r"parameter\(|get-tuple-element\(|copy\(", line)
+    ]
+    assert not produced
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_a_tied_head_cannot_have_an_adapter(base, one_device, target):
+    folder, _ = base
+    with pytest.raises(UserError, match=f"{target} cannot have an adapter.*tied"):
+        read(folder, one_device, lora=Lora(enabled=True, target_modules=("q_proj", target)))
+
+
+def test_targets_that_match_nothing_are_an_error(base, one_device):
+    folder, _ = base
+    with pytest.raises(UserError, match="query_key_value"):
+        read(folder, one_device, lora=Lora(enabled=True, target_modules=("query_key_value",)))
+
+
+def test_new_adapters_change_nothing(base, one_device):
+    folder, reference = base
+    import torch
+
+    model, frozen, config = read(folder, one_device, lora=Lora(enabled=True, rank=4))
+    rows = tokens(1, 32)
+    adapters = initial_parameters(model, config)
+    assert any(np.asarray(a).any() for name, a in adapters.items() if name.endswith("lora_a"))
+    with torch.no_grad():
+        expected = reference(torch.tensor(rows)).logits.numpy()
+    assert np.abs(logits(model, {**frozen, **adapters}, make_batch(rows, one_device)) - expected).max() <= 2e-5
+
+
+def test_layers_without_an_adapter_start_a_new_stack(base, one_device):
+    folder, _ = base
+    model, _, _ = read(folder, one_device, lora=Lora(enabled=True, target_modules=r"layers\.[01]\.mlp"))
+    assert {name.split(".")[1] for name in model.parameters if name.startswith("stacks")} == {"0", "1"}
+    assert inject(model.spec, Lora(enabled=True)).layers[0].adapters

@@ -1,0 +1,74 @@
+"""QLoRA against peft on bitsandbytes' 4-bit linears: loss and adapter gradients of the same weights and batch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from batches import make_batch, tokens
+from tiny import read, torch_model
+
+from jaxtune.config.schema import Lora, Quant
+from jaxtune.objectives.cross_entropy import cross_entropy
+from jaxtune.precision.recipes import RECIPES
+from jaxtune.run.export import export
+from jaxtune.run.step import accumulated_gradients
+
+torch = pytest.importorskip("torch", reason="parity needs torch, whose CPU build exists for Python 3.11 only")
+peft = pytest.importorskip("peft")
+pytest.importorskip("bitsandbytes")
+
+LORA = Lora(enabled=True, rank=4, alpha=8.0)
+
+
+@pytest.mark.parametrize(("kind", "double_quant"), [("nf4", False), ("nf4", True), ("fp4", True)])
+def test_loss_and_adapter_gradients_are_those_of_peft_and_bitsandbytes(one_device, tmp_path, kind, double_quant):
+    """Quantized here; or, as bitsandbytes' own 8-bit scales on a CPU are not the nearest, read as it saved them."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    base = tmp_path / "base"
+    torch_model("llama, linear rope", base, intermediate_size=128)
+    four_bits = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=kind,
+        bnb_4bit_use_double_quant=double_quant,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    reference = AutoModelForCausalLM.from_pretrained(base, quantization_config=four_bits, dtype=torch.float32)
+    quant = Quant(format=kind, double_quant=False)
+    if double_quant:
+        base, quant = tmp_path / "quantized", Quant()
+        reference.save_pretrained(base)
+    model, frozen, config = read(base, one_device, lora=LORA, quant=quant)
+    assert len(model.formats) == 7
+    rng = np.random.default_rng(0)
+    adapters = {
+        name: jax.device_put(rng.normal(size=model.parameters[name].shape).astype(np.float32) * 0.1)
+        for name in model.trained
+    }
+    export(model, {**frozen, **adapters}, config, tmp_path / "peft", "peft", steps=1, tokens=1)
+    theirs = peft.PeftModel.from_pretrained(reference, tmp_path / "peft", is_trainable=True)
+    theirs.train()  # in evaluation bitsandbytes multiplies in bfloat16 on a CPU
+
+    rows = tokens(2, 48)
+    loss = theirs(torch.tensor(rows), labels=torch.tensor(rows)).loss
+    loss.backward()
+    expected = {
+        name.removeprefix("base_model.model.").replace(".default", ""): parameter.grad.numpy()
+        for name, parameter in theirs.named_parameters()
+        if parameter.grad is not None
+    }
+
+    gradients = accumulated_gradients(model.graph, cross_entropy, RECIPES["fp32"], "none", 0)
+    batch = jax.tree.map(lambda x: x[None], make_batch(rows, one_device))
+    with jax.default_matmul_precision("highest"):
+        summed = jax.jit(gradients)(adapters, frozen, batch, jnp.int32(0))
+    count = float(summed.tokens)
+    assert abs(float(summed.loss) / count - loss.item()) <= 1e-4 * loss.item()
+    found = {
+        hf_name: np.asarray(summed.gradients[name][layer]) / count
+        for name in model.trained
+        for layer, hf_name in enumerate(model.hf_names(name))
+    }
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        assert np.abs(gradient - expected[name]).max() <= 1e-4 * np.abs(expected[name]).max(), name

@@ -1,0 +1,80 @@
+"""Batches: the right rows in the right order, and only the rows that this process needs."""
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from tiny import numbered_documents
+
+from jaxtune.config.schema import Data
+from jaxtune.data.loader import abstract_batch, batches, needed_rows
+from jaxtune.data.rows import FIELDS, Rows
+
+SEQ_LEN = 8
+ROWS = Rows(numbered_documents([3, 5, 8, 6, 2] * 6), Data(seq_len=SEQ_LEN), epochs=2)
+
+
+def one_device():
+    return NamedSharding(jax.make_mesh((1, 1), ("data", "sequence")), PartitionSpec(None, "data", "sequence"))
+
+
+def test_batches_hold_the_rows_in_order_and_fill_up_with_padding():
+    found = list(batches(ROWS, 2, 3, SEQ_LEN, one_device(), 0, ROWS.stop))
+    assert [next_row for next_row, _ in found] == [6 * (i + 1) for i in range(-(-ROWS.stop // 6))]
+    number = 0
+    for _, batch in found:
+        assert set(batch) == {*FIELDS, "row"} and batch["row"].shape == (2, 3)
+        for i in range(2):
+            for j in range(3):
+                assert batch["row"][i, j] == number
+                for name, values in ROWS[number].items():
+                    assert batch[name].dtype == values.dtype
+                    assert np.array_equal(batch[name][i, j], values)
+                number += 1
+    assert not batch["segment_ids"][-1, -1].any()
+
+
+def test_a_loader_that_starts_in_the_middle_goes_on_as_the_first_would_have():
+    whole = dict(batches(ROWS, 1, 4, SEQ_LEN, one_device(), 0, 24))
+    for next_row, batch in batches(ROWS, 1, 4, SEQ_LEN, one_device(), 12, 24):
+        assert all(np.array_equal(batch[name], whole[next_row][name]) for name in batch)
+    # Other batch sizes cut the same rows differently.
+    for next_row, batch in batches(ROWS, 2, 2, SEQ_LEN, one_device(), 12, 24):
+        assert np.array_equal(np.asarray(batch["tokens"]).reshape(4, SEQ_LEN), whole[next_row]["tokens"][0])
+
+
+class _SomeDevices:
+    """What a sharding tells a process about its devices."""
+
+    def __init__(self, *indices):
+        self.indices = indices
+
+    def addressable_devices_indices_map(self, shape):
+        return dict(enumerate(self.indices))
+
+
+def test_a_process_reads_only_the_rows_its_devices_hold():
+    every, first, second = slice(None), slice(0, 2), slice(2, 4)
+    shape = (2, 4, SEQ_LEN)
+    # rows over two devices, one of them here
+    assert needed_rows(_SomeDevices((every, second, every)), shape) == [(0, 2), (0, 3), (1, 2), (1, 3)]
+    # positions over two devices, both here: the same rows once
+    sequence = _SomeDevices((every, first, slice(0, 4)), (every, first, slice(4, 8)))
+    assert needed_rows(sequence, shape) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert len(needed_rows(_SomeDevices((every, first, every), (every, second, every)), shape)) == 8
+
+
+def test_a_program_can_be_compiled_before_the_first_batch_is_read():
+    [(_, batch)] = batches(ROWS, 2, 3, SEQ_LEN, one_device(), 0, 6)
+    abstract = abstract_batch((2, 3, SEQ_LEN), one_device())
+    assert {name: (x.shape, x.dtype, x.sharding) for name, x in batch.items()} == {
+        name: (x.shape, x.dtype, x.sharding) for name, x in abstract.items()
+    }
+
+
+def test_row_numbers_wrap_before_int32_does():
+    class Far:
+        def __getitem__(self, index):
+            return ROWS[index % 10]
+
+    [(next_row, batch)] = batches(Far(), 1, 2, SEQ_LEN, one_device(), 2**31 - 1, 2**31)
+    assert next_row == 2**31 + 1 and batch["row"].tolist() == [[2**31 - 1, 0]]

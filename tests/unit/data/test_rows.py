@@ -1,0 +1,134 @@
+"""What a row holds, and which row is where."""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import numbered_documents
+
+from jaxtune.config.schema import Data
+from jaxtune.data.rows import Rows
+from jaxtune.data.splits import hold_out
+from jaxtune.errors import UserError
+
+SEQ_LEN = 16
+
+
+@given(
+    lengths=st.lists(st.integers(2, 3 * SEQ_LEN), min_size=1, max_size=20),
+    packing=st.booleans(),
+    shuffle=st.booleans(),
+    truncation=st.sampled_from(["split", "right"]),
+)
+@settings(deadline=None)
+def test_every_target_is_trained_once_an_epoch_after_its_own_document(lengths, packing, shuffle, truncation):
+    found = numbered_documents(lengths)
+    rows = Rows(found, Data(seq_len=SEQ_LEN, packing=packing, shuffle=shuffle, truncation=truncation), epochs=1)
+    seen = Counter()
+    for i in range(rows.stop):
+        row = rows[i]
+        trained = row["loss_weight"] > 0
+        seen.update(row["targets"][trained].tolist())
+        assert (row["targets"] - row["tokens"] == 1)[trained].all()
+        assert not trained[row["segment_ids"] == 0].any()
+    starts = set((found.offsets[:-1] + 1).tolist())
+    expected = {
+        token
+        for begin, length in zip(found.offsets, lengths)
+        for token in range(begin + 2, begin + 1 + (length if truncation == "split" else min(length, SEQ_LEN + 1)))
+    }
+    assert seen == Counter(expected) and not starts & set(seen)
+
+
+def test_positions_segments_and_visible_keys_restart_with_each_document():
+    row = Rows(numbered_documents([3, 5, 4]), Data(seq_len=SEQ_LEN, shuffle=False))[0]
+    assert row["tokens"].tolist() == [*range(1, 13), 0, 0, 0, 0]
+    assert row["positions"].tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 0, 0, 0]
+    assert row["segment_ids"].tolist() == [1, 1, 1, 2, 2, 2, 2, 2, 3, 3, 3, 3, 0, 0, 0, 0]
+    assert row["key_start"].tolist() == [0, 0, 0, 3, 3, 3, 3, 3, 8, 8, 8, 8, 16, 16, 16, 16]
+    assert row["loss_weight"].tolist() == [1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0]
+    assert {name: values.dtype.name for name, values in row.items()} == {
+        **dict.fromkeys(("tokens", "targets", "positions", "segment_ids", "key_start"), "int32"),
+        "loss_weight": "float32",
+    }
+
+
+def test_weights_belong_to_the_target():
+    """A prompt of two tokens and an answer of two: the last token of the prompt predicts the first of the answer."""
+    row = Rows(numbered_documents([4], [[0, 0, 1, 0.5]]), Data(seq_len=6))[0]
+    assert row["loss_weight"].tolist() == [0, 1, 0.5, 0, 0, 0]
+
+
+def test_rows_go_on_through_the_epochs_in_a_new_order_and_end_in_padding():
+    data = Data(seq_len=SEQ_LEN)
+    rows = Rows(numbered_documents([9] * 10), data, epochs=2.5)
+    assert rows.stop == rows.total(2.5) == 25 and rows.total(2) == 20
+    tokens = [rows[i]["tokens"] for i in range(25)]
+    first, second = tokens[:10], tokens[10:20]
+    assert sorted(map(tuple, first)) == sorted(map(tuple, second))
+    assert not np.array_equal(first, second)
+    beyond = rows[25]
+    assert not beyond["segment_ids"].any() and not beyond["loss_weight"].any()
+    assert beyond["key_start"].tolist() == [SEQ_LEN] * SEQ_LEN
+    endless = Rows(numbered_documents([9] * 10), data)
+    assert endless.stop is None and endless[1000]["segment_ids"].any()
+    assert np.array_equal(endless[17]["tokens"], tokens[17])
+
+
+def test_rows_are_random_access():
+    """The state of the data is one number: any row can be read first."""
+    found, data = numbered_documents([3, 5, 7, 9, 11, 2, 4] * 5), Data(seq_len=SEQ_LEN)
+    in_order = Rows(found, data)
+    in_order = [in_order[i] for i in range(40)]
+    for i in (39, 3, 25, 0):
+        fresh = Rows(found, data)[i]
+        assert all(np.array_equal(fresh[name], in_order[i][name]) for name in fresh)
+
+
+def test_counts_tell_what_was_cut_and_dropped():
+    lengths = [4, 20, 16, 40]
+    split = Rows(numbered_documents(lengths), Data(seq_len=SEQ_LEN)).counts
+    assert (split.documents, split.tokens, split.split_documents, split.dropped_documents) == (4, 80, 2, 0)
+    deleted = Rows(numbered_documents(lengths, continuous=False), Data(seq_len=SEQ_LEN)).counts
+    assert (deleted.documents, deleted.tokens, deleted.dropped_documents, deleted.dropped_tokens) == (2, 20, 2, 60)
+    assert deleted.target_tokens == 3 + 15
+    cut = Rows(numbered_documents(lengths), Data(seq_len=SEQ_LEN, truncation="right")).counts
+    assert (cut.documents, cut.tokens, cut.truncated_documents, cut.truncated_tokens) == (4, 52, 2, 28)
+    assert cut.rows == 4 and cut.fill == 52 / 64
+    assert "2 truncated by 28 tokens" in str(cut)
+
+
+def test_a_cut_that_leaves_no_target_drops_the_document():
+    answer_at_the_end = [0] * 20 + [1] * 4
+    found = numbered_documents([24, 6], [answer_at_the_end, [1] * 6], continuous=False)
+    counts = Rows(found, Data(seq_len=SEQ_LEN, truncation="right")).counts
+    assert (counts.documents, counts.dropped_documents, counts.dropped_tokens, counts.target_tokens) == (1, 1, 24, 5)
+
+
+def test_nothing_left_is_an_error_that_says_what_to_do():
+    with pytest.raises(UserError, match="seq_len=16"):
+        Rows(numbered_documents([20, 30], continuous=False), Data(seq_len=SEQ_LEN))
+
+
+@given(count=st.integers(2, 40), fraction=st.floats(0.001, 0.999), seed=st.integers(0, 2**31))
+@settings(deadline=None)
+def test_validation_documents_are_apart_from_training_and_the_same_each_time(count, fraction, seed):
+    found = numbered_documents([3] * count)
+    train, validation = hold_out(found, fraction, seed)
+    assert len(train) >= 1 and len(validation) >= 1
+    assert sorted([*train.chosen, *validation.chosen]) == list(range(count))
+    assert np.array_equal(hold_out(found, fraction, seed)[1].chosen, validation.chosen)
+
+
+def test_rows_of_a_part_of_the_documents_hold_only_those():
+    train, validation = hold_out(numbered_documents([5] * 20), 0.3, seed=1)
+    tokens = []
+    for part in (train, validation):
+        rows = Rows(part, replace(Data(seq_len=SEQ_LEN), shuffle=False), epochs=1)
+        tokens.append({token for i in range(rows.stop) for token in rows[i]["tokens"].tolist() if token})
+    assert not tokens[0] & tokens[1] and tokens[0] | tokens[1] == set(range(1, 101))
+    with pytest.raises(UserError, match="only one document"):
+        hold_out(numbered_documents([5]), 0.1, seed=1)

@@ -1,0 +1,132 @@
+"""Adapters go to the peft library and come from it unchanged; what is not plain LoRA is refused."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from tiny import model_folder
+
+from jaxtune import hf
+from jaxtune.errors import UserError
+
+MODULE = "model.layers.0.self_attn.q_proj"
+OPTIONS = {"rank": 4, "alpha": 8.0, "dropout": 0.1, "use_rslora": False, "base_model": "owner/name"}
+
+
+def write(folder, modules, **options):
+    targets = sorted({module.rsplit(".", 1)[1] for module in modules})
+    hf.write_adapter(folder, modules, target_modules=targets, **OPTIONS | options)
+
+
+def pair(rows, columns, rank=4, seed=0):
+    generator = np.random.default_rng(seed)
+    return (
+        generator.standard_normal((rank, columns)).astype(np.float32),
+        generator.standard_normal((rows, rank)).astype(np.float32),
+    )
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    write(tmp_path, {MODULE: pair(6, 5)})
+    return tmp_path
+
+
+def test_what_is_written_is_read_back(adapter):
+    found = hf.read_adapter(adapter)
+    assert (found.rank, found.alpha, found.dropout, found.use_rslora) == (4, 8.0, 0.1, False)
+    assert found.base_model == "owner/name"
+    for half, written in zip(found.modules[MODULE], pair(6, 5)):
+        np.testing.assert_array_equal(half, written)
+
+
+def test_every_module_is_among_the_targets(tmp_path):
+    with pytest.raises(ValueError, match="q_proj"):
+        hf.write_adapter(tmp_path, {MODULE: pair(6, 5)}, target_modules=["v_proj"], **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("peft_type", "IA3"),
+        ("use_dora", True),
+        ("bias", "all"),
+        ("modules_to_save", ["lm_head"]),
+        ("rank_pattern", {"q_proj": 8}),
+        ("alpha_pattern", {"q_proj": 8}),
+        ("fan_in_fan_out", True),
+        ("trainable_token_indices", [1]),
+        ("init_lora_weights", "pissa"),
+        ("some_later_option", 3),
+        ("r", "4"),
+        ("r", True),
+        ("r", 0),
+        ("lora_alpha", None),
+        ("lora_alpha", float("nan")),
+        ("use_rslora", "yes"),
+    ],
+)
+def test_anything_but_plain_lora_is_named_and_refused(adapter, key, value):
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {key: value}))
+    with pytest.raises(UserError, match=rf"adapter_config\.json: {key} is "):
+        hf.read_adapter(adapter)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({f"base_model.model.{MODULE}.lora_B.weight": None}, f"missing for {MODULE}"),
+        ({f"base_model.model.{MODULE}.lora_B.weight": np.zeros((6, 3), np.float32)}, r"lora_B.weight is F32 \(6, 3\)"),
+        ({f"base_model.model.{MODULE}.lora_A.weight": np.zeros((4, 5), np.int32)}, "is I32"),
+        ({f"base_model.model.{MODULE}.lora_magnitude_vector": np.zeros(6, np.float32)}, "not understood"),
+    ],
+)
+def test_tensors_that_make_no_adapter_are_named_and_refused(adapter, changes, said):
+    tensors = load_file(adapter / "adapter_model.safetensors") | changes
+    save_file({k: v for k, v in tensors.items() if v is not None}, adapter / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=said):
+        hf.read_adapter(adapter)
+
+
+def test_an_adapter_saved_as_a_pickle_is_refused(adapter):
+    (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
+    with pytest.raises(UserError, match="saved as safetensors"):
+        hf.read_adapter(adapter)
+
+
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_peft_computes_what_merging_by_hand_does(tmp_path, use_rslora):
+    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    def load():
+        return AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+
+    model_folder(tmp_path / "model")
+    merged = load()
+    shapes = {
+        name: module.weight.shape
+        for name, module in merged.named_modules()
+        if isinstance(module, torch.nn.Linear) and name != "lm_head"
+    }
+    modules = {name: pair(*shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}
+    write(tmp_path / "adapter", modules, use_rslora=use_rslora, base_model=str(tmp_path / "model"))
+    with torch.no_grad():
+        for name, (a, b) in modules.items():
+            scale = 8.0 / (2.0 if use_rslora else 4.0)
+            merged.get_submodule(name).weight += scale * torch.tensor(b) @ torch.tensor(a)
+    tokens = torch.arange(24).reshape(2, 12)
+    adapted = peft.PeftModel.from_pretrained(load(), tmp_path / "adapter")
+    with torch.no_grad():
+        plain, wanted, found = (model(tokens).logits for model in (load(), merged, adapted))
+    assert (plain - wanted).abs().max() > 1e-2
+    assert (found - wanted).abs().max() <= 1e-5
+
+    adapted.save_pretrained(tmp_path / "saved")
+    read = hf.read_adapter(tmp_path / "saved")
+    assert (read.rank, read.alpha, read.use_rslora, read.modules.keys()) == (4, 8.0, use_rslora, modules.keys())
+    for name, halves in modules.items():
+        for half, written in zip(read.modules[name], halves):
+            np.testing.assert_array_equal(half, written)

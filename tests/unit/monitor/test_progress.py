@@ -1,0 +1,49 @@
+"""What a user sees of a run while it goes on."""
+
+import io
+import math
+
+import rich.console
+
+from jaxtune.monitor.progress import Progress
+
+ROW = {"loss": 2.34567, "learning_rate": 1e-4, "grad_norm": 0.5, "tokens_per_second": 12345.6, "mfu": 0.412}
+
+
+def show(total, start, every, rows, **kwargs):
+    progress = Progress(total, start, every, **kwargs)
+    for step, row in rows:
+        progress.update(step, row)
+    progress.message("[saved] step 3")
+    progress.close()
+
+
+def test_without_a_terminal_progress_is_plain_lines(capsys):
+    show(7, 0, 3, [(step, ROW) for step in range(1, 8)])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines[:-1]] == ["3/7", "6/7", "7/7"]
+    assert "left  loss 2.3457  lr 1.0e-04  grad norm 0.500  tokens/s 12,346  MFU 41%" in lines[1]
+    assert lines[-1] == "[saved] step 3"
+    assert "\x1b" not in "".join(lines)
+
+
+def test_a_step_that_is_not_finite_is_always_shown(capsys):
+    show(100, 0, 50, [(1, ROW), (2, ROW | {"loss": math.nan, "grad_norm": math.inf}), (3, ROW)])
+    [line, _] = capsys.readouterr().out.splitlines()
+    assert line.startswith("step 2/100") and "loss NaN" in line and "grad norm inf" in line
+
+
+def test_the_bar_shows_progress_and_nan_in_red(monkeypatch):
+    screen = io.StringIO()
+    console = rich.console.Console
+    monkeypatch.setattr(
+        rich.console, "Console", lambda **kwargs: console(file=screen, force_terminal=True, width=150, **kwargs)
+    )
+    show(7, 2, 1, [(3, {"loss": math.nan}), (4, ROW)])
+    assert "4/7" in screen.getvalue() and "2.3457" in screen.getvalue() and "[saved] step 3" in screen.getvalue()
+    assert "\x1b[1;31mNaN" in screen.getvalue()
+
+
+def test_other_processes_show_nothing(capsys):
+    show(7, 0, 1, [(1, ROW), (2, {"loss": math.nan})], is_main=False)
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,75 @@
+"""train.z_loss: PaLM's penalty of the logits' normaliser (arXiv:2204.02311), on the tokens that are trained."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from batches import make_batch, tokens
+from tiny import VOCABULARY
+
+from jaxtune.objectives.cross_entropy import cross_entropy
+from jaxtune.parallel.layout import ACTIVATIONS, RULES, TOKENS
+
+Z_LOSS, POSITIONS, TRAINED, WIDTH, PADDED = 1e-2, 16, 8, 8, 512
+OPTIONS = {"noise": None, "dtype": jnp.float32, "remat": "none", "head_gradient": True, "z_loss": Z_LOSS}
+
+
+def only_a_head(hidden: jax.Array, head: jax.Array) -> Any:
+    """A decoder whose hidden states are given."""
+
+    class Head:
+        head_weight = head
+        spec = SimpleNamespace(vocabulary=VOCABULARY)
+
+        def __call__(self, *inputs, **options):
+            return hidden, None
+
+    return Head()
+
+
+def make(mesh):
+    """(hidden states, head, batch whose second half has no weight)."""
+    random = np.random.default_rng(0)
+    hidden = random.normal(size=(1, POSITIONS, WIDTH)).astype(np.float32)
+    head = random.normal(size=(PADDED, WIDTH)).astype(np.float32)
+    batch = make_batch(tokens(1, POSITIONS), mesh)
+    weight = (np.arange(POSITIONS)[None] < TRAINED).astype(np.float32)
+
+    def place(x, spec):
+        return jax.device_put(x, jax.NamedSharding(mesh, spec))
+
+    batch |= {"loss_weight": place(weight, TOKENS)}
+    return place(hidden, ACTIVATIONS), place(head, jax.P(RULES.vocabulary, None)), batch
+
+
+def test_loss_and_gradients_are_those_of_the_definition(one_device):
+    hidden, head, batch = make(one_device)
+
+    @jax.jit
+    @jax.value_and_grad
+    def ours(parts):
+        with jax.default_matmul_precision("highest"):
+            return cross_entropy(only_a_head(*parts), batch, **OPTIONS)[0]
+
+    targets = np.asarray(batch["targets"])[0, :TRAINED]
+
+    def defined(parts):
+        logits = jnp.matmul(parts[0][0, :TRAINED], parts[1][:VOCABULARY].T, precision="highest")
+        normalizer = jax.nn.logsumexp(logits, axis=-1)
+        return jnp.sum(normalizer - logits[np.arange(TRAINED), targets] + Z_LOSS * normalizer**2)
+
+    loss, gradients = ours((hidden, head))
+    jax.set_mesh(None)
+    expected, expected_gradients = jax.value_and_grad(defined)((np.asarray(hidden), np.asarray(head)))
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    for gradient, expected in zip(gradients, expected_gradients):
+        np.testing.assert_allclose(gradient, expected, atol=1e-5 * float(jnp.abs(expected).max()))
+
+
+def test_tokens_without_weight_pay_none(one_device):
+    hidden, head, batch = make(one_device)
+    total = jax.jit(lambda batch: cross_entropy(only_a_head(hidden, head), batch, **OPTIONS))
+    assert total(batch)[0] > 0 and total(batch)[1] == TRAINED
+    assert total(batch | {"loss_weight": 0 * batch["loss_weight"]}) == (0.0, 0)

@@ -1,0 +1,104 @@
+"""What options of `optim` change besides the update rule: the format of its state, and rates of its own."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtune.config.schema import Muon, Normuon, Optim
+from jaxtune.optim.build import Step, Trained, build
+
+NAMES = {
+    "matrix": tuple(f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(2)),
+    "norm": tuple(f"model.layers.{layer}.input_layernorm.weight" for layer in range(2)),
+    "embedding": ("model.embed_tokens.weight",),
+}
+SHAPES = {"matrix": (2, 32, 64), "norm": (2, 64), "embedding": (64, 32)}
+
+
+def after(optim, gradients, steps=1, sizes=(1.0,)):
+    """(parameters, state) after updates of parameters that are 0, by the gradients times each of the sizes in turn."""
+    trained = {name: Trained(NAMES[name], stacked=len(NAMES[name]) > 1) for name in gradients}
+    optimizer = build(optim, trained, 2)
+
+    @jax.jit
+    def update(parameters, state, number, size):
+        step = Step(jnp.float32(optim.learning_rate), size, jnp.bool(True), jax.random.key(number))
+        return optimizer.update(gradients, state, parameters, step)
+
+    parameters = jax.tree.map(jnp.zeros_like, gradients)
+    state = optimizer.init(parameters)
+    for number in range(steps):
+        parameters, state = update(parameters, state, number, jnp.float32(sizes[number % len(sizes)]))
+    return parameters, state
+
+
+def some_gradients(seed=0):
+    rng = np.random.default_rng(seed)
+    return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in SHAPES.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("adamw", "float32"), *((name, "bfloat16") for name in ("adamw", "sgd", "lion", "muon", "normuon"))],
+)
+def test_moments_are_kept_in_state_dtype(one_device, name, dtype):
+    _, state = after(Optim(name=name, state_dtype=dtype), some_gradients())
+    kept = {
+        str(leaf.dtype)
+        for parameter, rule_state in state.rules.items()
+        for leaf in jax.tree.leaves(rule_state)
+        if leaf.shape == SHAPES[parameter]
+    }
+    assert kept == {dtype}
+
+
+def test_moments_in_bfloat16_are_rounded_stochastically(one_device):
+    """To the nearest, a moment would not change by its thousandth: it would stay what it is for ever."""
+    optim = Optim(beta1=0.999, learning_rate=1e-3, state_dtype="bfloat16")
+    ones = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
+    _, state = after(optim, ones, steps=400)
+    for moment in jax.tree.leaves(state.rules["matrix"]):
+        assert abs(float(moment.astype(jnp.float32).mean()) / (1 - 0.999**400) - 1) < 0.01
+
+
+def test_muon_has_a_learning_rate_of_its_own_for_matrices(one_device):
+    gradients = some_gradients()
+    same, _ = after(Optim(name="muon", learning_rate=1e-3), gradients)
+    own, _ = after(Optim(name="muon", learning_rate=1e-3, muon=Muon(learning_rate=0.02)), gradients)
+    np.testing.assert_allclose(own["matrix"], 20 * same["matrix"], rtol=1e-4)
+    for name in ("norm", "embedding"):
+        np.testing.assert_array_equal(own[name], same[name])
+        assert jnp.abs(same[name]).min() > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("adamw", {"beta1": 0.5}),
+        ("adamw", {"beta2": 0.5}),
+        ("adamw", {"epsilon": 0.5}),
+        ("adamw_8bit", {"beta2": 0.5}),
+        ("sgd", {"beta1": 0.5}),
+        ("lion", {"beta1": 0.5}),
+        ("lion", {"beta2": 0.5}),
+        ("muon", {"muon": Muon(momentum=0.5)}),
+        ("muon", {"muon": Muon(nesterov=False)}),
+        ("muon", {"muon": Muon(ns_steps=2)}),
+        ("muon", {"muon": Muon(adjust_lr="match_rms_adamw")}),
+        ("normuon", {"normuon": Normuon(momentum=0.5)}),
+        ("normuon", {"normuon": Normuon(beta2=0.5)}),
+        ("normuon", {"normuon": Normuon(ns_steps=2)}),
+        ("normuon", {"normuon": Normuon(cautious_wd=False)}),
+    ],
+)
+def test_every_option_reaches_the_update(one_device, name, options):
+    optim = Optim(name=name, learning_rate=0.1, weight_decay=0.5)
+    random = np.random.default_rng(0).normal(size=(2, 4, 8)).astype(np.float32)
+    gradients = {"matrix": jnp.asarray(random)}
+    sizes = (1.0, -0.003, -0.3)
+    plain, _ = after(optim, gradients, 3, sizes)
+    changed, _ = after(dataclasses.replace(optim, **options), gradients, 3, sizes)
+    assert jnp.abs(changed["matrix"] - plain["matrix"]).max() > 1e-3 * jnp.abs(plain["matrix"]).max()

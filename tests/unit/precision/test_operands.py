@@ -1,0 +1,29 @@
+"""Rounded operands are what was declared."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxtune.precision.operands import abstract_operands, make_operands
+from unit.precision.reference import (
+    AXES,
+    FP8,
+    NVFP4,
+    case,
+)
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("numbers", [FP8, NVFP4], ids=["fp8", "nvfp4"])
+def test_operands_are_as_declared(numbers, jitted):
+    """Shapes, dtypes and shardings are known before a weight is there."""
+    w = jnp.asarray(case()[1])
+    make = lambda w: make_operands(w, numbers, AXES)  # noqa: E731
+    found = (jax.jit(make) if jitted else make)(w)
+    declared = abstract_operands(numbers, w.shape, w.dtype, AXES)
+    describe = lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding)  # noqa: E731
+    assert jax.tree.map(describe, found) == jax.tree.map(describe, declared)
+    stacked = abstract_operands(numbers, (3, *w.shape), w.dtype, (None, *AXES))
+    assert stacked.forward.codes.shape == (3, *declared.forward.codes.shape)

@@ -1,0 +1,217 @@
+"""What options of `precision` change besides the products themselves: delayed scales, what is left out, sums."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from batches import make_batch, tokens
+from flax import nnx
+from jax.extend.core import jaxprs_in_params
+from tiny import random_values, spec
+
+from jaxtune.config.schema import Fp8, Nvfp4, Precision, Quant
+from jaxtune.errors import UserError
+from jaxtune.models.linear import Linear
+from jaxtune.models.mark import mark_precision, selected
+from jaxtune.models.parameters import declare
+from jaxtune.models.spec import Adapter, Layer
+from jaxtune.objectives.cross_entropy import cross_entropy
+from jaxtune.parallel.layout import TOKENS
+from jaxtune.precision.recipes import check_device, linears_of, recipe_of
+from jaxtune.quant import QuantizedArray, format_of
+from jaxtune.quant.format import quantized
+from jaxtune.run.step import accumulated_gradients
+from pallas_kernels.gpus import GPUS, Device
+
+SPEC = spec(layers=(Layer(low_precision=frozenset({"mlp.down.weight"})),) * 3)
+
+
+def delayed(**options):
+    """(Linears, name of the one that it is about)."""
+    linears = linears_of(Precision("fp8_hybrid", fp8=Fp8(**options)), declare(SPEC)[1])
+    assert linears is not None
+    (name,) = linears.parameters
+    return linears, name
+
+
+def test_a_delayed_scale_fits_the_largest_of_the_last_amax_history_steps(one_device):
+    linears, name = delayed(amax_history=2)
+    amax = linears.initial_amax()
+    np.testing.assert_array_equal(linears.scales(amax, jnp.int32(0))[name], np.ones((3, 2)))
+    seen = []
+    for largest in (1.0, 7.0, 3.0, 2.0):
+        amax = linears.extended(amax, {name: jnp.full((3, 2), largest)}, jnp.bool(True))
+        seen.append(np.asarray(linears.scales(amax, jnp.int32(9))[name]) * [448.0, 57344.0])
+    np.testing.assert_allclose(seen, np.broadcast_to(np.reshape([1.0, 7.0, 7.0, 3.0], (4, 1, 1)), (4, 3, 2)), rtol=1e-6)
+
+
+def test_a_step_that_is_not_finite_leaves_the_history(one_device):
+    linears, name = delayed(amax_history=2)
+    amax = linears.extended(linears.initial_amax(), {name: jnp.ones((3, 2))}, jnp.bool(True))
+    after = linears.extended(amax, {name: jnp.full((3, 2), jnp.inf)}, jnp.bool(False))
+    np.testing.assert_array_equal(after[name], amax[name])
+
+
+def test_first_steps_have_scales_of_their_own(one_device):
+    """A scale of 0 asks for the tensor's own."""
+    linears, name = delayed(amax_history=2, online_scale_steps=3)
+    scales = [float(linears.scales(linears.initial_amax(), jnp.int32(step))[name].max()) for step in range(5)]
+    assert scales == [0, 0, 0, 1, 1]
+
+
+def test_current_scaling_carries_nothing(one_device):
+    linears, _ = delayed(scaling="current")
+    assert linears.initial_amax() == {}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "section", "name", "value"),
+    [
+        ("fp8_hybrid", "fp8", "hadamard", True),
+        ("nvfp4", "nvfp4", "stochastic_rounding", False),
+        ("nvfp4", "nvfp4", "hadamard", False),
+        ("nvfp4", "nvfp4", "four_over_six", False),
+    ],
+)
+def test_the_numbers_are_those_asked_for(one_device, recipe, section, name, value):
+    """What they mean is tested with the products."""
+    sections = {"fp8": Fp8, "nvfp4": Nvfp4}
+    precision = Precision(recipe, **{section: sections[section](**{name: value})})
+    linears = linears_of(precision, declare(SPEC)[1])
+    assert linears is not None and getattr(linears.numbers, name) is value
+
+
+@pytest.mark.parametrize(
+    ("options", "left_out"),
+    [
+        ({}, r"^$"),
+        ({"exclude": r"layers\.1\.mlp|down_proj"}, r"layers\.1\.mlp|down_proj"),
+        ({"skip_first_layers": 1}, r"layers\.0\."),
+        ({"skip_last_layers": 2}, r"layers\.[12]\."),
+    ],
+)
+def test_what_is_left_out_of_few_bits(options, left_out):
+    every = selected(SPEC, Precision("fp8_hybrid"), "precision")
+    assert len(every) == 3 * 7
+    expected = {name for name in every if not re.search(left_out, name)}
+    assert selected(SPEC, Precision("fp8_hybrid", **options), "precision") == expected
+
+
+def test_leaving_out_what_is_not_there_is_an_error():
+    with pytest.raises(UserError, match="precision.exclude='nothing' matches none"):
+        selected(SPEC, Precision("fp8_hybrid", exclude="nothing"), "precision")
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp16"])
+@pytest.mark.parametrize("options", [{"exclude": r"layers\.1\..*down_proj"}, {"skip_last_layers": 1}])
+def test_what_is_left_out_of_bf16_and_fp16_is_marked_float32(recipe, options):
+    whole = spec(layers=3)
+    assert mark_precision(whole, Precision(recipe)) == whole
+    found = [layer.float32 for layer in mark_precision(whole, Precision(recipe, **options)).layers]
+    assert found[0] == frozenset() and len(found[1]) + len(found[2]) == (1 if "exclude" in options else 7)
+    assert "mlp.down.weight" in found[1 if "exclude" in options else 2]
+    with pytest.raises(UserError, match="leaves out every linear layer.*another precision.recipe"):
+        mark_precision(whole, Precision(recipe, exclude="layers"))
+
+
+@pytest.mark.parametrize("stored", ["float32", "nf4"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_linear_layer_in_float32_rounds_only_its_result(one_device, dtype, stored):
+    """With its bias and adapter, in both passes; the others round each side and each product."""
+    rng = np.random.default_rng(0)
+    shapes = {"weight": (16, 64), "bias": (16,), "lora_a": (4, 64), "lora_b": (16, 4)}
+    values = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    if stored == "nf4":
+        quantize = format_of(Quant(format="nf4"), "mlp.down.weight")
+        values["weight"] = quantized(values["weight"], quantize, ("embed", "mlp"))
+    x, dy = (jnp.asarray(rng.normal(size=(2, 8, size)), dtype) for size in (64, 16))
+    adapted = spec(adapter=Adapter(rank=4, scale=0.5, dropout=0.0))
+
+    def results(float32):
+        """Result, gradient of x, gradients of the float32 values."""
+        layer = Layer(adapters=frozenset({"mlp.down"}), float32=frozenset({"mlp.down.weight"} if float32 else ()))
+        graph, _ = nnx.split(Linear(adapted, layer, "mlp.down", (16, 64), ("embed", "mlp"), bias=True))
+        frozen = {name: value for name, value in values.items() if not isinstance(value, jax.Array)}
+        trained = {name: value for name, value in values.items() if name not in frozen}
+
+        def run(x, trained):
+            leaves = {(name,): value for name, value in {**frozen, **trained}.items()}
+            return nnx.merge(graph, nnx.from_flat_state(leaves))(x, None)
+
+        y, pull_back = jax.vjp(run, jax.reshard(x, TOKENS), trained)
+        return y, *pull_back(jax.reshard(dy, TOKENS))
+
+    weight, a, b = (
+        np.asarray(v.dequantize() if isinstance(v, QuantizedArray) else v, np.float64)
+        for v in (values[name] for name in ("weight", "lora_a", "lora_b"))
+    )
+    x64, dy64 = np.asarray(x, np.float64), np.asarray(dy, np.float64)
+    y64 = x64 @ weight.T + np.asarray(values["bias"]) + 0.5 * x64 @ a.T @ b.T
+    dx64 = dy64 @ weight + 0.5 * dy64 @ b @ a
+    da64 = 0.5 * np.einsum("bso,or,bsi->ri", dy64, b, x64)
+
+    def error(found, exact):
+        assert found.shape == exact.shape
+        return np.abs(np.asarray(found, np.float64) - exact).max() / np.abs(exact).max()
+
+    half = jnp.finfo(dtype).eps / 2
+    y, dx, gradients = jax.jit(results, static_argnums=0)(True)
+    assert y.dtype == dx.dtype == dtype
+    assert error(y, y64) <= 1.01 * half and error(dx, dx64) <= 1.01 * half and error(gradients["lora_a"], da64) <= 1e-6
+    assert error(jax.jit(results, static_argnums=0)(False)[2]["lora_a"], da64) > half / 4
+    program = jax.make_jaxpr(results, static_argnums=0)(True)
+    assert {dot.params["precision"] for dot in dots(program)} == {(jax.lax.Precision.HIGHEST,) * 2}  # on a GPU not TF32
+
+
+def dots(jaxpr):
+    """Every matrix product of a traced program."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from dots(inner)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp16", "fp32"])
+def test_backward_products_are_in_the_recipe_s_dtype(one_device, recipe):
+    """Those of the low-precision recipes are tested with their products."""
+    graph, declared = declare(spec(layers=3, intermediate=48))
+    parameters = random_values(declared)
+    batch = jax.tree.map(lambda array: array[None], make_batch(tokens(2, 8), one_device))
+    compute = accumulated_gradients(graph, cross_entropy, recipe_of(Precision(recipe), None), "none", 0)
+    program = jax.make_jaxpr(compute)(parameters, {}, batch, jnp.int32(0))
+    found = [dot for dot in dots(program) if any(48 in operand.aval.shape for operand in dot.invars)]
+    assert len(found) >= 9  # 3 linear layers, forward and two backward
+    dtypes = {operand.aval.dtype for dot in found for operand in (*dot.invars, *dot.outvars)}
+    assert dtypes == {recipe_of(Precision(recipe), None).dtype}
+
+
+def test_gradients_are_summed_in_gradient_dtype(one_device):
+    graph, declared = declare(SPEC)
+    parameters = random_values(declared)
+    batch = {"tokens": jnp.ones((3, 1, 8), jnp.int32), "row": jnp.zeros((3, 1), jnp.int32)}
+
+    def objective(decoder, micro, **_):
+        return jnp.sum(decoder.head_weight) / 3, jnp.int32(1)
+
+    def gradient(dtype):
+        recipe = recipe_of(Precision("fp32", gradient_dtype=dtype), None)
+        compute = accumulated_gradients(graph, objective, recipe, "none", 0)
+        return jax.jit(compute)(parameters, {}, batch, jnp.int32(0)).gradients["embed.weight"]
+
+    exact, rounded = gradient("float32"), gradient("bfloat16")
+    assert exact.dtype == "float32" and rounded.dtype == "bfloat16"
+    np.testing.assert_allclose(exact, 1.0, rtol=1e-6)
+    np.testing.assert_allclose(rounded.astype("float32"), 1.0, rtol=2**-7)
+
+
+def test_a_recipe_says_where_it_cannot_run_or_is_emulated():
+    a100, h100, b200 = (Device("gpu", GPUS[name].kind, GPUS[name].capability) for name in ("a100", "h100", "b200"))
+    cpu = Device("cpu", "cpu", None)
+    with pytest.raises(UserError, match=r"A100.*has no FP8 units.*use precision.recipe='bf16'"):
+        check_device("fp8_hybrid", a100)
+    assert check_device("fp8_hybrid", h100) is check_device("nvfp4", b200) is check_device("bf16", a100) is None
+    for recipe, device in (("fp8_hybrid", cpu), ("nvfp4", cpu), ("nvfp4", h100)):
+        assert "is emulated on" in str(check_device(recipe, device))

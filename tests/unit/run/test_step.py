@@ -1,0 +1,225 @@
+"""The step: AdamW as torch has it, clipping, decay by name, steps that are not finite, program size."""
+
+import dataclasses
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from batches import make_batch, tokens
+from jax.extend.core import jaxprs_in_params
+from tiny import random_values, spec
+
+from jaxtune.config.schema import Lora, Optim
+from jaxtune.lora.inject import inject
+from jaxtune.models.parameters import declare
+from jaxtune.models.spec import Layer
+from jaxtune.objectives.cross_entropy import cross_entropy
+from jaxtune.optim.build import Trained, build
+from jaxtune.precision.recipes import RECIPES
+from jaxtune.run.state import State, initial_state
+from jaxtune.run.step import Summed, accumulated_gradients, make_train_step
+
+SPEC = spec()
+
+
+def abstract_parameters(declared, frozen_dtype):
+    """Trained parameters, in float32, and frozen ones."""
+
+    def chosen(trained, dtype):
+        return {
+            name: jax.ShapeDtypeStruct(p.shape, dtype, sharding=p.sharding)
+            for name, p in declared.items()
+            if p.trained == trained
+        }
+
+    return chosen(True, jnp.float32), chosen(False, frozen_dtype)
+
+
+def compiled_step(spec, batch, mesh, remat="block"):
+    """Optimised HLO of a whole LoRA step."""
+    graph, declared = declare(spec)
+    trained, frozen = abstract_parameters(declared, jnp.float32)
+    optimizer = build(
+        Optim(),
+        {name: Trained((name,) * max(1, len(declared[name].layers)), bool(declared[name].layers)) for name in trained},
+        len(spec.layers),
+    )
+    gradients = accumulated_gradients(graph, cross_entropy, RECIPES["fp32"], remat, 0)
+    step = make_train_step(gradients, optimizer, lambda _: jnp.float32(1e-3), 1.0, RECIPES["fp32"])
+    state = jax.eval_shape(lambda trained: initial_state(optimizer, trained), trained)
+    return jax.jit(step).lower(state, frozen, batch).compile().as_text()
+
+
+def test_the_program_does_not_grow_with_the_layers(one_device):
+    batch = jax.tree.map(lambda x: x[None], make_batch(tokens(1, 32), one_device))
+
+    def instructions(layers: int) -> int:
+        spec = inject(dataclasses.replace(SPEC, layers=(Layer(),) * layers), Lora(enabled=True, rank=2))
+        return len(re.findall(r"^\s*(?:ROOT )?%?[\w.\-]+ = ", compiled_step(spec, batch, one_device), re.M))
+
+    assert instructions(32) <= 1.05 * instructions(4)
+
+
+def test_no_array_is_sequence_by_sequence(one_device):
+    batch = jax.tree.map(lambda x: x[None], make_batch(tokens(1, 2048), one_device))
+    text = compiled_step(inject(SPEC, Lora(enabled=True, rank=2)), batch, one_device)
+    assert not re.search(r"\[[\d,]*2048,2048[\],]", text)
+
+
+def test_every_remat_policy_gives_the_same_gradients(one_device):
+    spec = inject(SPEC, Lora(enabled=True, rank=2, dropout=0.3))
+    graph, declared = declare(spec)
+    values = random_values(declared)
+    values |= {name: jnp.ones_like(value) * 0.1 for name, value in values.items() if name.endswith("lora_b")}
+    trained = {name: value for name, value in values.items() if declared[name].trained}
+    frozen = {name: value for name, value in values.items() if not declared[name].trained}
+    batch = jax.tree.map(lambda x: x[None], make_batch(tokens(2, 24), one_device, [10, 12]))
+
+    def gradients(remat):
+        computed = accumulated_gradients(graph, cross_entropy, RECIPES["fp32"], remat, 0)
+        # LLVM contracts into fused multiply-adds what happens to stand together, which differs from program to program.
+        plain = jax.jit(computed, compiler_options={"xla_backend_optimization_level": 0})
+        return plain(trained, frozen, batch, jnp.int32(3)).gradients
+
+    expected = gradients("none")
+    assert all(jnp.abs(gradient).max() > 0 for gradient in expected.values())
+    for remat in ("dots", "block"):
+        for name, gradient in gradients(remat).items():
+            assert jnp.abs(gradient - expected[name]).max() <= 1e-6 * jnp.abs(expected[name]).max(), (remat, name)
+
+
+def scans_over_layers(remat, mesh):
+    """The forward and the backward scan over the layers of a LoRA step in bfloat16, 2 rows of 24 tokens."""
+    graph, declared = declare(inject(SPEC, Lora(enabled=True, rank=2, dropout=0.3)))
+    trained, frozen = abstract_parameters(declared, jnp.bfloat16)
+    batch = jax.tree.map(lambda x: x[None], make_batch(tokens(2, 24), mesh))
+    gradients = accumulated_gradients(graph, cross_entropy, RECIPES["bf16"], remat, 0)
+    program = jax.make_jaxpr(gradients)(trained, frozen, batch, jnp.int32(0))
+    scans = [e for e in equations(program.jaxpr) if e.primitive.name == "scan" and e.params["length"] == 4]
+    return sorted(scans, key=lambda scan: scan.params["reverse"])
+
+
+def equations(jaxpr):
+    """Every equation, those of inner programs too."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations(inner)
+
+
+ACTIVATIONS = {(2, 24, 16): 2, (2, 24, 8): 2, (2, 24, 32): 2, (2, 24, 2): 7}  # of q and o, k and v, gate and up, x A^T
+KEPT = {
+    "none": {"bfloat16": ACTIVATIONS | {(2, 24, 2, 8): 1}, "float32": {(2, 2, 24): 1}},
+    "dots": {"bfloat16": ACTIVATIONS},
+    "block": {},
+}
+
+
+@pytest.mark.parametrize("remat", KEPT)
+def test_a_layer_keeps_its_input_and_what_the_policy_names(one_device, remat):
+    """Each array once, in the dtype of the step; neither a copy of a weight nor anything elementwise."""
+    forward, _ = scans_over_layers(remat, one_device)
+    kept = [value.aval for value in forward.outvars if value.aval.shape[0] == 4]  # the carry is 2 rows
+    expected = Counter({("bfloat16", (2, 24, 16)): 1})
+    for dtype, shapes in KEPT[remat].items():
+        expected.update({(dtype, shape): count for shape, count in shapes.items()})
+    assert Counter((value.dtype.name, value.shape[1:]) for value in kept) == expected
+
+
+@pytest.mark.parametrize(("remat", "products"), [("none", 7), ("dots", 7), ("block", 13)])
+def test_no_weight_is_multiplied_again_without_remat(one_device, remat, products):
+    """Seven backward products of frozen weights; with remat of the block also all of the forward ones but the last."""
+    weights = {(16, 16), (8, 16), (32, 16), (16, 32)}
+    _, backward = scans_over_layers(remat, one_device)
+    dots = [e for e in equations(backward.params["jaxpr"].jaxpr) if e.primitive.name == "dot_general"]
+    assert sum(any(value.aval.shape in weights for value in dot.invars) for dot in dots) == products
+
+
+def step_on(gradient_of, optim: Optim, parameters, names, max_norm=0.0, steps=5):
+    """Parameters after steps whose gradient is `gradient_of(step)`; several names are a stack."""
+    optimizer = build(optim, {key: Trained(one, stacked=len(one) > 1) for key, one in names.items()}, 3)
+
+    def gradients(trained, frozen, batch, step, scaling):
+        return Summed(gradient_of(step), jnp.float32(1.0), jnp.int32(1))
+
+    step = make_train_step(gradients, optimizer, lambda _: jnp.float32(optim.learning_rate), max_norm, RECIPES["fp32"])
+    state = initial_state(optimizer, parameters)
+    batch = {"segment_ids": jnp.ones((1, 1, 1), jnp.int32)}
+    found = []
+    for _ in range(steps):
+        state, metrics = jax.jit(step)(state, {}, batch)
+        found.append(metrics)
+    return state, found
+
+
+def test_adamw_equals_torch():
+    torch = pytest.importorskip("torch", reason="the reference is torch's AdamW (Python 3.11 here)")
+    rng = np.random.default_rng(0)
+    start = rng.normal(size=(3, 4)).astype(np.float32)
+    grads = rng.normal(size=(5, 3, 4)).astype(np.float32)
+    optim = Optim(learning_rate=1e-2, weight_decay=0.1, beta2=0.95, epsilon=1e-6)
+    parameter = torch.nn.Parameter(torch.tensor(start))
+    reference = torch.optim.AdamW([parameter], lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-6)
+    for grad in grads:
+        parameter.grad = torch.tensor(grad) * 2.0
+        torch.nn.utils.clip_grad_norm_([parameter], 1.5)
+        reference.step()
+    names = {"w": ("model.layers.0.mlp.up_proj.weight",) * 3}
+    state, metrics = step_on(lambda s: {"w": jnp.asarray(grads)[s] * 2.0}, optim, {"w": jnp.asarray(start)}, names, 1.5)
+    np.testing.assert_allclose(state.trained["w"], parameter.detach().numpy(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(metrics[0]["grad_norm"], 2 * np.linalg.norm(grads[0]), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("recipe", "precision"), [("fp32", "HIGHEST"), ("bf16", "DEFAULT")])
+def test_newton_schulz_multiplies_as_exactly_as_the_recipe_says(one_device, recipe, precision):
+    """A GPU would take float32 products of default precision for TF32."""
+    parameters = {"w": jnp.ones((2, 8, 4))}
+    optimizer = build(Optim("muon"), {"w": Trained(("a", "b"), stacked=True)}, 2, RECIPES[recipe].dtype)
+
+    def gradients(trained, *_):
+        return Summed(trained, jnp.float32(1.0), jnp.int32(1))
+
+    step = make_train_step(gradients, optimizer, lambda _: jnp.float32(1e-3), 0.0, RECIPES[recipe])
+    batch = {"segment_ids": jnp.ones((1, 1, 1), jnp.int32)}
+    text = jax.jit(step).lower(initial_state(optimizer, parameters), {}, batch).as_text()
+    assert set(re.findall(r"dot_general.*precision = \[(\w+), ", text)) == {precision}
+
+
+def test_decay_is_chosen_by_name_and_layer():
+    names = {
+        "stacked": tuple(f"model.layers.{i}.mlp.up_proj.weight" for i in range(3)),
+        "norm": ("model.norm.weight",),
+    }
+    start = {"stacked": jnp.ones((3, 2, 2)), "norm": jnp.ones((2,))}
+    zeros = jax.tree.map(jnp.zeros_like, start)
+    optim = Optim(learning_rate=0.1, weight_decay=0.5, no_decay=r"norm|layers\.1\.")
+    state, _ = step_on(lambda _: zeros, optim, start, names, steps=1)
+    np.testing.assert_allclose(state.trained["norm"], 1.0)
+    np.testing.assert_allclose(state.trained["stacked"][:, 0, 0], [0.95, 1.0, 0.95], rtol=1e-6)
+
+
+def test_moments_of_bfloat16_parameters_decay(one_device):
+    """In bfloat16 a second moment times 0.999 is itself, for ever."""
+    names = {"w": ("w",)}
+    start = {"w": jnp.ones(4, jnp.bfloat16)}
+    once = lambda step: {"w": jnp.where(step == 0, 1.0, 0.0) * jnp.ones(4)}  # noqa: E731
+    state, _ = step_on(once, Optim(learning_rate=1e-3), start, names, steps=200)
+    moments = state.optimizer.rules["w"]
+    assert state.trained["w"].dtype == jnp.bfloat16 and moments["nu"].dtype == jnp.float32
+    np.testing.assert_allclose(moments["nu"], 0.001 * 0.999**199, rtol=1e-4)
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_a_step_that_is_not_finite_changes_nothing(bad):
+    start = {"w": jnp.arange(4.0)}
+    names = {"w": ("w",)}
+    before, _ = step_on(lambda _: {"w": jnp.ones(4)}, Optim(), start, names, steps=2)
+    after, metrics = step_on(
+        lambda step: {"w": jnp.where(step < 2, 1.0, bad) * jnp.ones(4)}, Optim(), start, names, steps=3
+    )
+    assert int(after.step) == 3 and not np.isfinite(metrics[-1]["grad_norm"])
+    before, after = (State(0, state.trained, state.optimizer) for state in (before, after))
+    jax.tree.map(np.testing.assert_array_equal, before, after)
