@@ -7,6 +7,7 @@ import pathlib
 import re
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from absl import flags
 
@@ -19,16 +20,16 @@ _SETTING = re.compile(r"--?(?:no)?config\.([^=]+)")
 
 def run(
     define_flags: Callable[[flags.FlagValues], None],
-    body: Callable[[flags.FlagValues, Config | None], int | None],
+    body: Callable[[flags.FlagValues, Any], None],
     argv: list[str] | None = None,
     with_config: bool = True,
 ) -> int:
-    """Parses the command line and calls `body(flags, config)`.
+    """Parses the command line and calls `body(flags, config)`; `main` of every command is a partial of this.
 
     Args:
         define_flags: Defines the command's own flags with `absl.flags.DEFINE_*(..., flag_values=values)`; the docstring
             of its module is the head of --help.
-        body: The command; what it returns is the exit code, None is 0.
+        body: The command; its config is None without `with_config`.
         argv: Arguments without the program's name; None takes those of the process.
         with_config: Whether the command takes --config=FILE[:ARGUMENT] and --config.SECTION.OPTION=VALUE.
 
@@ -99,10 +100,8 @@ def _define_settings(values: flags.FlagValues, arguments: list[str]) -> list[str
     for key in settings:
         option = keys.lookup(key) or keys.nearest(key)
         is_bool = option is not None and option.annotation is bool
-        flag = flags.Flag(
-            flags.ArgumentParser(), flags.ArgumentSerializer(), f"config.{key}", None, f"option {key}", boolean=is_bool
-        )
-        flags.DEFINE_flag(flag, values)
+        text = flags.ArgumentParser(), flags.ArgumentSerializer()
+        flags.DEFINE_flag(flags.Flag(*text, f"config.{key}", None, f"option {key}", boolean=is_bool), values)
     return settings
 
 

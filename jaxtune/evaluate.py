@@ -3,6 +3,7 @@
 import logging
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from absl import flags
@@ -25,8 +26,7 @@ def _define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("step", None, "checkpoint; default: the newest good one", flag_values=values)
 
 
-def _main(values: flags.FlagValues, config: Config | None) -> None:
-    assert config is not None
+def _main(values: flags.FlagValues, config: Config) -> None:
     process.configure(config)
     mesh = make_mesh(config.mesh)
     run = open_run(RunFolder(Path(values.run)), mesh, values.step, low_precision=True)
@@ -34,20 +34,17 @@ def _main(values: flags.FlagValues, config: Config | None) -> None:
         raise UserError(
             f"the run is of model.path={run.config.model.path}, not {config.model.path}; give its own recipe"
         )
+    then, now = asdict(run.config), asdict(config)
     changed = [
         f"  {key}: {before!r} then, {after!r} now"
         for section in ("quant", "precision")
-        for key, before, after in differences(
-            asdict(getattr(run.config, section)), asdict(getattr(config, section)), section
-        )
+        for key, before, after in differences(then[section], now[section], section)
         if key not in ("precision.master_dtype", "precision.gradient_dtype")  # of training alone
     ]
     if changed:
         raise UserError("\n".join(["the run was trained with other options:", *changed, "set them back"]))
-    if config.data.seq_len > run.model.spec.max_positions:
-        raise UserError(
-            f"data.seq_len={config.data.seq_len} is more than the model's {run.model.spec.max_positions} positions"
-        )
+    if config.data.seq_len > (most := run.model.spec.max_positions):
+        raise UserError(f"data.seq_len={config.data.seq_len} is more than the model's {most} positions")
     _, documents = data.open_documents(config, hf.load_tokenizer(run.model.folder))
     if documents is None:
         raise UserError("no validation data: set data.eval_datasets or data.validation_split")
@@ -57,10 +54,7 @@ def _main(values: flags.FlagValues, config: Config | None) -> None:
         print(f"{name} {value:.6f}")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
-    return command.run(_define_flags, _main, argv)
-
+main = partial(command.run, _define_flags, _main)
 
 if __name__ == "__main__":
     sys.exit(main())

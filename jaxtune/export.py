@@ -2,6 +2,7 @@
 
 import math
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -39,7 +40,7 @@ def _define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_bool("merge", False, "fold the adapter into the model", flag_values=values)
 
 
-def _main(values: flags.FlagValues, _: Config | None) -> None:
+def _main(values: flags.FlagValues, _: None) -> None:
     mesh = make_mesh(Mesh(), jax.devices()[: shards(RunFolder(Path(values.run)).read_config())])
     run = open_run(RunFolder(Path(values.run)), mesh, values.step)
     adapter = run.config.lora.enabled
@@ -58,10 +59,7 @@ def _main(values: flags.FlagValues, _: Config | None) -> None:
             print(merge_difference(run.model, parameters, run.config, output))
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
-    return command.run(_define_flags, _main, argv, with_config=False)
-
+main = partial(command.run, _define_flags, _main, with_config=False)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -5,6 +5,7 @@ in grey, where a token is only context; trained tokens are green.
 """
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 from absl import flags
@@ -37,8 +38,8 @@ def _define_flags(values: flags.FlagValues):
     flags.DEFINE_integer("show", 3, "samples to show", flag_values=values, lower_bound=0)
 
 
-def _main(values: flags.FlagValues, config: Config | None):
-    assert config is not None and config.model.path is not None
+def _main(values: flags.FlagValues, config: Config):
+    assert config.model.path is not None
     tokenizer = hf.load_tokenizer(hf.resolve(config.model.path, config.model.revision, weights=False))
     train, validation = open_documents(config, tokenizer)
     console = Console(soft_wrap=True, highlight=False)
@@ -51,10 +52,7 @@ def _main(values: flags.FlagValues, config: Config | None):
         console.print(f"\nsample {i}:", describe(train, i, tokenizer))
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns the exit code."""
-    return command.run(_define_flags, _main, argv)
-
+main = partial(command.run, _define_flags, _main)
 
 if __name__ == "__main__":
     sys.exit(main())

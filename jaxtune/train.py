@@ -5,9 +5,9 @@ python -m jaxtune.train --config=configs/quickstart.py
 
 import logging
 import sys
+from functools import partial
 
 import jax
-from absl import flags
 
 from jaxtune import command, data, hf
 from jaxtune.checkpoint import CheckpointManager
@@ -101,15 +101,7 @@ def train(config: Config) -> None:
     log.info(closing(config, folder))
 
 
-def _main(_: flags.FlagValues, config: Config | None) -> None:
-    assert config is not None
-    train(config)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
-    return command.run(lambda values: None, _main, argv)
-
+main = partial(command.run, lambda values: None, lambda values, config: train(config))
 
 if __name__ == "__main__":
     sys.exit(main())

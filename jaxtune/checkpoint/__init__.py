@@ -2,5 +2,3 @@
 
 from jaxtune.checkpoint.fingerprint import fingerprint, verify_fingerprint
 from jaxtune.checkpoint.manager import CheckpointManager, Restored
-
-__all__ = ["CheckpointManager", "Restored", "fingerprint", "verify_fingerprint"]

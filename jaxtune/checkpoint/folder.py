@@ -46,7 +46,8 @@ def remove(folder: Path, step: int) -> None:
     """Removes the checkpoint of `step`, if there is one."""
     path = folder / str(step)
     (path / manifest.MANIFEST).unlink(missing_ok=True)  # first: half a folder must not look like a checkpoint
-    _remove_tree(path)
+    # A reader or a failed save may still hold files here. It is no checkpoint any more, and the next save tries again.
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_unfinished(folder: Path) -> None:
@@ -54,15 +55,10 @@ def remove_unfinished(folder: Path) -> None:
     finished = {str(step) for step in steps(folder)}
     for path in _numbered(folder, r"\d+(\.orbax-checkpoint-tmp.*)?"):
         if path.name not in finished:
-            _remove_tree(path)
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _numbered(folder: Path, pattern: str) -> list[Path]:
     if not folder.is_dir():
         return []
     return [path for path in folder.iterdir() if re.fullmatch(pattern, path.name, re.ASCII)]
-
-
-def _remove_tree(path: Path) -> None:
-    # A reader or a failed save may still hold files here. It is no checkpoint any more, and the next save tries again.
-    shutil.rmtree(path, ignore_errors=True)

@@ -46,15 +46,12 @@ def _optim(config: Config) -> Iterator[Problem]:
         for moment in ("beta1", "beta2", "epsilon"):
             if getattr(optim, moment) != getattr(type(optim)(), moment):
                 yield _problem(config, f"optim.{moment}", reason, "optim.name", "lora.enabled", moot=True)
-    if optim.name == "schedule_free":
-        if optim.schedule != "constant":
-            reason = (
-                "schedule_free takes the place of a schedule; set optim.schedule = 'constant', with or without warm-up"
-            )
-            yield _problem(config, "optim.schedule", reason, "optim.name")
-        if optim.beta1 == 0:
-            reason = "schedule_free takes gradients this far from the last point to the average; must be above 0"
-            yield _problem(config, "optim.beta1", reason, "optim.name")
+    if optim.name == "schedule_free" and optim.schedule != "constant":
+        reason = "schedule_free takes the place of a schedule; set optim.schedule = 'constant', with or without warm-up"
+        yield _problem(config, "optim.schedule", reason, "optim.name")
+    if optim.name == "schedule_free" and optim.beta1 == 0:
+        reason = "schedule_free takes gradients this far from the last point to the average; must be above 0"
+        yield _problem(config, "optim.beta1", reason, "optim.name")
     for key in ("optim.start_lr", "optim.min_lr"):
         if (_value(config, key) or 0) > optim.learning_rate:
             reason = f"must be at most the peak, optim.learning_rate = {optim.learning_rate!r}"

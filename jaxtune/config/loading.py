@@ -210,8 +210,7 @@ def _build(section: Any, values: Any, prefix: str, problems: list[Problem]) -> A
                     expected = f"a finite {expected}"
                 elif isinstance(value, str) and typing.get_origin(annotation) is tuple:
                     expected += f" such as ({value!r},)"
-                text = f"{key} = {value!r}: expected {expected} ({meaning})"
-                problems.append(Problem((key,), text))
+                problems.append(Problem((key,), f"{key} = {value!r}: expected {expected} ({meaning})"))
     return section(**fields)
 
 

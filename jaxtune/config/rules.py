@@ -28,8 +28,7 @@ def broken(config: Config) -> Iterator[Problem]:
         value = getattr(section, option.key.rpartition(".")[2])
         if isinstance(value, int | float) and not inside(value, option.within):
             yield Problem((key,), f"{key} = {value!r}: must be {in_words(option.within)}")
-        in_entry = "[" in key
-        scope, prefix = (section, f"{key.rpartition('.')[0]}.") if in_entry else (config, "")
+        scope, prefix = (section, f"{key.rpartition('.')[0]}.") if "[" in key else (config, "")
         for condition in option.when if value != option.default else ():
             # An expression of the schema, over nothing but options.
             if not eval(condition, {"__builtins__": {}}, vars(scope)):

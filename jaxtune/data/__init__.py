@@ -6,15 +6,3 @@ from jaxtune.data.feed import Feed, open_feed
 from jaxtune.data.loader import abstract_batch, batches
 from jaxtune.data.rows import Counts, Rows
 from jaxtune.data.splits import open_documents
-
-__all__ = [
-    "ChatTemplate",
-    "Counts",
-    "Documents",
-    "Feed",
-    "Rows",
-    "abstract_batch",
-    "batches",
-    "open_documents",
-    "open_feed",
-]

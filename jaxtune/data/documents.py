@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,9 @@ from jaxtune.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+_Converted = tuple[str, Rendered | Encoded, bool]
+"""Where it comes from, the document, and whether it is running text."""
 
 _CACHE_FORMAT = 1
 _BATCH_CHARS = 2**22
@@ -157,10 +160,7 @@ class _Problems:
 
 
 def _write(
-    folder: Path,
-    found: list[tuple[sources.Source, Dataset]],
-    tokenizer: "PreTrainedTokenizerFast",
-    on_bad_row: str,
+    folder: Path, found: list[tuple[sources.Source, Dataset]], tokenizer: "PreTrainedTokenizerFast", on_bad_row: str
 ):
     """Tokenises into a temporary folder beside `folder`, then renames it."""
     problems = _Problems(on_bad_row)
@@ -179,7 +179,8 @@ def _write(
                 before = len(lengths)
                 line = progress.add_task(source.name, total=None, documents=0)
                 encode = Encoder(tokenizer, partial(progress.advance, line))
-                for document, is_text in _encoded(source, entry, tokenizer, encode, problems, notes):
+                converted = _converted(source, entry, tokenizer, problems, notes)
+                for document, is_text in _encoded(converted, encode, problems):
                     for array, file in ((document.tokens, tokens), (document.loss_weights, loss_weights)):
                         array.tofile(file)
                         content.update(array.data)
@@ -202,30 +203,19 @@ def _write(
         content.update(np.array(lengths, np.int64).tobytes())
         summary = {"key": content.hexdigest(), "skipped": problems.count, "notes": notes}
         (temporary / "summary.json").write_text(json.dumps(summary))
-        _rename(temporary, folder)
+        try:
+            temporary.rename(folder)
+        except OSError:
+            if not folder.exists():  # else another process was faster, with the same content
+                raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _rename(temporary: Path, folder: Path):
-    try:
-        temporary.rename(folder)
-    except OSError:
-        if not folder.exists():  # else another process was faster, with the same content
-            raise
-
-
-def _encoded(
-    source: sources.Source,
-    entry: Dataset,
-    tokenizer: "PreTrainedTokenizerFast",
-    encode: Encoder,
-    problems: _Problems,
-    notes: list[str],
-) -> Iterator[tuple[Encoded, bool]]:
+def _encoded(converted: Iterable[_Converted], encode: Encoder, problems: _Problems) -> Iterator[tuple[Encoded, bool]]:
     """The documents of a source, and whether each is running text."""
     pending, chars = [], 0
-    for item in _converted(source, entry, tokenizer, problems, notes):
+    for item in converted:
         pending.append(item)
         chars += len(item[1].text) if isinstance(item[1], Rendered) else 0
         if len(pending) == _BATCH_DOCUMENTS or chars >= _BATCH_CHARS:
@@ -236,8 +226,8 @@ def _encoded(
 
 def _converted(
     source: sources.Source, entry: Dataset, tokenizer: "PreTrainedTokenizerFast", problems: _Problems, notes: list[str]
-) -> Iterator[tuple[str, Rendered | Encoded, bool]]:
-    """(where, document, whether it is running text); the first sample decides the type, which goes to `notes`."""
+) -> Iterator[_Converted]:
+    """The samples of a source as documents; the first one decides the type, which goes to `notes`."""
     convert, continuous = None, False
     for where, sample in source.read(problems.report):
         if convert is None:
@@ -260,9 +250,7 @@ def _converted(
             yield where, document, continuous
 
 
-def _finished(
-    pending: list[tuple[str, Rendered | Encoded, bool]], encode: Encoder, problems: _Problems
-) -> Iterator[tuple[Encoded, bool]]:
+def _finished(pending: list[_Converted], encode: Encoder, problems: _Problems) -> Iterator[tuple[Encoded, bool]]:
     """Tokens of what is only rendered, without the documents that hold no target."""
     texts = iter(encode([document for _, document, _ in pending if isinstance(document, Rendered)]))
     for where, document, continuous in pending:
@@ -275,19 +263,11 @@ def _finished(
 
 def _load(folder: Path) -> Documents:
     summary = json.loads((folder / "summary.json").read_text())
-    offsets = np.load(folder / "offsets.npy")
-    arrays = {}
+    arrays = {name: np.load(folder / f"{name}.npy") for name in ("offsets", "targets", "continuous")}
+    count = arrays["offsets"][-1]
     for name, dtype in (("tokens", np.int32), ("loss_weights", np.float16)):
         arrays[name] = np.memmap(folder / f"{name}.bin", dtype, mode="r")
-        if len(arrays[name]) != offsets[-1]:
-            raise UserError(f"{folder} is damaged: {name}.bin does not hold {offsets[-1]} tokens; delete the folder")
-    return Documents(
-        key=summary["key"],
-        offsets=offsets,
-        targets=np.load(folder / "targets.npy"),
-        continuous=np.load(folder / "continuous.npy"),
-        chosen=np.arange(len(offsets) - 1),
-        skipped=summary["skipped"],
-        notes=tuple(summary["notes"]),
-        **arrays,
-    )
+        if len(arrays[name]) != count:
+            raise UserError(f"{folder} is damaged: {name}.bin does not hold {count} tokens; delete the folder")
+    chosen = np.arange(len(arrays["targets"]))
+    return Documents(summary["key"], **arrays, chosen=chosen, skipped=summary["skipped"], notes=tuple(summary["notes"]))

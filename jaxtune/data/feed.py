@@ -39,9 +39,7 @@ class Feed:
 
     def batches(self, start_row: int) -> Iterator[tuple[int, dict[str, jax.Array]]]:
         """(row after the batch, batch) from a row on, to the end of the run."""
-        accum, micro_rows, seq_len = self.shape
-        stop_row = self.total_steps * self.rows_per_step
-        return batches(self.rows, accum, micro_rows, seq_len, self.sharding, start_row, stop_row)
+        return batches(self.rows, self.shape, self.sharding, start_row, self.total_steps * self.rows_per_step)
 
 
 def open_feed(config: Config, tokenizer, mesh: jax.sharding.Mesh) -> Feed:

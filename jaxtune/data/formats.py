@@ -3,6 +3,7 @@
 import dataclasses
 import string
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,39 +63,33 @@ def make_format(entry: Dataset, tokenizer: "PreTrainedTokenizerFast") -> Format:
         case "text":
             return lambda sample: Rendered(_text(sample, entry.text_field), append_eos=True)
         case "tokenized":
-            return lambda sample: _tokenized(sample, len(tokenizer))
+            return partial(_tokenized, len(tokenizer))
         case "conversation":
-            return _conversation(entry, ChatTemplate(tokenizer))
+            return partial(_conversation, entry, ChatTemplate(tokenizer))
         case "instruction":
             if entry.prompt_format is None:
-                return _chat_instruction(entry, ChatTemplate(tokenizer))
+                return partial(_chat_instruction, entry, ChatTemplate(tokenizer))
             return _formatted_instruction(entry, entry.prompt_format, tokenizer)
     raise ValueError(entry.type)
 
 
-def _conversation(entry: Dataset, template: ChatTemplate) -> Format:
-    def convert(sample: Sample) -> Rendered:
-        messages = check_messages(_column(sample, entry.messages_field))
-        system = _system(sample, entry)
-        if system and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": system})
-        tools = check_tools(_column(sample, entry.tools_field)) if entry.tools_field else None
-        return template.render(messages, tools)
-
-    return convert
+def _conversation(entry: Dataset, template: ChatTemplate, sample: Sample) -> Rendered:
+    messages = check_messages(_column(sample, entry.messages_field))
+    system = _system(sample, entry)
+    if system and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    tools = check_tools(_column(sample, entry.tools_field)) if entry.tools_field else None
+    return template.render(messages, tools)
 
 
-def _chat_instruction(entry: Dataset, template: ChatTemplate) -> Format:
-    def convert(sample: Sample) -> Rendered:
-        prompt, more = _text(sample, entry.instruction_field), _input(sample, entry)
-        messages = [
-            {"role": "user", "content": f"{prompt}\n{more}" if more else prompt},
-            {"role": "assistant", "content": _answer(sample, entry)},
-        ]
-        system = _system(sample, entry)
-        return template.render([{"role": "system", "content": system}, *messages] if system else messages)
-
-    return convert
+def _chat_instruction(entry: Dataset, template: ChatTemplate, sample: Sample) -> Rendered:
+    prompt, more = _text(sample, entry.instruction_field), _optional(sample, entry.input_field)
+    messages = [
+        {"role": "user", "content": f"{prompt}\n{more}" if more else prompt},
+        {"role": "assistant", "content": _answer(sample, entry)},
+    ]
+    system = _system(sample, entry)
+    return template.render([{"role": "system", "content": system}, *messages] if system else messages)
 
 
 def _formatted_instruction(entry: Dataset, prompt_format: str, tokenizer: "PreTrainedTokenizerFast") -> Format:
@@ -102,12 +97,10 @@ def _formatted_instruction(entry: Dataset, prompt_format: str, tokenizer: "PreTr
     _check_prompt_format("prompt_format", prompt_format)
     _check_prompt_format("prompt_format_no_input", without_input)
     if tokenizer.eos_token is None:
-        raise UserError(
-            "the tokenizer has no end-of-sequence token, so that an answer after prompt_format would never stop"
-        )
+        raise UserError("the tokenizer has no end-of-sequence token: an answer after prompt_format would never stop")
 
     def convert(sample: Sample) -> Rendered:
-        more = _input(sample, entry)
+        more = _optional(sample, entry.input_field)
         prompt = (prompt_format if more else without_input).format(
             system=_system(sample, entry) or "", instruction=_text(sample, entry.instruction_field), input=more
         )
@@ -126,7 +119,7 @@ def _check_prompt_format(option: str, form: str):
         raise UserError(f"{option}: unknown {{{unknown.pop()}}}; known are {{system}}, {{instruction}} and {{input}}")
 
 
-def _tokenized(sample: Sample, vocabulary: int) -> Encoded:
+def _tokenized(vocabulary: int, sample: Sample) -> Encoded:
     tokens = _integers(sample, "input_ids")
     outside = np.flatnonzero((tokens < 0) | (tokens >= vocabulary))
     if outside.size:
@@ -175,14 +168,12 @@ def _text(sample: Sample, column: str) -> str:
     return value
 
 
-def _input(sample: Sample, entry: Dataset) -> str:
-    column = entry.input_field
+def _optional(sample: Sample, column: str | None) -> str:
     return _text(sample, column) if column and sample.get(column) is not None else ""
 
 
 def _system(sample: Sample, entry: Dataset) -> str | None:
-    column = entry.system_field
-    return (_text(sample, column) if column and sample.get(column) is not None else None) or entry.system_prompt
+    return _optional(sample, entry.system_field) or entry.system_prompt
 
 
 def _answer(sample: Sample, entry: Dataset) -> str:

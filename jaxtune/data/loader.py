@@ -32,16 +32,14 @@ def abstract_batch(shape: tuple[int, int, int], sharding: NamedSharding) -> dict
 
 
 def batches(
-    rows: Rows, accum: int, rows_per_micro: int, seq_len: int, sharding: NamedSharding, start_row: int, stop_row: int
+    rows: Rows, shape: tuple[int, int, int], sharding: NamedSharding, start_row: int, stop_row: int
 ) -> Iterator[tuple[int, dict[str, jax.Array]]]:
     """Batches of rows [start_row, stop_row), in order.
 
     Args:
         rows: the rows; beyond their end they are padding, so that a last, smaller batch is not lost.
-        accum: micro-batches of a batch.
-        rows_per_micro: rows of a micro-batch, over all devices.
-        seq_len: length of a row.
-        sharding: of (accum, rows_per_micro, seq_len).
+        shape: (accum, rows_per_micro, seq_len): micro-batches of a batch, their rows over all devices, a row's length.
+        sharding: of this shape.
         start_row: first row, the state of the data.
         stop_row: no batch begins at or after this row.
 
@@ -49,22 +47,19 @@ def batches(
         The row after the batch, and the fields of `Rows` as (accum, rows_per_micro, seq_len) arrays, with `row`, int32
         (accum, rows_per_micro): the number of each row, modulo 2^31.
     """
-    shape = (accum, rows_per_micro, seq_len)
-    size = accum * rows_per_micro
+    size = shape[0] * shape[1]
     needed = needed_rows(sharding, shape)
     row_sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:2]))
 
     def read(first: int) -> dict[tuple[int, int], Row]:
-        return {(i, j): rows[first + i * rows_per_micro + j] for i, j in needed}
+        return {(i, j): rows[first + i * shape[1] + j] for i, j in needed}
 
     firsts = grain.MapDataset.range(start_row, stop_row, size)
     options = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_BATCHES_AHEAD)
     for first, block in zip(firsts, firsts.map(read).to_iter_dataset(options)):
         batch = {name: _place(block, name, shape, sharding) for name in FIELDS}
-        number = (first + np.arange(size).reshape(accum, rows_per_micro)) % 2**31
-        batch["row"] = jax.make_array_from_callback(
-            number.shape, row_sharding, lambda index, number=number: number[index].astype(np.int32)
-        )
+        number = ((first + np.arange(size).reshape(shape[:2])) % 2**31).astype(np.int32)
+        batch["row"] = jax.make_array_from_callback(number.shape, row_sharding, number.__getitem__)
         yield first + size, batch
 
 

@@ -3,8 +3,8 @@
 import math
 import threading
 from bisect import bisect_right
-from collections import OrderedDict
 from dataclasses import dataclass
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -102,7 +102,8 @@ class Rows:
                 f"data.truncation={data.truncation!r} {why}; raise data.seq_len, or choose another data.truncation"
             )
         self._document, self._start, self._length = pieces.document[kept], pieces.start[kept], pieces.length[kept]
-        self._plans: OrderedDict[int, RowPlan] = OrderedDict()
+        planned = partial(plan, self._length, data.seq_len, data.seed, packing=data.packing, shuffle=data.shuffle)
+        self._planned = lru_cache(_PLANS_KEPT)(planned)
         self._first_row = [0]
         self._lock = threading.Lock()
         self.stop = None if epochs is None else self.total(epochs)
@@ -146,16 +147,10 @@ class Rows:
         return self._first_row[epoch]
 
     def _plan(self, epoch: int) -> RowPlan:
-        data = self._data
         with self._lock:  # threads of the loader come here together at the start of an epoch
-            found = self._plans.get(epoch)
-            if found is None:
-                found = plan(self._length, data.seq_len, data.seed, epoch, data.packing, data.shuffle)
-                self._plans[epoch] = found
-                if len(self._plans) > _PLANS_KEPT:
-                    self._plans.popitem(last=False)
-                if len(self._first_row) == epoch + 1:
-                    self._first_row.append(self._first_row[epoch] + len(found))
+            found = self._planned(epoch)
+            if len(self._first_row) == epoch + 1:
+                self._first_row.append(self._first_row[epoch] + len(found))
             return found
 
     def _build(self, pieces: np.ndarray | list[int]) -> Row:

@@ -157,6 +157,14 @@ def _is_binary(file: Path) -> bool:
         return b"\0" in stream.read(_BINARY_PROBE_BYTES)
 
 
+@contextlib.contextmanager
+def _reporting(report: Report) -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        report(error)
+
+
 def _decode(raw: bytes, where: str) -> str:
     try:
         text = raw.decode("utf-8")
@@ -179,12 +187,9 @@ def _lines(file: Path, report: Report) -> Iterator[tuple[str, str]]:
                 while raw and not raw.endswith(b"\n"):
                     raw = stream.readline(MAX_LINE_BYTES)
                 continue
-            try:
+            with _reporting(report):
                 text = _decode(raw, where)
-            except UserError as error:
-                report(error)
-                continue
-            yield where, text.removeprefix("\ufeff") if number == 1 else text
+                yield where, text.removeprefix("\ufeff") if number == 1 else text
     if number == 0:
         report(UserError(f"{file}: empty file"))
 
@@ -216,12 +221,9 @@ def _object(value: Any, where: str) -> Sample:
 
 def _read_jsonl(file: Path, entry: Dataset, report: Report) -> Samples:
     for where, line in _lines(file, report):
-        if line.isspace():
-            continue
-        try:
-            yield where, _object(_parse(line, where), where)
-        except UserError as error:
-            report(error)
+        if not line.isspace():
+            with _reporting(report):
+                yield where, _object(_parse(line, where), where)
 
 
 def _read_json(file: Path, entry: Dataset, report: Report) -> Samples:
@@ -230,17 +232,13 @@ def _read_json(file: Path, entry: Dataset, report: Report) -> Samples:
         if not stream.read(_BINARY_PROBE_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
             yield from _read_jsonl(file, entry, report)
             return
-    try:
+    rows = []
+    with _reporting(report):
         rows = _parse(_decode(file.read_bytes(), str(file)).removeprefix("\ufeff"), str(file))
-    except UserError as error:
-        report(error)
-        return
     for i, row in enumerate(rows):
         where = f"{file} row {i}"
-        try:
+        with _reporting(report):
             yield where, _object(row, where)
-        except UserError as error:
-            report(error)
 
 
 def _read_csv(file: Path, entry: Dataset, report: Report) -> Samples:
@@ -284,15 +282,12 @@ def _read_table(file: Path, entry: Dataset, report: Report) -> Samples:
 
 def _read_text(file: Path, entry: Dataset, report: Report) -> Samples:
     """The whole file is one document. An empty one is bad where it was named, and no document in a folder."""
-    try:
+    with _reporting(report):
         text = _decode(file.read_bytes(), str(file))
-    except UserError as error:
-        report(error)
-        return
-    if text.strip():
-        yield str(file), {entry.text_field: text}
-    elif entry.path and Path(entry.path).expanduser() == file:
-        report(UserError(f"{file}: empty file"))
+        if text.strip():
+            yield str(file), {entry.text_field: text}
+        elif entry.path and Path(entry.path).expanduser() == file:
+            raise UserError(f"{file}: empty file")
 
 
 _READERS: dict[str, Callable[[Path, Dataset, Report], Samples]] = {

@@ -6,25 +6,3 @@ from jaxtune.hf.peft import Adapter, read_adapter, write_adapter
 from jaxtune.hf.prequantized import Scheme, read_quantized, read_scheme
 from jaxtune.hf.tokenizer import copy_tokenizer_files, load_tokenizer
 from jaxtune.hf.weights import Conversion, Target, Tensor, read, weight_files, write
-
-__all__ = [
-    "Adapter",
-    "Conversion",
-    "Scheme",
-    "Target",
-    "Tensor",
-    "copy_tokenizer_files",
-    "load_tokenizer",
-    "read",
-    "read_adapter",
-    "read_config",
-    "read_generation_config",
-    "read_quantized",
-    "read_scheme",
-    "resolve",
-    "weight_files",
-    "write",
-    "write_adapter",
-    "write_card",
-    "write_config",
-]

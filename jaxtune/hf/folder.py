@@ -24,8 +24,7 @@ from huggingface_hub.utils import validate_repo_id
 from jaxtune.errors import UserError
 
 # Never *.bin (pickle) and never *.py (remote code).
-_TEXT_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
-_WEIGHT_FILES = ("*.safetensors",)
+_TEXT_FILES = ["*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
 
 
 def resolve(path: str, revision: str | None = None, *, weights: bool = True, holds: str = "config.json") -> Path:
@@ -50,7 +49,7 @@ def resolve(path: str, revision: str | None = None, *, weights: bool = True, hol
     elif local.is_absolute() or path.startswith((".", "~")) or not is_hub_id(path):
         raise UserError(f"no folder {path}{_nearest(local)}")
     else:
-        folder = _download(path, revision, _TEXT_FILES + (_WEIGHT_FILES if weights else ()), _nearest(local))
+        folder = _download(path, revision, _TEXT_FILES + ["*.safetensors"] * weights, _nearest(local))
     if not (folder / holds).is_file():
         found = ", ".join(sorted(file.name for file in folder.iterdir())[:8]) or "nothing"
         raise UserError(
@@ -134,17 +133,11 @@ def is_hub_id(path: str) -> bool:
     return True
 
 
-def _download(repo_id: str, revision: str | None, patterns: tuple[str, ...], nearest: str) -> Path:
+def _download(repo_id: str, revision: str | None, patterns: list[str], nearest: str) -> Path:
     at = f" at revision '{revision}'" if revision else ""
+    again = ["*/*", "consolidated*"]  # the same weights, in their makers' own layout
     try:
-        return Path(
-            snapshot_download(
-                repo_id,
-                revision=revision,
-                allow_patterns=list(patterns),
-                ignore_patterns=["*/*", "consolidated*"],  # the same weights again, in their makers' own layout
-            )
-        )
+        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=patterns, ignore_patterns=again))
     except GatedRepoError as error:
         raise UserError(
             f"the hub model {repo_id} needs its owner's permission: ask for it on https://huggingface.co/{repo_id}, "

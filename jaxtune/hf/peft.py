@@ -3,9 +3,8 @@
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,59 +51,41 @@ class Adapter:
     modules: dict[str, tuple[Float[np.ndarray, "rank in"], Float[np.ndarray, "out rank"]]]
 
 
-def write_adapter(
-    folder: Path,
-    modules: Mapping[str, tuple[Any, Any]],
-    *,
-    rank: int,
-    alpha: float,
-    dropout: float,
-    use_rslora: bool,
-    target_modules: Sequence[str],
-    base_model: str,
-) -> None:
+def write_adapter(folder: Path, adapter: Adapter, target_modules: Sequence[str]) -> None:
     """Write an adapter that `peft` loads. Every process of a run may call it; process 0 writes.
 
     Args:
         folder: made where it is not there.
-        modules: (A, B) by Hugging Face module name, A of shape (rank, in), B of shape (out, rank); numpy arrays, or jax
-            arrays, fetched one at a time.
-        rank, alpha, dropout, use_rslora: as in `Adapter`.
+        adapter: what to write.
         target_modules: names or endings of names of the modules; peft puts adapters into what they match.
-        base_model: name or path of the model that the adapter belongs to.
 
     Raises:
         UserError: the folder cannot be written to.
     """
     ends = tuple(f".{target}" for target in target_modules)
-    strays = [module for module in modules if not f".{module}".endswith(ends)]
+    strays = [module for module in adapter.modules if not f".{module}".endswith(ends)]
     if strays:
         raise ValueError(f"target_modules {list(target_modules)} do not match {strays}")
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_model,
-        "revision": None,
-        "r": rank,
-        "lora_alpha": alpha,
-        "lora_dropout": dropout,
-        "use_rslora": use_rslora,
+        "base_model_name_or_path": adapter.base_model,
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "lora_dropout": adapter.dropout,
+        "use_rslora": adapter.use_rslora,
         "target_modules": sorted(target_modules),
-        "modules_to_save": None,
-        "exclude_modules": None,
-        "layers_to_transform": None,
-        "rank_pattern": {},
-        "alpha_pattern": {},
         "bias": "none",
-        "fan_in_fan_out": False,
-        "use_dora": False,
         "init_lora_weights": True,
         "inference_mode": True,
-        "auto_mapping": None,
+        **dict.fromkeys(("revision", "modules_to_save", "exclude_modules", "layers_to_transform", "auto_mapping")),
+        **dict.fromkeys(("fan_in_fan_out", "use_dora"), False),
+        "rank_pattern": {},
+        "alpha_pattern": {},
     }
     tensors = [
-        Tensor(f"base_model.model.{module}.lora_{half}.weight", array.shape, array.dtype, partial(np.asarray, array))
-        for module, pair in modules.items()
+        Tensor(f"base_model.model.{module}.lora_{half}.weight", array.shape, array.dtype, lambda array=array: array)
+        for module, pair in adapter.modules.items()
         for half, array in zip("AB", pair)
     ]
     write(folder, tensors, max_shard_bytes=None, stem="adapter_model")

@@ -78,8 +78,11 @@ def read_scheme(folder: Path) -> Scheme | None:
     _check_config(folder / "config.json", config)
     sources = open_sources(weight_files(folder))
     match config["quant_method"]:
-        case "bitsandbytes":
-            options = _bitsandbytes_options(folder, sources)
+        case "bitsandbytes":  # by the first weight; the headers of the others are held to it
+            name = min((name for name in sources if f".{_STATE}" in name), default=None)
+            if name is None:
+                raise UserError(f"{folder}: config.json says bitsandbytes, but no tensor has {_STATE}; {_WAY_OUT}")
+            options = _state(name, sources)[0]
         case "fp8":
             options = Quant(format="fp8", block_size=int(config["weight_block_size"][0]))
         case _:
@@ -170,10 +173,6 @@ def _check_config(file: Path, config: Any) -> None:
 # What becomes of the bytes of a tensor; a ValueError says what is wrong with them.
 
 
-def _as_is(found: UInt8[np.ndarray, "..."]) -> UInt8[np.ndarray, "..."]:
-    return found
-
-
 def _swapped(found: UInt8[np.ndarray, "..."]) -> UInt8[np.ndarray, "..."]:
     """The first of two codes into the high bits; compressed-tensors has it in the low ones."""
     return (found << 4) | (found >> 4)
@@ -216,7 +215,7 @@ class _Tensor:
 
     dtypes: tuple[str, ...]
     field: str | None = None
-    decode: Decode = _as_is
+    decode: Decode = lambda found: found
     flat: bool = False
 
 
@@ -307,14 +306,6 @@ def _part(name: str, tensor: _Tensor, shape: tuple[int, ...], sources: Mapping[s
         must = f"{size} elements" if tensor.flat else shape
         raise UserError(f"{source.file}: {name} has shape {source.shape}; the model of config.json needs {must}")
     return _Part(name, source, shape, tensor.decode)
-
-
-def _bitsandbytes_options(folder: Path, sources: Mapping[str, Source]) -> Quant:
-    """By the first weight; the headers of the others are held to it."""
-    name = min((name for name in sources if f".{_STATE}" in name), default=None)
-    if name is None:
-        raise UserError(f"{folder}: config.json says bitsandbytes, but no tensor's name has {_STATE}; {_WAY_OUT}")
-    return _state(name, sources)[0]
 
 
 def _state(name: str, sources: Mapping[str, Source]) -> tuple[Quant, tuple[int, int], float | None]:

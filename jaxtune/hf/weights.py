@@ -26,7 +26,7 @@ from jaxtune.errors import UserError
 from jaxtune.hf.folder import read_json, staged
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-_BYTES = ("U8", "F8_E4M3")  # read as they are, for quantized weights; no parameter has them
+_READ_AS = DTYPES | dict.fromkeys(("U8", "F8_E4M3"), np.dtype(np.uint8))  # bytes, of quantized weights alone
 MAX_SHARD_BYTES = 5 * 10**9
 _LARGEST_CHUNK = 32 * 2**20
 _LISTED = 10  # names of each kind in an error
@@ -108,34 +108,21 @@ class Source:
     """A tensor in a file, of which any part can be read; of F8_E4M3 the bits, as uint8."""
 
     file: Path
-    part: Any  # safetensors' PySafeSlice
-    begin: int | None  # where its bytes begin; None where safetensors reads them into numpy
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-        return tuple(self.part.get_shape())
-
-    @property
-    def dtype(self) -> str:
-        """Its dtype, as safetensors calls it."""
-        return self.part.get_dtype()
+    shape: tuple[int, ...]
+    dtype: str  # as safetensors calls it
+    begin: int  # of its bytes in the file
 
     @property
     def itemsize(self) -> int:
         """Bytes of an element; of a dtype that can be read."""
-        return 1 if self.dtype in _BYTES else DTYPES[self.dtype].itemsize
+        return _READ_AS[self.dtype].itemsize
 
     def rows(self, first: int, count: int, rest: tuple[slice, ...]) -> Shaped[np.ndarray, "..."]:
         """Read rows [first, first + count) and a part of the other dimensions; zeros beyond the last row."""
         held = min(max(self.shape[0] - first, 0), count)
         with damage(self.file):
-            if self.begin is None:
-                found = self.part[(slice(first, first + held) if held else slice(0, 0), *rest)]
-            else:
-                width = math.prod(self.shape[1:])
-                found = np.fromfile(self.file, np.uint8, held * width, offset=self.begin + first * width)
-                found = found.reshape(held, *self.shape[1:])[(slice(None), *rest)]
+            tensor = np.memmap(self.file, _READ_AS[self.dtype], "r", self.begin, self.shape)
+            found = np.array(tensor[(slice(first, first + held), *rest)])
         return np.pad(found, [(0, count - held)] + [(0, 0)] * len(rest)) if held < count else found
 
 
@@ -180,16 +167,11 @@ def weight_files(folder: Path) -> list[Path]:
     if single.exists():
         return [_inside(folder, single.name)]
     if not index.exists():
-        pickles = sorted(file.name for file in folder.glob("*.bin"))
-        raise UserError(
-            f"{folder} has no model.safetensors and no {index.name}"
-            + (
-                f", only {pickles[0]}: pickled weights can run code and are not read; convert them with "
-                "transformers' save_pretrained"
-                if pickles
-                else ""
-            )
-        )
+        problem = f"{folder} has no model.safetensors and no {index.name}"
+        if pickles := sorted(file.name for file in folder.glob("*.bin")):
+            problem += f", only {pickles[0]}: pickled weights can run code and are not read; "
+            problem += "convert them with transformers' save_pretrained"
+        raise UserError(problem)
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
         raise UserError(f"{index}: weight_map must be an object, tensor name to file name")
@@ -205,22 +187,17 @@ def open_sources(files: Iterable[Path]) -> dict[str, Source]:
     sources: dict[str, Source] = {}
     for file in files:
         with damage(file):
-            handle: Any = safe_open(file, framework="numpy")
-            begins = _float8_begins(file)
-            for name in handle.keys():  # noqa: SIM118 (safe_open is no mapping)
+            safe_open(file, framework="numpy")  # checks the header; it does not read F8_E4M3 into numpy
+            with file.open("rb") as handle:
+                length = int.from_bytes(handle.read(8), "little")
+                header = json.loads(handle.read(length))
+            header.pop("__metadata__", None)
+            for name, entry in header.items():
                 if name in sources:
                     raise UserError(f"tensor {name} is in both {sources[name].file} and {file}")
-                sources[name] = Source(file, handle.get_slice(name), begins.get(name))
+                begin = 8 + length + entry["data_offsets"][0]
+                sources[name] = Source(file, tuple(entry["shape"]), entry["dtype"], begin)
     return sources
-
-
-def _float8_begins(file: Path) -> dict[str, int]:
-    """Where the bytes of F8_E4M3 tensors begin in a sound file; safetensors does not read them into numpy."""
-    with file.open("rb") as handle:
-        length = int.from_bytes(handle.read(8), "little")
-        header = json.loads(handle.read(length))
-    header.pop("__metadata__", None)
-    return {name: 8 + length + x["data_offsets"][0] for name, x in header.items() if x["dtype"] == "F8_E4M3"}
 
 
 @contextmanager

@@ -28,13 +28,7 @@ class MetricsLog:
     """
 
     def __init__(
-        self,
-        folder: pathlib.Path,
-        log: Log,
-        run_name: str,
-        config: Mapping[str, Any],
-        resume_step: int,
-        is_main: bool,
+        self, folder: pathlib.Path, log: Log, run_name: str, config: Mapping[str, Any], resume_step: int, is_main: bool
     ) -> None:
         self._file = self._tensorboard = self._wandb = None
         if not is_main:

@@ -24,13 +24,10 @@ class Progress:
         self._console = rich.console.Console(highlight=False, emoji=False, soft_wrap=True)
         self._bar = None
         if is_main and self._console.is_terminal:
-            columns = [
-                rich.progress.BarColumn(bar_width=20),
-                rich.progress.TextColumn("{task.completed}/{task.total}  {task.fields[numbers]}"),
-            ]
-            if self._console.width < 120:  # the numbers matter more
-                del columns[0]
-            self._bar = rich.progress.Progress(*columns, console=self._console)
+            numbers = rich.progress.TextColumn("{task.completed}/{task.total}  {task.fields[numbers]}")
+            # On a narrow terminal the numbers matter more.
+            bar = [rich.progress.BarColumn(bar_width=20)] if self._console.width >= 120 else []
+            self._bar = rich.progress.Progress(*bar, numbers, console=self._console)
             self._task = self._bar.add_task("", total=total, completed=start, numbers="compiling")
             self._bar.start()
 

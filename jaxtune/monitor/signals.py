@@ -5,7 +5,6 @@ import signal
 import socket
 import sys
 import threading
-from types import TracebackType
 from typing import Self
 
 import jax
@@ -53,9 +52,7 @@ class StopRequest:
         self._previous = {number: signal.signal(number, lambda *_: None) for number in _HANDLED}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             # None: it was not installed from Python, and cannot be from here.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

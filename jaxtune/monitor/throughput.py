@@ -39,11 +39,9 @@ _PEAK_TFLOPS = (
     (r"\bMIG\b|\bLaptop\b|\b4090 D\b|\b5090 D\b", None),  # a slice of a card, or a slower one of the same name
     (r"\bGB[23]00\b", 2500.0),
     (r"\bB[23]00\b", 2250.0),
-    (r"\bGH200\b", 989.4),
-    (r"\bH200 NVL\b", 835.5),
+    (r"\bH[12]00 NVL\b", 835.5),
     (r"\bH[18]00 PCIe\b", 756.5),
-    (r"\bH100 NVL\b", 835.5),
-    (r"\bH[128]00\b", 989.4),
+    (r"\bH[128]00\b|\bGH200\b", 989.4),
     (r"\bH20\b", 148.0),
     (r"\bA[18]00\b", 312.0),
     (r"\bA40\b", 149.7),

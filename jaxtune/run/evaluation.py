@@ -33,7 +33,7 @@ def make_evaluate(
 
     def evaluate(trained: Parameters, frozen: Parameters) -> dict[str, float]:
         total, tokens = 0.0, 0
-        for _, batch in data.batches(rows, 1, rows_per_batch, config.data.seq_len, sharding, 0, stop_row):
+        for _, batch in data.batches(rows, (1, rows_per_batch, config.data.seq_len), sharding, 0, stop_row):
             batch_total, batch_tokens = jax.device_get(step(trained, frozen, batch))
             total, tokens = total + float(batch_total), tokens + int(batch_tokens)
         loss = total / max(tokens, 1)

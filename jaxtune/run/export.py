@@ -74,16 +74,16 @@ def export_adapter(model: Model, parameters: Parameters, config: Config, output:
         for layer, hf_name in enumerate(model.hf_names(name)):
             pair = modules.setdefault(hf_name.rsplit(".", 2)[0], {})
             pair[name.rsplit("_", 1)[1]] = np.asarray(_gather(parameters[name], layer))
-    hf.write_adapter(
-        output,
-        {module: (pair["a"], pair["b"]) for module, pair in modules.items()},
-        rank=config.lora.rank,
-        alpha=config.lora.alpha,
-        dropout=config.lora.dropout,
-        use_rslora=config.lora.use_rslora,
-        target_modules=_targets(model, set(modules)),
+    lora = config.lora
+    adapter = hf.Adapter(
+        rank=lora.rank,
+        alpha=lora.alpha,
+        dropout=lora.dropout,
+        use_rslora=lora.use_rslora,
         base_model=_absolute(config.model.path or ""),
+        modules={module: (pair["a"], pair["b"]) for module, pair in modules.items()},
     )
+    hf.write_adapter(output, adapter, _targets(model, set(modules)))
     if multihost.is_main():
         hf.copy_tokenizer_files(model.folder, output)
 

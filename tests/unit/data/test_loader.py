@@ -18,7 +18,7 @@ def one_device():
 
 
 def test_batches_hold_the_rows_in_order_and_fill_up_with_padding():
-    found = list(batches(ROWS, 2, 3, SEQ_LEN, one_device(), 0, ROWS.stop))
+    found = list(batches(ROWS, (2, 3, SEQ_LEN), one_device(), 0, ROWS.stop))
     assert [next_row for next_row, _ in found] == [6 * (i + 1) for i in range(-(-ROWS.stop // 6))]
     number = 0
     for _, batch in found:
@@ -34,11 +34,11 @@ def test_batches_hold_the_rows_in_order_and_fill_up_with_padding():
 
 
 def test_a_loader_that_starts_in_the_middle_goes_on_as_the_first_would_have():
-    whole = dict(batches(ROWS, 1, 4, SEQ_LEN, one_device(), 0, 24))
-    for next_row, batch in batches(ROWS, 1, 4, SEQ_LEN, one_device(), 12, 24):
+    whole = dict(batches(ROWS, (1, 4, SEQ_LEN), one_device(), 0, 24))
+    for next_row, batch in batches(ROWS, (1, 4, SEQ_LEN), one_device(), 12, 24):
         assert all(np.array_equal(batch[name], whole[next_row][name]) for name in batch)
     # Other batch sizes cut the same rows differently.
-    for next_row, batch in batches(ROWS, 2, 2, SEQ_LEN, one_device(), 12, 24):
+    for next_row, batch in batches(ROWS, (2, 2, SEQ_LEN), one_device(), 12, 24):
         assert np.array_equal(np.asarray(batch["tokens"]).reshape(4, SEQ_LEN), whole[next_row]["tokens"][0])
 
 
@@ -64,7 +64,7 @@ def test_a_process_reads_only_the_rows_its_devices_hold():
 
 
 def test_a_program_can_be_compiled_before_the_first_batch_is_read():
-    [(_, batch)] = batches(ROWS, 2, 3, SEQ_LEN, one_device(), 0, 6)
+    [(_, batch)] = batches(ROWS, (2, 3, SEQ_LEN), one_device(), 0, 6)
     abstract = abstract_batch((2, 3, SEQ_LEN), one_device())
     assert {name: (x.shape, x.dtype, x.sharding) for name, x in batch.items()} == {
         name: (x.shape, x.dtype, x.sharding) for name, x in abstract.items()
@@ -76,5 +76,5 @@ def test_row_numbers_wrap_before_int32_does():
         def __getitem__(self, index):
             return ROWS[index % 10]
 
-    [(next_row, batch)] = batches(Far(), 1, 2, SEQ_LEN, one_device(), 2**31 - 1, 2**31)
+    [(next_row, batch)] = batches(Far(), (1, 2, SEQ_LEN), one_device(), 2**31 - 1, 2**31)
     assert next_row == 2**31 + 1 and batch["row"].tolist() == [[2**31 - 1, 0]]

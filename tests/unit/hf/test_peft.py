@@ -16,7 +16,7 @@ OPTIONS = {"rank": 4, "alpha": 8.0, "dropout": 0.1, "use_rslora": False, "base_m
 
 def write(folder, modules, **options):
     targets = sorted({module.rsplit(".", 1)[1] for module in modules})
-    hf.write_adapter(folder, modules, target_modules=targets, **OPTIONS | options)
+    hf.write_adapter(folder, hf.Adapter(modules=modules, **OPTIONS | options), targets)
 
 
 def pair(rows, columns, rank=4, seed=0):
@@ -43,7 +43,7 @@ def test_what_is_written_is_read_back(adapter):
 
 def test_every_module_is_among_the_targets(tmp_path):
     with pytest.raises(ValueError, match="q_proj"):
-        hf.write_adapter(tmp_path, {MODULE: pair(6, 5)}, target_modules=["v_proj"], **OPTIONS)
+        hf.write_adapter(tmp_path, hf.Adapter(modules={MODULE: pair(6, 5)}, **OPTIONS), ["v_proj"])
 
 
 @pytest.mark.parametrize(
