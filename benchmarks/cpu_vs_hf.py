@@ -78,8 +78,7 @@ def jaxtune_step(folder: str, lora: bool, remat: bool):
     from jaxtune.precision.recipes import RECIPES
     from jaxtune.run.assembly import trained_of
     from jaxtune.run.model import declare_model
-    from jaxtune.run.state import initial_state
-    from jaxtune.run.step import accumulated_gradients, make_train_step
+    from jaxtune.run.step import accumulated_gradients, initial_state, make_train_step
     from jaxtune.run.values import frozen_parameters, initial_parameters
 
     mesh = make_mesh(Mesh())

@@ -15,7 +15,7 @@ from jaxtune.run import process
 from jaxtune.run.evaluation import make_evaluate
 from jaxtune.run.folder import RunFolder
 from jaxtune.run.resume import differences
-from jaxtune.run.trained import open_run
+from jaxtune.run.values import open_run
 
 log = logging.getLogger("jaxtune")
 

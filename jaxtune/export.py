@@ -12,11 +12,10 @@ from jaxtune.config.schema import Config, Mesh
 from jaxtune.errors import UserError
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.quant import format_of
-from jaxtune.run.export import export
+from jaxtune.run.export import export, merge_difference
 from jaxtune.run.folder import RunFolder
-from jaxtune.run.merge_check import merge_difference
 from jaxtune.run.model import read_spec
-from jaxtune.run.trained import open_run
+from jaxtune.run.values import open_run
 
 FORMATS = ("hf", "peft")
 

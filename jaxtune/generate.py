@@ -15,8 +15,7 @@ from jaxtune.parallel.mesh import make_mesh
 from jaxtune.run.folder import RunFolder
 from jaxtune.run.generation import generate_tokens, stop_tokens, stream_text
 from jaxtune.run.model import declare_model
-from jaxtune.run.trained import open_run
-from jaxtune.run.values import read_parameters
+from jaxtune.run.values import open_run, read_parameters
 
 
 def _define_flags(values: flags.FlagValues) -> None:

@@ -17,10 +17,9 @@ from jaxtune.monitor.goodput import Goodput
 from jaxtune.parallel import multihost
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.run import assembly, loop, process, resume
-from jaxtune.run.closing import closing, this_command
 from jaxtune.run.evaluation import make_evaluate
 from jaxtune.run.export import export
-from jaxtune.run.folder import run_folder
+from jaxtune.run.folder import closing, run_folder, this_command
 from jaxtune.run.generation import continue_text
 from jaxtune.run.model import declare_model, describe_layout
 from jaxtune.run.values import frozen_parameters, initial_parameters

@@ -20,8 +20,7 @@ from jaxtune.parallel.layout import AXES, TOKENS
 from jaxtune.precision.operands import abstract_operands, make_operands
 from jaxtune.precision.recipes import Recipe, linears_of, numbers_of, recipe_of
 from jaxtune.quant import Format
-from jaxtune.run.state import State, initial_state
-from jaxtune.run.step import Batch, Gradients, accumulated_gradients, make_train_step
+from jaxtune.run.step import Batch, Gradients, State, accumulated_gradients, initial_state, make_train_step
 
 LORA = Lora(enabled=True, rank=RANK, alpha=ALPHA)
 RATE = 1e-4

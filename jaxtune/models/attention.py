@@ -1,12 +1,13 @@
-"""Grouped-query self-attention: projections, optional query / key norms, rotation, and one way to attend."""
+"""Grouped-query self-attention: projections, optional query / key norms, rotation, and two ways to attend."""
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxtune.models.dropout import Noise
 from jaxtune.models.linear import Linear
@@ -14,10 +15,12 @@ from jaxtune.models.norm import RMSNorm
 from jaxtune.models.rope import rotate
 from jaxtune.models.spec import Layer, ModelSpec
 from jaxtune.parallel import layout
+from pallas_kernels.flash_attention import MaskSpec, flash_attention
 
 # (queries, keys, values, window, this layer's cache) -> (attended, the cache afterwards). Training attends within
 # packed rows and has no cache; generation attends to its cache. Neither knows the projections.
 Attend = Callable[[Array, Array, Array, int | None, Any], tuple[Array, Any]]
+BY_HEAD = layout.spec("batch", "positions", "heads", None)
 
 
 class Inputs(NamedTuple):
@@ -55,5 +58,37 @@ class Attention(nnx.Module):
         return self.o(merged, noise), cache
 
     def _by_head(self, x: Float[Array, "b s hd"]) -> Float[Array, "b s h d"]:
-        shape = (*x.shape[:2], -1, self.head_dim)
-        return jnp.reshape(x, shape, out_sharding=layout.spec("batch", "positions", "heads", None))
+        return jnp.reshape(x, (*x.shape[:2], -1, self.head_dim), out_sharding=BY_HEAD)
+
+
+def attend_packed(key_start: Int[Array, "b s"]) -> Attend:
+    """Causal attention within the documents of packed rows."""
+
+    def attend(q: Array, k: Array, v: Array, window: int | None, cache: Any) -> tuple[Array, Any]:
+        def kernel(q, k, v, key_start):
+            return flash_attention(q, k, v, MaskSpec(window=window, key_start=key_start))
+
+        mapped = jax.shard_map(kernel, in_specs=(BY_HEAD, BY_HEAD, BY_HEAD, layout.TOKENS), out_specs=BY_HEAD)
+        return mapped(q, k, v, key_start), cache
+
+    return attend
+
+
+def attend_cached(index: Int[Array, ""]) -> Attend:
+    """Write keys and values at `index` and attend to everything up to each query."""
+
+    def attend(q: Array, k: Array, v: Array, window: int | None, cache: Any) -> tuple[Array, Any]:
+        keys, values = cache
+        place = jax.typeof(q).sharding.spec
+        q, k, v = (jax.reshard(x, jax.P()) for x in (q, k, v))  # decoding is not sharded: the mesh is one device
+        keys = jax.lax.dynamic_update_slice(keys, k.astype(keys.dtype), (0, index, 0, 0))
+        values = jax.lax.dynamic_update_slice(values, v.astype(values.dtype), (0, index, 0, 0))
+
+        def kernel(q, keys, values, index):
+            keys, values = keys.astype(q.dtype), values.astype(q.dtype)
+            return flash_attention(q, keys, values, MaskSpec(window=window, query_offset=index))
+
+        attended = jax.shard_map(kernel, in_specs=jax.P(), out_specs=jax.P())(q, keys, values, index)
+        return jax.reshard(attended, place), (keys, values)
+
+    return attend

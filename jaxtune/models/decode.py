@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxtune.models.attend import attend_cached
+from jaxtune.models.attention import attend_cached
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.spec import ModelSpec, stacks
 from jaxtune.parallel.layout import TOKENS, P

@@ -8,6 +8,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 
+def named_key(key: Array, name: str) -> Array:
+    """The key of what has this name."""
+    return jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF)
+
+
 class Noise(NamedTuple):
     """Where random bits come from: a key, of a step or of a layer in it, and the global rows of the batch."""
 
@@ -20,7 +25,7 @@ class Noise(NamedTuple):
 
     def site(self, name: str) -> "Noise":
         """The noise of a named place in a layer."""
-        return Noise(jax.random.fold_in(self.key, zlib.crc32(name.encode()) & 0x7FFFFFFF), self.rows)
+        return Noise(named_key(self.key, name), self.rows)
 
 
 def dropout(x: Float[Array, "b s i"], rate: float, noise: Noise) -> Float[Array, "b s i"]:

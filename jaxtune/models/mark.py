@@ -1,4 +1,4 @@
-"""Mark linear layers, as quantized or by how they are multiplied; and where the mesh would split a block."""
+"""Mark parameters as not trained, quantized, or by how they are multiplied; and where the mesh would split a block."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -8,11 +8,11 @@ import jax
 
 from jaxtune.config.schema import Precision, Quant
 from jaxtune.errors import UserError
-from jaxtune.models.families import linears, not_linears
-from jaxtune.models.parameters import Parameter
+from jaxtune.models.families import hf_names, linears, not_linears
+from jaxtune.models.parameters import Parameter, declare
 from jaxtune.models.selection import select
 from jaxtune.models.spec import ModelSpec
-from jaxtune.parallel.layout import spec as layout_spec
+from jaxtune.parallel.mesh import misfit
 from jaxtune.precision.operands import Numbers
 from jaxtune.precision.recipes import numbers_of
 from jaxtune.quant import Format
@@ -54,15 +54,21 @@ def mark_precision(spec: ModelSpec, precision: Precision) -> ModelSpec:
 def mark(spec: ModelSpec, names: Iterable[str], field: Literal["quantized", "low_precision", "float32"]) -> ModelSpec:
     """The spec with these linear layers in a field of its layers; those that differ in it are of different stacks."""
     place = linears(spec)
-    sites: dict[int, set[str]] = {}
-    for name in names:
-        layer, site = place[name]
-        sites.setdefault(layer, set()).add(f"{site}.weight")
-    layers = tuple(
-        dataclasses.replace(layer, **{field: frozenset(sites.get(number, ()))})
-        for number, layer in enumerate(spec.layers)
-    )
-    return dataclasses.replace(spec, layers=layers)
+    return spec.with_sites(field, ((layer, f"{site}.weight") for layer, site in (place[name] for name in names)))
+
+
+def freeze(spec: ModelSpec, pattern: str) -> ModelSpec:
+    """The spec with the parameters frozen whose Hugging Face name the regex matches. Raises UserError if all do."""
+    place = {
+        name: (layer, parameter.local)
+        for parameter in declare(spec)[1].values()
+        for name, layer in zip(hf_names(spec.family, parameter), parameter.layers or (None,))
+    }
+    chosen = [place[name] for name in select(pattern, place, "train.freeze")]
+    if len(chosen) == len(place):
+        raise UserError(f"train.freeze={pattern!r} matches every parameter: nothing is left to train")
+    outside = frozenset(local for layer, local in chosen if layer is None)
+    return dataclasses.replace(spec.with_sites("frozen", chosen), frozen=outside)
 
 
 def undivided_blocks(
@@ -74,13 +80,8 @@ def undivided_blocks(
         parameter = parameters[name]
         block = format.block_of(parameter.shape[-2:])
         for axis_name, size, elements in zip(parameter.axes[-2:], parameter.shape[-2:], block):
-            (axis,) = layout_spec(axis_name)
-            blocks = size // elements
+            blocks, what = size // elements, f"the {size} features of {axis_name} in blocks of {elements}"
             # One block of a stored format can be split, its scale is on every device; that of a product cannot.
-            if isinstance(axis, str) and blocks % mesh.shape[axis] and (blocks > 1 or isinstance(format, Numbers)):
-                fits = [n for n in range(1, mesh.size + 1) if blocks % n == 0]
-                complaints.add(
-                    f"mesh.{axis}={mesh.shape[axis]} does not divide the {size} features of {axis_name} in blocks of "
-                    f"{elements}; these would: {fits} (mesh.data takes the rest); or {remedy}"
-                )
+            if (blocks > 1 or isinstance(format, Numbers)) and (found := misfit(mesh, axis_name, blocks, what)):
+                complaints.add(f"{found} (mesh.data takes the rest); or {remedy}")
     return sorted(complaints)

@@ -1,6 +1,5 @@
 """The parameters a decoder declares: names, shapes, layout, Hugging Face names, and random values."""
 
-import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +10,10 @@ from jaxtyping import Array
 
 from jaxtune.models.declared import Init
 from jaxtune.models.decoder import Decoder, Parameters
+from jaxtune.models.dropout import named_key
 from jaxtune.models.spec import Layer, ModelSpec, stacks
 from jaxtune.parallel.layout import sharding
-from jaxtune.parallel.layout import spec as layout_spec
+from jaxtune.parallel.mesh import misfit
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def randomize(parameters: dict[str, Parameter], dtypes: dict[str, jnp.dtype], se
     """Random values straight into their shards: a function of seed, name and layer, not of the mesh or the stacks."""
 
     def make(parameter: Parameter, dtype: jnp.dtype) -> Array:
-        key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(parameter.local.encode()) & 0x7FFFFFFF)
+        key = named_key(jax.random.key(seed), parameter.local)
         if not parameter.layers:
             return parameter.init(key, parameter.shape, jnp.float32).astype(dtype)
         keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(jnp.asarray(parameter.layers))
@@ -82,10 +82,5 @@ def undivided(spec: ModelSpec, parameters: dict[str, Parameter], mesh: jax.shard
     """Complaints about dimensions that the mesh does not divide, each with the sizes that would."""
     sizes = {("heads", spec.heads), ("kv_heads", spec.kv_heads)}  # a head is never split
     sizes |= {(name, size) for p in parameters.values() for name, size in zip(p.axes, p.shape) if name is not None}
-    complaints = []
-    for name, size in sorted(sizes):
-        (axis,) = layout_spec(name)
-        if isinstance(axis, str) and size % mesh.shape[axis]:
-            fits = [n for n in range(1, mesh.size + 1) if size % n == 0]
-            complaints.append(f"mesh.{axis}={mesh.shape[axis]} does not divide {name}={size}; these would: {fits}")
-    return complaints
+    complaints = (misfit(mesh, name, size, f"{name}={size}") for name, size in sorted(sizes))
+    return [complaint for complaint in complaints if complaint]

@@ -1,5 +1,7 @@
 """What a decoder is made of: a frozen description, computed from a Hugging Face config.json by a family."""
 
+import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -71,6 +73,15 @@ class ModelSpec:
     def padded_vocabulary(self) -> int:
         """Rows of the embedding and head: a multiple of 256 whatever the mesh, so that checkpoints reshard."""
         return -(-self.vocabulary // 256) * 256
+
+    def with_sites(self, field: str, sites: Iterable[tuple[int | None, str]]) -> "ModelSpec":
+        """With these, (layer, name inside it), in a field of the layers; those that differ in it are not stacked."""
+        sites = set(sites)
+        layers = tuple(
+            dataclasses.replace(layer, **{field: frozenset(site for at, site in sites if at == number)})
+            for number, layer in enumerate(self.layers)
+        )
+        return dataclasses.replace(self, layers=layers)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxtune.models.attend import attend_packed
+from jaxtune.models.attention import attend_packed
 from jaxtune.models.decoder import Decoder, Remat
 from jaxtune.models.dropout import Noise
 from jaxtune.parallel.layout import ACTIVATIONS, RULES, TOKENS, P, gather

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
 from jaxtune.optim import rules
-from jaxtune.optim.rule import At, Rule, RuleState
-from jaxtune.parallel.layout import spec as layout_spec
+from jaxtune.optim.rules import At, Rule, RuleState
+from jaxtune.parallel.mesh import misfit
 from jaxtune.quant.array import block_absmax, divisors, in_blocks
 from jaxtune.quant.dynamic_map import decode, encode
 
@@ -89,14 +89,9 @@ def undivided_moments(parameters: Mapping[str, "Parameter"], mesh: jax.sharding.
         of_layer = slice(1 if parameter.layers else 0, None)
         shape, axes = parameter.shape[of_layer], parameter.axes[of_layer]
         for axis_name, size, elements in zip(axes, shape, (block_of(shape) or ())[-len(shape) :]):
-            (axis,) = layout_spec(axis_name)
-            blocks = size // elements
-            if isinstance(axis, str) and blocks % mesh.shape[axis]:
-                fits = [n for n in range(1, mesh.size + 1) if blocks % n == 0]
-                complaints.add(
-                    f"mesh.{axis}={mesh.shape[axis]} does not divide {axis_name}={size} in blocks of {elements}, which "
-                    f"optim.name='adamw_8bit' has; these would: {fits} (mesh.data takes the rest)"
-                )
+            what = f"{axis_name}={size} in blocks of {elements}, which optim.name='adamw_8bit' has"
+            if found := misfit(mesh, axis_name, size // elements, what):
+                complaints.add(f"{found} (mesh.data takes the rest)")
     return sorted(complaints)
 
 

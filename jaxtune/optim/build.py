@@ -1,6 +1,5 @@
 """The optimizer of a run: a rule for each parameter, and how rules are run."""
 
-import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -8,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int
 
 from jaxtune.config.schema import Optim
+from jaxtune.models.dropout import named_key
 from jaxtune.optim import multipliers, rules
 from jaxtune.optim.adamw_8bit import adamw_8bit
 from jaxtune.optim.muon import muon, normuon
-from jaxtune.optim.rule import At, Rule, RuleState
-from jaxtune.optim.stochastic_rounding import round_stochastically
+from jaxtune.optim.rules import At, Rule, RuleState
 
 Parameters = Mapping[str, Array]
 
@@ -89,7 +88,7 @@ def build(optim: Optim, trained: Mapping[str, Trained], layers: int, dtype: DTyp
             if optim.name == "muon" and optim.muon.learning_rate and _is_linear(trained[name], parameter):
                 rate *= optim.muon.learning_rate / optim.learning_rate
             at = At(state.count, rate, rates[name], decays[name])
-            own_step = step._replace(key=jax.random.fold_in(step.key, zlib.crc32(name.encode()) & 0x7FFFFFFF))
+            own_step = step._replace(key=named_key(step.key, name))
             after[name] = run(rule, (parameter, state.rules[name]), gradients[name], at, own_step)
         count = state.count + step.finite
         states = {name: rule_state for name, (_, rule_state) in after.items()}
@@ -132,6 +131,18 @@ def _updated(rule: Rule, before: Updated, gradient: Array, at: At, step: Step) -
         return jnp.where(step.finite, round_stochastically(new, key) if narrows else new.astype(old.dtype), old)
 
     return jax.tree.unflatten(tree, [stored(*leaf) for leaf in zip(new, jax.tree.leaves(before), keys)])
+
+
+def round_stochastically(x: Float32[Array, "*shape"], key: Array) -> BFloat16[Array, "*shape"]:
+    """One of the two bfloat16 around each value, the nearer one more likely: right on average (arXiv:2010.06192).
+
+    Bits come from the key and an element's place, whatever the sharding. Infinite and NaN stay what they are.
+    """
+    noise = jax.random.bits(key, x.shape, jnp.uint16, out_sharding=jax.typeof(x).sharding.spec)
+    # The 16 bits that bfloat16 lacks, plus as many random ones, carry into those it has.
+    carried = (jax.lax.bitcast_convert_type(x, jnp.uint32) + noise) >> 16
+    rounded = jax.lax.bitcast_convert_type(carried.astype(jnp.uint16), jnp.bfloat16)
+    return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
 
 
 def _along_layers(value: float | np.ndarray, dimensions: int) -> Any:

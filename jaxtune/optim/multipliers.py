@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -18,14 +17,6 @@ NO_DECAY = rf"norm|bias|{EMBEDDING}"
 Factor = float | Float[np.ndarray, " layers"]
 
 
-class Selection(NamedTuple):
-    """What an entry of lr_multipliers or decay_multipliers means."""
-
-    entry: str
-    names: frozenset[str]
-    factor: float
-
-
 def rates(optim: Optim, hf_names: Mapping[str, tuple[str, ...]], layers: int) -> dict[str, Factor]:
     """Factor of the learning rate of every trained parameter: optim.lr_multipliers times that of its layer.
 
@@ -38,7 +29,7 @@ def rates(optim: Optim, hf_names: Mapping[str, tuple[str, ...]], layers: int) ->
 
     Raises UserError for a regex that matches nothing.
     """
-    factors = _factors(_selections(optim.lr_multipliers, _all(hf_names), "optim.lr_multipliers"))
+    factors = _factors(optim.lr_multipliers, _all(hf_names), "optim.lr_multipliers")
     bound = optim.layerwise_lr_decay_bound
 
     def rate(name: str) -> float:
@@ -55,7 +46,7 @@ def decays(optim: Optim, hf_names: Mapping[str, tuple[str, ...]]) -> dict[str, F
     Arguments as those of `rates`. Raises UserError for a regex that matches nothing, or a multiplier of what has no
     decay.
     """
-    names, option = _all(hf_names), "optim.decay_multipliers"
+    names = _all(hf_names)
     if optim.no_decay is None:
         without = frozenset(name for name in names if re.search(NO_DECAY, name))
     else:
@@ -65,11 +56,8 @@ def decays(optim: Optim, hf_names: Mapping[str, tuple[str, ...]]) -> dict[str, F
                 f"optim.no_decay={optim.no_decay!r} matches every trained parameter, so that none has "
                 f"optim.weight_decay={optim.weight_decay}; set optim.weight_decay=0, or a pattern of some"
             )
-    selections = _selections(optim.decay_multipliers, names, option)
-    for entry, chosen, _ in selections:
-        if chosen <= without:
-            raise UserError(f"{option}={entry!r} matches only parameters without decay; optim.no_decay says which")
-    factors = _factors(selections) | dict.fromkeys(without, 0.0)
+    factors = _factors(optim.decay_multipliers, names, "optim.decay_multipliers", without)
+    factors |= dict.fromkeys(without, 0.0)
     return _by_parameter(hf_names, lambda name: optim.weight_decay * factors.get(name, 1.0))
 
 
@@ -77,18 +65,18 @@ def _all(hf_names: Mapping[str, tuple[str, ...]]) -> list[str]:
     return [name for names in hf_names.values() for name in names]
 
 
-def _selections(entries: tuple[str, ...], names: list[str], option: str) -> list[Selection]:
-    """The names that each 'REGEX=FACTOR' matches, and its factor."""
-    found = []
+def _factors(
+    entries: tuple[str, ...], names: list[str], option: str, without: frozenset[str] = frozenset()
+) -> dict[str, float]:
+    """Factor of each name that an entry, 'REGEX=FACTOR', matches; of several the last."""
+    factors = {}
     for entry in entries:
         pattern, _, factor = entry.rpartition("=")
-        found.append(Selection(entry, select(pattern, names, option), float(factor)))
-    return found
-
-
-def _factors(selections: list[Selection]) -> dict[str, float]:
-    """Factor of each name that is selected; of several the last."""
-    return {name: factor for _, chosen, factor in selections for name in chosen}
+        chosen = select(pattern, names, option)
+        if chosen <= without:
+            raise UserError(f"{option}={entry!r} matches only parameters without decay; optim.no_decay says which")
+        factors |= dict.fromkeys(chosen, float(factor))
+    return factors
 
 
 def _depth(name: str, layers: int) -> int:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxtune.optim.orthogonalize import orthogonalize
-from jaxtune.optim.rule import Rule, descend
+from jaxtune.optim.rules import Rule, descend
 
 NEURON_EPSILON = 1e-10
 

@@ -9,7 +9,7 @@ import jax
 
 from jaxtune.config.schema import Mesh
 from jaxtune.errors import UserError
-from jaxtune.parallel.layout import AXES
+from jaxtune.parallel.layout import AXES, spec
 
 
 def make_mesh(mesh: Mesh, devices: "Sequence[Any] | None" = None) -> jax.sharding.Mesh:
@@ -37,3 +37,12 @@ def make_mesh(mesh: Mesh, devices: "Sequence[Any] | None" = None) -> jax.shardin
 def data_shards(mesh: jax.sharding.Mesh) -> int:
     """Groups of devices that each compute rows of their own."""
     return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def misfit(mesh: jax.sharding.Mesh, dimension: str | None, parts: int, what: str) -> str | None:
+    """A complaint, with the sizes that fit, if the mesh axis of a logical dimension does not divide so many parts."""
+    (axis,) = spec(dimension)
+    if not isinstance(axis, str) or parts % mesh.shape[axis] == 0:
+        return None
+    fits = [n for n in range(1, mesh.size + 1) if parts % n == 0]
+    return f"mesh.{axis}={mesh.shape[axis]} does not divide {what}; these would: {fits}"

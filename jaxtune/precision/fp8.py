@@ -1,7 +1,7 @@
 """FP8 products: e4m3 weights and activations, e5m2 gradients, a scale a tensor (Micikevicius et al. 2022)."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +13,6 @@ from jaxtune.quant.array import divisors
 from pallas_kernels.fp8_matmul import fp8_matmul, quantize
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-
-
-class Rounded(NamedTuple):
-    """FP8 codes, the scale that they have, and the largest magnitude of what was rounded."""
-
-    codes: Float[Array, "m k"]
-    scale: Float[Array, "1 1"]
-    largest: Float[Array, ""]
 
 
 @dataclass(frozen=True)
@@ -41,8 +33,7 @@ class Fp8Numbers(Numbers):
 
     def operands(self, weight: Float[Array, "o i"]) -> Operands:
         """Codes of W and of W^T: FP8 products contract last dimensions. A weight's scale is always its own."""
-        forward, backward = self._matrix(weight), self._matrix(weight.T)
-        return Operands(forward, backward)
+        return Operands(self._matrix(weight), self._matrix(weight.T))
 
     def forward(self, x, weight, scale):
         """Of e4m3 and e4m3."""
@@ -75,17 +66,20 @@ class Fp8Numbers(Numbers):
         return rotated(x) if self.hadamard else x
 
 
-def _to_fp8(x: Float[Array, "m k"], dtype: Any, scale: Float[Array, ""] | None = None, online: bool = False) -> Rounded:
-    """Without a scale, or where it is 0 and `online`, the largest magnitude fills the dtype.
+def _to_fp8(
+    x: Float[Array, "m k"], dtype: Any, scale: Float[Array, ""] | None = None, online: bool = False
+) -> tuple[Float[Array, "m k"], Float[Array, "1 1"], Float[Array, ""]]:
+    """FP8 codes, the scale that they have, and the largest magnitude of what was rounded.
 
-    What is too large for a scale saturates, what is not finite becomes NaN.
+    Without a scale, or where it is 0 and `online`, the largest magnitude fills the dtype. What is too large for a scale
+    saturates, what is not finite becomes NaN.
     """
     found, most = largest(x), float(jnp.finfo(dtype).max)
     if scale is None or online:
         own = divisors(found / most)
         scale = own if scale is None else jnp.where(scale > 0, scale, own)
     scale = scale.reshape(1, 1)
-    return Rounded(quantize(x, scale, dtype), scale, found)
+    return quantize(x, scale, dtype), scale, found
 
 
 def _e4m3(operand: Operand) -> Float[Array, "m k"]:

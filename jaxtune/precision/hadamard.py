@@ -1,23 +1,15 @@
 """Rotations of blocks of 16 by a Hadamard matrix: an outlier is spread over its block, products stay what they are."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 SIZE = 16
-
-
-def _matrix() -> np.ndarray:
-    """Sylvester's, orthonormal: its elements, 1/4 and -1/4, are exact in every float dtype."""
-    pair = np.array([[1.0, 1.0], [1.0, -1.0]])
-    matrix = np.ones((1, 1))
-    while len(matrix) < SIZE:
-        matrix = np.kron(matrix, pair)
-    return matrix / np.sqrt(SIZE)
-
-
-PLAIN = _matrix()
+# Sylvester's, orthonormal: its elements, 1/4 and -1/4, are exact in every float dtype.
+PLAIN = functools.reduce(np.kron, [np.array([[1.0, 1.0], [1.0, -1.0]])] * 4) / np.sqrt(SIZE)
 # The columns in random order of sign, drawn once: sign patterns that real tensors have are not those of a column.
 SIGNED = PLAIN * np.array([1, 1, -1, 1, -1, -1, -1, 1, 1, -1, 1, 1, -1, -1, 1, -1])
 

@@ -88,6 +88,5 @@ class Linears:
 
     def frozen(self, weight: Operands | QuantizedArray) -> LowPrecision:
         """The leaf of a weight that never changes."""
-        if isinstance(weight, QuantizedArray):
-            return LowPrecision(None, weight, None, self.numbers)
-        return LowPrecision(weight, None, None, self.numbers)
+        stored = (None, weight) if isinstance(weight, QuantizedArray) else (weight, None)
+        return LowPrecision(*stored, None, self.numbers)

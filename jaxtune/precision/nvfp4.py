@@ -14,16 +14,7 @@ from jaxtyping import Array, Float, UInt8, UInt16
 from jaxtune.precision.hadamard import SIGNED, rotated
 from jaxtune.precision.operands import BLOCK, Numbers, Operand, Operands, by_feature, largest, nan_unless_finite
 from jaxtune.quant.array import block_absmax, by_block, in_blocks, pack
-from jaxtune.quant.nvfp4 import (
-    LARGEST,
-    LARGEST_SCALE,
-    SMALLEST_SCALE,
-    Nvfp4,
-    block_scales,
-    e4m3_bits,
-    nearest_e2m1,
-    tensor_scale_of,
-)
+from jaxtune.quant.nvfp4 import LARGEST, Nvfp4, block_scales, e4m3_bits, nearest_e2m1, rounded_up, tensor_scale_of
 from pallas_kernels.gpus import Device, current_device
 from pallas_kernels.quant_matmul import dequantize
 from pallas_kernels.quant_matmul.elements import e4m3
@@ -96,9 +87,8 @@ class Nvfp4Numbers(Numbers):
             raise ValueError("stochastic rounding of gradients needs noise, which there is in training alone")
 
         def bits(site: "Noise") -> UInt16[Array, "b s o"]:
-            return jax.vmap(lambda row: jax.random.bits(jax.random.fold_in(site.key, row), shape[1:], "uint16"))(
-                site.rows
-            )
+            of_row = lambda row: jax.random.bits(jax.random.fold_in(site.key, row), shape[1:], "uint16")  # noqa: E731
+            return jax.vmap(of_row)(site.rows)
 
         return bits(noise.site("dx")), bits(noise.site("dw"))
 
@@ -114,7 +104,7 @@ class Nvfp4Numbers(Numbers):
             return self._nearest(dy, absmax)
         blocks, tensor_scale = in_blocks(dy, (1, BLOCK)), tensor_scale_of(absmax)
         uniform = (in_blocks(random, (1, BLOCK)) + 0.5) / 2**16
-        scales = _rounded_up(block_absmax(blocks) / LARGEST / tensor_scale)
+        scales = rounded_up(block_absmax(blocks) / LARGEST / tensor_scale)
         return _operand(blocks, scales, tensor_scale, lambda x: stochastic_e2m1(x, uniform))
 
 
@@ -123,13 +113,6 @@ def stochastic_e2m1(x: Float[Array, "*shape"], uniform: Float[Array, "*shape"]) 
     magnitude = jnp.abs(x)
     step = jnp.where(magnitude < 2.0, 0.5, jnp.where(magnitude < 4.0, 1.0, 2.0))
     return nearest_e2m1(jnp.copysign(jnp.floor(magnitude / step + uniform) * step, x))
-
-
-def _rounded_up(scales: Float[Array, "o n"]) -> Float[Array, "o n"]:
-    """To e4m3, upwards."""
-    wanted = jnp.clip(scales, SMALLEST_SCALE, LARGEST_SCALE)
-    nearest = e4m3_bits(wanted)
-    return jnp.where(e4m3(nearest) < wanted, e4m3(nearest + 1), e4m3(nearest))
 
 
 def _operand(

@@ -1,21 +1,24 @@
 """Frozen weights in 4 and 8 bits: quantized arrays that a matmul accepts, and the formats they come in.
 
-A format is a module here of the format's name; its README says how to add one.
+Its README says how to add a format.
 """
 
-from importlib import import_module
 from types import ModuleType
 
 from jaxtune.config.schema import Quant
+from jaxtune.quant import four_bit_floats, fp8, integers, nvfp4
 from jaxtune.quant.array import QuantizedArray
 from jaxtune.quant.format import ANY_SIZE, Format
 
 __all__ = ["ANY_SIZE", "Format", "QuantizedArray", "format_module", "format_of"]
 
+MODULES = {"nf4": four_bit_floats, "fp4": four_bit_floats, "fp8": fp8, "nvfp4": nvfp4}
+MODULES |= dict.fromkeys(("int8", "int4", "weight_only_mix"), integers)
+
 
 def format_module(name: str) -> ModuleType:
     """The module of a format: `format_of`, and the BLOCK_SIZES that it can have."""
-    return import_module(f"{__name__}.{name}")
+    return MODULES[name]
 
 
 def format_of(options: Quant, parameter: str) -> Format:

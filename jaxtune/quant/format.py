@@ -52,9 +52,8 @@ class Format(ABC):
 
         def leaf(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             inner = [axis if array.ndim == 2 and size > 1 else None for axis, size in zip(axes[-2:], array.shape)]
-            return jax.ShapeDtypeStruct(
-                (*stack, *array.shape), array.dtype, sharding=sharding(*axes[: len(stack)], *inner)
-            )
+            place = sharding(*axes[: len(stack)], *inner)
+            return jax.ShapeDtypeStruct((*stack, *array.shape), array.dtype, sharding=place)
 
         return jax.tree.map(leaf, matrix)
 

@@ -1,4 +1,7 @@
-"""What NF4 and FP4 share: bitsandbytes' 4-bit tables, and its double quantization of the scales."""
+"""bitsandbytes' 4-bit tables and its double quantization of the scales (Dettmers et al. 2023, arXiv:2305.14314).
+
+NF4 has 16 quantiles of a normal distribution, FP4 a sign, two bits of exponent and one of mantissa.
+"""
 
 from dataclasses import dataclass
 
@@ -12,16 +15,19 @@ from jaxtune.quant.dynamic_map import DYNAMIC_MAP
 from jaxtune.quant.format import Format
 from pallas_kernels.quant_matmul.elements import ELEMENTS
 
+BLOCK_SIZES = (64, 128, 256, 512)
 
-def four_bit_format(elements: str, options: Quant) -> Format:
-    """NF4 or FP4 with a scale for quant.block_size (64) elements of a row."""
-    block = options.block_size if isinstance(options.block_size, int) else 64
-    return FourBitFloats(elements, (1, block), options.double_quant)
+
+def format_of(options: Quant, parameter: str) -> Format:
+    """NF4 or FP4 with a scale for quant.block_size (64) elements of a row, in 8 bits by quant.double_quant."""
+    assert options.format is not None
+    block = options.block_size if isinstance(options.block_size, int) else BLOCK_SIZES[0]
+    return FourBitFloats(options.format, (1, block), options.double_quant)
 
 
 @dataclass(frozen=True)
 class FourBitFloats(Format):
-    """NF4 or FP4 (Dettmers et al. 2023, arXiv:2305.14314): codes equal to bitsandbytes' `quantize_4bit`."""
+    """NF4 or FP4: codes equal to bitsandbytes' `quantize_4bit`."""
 
     double_quant: bool
 
@@ -38,9 +44,7 @@ class FourBitFloats(Format):
         return QuantizedArray(codes, *scales, self.elements, weight.dtype)
 
 
-def doubly_quantized(
-    absmax: Float[Array, "o n"],
-) -> tuple[UInt8[Array, "o n"], Float[Array, " m"], Float[Array, ""]]:
+def doubly_quantized(absmax: Float[Array, "o n"]) -> tuple[UInt8[Array, "o n"], Float[Array, " m"], Float[Array, ""]]:
     """8-bit codes of the scales less their mean, the scale of each 256 codes, and the mean (`quantize_blockwise`)."""
     offset = absmax.mean()
     centred = (absmax - offset).reshape(-1)

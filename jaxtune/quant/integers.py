@@ -1,4 +1,4 @@
-"""What INT8 and INT4 share: symmetric integers with a float32 scale a row, or a block of it."""
+"""INT8 and INT4, weights only: symmetric integers with a float32 scale a row, or a block of it."""
 
 import jax
 import jax.numpy as jnp
@@ -6,13 +6,17 @@ from jaxtyping import Array, Float
 
 from jaxtune.config.schema import Quant
 from jaxtune.quant.array import QuantizedArray, block_absmax, by_block, divisors, in_blocks, pack
-from jaxtune.quant.format import Format
+from jaxtune.quant.format import ANY_SIZE, Format
 from pallas_kernels.quant_matmul.elements import ELEMENTS
 
+BLOCK_SIZES = ("channel", ANY_SIZE)
 
-def integer_format(bits: int, options: Quant) -> Format:
-    """INT8 or INT4: a scale a row, or quant.block_size elements of it."""
-    return Integers(f"int{bits}", (1, options.block_size if isinstance(options.block_size, int) else None))
+
+def format_of(options: Quant, parameter: str) -> Format:
+    """A scale a row, or quant.block_size elements of it; weight_only_mix is ERNIE's: experts INT4, the rest INT8."""
+    is_expert = options.format == "weight_only_mix" and ".experts." in f".{parameter}"
+    elements = "int4" if options.format == "int4" or is_expert else "int8"
+    return Integers(elements, (1, options.block_size if isinstance(options.block_size, int) else None))
 
 
 class Integers(Format):

@@ -62,6 +62,13 @@ def _block_scales(absmax: Float[Array, "o n"], becomes: float, tensor_scale: Flo
     return e4m3(e4m3_bits(wanted))
 
 
+def rounded_up(scales: Float[Array, "o n"]) -> Float[Array, "o n"]:
+    """Scales of blocks to e4m3, upwards."""
+    wanted = jnp.clip(scales, SMALLEST_SCALE, LARGEST_SCALE)
+    nearest = e4m3_bits(wanted)
+    return jnp.where(e4m3(nearest) < wanted, e4m3(nearest + 1), e4m3(nearest))
+
+
 def e4m3_bits(x: Float[Array, "*shape"]) -> UInt8[Array, "*shape"]:
     """The bits of the nearest float8_e4m3fn, of which `e4m3` has the value.
 

@@ -18,18 +18,12 @@ from jaxtune.optim.build import Optimizer, Trained, build
 from jaxtune.optim.schedules import check_length, learning_rate
 from jaxtune.parallel.layout import TOKENS, P
 from jaxtune.parallel.mesh import data_shards
-from jaxtune.precision.recipes import Recipe, recipe_of
+from jaxtune.precision.recipes import recipe_of
 from jaxtune.run.model import Model
 from jaxtune.run.process import compiler_options
-from jaxtune.run.state import State, initial_state
-from jaxtune.run.step import accumulated_gradients, make_train_step
+from jaxtune.run.step import State, accumulated_gradients, initial_state, make_train_step
 
 log = logging.getLogger("jaxtune")
-
-
-def recipe_of_run(config: Config, model: Model) -> Recipe:
-    """How a step of this run computes."""
-    return recipe_of(config.precision, model.linears)
 
 
 def trained_of(model: Model) -> dict[str, Trained]:
@@ -50,7 +44,7 @@ def optimizer_of(model: Model, config: Config) -> Optimizer:
 
 def start_of(model: Model, config: Config, optimizer: Optimizer) -> Callable[[Parameters], State]:
     """Trained parameters -> the state before the first step."""
-    recipe = recipe_of_run(config, model)
+    recipe = recipe_of(config.precision, model.linears)
     return lambda trained: initial_state(optimizer, trained, recipe)
 
 
@@ -74,7 +68,7 @@ def step_of(
     """
     if note := check_length(config.optim, total_steps):
         log.warning(note)
-    recipe, seed = recipe_of_run(config, model), config.train.seed
+    recipe, seed = recipe_of(config.precision, model.linears), config.train.seed
     objective = partial(cross_entropy, z_loss=config.train.z_loss)
     gradients = accumulated_gradients(model.graph, objective, recipe, config.memory.remat, seed)
     rate = learning_rate(config.optim, total_steps)
@@ -86,9 +80,8 @@ def step_of(
 
 def compile_step(step: Callable, arguments: tuple, deterministic: bool) -> jax.stages.Compiled:
     """The step compiled for the current mesh; its state is given away with each call. Logs the memory it takes."""
-    compiled = (
-        jax.jit(step, donate_argnums=0, compiler_options=compiler_options(deterministic)).lower(*arguments).compile()
-    )
+    program = jax.jit(step, donate_argnums=0, compiler_options=compiler_options(deterministic))
+    compiled = program.lower(*arguments).compile()
     analysis: Any = compiled.memory_analysis()
     state, temporaries = analysis.argument_size_in_bytes / 1e9, analysis.temp_size_in_bytes / 1e9
     log.info("memory a device: %.2f GB state and batch, %.2f GB temporaries", state, temporaries)

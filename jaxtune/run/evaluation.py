@@ -11,7 +11,7 @@ from jaxtune.models.decoder import Parameters
 from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.parallel.layout import TOKENS
 from jaxtune.parallel.mesh import data_shards
-from jaxtune.run.assembly import recipe_of_run
+from jaxtune.precision.recipes import recipe_of
 from jaxtune.run.model import Model
 from jaxtune.run.process import compiler_options
 from jaxtune.run.step import make_eval_step
@@ -22,7 +22,7 @@ def make_evaluate(
 ) -> Callable[[Parameters, Parameters], dict[str, float]]:
     """(trained, frozen) -> eval_loss in nats a token and eval_perplexity, over all of `rows` or eval.max_batches."""
     step = jax.jit(
-        make_eval_step(model.graph, cross_entropy, recipe_of_run(config, model)),
+        make_eval_step(model.graph, cross_entropy, recipe_of(config.precision, model.linears)),
         compiler_options=compiler_options(config.train.deterministic),
     )
     rows_per_batch = config.train.micro_batch_size * data_shards(mesh)

@@ -1,5 +1,7 @@
-"""A run's model as Hugging Face safetensors, or its adapter as PEFT."""
+"""A run's model as Hugging Face safetensors, or its adapter as PEFT; and how far a merged model is from its parts."""
 
+import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,18 @@ import numpy as np
 from jaxtune import hf
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
-from jaxtune.lora.merge import merged
-from jaxtune.models.decoder import Parameters
+from jaxtune.models.attention import attend_packed
+from jaxtune.models.decoder import Parameters, bind
 from jaxtune.parallel import multihost
+from jaxtune.parallel.layout import TOKENS
+from jaxtune.parallel.mesh import data_shards
+from jaxtune.precision.recipes import RECIPES
 from jaxtune.quant import QuantizedArray
 from jaxtune.run.folder import RunFolder
-from jaxtune.run.model import Model
+from jaxtune.run.model import Model, declare_model
+from jaxtune.run.values import read_parameters
+
+PROBE = 64  # random tokens a row, to compare logits
 
 
 def export_full(model: Model, parameters: Parameters, config: Config, output: Path) -> None:
@@ -44,9 +52,11 @@ def export_full(model: Model, parameters: Parameters, config: Config, output: Pa
         weight = _gather(parameters[name], layer)
         site = name.removesuffix(".weight")
         if f"{site}.lora_a" in parameters and name.endswith(".weight"):
-            a, b = (_gather(parameters[f"{site}.{part}"], layer) for part in ("lora_a", "lora_b"))
+            parts = (_gather(parameters[f"{site}.{part}"], layer) for part in ("lora_a", "lora_b"))
+            a, b = (part.astype(jnp.float32) for part in parts)
             assert model.spec.adapter is not None
-            weight = merged(weight, a, b, model.spec.adapter.scale)
+            product = jnp.einsum("or,ri->oi", b, a, precision=jax.lax.Precision.HIGHEST)
+            weight = weight.astype(jnp.float32) + model.spec.adapter.scale * product  # rounded once, to `dtype`
         if model.parameters[name].axes[0] == "vocabulary":
             weight = weight[: model.spec.vocabulary]
         return np.asarray(weight.astype(dtype))
@@ -142,3 +152,41 @@ def _gather_layer(parameter: Any, layer: int) -> jax.Array:
     """Compiled once a shape: the layer is an argument of the program."""
     one = jax.tree.map(lambda stack: jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False), parameter)
     return jax.reshard(one.dequantize() if isinstance(one, QuantizedArray) else one, jax.P())
+
+
+def merge_difference(model: Model, parameters: Parameters, config: Config, output: Path) -> str:
+    """How far the logits of a merged export are from those of the quantized base with its adapter, in words."""
+    mesh = jax.sharding.get_mesh()
+    merged = dataclasses.replace(config.model, path=str(output), revision=None)
+    options = Config(model=merged, data=config.data, precision=config.precision)
+    exported = declare_model(options, mesh, train=False, low_precision=False)
+    size = sum(math.prod(p.shape) for p in exported.parameters.values()) * jnp.dtype(config.model.dtype).itemsize
+    memory = jax.local_devices()[0].memory_stats() or {}
+    free = memory.get("bytes_limit", math.inf) - memory.get("bytes_in_use", 0)
+    if size / mesh.size > free:
+        return f"logits not compared: the merged model does not fit beside the quantized one ({size / 1e9:.1f} GB)"
+    dtype = RECIPES[config.precision.recipe].dtype
+    tokens = jax.random.randint(jax.random.key(0), (data_shards(mesh), PROBE), 0, model.spec.vocabulary)
+    before = _logits(model, parameters, tokens, dtype)
+    after = _logits(exported, read_parameters(exported, list(exported.parameters)), tokens, dtype)
+    if not (jnp.isfinite(before).all() and jnp.isfinite(after).all()):
+        raise UserError(f"{output} is no use: its logits, or those of the run it was merged from, are not finite")
+    return (
+        f"merged onto the dequantized base: over {tokens.size} random tokens the logits, of which the largest is "
+        f"{jnp.abs(before).max():.3g}, differ by {jnp.abs(after - before).max():.2g} at most"
+    )
+
+
+def _logits(model: Model, parameters: Parameters, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Float32 logits of rows of one document each."""
+
+    @jax.jit
+    def compute(tokens, parameters):
+        tokens = jax.reshard(tokens, TOKENS)
+        positions = jax.reshard(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), TOKENS)
+        decoder = bind(model.graph, parameters)
+        hidden, _ = decoder(tokens, positions, attend_packed(jnp.zeros_like(tokens)), dtype=dtype)
+        head = jax.reshard(decoder.head_weight.astype(dtype), jax.P())
+        return jnp.einsum("bsd,vd->bsv", hidden, head, preferred_element_type=jnp.float32)[..., : model.spec.vocabulary]
+
+    return compute(tokens, parameters)

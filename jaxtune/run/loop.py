@@ -12,8 +12,7 @@ import jax
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 from jaxtune.models.decoder import Parameters
-from jaxtune.run.state import State
-from jaxtune.run.step import Batch
+from jaxtune.run.step import Batch, State
 from jaxtune.run.watch import Watch
 
 

@@ -18,8 +18,7 @@ from jaxtune.errors import UserError
 from jaxtune.lora.inject import inject
 from jaxtune.models import families
 from jaxtune.models.decoder import Parameters
-from jaxtune.models.freeze import freeze
-from jaxtune.models.mark import mark, mark_precision, selected, undivided_blocks
+from jaxtune.models.mark import freeze, mark, mark_precision, selected, undivided_blocks
 from jaxtune.models.parameters import Parameter, declare, undivided
 from jaxtune.models.spec import ModelSpec
 from jaxtune.monitor.throughput import Work

@@ -1,6 +1,5 @@
-"""One optimizer step, and one evaluation step, as pure functions."""
+"""What a step changes; one optimizer step, and one evaluation step, as pure functions."""
 
-import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,17 +9,44 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxtune.models.decoder import Parameters, Remat, bind
-from jaxtune.models.dropout import Noise
+from jaxtune.models.dropout import Noise, named_key
 from jaxtune.optim import build
-from jaxtune.optim.build import Optimizer
+from jaxtune.optim.build import Optimizer, OptimizerState
 from jaxtune.precision import loss_scale
+from jaxtune.precision.linears import Amax
+from jaxtune.precision.loss_scale import LossScale
 from jaxtune.precision.recipes import Recipe
-from jaxtune.run.state import Scaling, State
 
 Batch = dict[str, Array]
 Metrics = dict[str, Array]
 # (decoder, micro-batch, *, noise, remat, dtype, head_gradient) -> (sum of weighted losses, number of target tokens)
 Objective = Callable[..., tuple[Float[Array, ""], Int[Array, ""]]]
+
+
+class Scaling(NamedTuple):
+    """What a precision recipe carries from step to step."""
+
+    loss: LossScale | None = None
+    amax: Amax = {}  # noqa: RUF012
+
+
+class State(NamedTuple):
+    """What a step changes. Frozen parameters stand beside it."""
+
+    step: Int[Array, ""]
+    trained: Parameters
+    optimizer: OptimizerState
+    scaling: Scaling = Scaling()
+
+
+def initial_state(optimizer: Optimizer, trained: Parameters, recipe: Recipe | None = None) -> State:
+    """The state before the first step."""
+    scaling = Scaling()
+    if recipe is not None and recipe.loss_scale is not None:
+        scaling = scaling._replace(loss=loss_scale.initial(recipe.loss_scale))
+    if recipe is not None and recipe.linears is not None:
+        scaling = scaling._replace(amax=recipe.linears.initial_amax())
+    return State(jnp.zeros((), jnp.int32), trained, optimizer.init(trained), scaling)
 
 
 class Summed(NamedTuple):
@@ -120,7 +146,7 @@ def make_train_step(
 
         rate = learning_rate(state.step)
         key = jax.random.fold_in(jax.random.key(seed), state.step)
-        update = build.Step(rate, factor, finite, jax.random.fold_in(key, zlib.crc32(b"rounding") & 0x7FFFFFFF))
+        update = build.Step(rate, factor, finite, named_key(key, "rounding"))
         with jax.default_matmul_precision(recipe.matmul_precision):
             trained, optimizer_state = optimizer.update(summed.gradients, state.optimizer, state.trained, update)
         metrics = {

@@ -1,11 +1,13 @@
-"""The values of a run's parameters: read from the model's folder, random, or an adapter's."""
+"""The values of a run's parameters: read from the model's folder, random, an adapter's, or what a checkpoint holds."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxtune import hf
+from jaxtune.checkpoint import CheckpointManager, verify_fingerprint
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 from jaxtune.models import families
@@ -13,7 +15,8 @@ from jaxtune.models.decoder import Parameters
 from jaxtune.models.parameters import randomize
 from jaxtune.precision.operands import make_operands
 from jaxtune.quant.format import quantized
-from jaxtune.run.model import Model
+from jaxtune.run.folder import RunFolder
+from jaxtune.run.model import Model, declare_model
 
 
 def read_parameters(model: Model, names: list[str]) -> Parameters:
@@ -116,3 +119,29 @@ def _read_adapters(model: Model, config: Config) -> Parameters:
         return jax.jit(lambda *layers: jnp.stack(layers), out_shardings=parameter.sharding)(*layers)
 
     return {name: stacked(name) for name in model.trained}
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model as a checkpoint holds it, on a mesh."""
+
+    config: Config
+    model: Model
+    trained: Parameters
+    frozen: Parameters
+    step: int
+    tokens: int
+
+
+def open_run(folder: RunFolder, mesh: jax.sharding.Mesh, step: int | None, low_precision: bool = False) -> TrainedModel:
+    """The model of a run at a step, or at its newest good checkpoint; `low_precision` to compute as it was trained."""
+    config = folder.read_config()
+    model = declare_model(config, mesh, low_precision=low_precision)
+    wanted = {"trained": model.abstract(model.trained)}  # without the optimizer's state, which is larger
+    restored = CheckpointManager(folder.checkpoints).restore(wanted, step, part=True)
+    if restored is None:
+        raise UserError(f"{folder.path} has no checkpoint yet")
+    if not config.model.from_scratch:
+        verify_fingerprint(model.folder, restored.host["base"])
+    trained, frozen = restored.state["trained"], frozen_parameters(model, config)
+    return TrainedModel(config, model, trained, frozen, restored.step, restored.host["tokens"])

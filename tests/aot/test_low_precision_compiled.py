@@ -13,7 +13,7 @@ from jaxtune.parallel.layout import sharding
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.precision.fp8 import Fp8Numbers
 from jaxtune.precision.matmul import MAXIMA, LowPrecision, matmul
-from jaxtune.precision.nvfp4 import Nvfp4Numbers, _rounded_up
+from jaxtune.precision.nvfp4 import Nvfp4Numbers
 from jaxtune.precision.operands import abstract_operands
 from jaxtune.quant import nvfp4
 from jaxtune.run.process import compiler_options
@@ -66,10 +66,10 @@ def compiled(numbers, *, trained: bool, card: str = "h100", cards: int = 1, dela
     return aot.compile_for(card, gradients, up, down, x, rows, mesh=mesh, compiler_options=options)
 
 
-@pytest.mark.parametrize("scales", [lambda x: nvfp4.block_scales(x, 1.0, False), _rounded_up])
+@pytest.mark.parametrize("scales", [lambda x: nvfp4.block_scales(x, 1.0, False), nvfp4.rounded_up])
 def test_scales_are_rounded_to_e4m3(scales):
     """XLA for GPUs drops a conversion to float8 and back; elements would not be divided by the scale that is stored."""
-    shape = (64, 1, 8, 16) if scales is not _rounded_up else (64, 8)
+    shape = (64, 1, 8, 16) if scales is not nvfp4.rounded_up else (64, 8)
     made = aot.compile_for("h100", scales, jax.ShapeDtypeStruct(shape, jnp.float32))
     assert re.search(r"f8e4m3fn\[[\d,]*\]\S* convert\(", made.hlo)
     assert not re.search(r"compare\((%[\w.\-]+), \1\), direction=LT", made.hlo)

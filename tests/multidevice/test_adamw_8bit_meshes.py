@@ -7,7 +7,7 @@ import pytest
 
 from jaxtune.config.schema import Mesh
 from jaxtune.optim.adamw_8bit import adamw_8bit
-from jaxtune.optim.rule import At
+from jaxtune.optim.rules import At
 from jaxtune.parallel.mesh import make_mesh
 
 RATE = 1e-2

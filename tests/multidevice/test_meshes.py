@@ -15,8 +15,7 @@ from jaxtune.optim.build import Trained, build
 from jaxtune.parallel.layout import TOKENS
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.precision.recipes import RECIPES
-from jaxtune.run.state import initial_state
-from jaxtune.run.step import accumulated_gradients, make_train_step
+from jaxtune.run.step import accumulated_gradients, initial_state, make_train_step
 
 LINEARS = frozenset(
     [f"attention.{name}" for name in ("q", "k", "v", "o")] + [f"mlp.{name}" for name in ("gate", "up", "down")]

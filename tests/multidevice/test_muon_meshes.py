@@ -11,8 +11,7 @@ import pytest
 from jaxtune.config.schema import Mesh
 from jaxtune.optim.muon import muon, normuon
 from jaxtune.optim.orthogonalize import orthogonalize
-from jaxtune.optim.rule import At
-from jaxtune.optim.rules import adafactor
+from jaxtune.optim.rules import At, adafactor
 from jaxtune.parallel.mesh import make_mesh
 from pallas_kernels.aot import COLLECTIVES
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxtune.optim.adamw_8bit import Moment, adamw_8bit
-from jaxtune.optim.rule import At
+from jaxtune.optim.rules import At
 from jaxtune.quant.dynamic_map import DYNAMIC_MAP, UNSIGNED_DYNAMIC_MAP, decode
 
 torch = pytest.importorskip("torch", reason="bitsandbytes needs torch, whose CPU build exists for Python 3.11 only")

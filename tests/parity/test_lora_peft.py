@@ -18,8 +18,7 @@ from jaxtune.precision.recipes import RECIPES
 from jaxtune.run.assembly import trained_of
 from jaxtune.run.export import export
 from jaxtune.run.model import declare_model
-from jaxtune.run.state import State
-from jaxtune.run.step import accumulated_gradients, make_train_step
+from jaxtune.run.step import State, accumulated_gradients, make_train_step
 from jaxtune.run.values import initial_parameters
 
 QWEN = "qwen3, yarn rope, tied"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxtune.optim.muon import muon
-from jaxtune.optim.rule import At
+from jaxtune.optim.rules import At
 
 torch = pytest.importorskip("torch", reason="parity needs torch, whose CPU build exists for Python 3.11 only")
 

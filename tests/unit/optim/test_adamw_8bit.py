@@ -10,7 +10,7 @@ import pytest
 from jaxtune.models.parameters import Parameter
 from jaxtune.optim import rules
 from jaxtune.optim.adamw_8bit import adamw_8bit, block_of, undivided_moments
-from jaxtune.optim.rule import At, Rule
+from jaxtune.optim.rules import At, Rule
 from jaxtune.quant.dynamic_map import DYNAMIC_MAP, UNSIGNED_DYNAMIC_MAP, decode, encode
 
 BETA1, BETA2, EPSILON = 0.9, 0.99, 1e-8

@@ -9,8 +9,7 @@ import pytest
 
 from jaxtune.checkpoint import CheckpointManager
 from jaxtune.config.schema import Optim
-from jaxtune.optim.build import Step, Trained, build
-from jaxtune.optim.stochastic_rounding import round_stochastically
+from jaxtune.optim.build import Step, Trained, build, round_stochastically
 
 LAYERS = 3
 NAMES = {

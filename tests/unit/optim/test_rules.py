@@ -10,7 +10,7 @@ import pytest
 from jaxtune.optim import rules
 from jaxtune.optim.muon import muon, normuon
 from jaxtune.optim.orthogonalize import orthogonalize
-from jaxtune.optim.rule import At, Rule
+from jaxtune.optim.rules import At, Rule
 
 UPDATES = 12
 BETA1, BETA2, EPSILON = 0.9, 0.95, 1e-8

@@ -19,8 +19,7 @@ from jaxtune.models.spec import Layer
 from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.optim.build import Trained, build
 from jaxtune.precision.recipes import RECIPES
-from jaxtune.run.state import State, initial_state
-from jaxtune.run.step import Summed, accumulated_gradients, make_train_step
+from jaxtune.run.step import State, Summed, accumulated_gradients, initial_state, make_train_step
 
 SPEC = spec()
 
