@@ -8,7 +8,8 @@ from tiny import spec
 from jaxtune.config.schema import Precision, Quant
 from jaxtune.errors import UserError
 from jaxtune.models.families import linears
-from jaxtune.models.mark import mark, selected
+from jaxtune.models.mark import freeze, mark, selected
+from jaxtune.models.parameters import declare
 from jaxtune.models.spec import stacks
 
 
@@ -30,8 +31,23 @@ def test_excluding_what_is_not_selectable_says_that_it_needs_none(options, name)
     section = "quant" if isinstance(options, Quant) else "precision"
     said = rf"{section}.exclude='{name}' matches none.*{section} leaves \S*{name} alone, so it needs no"
     with pytest.raises(UserError, match=said):
-        selected(spec(), dataclasses.replace(options, exclude=name), section)
+        selected(spec(layers=6), dataclasses.replace(options, exclude=name), section)
     for near in ("nothing", "q_proj.weight"):
         with pytest.raises(UserError, match="matches none") as error:
-            selected(spec(), dataclasses.replace(options, exclude=near), section)
+            selected(spec(layers=6), dataclasses.replace(options, exclude=near), section)
         assert "alone" not in str(error.value)
+
+
+def test_a_frozen_layer_is_not_trained():
+    whole = spec()
+    frozen = freeze(whole, r"embed_tokens|layers\.0\.")
+    _, declared = declare(frozen)
+    assert not declared["embed.weight"].trained
+    assert {p.layers: p.trained for p in declared.values() if p.local == "mlp.up.weight"} == {
+        (0,): False,
+        (1, 2, 3): True,
+    }
+    with pytest.raises(UserError, match=r"train\.freeze.*matches none"):
+        freeze(whole, "no_such_layer")
+    with pytest.raises(UserError, match="nothing is left"):
+        freeze(whole, "model")
