@@ -31,7 +31,7 @@ def test_fits_the_card_and_spills_no_more_than_known(gpu, case):
     kernels = report.compiled(case, gpu).kernels
     assert kernels
     for kernel in kernels:
-        known = SPILLS.get(gpu, {}).get(f"{case.backend} {case.inputs}", {}).get(kernel.name, 0)
+        known = SPILLS.get(gpu, {}).get(case.label, {}).get(kernel.name, 0)
         assert kernel.spill_bytes <= known, kernel
         assert kernel.shared_memory <= GPUS[gpu].shared_memory_per_block, kernel
         assert kernel.occupancy > 0, kernel
@@ -48,7 +48,7 @@ NARROW = ("d=64", "d=80", "d=96", "d=128")
 def test_hopper_uses_wgmma_and_spills_nothing(case):
     """16-bit inputs, head dims to 128: whatever spills.json says."""
     kernels = report.compiled(case, "h100").kernels
-    assert len(kernels) == (2 if "backward" in case.inputs else 1)
+    assert len(kernels) == (2 if case.direction == "backward" else 1)
     for kernel in kernels:
         assert kernel.spill_bytes == 0 and kernel.wgmma > 0 and kernel.mma_sync == 0, kernel
 
@@ -57,5 +57,5 @@ def test_hopper_uses_wgmma_and_spills_nothing(case):
 def test_matrix_units_at_head_dim_128(gpu):
     instruction = {8: "mma_sync", 9: "wgmma", 10: "tcgen05"}[GPUS[gpu].capability[0]]
     for case in report.cases_for(gpu):
-        if case.inputs.endswith("bfloat16 d=128"):
+        if case.inputs == "bfloat16 d=128":
             assert all(getattr(kernel, instruction) > 0 for kernel in report.compiled(case, gpu).kernels)

@@ -29,7 +29,7 @@ def test_the_fused_kernels_use_the_matrix_unit(gpu):
         (kernel,) = report.compiled(case, gpu).kernels
         units = {8: kernel.mma_sync, 9: kernel.wgmma, 10: kernel.tcgen05}
         # The newer units multiply no fewer than 64 rows of x; in the forward pass the weight stands for them.
-        few = "backward m=16" in case.inputs
+        few = "backward m=16" in case.label
         assert (kernel.mma_sync if few else units[GPUS[gpu].capability[0]]) > 0, kernel
 
 
