@@ -48,8 +48,6 @@ def test_wgmma_without_spills(head_dim, soft_cap, dtype):
         assert kernel.occupancy > 0, kernel
 
 
-# What varies over which axis of a mesh is checked by each version of jax in its own way.
-@pytest.mark.every_jax
 def test_shards_of_an_explicit_mesh():
     """Inside a shard_map over rows and heads, as a model calls it."""
     devices = np.array(aot.devices("h100", per_host=4)).reshape(2, 2)
