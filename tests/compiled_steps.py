@@ -1,6 +1,7 @@
 """The step of a recipe on a model of real size, as a run compiles it, for H100s that are not there."""
 
 import json
+import re
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,7 @@ from jaxtune.run.model import declare_model
 from jaxtune.run.process import compiler_options
 from pallas_kernels import aot
 
-CONFIGS = Path(__file__).parents[1] / "configs"
+CONFIGS, README = (Path(__file__).parents[1] / name for name in ("configs", "README.md"))
 LENGTH = 2048
 # hidden, layers, intermediate, query heads
 SIZES = {
@@ -44,9 +45,14 @@ def model_config(size: str) -> dict:
     }
 
 
-@cache
 def compiled_step(recipe: str, size: str, remat: str = "none", cards: int = 1, rows: int = 2) -> aot.Compiled:
-    """The step of configs/<recipe>.py with so many rows of 2048 tokens a card."""
+    """The step of configs/<recipe>.py with so many rows of 2048 tokens a GPU, compiled once a process."""
+    # functools.cache would take a default that is given for another call than one that is left out.
+    return _compiled_step(recipe, size, remat, cards, rows)
+
+
+@cache
+def _compiled_step(recipe: str, size: str, remat: str, cards: int, rows: int) -> aot.Compiled:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(model_config(size)))
         file = CONFIGS / f"{recipe}.py"
@@ -56,3 +62,13 @@ def compiled_step(recipe: str, size: str, remat: str = "none", cards: int = 1, r
         model = declare_model(config, mesh)
     step, arguments = step_of(config, model, optimizer_of(model, config), mesh, total_steps=100)
     return aot.compile_for("h100", step, *arguments, mesh=mesh, donate_argnums=0, compiler_options=compiler_options())
+
+
+def check_readme(cells: str, memory: aot.Memory) -> None:
+    """README.md has a row that begins with these cells and ends with a peak, in gigabytes, within 5% of memory's."""
+    peak = memory.peak / 1e9
+    row = f"{cells} {memory.arguments / 1e9:.1f} | {peak:.1f} |"
+    print(row)
+    found = re.search(re.escape(cells) + r" ([\d.]+) \| ([\d.]+) \|", README.read_text())
+    assert found, f"the README has no row {row}"
+    assert abs(float(found[2]) - peak) <= 0.05 * peak, (found[0], row)

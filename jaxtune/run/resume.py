@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxtune.checkpoint import CheckpointManager, fingerprint, verify_fingerprint
-from jaxtune.config import to_json
+from jaxtune.config import from_json, to_json
+from jaxtune.config.loading import as_dict
 from jaxtune.config.schema import Config
 from jaxtune.data import Feed
 from jaxtune.errors import UserError
@@ -71,8 +72,8 @@ def check_same(saved: dict, now: dict, model: Model) -> None:
 
 def check_unchanged(saved: dict[str, Any], config: Config) -> None:
     """Raise UserError naming each option that a run may not change when it goes on."""
-    now = json.loads(to_json(config))
-    changed = [f"  {key}: {before!r} then, {after!r} now" for key, before, after in differences(saved, now, "")]
+    then, now = as_dict(from_json(json.dumps(saved))), as_dict(config)  # options newer than the run at their defaults
+    changed = [f"  {key}: {before!r} then, {after!r} now" for key, before, after in differences(then, now, "")]
     if changed:
         raise UserError(
             "this run was started with other options, so it cannot go on:\n"

@@ -1,20 +1,19 @@
 """Whole steps of an 8B model in FP8 and with 8-bit AdamW, for an H100 that is not there; the README's table of them."""
 
 import re
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not installed")
 
-from compiled_steps import SIZES, compiled_step
+from compiled_steps import SIZES, check_readme, compiled_step
 
-README = Path(__file__).parents[2] / "README.md"
 # recipe, memory.remat, rows of 2048 tokens, most gigabytes
 STEPS = [
     ("qwen_fp8", "none", 2, 34.0),
     pytest.param("qwen_fp8", "block", 2, 22.0, marks=pytest.mark.slow),
-    ("qwen_full_8bit", "block", 1, 60.0),
+    # On every version of jax, here and below: XLA decides in what dtype it sums and how much of an update is in memory.
+    pytest.param("qwen_full_8bit", "block", 1, 60.0, marks=pytest.mark.every_jax),
     pytest.param("qwen_full_8bit", "block", 8, 66.0, marks=pytest.mark.slow),
 ]
 
@@ -22,15 +21,12 @@ STEPS = [
 @pytest.mark.parametrize(("recipe", "remat", "rows", "most"), STEPS)
 def test_memory_is_within_the_bound_and_in_the_readme(recipe, remat, rows, most):
     memory = compiled_step(recipe, "8B", remat, rows=rows).memory
-    peak = memory.peak / 1e9
-    row = f"| `{recipe}` | {rows} x 2048 | {remat} | {memory.arguments / 1e9:.1f} | {peak:.1f} |"
-    print(row)
-    assert peak <= most
-    found = re.search(re.escape(row.rsplit("|", 3)[0]) + r"\| ([\d.]+) \| ([\d.]+) \|", README.read_text())
-    assert found, f"the README has no row {row}"
-    assert abs(float(found[2]) - peak) <= 0.05 * peak, (found[0], row)
+    assert memory.peak <= most * 1e9
+    check_readme(f"| `{recipe}` | {rows} x 2048 | {remat} |", memory)
 
 
+# On every version of jax: they differ in what copies the slice of a layer.
+@pytest.mark.every_jax
 def test_every_product_of_a_frozen_weight_is_an_fp8_call_and_no_weight_is_copied():
     """Seven linears forward and backward; what is not FP8 are the adapters and the head."""
     compiled = compiled_step("qwen_fp8", "8B", "none", rows=3)  # 6144 tokens, unlike any side of a weight
@@ -47,6 +43,7 @@ def test_every_product_of_a_frozen_weight_is_an_fp8_call_and_no_weight_is_copied
     assert not re.search(r" transpose\(%?\w*(u8|f8)", compiled.hlo)
 
 
+@pytest.mark.every_jax
 def test_no_gradient_is_summed_over_the_tokens_in_bfloat16():
     """Of norms by a reduction, of the embedding by places of a token: a sum of so many would stop growing early."""
     hlo = compiled_step("qwen_full_8bit", "8B", "block", rows=1).hlo
@@ -55,6 +52,7 @@ def test_no_gradient_is_summed_over_the_tokens_in_bfloat16():
     assert scattered and all("unique_indices=true" in line for line in scattered)
 
 
+@pytest.mark.every_jax
 def test_the_8_bit_update_holds_no_moments_of_all_layers_in_float32():
     memory = compiled_step("qwen_full_8bit", "8B", "block", rows=1).memory
     weights = 8.19e9

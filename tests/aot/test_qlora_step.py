@@ -1,23 +1,24 @@
-"""QLoRA steps of real models for an H100 that is not there: what they need, and the table of it in the README."""
+"""QLoRA steps of real models for an H100 that is not there: what they need, and the table of it in the README.
+
+The rows of LoRA are held by test_train_step.py.
+"""
 
 import re
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not installed")
 
-from compiled_steps import SIZES, compiled_step
+from compiled_steps import SIZES, check_readme, compiled_step
 
-README = Path(__file__).parents[2] / "README.md"
 # recipe, model, remat, rows of 2048 tokens, most gigabytes
 STEPS = [
-    ("qwen_qlora_nf4", "8B", "block", 2, 12.0),
+    # On every version of jax, here and below: Triton kernels in a whole step, rematerialised and over four GPUs, where
+    # XLA decides what is computed twice and where it gathers.
+    pytest.param("qwen_qlora_nf4", "8B", "block", 2, 12.0, marks=pytest.mark.every_jax),
     ("qwen_qlora_nf4", "8B", "none", 2, 32.0),
     ("qwen_qlora_nf4", "32B", "block", 1, 28.0),
     ("qwen_qlora_nf4", "70B", "block", 1, 56.0),
-    pytest.param("qwen_lora", "8B", "block", 2, 20.0, marks=pytest.mark.slow),
-    pytest.param("qwen_lora", "8B", "none", 2, 32.0, marks=pytest.mark.slow),
     pytest.param("qwen_qlora_nvfp4", "8B", "block", 2, 13.0, marks=pytest.mark.slow),
     pytest.param("qwen_qlora_fp8", "8B", "block", 2, 16.0, marks=pytest.mark.slow),
     pytest.param("qwen_qlora_int8", "8B", "block", 2, 16.0, marks=pytest.mark.slow),
@@ -27,17 +28,12 @@ STEPS = [
 @pytest.mark.parametrize(("recipe", "size", "remat", "rows", "most"), STEPS)
 def test_memory_is_within_the_bound_and_in_the_readme(recipe, size, remat, rows, most):
     memory = compiled_step(recipe, size, remat, rows=rows).memory
-    peak = memory.peak / 1e9
-    base = recipe.removeprefix("qwen_").removeprefix("qlora_").replace("lora", "bf16").upper()
-    row = f"| {base} | {size} | {rows} x 2048 | {remat} | {memory.arguments / 1e9:.1f} | {peak:.1f} |"
-    print(row)
-    assert peak <= most
-    found = re.search(re.escape(row.rsplit("|", 3)[0]) + r"\| ([\d.]+) \| ([\d.]+) \|", README.read_text())
-    assert found, f"the README has no row {row}"
-    assert abs(float(found[2]) - peak) <= 0.05 * peak, (found[0], row)
+    assert memory.peak <= most * 1e9
+    base = recipe.removeprefix("qwen_qlora_").upper()
+    check_readme(f"| {base} | {size} | {rows} x 2048 | {remat} |", memory)
 
 
-@pytest.mark.parametrize("remat", ["none", "block"])
+@pytest.mark.parametrize("remat", ["none", pytest.param("block", marks=pytest.mark.every_jax)])
 def test_a_weight_is_dequantized_for_each_product_and_never_kept(remat):
     """Seven linears, each forward and backward: a recomputed forward shares the backward's dequantized weight."""
     compiled = compiled_step("qwen_qlora_nf4", "8B", remat)
@@ -53,7 +49,8 @@ def test_a_weight_is_dequantized_for_each_product_and_never_kept(remat):
     assert compiled.custom_calls["__cublas$lt$matmul"] >= 40
 
 
-def test_four_cards_gather_codes_not_weights():
+@pytest.mark.every_jax
+def test_four_gpus_gather_codes_not_weights():
     one, four = compiled_step("qwen_qlora_nf4", "8B", "block"), compiled_step("qwen_qlora_nf4", "8B", "block", cards=4)
     assert four.memory.arguments < 0.3 * one.memory.arguments
     hidden, _, intermediate, heads = SIZES["8B"]

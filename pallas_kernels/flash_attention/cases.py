@@ -1,0 +1,54 @@
+"""What flash attention is compiled with: packed rows and grouped queries, by dtype and head dimension."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.case import Case, asked
+from pallas_kernels.flash_attention import mosaic, mosaic_backward, triton
+from pallas_kernels.flash_attention.variant import Request, Variant
+from pallas_kernels.gpus import Device
+
+ROWS, LENGTH, HEADS, KV_HEADS = 2, 2048, 8, 2
+# The most common shape first; dtype, head dimension, soft-cap of the logits (and, with it, sinks).
+SHAPES = (
+    *((dtype, head_dim, None) for dtype in ("bfloat16", "float32") for head_dim in (128, 64, 80, 96, 192, 256)),
+    ("float16", 128, None),
+    ("bfloat16", 128, 30.0),
+)
+
+
+def _cases(
+    backend: str,
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    refuses: Callable[[Device, Request], str | None],
+) -> Iterator[Case]:
+    for dtype, head_dim, soft_cap in SHAPES:
+        variant = Variant(head_dim**-0.5, soft_cap, True, None, 0)
+        request = Request(jnp.dtype(dtype), head_dim, LENGTH, LENGTH, True, variant, soft_cap is not None, True)
+        q = jax.ShapeDtypeStruct((ROWS, LENGTH, HEADS, head_dim), dtype)
+        k = jax.ShapeDtypeStruct((ROWS, LENGTH, KV_HEADS, head_dim), dtype)
+        bound = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)
+        per_query = jax.ShapeDtypeStruct((ROWS, HEADS, LENGTH), jnp.float32)
+        sinks = None if soft_cap is None else jax.ShapeDtypeStruct((HEADS,), jnp.float32)
+        inputs = f"{dtype} d={head_dim}" + ("" if soft_cap is None else " soft-cap, sinks")
+        for direction, function, arguments in (
+            ("forward", forward, (q, k, k, bound, bound, sinks)),
+            ("backward", backward, (q, k, k, bound, bound, per_query, per_query, q)),
+        ):
+            function = partial(_call, function, variant)
+            yield Case("flash_attention", backend, direction, inputs, function, arguments, asked(refuses, request))
+
+
+def _call(function: Callable[..., Any], variant: Variant, *arguments: Any) -> Any:
+    return function(*arguments, variant)
+
+
+CASES = (
+    *_cases("triton", triton.forward, triton.backward, triton.refuses),
+    *_cases("mosaic", mosaic.forward, mosaic_backward.backward, mosaic.refuses),
+)
