@@ -18,8 +18,6 @@ from pallas_kernels.gpus import GPUS
 SPILLS = json.loads(Path(__file__).with_name("spills.json").read_text())
 # One of each architecture: h200 differs from h100 in its memory alone.
 ARCHITECTURES = tuple(gpu for gpu in GPUS if gpu != "h200")
-# float32 and the widest heads take XLA and ptxas the longest.
-SLOW = ("float32", "d=192", "d=256")
 NARROW = ("d=64", "d=80", "d=96", "d=128")
 # The instruction of the matrix unit, by the major compute capability.
 MATRIX_UNIT = {8: "mma_sync", 9: "wgmma", 10: "tcgen05"}
@@ -33,11 +31,9 @@ def compiled_for(gpus: Iterable[str], wanted: Callable[[Case], bool] = lambda ca
             cases = report.cases_for(gpu)
             firsts = {(case.op, case.backend, case.direction): case for case in reversed(cases)}.values()
             for case in filter(wanted, cases):
-                marks = [pytest.mark.slow] if any(part in case.inputs for part in SLOW) else []
                 # Every version of jax brings its own Triton, Mosaic and LLVM: one case shows that a kernel still
                 # lowers and spills nothing. The others are shapes of the same code.
-                if case in firsts:
-                    marks.append(pytest.mark.every_jax)
+                marks = [pytest.mark.every_jax] if case in firsts else []
                 yield pytest.param(gpu, case, marks=marks, id=f"{gpu} {case}")
 
     return pytest.mark.parametrize(("gpu", "case"), list(parameters()))

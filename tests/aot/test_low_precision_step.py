@@ -11,10 +11,10 @@ from compiled_steps import SIZES, check_readme, compiled_step
 # recipe, memory.remat, rows of 2048 tokens, most gigabytes
 STEPS = [
     ("qwen_fp8", "none", 2, 34.0),
-    pytest.param("qwen_fp8", "block", 2, 22.0, marks=pytest.mark.slow),
+    ("qwen_fp8", "block", 2, 22.0),
     # On every version of jax, here and below: XLA decides in what dtype it sums and how much of an update is in memory.
-    pytest.param("qwen_full_8bit", "block", 1, 60.0, marks=pytest.mark.every_jax),
-    pytest.param("qwen_full_8bit", "block", 8, 66.0, marks=pytest.mark.slow),
+    ("qwen_full_8bit", "block", 1, 60.0, marks=pytest.mark.every_jax),
+    ("qwen_full_8bit", "block", 8, 66.0),
 ]
 
 

@@ -15,13 +15,13 @@ from compiled_steps import SIZES, check_readme, compiled_step
 STEPS = [
     # On every version of jax, here and below: Triton kernels in a whole step, rematerialised and over four GPUs, where
     # XLA decides what is computed twice and where it gathers.
-    pytest.param("qwen_qlora_nf4", "8B", "block", 2, 12.0, marks=pytest.mark.every_jax),
+    ("qwen_qlora_nf4", "8B", "block", 2, 12.0, marks=pytest.mark.every_jax),
     ("qwen_qlora_nf4", "8B", "none", 2, 32.0),
     ("qwen_qlora_nf4", "32B", "block", 1, 28.0),
     ("qwen_qlora_nf4", "70B", "block", 1, 56.0),
-    pytest.param("qwen_qlora_nvfp4", "8B", "block", 2, 13.0, marks=pytest.mark.slow),
-    pytest.param("qwen_qlora_fp8", "8B", "block", 2, 16.0, marks=pytest.mark.slow),
-    pytest.param("qwen_qlora_int8", "8B", "block", 2, 16.0, marks=pytest.mark.slow),
+    ("qwen_qlora_nvfp4", "8B", "block", 2, 13.0),
+    ("qwen_qlora_fp8", "8B", "block", 2, 16.0),
+    ("qwen_qlora_int8", "8B", "block", 2, 16.0),
 ]
 
 
