@@ -15,7 +15,7 @@ from compiled_steps import SIZES, check_readme, compiled_step
 STEPS = [
     # On every version of jax, here and below: Triton kernels in a whole step, rematerialised and over four GPUs, where
     # XLA decides what is computed twice and where it gathers.
-    ("qwen_qlora_nf4", "8B", "block", 2, 12.0, marks=pytest.mark.every_jax),
+    pytest.param("qwen_qlora_nf4", "8B", "block", 2, 12.0, marks=pytest.mark.every_jax),
     ("qwen_qlora_nf4", "8B", "none", 2, 32.0),
     ("qwen_qlora_nf4", "32B", "block", 1, 28.0),
     ("qwen_qlora_nf4", "70B", "block", 1, 56.0),
