@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from tiny import VOCABULARY
 
-from jaxtune.models.attention import attend_packed
+from jaxtune.models.attend import attend_packed
 from jaxtune.models.decoder import bind
 from jaxtune.parallel.layout import TOKENS
 

@@ -14,6 +14,8 @@ from safetensors import safe_open
 from jaxtune.config.schema import Quant
 from jaxtune.quant import format_of
 
+# Whole blocks of every format.
+SIZES = dict(hidden_size=128, intermediate_size=256, num_attention_heads=8, num_key_value_heads=4, head_dim=32)
 RANK = {"lora.rank": 4}
 
 

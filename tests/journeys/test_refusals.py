@@ -41,7 +41,7 @@ REFUSED = {
     "nothing left to quantize": (
         "qwen_qlora_nf4.py",
         {"lora.rank": 4, "quant.skip_first_layers": 2},
-        ["no linear to quantize"],
+        ["quant leaves out every linear layer"],
     ),
     "a quantized base that is trained": (
         "qwen_qlora_nf4.py",

@@ -543,11 +543,6 @@ def test_no_nearest_key_for_something_unlike_any():
             "only when precision.fp8.scaling == 'delayed'",
         ),
         (
-            {"precision.skip_first_layers": "1"},
-            "precision.skip_first_layers",
-            "only when precision.recipe in .'fp8_hybrid', 'nvfp4'",
-        ),
-        (
             {"precision.recipe": "fp32", "precision.skip_first_layers": "1"},
             "precision.skip_first_layers",
             "only when precision.recipe != 'fp32'",
