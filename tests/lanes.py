@@ -1,8 +1,9 @@
 """Runs a lane of tests within its budget.
 
     python tests/lanes.py unit
-    python tests/lanes.py nightly          what covers files that changed since it last passed
-    python tests/lanes.py nightly --all    everything, and remember what passed
+    python tests/lanes.py nightly                  what covers files that changed since it last passed
+    python tests/lanes.py nightly --all            everything; what passed is remembered
+    python tests/lanes.py nightly random_kills     the files with this in their names
 
 The lanes and their minutes are in lanes.toml beside this file. What follows the name of a lane goes to pytest.
 """
@@ -29,14 +30,12 @@ def main(arguments: list[str]) -> int:
         return 2
     name, *more = arguments
     lane = lanes[name]
+    chosen = nightly_files(more) if name == "nightly" else []
     if name == "nightly":
-        files = sorted((TESTS / "nightly").glob("test_*.py"))
-        chosen = files if "--all" in more else [file for file in files if passed().get(file.name) != digest(file)]
-        more = [argument for argument in more if argument != "--all"]
         if not chosen:
             print("nightly: nothing that it covers has changed since it last passed")
             return 0
-        lane["arguments"] = [str(file.relative_to(ROOT)) for file in chosen]
+        lane["arguments"], more = [str(file.relative_to(ROOT)) for file in chosen], []
     start = time.monotonic()
     command = [sys.executable, "-m", "pytest", "-q", "--durations=10", *lane["arguments"], *more]
     code = subprocess.call(command, cwd=ROOT)
@@ -45,9 +44,19 @@ def main(arguments: list[str]) -> int:
     if code == 0 and minutes > lane["minutes"]:
         print(f"lane {name} is over its budget; the ten slowest are above. Make them quicker, or move them to nightly")
         return 1
-    if code == 0 and name == "nightly" and not more:
+    if code == 0 and chosen:
         PASSED.write_text(json.dumps(passed() | {file.name: digest(file) for file in chosen}, indent=1) + "\n")
     return code
+
+
+def nightly_files(wanted: list[str]) -> list[Path]:
+    """The nightly files to run: all, those with one of these in their names, or those whose cover has changed."""
+    files = sorted((TESTS / "nightly").glob("test_*.py"))
+    if unknown := [file.name for file in files if file.name not in passed()]:
+        print(f"nightly: never passed on record: {', '.join(unknown)}; run them with --all")
+    if wanted:
+        return files if wanted == ["--all"] else [file for file in files if any(part in file.name for part in wanted)]
+    return [file for file in files if passed().get(file.name, digest(file)) != digest(file)]
 
 
 def passed() -> dict[str, str]:

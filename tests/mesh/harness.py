@@ -1,0 +1,207 @@
+"""One claim for any mesh and any kind of training: it equals the same training on one device."""
+
+import dataclasses
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from runs import model_folder
+
+from jaxtune.config.checks import check
+from jaxtune.config.schema import Config, Data, Dataset, Lora, Memory, Mesh, Model, Optim, Precision, Quant, Train
+from jaxtune.parallel.mesh import data_shards, make_mesh
+from jaxtune.run.assembly import compile_step, optimizer_of, start_of, step_of
+from jaxtune.run.model import declare_model
+from jaxtune.run.values import frozen_parameters, initial_parameters
+
+ROWS, SEQUENCE, STEPS, RATE = 8, 24, 3, 1e-3
+# Blocks of 64 x 64 can be shared by fsdp=4 tensor=2, and of the adapters some have moments in 8 bits.
+SIZES = dict(hidden_size=256, intermediate_size=128, num_attention_heads=8, num_key_value_heads=4, head_dim=32)
+
+MESHES = {
+    "data=8": Mesh(data=8, fsdp=1),
+    "fsdp=8": Mesh(fsdp=8),
+    "data=2 fsdp=4": Mesh(data=2, fsdp=4),
+    "fsdp=4 tensor=2": Mesh(fsdp=4, tensor=2),
+    "data=2 fsdp=2 tensor=2": Mesh(data=2, fsdp=2, tensor=2),
+}
+# How the linear layers of the base are stored; operands are what their products take, in training without adapters too.
+STORAGE: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "nf4": {"quant": Quant("nf4")},
+    "fp8": {"quant": Quant("fp8", block_size=64)},
+    "nvfp4": {"quant": Quant("nvfp4")},
+    "int8": {"quant": Quant("int8")},
+    "fp8 operands": {"precision": Precision("fp8_hybrid")},
+    "nvfp4 operands": {"precision": Precision("nvfp4")},
+}
+ADAPTERS = ("none", "lora")
+# How far losses may be apart, relatively: moments in 8 bits and signs of gradients jump where a sum in another order
+# takes them over an edge.
+OPTIMIZERS = {
+    "adamw": 1e-6,
+    "sgd": 1e-6,
+    "adafactor": 1e-6,
+    "schedule_free": 1e-6,
+    "muon": 1e-5,
+    "normuon": 1e-5,
+    "lion": 1e-4,
+    "adamw_8bit": 1e-4,
+}
+LOW_PRECISION = 5e-3  # the same for recipes that round activations to bfloat16
+NORM = 1e-5  # of the first gradient, which no update has moved yet
+PARAMETERS = 1e-4  # of the largest, where the optimizer does not jump
+OBJECTIVES = {"cross_entropy": 0.0, "z-loss": 1e-2}
+REMAT = ("none", "dots", "block")
+HELD = tempfile.TemporaryDirectory()  # of models, until the process ends
+
+
+class Case(NamedTuple):
+    """A training on a mesh, by the names above."""
+
+    mesh: str
+    storage: str = "float32"
+    adapter: str = "none"
+    optimizer: str = "adamw"
+    objective: str = "cross_entropy"
+    remat: str = "block"
+
+
+class Trained(NamedTuple):
+    """Losses and gradient norms, the values that training starts from, and the trained parameters afterwards."""
+
+    losses: np.ndarray
+    norms: np.ndarray
+    start: dict[str, np.ndarray]
+    parameters: dict[str, np.ndarray]
+
+
+def equal(case: Case, steps: int = STEPS, whole: bool = False) -> np.ndarray:
+    """Assert that a training on eight devices equals that on one, and return its losses.
+
+    A `whole` model has two stacks, and adapters on every linear layer.
+    """
+    expected = one_device(case.storage, case.adapter, case.optimizer, case.objective, steps, whole)
+    found = train(case, MESHES[case.mesh], 8, steps, whole)
+    bound = LOW_PRECISION if "precision" in STORAGE[case.storage] else OPTIMIZERS[case.optimizer]
+    assert_equal(found, expected, bound)
+    return found.losses
+
+
+def assert_equal(found: Trained, expected: Trained, bound: float = 1e-6) -> None:
+    """Losses within a relative bound; codes and scales as they are; parameters where nothing jumps."""
+    assert found.start.keys() == expected.start.keys()
+    for name, value in expected.start.items():
+        np.testing.assert_allclose(found.start[name], value, rtol=1e-6, err_msg=name)
+    assert np.abs(found.losses / expected.losses - 1).max() <= bound
+    assert np.abs(found.norms / expected.norms - 1)[0] <= max(bound, NORM)
+    for name, value in expected.parameters.items() if bound == 1e-6 else ():
+        assert np.abs(found.parameters[name] - value).max() <= PARAMETERS * np.abs(value).max(), name
+
+
+@functools.cache
+def one_device(
+    storage: str, adapter: str, optimizer: str, objective: str, steps: int = STEPS, whole: bool = False
+) -> Trained:
+    """What a training on any mesh and with any rematerialisation must equal."""
+    return train(Case("", storage, adapter, optimizer, objective, "none"), Mesh(), 1, steps, whole)
+
+
+def train(
+    case: Case, mesh: Mesh, devices: int, steps: int = STEPS, whole: bool = False, accumulate: int = 1
+) -> Trained:
+    """The program of a run, on so many devices."""
+    made = make_mesh(mesh, jax.devices()[:devices])
+    rows = ROWS // accumulate // data_shards(made)
+    config = config_of(case, mesh, Train(max_steps=steps, micro_batch_size=rows, grad_accum_steps=accumulate), whole)
+    model = declare_model(config, made)
+    optimizer = optimizer_of(model, config)
+    step, (state_shapes, frozen_shapes, batch_shapes) = step_of(config, model, optimizer, made, steps)
+    compiled = compile_step(step, (state_shapes, frozen_shapes, batch_shapes), deterministic=False)
+    frozen, start = frozen_parameters(model, config), initial_parameters(model, config)
+    before = fetched({**frozen, **start})
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state_shapes)
+    state, losses, norms = jax.jit(start_of(model, config, optimizer), out_shardings=shardings)(start), [], []
+    for number in range(steps):
+        batch = {
+            name: jax.device_put(fields(steps)[name][number].reshape(leaf.shape), leaf.sharding)
+            for name, leaf in batch_shapes.items()
+        }
+        state, metrics = compiled(state, frozen, batch)
+        losses.append(metrics["loss"].item())
+        norms.append(metrics["grad_norm"].item())
+    return Trained(np.array(losses), np.array(norms), before, fetched(state.trained))
+
+
+def fetched(values: Any) -> dict[str, np.ndarray]:
+    """Arrays by their path; a quantized parameter has several."""
+    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(values)}
+
+
+def config_of(case: Case, mesh: Mesh, length: Train, whole: bool) -> Config:
+    """The run that a case stands for.
+
+    Most of what is to be compiled are linear layers that are trained, adapted or quantized. But for a whole model those
+    are two: one whose outputs and one whose inputs are sharded over the tensor axis.
+    """
+    adapters = case.adapter == "lora"
+    targets = "all-linear" if whole else ("k_proj", "down_proj")
+    others = None if whole else r"[qvo]_proj|gate_proj|up_proj"
+    sections = {name: dataclasses.replace(section, exclude=others) for name, section in STORAGE[case.storage].items()}
+    # AdamW would move an element whose gradient is nearly 0 by what the rounding of that gradient happens to be.
+    epsilon = {"epsilon": 1e-5} if case.optimizer in ("adamw", "schedule_free") else {}
+    return Config(
+        model=Model(path=str(folder(not adapters, whole)), dtype="float32"),
+        data=Data(datasets=(Dataset(path="made here"),), seq_len=SEQUENCE),
+        train=dataclasses.replace(length, z_loss=OBJECTIVES[case.objective], freeze=None if adapters else others),
+        optim=Optim(case.optimizer, learning_rate=RATE, schedule="constant", weight_decay=0.1, **epsilon),
+        lora=Lora(enabled=True, rank=16, dropout=0.2, target_modules=targets) if adapters else Lora(),
+        mesh=mesh,
+        memory=Memory(case.remat),
+        **{"precision": Precision("fp32"), **sections},
+    )
+
+
+def is_refused(case: Case) -> bool:
+    """Whether the product refuses such a config, whatever the mesh."""
+    return bool(check(config_of(case, MESHES[case.mesh], Train(max_steps=STEPS), False)))
+
+
+@functools.cache
+def folder(tied: bool, whole: bool) -> Path:
+    """A model of two equal layers, windowed without adapters; a whole one has three, the last a stack of its own."""
+    kinds = ["full_attention", "sliding_attention"]
+    layers = [kinds[0], kinds[0], kinds[1]] if whole else [kinds[tied]] * 2
+    path = Path(HELD.name) / f"tied={tied} whole={whole}"
+    path.mkdir()
+    return model_folder(
+        path,
+        **SIZES,
+        num_hidden_layers=len(layers),
+        layer_types=layers,
+        use_sliding_window=True,
+        sliding_window=8,
+        tie_word_embeddings=tied,
+    )
+
+
+@functools.cache
+def fields(steps: int) -> dict[str, np.ndarray]:
+    """Ragged packed rows: a different number of targets in each."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 256, (steps, ROWS, SEQUENCE)).astype(np.int32)
+    length = rng.integers(2, SEQUENCE, (steps, ROWS, 1))
+    index = np.arange(SEQUENCE)
+    start = np.where(index < length, 0, length)
+    return {
+        "tokens": tokens,
+        "targets": np.roll(tokens, -1, axis=2),
+        "positions": (index - start).astype(np.int32),
+        "segment_ids": (1 + (index >= length)).astype(np.int32),
+        "key_start": start.astype(np.int32),
+        "loss_weight": (index < length - 1).astype(np.float32),
+        "row": np.arange(steps * ROWS, dtype=np.int32).reshape(steps, ROWS),
+    }

@@ -1,0 +1,126 @@
+"""The same training on every mesh: losses and parameters equal those of one device.
+
+`rows.csv` is a pairwise covering array: a fault that needs two levels at once, such as NF4 and the tensor axis, shows
+in some row. tests/nightly has every mesh with every storage and every optimizer.
+"""
+
+import csv
+import itertools
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import jax
+import pytest
+from mesh.harness import (
+    ADAPTERS,
+    MESHES,
+    OBJECTIVES,
+    OPTIMIZERS,
+    REMAT,
+    STORAGE,
+    Case,
+    assert_equal,
+    config_of,
+    equal,
+    is_refused,
+    one_device,
+    train,
+)
+
+from jaxtune.config import schema
+from jaxtune.config.schema import Mesh
+from jaxtune.errors import UserError
+from jaxtune.parallel.mesh import make_mesh
+from jaxtune.run.model import declare_model
+
+with (Path(__file__).parent / "rows.csv").open(newline="") as file:
+    CASES = [Case(**row) for row in csv.DictReader(file)]
+
+LEVELS = {
+    "axis": ("data", "fsdp", "tensor"),  # a mesh has every level that it spreads over
+    # Products in NVFP4 are emulated here, for which XLA takes a minute to compile a step: nightly trains with them, and
+    # test_low_precision_meshes has the products themselves.
+    "storage": tuple(STORAGE.keys() - {"nvfp4 operands"}),
+    "adapter": ADAPTERS,
+    "optimizer": tuple(OPTIMIZERS),
+    "objective": tuple(OBJECTIVES),
+    "remat": REMAT,
+}
+# Factors that never meet in the program: the optimizer sees gradients, whatever made them, of parameters that are not
+# quantized; what is kept for the backward pass is named in the decoder, whatever its weights are; and the objective
+# sees hidden states and the head, which is stored as it is.
+APART = [
+    {"optimizer", "storage"},
+    {"optimizer", "objective"},
+    {"optimizer", "remat"},
+    {"storage", "remat"},
+    {"storage", "objective"},
+]
+
+Pair = frozenset[tuple[str, str]]
+
+
+def pairs_of(case: Case) -> set[Pair]:
+    """Pairs of levels that a row covers."""
+    levels = [("axis", axis) for axis in LEVELS["axis"] if getattr(MESHES[case.mesh], axis) != 1]
+    levels += list(case._asdict().items())[1:]
+    return {frozenset(pair) for pair in itertools.combinations(levels, 2)}
+
+
+def is_wanted(pair: Pair) -> bool:
+    """Whether its factors meet, and the product does not refuse it."""
+    factors = {factor for factor, _ in pair}
+    if len(factors) == 1 or factors in APART:
+        return False
+    levels = {factor: level for factor, level in pair if factor != "axis"}
+    return not is_refused(Case("fsdp=8", adapter="lora")._replace(**levels))
+
+
+@pytest.mark.parametrize("case", CASES, ids=", ".join)
+def test_equals_one_device(case):
+    equal(case)
+
+
+def test_every_pair_of_levels_that_can_be_trained_is_covered_by_some_row():
+    """A new level fails here until a row has it with each level of the other factors."""
+    levels = [(factor, level) for factor, names in LEVELS.items() for level in names]
+    wanted = {pair for pair in map(frozenset, itertools.combinations(levels, 2)) if is_wanted(pair)}
+    covered = set().union(*map(pairs_of, CASES))
+    assert not {tuple(sorted(pair)) for pair in wanted - covered}
+    assert {case.mesh for case in CASES} == set(MESHES)
+    assert not [case for case in CASES if is_refused(case)]
+
+
+def test_a_quantized_base_without_an_adapter_is_the_only_pair_that_is_refused():
+    refused = {
+        (storage, adapter)
+        for storage in STORAGE
+        for adapter in ADAPTERS
+        if is_refused(Case("data=8", storage, adapter))
+    }
+    assert refused == {(storage, "none") for storage, sections in STORAGE.items() if "quant" in sections}
+
+
+def test_optimizers_and_rematerialisation_have_every_level_of_the_schema():
+    assert set(OPTIMIZERS) == set(get_args(get_type_hints(schema.Optim)["name"]))
+    assert set(REMAT) == set(get_args(get_type_hints(schema.Memory)["remat"]))
+
+
+def test_a_batch_accumulated_row_by_row_equals_it_at_once():
+    case = Case("", "float32", "lora", remat="none")
+    assert_equal(train(case, Mesh(), 1, accumulate=8), one_device("float32", "lora", "adamw", "cross_entropy"))
+
+
+def test_a_dimension_that_does_not_divide_is_told_with_sizes_that_would():
+    mesh = Mesh(tensor=8)
+    with pytest.raises(UserError) as told:
+        declare_model(config_of(Case(""), mesh, schema.Train(), False), make_mesh(mesh))
+    assert str(told.value).splitlines() == [
+        "the mesh does not divide the model:",
+        "  mesh.tensor=8 does not divide kv_heads=4; these would: [1, 2, 4]",
+    ]
+
+
+def test_a_mesh_that_does_not_fit_says_so():
+    with pytest.raises(UserError, match="span 3 devices and there are 8"):
+        make_mesh(Mesh(data=3, fsdp=1), jax.devices())

@@ -1,0 +1,96 @@
+"""Twenty steps on every mesh, with every storage and every optimizer; tests/mesh has a few steps and pairs alone."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from batches import make_batch
+from mesh.harness import MESHES, OPTIMIZERS, STORAGE, Case, equal, fetched, folder
+from mesh.products import MESHES as PRODUCT_MESHES
+from mesh.products import NUMBERS, SHAPES, assert_eight_devices_equal_one
+
+from jaxtune.config.schema import Config, Data, Lora, Mesh, Model
+from jaxtune.models.parameters import randomize
+from jaxtune.objectives.cross_entropy import cross_entropy
+from jaxtune.parallel.mesh import make_mesh
+from jaxtune.precision.recipes import RECIPES
+from jaxtune.run.model import declare_model
+from jaxtune.run.step import accumulated_gradients
+from jaxtune.run.values import frozen_parameters
+
+# Paths whose change makes CI run this file, which otherwise waits for the night.
+COVERS = (
+    "jaxtune/parallel",
+    "jaxtune/models",
+    "jaxtune/optim",
+    "jaxtune/precision",
+    "jaxtune/quant",
+    "jaxtune/run/step.py",
+    "pallas_kernels",
+)
+STEPS = 20
+
+QUANTIZED = [storage for storage, sections in STORAGE.items() if "quant" in sections]
+SPLIT = {("fsdp=8", "nf4"), ("fsdp=8", "fp8")}  # a mesh that would split a block of 64, which is refused
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_equals_one_device(optimizer, mesh):
+    losses = equal(Case(mesh, optimizer=optimizer), STEPS, whole=True)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("storage", STORAGE)
+def test_adapters_on_every_storage_equal_one_device(storage, mesh):
+    if (mesh, storage) not in SPLIT:
+        equal(Case(mesh, storage, "lora"), STEPS, whole=True)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("storage", [storage for storage in STORAGE if storage.endswith("operands")])
+def test_the_whole_model_in_low_precision_equals_one_device(storage, mesh):
+    equal(Case(mesh, storage), STEPS, whole=True)
+
+
+@functools.cache
+def gradients(storage: str, mesh: Mesh, devices: int):
+    """(quantized base, loss, adapter gradients), fetched."""
+    made = make_mesh(mesh, jax.devices()[:devices])
+    config = Config(
+        model=Model(path=str(folder(False, True)), dtype="float32"),
+        data=Data(seq_len=32),
+        lora=Lora(enabled=True, rank=4),
+        **STORAGE[storage],
+    )
+    model = declare_model(config, made)
+    frozen = frozen_parameters(model, config)
+    trained = randomize({name: model.parameters[name] for name in model.trained}, dict(model.dtypes), seed=1)
+    trained = {name: value + 0.01 for name, value in trained.items()}  # B is not zero
+    rows = np.random.default_rng(0).integers(0, 256, (4, 32))
+    batch = jax.tree.map(lambda x: x[None], make_batch(rows, made, [20, 12]))
+    computed = accumulated_gradients(model.graph, cross_entropy, RECIPES["fp32"], "block", 0)
+    with jax.default_matmul_precision("highest"):
+        summed = jax.jit(computed)(trained, frozen, batch, jnp.int32(0))
+    return fetched(frozen), summed.loss.item(), fetched(summed.gradients)
+
+
+@pytest.mark.parametrize("storage", QUANTIZED)
+def test_gradients_of_adapters_on_a_quantized_base_equal_one_device(storage):
+    codes, loss, expected = gradients(storage, Mesh(fsdp=1), 1)
+    sharded_codes, sharded_loss, found = gradients(storage, MESHES["data=2 fsdp=2 tensor=2"], 8)
+    assert abs(sharded_loss - loss) <= 1e-6 * abs(loss)
+    for name in codes:
+        np.testing.assert_allclose(sharded_codes[name], codes[name], rtol=1e-6, err_msg=name)
+    for name, gradient in found.items():
+        assert np.abs(gradient - expected[name]).max() <= 1e-5 * np.abs(expected[name]).max(), name
+
+
+@pytest.mark.parametrize("numbers", NUMBERS.values(), ids=NUMBERS)
+@pytest.mark.parametrize("mesh", PRODUCT_MESHES)
+@pytest.mark.parametrize("axes", SHAPES, ids=["out", "in"])
+def test_products_in_low_precision_equal_one_device(mesh, numbers, axes):
+    assert_eight_devices_equal_one(mesh, numbers, axes)
