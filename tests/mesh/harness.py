@@ -152,7 +152,7 @@ def config_of(case: Case, mesh: Mesh, length: Train, whole: bool) -> Config:
     others = None if whole else r"[qvo]_proj|gate_proj|up_proj"
     sections = {name: dataclasses.replace(section, exclude=others) for name, section in STORAGE[case.storage].items()}
     # AdamW would move an element whose gradient is nearly 0 by what the rounding of that gradient happens to be.
-    epsilon = {"epsilon": 1e-5} if case.optimizer in ("adamw", "schedule_free") else {}
+    epsilon = {"epsilon": 1e-4} if case.optimizer in ("adamw", "schedule_free") else {}
     return Config(
         model=Model(path=str(folder(not adapters, whole)), dtype="float32"),
         data=Data(datasets=(Dataset(path="made here"),), seq_len=SEQUENCE),
