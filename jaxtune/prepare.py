@@ -43,7 +43,7 @@ def _main(values: flags.FlagValues, config: Config):
     tokenizer = hf.load_tokenizer(hf.resolve(config.model.path, config.model.revision, weights=False))
     train, validation = open_documents(config, tokenizer)
     console = Console(soft_wrap=True, highlight=False)
-    for note in dict.fromkeys(train.notes + (validation.notes if validation else ())):
+    for note in dict.fromkeys(config.left_out + train.notes + (validation.notes if validation else ())):
         console.print(note, markup=False)
     console.print(f"training: {Rows(train, config.data, epochs=1).counts}")
     if validation:

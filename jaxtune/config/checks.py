@@ -1,22 +1,17 @@
 """Options that contradict each other: found before anything is read. What an option's own rules say is in `rules`."""
 
 import dataclasses
-import math
 import operator
-import re
 from collections.abc import Iterator
 from typing import Any
 
 from jaxtune.config.rules import Problem, broken
 from jaxtune.config.schema import Config
 
-# Options that are regular expressions.
-PATTERNS = ("train.freeze", "optim.no_decay", "lora.target_modules", "quant.exclude", "precision.exclude")
-
 
 def check(config: Config) -> list[Problem]:
     """Every problem of a config whose types are right."""
-    parts = (broken, _data, _train, _optim, _multipliers, _precision, _lora, _quant, _mesh, _patterns)
+    parts = (broken, _data, _train, _optim, _precision, _lora, _quant, _mesh)
     return [problem for part in parts for problem in part(config)]
 
 
@@ -67,24 +62,6 @@ def _optim(config: Config) -> Iterator[Problem]:
     if optim.schedule == "cosine_with_restarts" and optim.cycles is not None and optim.cycles % 1:
         reason = "restarts are counted in whole numbers; optim.schedule = 'cosine' can have parts of a wave"
         yield _problem(config, "optim.cycles", reason, "optim.schedule")
-
-
-def _multipliers(config: Config) -> Iterator[Problem]:
-    for key in ("optim.lr_multipliers", "optim.decay_multipliers"):
-        for entry in _value(config, key):
-            pattern, equals, factor = entry.rpartition("=")
-            if not equals or not pattern or not _is_factor(factor):
-                reason = f"{entry!r} is not 'REGEX=FACTOR' with a factor of 0 or more, such as 'embed_tokens=0.1'"
-                yield _problem(config, key, reason)
-            else:
-                yield from _regex(config, key, pattern)
-
-
-def _is_factor(text: str) -> bool:
-    try:
-        return 0 <= float(text) < math.inf
-    except ValueError:
-        return False
 
 
 def _precision(config: Config) -> Iterator[Problem]:
@@ -142,19 +119,6 @@ def _mesh(config: Config) -> Iterator[Problem]:
     rest = [f"mesh.{axis}" for axis, size in axes.items() if size == -1 and axis in ("data", "fsdp", "tensor")]
     if len(rest) > 1:
         yield Problem(tuple(rest), f"{' and '.join(rest)} are -1: only one axis can take what is left")
-
-
-def _patterns(config: Config) -> Iterator[Problem]:
-    for key in PATTERNS:
-        if isinstance(pattern := _value(config, key), str):
-            yield from _regex(config, key, pattern)
-
-
-def _regex(config: Config, key: str, pattern: str) -> Iterator[Problem]:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        yield _problem(config, key, f"not a regular expression: {error}")
 
 
 def _value(config: Config, key: str) -> Any:

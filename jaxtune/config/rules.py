@@ -1,7 +1,8 @@
-"""The rules that options carry: the interval of a number, and what must hold for an option to have an effect."""
+"""The rules that options carry: interval of a number, form of a text, and what must hold for an effect."""
 
 import math
 import operator
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,11 +24,13 @@ class Problem:
 
 
 def broken(config: Config) -> Iterator[Problem]:
-    """Every number outside its interval, and every option that was changed from its default and has no effect."""
+    """Every number outside its interval, every text of another form, every changed option that has no effect."""
     for key, option, section in every_option(config):
         value = getattr(section, option.key.rpartition(".")[2])
         if isinstance(value, int | float) and not inside(value, option.within):
             yield Problem((key,), f"{key} = {value!r}: must be {in_words(option.within)}")
+        if wrong := malformed(value, option.unit):
+            yield Problem((key,), f"{key} = {value!r}: {wrong}")
         scope, prefix = (section, f"{key.rpartition('.')[0]}.") if "[" in key else (config, "")
         for condition in option.when if value != option.default else ():
             # An expression of the schema, over nothing but options.
@@ -61,6 +64,33 @@ def inside(value: float, within: str) -> bool:
     low, high = _bounds(within)
     above = value >= low if within[0] == "[" else value > low
     return above and (value <= high if within[-1] == "]" else value < high)
+
+
+def malformed(value: Any, unit: str) -> str | None:
+    """What is wrong with a text whose unit is "regex", or with a list of "REGEX=FACTOR"; None where nothing is."""
+    if unit == "regex" and isinstance(value, str):
+        return _not_a_regex(value)
+    for entry in value if unit == "REGEX=FACTOR" else ():
+        pattern, _, factor = entry.rpartition("=")
+        if not pattern or not _is_factor(factor):
+            return f"{entry!r} is not 'REGEX=FACTOR' with a factor of 0 or more, such as 'embed_tokens=0.1'"
+        if wrong := _not_a_regex(pattern):
+            return wrong
+    return None
+
+
+def _not_a_regex(text: str) -> str | None:
+    try:
+        re.compile(text)
+    except re.error as error:
+        return f"not a regular expression: {error}"
+
+
+def _is_factor(text: str) -> bool:
+    try:
+        return 0 <= float(text) < math.inf
+    except ValueError:
+        return False
 
 
 def in_words(within: str) -> str:

@@ -20,7 +20,8 @@ def option(default: Any, doc: str, unit: str = "", when: str = "") -> Any:
     Args:
         default: The value of a config that says nothing.
         doc: What it means.
-        unit: What it is counted in, and the interval of a number: "steps [1, inf)", "(0, inf)", "fraction [0, 1)".
+        unit: What it is counted in, and the interval of a number: "steps [1, inf)", "(0, inf)", "fraction [0, 1)"; or
+            the form of a text, which is checked: "regex", "REGEX=FACTOR".
         when: What must hold for it to have an effect: a Python expression over options, such as "optim.name == 'muon'";
             for an option of a list entry, over the options of its entry.
     """
@@ -116,7 +117,7 @@ class Train:
     seed: int = option(0, "seed of random weights, adapters and dropout", "[0, inf)")
     max_bad_steps: int = option(5, "stop after this many non-finite steps in a row", "steps [1, inf)")
     deterministic: bool = option(False, "bit-equal repeats on a GPU too, at some cost in speed")
-    freeze: str | None = option(None, "regex over Hugging Face names: parameters that are not trained",
+    freeze: str | None = option(None, "parameters that are not trained, by Hugging Face name", "regex",
         when="not lora.enabled")
     z_loss: float = option(0.0, "adds this times log(sum(exp(logits)))^2 to the training loss of a token (PaLM, 2022)",
         "[0, inf)")
@@ -179,7 +180,7 @@ class Optim:
         when="optim.schedule in ('cosine', 'cosine_with_restarts')")
     power: float = option(1.0, "exponent of polynomial", "(0, inf)", when="optim.schedule == 'polynomial'")
     lr_multipliers: tuple[str, ...] = option((),
-        "'REGEX=FACTOR' over Hugging Face names: factor of the learning rate, the last match counts")
+        "factor of the learning rate by Hugging Face name, the last match counts", "REGEX=FACTOR")
     layerwise_lr_decay: float = option(1.0,
         "factor of the learning rate for each layer further from the head (Clark et al. 2020)", "(0, 1]")
     layerwise_lr_decay_bound: float = option(1.0,
@@ -187,10 +188,10 @@ class Optim:
         "(0, 1]", when="optim.layerwise_lr_decay == 1")
     weight_decay: float = option(0.0, "decoupled weight decay", "[0, inf)")
     no_decay: str | None = option(None,
-        "regex over Hugging Face names: parameters without weight decay; unset: norms, biases and embeddings",
+        "parameters without weight decay, by Hugging Face name; unset: norms, biases and embeddings", "regex",
         when="optim.weight_decay")
     decay_multipliers: tuple[str, ...] = option((),
-        "'REGEX=FACTOR' over Hugging Face names: factor of the weight decay, the last match counts",
+        "factor of the weight decay by Hugging Face name, the last match counts", "REGEX=FACTOR",
         when="optim.weight_decay")
     max_grad_norm: float = option(1.0, "clip gradients to this global norm; 0: never", "[0, inf)")
     beta1: float = option(0.9, "decay of the first moment; momentum of sgd", "[0, 1)", when="optim.name != 'adafactor'")
@@ -210,7 +211,7 @@ class Lora:
     alpha: float = option(32.0, "scale: alpha / rank, or alpha / sqrt(rank) with use_rslora", "(0, inf)")
     dropout: float = option(0.0, "dropout before the adapter", "fraction [0, 1)")
     target_modules: str | tuple[str, ...] = option("all-linear",
-        "all-linear (all but the head), a list of module names, or a regex over Hugging Face names")
+        "all-linear (all but the head), a list of module names, or a regex over Hugging Face names", "regex")
     dtype: Literal["float32", "bfloat16"] = option("float32", "dtype of the adapters")
     use_rslora: bool = option(False, "rank-stabilised scale (Kalajdzievski 2023)")
     path: str | None = option(None, "PEFT adapter folder to start from")
@@ -231,7 +232,7 @@ class Quant:
         when="quant.format == 'nvfp4'")
     skip_first_layers: int = option(0, "first layers that are not quantized", "layers [0, inf)")
     skip_last_layers: int = option(0, "last layers that are not quantized", "layers [0, inf)")
-    exclude: str | None = option(None, "regex over Hugging Face names: linears that are not quantized")
+    exclude: str | None = option(None, "linears that are not quantized, by Hugging Face name", "regex")
 
 
 @dataclass(frozen=True)
@@ -300,7 +301,7 @@ class Precision:
     skip_last_layers: int = option(0, "last layers whose linear layers are multiplied as by exclude", "layers [0, inf)",
         when="precision.recipe != 'fp32'")
     exclude: str | None = option(None,
-        "regex over Hugging Face names: linear layers multiplied in bf16 (fp8_hybrid, nvfp4) or float32 (bf16, fp16)",
+        "linear layers multiplied in bf16 (fp8_hybrid, nvfp4) or float32 (bf16, fp16), by Hugging Face name", "regex",
         when="precision.recipe != 'fp32'")
     fp16: Fp16 = section(Fp16(), when="precision.recipe == 'fp16'")
     fp8: Fp8 = section(Fp8(), when="precision.recipe == 'fp8_hybrid'")
@@ -394,3 +395,8 @@ class Config:
     export: Export = Export()
     # Who said what is not left to its default; no option.
     said: tuple[Said, ...] = dataclasses.field(default=(), compare=False, repr=False)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """A line for the user for each value that could have no effect, so that the default took its place."""
+        return tuple(f"left out: {said.moot}" for said in self.said if said.moot)

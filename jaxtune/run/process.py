@@ -44,9 +44,8 @@ def configure(config: Config) -> None:
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(Path(config.train.output_dir) / "cache" / "xla"))
     _show_log()
-    for said in config.said:
-        if said.moot:
-            log.info("left out: %s", said.moot)
+    for line in config.left_out:
+        log.info(line)
 
 
 def _show_log() -> None:

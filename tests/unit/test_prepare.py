@@ -15,6 +15,8 @@ def get_config(folder):
     config.data.datasets = (dataset(path=folder + "/data.jsonl"),)
     config.data.seq_len = 64
     config.train.output_dir = folder + "/runs"
+    config.optim.power = 2.0
+    config.optim.schedule = "polynomial"
     return config
 """
 
@@ -24,9 +26,10 @@ def test_prepare_prints_counts_and_shows_what_is_trained(tmp_path, capsys):
     (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3"}')
     (tmp_path / "data.jsonl").write_text(json.dumps({"instruction": "H", "output": "Y"}) + "\n")
     (tmp_path / "recipe.py").write_text(RECIPE)
-    command = [f"--config={tmp_path}/recipe.py:{tmp_path}", "--show=3"]
+    command = [f"--config={tmp_path}/recipe.py:{tmp_path}", "--show=3", "--config.optim.schedule=constant"]
     assert prepare.main(command) == 0
     out = capsys.readouterr().out
+    assert "left out: recipe: optim.power = 2.0: has no effect" in out
     assert "data.jsonl: instruction from instruction, output" in out
     assert "1 documents, 23 tokens (2 trained) in 1 rows, 35.9% full" in out
     assert "H(39|-100|0) <|im_end|>(258|-100|0) \\n(198|-100|0)" in out
