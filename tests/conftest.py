@@ -11,6 +11,16 @@ import pytest
 jax.config.update("jax_num_cpu_devices", 8)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def quick_to_compile(request):
+    """Without LLVM's optimisations, half the time of tests that compile more than they compute.
+
+    How arrays are sharded and what a program is made of does not depend on them. Not so the registers and the speed of
+    what is compiled for GPUs.
+    """
+    jax.config.update("jax_disable_most_optimizations", request.path.parent.name not in ("aot", "gpu"))
+
+
 @pytest.fixture(autouse=True)
 def no_mesh_left_behind():
     """The current mesh is global: each test starts and ends without one."""

@@ -1,19 +1,10 @@
 """One folder of models and data for the journeys of a file."""
 
-import jax
 import pytest
 from runs import conversations, model_folder
 
 # Whole blocks of 16, and matrices whose 8-bit moments have some.
 SIZES = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_to_compile():
-    """What is called in this process compiles more than it computes; processes of their own are as a user's."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

@@ -16,12 +16,14 @@ def quickstart(tmp_path_factory):
     shutil.copytree(ROOT / "configs", folder / "configs")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "0")  # as a user's
         return folder, run("jaxtune.train", "--config=configs/quickstart.py")
 
 
 def test_the_commands_of_the_readme_in_a_row(quickstart, monkeypatch):
     tmp_path, output = quickstart
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "0")
     for shown in ("sample: def ", "configs/quickstart_lora.py", "jaxtune.export", "jaxtune.generate", "resume:"):
         assert shown in output
     rows = metrics(tmp_path / "runs/quickstart")

@@ -17,6 +17,7 @@ def test_low_precision_trains_almost_as_well_as_bfloat16(tmp_path, monkeypatch):
     """LoRA on the quickstart's model: mean loss of the last 50 of 200 steps over 3 seeds, printed and in the README."""
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "0")
     run("jaxtune.train", "--config=configs/quickstart.py")
 
     def mean_loss(recipe: str) -> float:
