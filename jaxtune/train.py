@@ -19,8 +19,9 @@ from jaxtune.parallel.mesh import make_mesh
 from jaxtune.run import assembly, loop, process, resume
 from jaxtune.run.evaluation import make_evaluate
 from jaxtune.run.export import export
-from jaxtune.run.folder import closing, run_folder, this_command
+from jaxtune.run.folder import RunFolder, closing, run_folder, this_command
 from jaxtune.run.generation import continue_text
+from jaxtune.run.lock import locked
 from jaxtune.run.model import declare_model, describe_layout
 from jaxtune.run.values import frozen_parameters, initial_parameters
 from jaxtune.run.watch import watching
@@ -29,11 +30,16 @@ log = logging.getLogger("jaxtune")
 
 
 def train(config: Config) -> None:
-    """One run, from wherever it stands to its end."""
-    goodput = Goodput()
+    """One run, from wherever it stands to its end; alone in its folder."""
     process.configure(config)
-    mesh = make_mesh(config.mesh)
     folder = run_folder(config)
+    with locked(folder.path):
+        _train(config, folder)
+
+
+def _train(config: Config, folder: RunFolder) -> None:
+    goodput = Goodput()
+    mesh = make_mesh(config.mesh)
     checkpoints = CheckpointManager(folder.checkpoints, config.ckpt.keep_last)
     saved = resume.saved_run(config, folder, checkpoints)
 

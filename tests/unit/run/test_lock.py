@@ -1,0 +1,90 @@
+"""The lock of a run folder: who holds it is said, and nobody keeps it by being killed."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxtune.errors import UserError
+from jaxtune.run import lock
+
+HOLD = """
+import pathlib, sys, time
+from jaxtune.run.lock import locked
+
+with locked(pathlib.Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that holds the lock."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, text=True)
+    assert process.stdout and process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def of_another_host(folder, age: float):
+    (folder / "lock").write_text(json.dumps({"process": 7, "host": "elsewhere", "since": "2026-01-01 00:00:00 UTC"}))
+    os.utime(folder / "lock", (time.time() - age,) * 2)
+
+
+def test_a_second_run_is_told_who_holds_the_folder_until_that_one_is_killed(tmp_path, holder):
+    with pytest.raises(UserError) as told, lock.locked(tmp_path):
+        pass
+    assert f"{tmp_path} is in use: process {holder.pid} host {socket.gethostname()} since 20" in str(told.value)
+    assert "--config.train.run_name" in str(told.value)
+    holder.kill()
+    holder.wait()
+    with lock.locked(tmp_path):
+        assert json.loads((tmp_path / "lock").read_text())["process"] == os.getpid()
+
+
+def test_the_lock_goes_with_its_run_also_when_that_fails(tmp_path):
+    with pytest.raises(ZeroDivisionError), lock.locked(tmp_path / "new"):
+        raise ZeroDivisionError
+    assert not list((tmp_path / "new").iterdir())
+
+
+def test_in_one_process_too(tmp_path):
+    with lock.locked(tmp_path), pytest.raises(UserError, match=f"process {os.getpid()} "), lock.locked(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("flock", [True, False])
+def test_a_run_of_another_host_counts_as_alive_while_it_touches_its_lock(tmp_path, flock, monkeypatch):
+    if not flock:
+        monkeypatch.setattr(lock, "_held", lambda file: None)
+    of_another_host(tmp_path, age=lock.TAKE_OVER_SECONDS - 60)
+    with (
+        pytest.raises(UserError, match="process 7 host elsewhere .* 10 minutes after its last sign"),
+        lock.locked(tmp_path),
+    ):
+        pass
+    of_another_host(tmp_path, age=lock.TAKE_OVER_SECONDS + 60)
+    with lock.locked(tmp_path):
+        assert json.loads((tmp_path / "lock").read_text())["host"] == socket.gethostname()
+
+
+def test_a_file_system_without_flock_waits_for_the_last_touch(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "_held", lambda file: None)
+    with lock.locked(tmp_path), pytest.raises(UserError, match="if it was killed"), lock.locked(tmp_path):
+        pass
+
+
+def test_the_holder_touches_the_lock(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "TOUCH_SECONDS", 0.01)
+    with lock.locked(tmp_path):
+        os.utime(tmp_path / "lock", (0, 0))
+        deadline = time.monotonic() + 60
+        while (tmp_path / "lock").stat().st_mtime < 1e9:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
