@@ -40,7 +40,7 @@ def run(
     values = flags.FlagValues()  # its own, so that two commands can run in one process
     define_flags(values)
     if with_config:
-        meaning = "recipe FILE or FILE:ARGUMENT; --config.SECTION.OPTION=VALUE changes an option"
+        meaning = "recipe, NAME or FILE or either with :ARGUMENT; --config.SECTION.OPTION=VALUE changes an option"
         flags.DEFINE_string("config", None, meaning, flag_values=values, required=True)
     if {"-h", "--help", "-help"} & set(arguments):
         print(f"{inspect.getdoc(sys.modules[define_flags.__module__])}\n\n{_flags_help(values)}")

@@ -1,6 +1,6 @@
 """Train by a recipe: config, mesh, model, data, step, loop, export. This file is the whole road, top to bottom.
 
-python -m jaxtune.train --config=configs/quickstart.py
+python -m jaxtune.train --config=quickstart
 """
 
 import logging

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Starts the processes of one run on this machine.
 
-    python launch/local.py --processes 2 -- python -m jaxtune.train --config=configs/quickstart.py
+    python launch/local.py --processes 2 -- python -m jaxtune.train --config=quickstart
 
 Each process writes to a log file of its own; the first one's output is shown as well. The first failure ends all, and
 its exit code is this program's. SIGTERM and Ctrl-C are passed on, once each: jaxtune saves and ends by itself.

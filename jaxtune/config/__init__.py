@@ -1,14 +1,15 @@
 """The one typed schema of a run, and how a recipe becomes it.
 
-Naming a class of `config.schema` imports the standard library alone. What recipes call is in `config.loading`, which
-needs ml_collections and is imported when it is first asked for.
+Naming a class of `config.schema` imports the standard library alone. What recipes call needs ml_collections and is
+imported when it is first asked for.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxtune.config.loading import dataset, from_json, load_recipe, new_config, resolve, to_json
+    from jaxtune.config.loading import dataset, from_json, new_config, resolve, to_json
+    from jaxtune.config.recipe import load_recipe
 
 __all__ = ["dataset", "from_json", "load_recipe", "new_config", "resolve", "to_json"]
 
@@ -16,4 +17,5 @@ __all__ = ["dataset", "from_json", "load_recipe", "new_config", "resolve", "to_j
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("jaxtune.config.loading"), name)
+    module = "recipe" if name == "load_recipe" else "loading"
+    return getattr(importlib.import_module(f"jaxtune.config.{module}"), name)

@@ -1,22 +1,14 @@
-"""From a recipe file and command-line settings to a `Config`: typed, checked, frozen.
-
-A recipe is a Python file whose `get_config()`, or `get_config(argument)`, starts from `new_config()` and returns it.
-Recipes inherit by import; the folder of the recipe is importable while it is loaded.
-"""
+"""From what a recipe says and command-line settings to a `Config`: typed, checked, frozen."""
 
 import ast
 import contextlib
 import dataclasses
 import json
 import math
-import pathlib
 import re
-import runpy
-import sys
-import traceback
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Literal, Union
 
 from ml_collections import ConfigDict
@@ -43,33 +35,6 @@ def dataset(**fields: Any) -> ConfigDict:
     if unknown := [_unknown(f"data.datasets[i].{name}", fields[name]) for name in fields if name not in defaults]:
         raise UserError("\n  ".join(problem.text for problem in unknown))
     return ConfigDict(defaults | fields, type_safe=False).lock()
-
-
-def load_recipe(path: str, argument: str | None = None) -> ConfigDict:
-    """The ConfigDict that a recipe file's `get_config()` returns.
-
-    Raises:
-        UserError: No such file, or an error in it, with the recipe's line.
-    """
-    file = pathlib.Path(path)
-    if not file.is_file():
-        others = ", ".join(sorted(str(other) for other in file.parent.glob("*.py")))
-        raise UserError(f"recipe {path}: no such file" + (f"; there are {others}" if others else ""))
-    file = file.resolve()
-    try:
-        with _importable(file.parent):
-            get_config = runpy.run_path(str(file)).get("get_config")
-            if get_config is None:
-                raise UserError("has no function get_config()")
-            config = get_config() if argument is None else get_config(argument)
-    except Exception as error:
-        raise UserError(f"recipe {_locate(path, file.parent, error)}") from error
-    if not isinstance(config, ConfigDict):
-        raise UserError(
-            f"recipe {path}: get_config() returned {type(config).__name__}; "
-            "it must start from jaxtune.config.new_config() and return that"
-        )
-    return config
 
 
 def resolve(
@@ -131,8 +96,8 @@ def to_json(config: Config) -> str:
     return json.dumps(as_dict(config), indent=2) + "\n"
 
 
-def from_json(text: str) -> Config:
-    """The config that `to_json` wrote; options added since then have their defaults.
+def from_json(text: str, source: str = "saved config") -> Config:
+    """The config that `to_json` wrote; options added since then have their defaults. `source` is named in errors.
 
     Raises:
         UserError: Not JSON, an unknown key, or a wrong type.
@@ -140,10 +105,10 @@ def from_json(text: str) -> Config:
     try:
         values = json.loads(text)
     except json.JSONDecodeError as error:
-        raise UserError(f"saved config: not JSON: {error}") from error
+        raise UserError(f"{source}: not JSON: {error}") from error
     problems: list[Problem] = []
     config = _build(Config, values, "", problems)
-    _raise("saved config", problems)
+    _raise(source, problems)
     return config
 
 
@@ -262,37 +227,3 @@ def _from_text(text: str, annotation: Any) -> Any:
 def _unknown(key: str, value: Any) -> Problem:
     nearest = keys.nearest(key)
     return Problem((key, nearest.key) if nearest else (key,), f"{key} = {value!r}: {keys.no_such_option(key)}")
-
-
-@contextlib.contextmanager
-def _importable(folder: pathlib.Path) -> Iterator[None]:
-    """Recipes of the folder can import each other; afterwards none stays loaded, as another folder may use its name."""
-    before = set(sys.modules)
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))
-        for name in set(sys.modules) - before:
-            file = getattr(sys.modules[name], "__file__", None)
-            if file and pathlib.Path(file).parent == folder:
-                del sys.modules[name]
-
-
-def _locate(path: str, folder: pathlib.Path, error: Exception) -> str:
-    """File, line and meaning of an error in a recipe, or in one that it imports."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if pathlib.Path(frame.filename).parent == folder]
-    if isinstance(error, SyntaxError):
-        return f"{error.filename}, line {error.lineno}: {error.msg}"
-    if not own:  # such as an argument that get_config() does not take
-        return f"{path}: {error}"
-    place, line = f"{own[-1].filename}, line {own[-1].lineno}", own[-1].line or ""
-    if isinstance(error, UserError):
-        return f"{place}: {error}"
-    quoted = re.search(r"""["'](\w+)\\?["']""", str(error))
-    if isinstance(error, AttributeError | KeyError) and "ml_collections" in frames[-1].filename and quoted:
-        name = quoted[1]
-        written = re.search(rf"\w+\.([\w.]*\b{name}\b[\w.]*)", line)  # the whole key: config.optim.NAME
-        return f"{place}: {line}\n  {name}: {keys.no_such_option(written[1] if written else name)}"
-    return f"{place}: {line}\n  {type(error).__name__}: {error}"

@@ -80,7 +80,7 @@ def _refusal(path: Path, content: bytes, held: bool | None, age: float) -> UserE
 
 
 def _held(file: int) -> bool | None:
-    """Whether a living process of this host holds the file; else it is ours. None where the file system has no flock."""
+    """Whether a living process of this host holds the file, else it is ours; None: the file system has no flock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -13,7 +13,7 @@ from jaxtune.config import load_recipe, resolve, to_json
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 GOLDEN = pathlib.Path(__file__).parent / "recipes"
-RECIPES = sorted(CONFIGS.glob("*.py"))
+RECIPES = sorted(CONFIGS.glob("[!_]*.py"))
 
 
 @pytest.fixture(scope="module")

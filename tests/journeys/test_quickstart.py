@@ -24,7 +24,7 @@ def test_the_commands_of_the_readme_in_a_row(quickstart, monkeypatch):
     tmp_path, output = quickstart
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "0")
-    for shown in ("sample: def ", "configs/quickstart_lora.py", "jaxtune.export", "jaxtune.generate", "resume:"):
+    for shown in ("sample: def ", "--config=quickstart_lora", "jaxtune.export", "jaxtune.generate", "resume:"):
         assert shown in output
     rows = metrics(tmp_path / "runs/quickstart")
     assert abs(next(row["loss"] for row in rows if "loss" in row) - 5.5) < 0.2

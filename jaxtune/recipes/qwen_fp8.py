@@ -5,11 +5,11 @@ read, and stored both ways round, 2 bytes a weight: Qwen3-8B, 2 rows of 2048 tok
 GB with --config.memory.remat=none, compiled without one. With --config.lora.enabled=False all weights are trained.
 Ada, Hopper and Blackwell have FP8 units; a CPU emulates the numbers, slowly.
 
-    python -m jaxtune.train --config=configs/qwen_fp8.py
-    python -m jaxtune.train --config=configs/qwen_fp8.py:PATH_OR_HUB_ID --config.data.datasets[0].path=my.jsonl
+    python -m jaxtune.train --config=qwen_fp8
+    python -m jaxtune.train --config=qwen_fp8:PATH_OR_HUB_ID --config.data.datasets[0].path=my.jsonl
 """
 
-import qwen_lora
+from jaxtune.recipes import qwen_lora
 
 
 def get_config(model="Qwen/Qwen3-8B"):

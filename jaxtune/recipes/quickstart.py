@@ -3,7 +3,7 @@
 Hardware: any; made for two CPU cores. Nothing is downloaded: the data is on every machine, and the model folder
 (config.json and a tokenizer whose tokens are bytes) is made on the first run, in runs/quickstart_model.
 
-    python -m jaxtune.train --config=configs/quickstart.py
+    python -m jaxtune.train --config=quickstart
 """
 
 import json
@@ -61,7 +61,7 @@ def get_config():
     config.eval.max_batches = 20
     config.eval.sample_prompt = "def "
     config.log.every = 20
-    config.log.next_command = "python -m jaxtune.train --config=configs/quickstart_lora.py"
+    config.log.next_command = "python -m jaxtune.train --config=quickstart_lora"
     return config
 
 

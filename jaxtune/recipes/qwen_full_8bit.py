@@ -3,11 +3,11 @@
 6 bytes a weight: gradients in bfloat16, weights too, rounded stochastically, and both moments in 8 bits. Qwen3-8B, 8
 rows of 2048 tokens: 60.5 GB on an H100, compiled without one.
 
-    python -m jaxtune.train --config=configs/qwen_full_8bit.py
-    python -m jaxtune.train --config=configs/qwen_full_8bit.py:PATH_OR_HUB_ID --config.data.datasets[0].path=my.jsonl
+    python -m jaxtune.train --config=qwen_full_8bit
+    python -m jaxtune.train --config=qwen_full_8bit:PATH_OR_HUB_ID --config.data.datasets[0].path=my.jsonl
 """
 
-import qwen_full
+from jaxtune.recipes import qwen_full
 
 
 def get_config(model="Qwen/Qwen3-8B"):

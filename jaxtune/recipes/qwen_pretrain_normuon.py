@@ -2,11 +2,11 @@
 
 The argument is a Hugging Face folder or hub id, of which only config.json and the tokenizer are used.
 
-    python -m jaxtune.train --config=configs/qwen_pretrain_normuon.py
-    python -m jaxtune.train --config=configs/qwen_pretrain_normuon.py:PATH --config.data.datasets[0].path=FOLDER
+    python -m jaxtune.train --config=qwen_pretrain_normuon
+    python -m jaxtune.train --config=qwen_pretrain_normuon:PATH --config.data.datasets[0].path=FOLDER
 """
 
-import llama_pretrain
+from jaxtune.recipes import llama_pretrain
 
 
 def get_config(model="Qwen/Qwen3-0.6B"):

@@ -4,11 +4,11 @@ bitsandbytes' format, code for code: blocks of 64 with scales in 8 bits, 0.52 by
 tokens: 9.6 GB on an H100, compiled without one; 20.9 GB with --config.memory.remat=none. A checkpoint that bitsandbytes
 quantized loads as it is: give its path and --config.quant.format=None.
 
-    python -m jaxtune.train --config=configs/qwen_qlora_nf4.py
-    python -m jaxtune.train --config=configs/qwen_qlora_nf4.py:PATH_OR_HUB_ID --config.data.datasets[0].path=my.jsonl
+    python -m jaxtune.train --config=qwen_qlora_nf4
+    python -m jaxtune.train --config=qwen_qlora_nf4:PATH_OR_HUB_ID --config.data.datasets[0].path=my.jsonl
 """
 
-import qwen_lora
+from jaxtune.recipes import qwen_lora
 
 
 def get_config(model="Qwen/Qwen3-8B"):

@@ -4,11 +4,11 @@ e4m3 with a scale for each square of 128, 1 byte a weight. Qwen3-8B, 2 rows of 2
 without one. A checkpoint with weight_scale_inv (Qwen3-8B-FP8) loads as it is: give its path and
 --config.quant.format=None.
 
-    python -m jaxtune.train --config=configs/qwen_qlora_fp8.py
-    python -m jaxtune.train --config=configs/qwen_qlora_fp8.py:PATH_OR_HUB_ID --config.data.datasets[0].path=my.jsonl
+    python -m jaxtune.train --config=qwen_qlora_fp8
+    python -m jaxtune.train --config=qwen_qlora_fp8:PATH_OR_HUB_ID --config.data.datasets[0].path=my.jsonl
 """
 
-import qwen_lora
+from jaxtune.recipes import qwen_lora
 
 
 def get_config(model="Qwen/Qwen3-8B"):

@@ -4,11 +4,11 @@ e2m1 with an e4m3 scale for each 16 weights, 0.56 bytes a weight; a way to store
 compressed-tensors loads as it is: give its path and --config.quant.format=None.
 Qwen3-8B, 2 rows of 2048 tokens: 9.9 GB on an H100, compiled without one.
 
-    python -m jaxtune.train --config=configs/qwen_qlora_nvfp4.py
-    python -m jaxtune.train --config=configs/qwen_qlora_nvfp4.py:PATH_OR_HUB_ID --config.data.datasets[0].path=my.jsonl
+    python -m jaxtune.train --config=qwen_qlora_nvfp4
+    python -m jaxtune.train --config=qwen_qlora_nvfp4:PATH_OR_HUB_ID --config.data.datasets[0].path=my.jsonl
 """
 
-import qwen_lora
+from jaxtune.recipes import qwen_lora
 
 
 def get_config(model="Qwen/Qwen3-8B"):

@@ -1,12 +1,11 @@
 """Full fine-tuning of a Qwen3 model on instructions; one GPU, or several (parameters are sharded over all of them).
 
-python -m jaxtune.train --config=configs/qwen_full.py
-python -m jaxtune.train --config=configs/qwen_full.py:PATH_OR_HUB_ID --config.data.datasets[0].path=my.jsonl
+python -m jaxtune.train --config=qwen_full
+python -m jaxtune.train --config=qwen_full:PATH_OR_HUB_ID --config.data.datasets[0].path=my.jsonl
 """
 
-import qwen_lora
-
 from jaxtune.config import new_config
+from jaxtune.recipes import qwen_lora
 
 
 def get_config(model="Qwen/Qwen3-0.6B"):

@@ -1,15 +1,14 @@
-"""LoRA fine-tuning of the model that configs/quickstart.py trained, on the source text of another part of the library.
+"""LoRA fine-tuning of the model that the recipe quickstart trained, on the source text of another part of the library.
 
 Hardware: any; made for two CPU cores. Run the quickstart first.
 
-    python -m jaxtune.train --config=configs/quickstart_lora.py
+    python -m jaxtune.train --config=quickstart_lora
 """
 
 import sysconfig
 
-import quickstart
-
 from jaxtune.config import dataset
+from jaxtune.recipes import quickstart
 
 
 def get_config():

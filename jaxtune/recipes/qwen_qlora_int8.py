@@ -3,11 +3,11 @@
 A scale a row, 1 byte a weight: the smallest error of the four formats. Qwen3-8B, 2 rows of 2048 tokens: 12.9 GB on an
 H100, compiled without one.
 
-    python -m jaxtune.train --config=configs/qwen_qlora_int8.py
-    python -m jaxtune.train --config=configs/qwen_qlora_int8.py:PATH_OR_HUB_ID --config.data.datasets[0].path=my.jsonl
+    python -m jaxtune.train --config=qwen_qlora_int8
+    python -m jaxtune.train --config=qwen_qlora_int8:PATH_OR_HUB_ID --config.data.datasets[0].path=my.jsonl
 """
 
-import qwen_lora
+from jaxtune.recipes import qwen_lora
 
 
 def get_config(model="Qwen/Qwen3-8B"):

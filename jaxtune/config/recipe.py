@@ -1,0 +1,113 @@
+"""The recipe that a user names: a file of their own, one that comes with jaxtune, or what a run recorded.
+
+A recipe is a Python file whose `get_config()`, or `get_config(argument)`, starts from `new_config()` and returns it.
+Recipes inherit by import: from jaxtune.recipes, or from the folder of the recipe.
+"""
+
+import ast
+import contextlib
+import difflib
+import pathlib
+import re
+import runpy
+import sys
+import traceback
+from collections.abc import Iterator
+
+from ml_collections import ConfigDict
+
+from jaxtune.config import keys
+from jaxtune.config.loading import as_dict, from_json
+from jaxtune.errors import UserError
+
+RECIPES = pathlib.Path(__file__).parents[1] / "recipes"
+
+
+def own_recipes() -> dict[str, pathlib.Path]:
+    """The recipes that come with jaxtune, by name."""
+    return {file.stem: file for file in sorted(RECIPES.glob("[!_]*.py"))}
+
+
+def first_line(file: pathlib.Path) -> str:
+    """What the docstring of a Python file begins with, read without running it."""
+    return (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+
+
+def recipe_file(path: str) -> pathlib.Path:
+    """The file of a recipe: a path, or the name of one that comes with jaxtune. Raises UserError if there is none."""
+    file = pathlib.Path(path)
+    if file.is_file():
+        return file.resolve()
+    own = own_recipes()
+    if path in own:
+        return own[path]
+    near = difflib.get_close_matches(file.stem, own, n=1)
+    hint = f"jaxtune has a recipe {near[0]}, which needs no path" if near else f"jaxtune has {', '.join(own)}"
+    beside = [other for other in file.parent.glob("*.py") if "def get_config" in other.read_text(errors="replace")]
+    others = ", ".join(sorted(map(str, beside)))
+    raise UserError(f"recipe {path}: no such file; " + (f"there are {others}; " if others else "") + hint)
+
+
+def load_recipe(path: str, argument: str | None = None) -> ConfigDict:
+    """The ConfigDict that a recipe's `get_config()` returns, or that a run's config.json holds.
+
+    Args:
+        path: The file, or the name of a recipe that comes with jaxtune.
+        argument: What get_config() is called with.
+
+    Raises:
+        UserError: No such recipe, or an error in it, with the recipe's line.
+    """
+    file = recipe_file(path)
+    if file.suffix == ".json":
+        return ConfigDict(as_dict(from_json(file.read_text(encoding="utf-8"), path)), type_safe=False)
+    if file.suffix != ".py":
+        raise UserError(f"recipe {path}: a recipe is a Python file with get_config(), or the config.json of a run")
+    try:
+        with _importable(file.parent):
+            get_config = runpy.run_path(str(file)).get("get_config")
+            if get_config is None:
+                raise UserError("has no function get_config()")
+            config = get_config() if argument is None else get_config(argument)
+    except Exception as error:
+        raise UserError(f"recipe {_locate(path, file.parent, error)}") from error
+    if not isinstance(config, ConfigDict):
+        raise UserError(
+            f"recipe {path}: get_config() returned {type(config).__name__}; "
+            "it must start from jaxtune.config.new_config() and return that"
+        )
+    return config
+
+
+@contextlib.contextmanager
+def _importable(folder: pathlib.Path) -> Iterator[None]:
+    """Recipes of the folder can import each other; afterwards none stays loaded, as another folder may use its name."""
+    before = set(sys.modules)
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        for name in set(sys.modules) - before:
+            file = getattr(sys.modules[name], "__file__", None)
+            if file and pathlib.Path(file).parent == folder:
+                del sys.modules[name]
+
+
+def _locate(path: str, folder: pathlib.Path, error: Exception) -> str:
+    """File, line and meaning of an error in a recipe, or in one that it imports."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if pathlib.Path(frame.filename).parent == folder]
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}, line {error.lineno}: {error.msg}"
+    if not own:  # such as an argument that get_config() does not take
+        return f"{path}: {error}"
+    place, line = f"{own[-1].filename}, line {own[-1].lineno}", own[-1].line or ""
+    if isinstance(error, UserError):
+        return f"{place}: {error}"
+    quoted = re.search(r"""["'](\w+)\\?["']""", str(error))
+    if isinstance(error, AttributeError | KeyError) and "ml_collections" in frames[-1].filename and quoted:
+        name = quoted[1]
+        written = re.search(rf"\w+\.([\w.]*\b{name}\b[\w.]*)", line)  # the whole key: config.optim.NAME
+        return f"{place}: {line}\n  {name}: {keys.no_such_option(written[1] if written else name)}"
+    return f"{place}: {line}\n  {type(error).__name__}: {error}"

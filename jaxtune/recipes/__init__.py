@@ -1,0 +1,13 @@
+"""Recipes that come with jaxtune: train by one with --config=NAME, or --config=NAME:ARGUMENT.
+
+A recipe of one's own starts from one of them by import, in whatever folder it is:
+
+    from jaxtune.recipes import qwen_lora
+
+    def get_config(model="my/model"):
+        config = qwen_lora.get_config(model)
+        config.lora.rank = 64
+        return config
+
+A recipe imports nothing but the standard library, jaxtune.config and other recipes: `jaxtune recipes` reads them all.
+"""

@@ -1,0 +1,81 @@
+"""Recipes: those that come with jaxtune go by name from any folder, a run's config.json is one, others say so."""
+
+import json
+import pathlib
+
+import pytest
+
+from jaxtune import __main__ as jaxtune
+from jaxtune.config import load_recipe, resolve, to_json
+from jaxtune.config.recipe import RECIPES, first_line, own_recipes
+from jaxtune.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_recipe_goes_by_its_name():
+    assert load_recipe("qwen_qlora_nf4", "my/model") == load_recipe(str(RECIPES / "qwen_qlora_nf4.py"), "my/model")
+
+
+def test_a_recipe_starts_from_another_in_any_folder():
+    pathlib.Path("mine.py").write_text(
+        "from jaxtune.recipes import qwen_lora\n\n"
+        "def get_config():\n"
+        "    config = qwen_lora.get_config('my/model')\n"
+        "    config.lora.rank = 64\n"
+        "    return config\n"
+    )
+    config = resolve(load_recipe("mine.py"), "mine.py")
+    assert (config.model.path, config.lora.rank, config.lora.alpha) == ("my/model", 64, 32.0)
+
+
+def test_the_config_of_a_run_is_a_recipe():
+    config = resolve(load_recipe("qwen_lora", "my/model"), "qwen_lora", [("lora.rank", "4")])
+    pathlib.Path("config.json").write_text(to_json(config))
+    assert resolve(load_recipe("config.json"), "config.json", [("train.max_steps", "7")]).train.max_steps == 7
+    assert resolve(load_recipe("config.json"), "config.json") == config
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("qwen_lor", None, r"recipe qwen_lor: no such file; there are own.py; jaxtune has a recipe qwen_lora, which needs no path"),
+        ("configs/qwen_lora.py", None, "jaxtune has a recipe qwen_lora, which needs no path"),
+        ("my_recipe", None, "no such file; there are own.py; jaxtune has llama_pretrain, quickstart, "),
+        ("run.yaml", "lora: {}", "run.yaml: a recipe is a Python file with get_config.., or the config.json of a run"),
+        ("config.json", "{", "config.json: not JSON"),
+        ("config.json", json.dumps({"model_type": "qwen3"}), "config.json: model_type = 'qwen3': no such option"),
+    ],
+)
+def test_what_is_no_recipe_says_what_would_be(name, text, told):
+    pathlib.Path("own.py").write_text("def get_config(): ...")
+    pathlib.Path("other.py").write_text("import nothing")
+    if text is not None:
+        pathlib.Path(name).write_text(text)
+    with pytest.raises(UserError, match=told):
+        load_recipe(name)
+
+
+def test_the_command_lists_recipes_and_copies_one(capsys):
+    assert jaxtune.main(["recipes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(own_recipes())
+    assert all(
+        line.endswith(first_line(file)) and first_line(file) for line, file in zip(lines, own_recipes().values())
+    )
+
+    assert jaxtune.main(["recipes", "--copy=qwen_lora"]) == 0
+    assert "python -m jaxtune.train --config=qwen_lora.py" in capsys.readouterr().out
+    assert load_recipe("qwen_lora.py") == load_recipe("qwen_lora")
+    assert jaxtune.main(["recipes", "--copy=qwen_lora"]) == 2
+    assert "qwen_lora.py is there already" in capsys.readouterr().err
+
+
+def test_a_recipe_needs_nothing_but_what_comes_with_jaxtune():
+    """The folder that a wheel has: nothing of the repository around it."""
+    pathlib.Path("empty").mkdir()
+    for name in own_recipes():
+        assert resolve(load_recipe(name), name).model.path
