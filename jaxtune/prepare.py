@@ -1,9 +1,12 @@
 """Tokenises and packs the data of a recipe, counts it, and shows what would be trained on.
 
-No weights are read. A sample is shown as token(id|label|weight), label and weight being those of the loss: -100 and 0,
-in grey, where a token is only context; trained tokens are green.
+    python -m jaxtune.prepare --config=qwen_lora --show=3
+
+No weights are read. A sample is shown as far as a row would hold it, what is trained apart from what is only context.
+With --ids each token is token(id|label|weight), label and weight being those of the loss: -100 and 0 for context.
 """
 
+import itertools
 import sys
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,22 +23,34 @@ from jaxtune.data.formats import IGNORED_LABEL
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+STYLES = {True: "green", False: "bright_black"}  # trained or not
 
-def describe(documents: Documents, i: int, tokenizer: "PreTrainedTokenizerFast") -> Text:
-    """The i-th document as coloured token(id|label|weight)."""
-    tokens, weights = documents.read(i, 0, int(documents.lengths[i]))
+
+def describe(documents: Documents, i: int, tokenizer: "PreTrainedTokenizerFast", length: int, ids: bool) -> Text:
+    """The first `length` tokens of the i-th document: trained and context in turn, or each token with its loss."""
+    whole = int(documents.lengths[i])
+    read, weights = documents.read(i, 0, min(whole, length))
+    tokens = list(zip(read.tolist(), [0.0, *weights.tolist()[1:]]))  # nothing comes before the first, to predict it
     text = Text()
-    for position, (token, weight) in enumerate(zip(tokens.tolist(), weights.tolist())):
-        if position == 0:
-            weight = 0.0  # nothing comes before it that could predict it
-        shown = str(tokenizer.decode([token])).replace("\n", "\\n")
-        style = "green" if weight else "bright_black"
-        text.append(shown, style).append(f"({token}|{token if weight else IGNORED_LABEL}|{weight:g}) ", f"{style} dim")
-    return text
+    for trained, span in itertools.groupby(tokens, key=lambda token: token[1] != 0):
+        style = STYLES[trained]
+        if not ids:
+            text.append(f"\n  {'trained' if trained else 'context'} | ", "dim")
+            text.append(_in_a_line(tokenizer, [token for token, _ in span]), style)
+            continue
+        for token, weight in span:
+            text.append(_in_a_line(tokenizer, [token]), style)
+            text.append(f"({token}|{token if trained else IGNORED_LABEL}|{weight:g}) ", f"{style} dim")
+    return text.append(f"\n  ... and {whole - length} tokens more" if whole > length else "", "dim")
+
+
+def _in_a_line(tokenizer: "PreTrainedTokenizerFast", tokens: list[int]) -> str:
+    return str(tokenizer.decode(tokens)).replace("\n", "\\n")
 
 
 def _define_flags(values: flags.FlagValues):
     flags.DEFINE_integer("show", 3, "samples to show", flag_values=values, lower_bound=0)
+    flags.DEFINE_bool("ids", False, "show each token with its id, label and weight", flag_values=values)
 
 
 def _main(values: flags.FlagValues, config: Config):
@@ -49,7 +64,7 @@ def _main(values: flags.FlagValues, config: Config):
     if validation:
         console.print(f"validation: {Rows(validation, config.data, epochs=1).counts}")
     for i in range(min(values.show, len(train))):
-        console.print(f"\nsample {i}:", describe(train, i, tokenizer))
+        console.print(Text(f"\nsample {i}: ") + describe(train, i, tokenizer, config.data.seq_len, values.ids))
 
 
 main = partial(command.run, _define_flags, _main)

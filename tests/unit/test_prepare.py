@@ -26,7 +26,7 @@ def test_prepare_prints_counts_and_shows_what_is_trained(tmp_path, capsys):
     (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3"}')
     (tmp_path / "data.jsonl").write_text(json.dumps({"instruction": "H", "output": "Y"}) + "\n")
     (tmp_path / "recipe.py").write_text(RECIPE)
-    command = [f"--config={tmp_path}/recipe.py:{tmp_path}", "--show=3", "--config.optim.schedule=constant"]
+    command = [f"--config={tmp_path}/recipe.py:{tmp_path}", "--ids", "--config.optim.schedule=constant"]
     assert prepare.main(command) == 0
     out = capsys.readouterr().out
     assert "left out: recipe: optim.power = 2.0: has no effect" in out
@@ -34,6 +34,13 @@ def test_prepare_prints_counts_and_shows_what_is_trained(tmp_path, capsys):
     assert "1 documents, 23 tokens (2 trained) in 1 rows, 35.9% full" in out
     assert "H(39|-100|0) <|im_end|>(258|-100|0) \\n(198|-100|0)" in out
     assert "Y(56|56|1) <|im_end|>(258|258|1) \\n(198|-100|0)" in out
+
+    assert prepare.main([*command[:1], "--config.data.seq_len=22", "--config.data.truncation=right"]) == 0
+    shown = capsys.readouterr().out.partition("sample 0:")[2]
+    assert shown == (
+        " \n  context | <|im_start|>user\\nH<|im_end|>\\n<|im_start|>assistant\\n"
+        "\n  trained | Y<|im_end|>\n  ... and 1 tokens more\n"
+    )
 
     (tmp_path / "data.jsonl").write_text('{"instruction": "H"')
     assert prepare.main(command) == 2

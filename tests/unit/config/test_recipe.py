@@ -42,7 +42,11 @@ def test_the_config_of_a_run_is_a_recipe():
 @pytest.mark.parametrize(
     ("name", "text", "told"),
     [
-        ("qwen_lor", None, r"recipe qwen_lor: no such file; there are own.py; jaxtune has a recipe qwen_lora, which needs no path"),
+        (
+            "qwen_lor",
+            None,
+            r"recipe qwen_lor: no such file; there are own.py; jaxtune has a recipe qwen_lora, which needs no path",
+        ),
         ("configs/qwen_lora.py", None, "jaxtune has a recipe qwen_lora, which needs no path"),
         ("my_recipe", None, "no such file; there are own.py; jaxtune has llama_pretrain, quickstart, "),
         ("run.yaml", "lora: {}", "run.yaml: a recipe is a Python file with get_config.., or the config.json of a run"),
