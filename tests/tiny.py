@@ -31,7 +31,7 @@ def byte_tokenizer(
     chat_template: str | None = CHATML,
     special: tuple[str, ...] = ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
     bos: str | None = None,
-    eos: str = "<|im_end|>",
+    eos: str | None = "<|im_end|>",
 ) -> PreTrainedTokenizerFast:
     """A tokenizer of the 256 bytes and some special tokens, saved to `folder`; it starts every text with `bos`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -39,7 +39,7 @@ def section(default: Any, when: str) -> Any:
 # effect for another type, but for 'auto'.
 READ_BY_TYPE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tokenized": ((), ()),
-    "conversation": (("messages_field",), ("tools_field", "system_prompt")),
+    "conversation": (("messages_field",), ("tools_field", "system_field", "system_prompt")),
     "instruction": (
         ("instruction_field", "output_field"),
         ("input_field", "system_field", "system_prompt", "prompt_format", "prompt_format_no_input"),

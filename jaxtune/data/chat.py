@@ -1,8 +1,10 @@
 """Conversations: the chat template renders them; what the assistant said is trained, with the token that ends it."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from jaxtune.data.encoding import Encoder, Refused, Rendered
+from jaxtune.data.encoding import Encoder, Refused, Rendered, Span
+from jaxtune.data.left_out import Kind, left_out, refuse_lost_answers
 from jaxtune.data.messages import Message, clip
 from jaxtune.data.sandbox import Template
 from jaxtune.errors import UserError
@@ -14,8 +16,12 @@ if TYPE_CHECKING:
 class ChatTemplate:
     """A tokenizer's chat template."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerFast"):
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast", say: Callable[[str], object] = lambda line: None):
         """Compiles tokenizer.chat_template.
+
+        Args:
+            tokenizer: the tokenizer whose template it is.
+            say: told what of the conversations the template leaves out.
 
         Raises:
             UserError: there is none, several without a default, or it is not Jinja.
@@ -36,6 +42,8 @@ class ChatTemplate:
         if tokenizer.eos_token is not None:
             stops.add(str(tokenizer.eos_token))
         self._stops = tuple(sorted(stops, key=len, reverse=True))
+        self._say = say
+        self._tried: set[Kind] = set()
 
     def prompt(self, messages: list[Message], tools: list[Any] | None = None) -> list[int]:
         """Tokens of the conversation up to where the assistant's next message begins, just as they are in training."""
@@ -55,19 +63,35 @@ class ChatTemplate:
         that render a turn differently once more follow (Qwen3 leaves out earlier thoughts) may have no such common
         beginning: there the turn starts behind its header, the text that asks for a generation.
 
+        A message with `train` False is context. What the template leaves out is said: keys of messages, whole messages,
+        tools.
+
         Raises:
-            Refused: no assistant turn, one without a stop token, or one that cannot be found.
+            Refused: no assistant turn that is trained, one that renders as nothing, without its tool call or without a
+                stop token, or one that cannot be found.
             UserError: the template refuses the conversation or exceeds its limits.
         """
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        if not turns:
-            raise Refused("the conversation has no assistant message, so nothing is trained")
-        text, marked = self._render(messages, tools)
-        for start, end in marked:
-            if self._stop(text[start:end]) is None:
-                raise Refused(f"{{% generation %}} holds no stop token at its end: {clip(text[start:end])!r}")
-        if marked:
-            return Rendered(text, tuple(marked))
+        excluded = [i for i in turns if messages[i].get("train") is False]
+        if len(excluded) == len(turns):
+            raise Refused("the conversation has no assistant message that is to be trained")
+        text, spans = self._render(messages, tools)
+        if not spans:
+            spans = self._find_turns(messages, tools, turns, text)
+        elif unmarked := next((span for span in spans if self._stop(text[slice(*span)]) is None), None):
+            raise Refused(f"{{% generation %}} holds no stop token at its end: {clip(text[slice(*unmarked)])!r}")
+        if len(spans) != len(turns) and excluded:
+            raise Refused(
+                f"message {excluded[0]} is not to be trained, and which {{% generation %}} mark is its is unclear"
+            )
+        refuse_lost_answers(messages, turns, spans, text, self._stop)
+        for line in left_out(messages, tools, text, lambda *changed: self._render(*changed)[0], self._tried):
+            self._say(line)
+        trained = [span for i, span in zip(turns, spans) if i not in excluded] if excluded else spans
+        return Rendered(text, tuple(trained))
+
+    def _find_turns(self, messages: list[Message], tools: list[Any] | None, turns: list[int], text: str) -> list[Span]:
+        """Where each of the assistant's turns is in the whole text, with the stop token that ends it."""
         spans, end = [], 0
         for i in turns:
             start = self._start(text, messages[:i], tools, end, len(turns))
@@ -81,7 +105,7 @@ class ChatTemplate:
                 raise Refused(f"message {i} (assistant) has no stop token in the whole conversation")
             end = text.index(stop, start) + len(stop)
             spans.append((start, end))
-        return Rendered(text, tuple(spans))
+        return spans
 
     def _start(self, text: str, before: list[Message], tools: list[Any] | None, position: int, turns: int) -> int:
         """Where the assistant's answer to the messages `before` starts in the whole text, not before `position`."""

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _Converted = tuple[str, Rendered | Encoded, bool]
 """Where it comes from, the document, and whether it is running text."""
 
-_CACHE_FORMAT = 1
+_CACHE_FORMAT = 2
 _BATCH_CHARS = 2**22
 _BATCH_DOCUMENTS = 1024
 # Samples that cannot be trained on are counted before they are reported, but hopeless data is not read to its end.
@@ -176,10 +176,10 @@ def _write(
             Progress(*_PROGRESS, console=Console(stderr=True), transient=True) as progress,
         ):
             for source, entry in found:
-                before = len(lengths)
+                before, said = len(lengths), {}
                 line = progress.add_task(source.name, total=None, documents=0)
                 encode = Encoder(tokenizer, partial(progress.advance, line))
-                converted = _converted(source, entry, tokenizer, problems, notes)
+                converted = _converted(source, entry, tokenizer, problems, said.setdefault)
                 for document, is_text in _encoded(converted, encode, problems):
                     for array, file in ((document.tokens, tokens), (document.loss_weights, loss_weights)):
                         array.tofile(file)
@@ -193,7 +193,11 @@ def _write(
                     first = f"; the first problem: {problems.first}" if problems.first else ""
                     raise UserError(f"data: {source.name} has no sample that can be trained on{first}")
                 progress.remove_task(line)
-                notes[-1] += f", {len(lengths) - before:,} documents of {sum(lengths[before:]):,} tokens"
+                form, *others = said
+                notes.append(
+                    f"{source.name}: {form}, {len(lengths) - before:,} documents of {sum(lengths[before:]):,} tokens"
+                )
+                notes += [f"{source.name}: {line}" for line in others]
         problems.raise_refused()
         if problems.count:
             notes.append(f"{problems.count:,} samples skipped; the first: {problems.first}")
@@ -225,10 +229,10 @@ def _encoded(converted: Iterable[_Converted], encode: Encoder, problems: _Proble
 
 
 def _converted(
-    source: sources.Source, entry: Dataset, tokenizer: "PreTrainedTokenizerFast", problems: _Problems, notes: list[str]
+    source: sources.Source, entry: Dataset, tokenizer: "PreTrainedTokenizerFast", problems: _Problems, say: formats.Say
 ) -> Iterator[_Converted]:
-    """The samples of a source as documents; the first one decides the type, which goes to `notes`."""
-    convert, continuous = None, False
+    """The samples of a source as documents. The first one decides the type, which is said; so is what is not used."""
+    convert, continuous, columns_seen = None, False, set()
     for where, sample in source.read(problems.report):
         if convert is None:
             try:
@@ -236,8 +240,12 @@ def _converted(
             except UserError as error:
                 problems.report(UserError(f"{where}: {error}"))
                 continue
-            convert, continuous = formats.make_format(settled, tokenizer), settled.type in ("text", "tokenized")
-            notes.append(f"{source.name}: {settled.type} from {columns}")
+            convert, continuous = formats.make_format(settled, tokenizer, say), settled.type in ("text", "tokenized")
+            say(f"{settled.type} from {columns}")
+        if not sample.keys() <= columns_seen:
+            for line in formats.unused(settled, sample):
+                say(line)
+            columns_seen |= sample.keys()
         try:
             document = convert(sample)
             if isinstance(document, Rendered):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,17 +20,24 @@ if TYPE_CHECKING:
 Sample = Mapping[str, Any]
 Format = Callable[[Sample], Rendered | Encoded]
 
+Say = Callable[[str], object]
+"""Takes a line for the user about a dataset, which is shown once however often it is said."""
+
 IGNORED_LABEL = -100
 """The label of a token that is not trained, as in Hugging Face datasets."""
+
+# Columns that `auto` reads beside those that tell the type, and the options that name them.
+BESIDE = {"tools_field": "tools", "system_field": "system"}
 
 
 def detect(entry: Dataset, columns: list[str]) -> tuple[Dataset, str]:
     """Settles type and columns of an entry by the columns of its first sample.
 
-    Known beside the columns that the entry names: ShareGPT's `conversations` and TRL's `prompt` and `completion`.
+    Known beside the columns that the entry names: ShareGPT's `conversations` and TRL's `prompt` and `completion`; with
+    type auto also `tools` and `system`.
 
     Returns:
-        The entry with its type, and the columns read, for the summary.
+        The entry with its type, and the columns that tell it, for the summary.
 
     Raises:
         UserError: no known type, or the given one, fits these columns.
@@ -45,15 +52,39 @@ def detect(entry: Dataset, columns: list[str]) -> tuple[Dataset, str]:
     for type_, needed in forms:
         if entry.type in ("auto", type_) and set(needed.values()) <= set(columns):
             changes = {field: column for field, column in needed.items() if field}
+            if entry.type == "auto":
+                reads = [field for field in BESIDE if type_ in READ_BY_TYPE and field in READ_BY_TYPE[type_][1]]
+                changes |= {
+                    field: BESIDE[field] for field in reads if BESIDE[field] in columns and not getattr(entry, field)
+                }
             return dataclasses.replace(entry, type=type_, **changes), ", ".join(needed.values())
+    has = ", ".join(map(str, columns)) or "none"
+    if {"chosen", "rejected"} <= set(columns):
+        raise UserError(f"preference data, with the columns {has}: losses that learn from pairs are not there yet")
     wanted = "; ".join(
-        f"{type_}: {' and '.join(needed.values())}" for type_, needed in fields.items() if entry.type in ("auto", type_)
+        f"{type_}: {' and '.join(column + (f' ({field})' if field else '') for field, column in needed.items())}"
+        for type_, needed in fields.items()
+        if entry.type in ("auto", type_)
     )
-    raise UserError(f"missing column: it has {', '.join(map(str, columns)) or 'none'}, but needs {wanted}")
+    raise UserError(f"missing column: it has {has}, but needs {wanted}; the options in brackets name other columns")
 
 
-def make_format(entry: Dataset, tokenizer: "PreTrainedTokenizerFast") -> Format:
+def unused(entry: Dataset, columns: Iterable[str]) -> Iterator[str]:
+    """What is said of each column that takes no part in documents of a settled entry."""
+    needed, more = READ_BY_TYPE[entry.type]
+    read = {getattr(entry, option) for option in (*needed, *more) if option.endswith("_field")}
+    if entry.type == "tokenized":
+        read |= {"input_ids", "labels", "attention_mask"}
+    for column in columns:
+        if column not in read:
+            option = next((option for option, name in BESIDE.items() if name == column and option in more), None)
+            yield f"column {column!r} is not used" + (f"; {option}={column!r} would" if option else "")
+
+
+def make_format(entry: Dataset, tokenizer: "PreTrainedTokenizerFast", say: Say = lambda line: None) -> Format:
     """The function from a sample to a document, for an entry settled by `detect`.
+
+    `say` is told what of a conversation the chat template leaves out.
 
     Raises:
         UserError: at once, if the tokenizer or the entry's options do not allow the type; from the function, if a
@@ -61,14 +92,19 @@ def make_format(entry: Dataset, tokenizer: "PreTrainedTokenizerFast") -> Format:
     """
     match entry.type:
         case "text":
+            if tokenizer.eos_token is None:
+                raise UserError(
+                    "the tokenizer has no end-of-sequence token, so no document would have an end and what is "
+                    "generated would never stop; set eos_token in its tokenizer_config.json"
+                )
             return lambda sample: Rendered(_text(sample, entry.text_field), append_eos=True)
         case "tokenized":
             return partial(_tokenized, len(tokenizer))
         case "conversation":
-            return partial(_conversation, entry, ChatTemplate(tokenizer))
+            return partial(_conversation, entry, ChatTemplate(tokenizer, say))
         case "instruction":
             if entry.prompt_format is None:
-                return partial(_chat_instruction, entry, ChatTemplate(tokenizer))
+                return partial(_chat_instruction, entry, ChatTemplate(tokenizer, say))
             return _formatted_instruction(entry, entry.prompt_format, tokenizer)
     raise ValueError(entry.type)
 
@@ -78,7 +114,7 @@ def _conversation(entry: Dataset, template: ChatTemplate, sample: Sample) -> Ren
     system = _system(sample, entry)
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
-    tools = check_tools(_column(sample, entry.tools_field)) if entry.tools_field else None
+    tools = check_tools(sample.get(entry.tools_field)) if entry.tools_field else None
     return template.render(messages, tools)
 
 

@@ -15,6 +15,7 @@ def check_messages(raw: Any) -> list[Message]:
     """Messages in the form that templates expect, from {role, content} or ShareGPT's {from, value}.
 
     Text parts are joined, tool arguments given as JSON strings become objects (most templates would encode them twice).
+    An assistant's message that `train` (Axolotl) or `weight` (OpenAI) excludes has `train` False; else it has neither.
 
     Raises:
         UserError: not a list of such objects, an unknown role, or content that is not text.
@@ -58,6 +59,12 @@ def _check_message(raw: Any, i: int) -> Message:
     if OPEN in content or CLOSE in content:
         raise UserError(f"message {i}: holds the Unicode noncharacter U+FDD0 or U+FDD1")
     message["content"] = content
+    weight, train = message.pop("weight", 1), message.pop("train", True)
+    if weight not in (0, 1) or not isinstance(train, bool):
+        found = f"weight {weight!r}" if weight not in (0, 1) else f"train {train!r}"
+        raise UserError(f"message {i}: {found}; weight must be 0 or 1, train true or false")
+    if message["role"] == "assistant" and not (train and weight):
+        message["train"] = False
     if "tool_calls" in message:
         message["tool_calls"] = [_check_tool_call(call, i) for call in message["tool_calls"]]
     return message

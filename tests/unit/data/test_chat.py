@@ -209,6 +209,75 @@ def test_what_cannot_be_trained_right_is_refused(tmp_path, template, messages, r
         ChatTemplate(byte_tokenizer(tmp_path, template)).render(messages)
 
 
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look_up", "arguments": {"x": 1}}}]}
+TOOLS = (  # renders tools and calls
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["chatml", "marked"])
+def test_an_answer_that_the_template_loses_is_refused(tmp_path, template):
+    lost = ChatTemplate(byte_tokenizer(tmp_path, template))
+    with pytest.raises(Refused, match=r"message 1 \(assistant\) renders as nothing"):
+        lost.render([USER, CALL, MORE, LAST])
+    with pytest.raises(Refused, match="message 1 .* leaves out its tool call"):
+        lost.render([USER, CALL | {"content": "Wait."}, MORE, LAST])
+
+
+def test_a_template_that_renders_tool_calls_trains_them(tmp_path):
+    said = []
+    rendered = ChatTemplate(byte_tokenizer(tmp_path, TOOLS), said.append).render(
+        [USER, CALL, MORE, LAST], [{"name": "f"}]
+    )
+    calls, last = [rendered.text[start:end] for start, end in rendered.spans]
+    assert '"look_up"' in calls and calls.endswith("<|im_end|>") and last == "Ok.<|im_end|>"
+    assert said == []
+
+
+def test_what_a_template_leaves_out_is_said_once(family, tmp_path):
+    said = []
+    template = ChatTemplate(
+        byte_tokenizer(tmp_path, MISTRAL, **{k: v for k, v in FAMILIES["mistral"].items() if k != "chat_template"}),
+        said.append,
+    )
+    for _ in range(2):
+        template.render(
+            [USER | {"name": "Ann"}, ANSWER, {"role": "tool", "content": "42"}, MORE, LAST], [{"name": "f"}]
+        )
+    assert said == [
+        "tools are left out by the chat template",
+        "messages of role 'tool' are left out by the chat template",
+        "'name' in messages of role 'user' is left out by the chat template",
+    ]
+
+
+@pytest.mark.parametrize("name", ["chatml", "marked"])
+@pytest.mark.parametrize("excluded", [{"weight": 0}, {"train": False}])
+def test_a_message_that_says_so_is_context(family, name, excluded):
+    said = []
+    messages = check_messages([USER, ANSWER | excluded, MORE | {"weight": 1}, LAST | {"train": True}])
+    rendered = ChatTemplate(family(name), said.append).render(messages)
+    assert [rendered.text[start:end] for start, end in rendered.spans] == ["Ok.<|im_end|>"]
+    assert said == []
+    with pytest.raises(Refused, match="no assistant message that is to be trained"):
+        ChatTemplate(family(name)).render(check_messages([USER, ANSWER | excluded]))
+
+
+def test_marks_that_cannot_be_told_apart_are_refused_where_one_is_not_to_be_trained(tmp_path):
+    twice = "{% generation %}x<|im_end|>{% endgeneration %}" * 2 + MARKED
+    with pytest.raises(Refused, match="message 1 is not to be trained, and which"):
+        ChatTemplate(byte_tokenizer(tmp_path, twice)).render(check_messages([USER, ANSWER | {"weight": 0}, MORE, LAST]))
+
+
+@pytest.mark.parametrize("wrong", [{"weight": 0.5}, {"weight": "0"}, {"train": "no"}, {"train": 0}])
+def test_a_weight_that_is_neither_0_nor_1_is_an_error(wrong):
+    with pytest.raises(UserError, match="message 0: .* weight must be 0 or 1, train true or false"):
+        check_messages([ANSWER | wrong])
+
+
 HOSTILE = {
     "attributes": "{{ messages.__class__.__mro__ }}",
     "mutation": "{{ messages.append(1) }}",

@@ -320,3 +320,55 @@ def test_validation_data_is_a_part_or_data_of_its_own(tokenizer, tmp_path):
     assert [len(documents) for documents in part] == [2, 1]
     own = open_documents(replace(config, data=replace(config.data, eval_datasets=(other,))), tokenizer)
     assert [len(documents) for documents in own] == [3, 2]
+
+
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
+ALPACA = {"instruction": "Hi", "output": "Yo"}
+
+
+@pytest.mark.parametrize("row", [{"messages": CHAT}, ALPACA], ids=["conversation", "instruction"])
+def test_auto_uses_a_system_column_and_says_which_columns_it_does_not(read, tmp_path, row):
+    rows = [row | {"system": "Be.", "id": 1}, row | {"system": "Be.", "lang": "en"}]
+    found, documents = read(jsonl(tmp_path / "a.jsonl", rows))
+    assert all(text.startswith("<|im_start|>system\nBe.<|im_end|>") for text, _ in found)
+    assert [note.partition("a.jsonl: ")[2] for note in documents.notes[1:]] == [
+        "column 'id' is not used",
+        "column 'lang' is not used",
+    ]
+
+
+def test_a_type_that_is_given_uses_what_is_given_and_names_the_option_for_the_rest(read, tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", [{"messages": CHAT, "system": "Be.", "tools": [{"name": "f"}]}])
+    found, documents = read(path, type="conversation")
+    assert "Be." not in found[0][0]
+    assert [note.partition("a.jsonl: ")[2] for note in documents.notes[1:]] == [
+        "column 'system' is not used; system_field='system' would",
+        "column 'tools' is not used; tools_field='tools' would",
+    ]
+    assert "Be." in read(path, type="conversation", system_field="system")[0][0][0]
+
+
+def test_a_tools_column_reaches_the_template_and_is_said_where_that_leaves_it_out(read, tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", [{"messages": CHAT, "tools": [{"name": "f"}]}, {"messages": CHAT}])
+    assert [note.partition("a.jsonl: ")[2] for note in read(path)[1].notes[1:]] == [
+        "tools are left out by the chat template"
+    ]
+
+
+def test_running_text_needs_a_token_that_ends_it(tmp_path):
+    tokenizer = byte_tokenizer(tmp_path / "tokenizer", eos=None)
+    path = jsonl(tmp_path / "a.jsonl", TEXTS)
+    with pytest.raises(UserError, match="no end-of-sequence token.*set eos_token"):
+        tokenize((Dataset(path=str(path)),), tokenizer, tmp_path / "cache")
+
+
+def test_preference_data_is_named(read, tmp_path):
+    with pytest.raises(UserError, match="preference data.*not there yet"):
+        read(jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}]))
+
+
+def test_columns_of_other_names_are_answered_with_the_options_that_name_them(read, tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", [{"question": "Hi", "answer": "Yo"}])
+    with pytest.raises(UserError, match=r"instruction \(instruction_field\) and output \(output_field\)"):
+        read(path)
+    assert "Yo" in read(path, type="instruction", instruction_field="question", output_field="answer")[0][0][1]

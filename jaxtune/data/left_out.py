@@ -1,0 +1,63 @@
+"""What of a conversation its chat template leaves out: a lost answer is refused, the rest is said once a dataset."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from jaxtune.data.encoding import Refused, Span
+from jaxtune.data.messages import Message
+from jaxtune.errors import UserError
+
+Kind = tuple[str, str]
+"""A role and a key of its messages, or ("", "tools")."""
+
+
+def refuse_lost_answers(
+    messages: list[Message], turns: Sequence[int], spans: Sequence[Span], text: str, stop: Callable[[str], str | None]
+) -> None:
+    """Raises Refused where an assistant's turn renders as nothing, or without its tool calls.
+
+    Args:
+        messages: The conversation.
+        turns: Which messages are the assistant's.
+        spans: Where the turns are in `text`; as many as the turns, or marked by the template.
+        text: The conversation as rendered.
+        stop: The token that a text ends in.
+    """
+    answers = [text[start:end].strip() for start, end in spans]
+    for i, answer in zip(turns, answers):
+        if answer == stop(answer):
+            raise Refused(
+                f"message {i} (assistant) renders as nothing, so only the token that ends it would be trained"
+            )
+    for i in turns:
+        for call in messages[i].get("tool_calls", ()):
+            if not any(call.get("function", call)["name"] in answer for answer in answers):
+                raise Refused(
+                    f"message {i} (assistant): the chat template leaves out its tool call; use the tokenizer of a "
+                    "model that calls tools, or another chat_template.jinja in its folder"
+                )
+
+
+def left_out(
+    messages: list[Message], tools: list[Any] | None, text: str, render: Callable[..., str], tried: set[Kind]
+) -> Iterator[str]:
+    """A line for each kind of thing without which the conversation renders to the same `text`.
+
+    A kind is tried where it first comes, and added to `tried`.
+    """
+    without: dict[Kind, tuple[list[Message], list[Any] | None]] = {("", "tools"): (messages, None)} if tools else {}
+    for i, message in enumerate(messages):
+        for key in message.keys() - {"role", "train"}:
+            changed = message | {"content": ""} if key == "content" else {k: v for k, v in message.items() if k != key}
+            if changed != message:
+                without.setdefault((message["role"], key), ([*messages[:i], changed, *messages[i + 1 :]], tools))
+    for kind in sorted(without.keys() - tried):
+        tried.add(kind)
+        role, key = kind
+        try:
+            same = render(*without[kind]) == text
+        except UserError:  # the template asks for it
+            same = False
+        if same:
+            what = {"tools": "tools are", "content": f"messages of role {role!r} are"}
+            yield f"{what.get(key, f'{key!r} in messages of role {role!r} is')} left out by the chat template"
