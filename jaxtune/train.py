@@ -16,7 +16,7 @@ from jaxtune.monitor import curve
 from jaxtune.monitor.goodput import Goodput
 from jaxtune.parallel import multihost
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.run import assembly, loop, process, resume
+from jaxtune.run import assembly, loop, memory, process, resume
 from jaxtune.run.evaluation import make_evaluate
 from jaxtune.run.export import export
 from jaxtune.run.folder import RunFolder, closing, run_folder, this_command
@@ -33,7 +33,7 @@ def train(config: Config) -> None:
     """One run, from wherever it stands to its end; alone in its folder."""
     process.configure(config)
     folder = run_folder(config)
-    with locked(folder.path):
+    with locked(folder.path), memory.out_of_memory_is_answered(config):
         _train(config, folder)
 
 
@@ -47,6 +47,7 @@ def _train(config: Config, folder: RunFolder) -> None:
     model = declare_model(config, mesh)
     optimizer = assembly.optimizer_of(model, config)
     log.info(describe_layout(model, mesh))
+    memory.check_state(config, model, optimizer, mesh)
 
     # ---- data: documents, rows, the number of steps ----
     tokenizer = hf.load_tokenizer(model.folder)
@@ -62,6 +63,7 @@ def _train(config: Config, folder: RunFolder) -> None:
     step, shapes = assembly.step_of(config, model, optimizer, mesh, feed.total_steps)
     with goodput.measure("compile"):
         train_step = assembly.compile_step(step, shapes, config.train.deterministic)
+        memory.check_step(config, train_step, shapes, mesh)
 
     # ---- values: from the checkpoint, or as the recipe starts ----
     with goodput.measure("restore"):

@@ -253,6 +253,8 @@ class Memory:
 
     remat: Literal["none", "dots", "block"] = option("block",
         "what the backward pass computes again besides norms and activations: nothing, attention, or each block")
+    check: Literal["error", "warn", "off"] = option("error",
+        "where the run needs more memory than device or host have: refuse and say what would help, warn, or go on")
 
 
 @dataclass(frozen=True)

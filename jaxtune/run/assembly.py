@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +62,7 @@ def abstract_state(model: Model, config: Config, optimizer: Optimizer, mesh: jax
 def step_of(
     config: Config, model: Model, optimizer: Optimizer, mesh: jax.sharding.Mesh, total_steps: int
 ) -> tuple[Callable, tuple]:
-    """The step of a run, and the shapes of its state, frozen parameters and batch: enough to compile it anywhere.
+    """The step of a run, and the `shapes_of` its arguments: enough to compile it anywhere.
 
     Raises UserError where the learning-rate schedule does not fit the number of steps.
     """
@@ -74,16 +73,17 @@ def step_of(
     gradients = accumulated_gradients(model.graph, objective, recipe, config.memory.remat, seed)
     rate = learning_rate(config.optim, total_steps)
     step = make_train_step(gradients, optimizer, rate, config.optim.max_grad_norm, recipe, seed)
+    return step, shapes_of(config, model, optimizer, mesh)
+
+
+def shapes_of(config: Config, model: Model, optimizer: Optimizer, mesh: jax.sharding.Mesh) -> tuple:
+    """Shapes, dtypes and shardings of state, frozen parameters and batch."""
     shape = (config.train.grad_accum_steps, config.train.micro_batch_size * data_shards(mesh), config.data.seq_len)
     batch = data.abstract_batch(shape, jax.NamedSharding(mesh, jax.P(None, *TOKENS)))
-    return step, (abstract_state(model, config, optimizer, mesh), model.abstract(model.frozen), batch)
+    return abstract_state(model, config, optimizer, mesh), model.abstract(model.frozen), batch
 
 
 def compile_step(step: Callable, arguments: tuple, deterministic: bool) -> jax.stages.Compiled:
-    """The step compiled for the current mesh; its state is given away with each call. Logs the memory it takes."""
+    """The step compiled for the current mesh; its state is given away with each call."""
     program = jax.jit(step, donate_argnums=0, compiler_options=compiler_options(deterministic))
-    compiled = program.lower(*arguments).compile()
-    analysis: Any = compiled.memory_analysis()
-    state, temporaries = analysis.argument_size_in_bytes / 1e9, analysis.temp_size_in_bytes / 1e9
-    log.info("memory a device: %.2f GB state and batch, %.2f GB temporaries", state, temporaries)
-    return compiled
+    return program.lower(*arguments).compile()

@@ -1,0 +1,223 @@
+"""Whether a run fits: what it needs, from shapes and the compiled step, against what device and host have.
+
+A run that does not fit is refused before its data is read or a weight is allocated where its state alone is too much,
+and else once the step is compiled; with what would help, and what the run would then need.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import math
+import re
+import resource
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxtune.config import checks
+from jaxtune.config.schema import Config
+from jaxtune.errors import UserError
+from jaxtune.optim.build import Optimizer
+from jaxtune.run import assembly
+from jaxtune.run.model import Model, declare_model
+
+log = logging.getLogger("jaxtune")
+CLOSE = 0.9  # of what there is; from here on a warning
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a process needs of each of its devices, and of the host, in bytes."""
+
+    devices: int
+    state: int  # of a device: parameters, optimizer state, a batch
+    temporaries: int  # of a device
+    saved: int  # of the host: a checkpoint's copy of the trained state of all devices of the process
+
+    @property
+    def device(self) -> int:
+        """Of a device, all in all."""
+        return self.state + self.temporaries
+
+
+@dataclass(frozen=True, order=True)
+class Limit:
+    """What there is, in bytes, and where that is said."""
+
+    size: int
+    name: str
+
+
+def check_state(config: Config, model: Model, optimizer: Optimizer, mesh: jax.sharding.Mesh) -> None:
+    """Raises UserError where parameters, optimizer state and a batch are already more than there is."""
+
+    def need(other: Config) -> Need:
+        return _need(mesh, assembly.shapes_of(other, *_declared(other, mesh), mesh))
+
+    _judge(config, _need(mesh, assembly.shapes_of(config, model, optimizer, mesh)), need)
+
+
+def check_step(config: Config, step: jax.stages.Compiled, shapes: tuple, mesh: jax.sharding.Mesh) -> None:
+    """Logs what the compiled step takes. Raises UserError where that is more than there is.
+
+    Other options are compiled then, to say what would help.
+    """
+
+    def need(other: Config) -> Need:
+        program, arguments = assembly.step_of(other, *_declared(other, mesh), mesh, total_steps=1_000_000)
+        return _need(mesh, arguments, assembly.compile_step(program, arguments, other.train.deterministic))
+
+    own = _need(mesh, shapes, step)
+    log.info("memory a device: %.2f GB state and batch, %.2f GB temporaries", own.state / 1e9, own.temporaries / 1e9)
+    _judge(config, own, need)
+
+
+@contextlib.contextmanager
+def out_of_memory_is_answered(config: Config) -> Iterator[None]:
+    """Makes one message of what XLA raises where memory runs out all the same."""
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        asked = re.search(r"allocat\w+ [\d.]+ ?\w+", str(error))
+        options = ", ".join(option for option, _ in _smaller(config))
+        raise UserError(
+            f"out of memory{f' ({asked[0]})' if asked else ''}; is something else on this device or host? What needs "
+            f"less: {options}. Checkpoints are whole: the same command goes on from the last one"
+        ) from error
+
+
+def _judge(config: Config, own: Need, need: Callable[[Config], Need]) -> None:
+    """Warns where `own` is close to what there is, raises UserError where it is more. `need` is of other options."""
+    if config.memory.check == "off":
+        return
+    size, limit = _worst(own)
+    refused = size > limit.size and config.memory.check == "error"
+    if multihost_utils.process_allgather(np.bool_(refused)).any() and not refused:
+        raise UserError("this run needs more memory than another host has; that process says more")
+    text = (
+        f"this run needs {_gb(size)} of {_gb(limit.size)} ({limit.name}): for a device {_gb(own.state)} of parameters, "
+        f"optimizer state and batch and {_gb(own.temporaries)} of temporaries, and for the host a checkpoint's copy of "
+        f"{_gb(own.saved)}"
+    )
+    if refused:
+        lines = [f"  {line}" for line in _what_helps(config, own, limit, need)]
+        raise UserError(
+            "\n".join([f"{text}. What would help, and the need then:", *lines, "memory.check='warn' tries"])
+        )
+    if size > CLOSE * limit.size:
+        log.warning("%s; it may not fit", text)
+
+
+def _what_helps(config: Config, own: Need, limit: Limit, need: Callable[[Config], Need]) -> list[str]:
+    """Options and the need with each, the smallest first."""
+    size, _ = _worst(own)
+    found = []
+    for option, other in _smaller(config):
+        with contextlib.suppress(UserError):  # such a model, or such a mesh, does not go with it
+            then, _ = _worst(need(other))
+            found += [(then, f"{option}: {_gb(then)}")] if then < size else []
+    if limit.name == jax.devices()[0].device_kind and limit.size > own.temporaries:
+        share = 2 ** math.ceil(math.log2(max(2.0, own.state / (limit.size - own.temporaries))))
+        then = own.state // share + own.temporaries
+        found.append((then, f"mesh.fsdp={share} on {share} times as many devices: about {_gb(then)} each"))
+    return [line for _, line in sorted(found)]
+
+
+def _smaller(config: Config) -> Iterator[tuple[str, Config]]:
+    """Changes that need less, each alone, as far as they go with the other options."""
+    train, data, lora = config.train, config.data, {"lora": {"enabled": True}}
+    nf4 = {} if config.quant.format else {"quant": {"format": "nf4"}}
+    rows, sums = train.micro_batch_size // 2, train.grad_accum_steps * 2
+    changes: dict[str, dict[str, dict[str, Any]]] = {
+        "memory.remat='block'": {"memory": {"remat": "block"}},
+        "lora.enabled=True, adapters instead of all weights": {} if config.lora.enabled else lora,
+        "quant.format='nf4', the base in 4 bits, under adapters": nf4 if config.lora.enabled else {**lora, **nf4},
+        "optim.name='adamw_8bit'": {"optim": {"name": "adamw_8bit"}} if config.optim.name == "adamw" else {},
+        f"train.micro_batch_size={rows} and train.grad_accum_steps={sums}, the same steps": {
+            "train": {"micro_batch_size": rows, "grad_accum_steps": sums}
+        },
+        f"data.seq_len={data.seq_len // 2}": {"data": {"seq_len": data.seq_len // 2}},
+    }
+    for text, sections in changes.items():
+        replaced = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
+        other = dataclasses.replace(config, **replaced)
+        if other != config and not checks.check(other):
+            yield text, other
+
+
+def _declared(config: Config, mesh: jax.sharding.Mesh) -> tuple[Model, Optimizer]:
+    model = declare_model(config, mesh)
+    return model, assembly.optimizer_of(model, config)
+
+
+def _need(mesh: jax.sharding.Mesh, shapes: tuple, compiled: jax.stages.Compiled | None = None) -> Need:
+    state = sum(map(_shard_bytes, jax.tree.leaves(shapes)))
+    devices = len(mesh.local_devices)
+    saved = sum(map(_shard_bytes, jax.tree.leaves(shapes[0]))) * devices
+    if compiled is None:
+        return Need(devices, state, 0, saved)
+    found: Any = compiled.memory_analysis()
+    made = found.output_size_in_bytes - found.alias_size_in_bytes
+    return Need(devices, found.argument_size_in_bytes, found.temp_size_in_bytes + max(0, made), saved)
+
+
+def _shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+    return math.prod(shape) * leaf.dtype.itemsize
+
+
+def _worst(need: Need) -> tuple[int, Limit]:
+    """A need of this process and its limit: the nearest of them. Simulated devices are on the host."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    host = host_memory()
+    if "bytes_limit" not in stats:
+        return need.device * need.devices + need.saved, host
+    device = Limit(stats["bytes_limit"] - stats.get("bytes_in_use", 0), jax.devices()[0].device_kind)
+    return max((need.device, device), (need.saved, host), key=lambda pair: pair[0] / max(1, pair[1].size))
+
+
+def host_memory() -> Limit:
+    """What this process may still take of the host: what is free, less where a cgroup or a limit of its own says so."""
+    found = []
+    if (meminfo := Path("/proc/meminfo")).exists():
+        available = re.search(r"MemAvailable: +(\d+) kB", meminfo.read_text())
+        found += [Limit(int(available[1]) * 1024, "free on this host")] if available else []
+    found += list(_cgroup_limits(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")))
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY:
+        used = re.search(r"VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        left = max(0, soft - int(used[1]) * 1024) if used else soft
+        found.append(Limit(left, "limit of this process's address space"))
+    return min(found, default=Limit(2**63, "unknown"))
+
+
+def _cgroup_limits(root: Path, own: Path) -> Iterator[Limit]:
+    """What each cgroup of this process has left; version 2, and 1."""
+    lines = own.read_text().splitlines() if own.exists() else []
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        version_2 = not controllers
+        if not version_2 and "memory" not in controllers.split(","):
+            continue
+        names = ("memory.max", "memory.current") if version_2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        top = root if version_2 else root / "memory"
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):
+            size, used = (folder / names[0], folder / names[1])
+            if size.exists() and used.exists() and (text := size.read_text().strip()).isdecimal():
+                stat = folder / "memory.stat"
+                cached = re.search(r"^(?:file|cache) (\d+)", stat.read_text() if stat.exists() else "", re.MULTILINE)
+                left = int(text) - int(used.read_text()) + (int(cached[1]) if cached else 0)  # which goes when needed
+                yield Limit(max(0, left), f"memory limit of the cgroup {folder}")
+            if folder == top:
+                break
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

@@ -1,0 +1,115 @@
+"""What a run needs is compared with what there is before anything is read, and what would help is said with figures."""
+
+import re
+import resource
+
+import jax
+import pytest
+from runs import call, recipe
+
+from jaxtune.config.schema import Config, Data, Dataset, Model
+from jaxtune.errors import UserError
+from jaxtune.run import memory
+from jaxtune.run.memory import Limit, host_memory, out_of_memory_is_answered
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("home")
+    recipe(folder)
+    return folder
+
+
+@pytest.fixture
+def train(home, monkeypatch):
+    """Runs `jaxtune train` where the host has so many bytes; returns what it prints."""
+
+    def run(size: float, name: str, *options, code: int):
+        monkeypatch.setattr(memory, "host_memory", lambda: Limit(int(size), "free on this host"))
+        settings = [f"--config.{option}" for option in (f"train.run_name={name}", "train.max_steps=2", *options)]
+        return call("jaxtune.train", f"--config={home / 'tiny.py'}", *settings, code=code)
+
+    return run
+
+
+def figures(output: str) -> list[float]:
+    """What an error says is needed, and would be, in MB."""
+    error = output.partition("error: ")[2]
+    return [float(figure) for figure in re.findall(r"(?:needs|:) ([\d.]+) MB(?: of|$)", error, re.MULTILINE)]
+
+
+def test_a_state_that_does_not_fit_is_refused_before_data_is_read(train, home):
+    output = train(1, "state", code=2)
+    assert " MB of 0.0 MB (free on this host): for a device " in output
+    assert (
+        "lora.enabled=True" in output and "optim.name='adamw_8bit'" in output and "memory.check='warn' tries" in output
+    )
+    assert "remat" not in output  # which the state does not depend on
+    assert not (home / "runs" / "state" / "config.json").exists() and not (home / "runs" / "cache").exists()
+
+
+def test_a_step_that_does_not_fit_is_refused_with_what_would_help_in_order(train):
+    rows = "train.micro_batch_size=64"
+    size, *_ = figures(train(1, "step", rows, code=2))
+    output = train((size + 1) * 1e6, "step", rows, code=2)
+    assert "memory a device" in output and "data.seq_len=32" in output and "memory.remat='block'" in output
+    assert "train.micro_batch_size=32 and train.grad_accum_steps=2, the same steps" in output
+    need, *others = figures(output)
+    assert others == sorted(others) and len(others) >= 3 and others[-1] < need
+
+
+@pytest.mark.parametrize(("check", "said"), [("warn", True), ("off", False)])
+def test_a_user_may_try_all_the_same(train, check, said):
+    output = train(1, check, f"memory.check={check}", code=0)
+    assert ("it may not fit" in output) == said
+
+
+def test_what_is_close_is_a_warning(train, monkeypatch):
+    monkeypatch.setattr(memory, "CLOSE", 0.0)
+    assert "it may not fit" in train(1e12, "close", code=0)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes."),
+        MemoryError(),
+    ],
+)
+def test_running_out_all_the_same_is_one_answer(error):
+    config = Config(model=Model(path="model"), data=Data(datasets=(Dataset(path="data"),)))
+    told = pytest.raises(UserError, match="out of memory.*optim.name='adamw_8bit'.*same command")
+    with told, out_of_memory_is_answered(config):
+        raise error
+
+
+def test_other_errors_of_xla_stay_what_they_are():
+    with pytest.raises(jax.errors.JaxRuntimeError), out_of_memory_is_answered(Config()):
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+
+def test_a_limit_of_the_process_counts(monkeypatch):
+    free = host_memory().size
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    assert 0 < free < 2**50 and soft == resource.RLIM_INFINITY
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (2**62, hard))
+    assert host_memory().size <= free * 1.1
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1, hard))
+    assert host_memory() == Limit(0, "limit of this process's address space")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_limit_of_a_cgroup_counts_and_its_page_cache_does_not(tmp_path, version):
+    limit, usage, cached = {
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "cache"),
+        2: ("memory.max", "memory.current", "file"),
+    }[version]
+    folder = tmp_path / "cgroup" / ("memory" if version == 1 else "") / "jobs"
+    (folder / "mine").mkdir(parents=True)
+    (tmp_path / "own").write_text("4:cpu,memory:/jobs/mine\n" if version == 1 else "0::/jobs/mine\n")
+    for group, size in ((folder, "5000"), (folder / "mine", "max" if version == 2 else str(2**60))):
+        (group / limit).write_text(size)
+        (group / usage).write_text("3000")
+        (group / "memory.stat").write_text(f"anon 2000\n{cached} 1000\n")
+    found = list(memory._cgroup_limits(tmp_path / "cgroup", tmp_path / "own"))
+    assert min(found) == Limit(3000, f"memory limit of the cgroup {folder}")
