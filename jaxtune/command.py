@@ -15,12 +15,15 @@ from jaxtune.config import keys, load_recipe, resolve
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 
+STOPPED = 75
+"""Exit code of a run that was asked to stop, and saved: sysexits' EX_TEMPFAIL, on which schedulers start it again."""
+
 _SETTING = re.compile(r"--?(?:no)?config\.([^=]+)")
 
 
 def run(
     define_flags: Callable[[flags.FlagValues], None],
-    body: Callable[[flags.FlagValues, Any], None],
+    body: Callable[[flags.FlagValues, Any], int | None],
     argv: list[str] | None = None,
     with_config: bool = True,
 ) -> int:
@@ -29,7 +32,7 @@ def run(
     Args:
         define_flags: Defines the command's own flags with `absl.flags.DEFINE_*(..., flag_values=values)`; the docstring
             of its module is the head of --help.
-        body: The command; its config is None without `with_config`.
+        body: The command, which may return an exit code; its config is None without `with_config`.
         argv: Arguments without the program's name; None takes those of the process.
         with_config: Whether the command takes --config=FILE[:ARGUMENT] and --config.SECTION.OPTION=VALUE.
 

@@ -8,6 +8,7 @@ import sys
 from functools import partial
 
 import jax
+from jax.experimental import multihost_utils
 
 from jaxtune import command, data, hf
 from jaxtune.checkpoint import CheckpointManager
@@ -29,15 +30,15 @@ from jaxtune.run.watch import watching
 log = logging.getLogger("jaxtune")
 
 
-def train(config: Config) -> None:
-    """One run, from wherever it stands to its end; alone in its folder."""
+def train(config: Config) -> bool:
+    """One run, from wherever it stands to its end; alone in its folder. Returns whether it came there."""
     process.configure(config)
     folder = run_folder(config)
     with locked(folder.path), memory.out_of_memory_is_answered(config):
-        _train(config, folder)
+        return _train(config, folder)
 
 
-def _train(config: Config, folder: RunFolder) -> None:
+def _train(config: Config, folder: RunFolder) -> bool:
     goodput = Goodput()
     mesh = make_mesh(config.mesh)
     checkpoints = CheckpointManager(folder.checkpoints, config.ckpt.keep_last)
@@ -57,7 +58,7 @@ def _train(config: Config, folder: RunFolder) -> None:
         resume.check_same(saved, record, model)
         if saved["step"] >= feed.total_steps and (folder.export.exists() or not config.export.at_end):
             log.info("this run is finished: %d of %d steps, in %s", saved["step"], feed.total_steps, folder.path)
-            return
+            return True
 
     # ---- step: compiled before a weight is read, so that its memory is known ----
     step, shapes = assembly.step_of(config, model, optimizer, mesh, feed.total_steps)
@@ -94,7 +95,8 @@ def _train(config: Config, folder: RunFolder) -> None:
     # ---- what is left behind ----
     if position.step < total_steps:
         log.info("stopped at step %d of %d; go on with: %s", position.step, total_steps, this_command())
-        return
+        multihost_utils.sync_global_devices("saved")  # a launcher ends all once one process ends with a code of its own
+        return False
     parameters = {**frozen, **state.trained}
     if config.export.at_end:
         kind = "peft" if config.lora.enabled else "hf"
@@ -107,9 +109,10 @@ def _train(config: Config, folder: RunFolder) -> None:
         log.info("no sample: decoding is not sharded; see generate below")
     log.info(goodput.report())
     log.info(closing(config, folder))
+    return True
 
 
-main = partial(command.run, lambda values: None, lambda values, config: train(config))
+main = partial(command.run, lambda values: None, lambda values, config: 0 if train(config) else command.STOPPED)
 
 if __name__ == "__main__":
     sys.exit(main())

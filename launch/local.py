@@ -4,7 +4,8 @@
     python launch/local.py --processes 2 -- python -m jaxtune.train --config=quickstart
 
 Each process writes to a log file of its own; the first one's output is shown as well. The first failure ends all, and
-its exit code is this program's. SIGTERM and Ctrl-C are passed on, once each: jaxtune saves and ends by itself.
+its exit code is this program's. SIGTERM and Ctrl-C are passed on, once each: jaxtune saves and ends by itself, with exit
+code 75.
 
 One process can drive all GPUs of a machine, so several are needed only for what wants a process per GPU
 (--gpus-per-process 1) or to try on CPU what runs on many hosts (--devices-per-process 2).
@@ -23,6 +24,7 @@ import tempfile
 import time
 
 POLL_SECONDS = 0.1
+STOPPED = 75  # of a run that was asked to stop, and saved
 TAIL_LINES = 30
 
 
@@ -43,7 +45,7 @@ def main() -> int:
     finally:
         end(processes, arguments.grace)
     if failed is None:
-        return 0
+        return max(process.returncode for process in processes)
     code = processes[failed].returncode
     ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
     print(f"\nprocess {failed} {ended}; all were stopped. The end of {logs[failed]}:", file=sys.stderr)
@@ -120,9 +122,9 @@ def watch(processes: list[subprocess.Popen[bytes]], shown: pathlib.Path, receive
                 number = received.pop(0)
                 for process in processes:
                     process.send_signal(number)
-            if failed := [index for index, code in enumerate(codes) if code]:
+            if failed := [index for index, code in enumerate(codes) if code not in (None, 0, STOPPED)]:
                 return failed[0]
-            if all(code == 0 for code in codes):
+            if all(code is not None for code in codes):
                 return None
             time.sleep(POLL_SECONDS)
 

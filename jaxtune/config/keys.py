@@ -26,6 +26,47 @@ class Option:
     when: tuple[str, ...]  # expressions that must all hold for it to have an effect
 
 
+# What TRL, Axolotl, LLaMA-Factory, Unsloth and transformers call it. Names that are like ours are found without.
+ALIASES = {
+    "model.path": "base_model model_name_or_path model_name pretrained_model_name_or_path",
+    "model.dtype": "torch_dtype",
+    "data.datasets": "dataset dataset_name train_dataset train_file data_path",
+    "data.datasets[i].samples": "max_samples max_train_samples",
+    "data.datasets[i].system_prompt": "default_system system_message",
+    "data.validation_split": "val_size val_set_size test_size validation_split_percentage",
+    "data.seq_len": "max_length max_seq_length cutoff_len sequence_len sequence_length context_length model_max_length",
+    "data.packing": "sample_packing neat_packing use_packing",
+    "train.output_dir": "save_dir logging_dir",
+    "train.micro_batch_size": "batch_size per_device_train_batch_size micro_batch",
+    "train.grad_accum_steps": "gradient_accumulation_steps gradient_accumulation accumulate_grad_batches",
+    "train.epochs": "num_train_epochs num_epochs",
+    "optim.name": "optimizer optimizer_name",
+    "optim.learning_rate": "lr",
+    "optim.schedule": "lr_scheduler lr_scheduler_type scheduler",
+    "optim.max_grad_norm": "gradient_clipping grad_clip clip_grad_norm",
+    "optim.beta1": "adam_beta1",
+    "optim.beta2": "adam_beta2",
+    "optim.epsilon": "adam_epsilon eps",
+    "lora.enabled": "adapter finetuning_type use_peft peft",
+    "lora.rank": "lora_r r lora_rank",
+    "lora.target_modules": "lora_target lora_target_linear",
+    "lora.path": "adapter_name_or_path lora_model_dir",
+    "quant.format": "load_in_4bit load_in_8bit quantization_bit bnb_4bit_quant_type",
+    "quant.double_quant": "bnb_4bit_use_double_quant double_quantization",
+    "memory.remat": "gradient_checkpointing activation_checkpointing use_gradient_checkpointing recompute",
+    "precision.recipe": "bf16 fp16 fp8 tf32 mixed_precision",
+    "ckpt.keep_last": "save_total_limit",
+    "ckpt.resume": "resume_from_checkpoint auto_resume_from_checkpoints overwrite_output_dir",
+    "eval.steps": "eval_strategy evaluation_strategy",
+    "log.every": "logging_steps",
+    "log.wandb.enabled": "report_to use_wandb",
+    "mesh.fsdp": "fsdp_config deepspeed",
+    "mesh.tensor": "tensor_parallel_size tp tensor_parallel",
+    "mesh.sequence": "context_parallel_size sequence_parallel_degree cp",
+}
+_BY_ALIAS = {alias: key for key, aliases in ALIASES.items() for alias in aliases.split()}
+
+
 @functools.cache
 def options() -> dict[str, Option]:
     """Every option by its key, in the order of the schema."""
@@ -45,10 +86,12 @@ def nearest(key: str) -> Option | None:
         # The whole key tells the section apart, its last part finds an option written under the wrong section.
         return _ratio(general, candidate), _ratio(general.rpartition(".")[2], candidate.rpartition(".")[2])
 
-    scores = {candidate: likeness(candidate) for candidate in options()}
-    best = max(scores, key=lambda candidate: sum(scores[candidate]))
-    if max(scores[best]) < 0.6:
-        return None
+    best = _BY_ALIAS.get(general.rpartition(".")[2].lower())
+    if best is None:
+        scores = {candidate: likeness(candidate) for candidate in options()}
+        best = max(scores, key=lambda candidate: sum(scores[candidate]))
+        if max(scores[best]) < 0.6:
+            return None
     index = re.search(r"\[\d+\]", key)
     return dataclasses.replace(options()[best], key=best.replace("[i]", index[0]) if index else best)
 

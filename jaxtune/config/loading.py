@@ -18,6 +18,8 @@ from jaxtune.config.rules import Problem
 from jaxtune.config.schema import Config, Dataset, Said
 from jaxtune.errors import UserError
 
+_TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
 
 def new_config() -> ConfigDict:
     """Every option at its default, for a recipe to change; a key that does not exist cannot be set."""
@@ -174,7 +176,8 @@ def _build(section: Any, values: Any, prefix: str, problems: list[Problem]) -> A
                 if _is_infinite_or_nan(value):
                     expected = f"a finite {expected}"
                 elif isinstance(value, str) and typing.get_origin(annotation) is tuple:
-                    expected += f" such as ({value!r},)"
+                    is_section = keys.entry_type(annotation) is not None
+                    expected += f" such as ({f'dataset(path={value!r})' if is_section else repr(value)},)"
                 problems.append(Problem((key,), f"{key} = {value!r}: expected {expected} ({meaning})"))
     return section(**fields)
 
@@ -212,16 +215,24 @@ def _convert(value: Any, annotation: Any) -> Any:
 
 
 def _from_text(text: str, annotation: Any) -> Any:
-    """The value a command-line text means for an option of this type; the text itself where it fits none."""
+    """The value a command-line text means for an option of this type; the text itself where it fits none.
+
+    As people write them: yes and no, lists without quotes (q_proj,v_proj), \\n for the end of a line.
+    """
+    if annotation is bool and text.lower() in _TRUTH:
+        return _TRUTH[text.lower()]
+    words = re.fullmatch(r"[\w.*-]+(,[\w.*-]+)+", text)
+    if words and tuple[str, ...] in (annotation, *typing.get_args(annotation)):
+        return tuple(text.split(","))
     try:
         literal = ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
-    except (ValueError, SyntaxError, TypeError):
-        return text
-    try:
         # A quoted string keeps its quotes: the shell has removed those that were not meant.
-        return text if isinstance(literal, str) else _convert(literal, annotation)
-    except TypeError:
-        return text
+        if not isinstance(literal, str):
+            return None if literal is None else _convert(literal, annotation)
+    except (ValueError, SyntaxError, TypeError):
+        pass
+    # In a regular expression both mean the same.
+    return re.sub(r"(?<!\\)\\([nt])", lambda escape: {"n": "\n", "t": "\t"}[escape[1]], text)
 
 
 def _unknown(key: str, value: Any) -> Problem:

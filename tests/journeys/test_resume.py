@@ -2,9 +2,12 @@
 
 import json
 import signal
+import time
 
 import pytest
 from runs import call, losses, metrics, recipe, run, start, until_step
+
+from jaxtune.command import STOPPED
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +26,9 @@ def interrupted(folder, path, name, steps: list[int], how: int, *more: str):
         until_step(process, folder / "runs" / name, step)
         process.send_signal(how)
         output, _ = process.communicate(timeout=300)
-        assert process.returncode in (0, -how), output
+        assert process.returncode in (0, -how, STOPPED), output
         if how == signal.SIGTERM:
-            assert process.returncode == 0 and "go on with" in output, output
+            assert process.returncode == STOPPED and "go on with" in output, output
     return run("jaxtune.train", f"--config={path}", f"--config.train.run_name={name}", *more)
 
 
@@ -45,6 +48,32 @@ def test_sigterm_saves_and_loses_no_step(uninterrupted):
     resumed_at = int(output.split("resumed from step ")[1].split()[0])
     assert resumed_at >= 6
     assert losses(folder / "runs" / "stopped") == expected
+
+
+def test_a_second_start_is_refused_while_a_run_lasts(uninterrupted):
+    folder, path, expected = uninterrupted
+    flags = ("jaxtune.train", f"--config={path}", "--config.train.run_name=twice")
+    process = start(*flags)
+    until_step(process, folder / "runs" / "twice", 1)
+    output = run(*flags, code=2)
+    assert f"runs/twice is in use: process {process.pid} host " in output and "Traceback" not in output
+    process.communicate(timeout=300)
+    assert losses(folder / "runs" / "twice") == expected
+
+
+@pytest.mark.parametrize("seconds", [0.4, 1.5, 4.0, 7.0])
+def test_ctrl_c_while_a_run_starts_is_one_line(uninterrupted, seconds):
+    """While it imports, reads, compiles."""
+    _, path, _ = uninterrupted
+    process = start("jaxtune.train", f"--config={path}", f"--config.train.run_name=early-{seconds}")
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert "Traceback" not in output
+    assert (process.returncode, output.splitlines()[-1:]) in [
+        (130, ["jaxtune: interrupted"]),
+        (STOPPED, output.splitlines()[-1:]),  # on a quick machine its steps have begun
+    ]
 
 
 def test_one_device_goes_on_as_four(uninterrupted):

@@ -719,3 +719,48 @@ def test_every_option_has_a_meaning_and_a_default_of_its_type():
 def test_the_config_loads_without_jax():
     code = "import sys, jaxtune.command, jaxtune.options, jaxtune.__main__; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("yes", "lora.enabled", True),
+        ("1", "lora.enabled", True),
+        ("Off", "train.deterministic", False),
+        ("q_proj,v_proj", "lora.target_modules", ("q_proj", "v_proj")),
+        ("('q_proj','v_proj')", "lora.target_modules", ("q_proj", "v_proj")),
+        ("q_proj|v_proj", "lora.target_modules", "q_proj|v_proj"),
+        (r"layers\.1\.", "train.freeze", r"layers\.1\."),
+        ("a,b", "log.wandb.tags", ("a", "b")),
+        (r"Q: {instruction}\nA: ", "data.datasets[0].prompt_format", "Q: {instruction}\nA: "),
+        (r"a\tb\\n", "eval.sample_prompt", "a\tb\\\\n"),
+    ],
+)
+def test_values_on_the_command_line_as_people_write_them(recipe, text, key, value):
+    needs = {"lora.target_modules": ["lora.enabled=true"], "data.datasets[0].prompt_format": []}
+    needs["log.wandb.tags"] = ["log.wandb.enabled=true"]
+    needs["data.datasets[0].prompt_format"] = ["data.datasets[0].type=instruction"]
+    config = load(
+        f"--config={recipe()}", *(f"--config.{need}" for need in needs.get(key, [])), f"--config.{key}={text}"
+    )
+    found = config
+    for part in re.findall(r"\w+", key):
+        found = found[int(part)] if part.isdigit() else getattr(found, part)
+    assert found == value
+
+
+@pytest.mark.parametrize("setting", ["train.output_dir=None", "data.datasets=a.jsonl", "lora.enabled=maybe"])
+def test_values_that_no_option_of_the_type_has_say_what_would_be_one(recipe, setting):
+    told = {"output_dir": "expected str", "datasets": r"dataset\(path='a.jsonl'\)", "enabled": "expected bool"}
+    with pytest.raises(UserError, match=told[re.split("[.=]", setting)[1]]):
+        resolve(base(), "recipe", [tuple(setting.split("="))])
+
+
+def test_names_of_other_systems_are_answered_with_ours():
+    """Each is an alias of an option that there is, and none is the name of another option."""
+    for key, aliases in keys.ALIASES.items():
+        assert key in keys.options()
+        for alias in aliases.split():
+            assert (option := keys.nearest(f"train.{alias}")) and option.key == key
+            assert not any(other.rpartition(".")[2] == alias for other in keys.options()), alias
+    assert sum(len(aliases.split()) for aliases in keys.ALIASES.values()) >= 40

@@ -74,6 +74,17 @@ time.sleep(60)
     assert not any(alive(pid) for pid in pids)
 
 
+def test_a_run_that_was_stopped_is_no_failure(tmp_path):
+    """One process may end a little before the others."""
+    script = (
+        "import os, sys, time; time.sleep(0.3 * int(os.environ['JAXTUNE_PROCESS_ID'])); print('saved'); sys.exit(75)"
+    )
+    process = launch(tmp_path, script)
+    _, error = process.communicate(timeout=30)
+    assert (process.returncode, error) == (75, "")
+    assert [(tmp_path / f"process-{index}.log").read_text() for index in range(2)] == ["saved\n"] * 2
+
+
 def test_a_process_that_is_killed_is_a_failure(tmp_path):
     script = "import os, time; os.environ['JAXTUNE_PROCESS_ID'] == '0' and os.kill(os.getpid(), 9); time.sleep(60)"
     process = launch(tmp_path, script)
