@@ -2,9 +2,12 @@
 
 import dataclasses
 import difflib
+import errno
 import inspect
+import os
 import pathlib
 import re
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +29,7 @@ def run(
     body: Callable[[flags.FlagValues, Any], int | None],
     argv: list[str] | None = None,
     with_config: bool = True,
+    recipe: Callable[[flags.FlagValues], str] | None = None,
 ) -> int:
     """Parses the command line and calls `body(flags, config)`; `main` of every command is a partial of this.
 
@@ -34,7 +38,8 @@ def run(
             of its module is the head of --help.
         body: The command, which may return an exit code; its config is None without `with_config`.
         argv: Arguments without the program's name; None takes those of the process.
-        with_config: Whether the command takes --config=FILE[:ARGUMENT] and --config.SECTION.OPTION=VALUE.
+        with_config: Whether the command takes --config=RECIPE[:ARGUMENT] and --config.SECTION.OPTION=VALUE.
+        recipe: What recipe is meant where --config is not given; None: it must be.
 
     Returns:
         The exit code: 2 after an error of the user, told on stderr as `jaxtune: error: ...`.
@@ -44,11 +49,11 @@ def run(
     define_flags(values)
     if with_config:
         meaning = "recipe, NAME or FILE or either with :ARGUMENT; --config.SECTION.OPTION=VALUE changes an option"
-        flags.DEFINE_string("config", None, meaning, flag_values=values, required=True)
+        flags.DEFINE_string("config", None, meaning, flag_values=values, required=recipe is None)
     if {"-h", "--help", "-help"} & set(arguments):
         print(f"{inspect.getdoc(sys.modules[define_flags.__module__])}\n\n{_flags_help(values)}")
         return 0
-    return guarded(lambda: body(values, _parse(values, arguments, with_config)))
+    return guarded(lambda: body(values, _parse(values, arguments, with_config, recipe)))
 
 
 def guarded(body: Callable[[], int | None]) -> int:
@@ -57,10 +62,15 @@ def guarded(body: Callable[[], int | None]) -> int:
         return body() or 0
     except UserError as error:
         message = str(error)
+    except BrokenPipeError:  # who read the output has gone, as `head` does; this ends as other programs do
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno != errno.ENOSPC:
             raise
-        message = f"{error.filename}: {error.strerror}"
+        message = f"{error.filename or 'writing'}: {error.strerror}"
+        if error.errno == errno.ENOSPC:
+            message += ". Finished checkpoints are whole: make room, and the same command goes on from the last one"
     except KeyboardInterrupt:
         print("jaxtune: interrupted", file=sys.stderr)
         return 130
@@ -68,7 +78,12 @@ def guarded(body: Callable[[], int | None]) -> int:
     return 2
 
 
-def _parse(values: flags.FlagValues, arguments: list[str], with_config: bool) -> Config | None:
+def _parse(
+    values: flags.FlagValues,
+    arguments: list[str],
+    with_config: bool,
+    recipe: Callable[[flags.FlagValues], str] | None,
+) -> Config | None:
     """Parses the flags into `values` and resolves the config, if the command has one."""
     values.set_gnu_getopt(True)
     try:
@@ -85,7 +100,10 @@ def _parse(values: flags.FlagValues, arguments: list[str], with_config: bool) ->
         raise UserError(f"{rest[0]!r} belongs to no flag; write --name=value")
     if not with_config:
         return None
-    path, _, argument = values.config.partition(":")
+    given = [argument for argument in arguments if re.match("--?config(=|$)", argument)]
+    if len(given) > 1:
+        raise UserError(f"{' and '.join(given)}: one recipe at a time; one may start from another by import")
+    path, _, argument = values.config.partition(":") if values.config or recipe is None else (recipe(values), "", "")
     config = load_recipe(path, argument or None)
     overrides = [(key, getattr(values, f"config.{key}")) for key in settings]
     resolved = resolve(config, path, overrides)

@@ -1,4 +1,9 @@
-"""Loss and perplexity of a run's model on the validation data."""
+"""Loss and perplexity of a run's model on the validation data.
+
+    python -m jaxtune.evaluate --run=runs/quickstart_lora
+
+The run's own options count where no --config is given; --config.SECTION.OPTION=VALUE changes them.
+"""
 
 import logging
 import sys
@@ -54,7 +59,7 @@ def _main(values: flags.FlagValues, config: Config) -> None:
         print(f"{name} {value:.6f}")
 
 
-main = partial(command.run, _define_flags, _main)
+main = partial(command.run, _define_flags, _main, recipe=lambda values: str(RunFolder(Path(values.run)).config))
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -32,6 +32,18 @@ def shards(config: Config) -> int:
     return math.gcd(jax.device_count(), hidden, hidden // math.lcm(rows or 1, columns or 1))
 
 
+def check_output(output: Path, kind: str) -> None:
+    """Raises UserError where a folder holds something else than what was exported there before, in the same format."""
+    found = (
+        sorted(entry.name for entry in output.iterdir() if not entry.name.startswith(".")) if output.exists() else []
+    )
+    card = output / "README.md"
+    exported = card.is_file() and "with jaxtune" in card.read_text(encoding="utf-8", errors="replace")
+    if found and not (exported and (output / "adapter_config.json").exists() == (kind == "peft")):
+        more = ", ..." if len(found) > 3 else ""
+        raise UserError(f"--output={output} holds other things ({', '.join(found[:3])}{more}); name a new folder")
+
+
 def _define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_string("run", None, "folder of the run", flag_values=values, required=True)
     flags.DEFINE_string("output", None, "folder to write", flag_values=values, required=True)
@@ -50,8 +62,10 @@ def _main(values: flags.FlagValues, _: None) -> None:
         raise UserError(f"--format={','.join(sorted(unknown))}: not one of {', '.join(FORMATS)}")
     if values.merge and not adapter:
         raise UserError("--merge: this run trained no adapter")
-    for kind in kinds:
-        output = Path(values.output) / (kind if len(kinds) > 1 else "")
+    outputs = {kind: Path(values.output) / (kind if len(kinds) > 1 else "") for kind in kinds}
+    for kind, output in outputs.items():
+        check_output(output, kind)
+    for kind, output in outputs.items():
         parameters = {**run.frozen, **run.trained}
         export(run.model, parameters, run.config, output, kind, merge=values.merge, steps=run.step, tokens=run.tokens)
         print(f"{kind} of step {run.step}: {output}")

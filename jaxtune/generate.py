@@ -1,4 +1,7 @@
-"""Continue a prompt with a Hugging Face folder or a run, streaming to the terminal."""
+"""Continue a prompt with a Hugging Face folder, a PEFT adapter or a run, streaming to the terminal.
+
+python -m jaxtune.generate --model=runs/quickstart/export --prompt="def "
+"""
 
 import math
 import sys
@@ -9,18 +12,20 @@ import jax
 from absl import flags
 
 from jaxtune import command, data, hf
-from jaxtune.config.schema import Config, Data, Mesh
+from jaxtune.config.schema import Config, Data, Lora, Mesh
 from jaxtune.config.schema import Model as ModelOptions
 from jaxtune.errors import UserError
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.run.folder import RunFolder
 from jaxtune.run.generation import generate_tokens, stop_tokens, stream_text
 from jaxtune.run.model import declare_model
-from jaxtune.run.values import open_run, read_parameters
+from jaxtune.run.values import initial_parameters, open_run, read_parameters
 
 
 def _define_flags(values: flags.FlagValues) -> None:
-    flags.DEFINE_string("model", None, "Hugging Face folder, hub id, or run folder", flag_values=values, required=True)
+    flags.DEFINE_string(
+        "model", None, "Hugging Face folder, hub id, adapter, or run folder", flag_values=values, required=True
+    )
     flags.DEFINE_string("prompt", None, "text to continue, or to answer with --chat", flag_values=values, required=True)
     flags.DEFINE_bool("chat", False, "put the prompt into the tokenizer's chat template", flag_values=values)
     flags.DEFINE_integer("max_new_tokens", 256, "most tokens to add", flag_values=values, lower_bound=1)
@@ -41,11 +46,12 @@ def _main(values: flags.FlagValues, _: None) -> None:
     elif values.step is not None:
         raise UserError(f"--step={values.step}: {values.model} is no run folder, so it has no checkpoints")
     else:
-        options = ModelOptions(path=values.model, dtype="float32" if jax.default_backend() == "cpu" else "bfloat16")
+        config = _config_of(folder.path, values.model)
         # Nothing is trained, so everything is stored as model.dtype says.
-        config = Config(model=options, data=Data(seq_len=1))
         model = declare_model(config, mesh, train=False)
-        parameters = read_parameters(model, list(model.parameters))
+        parameters = read_parameters(model, [name for name, p in model.parameters.items() if not p.is_adapter])
+        if config.lora.enabled:
+            parameters |= initial_parameters(model, config)
     tokenizer = hf.load_tokenizer(model.folder)
     stop = stop_tokens(model.folder, tokenizer)
     if values.chat:
@@ -61,6 +67,19 @@ def _main(values: flags.FlagValues, _: None) -> None:
     for text in stream_text(tokenizer, tokens):
         print(text, end="", flush=True)
     print()
+
+
+def _config_of(folder: Path, name: str) -> Config:
+    """Options for what is to be generated with: a model, or an adapter on its base."""
+    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    if (folder / "config.json").exists() or not (folder / "adapter_config.json").exists():
+        return Config(model=ModelOptions(path=name, dtype=dtype), data=Data(seq_len=1))
+    adapter = hf.read_adapter(folder)
+    if adapter.base_model is None:
+        raise UserError(f"{name} does not say which model it is an adapter of (base_model_name_or_path)")
+    modules = tuple(sorted(adapter.modules))
+    lora = Lora(True, adapter.rank, adapter.alpha, 0.0, modules, use_rslora=adapter.use_rslora, path=name)
+    return Config(model=ModelOptions(path=adapter.base_model, dtype=dtype), data=Data(seq_len=1), lora=lora)
 
 
 main = partial(command.run, _define_flags, _main, with_config=False)

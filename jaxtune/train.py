@@ -13,6 +13,7 @@ from jax.experimental import multihost_utils
 from jaxtune import command, data, hf
 from jaxtune.checkpoint import CheckpointManager
 from jaxtune.config.schema import Config
+from jaxtune.errors import UserError
 from jaxtune.monitor import curve
 from jaxtune.monitor.goodput import Goodput
 from jaxtune.parallel import multihost
@@ -24,7 +25,7 @@ from jaxtune.run.folder import RunFolder, closing, run_folder, this_command
 from jaxtune.run.generation import continue_text
 from jaxtune.run.lock import locked
 from jaxtune.run.model import declare_model, describe_layout
-from jaxtune.run.values import frozen_parameters, initial_parameters
+from jaxtune.run.values import check_files, frozen_parameters, initial_parameters
 from jaxtune.run.watch import watching
 
 log = logging.getLogger("jaxtune")
@@ -48,6 +49,7 @@ def _train(config: Config, folder: RunFolder) -> bool:
     model = declare_model(config, mesh)
     optimizer = assembly.optimizer_of(model, config)
     log.info(describe_layout(model, mesh))
+    check_files(model, config)
     memory.check_state(config, model, optimizer, mesh)
 
     # ---- data: documents, rows, the number of steps ----
@@ -97,6 +99,11 @@ def _train(config: Config, folder: RunFolder) -> bool:
         log.info("stopped at step %d of %d; go on with: %s", position.step, total_steps, this_command())
         multihost_utils.sync_global_devices("saved")  # a launcher ends all once one process ends with a code of its own
         return False
+    if position.bad_steps:
+        raise UserError(
+            f"the last {position.bad_steps} steps were not finite and changed nothing, so nothing is exported; "
+            "lower optim.learning_rate, or look for NaN in the weights and the data"
+        )
     parameters = {**frozen, **state.trained}
     if config.export.at_end:
         kind = "peft" if config.lora.enabled else "hf"

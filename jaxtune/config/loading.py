@@ -108,6 +108,8 @@ def from_json(text: str, source: str = "saved config") -> Config:
         values = json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"{source}: not JSON: {error}") from error
+    if isinstance(values, dict) and "model_type" in values:
+        raise UserError(f"{source}: it describes a model, not a run")
     problems: list[Problem] = []
     config = _build(Config, values, "", problems)
     _raise(source, problems)

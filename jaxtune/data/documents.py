@@ -182,7 +182,7 @@ def _write(
                 converted = _converted(source, entry, tokenizer, problems, said.setdefault)
                 for document, is_text in _encoded(converted, encode, problems):
                     for array, file in ((document.tokens, tokens), (document.loss_weights, loss_weights)):
-                        array.tofile(file)
+                        file.write(array.data)  # whose error, unlike that of tofile, says that the disk is full
                         content.update(array.data)
                     lengths.append(len(document.tokens))
                     targets.append(np.count_nonzero(document.loss_weights[1:]))

@@ -5,4 +5,4 @@ from jaxtune.hf.folder import read_config, read_generation_config, resolve, writ
 from jaxtune.hf.peft import Adapter, read_adapter, write_adapter
 from jaxtune.hf.prequantized import Scheme, read_quantized, read_scheme
 from jaxtune.hf.tokenizer import copy_tokenizer_files, load_tokenizer
-from jaxtune.hf.weights import Conversion, Target, Tensor, read, weight_files, write
+from jaxtune.hf.weights import Conversion, Target, Tensor, check_weights, read, weight_files, write

@@ -173,5 +173,8 @@ def _nearest(path: Path) -> str:
 
 def _holders(folder: Path, holds: str) -> str:
     """Subfolders that have the missing file, as the end of a sentence."""
+    if (folder / "adapter_config.json").is_file():
+        base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+        return f"; it is an adapter of {base}: train on from it with model.path={base} and lora.path={folder}"
     near = sorted(str(file.parent) for file in folder.glob(f"*/{holds}"))[:3]
     return f"; did you mean {' or '.join(near)}?" if near else ""

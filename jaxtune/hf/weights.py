@@ -29,6 +29,7 @@ DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.d
 _READ_AS = DTYPES | dict.fromkeys(("U8", "F8_E4M3"), np.dtype(np.uint8))  # bytes, of quantized weights alone
 MAX_SHARD_BYTES = 5 * 10**9
 _LARGEST_CHUNK = 32 * 2**20
+_LFS_POINTER = b"version https://git-lfs"
 _LISTED = 10  # names of each kind in an error
 
 
@@ -140,8 +141,7 @@ def read(folder: Path, targets: Mapping[str, Target], ignorable: Callable[[str],
         UserError: a file is damaged or missing; or the tensors are not those that the targets need, in which case it
             lists the difference, before anything is read.
     """
-    sources = open_sources(weight_files(folder))
-    _check(folder, sources, targets, ignorable)
+    sources = check_weights(folder, targets, ignorable)
     chunk_bytes = bytes_of_chunks(targets.values())
     return {
         name: (fill if target.conversion is None else _converted)(
@@ -149,6 +149,15 @@ def read(folder: Path, targets: Mapping[str, Target], ignorable: Callable[[str],
         )
         for name, target in targets.items()
     }
+
+
+def check_weights(
+    folder: Path, targets: Mapping[str, Target], ignorable: Callable[[str], bool]
+) -> Mapping[str, Source]:
+    """The tensors of a Hugging Face folder. Raises UserError as `read` does; nothing but the headers is read."""
+    sources = open_sources(weight_files(folder))
+    _check(folder, sources, targets, ignorable)
+    return sources
 
 
 def bytes_of_chunks(targets: Iterable[Target]) -> int:
@@ -186,6 +195,11 @@ def open_sources(files: Iterable[Path]) -> dict[str, Source]:
     """
     sources: dict[str, Source] = {}
     for file in files:
+        with damage(file), file.open("rb") as start:
+            if start.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                raise UserError(
+                    f"{file} is a pointer of git-lfs, not the file itself; run `git lfs pull` in {file.parent}"
+                )
         with damage(file):
             safe_open(file, framework="numpy")  # checks the header; it does not read F8_E4M3 into numpy
             with file.open("rb") as handle:

@@ -1,5 +1,6 @@
 """Where the numbers of a run are written: metrics.jsonl, TensorBoard, Weights & Biases."""
 
+import contextlib
 import importlib
 import json
 import os
@@ -64,7 +65,8 @@ class MetricsLog:
     def close(self) -> None:
         """Write out and close everything."""
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # a full disk, which `write` has raised
+                self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._wandb is not None:

@@ -32,22 +32,22 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         UserError: Another run holds it; says which process, where and since when.
     """
-    taken: int | UserError = _take(folder / "lock") if multihost.is_main() else -1
-    if multihost_utils.broadcast_one_to_all(np.bool_(isinstance(taken, UserError))):
-        raise taken if isinstance(taken, UserError) else UserError(f"{folder} is in use: process 0 says by whom")
+    file, refusal = _take(folder / "lock") if multihost.is_main() else (None, None)
+    if multihost_utils.broadcast_one_to_all(np.bool_(refusal is not None)):
+        raise refusal or UserError(f"{folder} is in use: process 0 says by whom")
     ended = threading.Event()
-    if taken >= 0:
-        threading.Thread(target=_touch, args=(taken, ended), daemon=True).start()
+    if file is not None:
+        threading.Thread(target=_touch, args=(file, ended), daemon=True).start()
     try:
         yield
     finally:
         ended.set()
-        if taken >= 0:
+        if file is not None:
             (folder / "lock").unlink(missing_ok=True)  # before its lock goes: who waits for it finds another file
-            os.close(taken)
+            os.close(file)
 
 
-def _take(path: Path) -> int | UserError:
+def _take(path: Path) -> tuple[int | None, UserError | None]:
     """The open, locked file; or why it cannot be taken."""
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
@@ -58,11 +58,11 @@ def _take(path: Path) -> int | UserError:
             continue
         if refusal := _refusal(path, os.pread(file, 4096, 0), held, time.time() - os.fstat(file).st_mtime):
             os.close(file)
-            return refusal
+            return None, refusal
         holder = {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T %Z")}
         os.ftruncate(file, 0)
         os.pwrite(file, json.dumps(holder).encode(), 0)
-        return file
+        return file, None
 
 
 def _refusal(path: Path, content: bytes, held: bool | None, age: float) -> UserError | None:

@@ -48,10 +48,18 @@ def configure(config: Config) -> None:
         log.info(line)
 
 
+class _Terminal(logging.StreamHandler):
+    """Whose errors are those of the command: a pipe that nobody reads ends it."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Raises what `emit` has caught."""
+        raise
+
+
 def _show_log() -> None:
     """What jaxtune and its kernels log on the terminal, of the main process alone; warnings of every process."""
     for name in ("jaxtune", "pallas_kernels"):
         logger = logging.getLogger(name)
-        logger.handlers = [logging.StreamHandler(sys.stdout)]
+        logger.handlers = [_Terminal(sys.stdout)]
         logger.propagate = False
         logger.setLevel(logging.INFO if multihost.is_main() else logging.WARNING)

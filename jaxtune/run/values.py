@@ -1,5 +1,6 @@
 """The values of a run's parameters: read from the model's folder, random, an adapter's, or what a checkpoint holds."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +20,28 @@ from jaxtune.run.folder import RunFolder
 from jaxtune.run.model import Model, declare_model
 
 
+def check_files(model: Model, config: Config) -> None:
+    """Raises UserError as reading the weights and the adapter would, from the headers of the files alone."""
+    if config.lora.path is not None:
+        _adapter(model, config)
+    if not config.model.from_scratch:
+        hf.check_weights(
+            model.folder, *_wanted(model, [name for name, p in model.parameters.items() if not p.is_adapter])
+        )
+
+
 def read_parameters(model: Model, names: list[str]) -> Parameters:
     """These parameters from the model's folder, straight into their shards; adapters cannot be among them."""
+    parameters = hf.read(model.folder, *_wanted(model, names))
+    if model.scheme is not None:
+        stored = {name: (model.quantized(name), model.hf_names(name)) for name in names if name in model.formats}
+        read = hf.read_quantized(model.folder, model.scheme, stored)
+        parameters |= {name: model.multiplied(name, array) for name, array in read.items()}
+    return parameters
+
+
+def _wanted(model: Model, names: list[str]) -> tuple[dict[str, hf.Target], Callable[[str], bool]]:
+    """How these parameters are read, but for those that files hold quantized; and which other tensors may be there."""
     targets = {
         name: hf.Target(
             shape=model.parameters[name].shape,
@@ -40,12 +61,7 @@ def read_parameters(model: Model, names: list[str]) -> Parameters:
         weight = hf_name if model.scheme is None else model.scheme.weight_of(hf_name)
         return weight in others or families.is_ignorable(model.spec, hf_name)
 
-    parameters = hf.read(model.folder, targets, ignorable)
-    if model.scheme is not None:
-        stored = {name: (model.quantized(name), model.hf_names(name)) for name in names if name in model.formats}
-        read = hf.read_quantized(model.folder, model.scheme, stored)
-        parameters |= {name: model.multiplied(name, array) for name, array in read.items()}
-    return parameters
+    return targets, ignorable
 
 
 def _quantization(model: Model, name: str) -> hf.Conversion | None:
@@ -92,7 +108,7 @@ def frozen_parameters(model: Model, config: Config) -> Parameters:
     return read_parameters(model, model.frozen) if model.frozen else {}
 
 
-def _read_adapters(model: Model, config: Config) -> Parameters:
+def _adapter(model: Model, config: Config) -> hf.Adapter:
     """The adapter of lora.path, which must be of the rank, scale and targets that the config asks for."""
     adapter = hf.read_adapter(hf.resolve(config.lora.path or "", holds="adapter_config.json"))
     for key, found in (("rank", adapter.rank), ("alpha", adapter.alpha), ("use_rslora", adapter.use_rslora)):
@@ -100,19 +116,24 @@ def _read_adapters(model: Model, config: Config) -> Parameters:
             raise UserError(
                 f"lora.{key}={getattr(config.lora, key)}, and the adapter in {config.lora.path} has {found}"
             )
-    wanted = {name: [n.rsplit(".", 2)[0] for n in model.hf_names(name)] for name in model.trained}
-    modules = {module for names in wanted.values() for module in names}
+    modules = {hf_name.rsplit(".", 2)[0] for name in model.trained for hf_name in model.hf_names(name)}
     if modules != adapter.modules.keys():
         difference = sorted(modules ^ adapter.modules.keys())
         raise UserError(
             f"lora.target_modules and the adapter in {config.lora.path} differ in {', '.join(difference[:6])}"
         )
+    return adapter
+
+
+def _read_adapters(model: Model, config: Config) -> Parameters:
+    adapter = _adapter(model, config)
 
     def stacked(name: str) -> jax.Array:
         which = 0 if name.endswith("lora_a") else 1
         parameter = model.parameters[name]
-        matrices = [adapter.modules[module][which] for module in wanted[name]]
-        for module, matrix in zip(wanted[name], matrices):
+        modules = [hf_name.rsplit(".", 2)[0] for hf_name in model.hf_names(name)]
+        matrices = [adapter.modules[module][which] for module in modules]
+        for module, matrix in zip(modules, matrices):
             if matrix.shape != parameter.shape[1:]:
                 raise UserError(f"{config.lora.path}: {module} has shape {matrix.shape}, not {parameter.shape[1:]}")
         layers = [jnp.asarray(matrix, model.dtypes[name]) for matrix in matrices]

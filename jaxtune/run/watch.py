@@ -10,6 +10,7 @@ from jaxtune.config.loading import as_dict
 from jaxtune.config.schema import Config
 from jaxtune.monitor import throughput
 from jaxtune.monitor.goodput import Goodput
+from jaxtune.monitor.health import Health
 from jaxtune.monitor.metrics import MetricsLog
 from jaxtune.monitor.profiler import Profiler
 from jaxtune.monitor.progress import Progress
@@ -26,6 +27,7 @@ class Watch:
     progress: Progress
     profiler: Profiler
     goodput: Goodput
+    health: Health
     stop: StopRequest
     work: throughput.Work
 
@@ -38,6 +40,8 @@ class Watch:
             row["mfu"] = mfu
         self.metrics.write(step, row)
         self.progress.update(step, row)
+        for line in self.health.notice(values):
+            self.progress.message(f"step {step}: {line}")
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Write and show what an evaluation after a step found."""
@@ -56,4 +60,5 @@ def watching(
         opened.enter_context(closing(metrics))
         profiler = opened.enter_context(closing(Profiler(folder.path, config.prof, main)))
         progress = opened.enter_context(closing(Progress(total_steps, step, config.log.every, main)))
-        yield Watch(metrics, progress, profiler, goodput, opened.enter_context(StopRequest()), work)
+        health, stop = Health(config.optim.name), opened.enter_context(StopRequest())
+        yield Watch(metrics, progress, profiler, goodput, health, stop, work)

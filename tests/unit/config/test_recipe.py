@@ -51,7 +51,7 @@ def test_the_config_of_a_run_is_a_recipe():
         ("my_recipe", None, "no such file; there are own.py; jaxtune has llama_pretrain, quickstart, "),
         ("run.yaml", "lora: {}", "run.yaml: a recipe is a Python file with get_config.., or the config.json of a run"),
         ("config.json", "{", "config.json: not JSON"),
-        ("config.json", json.dumps({"model_type": "qwen3"}), "config.json: model_type = 'qwen3': no such option"),
+        ("config.json", json.dumps({"model_type": "qwen3"}), "config.json: it describes a model, not a run"),
     ],
 )
 def test_what_is_no_recipe_says_what_would_be(name, text, told):
