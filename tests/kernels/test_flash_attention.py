@@ -101,6 +101,7 @@ def test_any_layout_equals_float64(backend, length, documents, window, seed):
     assert_close(outputs_and_gradients(BACKENDS[backend], variant, problem), in_float64(case, problem), case.dtype)
 
 
+@pytest.mark.every_jax
 @every_backend
 def test_packed_documents_equal_the_documents_alone(backend):
     """Lengths repeat, as each is compiled."""

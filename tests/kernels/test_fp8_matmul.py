@@ -36,6 +36,7 @@ def test_equals_float64(case):
     assert_close(jax.jit(partial(fp8_matmul, dtype=case.dtype))(*given), given, case.dtype)
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize("fast_accumulation", [False, True])
 @pytest.mark.parametrize("case", [case for case in CASES.values() if case.blocks != BLOCKS], ids=str)
 def test_the_expression_for_cublaslt_equals_float64(case, fast_accumulation):

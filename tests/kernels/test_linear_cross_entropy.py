@@ -131,6 +131,7 @@ def test_no_tokens():
     assert linear_cross_entropy(*inputs(0, 300), vocabulary=300).shape == (0,)
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize("head_gradient", [True, False])
 def test_smoothing_and_ignored_targets_equal_those_of_torch(head_gradient):
     torch = pytest.importorskip("torch")

@@ -45,6 +45,7 @@ GRID = {
 }
 
 
+@pytest.mark.every_jax
 @interpreted
 @pytest.mark.parametrize("case", GRID.values(), ids=GRID)
 def test_outputs_and_gradients(case):

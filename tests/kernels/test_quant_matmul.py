@@ -35,6 +35,7 @@ def test_tables_are_what_they_are_known_as():
     assert ELEMENTS["int8"].values[127:129] == (127, -128)
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize("elements", ["nf4", "fp4"])
 @pytest.mark.parametrize("block", [64, 256])
 def test_equals_bitsandbytes(elements, block):
@@ -94,6 +95,7 @@ FUSED = {
 }
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize(("weight", "elements"), [kind for kind in KINDS if kind[0] in FUSED])
 def test_fused_products_equal_float64(weight, elements):
     (m, splits, dtype), weight = FUSED[weight], WEIGHTS[weight]

@@ -47,6 +47,7 @@ def trained(mesh: Mesh, devices: int):
     return jax.tree.map(np.asarray, (parameters, states))
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize("mesh", [Mesh(fsdp=8), Mesh(fsdp=4, tensor=2)], ids=["fsdp8", "fsdp4-tensor2"])
 def test_eight_devices_equal_one(mesh):
     """Bit for bit, but where the compiler's other choice of fused multiply-adds takes a moment over a tie."""

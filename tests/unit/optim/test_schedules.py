@@ -31,6 +31,7 @@ def of_transformers(name, options):
     return found
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [

@@ -34,6 +34,7 @@ def functional():
     return pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize("block", [64, 128, 256, 512])
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 def test_codes_and_scales_are_those_of_bitsandbytes(functional, one_device, kind, block):
@@ -75,6 +76,7 @@ def test_what_has_no_whole_blocks_or_bytes_says_so():
     assert format_of(Quant(format="int8", block_size=3), "").misfit((4, 96)) is None
 
 
+@pytest.mark.every_jax
 def test_the_dynamic_map_is_that_of_bitsandbytes(functional):
     assert np.array_equal(DYNAMIC_MAP, functional.create_dynamic_map().numpy())
 

@@ -155,6 +155,7 @@ def step_on(gradient_of, optim: Optim, parameters, names, max_norm=0.0, steps=5)
     return state, found
 
 
+@pytest.mark.every_jax
 def test_adamw_equals_torch():
     torch = pytest.importorskip("torch", reason="the reference is torch's AdamW (Python 3.11 here)")
     rng = np.random.default_rng(0)
