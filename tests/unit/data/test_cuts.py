@@ -212,9 +212,11 @@ def test_an_added_token_that_reaches_across_cuts_gets_the_whole_text(token):
 
 
 def test_a_large_document_takes_less_than_ten_times_its_bytes(cut_tokenizers, tmp_path):
+    tokenizer = cut_tokenizers["qwen-2"]
+    tokenizer.eos_token = "<|end|>"  # text has one after each document
     (tmp_path / "small.txt").write_text("warm up")
     (tmp_path / "large.txt").write_text("".join(STDLIB * 20)[: 2**22])
-    tokenize((Dataset(path=str(tmp_path / "small.txt")),), cut_tokenizers["qwen-2"], tmp_path / "cache")
+    tokenize((Dataset(path=str(tmp_path / "small.txt")),), tokenizer, tmp_path / "cache")
     seen, done = [_anonymous_bytes()], threading.Event()
 
     def watch():
@@ -224,7 +226,7 @@ def test_a_large_document_takes_less_than_ten_times_its_bytes(cut_tokenizers, tm
     thread = threading.Thread(target=watch)
     thread.start()
     try:
-        found = tokenize((Dataset(path=str(tmp_path / "large.txt")),), cut_tokenizers["qwen-2"], tmp_path / "cache")
+        found = tokenize((Dataset(path=str(tmp_path / "large.txt")),), tokenizer, tmp_path / "cache")
     finally:
         done.set()
         thread.join()
