@@ -4,8 +4,8 @@
     python launch/local.py --processes 2 -- python -m jaxtune.train --config=quickstart
 
 Each process writes to a log file of its own; the first one's output is shown as well. The first failure ends all, and
-its exit code is this program's. SIGTERM and Ctrl-C are passed on, once each: jaxtune saves and ends by itself, with exit
-code 75.
+its exit code is this program's. SIGTERM and Ctrl-C are passed on, once each: jaxtune saves and ends by itself, with
+exit code 75.
 
 One process can drive all GPUs of a machine, so several are needed only for what wants a process per GPU
 (--gpus-per-process 1) or to try on CPU what runs on many hosts (--devices-per-process 2).

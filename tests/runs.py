@@ -88,7 +88,7 @@ def recipe_command(home: Path, recipe: str, name: str, **options) -> list[str]:
 
 
 def start(*arguments: str, devices: int = 1, environment: dict[str, str] | None = None) -> subprocess.Popen:
-    """`python -m arguments` on so many simulated CPU devices; compiled quickly and once, but where the environment says 0."""
+    """`python -m arguments` on so many simulated CPU devices; compiled quickly, but where the environment says 0."""
     quick = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     variables = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "HF_HUB_OFFLINE": "1"}
     return subprocess.Popen(

@@ -12,7 +12,8 @@ ALLOWED = {"jax", "flax", "optax", "numpy", "jaxtyping"}
 ROOMS = ("models", "quant", "lora", "precision", "optim", "objectives", "parallel", "run/state.py", "run/step.py")
 # The rest is on the road after them, or needs more than a bare GPU machine has.
 MAY_USE = {"errors", "config.schema", *(room.removesuffix(".py").replace("/", ".") for room in ROOMS)}
-COMMANDS = {path.stem for path in (ROOT / "jaxtune").glob("*.py")} - {"__init__", "__main__", "command", "errors", "interrupt"}
+NO_COMMANDS = {"__init__", "__main__", "command", "errors", "interrupt"}
+COMMANDS = {path.stem for path in (ROOT / "jaxtune").glob("*.py")} - NO_COMMANDS
 
 
 def imports(path: Path) -> set[str]:
