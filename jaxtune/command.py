@@ -59,7 +59,9 @@ def run(
 def guarded(body: Callable[[], int | None]) -> int:
     """Calls `body`; a UserError, or a file that cannot be used, becomes one message on stderr and exit code 2."""
     try:
-        return body() or 0
+        code = body() or 0
+        sys.stdout.flush()  # what cannot be written is found here, not when Python ends
+        return code
     except UserError as error:
         message = str(error)
     except BrokenPipeError:  # who read the output has gone, as `head` does; this ends as other programs do

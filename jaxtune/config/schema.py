@@ -71,6 +71,7 @@ class Dataset:
     revision: str | None = option(None, "branch, tag or commit on the hub")
     glob: str | None = option(None, "in a folder, only files that match, for example '**/*.py'")
     samples: int | None = option(None, "use only the first N samples", "samples [1, inf)")
+    encoding: str = option("utf-8", "of text, CSV and JSON; one in which a line ends in one byte, as in cp1252")
     text_field: str = option("text", "column of type text")
     instruction_field: str = option("instruction", "column of the instruction")
     input_field: str | None = option("input", "column of the optional input")

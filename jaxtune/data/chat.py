@@ -44,6 +44,7 @@ class ChatTemplate:
         self._stops = tuple(sorted(stops, key=len, reverse=True))
         self._say = say
         self._tried: set[Kind] = set()
+        self._control_tokens_said = False
 
     def prompt(self, messages: list[Message], tools: list[Any] | None = None) -> list[int]:
         """Tokens of the conversation up to where the assistant's next message begins, just as they are in training."""
@@ -87,8 +88,20 @@ class ChatTemplate:
         refuse_lost_answers(messages, turns, spans, text, self._stop)
         for line in left_out(messages, tools, text, lambda *changed: self._render(*changed)[0], self._tried):
             self._say(line)
+        self._say_control_tokens(messages)
         trained = [span for i, span in zip(turns, spans) if i not in excluded] if excluded else spans
         return Rendered(text, tuple(trained))
+
+    def _say_control_tokens(self, messages: list[Message]) -> None:
+        """Says, once, that text reads like one of the tokenizer's special tokens: it becomes that token."""
+        pairs = ((message["role"], stop) for message in messages for stop in self._stops if stop in message["content"])
+        if not self._control_tokens_said and (found := next(pairs, None)):
+            self._control_tokens_said = True
+            role, stop = found
+            self._say(
+                f"the text of a message of role {role!r} holds {stop}, which becomes that special token, as in "
+                "transformers; take it out where others wrote the text"
+            )
 
     def _find_turns(self, messages: list[Message], tools: list[Any] | None, turns: list[int], text: str) -> list[Span]:
         """Where each of the assistant's turns is in the whole text, with the stop token that ends it."""

@@ -3,18 +3,19 @@
 `where` names the file and line (or row) for messages, as in `train.jsonl:12`. JSON lines, JSON and CSV are read here,
 strictly, because readers made for speed name no line and let half a line or a wrong type pass; Parquet, Arrow and the
 hub go through `datasets`; of the hub's data only the samples that are asked for are downloaded. Any other file is text:
-one document a file.
+one document a file. What is compressed is read as what it holds.
 """
 
 import contextlib
 import csv
+import io
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from jaxtune.config.schema import Dataset
 from jaxtune.errors import UserError
@@ -26,6 +27,7 @@ Report = Callable[[UserError], None]
 
 MAX_LINE_BYTES = 2**28
 _BINARY_PROBE_BYTES = 8192
+_COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ def open_source(entry: Dataset) -> Source:
     """
     if not entry.path:
         raise UserError("data.datasets: an entry has no path; give a file, a folder or a hub id")
+    _check_encoding(entry.encoding)
     path = Path(entry.path).expanduser()
     if not path.exists():
         return _open_hub(entry, entry.path)
@@ -65,9 +68,9 @@ def open_source(entry: Dataset) -> Source:
     def read(report: Report) -> Samples:
         for file in files:
             try:
-                yield from _READERS.get(file.suffix.lower(), _read_text)(file, entry, report)
+                yield from _READERS.get(_kind(file), _read_text)(file, entry, report)
             except OSError as error:
-                report(UserError(f"{file}: cannot be read: {error.strerror}"))
+                report(UserError(f"{file}: cannot be read: {error.strerror or error}"))
 
     return Source(entry.path, json.dumps(stats), lambda report: islice(read(report), entry.samples))
 
@@ -78,10 +81,20 @@ def _check_unused(entry: Dataset, reason: str, *names: str):
             raise UserError(f"data: {name} = {getattr(entry, name)!r} has no effect: {reason}")
 
 
+def _check_encoding(name: str):
+    """Raises UserError for an encoding that is not known, or in which lines cannot be found as bytes."""
+    try:
+        found = "\n".encode(name)
+    except LookupError as error:
+        raise UserError(f"data: encoding={name!r} is not known; 'utf-8', 'cp1252' and 'gb18030' are some") from error
+    if found != b"\n":
+        raise UserError(f"data: encoding={name!r} ends no line in one byte; convert the file to UTF-8")
+
+
 def _open_hub(entry: Dataset, hub_id: str) -> Source:
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub_id) or Path(hub_id).suffix.lower() in _READERS:
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub_id) or _kind(Path(hub_id)) in _READERS:
         raise UserError(f"data: no such file or folder: {hub_id}")
-    _check_unused(entry, f"{hub_id} is a dataset on the hub", "glob")
+    _check_unused(entry, f"{hub_id} is a dataset on the hub", "glob", "encoding")
     try:
         rows, identity = _hub_rows(entry, hub_id)
     except Exception as error:  # the hub client raises a dozen unrelated types; all mean that the data cannot be had
@@ -125,7 +138,7 @@ def _files(folder: Path, entry: Dataset) -> list[Path]:
     if entry.glob is not None:
         _check_unused(entry, "glob chooses the files", "split")
     else:
-        data = [file for file in found if file.suffix.lower() in _READERS]
+        data = [file for file in found if _kind(file) in _READERS]
         if data:
             found = _of_split(folder, data, entry)
         else:
@@ -153,8 +166,23 @@ def _of_split(folder: Path, files: list[Path], entry: Dataset) -> list[Path]:
 
 def _is_binary(file: Path) -> bool:
     """Whether a file holds a NUL near its start, which is how git tells binary from text."""
-    with file.open("rb") as stream:
+    with contextlib.suppress(OSError), _open(file) as stream:
         return b"\0" in stream.read(_BINARY_PROBE_BYTES)
+    return False  # said when it is read
+
+
+def _kind(file: Path) -> str:
+    """The suffix that tells what a file holds, compressed or not: `.jsonl` of `a.jsonl.gz`."""
+    return (file.with_suffix("") if file.suffix.lower() in _COMPRESSED else file).suffix.lower()
+
+
+def _open(file: Path) -> BinaryIO:
+    """The content of a file, decompressed by its suffix."""
+    if file.suffix.lower() not in _COMPRESSED:
+        return file.open("rb")
+    import pyarrow  # reads several frames as one, and tells where one is cut off
+
+    return io.BufferedReader(pyarrow.input_stream(str(file), compression="detect"))
 
 
 @contextlib.contextmanager
@@ -165,20 +193,23 @@ def _reporting(report: Report) -> Iterator[None]:
         report(error)
 
 
-def _decode(raw: bytes, where: str) -> str:
+def _decode(raw: bytes, where: str, encoding: str) -> str:
     try:
-        text = raw.decode("utf-8")
+        text = raw.decode(encoding)
     except UnicodeDecodeError as error:
-        raise UserError(f"{where}: not UTF-8: byte 0x{raw[error.start]:02x} at byte {error.start + 1}") from None
+        raise UserError(
+            f"{where}: not {encoding.upper()}: byte 0x{raw[error.start]:02x} at byte {error.start + 1}; "
+            "encoding='cp1252', for example, reads text of Windows"
+        ) from None
     if "\0" in text:
         raise UserError(f"{where}: holds a NUL character at column {text.index(chr(0)) + 1}; is it binary?")
     return text
 
 
-def _lines(file: Path, report: Report) -> Iterator[tuple[str, str]]:
-    """Lines as (where, text), strictly UTF-8, read with bounded memory."""
+def _lines(file: Path, entry: Dataset, report: Report) -> Iterator[tuple[str, str]]:
+    """Lines as (where, text), strictly decoded, read with bounded memory."""
     number = 0
-    with file.open("rb") as stream:
+    with _open(file) as stream:
         while raw := stream.readline(MAX_LINE_BYTES):
             number += 1
             where = f"{file}:{number}"
@@ -188,7 +219,7 @@ def _lines(file: Path, report: Report) -> Iterator[tuple[str, str]]:
                     raw = stream.readline(MAX_LINE_BYTES)
                 continue
             with _reporting(report):
-                text = _decode(raw, where)
+                text = _decode(raw, where, entry.encoding)
                 yield where, text.removeprefix("\ufeff") if number == 1 else text
     if number == 0:
         report(UserError(f"{file}: empty file"))
@@ -220,7 +251,7 @@ def _object(value: Any, where: str) -> Sample:
 
 
 def _read_jsonl(file: Path, entry: Dataset, report: Report) -> Samples:
-    for where, line in _lines(file, report):
+    for where, line in _lines(file, entry, report):
         if not line.isspace():
             with _reporting(report):
                 yield where, _object(_parse(line, where), where)
@@ -228,13 +259,13 @@ def _read_jsonl(file: Path, entry: Dataset, report: Report) -> Samples:
 
 def _read_json(file: Path, entry: Dataset, report: Report) -> Samples:
     """A list of objects; a file of JSON lines under this name is read too."""
-    with file.open("rb") as stream:
+    with _open(file) as stream:
         if not stream.read(_BINARY_PROBE_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
             yield from _read_jsonl(file, entry, report)
             return
     rows = []
-    with _reporting(report):
-        rows = _parse(_decode(file.read_bytes(), str(file)).removeprefix("\ufeff"), str(file))
+    with _reporting(report), _open(file) as stream:
+        rows = _parse(_decode(stream.read(), str(file), entry.encoding).removeprefix("\ufeff"), str(file))
     for i, row in enumerate(rows):
         where = f"{file} row {i}"
         with _reporting(report):
@@ -242,17 +273,17 @@ def _read_json(file: Path, entry: Dataset, report: Report) -> Samples:
 
 
 def _read_csv(file: Path, entry: Dataset, report: Report) -> Samples:
-    """Every value is a string: a column of numbers is still text."""
+    """Every value is a string: a column of numbers is still text. Columns of .tsv are separated by tabs."""
     csv.field_size_limit(MAX_LINE_BYTES)
     where = str(file)
 
     def lines() -> Iterator[str]:
         nonlocal where
-        for place, line in _lines(file, report):
+        for place, line in _lines(file, entry, report):
             where = place
             yield line
 
-    reader = csv.DictReader(lines(), strict=True)
+    reader = csv.DictReader(lines(), strict=True, delimiter="\t" if _kind(file) == ".tsv" else ",")
     while True:
         try:
             row = next(reader, None)
@@ -271,7 +302,7 @@ def _read_table(file: Path, entry: Dataset, report: Report) -> Samples:
     import datasets
     from datasets.exceptions import DatasetsError
 
-    builder = file.suffix.lower()[1:]
+    builder = _kind(file)[1:]
     try:
         rows = datasets.load_dataset(builder, data_files=str(file), split="train", streaming=True)
         for i, row in enumerate(rows):
@@ -282,8 +313,8 @@ def _read_table(file: Path, entry: Dataset, report: Report) -> Samples:
 
 def _read_text(file: Path, entry: Dataset, report: Report) -> Samples:
     """The whole file is one document. An empty one is bad where it was named, and no document in a folder."""
-    with _reporting(report):
-        text = _decode(file.read_bytes(), str(file))
+    with _reporting(report), _open(file) as stream:
+        text = _decode(stream.read(), str(file), entry.encoding)
         if text.strip():
             yield str(file), {entry.text_field: text}
         elif entry.path and Path(entry.path).expanduser() == file:
@@ -294,6 +325,7 @@ _READERS: dict[str, Callable[[Path, Dataset, Report], Samples]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".csv": _read_csv,
+    ".tsv": _read_csv,
     ".parquet": _read_table,
     ".arrow": _read_table,
 }

@@ -1,9 +1,11 @@
 """Bad samples: an error that names file and line, or left out and counted."""
 
+import gzip
 import json
 
 import datasets
 import numpy as np
+import pyarrow
 import pytest
 from tiny import byte_tokenizer
 
@@ -122,6 +124,7 @@ def test_a_line_without_end_is_not_read_into_memory(tokenizer, tmp_path, monkeyp
     assert len(tokenize((Dataset(path=str(file)),), tokenizer, tmp_path / "cache", "skip")) == 2
 
 
+CUT_OFF_ZSTD = pyarrow.compress(b'{"text": "a"}\n', codec="zstd", asbytes=True)[:-4]
 # name: content, what the error says
 BAD_FILES = {
     "empty.jsonl": (b"", "empty.jsonl: empty file"),
@@ -134,7 +137,10 @@ BAD_FILES = {
     "mixed.json": (b'[{"text": "a"}, "b"]', "mixed.json row 1: expected an object"),
     "short.csv": (b"id,text\n1\n", "short.csv:2: the row and the header differ"),
     "long.csv": (b"id,text\n1,a\n2,b,c\n", "long.csv:3: the row and the header differ"),
-    "latin.csv": (b"text\ncaf\xe9\n", "latin.csv:2: not UTF-8"),
+    "latin.csv": (b"text\ncaf\xe9\n", "latin.csv:2: not UTF-8: .* encoding='cp1252'"),
+    "none.jsonl.gz": (b"this is none", "none.jsonl.gz: cannot be read"),
+    "cut.jsonl.gz": (gzip.compress(b'{"text": "a"}\n')[:-4], "cut.jsonl.gz: cannot be read"),
+    "cut.jsonl.zst": (CUT_OFF_ZSTD, "cut.jsonl.zst: cannot be read"),
     "quote.csv": (b'text\n"never closed\n', "quote.csv:2: not CSV"),
     "columns.csv": (b"a,b\n1,2\n", "columns.csv:2: missing column: it has a, b, but needs tokenized: input_ids"),
     "no.parquet": (b"PAR1 this is none", "no.parquet: not a readable parquet file"),
@@ -178,6 +184,8 @@ def test_bad_rows_of_a_table_are_named_by_row(tokenizer, tmp_path):
         ({"path": "{folder}/a.jsonl", "revision": "main"}, "revision = 'main' has no effect: .* on this machine"),
         ({"path": "{folder}/a.jsonl", "split": "test"}, "split = 'test' has no effect: .* is one file"),
         ({"path": "{folder}", "glob": "a*", "split": "test"}, "split = 'test' has no effect: glob"),
+        ({"path": "{folder}/a.jsonl", "encoding": "latin-ish"}, "encoding='latin-ish' is not known"),
+        ({"path": "{folder}/a.jsonl", "encoding": "utf-16"}, "ends no line in one byte"),
         ({"path": "someone/texts", "glob": "a*"}, "glob = 'a\\*' has no effect: .* on the hub"),
         ({"path": "{folder}/a.jsonl", "type": "conversation"}, "missing column.*conversation: messages"),
         ({"path": "{folder}/q.jsonl", "prompt_format": "{instruction} {inptu}"}, "unknown {inptu}"),

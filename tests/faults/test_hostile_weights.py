@@ -97,6 +97,12 @@ def test_a_hostile_file_is_named(folder, content):
         read(folder)
 
 
+def test_a_pointer_of_git_lfs_says_what_to_run(folder):
+    (folder / FILES["a"]).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 60\n")
+    with pytest.raises(UserError, match=f"{FILES['a']} is a pointer of git-lfs, .* run `git lfs pull` in {folder}"):
+        read(folder)
+
+
 @pytest.mark.parametrize(
     "name",
     [

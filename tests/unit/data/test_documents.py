@@ -9,6 +9,7 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow
 import pytest
 from tiny import byte_tokenizer
 
@@ -47,11 +48,25 @@ def jsonl(path: Path, rows) -> Path:
     return path
 
 
-def write_csv(path):
+def write_csv(path, delimiter=","):
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, ["text"])
+        writer = csv.DictWriter(file, ["text"], delimiter=delimiter)
         writer.writeheader()
         writer.writerows(TEXTS)
+
+
+def compressed(path, write=jsonl):
+    """The file as `write` writes it, in two parts compressed one by one, as parallel programs do."""
+    plain = path.with_suffix("")
+    write(plain, TEXTS)
+    content = plain.read_bytes()
+    plain.unlink()
+    with pyarrow.output_stream(str(path), compression="detect") as file:
+        file.write(content[:20])
+    first = path.read_bytes()
+    with pyarrow.output_stream(str(path), compression="detect") as file:
+        file.write(content[20:])
+    path.write_bytes(first + path.read_bytes())
 
 
 WRITERS = {
@@ -59,6 +74,10 @@ WRITERS = {
     "a.json": lambda path: path.write_text(json.dumps(TEXTS, indent=1)),
     "lines.json": lambda path: jsonl(path, TEXTS),
     "a.csv": write_csv,
+    "a.tsv": lambda path: write_csv(path, "\t"),
+    "a.jsonl.gz": compressed,
+    "a.jsonl.zst": compressed,
+    "a.json.bz2": lambda path: compressed(path, lambda plain, rows: plain.write_text(json.dumps(rows))),
     "a.parquet": lambda path: datasets.Dataset.from_list(TEXTS).to_parquet(path),
     "a.arrow": lambda path: datasets.Dataset.from_list(TEXTS).save_to_disk(path),
 }
@@ -83,6 +102,17 @@ def test_a_folder_of_source_files_is_one_document_a_file_in_the_order_of_paths(r
     assert [text for text, _ in read(tmp_path / "code")[0]] == ["Y<|im_end|>", "Z<|im_end|>", "B<|im_end|>"]
     assert [text for text, _ in read(tmp_path / "code", glob="**/*.py")[0]] == ["Z<|im_end|>", "B<|im_end|>"]
     assert [text for text, _ in read(tmp_path / "code" / "b.py")[0]] == ["B<|im_end|>"]
+
+
+def test_compressed_text_is_a_document_too(read, tmp_path):
+    (tmp_path / "code").mkdir()
+    compressed(tmp_path / "code" / "a.txt.gz", lambda plain, rows: plain.write_text("one text of some length"))
+    assert [text for text, _ in read(tmp_path / "code")[0]] == ["one text of some length<|im_end|>"]
+
+
+def test_another_encoding_is_read_where_it_is_named(read, tmp_path):
+    (tmp_path / "a.csv").write_bytes("text\ncaf\xe9 \u20ac\n".encode("cp1252"))
+    assert read(tmp_path / "a.csv", encoding="cp1252")[0][0][0] == "caf\xe9 \u20ac<|im_end|>"
 
 
 def test_a_folder_of_data_files_is_read_by_split(read, tmp_path):

@@ -1,0 +1,59 @@
+"""What is done with a finished run, and what a run that cannot be right leaves behind."""
+
+import numpy as np
+import pytest
+from runs import call, metrics, model_folder, recipe_command
+from safetensors.numpy import load_file, save_file
+
+
+@pytest.fixture(scope="module")
+def adapter(home):
+    """The folder of a run that trained an adapter, evaluated at its end."""
+    options = {"train.max_steps": 2, "eval.steps": 2, "lora.rank": 4}
+    call(*recipe_command(home, "qwen_lora.py", "adapter", **options))
+    return home / "runs" / "adapter"
+
+
+def test_the_adapter_that_training_has_just_printed_generates_on_its_base(adapter):
+    asked = ("--prompt=say", "--max_new_tokens=4", "--temperature=0")
+    exported = call("jaxtune.generate", f"--model={adapter / 'export'}", *asked)
+    assert exported == call("jaxtune.generate", f"--model={adapter}", *asked)
+
+
+def test_an_adapter_as_the_model_to_train_is_told_from_a_model(home, adapter):
+    command = recipe_command(home, "qwen_lora.py", "on-an-adapter", **{"model.path": adapter / "export"})
+    said = call(*command, code=2)
+    assert "is an adapter" in said and "lora.path" in said
+
+
+def test_a_run_is_evaluated_by_its_own_recipe(adapter):
+    said = call("jaxtune.evaluate", f"--run={adapter}")
+    assert abs(float(said.split("eval_loss ")[1].split()[0]) - metrics(adapter)[-1]["eval_loss"]) <= 1e-5
+
+
+def test_an_export_never_mixes_with_other_things(home, adapter):
+    output = home / "mine"
+    output.mkdir()
+    (output / "README.md").write_text("my own notes")
+    export = ("jaxtune.export", f"--run={adapter}", f"--output={output}")
+    assert "holds other things (README.md); name a new folder" in call(*export, code=2)
+    assert [file.read_text() for file in output.iterdir()] == ["my own notes"]
+    (output / "README.md").unlink()
+    call(*export)
+    call(*export)  # of the same kind again
+    before = sorted(output.iterdir())
+    assert "holds other things" in call(*export, "--merge", code=2)
+    assert sorted(output.iterdir()) == before
+
+
+def test_a_run_that_ends_in_nan_fails_and_exports_nothing(home):
+    """Fewer bad steps than train.max_bad_steps, but nothing else."""
+    folder = model_folder(home / "nan")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] = np.full_like(weights["model.norm.weight"], np.nan)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    options = {"model.path": folder, "train.max_steps": 3, "eval.steps": 0, "optim.learning_rate": 1e6}
+    said = call(*recipe_command(home, "qwen_full.py", "ends-in-nan", **options), code=2)
+    assert "a learning rate of 1e+06 moves every weight by about as much" in said
+    assert "the last 3 steps were not finite and changed nothing, so nothing is exported" in said
+    assert not (home / "runs" / "ends-in-nan" / "export").exists()

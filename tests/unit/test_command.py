@@ -1,0 +1,51 @@
+"""What every command does with what goes wrong outside it, and with what is typed."""
+
+import errno
+import subprocess
+import sys
+
+import pytest
+from runs import call
+
+from jaxtune.command import guarded
+
+
+def raising(error: BaseException):
+    def body() -> None:
+        raise error
+
+    return body
+
+
+def test_a_full_disk_is_a_line_that_says_what_is_safe(capsys):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    assert guarded(raising(full)) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("jaxtune: error: writing: No space left on device. Finished checkpoints are whole")
+    assert said.count("\n") == 1
+
+
+def test_a_file_that_cannot_be_used_is_named(capsys):
+    assert guarded(raising(PermissionError(errno.EACCES, "Permission denied", "runs/a"))) == 2
+    assert capsys.readouterr().err == "jaxtune: error: runs/a: Permission denied\n"
+
+
+def test_an_error_of_the_program_keeps_its_traceback():
+    with pytest.raises(ZeroDivisionError):
+        guarded(raising(ZeroDivisionError()))
+
+
+def test_who_stops_reading_ends_the_command_quietly():
+    """`jaxtune options | head -1`, with more to print than a pipe holds."""
+    code = "from jaxtune import options; import sys; sys.exit(max(options.main([]) for _ in range(40)))"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(60) == 141
+    assert process.stderr.read() == ""
+
+
+def test_two_recipes_are_refused():
+    said = call("jaxtune.train", "--config=quickstart", "--config=qwen_lora", code=2)
+    assert "--config=quickstart and --config=qwen_lora: one recipe at a time" in said
