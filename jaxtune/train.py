@@ -21,7 +21,7 @@ from jaxtune.parallel.mesh import make_mesh
 from jaxtune.run import assembly, loop, memory, process, resume
 from jaxtune.run.evaluation import make_evaluate
 from jaxtune.run.export import export
-from jaxtune.run.folder import RunFolder, closing, run_folder, this_command
+from jaxtune.run.folder import RunFolder, closing, resume_command, run_folder
 from jaxtune.run.generation import continue_text
 from jaxtune.run.lock import locked
 from jaxtune.run.model import declare_model, describe_layout
@@ -96,7 +96,7 @@ def _train(config: Config, folder: RunFolder) -> bool:
 
     # ---- what is left behind ----
     if position.step < total_steps:
-        log.info("stopped at step %d of %d; go on with: %s", position.step, total_steps, this_command())
+        log.info("stopped at step %d of %d; go on with: %s", position.step, total_steps, resume_command(folder))
         multihost_utils.sync_global_devices("saved")  # a launcher ends all once one process ends with a code of its own
         return False
     if position.bad_steps:
@@ -115,7 +115,7 @@ def _train(config: Config, folder: RunFolder) -> bool:
     elif config.eval.sample_prompt:
         log.info("no sample: decoding is not sharded; see generate below")
     log.info(goodput.report())
-    log.info(closing(config, folder))
+    log.info(closing(config, folder, feed.chat))
     return True
 
 

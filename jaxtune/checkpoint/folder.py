@@ -20,7 +20,7 @@ def steps(folder: Path) -> list[int]:
 def newest_good(folder: Path, step: int | None, only: Iterable[str] | None) -> int | None:
     """The newest step whose files (those in `only`; None: all) agree with the manifest, or `step` if it does.
 
-    None if there is no step. Each damaged one that is passed over is a warning.
+    None if there is no step. Each damaged or unfinished one that is passed over is a warning.
 
     Raises:
         UserError: `step` is missing or damaged, or all steps are.
@@ -28,6 +28,9 @@ def newest_good(folder: Path, step: int | None, only: Iterable[str] | None) -> i
     found = steps(folder)
     if step is not None and step not in found:
         raise UserError(f"{folder} has no checkpoint of step {step}, only of {found or 'no step'}")
+    for unfinished in sorted({int(path.name) for path in _numbered(folder, r"\d+")} - set(found)):
+        if only is None and step is None and unfinished > max(found, default=-1):
+            logger.warning("checkpoint %d in %s has no %s, so it is not used", unfinished, folder, manifest.MANIFEST)
     for candidate in [step] if step is not None else reversed(found):
         problems = manifest.verify(folder / str(candidate), only)
         if not problems:

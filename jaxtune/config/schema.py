@@ -317,8 +317,9 @@ class Ckpt:
 
     save_steps: int = option(100, "steps between checkpoints; 0: only at the end", "steps [0, inf)")
     keep_last: int = option(2, "verified checkpoints kept", "checkpoints [1, inf)")
-    resume: Literal["auto", "never"] | int = option("auto",
-        "auto: the newest good checkpoint of this run; never: refuse an existing run; or a step", "[0, inf)")
+    resume: Literal["auto", "never", "overwrite"] | int = option("auto",
+        "auto: the newest good checkpoint; never: refuse an existing run; overwrite: remove its checkpoints and start anew; "
+        "or a step", "[0, inf)")
 
 
 @dataclass(frozen=True)

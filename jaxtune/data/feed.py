@@ -23,6 +23,7 @@ class Feed:
     Attributes:
         shape: (micro-batches, rows of a micro-batch over all devices, positions) of a step.
         key: a hash of all training documents.
+        chat: whether all documents are of the chat template, so that a prompt is to be too.
     """
 
     rows: Rows
@@ -31,6 +32,7 @@ class Feed:
     sharding: jax.NamedSharding
     total_steps: int
     key: str
+    chat: bool
 
     @property
     def rows_per_step(self) -> int:
@@ -58,4 +60,6 @@ def open_feed(config: Config, tokenizer, mesh: jax.sharding.Mesh) -> Feed:
     log.info("data: %s", rows.counts)
     log.info("%d steps of %d rows of %d tokens", total_steps, rows_per_step, data.seq_len)
     eval_rows = None if eval_documents is None else Rows(eval_documents, data, epochs=1)
-    return Feed(rows, eval_rows, shape, jax.NamedSharding(mesh, P(None, *TOKENS)), total_steps, documents.key)
+    chat = not documents.continuous.any() and all(entry.prompt_format is None for entry in data.datasets)
+    sharding = jax.NamedSharding(mesh, P(None, *TOKENS))
+    return Feed(rows, eval_rows, shape, sharding, total_steps, documents.key, chat)

@@ -121,10 +121,7 @@ def export(
 
     Raises UserError where the format does not fit the run, or the output would destroy what it is made from.
     """
-    if output.resolve() == model.folder.resolve():
-        raise UserError(f"{output} holds the model that the run started from; export to another folder")
-    if RunFolder(output).checkpoints.exists():
-        raise UserError(f"{output} is the folder of a run; export to another one, for example {output / 'export'}")
+    check_apart(output, model)
     if kind == "peft" and not config.lora.enabled:
         raise UserError("--format=peft: this run trained the whole model; export it with --format=hf")
     if kind == "hf" and config.lora.enabled and not merge:
@@ -140,6 +137,14 @@ def export(
             steps=steps,
             tokens=tokens,
         )
+
+
+def check_apart(output: Path, model: Model) -> None:
+    """Raise UserError where an export would destroy what it is made from."""
+    if output.resolve() == model.folder.resolve():
+        raise UserError(f"{output} holds the model that the run started from; export to another folder")
+    if RunFolder(output).checkpoints.exists():
+        raise UserError(f"{output} is the folder of a run; export to another one, for example {output / 'export'}")
 
 
 def _gather(parameter: Any, layer: int | None) -> jax.Array:

@@ -2,9 +2,7 @@
 
 import dataclasses
 import json
-import re
 import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,10 +45,11 @@ class RunFolder:
         return self.path / "export"
 
     def write_records(self, config: Config, counts: Counts) -> None:
-        """Record the config and what became of the documents (data.json), by the main process."""
+        """Record the config, as the recipe to go on by, and what became of the documents, by the main process."""
         if multihost.is_main():
             self.path.mkdir(parents=True, exist_ok=True)
-            self.config.write_text(to_json(config))
+            goes_on = dataclasses.replace(config, ckpt=dataclasses.replace(config.ckpt, resume="auto"))
+            self.config.write_text(to_json(goes_on))
             (self.path / "data.json").write_text(json.dumps(dataclasses.asdict(counts), indent=1) + "\n")
 
     def read_config(self) -> Config:
@@ -65,15 +64,13 @@ def run_folder(config: Config) -> RunFolder:
     return RunFolder(Path(config.train.output_dir) / (config.train.run_name or "run"))
 
 
-def this_command() -> str:
-    """The command line of this process, as a user would type it to go on: without ckpt.resume, which is auto."""
-    given = sys.argv[2:] if sys.argv[1:2] == ["train"] else sys.argv[1:]
-    kept = [argument for argument in given if not re.match("--?config.ckpt.resume=", argument)]
-    return shlex.join(["python", "-m", "jaxtune.train", *kept])
+def resume_command(folder: RunFolder) -> str:
+    """What to type to go on with a run, from wherever it was started."""
+    return f"python -m jaxtune.train --config={shlex.quote(str(folder.config))}"
 
 
-def closing(config: Config, folder: RunFolder) -> str:
-    """Where everything is, and what to type next."""
+def closing(config: Config, folder: RunFolder, chat: bool) -> str:
+    """Where everything is, and what to type next; `chat` where conversations were trained."""
     lines = [f"run: {folder.path}"]
     if config.log.jsonl:
         lines.append(f"loss curve: {folder.loss_curve}")
@@ -81,11 +78,12 @@ def closing(config: Config, folder: RunFolder) -> str:
         lines.append(f"{'adapter' if config.lora.enabled else 'model'}: {folder.export}")
     model = folder.path if config.lora.enabled or not config.export.at_end else folder.export
     merge = " --merge" if config.lora.enabled else ""
-    prompt = shlex.quote(config.eval.sample_prompt or "Once")
+    prompt = shlex.quote(config.eval.sample_prompt or "Once") + (" --chat" if chat else "")
+    run, output = shlex.quote(str(folder.path)), shlex.quote(f"{folder.path}-model")
     lines += [
-        f"resume:   {this_command()}",
-        f"export:   python -m jaxtune.export --run={folder.path} --output={folder.path}-model{merge}",
-        f"generate: python -m jaxtune.generate --model={model} --prompt={prompt}",
+        f"resume:   {resume_command(folder)}",
+        f"export:   python -m jaxtune.export --run={run} --output={output}{merge}",
+        f"generate: python -m jaxtune.generate --model={shlex.quote(str(model))} --prompt={prompt}",
     ]
     if config.log.next_command:
         lines.append(f"next:     {config.log.next_command}")

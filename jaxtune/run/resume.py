@@ -2,8 +2,11 @@
 
 import json
 import logging
+import shutil
 from collections.abc import Iterator
 from typing import Any
+
+from jax.experimental import multihost_utils
 
 from jaxtune.checkpoint import CheckpointManager, fingerprint, verify_fingerprint
 from jaxtune.config import from_json, to_json
@@ -11,6 +14,7 @@ from jaxtune.config.loading import as_dict
 from jaxtune.config.schema import Config
 from jaxtune.data import Feed
 from jaxtune.errors import UserError
+from jaxtune.parallel import multihost
 from jaxtune.run.folder import RunFolder
 from jaxtune.run.model import Model
 
@@ -33,13 +37,26 @@ def saved_run(config: Config, folder: RunFolder, checkpoints: CheckpointManager)
         if checkpoints.steps():
             raise UserError(
                 f"{folder.path} holds a run and ckpt.resume is 'never'; choose another --config.train.run_name, "
-                "or remove the folder"
+                "or remove what is there with --config.ckpt.resume=overwrite"
             )
+        return None
+    if config.ckpt.resume == "overwrite":
+        remove_run(folder)
         return None
     saved = checkpoints.host(None if config.ckpt.resume == "auto" else int(config.ckpt.resume))
     if saved is not None:
-        check_unchanged(saved["config"], config)
+        check_unchanged(saved["config"], config, folder)
     return saved
+
+
+def remove_run(folder: RunFolder) -> None:
+    """Removes what a run goes on from, and what it exported; the other files are written anew."""
+    if multihost.is_main():
+        for path in (folder.checkpoints, folder.export):
+            if path.exists():
+                log.info("removing %s, as ckpt.resume='overwrite' says", path)
+                shutil.rmtree(path)
+    multihost_utils.sync_global_devices("the run before is removed")
 
 
 def record(config: Config, model: Model, feed: Feed) -> dict[str, Any]:
@@ -70,7 +87,7 @@ def check_same(saved: dict, now: dict, model: Model) -> None:
         )
 
 
-def check_unchanged(saved: dict[str, Any], config: Config) -> None:
+def check_unchanged(saved: dict[str, Any], config: Config, folder: RunFolder) -> None:
     """Raise UserError naming each option that a run may not change when it goes on."""
     then, now = as_dict(from_json(json.dumps(saved))), as_dict(config)  # options newer than the run at their defaults
     changed = [f"  {key}: {before!r} then, {after!r} now" for key, before, after in differences(then, now, "")]
@@ -78,7 +95,9 @@ def check_unchanged(saved: dict[str, Any], config: Config) -> None:
         raise UserError(
             "this run was started with other options, so it cannot go on:\n"
             + "\n".join(changed)
-            + "\nset them back, or start a new run with --config.train.run_name=NAME"
+            + "\nset them back, start a new run with --config.train.run_name=NAME (from these weights with "
+            f"--config.{'lora' if config.lora.enabled else 'model'}.path={folder.export}), or this one anew with "
+            "--config.ckpt.resume=overwrite"
         )
 
 

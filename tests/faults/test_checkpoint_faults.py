@@ -128,7 +128,7 @@ def test_a_folder_without_manifest_is_not_a_checkpoint_and_goes(tmp_path, caplog
     manager.save(4, state_of(4), {"row": 40})
     manager.wait(final=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "4", "notes"]
-    assert warnings_of(caplog) == []
+    assert warnings_of(caplog) == [f"checkpoint 2 in {tmp_path} has no manifest.json, so it is not used"]
 
 
 def test_a_damaged_checkpoint_is_replaced_and_never_counted(tmp_path):

@@ -57,3 +57,18 @@ def test_a_run_that_ends_in_nan_fails_and_exports_nothing(home):
     assert "a learning rate of 1e+06 moves every weight by about as much" in said
     assert "the last 3 steps were not finite and changed nothing, so nothing is exported" in said
     assert not (home / "runs" / "ends-in-nan" / "export").exists()
+
+
+def test_a_run_is_started_again_in_place(home, adapter):
+    """Other options are refused with the ways on; one of them is to remove what is there."""
+    options = {"train.max_steps": 2, "eval.steps": 2, "lora.rank": 2}
+    said = call(*recipe_command(home, "qwen_lora.py", "adapter", **options), code=2)
+    assert "lora.rank: 4 then, 2 now" in said
+    assert f"(from these weights with --config.lora.path={adapter / 'export'})" in said
+    said = call(*recipe_command(home, "qwen_lora.py", "adapter", **options, **{"ckpt.resume": "overwrite"}))
+    assert f"removing {adapter / 'checkpoints'}, as ckpt.resume='overwrite' says" in said
+    assert [row["step"] for row in metrics(adapter) if "loss" in row] == [1, 2]
+    again = [line.split(" -m ")[1] for line in said.splitlines() if line.startswith("resume: ")]
+    assert again == [f"jaxtune.train --config={adapter / 'config.json'}"]
+    assert "this run is finished: 2 of 2 steps" in call(*again[0].split())
+    assert "--prompt=Once --chat" in said

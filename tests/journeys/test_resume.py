@@ -55,7 +55,9 @@ def test_a_second_start_is_refused_while_a_run_lasts(uninterrupted):
     flags = ("jaxtune.train", f"--config={path}", "--config.train.run_name=twice")
     process = start(*flags)
     until_step(process, folder / "runs" / "twice", 1)
+    process.send_signal(signal.SIGSTOP)  # it would end before the second one has imported jax
     output = run(*flags, code=2)
+    process.send_signal(signal.SIGCONT)
     assert f"runs/twice is in use: process {process.pid} host " in output and "Traceback" not in output
     process.communicate(timeout=300)
     assert losses(folder / "runs" / "twice") == expected
@@ -65,7 +67,8 @@ def test_a_second_start_is_refused_while_a_run_lasts(uninterrupted):
 def test_ctrl_c_while_a_run_starts_is_one_line(uninterrupted, seconds):
     """While it imports, reads, compiles."""
     _, path, _ = uninterrupted
-    process = start("jaxtune.train", f"--config={path}", f"--config.train.run_name=early-{seconds}")
+    long = ("--config.train.max_steps=100_000", "--config.ckpt.save_steps=0")
+    process = start("jaxtune.train", f"--config={path}", f"--config.train.run_name=early-{seconds}", *long)
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)

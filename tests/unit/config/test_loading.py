@@ -200,7 +200,7 @@ def test_json_keeps_datasets():
         ("data.packing=1", ["data.packing = '1': expected bool"]),
         ("optim.learning_rate=nan", ["optim.learning_rate = 'nan': expected a finite float"]),
         ("precision.recipe=fp8", ["precision.recipe = 'fp8': expected 'bf16' | 'fp32'"]),
-        ("ckpt.resume=newest", ["ckpt.resume = 'newest': expected 'auto' | 'never' | int"]),
+        ("ckpt.resume=newest", ["ckpt.resume = 'newest': expected 'auto' | 'never' | 'overwrite' | int"]),
     ],
 )
 def test_wrong_setting_on_the_command_line(recipe, capsys, argument, parts):
