@@ -29,7 +29,7 @@ def run(
     body: Callable[[flags.FlagValues, Any], int | None],
     argv: list[str] | None = None,
     with_config: bool = True,
-    recipe: Callable[[flags.FlagValues], str] | None = None,
+    recipe: Callable[[flags.FlagValues], str | None] | None = None,
 ) -> int:
     """Parses the command line and calls `body(flags, config)`; `main` of every command is a partial of this.
 
@@ -39,7 +39,7 @@ def run(
         body: The command, which may return an exit code; its config is None without `with_config`.
         argv: Arguments without the program's name; None takes those of the process.
         with_config: Whether the command takes --config=RECIPE[:ARGUMENT] and --config.SECTION.OPTION=VALUE.
-        recipe: What recipe is meant where --config is not given; None: it must be.
+        recipe: What recipe is meant where --config is not given, if any; None: it must be given.
 
     Returns:
         The exit code: 2 after an error of the user, told on stderr as `jaxtune: error: ...`.
@@ -84,7 +84,7 @@ def _parse(
     values: flags.FlagValues,
     arguments: list[str],
     with_config: bool,
-    recipe: Callable[[flags.FlagValues], str] | None,
+    recipe: Callable[[flags.FlagValues], str | None] | None,
 ) -> Config | None:
     """Parses the flags into `values` and resolves the config, if the command has one."""
     values.set_gnu_getopt(True)
@@ -105,7 +105,10 @@ def _parse(
     given = [argument for argument in arguments if re.match("--?config(=|$)", argument)]
     if len(given) > 1:
         raise UserError(f"{' and '.join(given)}: one recipe at a time; one may start from another by import")
-    path, _, argument = values.config.partition(":") if values.config or recipe is None else (recipe(values), "", "")
+    implied = None if values.config or recipe is None else recipe(values)
+    if not (values.config or implied):
+        raise UserError("--config=... is missing; --help tells more")
+    path, _, argument = (implied, "", "") if implied else values.config.partition(":")
     config = load_recipe(path, argument or None)
     overrides = [(key, getattr(values, f"config.{key}")) for key in settings]
     resolved = resolve(config, path, overrides)

@@ -1,8 +1,10 @@
-"""Loss and perplexity of a run's model on the validation data.
+"""Loss and perplexity of a model on validation data.
 
     python -m jaxtune.evaluate --run=runs/quickstart_lora
+    python -m jaxtune.evaluate --config=quickstart_lora --model=runs/quickstart/export
 
-The run's own options count where no --config is given; --config.SECTION.OPTION=VALUE changes them.
+Of a run, whose own options count where no --config is given; of --model, a Hugging Face folder, hub id or adapter; or
+of the model that a recipe starts from. --config.SECTION.OPTION=VALUE changes an option.
 """
 
 import logging
@@ -11,29 +13,44 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+import jax
 from absl import flags
 
 from jaxtune import command, data, hf
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
+from jaxtune.models.decoder import Parameters
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.run import process
 from jaxtune.run.evaluation import make_evaluate
 from jaxtune.run.folder import RunFolder
+from jaxtune.run.model import Model, declare_model
 from jaxtune.run.resume import differences
-from jaxtune.run.values import open_run
+from jaxtune.run.values import frozen_parameters, initial_parameters, of_model, open_run
 
 log = logging.getLogger("jaxtune")
 
 
 def _define_flags(values: flags.FlagValues) -> None:
-    flags.DEFINE_string("run", None, "folder of the run", flag_values=values, required=True)
-    flags.DEFINE_integer("step", None, "checkpoint; default: the newest good one", flag_values=values)
+    flags.DEFINE_string("run", None, "folder of the run", flag_values=values)
+    flags.DEFINE_integer("step", None, "checkpoint of the run; default: the newest good one", flag_values=values)
+    flags.DEFINE_string("model", None, "Hugging Face folder, hub id or adapter, instead of a run", flag_values=values)
 
 
-def _main(values: flags.FlagValues, config: Config) -> None:
-    process.configure(config)
-    mesh = make_mesh(config.mesh)
+def _recipe(values: flags.FlagValues) -> str | None:
+    return None if values.run is None else str(RunFolder(Path(values.run)).config)
+
+
+def _open(values: flags.FlagValues, config: Config, mesh: jax.sharding.Mesh) -> tuple[Model, Parameters, Parameters]:
+    """(model, trained, frozen): of a run, of --model, or as the recipe starts."""
+    if values.run is None:
+        if values.step is not None:
+            raise UserError(f"--step={values.step}: without --run there are no checkpoints")
+        config = config if values.model is None else of_model(values.model, config)
+        model = declare_model(config, mesh)
+        return model, initial_parameters(model, config), frozen_parameters(model, config)
+    if values.model is not None:
+        raise UserError("--run and --model: one at a time")
     run = open_run(RunFolder(Path(values.run)), mesh, values.step, low_precision=True)
     if config.model.path != run.config.model.path:
         raise UserError(
@@ -50,16 +67,23 @@ def _main(values: flags.FlagValues, config: Config) -> None:
         raise UserError("\n".join(["the run was trained with other options:", *changed, "set them back"]))
     if config.data.seq_len > (most := run.model.spec.max_positions):
         raise UserError(f"data.seq_len={config.data.seq_len} is more than the model's {most} positions")
-    _, documents = data.open_documents(config, hf.load_tokenizer(run.model.folder))
+    return run.model, run.trained, run.frozen
+
+
+def _main(values: flags.FlagValues, config: Config) -> None:
+    process.configure(config)
+    mesh = make_mesh(config.mesh)
+    model, trained, frozen = _open(values, config, mesh)
+    _, documents = data.open_documents(config, hf.load_tokenizer(model.folder))
     if documents is None:
         raise UserError("no validation data: set data.eval_datasets or data.validation_split")
     rows = data.Rows(documents, config.data, epochs=1)
     log.info("validation: %s", rows.counts)
-    for name, value in make_evaluate(config, run.model, rows, mesh)(run.trained, run.frozen).items():
+    for name, value in make_evaluate(config, model, rows, mesh)(trained, frozen).items():
         print(f"{name} {value:.6f}")
 
 
-main = partial(command.run, _define_flags, _main, recipe=lambda values: str(RunFolder(Path(values.run)).config))
+main = partial(command.run, _define_flags, _main, recipe=_recipe)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -12,14 +12,14 @@ import jax
 from absl import flags
 
 from jaxtune import command, data, hf
-from jaxtune.config.schema import Config, Data, Lora, Mesh
+from jaxtune.config.schema import Config, Data, Mesh
 from jaxtune.config.schema import Model as ModelOptions
 from jaxtune.errors import UserError
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.run.folder import RunFolder
 from jaxtune.run.generation import generate_tokens, stop_tokens, stream_text
 from jaxtune.run.model import declare_model
-from jaxtune.run.values import initial_parameters, open_run, read_parameters
+from jaxtune.run.values import initial_parameters, of_model, open_run, read_parameters
 
 
 def _define_flags(values: flags.FlagValues) -> None:
@@ -46,7 +46,8 @@ def _main(values: flags.FlagValues, _: None) -> None:
     elif values.step is not None:
         raise UserError(f"--step={values.step}: {values.model} is no run folder, so it has no checkpoints")
     else:
-        config = _config_of(folder.path, values.model)
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        config = of_model(values.model, Config(model=ModelOptions(dtype=dtype), data=Data(seq_len=1)))
         # Nothing is trained, so everything is stored as model.dtype says.
         model = declare_model(config, mesh, train=False)
         parameters = read_parameters(model, [name for name, p in model.parameters.items() if not p.is_adapter])
@@ -67,19 +68,6 @@ def _main(values: flags.FlagValues, _: None) -> None:
     for text in stream_text(tokenizer, tokens):
         print(text, end="", flush=True)
     print()
-
-
-def _config_of(folder: Path, name: str) -> Config:
-    """Options for what is to be generated with: a model, or an adapter on its base."""
-    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    if (folder / "config.json").exists() or not (folder / "adapter_config.json").exists():
-        return Config(model=ModelOptions(path=name, dtype=dtype), data=Data(seq_len=1))
-    adapter = hf.read_adapter(folder)
-    if adapter.base_model is None:
-        raise UserError(f"{name} does not say which model it is an adapter of (base_model_name_or_path)")
-    modules = tuple(sorted(adapter.modules))
-    lora = Lora(True, adapter.rank, adapter.alpha, 0.0, modules, use_rslora=adapter.use_rslora, path=name)
-    return Config(model=ModelOptions(path=adapter.base_model, dtype=dtype), data=Data(seq_len=1), lora=lora)
 
 
 main = partial(command.run, _define_flags, _main, with_config=False)

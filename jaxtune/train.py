@@ -76,7 +76,8 @@ def _train(config: Config, folder: RunFolder) -> bool:
             log.info("resumed from step %d", position.step)
         else:
             start = jax.jit(assembly.start_of(model, config, optimizer), donate_argnums=0)
-            state, position = start(initial_parameters(model, config)), loop.Position()
+            first = ("eval",) if config.eval.at_start else ()
+            state, position = start(initial_parameters(model, config)), loop.Position(put_off=first)
         frozen = frozen_parameters(model, config)
         folder.write_records(config, feed.rows.counts)
 

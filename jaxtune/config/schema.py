@@ -318,8 +318,8 @@ class Ckpt:
     save_steps: int = option(100, "steps between checkpoints; 0: only at the end", "steps [0, inf)")
     keep_last: int = option(2, "verified checkpoints kept", "checkpoints [1, inf)")
     resume: Literal["auto", "never", "overwrite"] | int = option("auto",
-        "auto: the newest good checkpoint; never: refuse an existing run; overwrite: remove its checkpoints and start anew; "
-        "or a step", "[0, inf)")
+        "auto: the newest good checkpoint; never: refuse an existing run; overwrite: remove its checkpoints and start "
+        "anew; or a step", "[0, inf)")
 
 
 @dataclass(frozen=True)
@@ -327,6 +327,8 @@ class Eval:
     """Validation during training."""
 
     steps: int = option(0, "steps between evaluations; 0: only at the end", "steps [0, inf)",
+        when="data.validation_split or data.eval_datasets")
+    at_start: bool = option(False, "evaluate before the first step too",
         when="data.validation_split or data.eval_datasets")
     max_batches: int | None = option(None, "batches an evaluation uses; unset: all", "batches [1, inf)",
         when="data.validation_split or data.eval_datasets")

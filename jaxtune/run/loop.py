@@ -25,7 +25,7 @@ class Position:
     row: int = 0  # the next global row
     tokens: int = 0  # seen so far, without padding
     bad_steps: int = 0  # non-finite, in a row
-    put_off: tuple[str, ...] = ()  # tasks of this step that a request to stop came before
+    put_off: tuple[str, ...] = ()  # tasks to run before the next step: those that a request to stop came before
 
     def to_json(self) -> dict[str, Any]:
         """As saved in a checkpoint."""

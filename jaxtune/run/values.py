@@ -1,7 +1,9 @@
 """The values of a run's parameters: read from the model's folder, random, an adapter's, or what a checkpoint holds."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxtune import hf
 from jaxtune.checkpoint import CheckpointManager, verify_fingerprint
-from jaxtune.config.schema import Config
+from jaxtune.config.schema import Config, Lora
 from jaxtune.errors import UserError
 from jaxtune.models import families
 from jaxtune.models.decoder import Parameters
@@ -166,3 +168,20 @@ def open_run(folder: RunFolder, mesh: jax.sharding.Mesh, step: int | None, low_p
         verify_fingerprint(model.folder, restored.host["base"])
     trained, frozen = restored.state["trained"], frozen_parameters(model, config)
     return TrainedModel(config, model, trained, frozen, restored.step, restored.host["tokens"])
+
+
+def of_model(name: str, config: Config) -> Config:
+    """`config` with the model that `name` is: a folder or hub id, or an adapter's folder, which names its base.
+
+    Raises UserError where an adapter does not say what it is an adapter of.
+    """
+    folder = Path(name).expanduser()
+    lora, base = Lora(), name
+    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+        adapter = hf.read_adapter(folder)
+        if adapter.base_model is None:
+            raise UserError(f"{name} does not say which model it is an adapter of (base_model_name_or_path)")
+        modules, base = tuple(sorted(adapter.modules)), adapter.base_model
+        lora = Lora(True, adapter.rank, adapter.alpha, 0.0, modules, use_rslora=adapter.use_rslora, path=name)
+    model = dataclasses.replace(config.model, path=base, revision=None, from_scratch=False)
+    return dataclasses.replace(config, model=model, lora=lora)

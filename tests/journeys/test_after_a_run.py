@@ -9,7 +9,7 @@ from safetensors.numpy import load_file, save_file
 @pytest.fixture(scope="module")
 def adapter(home):
     """The folder of a run that trained an adapter, evaluated at its end."""
-    options = {"train.max_steps": 2, "eval.steps": 2, "lora.rank": 4}
+    options = {"train.max_steps": 2, "eval.steps": 2, "eval.at_start": True, "lora.rank": 4}
     call(*recipe_command(home, "qwen_lora.py", "adapter", **options))
     return home / "runs" / "adapter"
 
@@ -29,6 +29,32 @@ def test_an_adapter_as_the_model_to_train_is_told_from_a_model(home, adapter):
 def test_a_run_is_evaluated_by_its_own_recipe(adapter):
     said = call("jaxtune.evaluate", f"--run={adapter}")
     assert abs(float(said.split("eval_loss ")[1].split()[0]) - metrics(adapter)[-1]["eval_loss"]) <= 1e-5
+
+
+def test_any_model_is_evaluated_by_a_recipe(home, adapter):
+    """The base as the recipe starts, by name, and the adapter on its base: what the run found before and after."""
+    before, after = (row["eval_loss"] for row in metrics(adapter) if "eval_loss" in row)
+    assert [row["step"] for row in metrics(adapter) if "eval_loss" in row] == [0, 2]
+    recipe = recipe_command(home, "qwen_lora.py", "adapter", **{"lora.rank": 4})[1:]
+    for named, expected in (
+        ([], before),
+        ([f"--model={home / 'model'}"], before),
+        ([f"--model={adapter / 'export'}"], after),
+    ):
+        said = call("jaxtune.evaluate", *recipe, *named)
+        assert abs(float(said.split("eval_loss ")[1].split()[0]) - expected) <= 1e-5, named
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ([], "--config=... is missing"),
+        (["--config=qwen_lora:MODEL", "--step=3"], "without --run there are no checkpoints"),
+        (["--config=qwen_lora:MODEL", "--run=R", "--model=M"], "--run and --model: one at a time"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_said(arguments, said):
+    assert said in call("jaxtune.evaluate", *arguments, code=2)
 
 
 def test_an_export_never_mixes_with_other_things(home, adapter):
