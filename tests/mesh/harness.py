@@ -190,10 +190,10 @@ def folder(tied: bool, whole: bool) -> Path:
 
 @functools.cache
 def fields(steps: int) -> dict[str, np.ndarray]:
-    """Ragged packed rows: a different number of targets in each."""
+    """Ragged packed rows, a different number of targets in each; the same ones in every step, which can be learned."""
     rng = np.random.default_rng(0)
-    tokens = rng.integers(0, 256, (steps, ROWS, SEQUENCE)).astype(np.int32)
-    length = rng.integers(2, SEQUENCE, (steps, ROWS, 1))
+    tokens = np.repeat(rng.integers(0, 256, (1, ROWS, SEQUENCE)).astype(np.int32), steps, axis=0)
+    length = np.repeat(rng.integers(2, SEQUENCE, (1, ROWS, 1)), steps, axis=0)
     index = np.arange(SEQUENCE)
     start = np.where(index < length, 0, length)
     return {

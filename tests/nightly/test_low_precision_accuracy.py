@@ -7,7 +7,7 @@ from pathlib import Path
 from runs import metrics, run
 
 ROOT = Path(__file__).parents[2]
-COVERS = ("jaxtune/precision", "jaxtune/models", "jaxtune/lora", "jaxtune/objectives", "jaxtune/run/step.py")
+COVERS = ("jaxtune/precision", "jaxtune/models", "jaxtune/objectives", "jaxtune/run/step.py", "jaxtune/recipes")
 STEPS, LAST, SEEDS = 200, 50, 3
 # Of the loss in bfloat16, at most.
 WORSE = {"fp8_hybrid": 1.01, "nvfp4": 1.04}

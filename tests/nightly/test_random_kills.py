@@ -6,7 +6,13 @@ import time
 from faults.test_checkpoint_faults import kill_and_restore, warnings_of
 from runs import losses, recipe, run, start, until_step
 
-COVERS = ("jaxtune/checkpoint", "jaxtune/run/loop.py", "jaxtune/run/resume.py", "jaxtune/data/loader.py")
+COVERS = (
+    "jaxtune/checkpoint",
+    "jaxtune/data/loader.py",
+    "jaxtune/run/lock.py",
+    "jaxtune/run/loop.py",
+    "jaxtune/run/resume.py",
+)
 
 
 def test_ten_random_kills(tmp_path):
