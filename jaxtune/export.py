@@ -53,8 +53,9 @@ def _define_flags(values: flags.FlagValues) -> None:
 
 
 def _main(values: flags.FlagValues, _: None) -> None:
-    mesh = make_mesh(Mesh(), jax.devices()[: shards(RunFolder(Path(values.run)).read_config())])
-    run = open_run(RunFolder(Path(values.run)), mesh, values.step)
+    folder = RunFolder(Path(values.run))
+    mesh = make_mesh(Mesh(), jax.devices()[: shards(folder.read_config())])
+    run = open_run(folder, mesh, values.step)
     adapter = run.config.lora.enabled
     kinds = values.format or (["hf"] if values.merge or not adapter else ["peft"])
     unknown = set(kinds) - set(FORMATS)
@@ -68,7 +69,8 @@ def _main(values: flags.FlagValues, _: None) -> None:
         check_output(output, kind)
     for kind, output in outputs.items():
         parameters = {**run.frozen, **run.trained}
-        export(run.model, parameters, run.config, output, kind, merge=values.merge, steps=run.step, tokens=run.tokens)
+        counts = {"steps": run.step, "tokens": run.tokens}
+        export(run.model, parameters, run.config, folder, output, kind, merge=values.merge, **counts)
         print(f"{kind} of step {run.step}: {output}")
         if kind == "hf" and run.model.formats:
             print(merge_difference(run.model, parameters, run.config, output))

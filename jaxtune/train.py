@@ -106,11 +106,11 @@ def _train(config: Config, folder: RunFolder) -> bool:
             "lower optim.learning_rate, or look for NaN in the weights and the data"
         )
     parameters = {**frozen, **state.trained}
-    if config.export.at_end:
-        kind = "peft" if config.lora.enabled else "hf"
-        export(model, parameters, config, folder.export, kind, steps=position.step, tokens=position.tokens)
     if config.log.jsonl and multihost.is_main():
         curve.draw(folder.metrics, folder.loss_curve, folder.path.name)
+    if config.export.at_end:
+        kind = "peft" if config.lora.enabled else "hf"
+        export(model, parameters, config, folder, folder.export, kind, steps=position.step, tokens=position.tokens)
     if config.eval.sample_prompt and mesh.size == 1:
         log.info("sample: %s", continue_text(model, parameters, tokenizer, config.eval.sample_prompt))
     elif config.eval.sample_prompt:

@@ -1,5 +1,7 @@
 """The model card, README.md of an exported model or adapter."""
 
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from huggingface_hub import ModelCardData
@@ -8,9 +10,9 @@ from jaxtune.hf.folder import is_hub_id
 
 
 def write_card(
-    folder: Path, *, title: str, base_model: str | None, adapter: bool, recipe: str, steps: int, tokens: int
+    folder: Path, *, title: str, base_model: str | None, adapter: bool, rows: Mapping[str, str], curve: Path
 ) -> None:
-    """Write README.md.
+    """Write README.md, and the loss curve beside it where there is one.
 
     Args:
         folder: the exported folder, which must exist.
@@ -18,9 +20,8 @@ def write_card(
         base_model: hub id or path of what was fine-tuned; None: trained from random weights. Of a local path only the
             last part is told.
         adapter: whether the folder holds a PEFT adapter instead of a whole model.
-        recipe: name of the recipe.
-        steps: optimizer steps taken.
-        tokens: tokens seen.
+        rows: what its table says.
+        curve: a picture of the losses, which need not be there.
     """
     local = base_model is not None and (Path(base_model).expanduser().exists() or not is_hub_id(base_model))
     base = Path(base_model).name if base_model and local else base_model
@@ -32,9 +33,9 @@ def write_card(
     )
     kind = "LoRA adapter" if adapter else "language model"
     origin = f"fine-tuned from {base}" if base else "trained from random weights"
-    (folder / "README.md").write_text(
-        f"---\n{data.to_yaml()}\n---\n\n# {title}\n\nA {kind}, {origin} with jaxtune.\n\n"
-        "| | |\n|---|---|\n"
-        f"| recipe | `{Path(recipe).name}` |\n| steps | {steps:,} |\n| tokens | {tokens:,} |\n",
-        encoding="utf-8",
-    )
+    table = "".join("| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |\n" for row in rows.items())
+    text = f"---\n{data.to_yaml()}\n---\n\n# {title}\n\nA {kind}, {origin} with jaxtune.\n\n| | |\n|---|---|\n{table}"
+    if curve.is_file():
+        shutil.copyfile(curve, folder / curve.name)
+        text += f"\n![Losses and learning rate over the steps]({curve.name})\n"
+    (folder / "README.md").write_text(text, encoding="utf-8")

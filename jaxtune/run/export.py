@@ -19,6 +19,7 @@ from jaxtune.parallel.layout import TOKENS
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.precision.recipes import RECIPES
 from jaxtune.quant import QuantizedArray
+from jaxtune.run.card import card_rows
 from jaxtune.run.folder import RunFolder
 from jaxtune.run.model import Model, declare_model
 from jaxtune.run.values import read_parameters
@@ -110,6 +111,7 @@ def export(
     model: Model,
     parameters: Parameters,
     config: Config,
+    run: RunFolder,
     output: Path,
     kind: str,
     *,
@@ -133,9 +135,8 @@ def export(
             title=config.train.run_name or output.name,
             base_model=None if config.model.from_scratch else config.model.path,
             adapter=kind == "peft",
-            recipe=config.train.run_name or "",
-            steps=steps,
-            tokens=tokens,
+            rows=card_rows(config, run, steps, tokens),
+            curve=run.loss_curve,
         )
 
 

@@ -57,6 +57,19 @@ def test_what_cannot_be_evaluated_is_said(arguments, said):
     assert said in call("jaxtune.evaluate", *arguments, code=2)
 
 
+def test_the_model_card_says_what_was_trained_how_and_how_well(home, adapter):
+    card = (adapter / "export" / "README.md").read_text()
+    last = [f"{row[name]:.4f}" for name in ("loss", "eval_loss") for row in metrics(adapter) if name in row][-1]
+    for row in (
+        "| data | chat.jsonl |",
+        "| steps | 2 |",
+        "| LoRA | rank 4, alpha 32,",
+        f"| validation loss | {last} |",
+    ):
+        assert row in card, card
+    assert str(home) not in card and "](loss.png)" in card and (adapter / "export" / "loss.png").is_file()
+
+
 def test_an_export_never_mixes_with_other_things(home, adapter):
     output = home / "mine"
     output.mkdir()

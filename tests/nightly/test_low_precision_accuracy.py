@@ -7,7 +7,15 @@ from pathlib import Path
 from runs import metrics, run
 
 ROOT = Path(__file__).parents[2]
-COVERS = ("jaxtune/precision", "jaxtune/models", "jaxtune/objectives", "jaxtune/run/step.py", "jaxtune/recipes")
+COVERS = (
+    "jaxtune/lora",
+    "jaxtune/models",
+    "jaxtune/objectives",
+    "jaxtune/precision",
+    "jaxtune/recipes/quickstart.py",
+    "jaxtune/recipes/quickstart_lora.py",
+    "jaxtune/run/step.py",
+)
 STEPS, LAST, SEEDS = 200, 50, 3
 # Of the loss in bfloat16, at most.
 WORSE = {"fp8_hybrid": 1.01, "nvfp4": 1.04}

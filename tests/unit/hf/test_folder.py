@@ -99,10 +99,16 @@ def test_generation_config_is_optional(model):
     assert read_generation_config(model) == {"eos_token_id": [1, 2]}
 
 
-def test_the_card_tells_origin_and_length_but_no_local_path(tmp_path):
-    write_card(tmp_path, title="t", base_model="owner/name", adapter=True, recipe="qwen_lora", steps=1200, tokens=5)
+def test_the_card_tells_origin_and_numbers_but_no_local_path(tmp_path):
+    curve = tmp_path / "run" / "loss.png"
+    said = {"title": "t", "rows": {"steps": "1,200", "LoRA": "q|k"}, "curve": curve}
+    write_card(tmp_path, base_model="owner/name", adapter=True, **said)
     card = (tmp_path / "README.md").read_text()
-    assert "base_model: owner/name" in card and "library_name: peft" in card and "1,200" in card
-    write_card(tmp_path, title="t", base_model=str(tmp_path), adapter=False, recipe="/home/me/r.py", steps=1, tokens=5)
+    assert "base_model: owner/name" in card and "library_name: peft" in card
+    assert "| steps | 1,200 |" in card and r"| LoRA | q\|k |" in card and "![" not in card
+    curve.parent.mkdir()
+    curve.write_bytes(b"a picture")
+    write_card(tmp_path, base_model=str(tmp_path), adapter=False, **said)
     card = (tmp_path / "README.md").read_text()
-    assert str(tmp_path) not in card and "/home" not in card and f"from {tmp_path.name}" in card
+    assert str(tmp_path) not in card and f"from {tmp_path.name}" in card
+    assert "](loss.png)" in card and (tmp_path / "loss.png").read_bytes() == b"a picture"

@@ -1,0 +1,36 @@
+"""What the model card of a run says: its data, options and losses, without a path of the machine."""
+
+import json
+import math
+from pathlib import Path
+
+from jaxtune.config.schema import Config
+from jaxtune.monitor import metrics
+from jaxtune.run.folder import RunFolder
+
+
+def card_rows(config: Config, folder: RunFolder, steps: int, tokens: int) -> dict[str, str]:
+    """Rows of the card's table, for a model as it was after so many steps and tokens."""
+    data, optim, lora = config.data, config.optim, config.lora
+    rows = {"data": ", ".join(Path(entry.path or "").name for entry in data.datasets)}
+    counts = folder.path / "data.json"
+    if counts.is_file():
+        found = json.loads(counts.read_text())
+        rows["documents"] = f"{found['documents']:,}, {found['target_tokens']:,} of {found['tokens']:,} tokens trained"
+    rows |= {
+        "steps": f"{steps:,}",
+        "tokens": f"{tokens:,}, in rows of {data.seq_len:,}",
+        "optimizer": f"{optim.name}, learning rate {optim.learning_rate:g}, {optim.schedule} schedule",
+        "precision": config.precision.recipe + (f", base in {config.quant.format}" if config.quant.format else ""),
+    }
+    if lora.enabled:
+        rows["LoRA"] = f"rank {lora.rank}, alpha {lora.alpha:g}, {_targets(lora.target_modules)}"
+    seen = [row for row in metrics.read(folder.metrics) if row["step"] <= steps] if folder.metrics.is_file() else []
+    for name, label in (("loss", "training loss, last step"), ("eval_loss", "validation loss")):
+        if values := [row[name] for row in seen if name in row and math.isfinite(row[name])]:
+            rows[label] = f"{values[-1]:.4f}"
+    return rows
+
+
+def _targets(modules: str | tuple[str, ...]) -> str:
+    return modules if isinstance(modules, str) else ", ".join(modules)
