@@ -271,6 +271,8 @@ def _finished(pending: list[_Converted], encode: Encoder, problems: _Problems) -
 
 def _load(folder: Path) -> Documents:
     summary = json.loads((folder / "summary.json").read_text())
+    with contextlib.suppress(OSError):  # of a cache that others own
+        os.utime(folder / "summary.json")  # when it was last used, for jaxtune.cache
     arrays = {name: np.load(folder / f"{name}.npy") for name in ("offsets", "targets", "continuous")}
     count = arrays["offsets"][-1]
     for name, dtype in (("tokens", np.int32), ("loss_weights", np.float16)):

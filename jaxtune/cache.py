@@ -1,0 +1,76 @@
+"""List the tokenised documents that runs have left, and remove those that are no longer wanted.
+
+    python -m jaxtune.cache
+    python -m jaxtune.cache --unused_days=30
+
+What is removed is tokenised again when a run asks for it.
+"""
+
+import contextlib
+import datetime
+import fcntl
+import json
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from absl import flags
+
+from jaxtune import command
+from jaxtune.errors import UserError
+
+
+def entries(folder: Path) -> list[Path]:
+    """The folders of tokenised documents in a cache, the one used last at the end."""
+    return sorted((path.parent for path in folder.glob("*/summary.json")), key=last_used)
+
+
+def last_used(entry: Path) -> float:
+    """When a run last read it, or wrote it: seconds since the epoch."""
+    return (entry / "summary.json").stat().st_mtime
+
+
+def remains(folder: Path) -> Iterator[Path]:
+    """Half-written documents and locks that no process holds any more."""
+    for lock in folder.glob("*.lock"):
+        with lock.open("a") as file, contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield from folder.glob(f"{lock.stem}.*.tmp")
+            if not lock.with_suffix("").exists():
+                yield lock
+
+
+def _define_flags(values: flags.FlagValues) -> None:
+    flags.DEFINE_string(
+        "folder", "runs/cache", "the cache: data.cache_dir, or cache in train.output_dir", flag_values=values
+    )
+    flags.DEFINE_float(
+        "unused_days", None, "remove what no run has read for so many days; 0: all", flag_values=values, lower_bound=0.0
+    )
+
+
+def _main(values: flags.FlagValues, _: None) -> None:
+    folder = Path(values.folder)
+    if not folder.is_dir():
+        raise UserError(f"--folder={folder}: no such folder")
+    limit = None if values.unused_days is None else time.time() - 86_400 * values.unused_days
+    for entry in entries(folder):
+        size = sum(file.stat().st_size for file in entry.iterdir())
+        removed = limit is not None and last_used(entry) <= limit
+        day = datetime.date.fromtimestamp(last_used(entry))
+        notes = "; ".join(json.loads((entry / "summary.json").read_text())["notes"])
+        print(f"{'removed' if removed else entry.name[:8]}  {size / 1e6:10,.1f} MB  last used {day}  {notes}")
+        if removed:
+            shutil.rmtree(entry)
+    if limit is not None:
+        for path in remains(folder):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+main = partial(command.run, _define_flags, _main, with_config=False)
+
+if __name__ == "__main__":
+    sys.exit(main())

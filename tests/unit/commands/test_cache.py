@@ -1,0 +1,64 @@
+"""`jaxtune cache`: what is listed, and what goes."""
+
+import fcntl
+import os
+import time
+
+import pytest
+from runs import call
+from tiny import byte_tokenizer
+
+from jaxtune.config.schema import Dataset
+from jaxtune.data.documents import tokenize
+
+TEN_DAYS_AGO = time.time() - 10 * 86_400
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """A cache of two entries, of which the first was last used ten days ago."""
+    tokenizer = byte_tokenizer(tmp_path / "tokenizer")
+    for name in ("old", "new"):
+        (tmp_path / f"{name}.txt").write_text(name)
+        tokenize((Dataset(path=str(tmp_path / f"{name}.txt")),), tokenizer, tmp_path / "cache")
+        if name == "old":
+            (summary,) = (tmp_path / "cache").glob("*/summary.json")
+            os.utime(summary, (TEN_DAYS_AGO, TEN_DAYS_AGO))
+    return tmp_path / "cache"
+
+
+def folders(cache) -> int:
+    return sum(path.is_dir() for path in cache.iterdir())
+
+
+def test_entries_are_listed_with_size_and_origin_the_last_used_at_the_end(cache):
+    first, second = call("jaxtune.cache", f"--folder={cache}").splitlines()
+    assert "old.txt: text from text, 1 documents" in first and "new.txt" in second
+    assert "MB  last used" in first
+    assert folders(cache) == 2
+
+
+def test_what_is_unused_goes_with_its_lock_and_the_rest_stays(cache, tmp_path):
+    removed, kept = call("jaxtune.cache", f"--folder={cache}", "--unused_days=5").splitlines()
+    assert removed.startswith("removed") and "old.txt" in removed and "new.txt" in kept
+    assert folders(cache) == 1 and len(list(cache.glob("*.lock"))) == 1
+    # Reading counts as use.
+    (summary,) = cache.glob("*/summary.json")
+    os.utime(summary, (TEN_DAYS_AGO, TEN_DAYS_AGO))
+    tokenize((Dataset(path=str(tmp_path / "new.txt")),), byte_tokenizer(tmp_path / "tokenizer"), cache)
+    call("jaxtune.cache", f"--folder={cache}", "--unused_days=5")
+    assert folders(cache) == 1
+
+
+def test_what_is_being_written_stays(cache):
+    (cache / "abc.host.1.tmp").mkdir()
+    with (cache / "abc.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        call("jaxtune.cache", f"--folder={cache}", "--unused_days=0")
+        assert sorted(path.name for path in cache.iterdir()) == ["abc.host.1.tmp", "abc.lock"]
+    call("jaxtune.cache", f"--folder={cache}", "--unused_days=0")
+    assert list(cache.iterdir()) == []
+
+
+def test_a_cache_that_is_not_there_is_said(tmp_path):
+    assert "no such folder" in call("jaxtune.cache", f"--folder={tmp_path / 'none'}", code=2)
