@@ -2,7 +2,8 @@
 
     python -m jaxtune.options [PATTERN]
 
-PATTERN is a regular expression; only options whose key or meaning contains it are shown.
+PATTERN is a regular expression; only options whose key or meaning contains it are shown. Where the output is no
+terminal, columns are separated by tabs.
 """
 
 import inspect
@@ -50,13 +51,17 @@ def _main(arguments: list[str]) -> None:
         return
     if len(arguments) > 1:
         raise UserError(f"one pattern at most, not {len(arguments)}: {' '.join(arguments)}")
-    rows = [_row(option) for option in find(arguments[0] if arguments else "")]
+    found = find(arguments[0] if arguments else "")
     if not sys.stdout.isatty():
-        print("\n".join("\t".join(row) for row in rows))
+        print("\n".join("\t".join(_row(option)) for option in found))
         return
     table = rich.table.Table(*HEADS, box=rich.box.SIMPLE_HEAD)
-    for row in rows:
-        table.add_row(*map(rich.text.Text, row))  # Text: the brackets of a key are not markup
+    twice = () if arguments else ("data.eval_datasets[i].",)
+    if twice:
+        table.caption = "data.eval_datasets[i] has the options of data.datasets[i]."
+    for option in found:
+        if not option.key.startswith(twice):
+            table.add_row(*map(rich.text.Text, _row(option)))  # Text: the brackets of a key are not markup
     rich.console.Console().print(table)
 
 

@@ -64,6 +64,7 @@ def _train(config: Config, folder: RunFolder) -> bool:
 
     # ---- step: compiled before a weight is read, so that its memory is known ----
     step, shapes = assembly.step_of(config, model, optimizer, mesh, feed.total_steps)
+    log.info("compiling the step")
     with goodput.measure("compile"):
         train_step = assembly.compile_step(step, shapes, config.train.deterministic)
         memory.check_step(config, train_step, shapes, mesh)
@@ -83,7 +84,7 @@ def _train(config: Config, folder: RunFolder) -> bool:
 
     # ---- the loop: steps, and the tasks between them ----
     work, total_steps = model.work(config.data.seq_len), feed.total_steps
-    with watching(config, folder, position.step, total_steps, work, goodput) as watch:
+    with watching(config, folder, position.step, total_steps, feed.rows.counts.rows, work, goodput) as watch:
         save = lambda state, at: checkpoints.save(at.step, state, record | at.to_json())  # noqa: E731
         tasks = [loop.Task("save", loop.each(config.ckpt.save_steps, total_steps), save, at_stop=True)]
         if feed.eval_rows is not None:  # before saving: the rows of metrics after a checkpoint's step are cut on resume

@@ -2,16 +2,21 @@
 
 import datetime
 import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Mapping
 
 import rich.console
 import rich.progress
 import rich.text
 
+MEAN_STEPS = 20  # that the mean loss is of
+
 
 class Progress:
-    """Shows step, loss, learning rate, gradient norm, tokens/s, MFU where it is known, and the time that is left.
+    """Shows step, loss, its mean over the last steps, learning rate, gradient norm, epoch, tokens/s, and the time that
+    is left; MFU and the device's peak memory where they are known.
 
     `start` steps of `total` are done already. On a terminal this is a bar; otherwise a line each `every` steps, and for
     the last one. A step whose loss is not finite always gets a line of its own. Only the main process shows anything.
@@ -20,7 +25,8 @@ class Progress:
     def __init__(self, total: int, start: int, every: int, is_main: bool = True) -> None:
         self._total, self._every = total, every
         self._is_main = is_main
-        self._first: tuple[int, float] | None = None  # a step and when it ended; the first step compiles
+        self._first: tuple[int, float] | None = None  # a step and when it ended; the first one may load programs
+        self._losses: deque[float] = deque(maxlen=MEAN_STEPS)
         self._console = rich.console.Console(highlight=False, emoji=False, soft_wrap=True)
         self._bar = None
         if is_main and self._console.is_terminal:
@@ -28,7 +34,7 @@ class Progress:
             # On a narrow terminal the numbers matter more.
             bar = [rich.progress.BarColumn(bar_width=20)] if self._console.width >= 120 else []
             self._bar = rich.progress.Progress(*bar, numbers, console=self._console)
-            self._task = self._bar.add_task("", total=total, completed=start, numbers="compiling")
+            self._task = self._bar.add_task("", total=total, completed=start, numbers="first step")
             self._bar.start()
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -37,8 +43,11 @@ class Progress:
             return
         left = self._seconds_left(step)
         numbers = rich.text.Text("" if left is None else f"{datetime.timedelta(seconds=round(left))} left  ")
-        numbers += _numbers(metrics)
         finite = math.isfinite(metrics.get("loss", 0.0))
+        if "loss" in metrics and finite:
+            self._losses.append(metrics["loss"])
+        mean = {"mean_loss": statistics.fmean(self._losses)} if len(self._losses) > 1 else {}
+        numbers += _numbers({**metrics, **mean})
         if self._bar is not None:
             self._bar.update(self._task, completed=step, numbers=numbers.markup)
         if not finite or (self._bar is None and (step % self._every == 0 or step == self._total)):
@@ -67,10 +76,13 @@ def _numbers(metrics: Mapping[str, float]) -> rich.text.Text:
     """The metrics that are there, in a fixed order; what is not finite in red."""
     formats = (
         ("loss", "loss", lambda value: f"{value:.4f}"),
+        ("mean_loss", "mean", lambda value: f"{value:.3f}"),
         ("learning_rate", "lr", lambda value: f"{value:.1e}"),
         ("grad_norm", "grad norm", lambda value: f"{value:.3f}"),
+        ("epoch", "epoch", lambda value: f"{value:.2f}"),
         ("tokens_per_second", "tokens/s", lambda value: f"{value:,.0f}"),
         ("mfu", "MFU", lambda value: f"{value:.0%}"),
+        ("peak_memory_bytes", "peak", lambda value: f"{value / 1e9:.1f} GB"),
     )
     parts = []
     for key, label, show in formats:

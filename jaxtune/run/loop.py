@@ -131,7 +131,8 @@ def _report(
         watch.progress.message(f"step {at.step} skipped: gradients overflowed float16; loss scale now {scale / 2:g}")
         finite = True  # a smaller scale may do
     position.bad_steps = 0 if finite else position.bad_steps + 1
-    watch.step(at.step, values | {"tokens": position.tokens, "bad_steps": position.bad_steps}, tokens, seconds)
+    counts = {"tokens": position.tokens, "bad_steps": position.bad_steps}
+    watch.step(at.step, at.row, values | counts, tokens, seconds)
     if position.bad_steps >= max_bad_steps:
         suspicion = "No step was finite: the weights may hold NaN. " if at.step == position.bad_steps else ""
         raise UserError(

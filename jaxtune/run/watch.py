@@ -30,16 +30,19 @@ class Watch:
     health: Health
     stop: StopRequest
     work: throughput.Work
+    epoch_rows: int
 
-    def step(self, step: int, values: Mapping[str, float], tokens: int, seconds: float) -> None:
-        """Write and show a training step that took so long for so many tokens."""
+    def step(self, step: int, row: int, values: Mapping[str, float], tokens: int, seconds: float) -> None:
+        """Write and show a training step that ended before a global row, and took so long for so many tokens."""
         speed = tokens / seconds
-        row = {**values, "tokens_per_second": speed, "step_seconds": seconds}
+        numbers = {**values, "epoch": row / self.epoch_rows, "tokens_per_second": speed, "step_seconds": seconds}
         mfu = throughput.mfu(self.work, speed, jax.devices()[0].device_kind, jax.device_count())
         if mfu is not None:
-            row["mfu"] = mfu
-        self.metrics.write(step, row)
-        self.progress.update(step, row)
+            numbers["mfu"] = mfu
+        if (memory := jax.local_devices()[0].memory_stats()) is not None:
+            numbers["peak_memory_bytes"] = memory["peak_bytes_in_use"]
+        self.metrics.write(step, numbers)
+        self.progress.update(step, numbers)
         for line in self.health.notice(values):
             self.progress.message(f"step {step}: {line}")
 
@@ -51,7 +54,13 @@ class Watch:
 
 @contextmanager
 def watching(
-    config: Config, folder: RunFolder, step: int, total_steps: int, work: throughput.Work, goodput: Goodput
+    config: Config,
+    folder: RunFolder,
+    step: int,
+    total_steps: int,
+    epoch_rows: int,
+    work: throughput.Work,
+    goodput: Goodput,
 ) -> Iterator[Watch]:
     """Everything that watches a run from `step` on; requests to stop are heard meanwhile."""
     main = multihost.is_main()
@@ -61,4 +70,4 @@ def watching(
         profiler = opened.enter_context(closing(Profiler(folder.path, config.prof, main)))
         progress = opened.enter_context(closing(Progress(total_steps, step, config.log.every, main)))
         health, stop = Health(config.optim.name), opened.enter_context(StopRequest())
-        yield Watch(metrics, progress, profiler, goodput, health, stop, work)
+        yield Watch(metrics, progress, profiler, goodput, health, stop, work, epoch_rows)

@@ -53,7 +53,10 @@ def test_terminal_gets_a_table_with_the_brackets_of_keys(capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "200")
     assert options.main(["glob"]) == 0
-    assert "data.datasets[i].glob" in capsys.readouterr().out
+    assert "data.eval_datasets[i].glob" in capsys.readouterr().out
+    assert options.main([]) == 0
+    shown = capsys.readouterr().out
+    assert "data.datasets[i].glob" in shown and "data.eval_datasets[i].glob" not in shown
 
 
 def test_commands_are_dispatched(capsys):

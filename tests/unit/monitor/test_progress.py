@@ -8,6 +8,7 @@ import rich.console
 from jaxtune.monitor.progress import Progress
 
 ROW = {"loss": 2.34567, "learning_rate": 1e-4, "grad_norm": 0.5, "tokens_per_second": 12345.6, "mfu": 0.412}
+ROW |= {"epoch": 0.5, "peak_memory_bytes": 71_540_000_000}
 
 
 def show(total, start, every, rows, **kwargs):
@@ -22,9 +23,18 @@ def test_without_a_terminal_progress_is_plain_lines(capsys):
     show(7, 0, 3, [(step, ROW) for step in range(1, 8)])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines[:-1]] == ["3/7", "6/7", "7/7"]
-    assert "left  loss 2.3457  lr 1.0e-04  grad norm 0.500  tokens/s 12,346  MFU 41%" in lines[1]
+    shown = (
+        "left  loss 2.3457  mean 2.346  lr 1.0e-04  grad norm 0.500  epoch 0.50  tokens/s 12,346  MFU 41%  peak 71.5 GB"
+    )
+    assert shown in lines[1]
     assert lines[-1] == "[saved] step 3"
     assert "\x1b" not in "".join(lines)
+
+
+def test_the_mean_loss_is_of_the_last_twenty_finite_steps(capsys):
+    show(30, 0, 30, [(step, {"loss": math.nan if step == 25 else float(step)}) for step in range(1, 31)])
+    last = capsys.readouterr().out.splitlines()[-2]
+    assert "loss 30.0000  mean 19.750" in last  # of 10, ..., 24, 26, ..., 30
 
 
 def test_a_step_that_is_not_finite_is_always_shown(capsys):
