@@ -39,8 +39,9 @@ class Watch:
         mfu = throughput.mfu(self.work, speed, jax.devices()[0].device_kind, jax.device_count())
         if mfu is not None:
             numbers["mfu"] = mfu
-        if (memory := jax.local_devices()[0].memory_stats()) is not None:
-            numbers["peak_memory_bytes"] = memory["peak_bytes_in_use"]
+        peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+        if peak is not None:
+            numbers["peak_memory_bytes"] = peak
         self.metrics.write(step, numbers)
         self.progress.update(step, numbers)
         for line in self.health.notice(values):
