@@ -42,7 +42,7 @@ def _main(values: flags.FlagValues, _: None) -> None:
     folder = RunFolder(Path(values.model))
     if folder.checkpoints.is_dir():
         run = open_run(folder, mesh, values.step)
-        model, parameters = run.model, {**run.frozen, **run.trained}
+        config, model, parameters = run.config, run.model, {**run.frozen, **run.trained}
     elif values.step is not None:
         raise UserError(f"--step={values.step}: {values.model} is no run folder, so it has no checkpoints")
     else:
@@ -53,7 +53,7 @@ def _main(values: flags.FlagValues, _: None) -> None:
         parameters = read_parameters(model, [name for name, p in model.parameters.items() if not p.is_adapter])
         if config.lora.enabled:
             parameters |= initial_parameters(model, config)
-    tokenizer = hf.load_tokenizer(model.folder)
+    tokenizer = hf.load_tokenizer(model.folder, config.data.chat_template)
     stop = stop_tokens(model.folder, tokenizer)
     if values.chat:
         template = data.ChatTemplate(tokenizer)

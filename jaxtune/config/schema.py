@@ -94,6 +94,8 @@ class Data:
     eval_datasets: tuple[Dataset, ...] = option((), "validation data; replaces validation_split")
     validation_split: float = option(0.0, "part of the training documents held out for validation", "fraction [0, 1)",
         when="not data.eval_datasets")
+    chat_template: str | None = option(None,
+        "chat template of conversations: a file of Jinja, or chatml or llama3; unset: the tokenizer's own")
     seq_len: int = option(2048, "tokens in a row", "tokens [2, inf)")
     packing: bool = option(True, "several documents a row; attention never crosses from one into another")
     truncation: Literal["auto", "delete", "right", "split"] = option("auto",

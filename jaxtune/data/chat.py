@@ -31,8 +31,8 @@ class ChatTemplate:
             source = source.get("default")
         if not source:
             raise UserError(
-                "the tokenizer has no chat template; use the tokenizer of a chat model, put a chat_template.jinja into "
-                "its folder, or set prompt_format for data of type instruction"
+                "the tokenizer has no chat template; set data.chat_template (a file, chatml or llama3), use the "
+                "tokenizer of a chat model, or set prompt_format for data of type instruction"
             )
         self._encode = Encoder(tokenizer)
         self._template = Template(source)

@@ -34,7 +34,7 @@ def refuse_lost_answers(
             if not any(call.get("function", call)["name"] in answer for answer in answers):
                 raise Refused(
                     f"message {i} (assistant): the chat template leaves out its tool call; use the tokenizer of a "
-                    "model that calls tools, or another chat_template.jinja in its folder"
+                    "model that calls tools, or another data.chat_template"
                 )
 
 

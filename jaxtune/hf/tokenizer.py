@@ -1,10 +1,13 @@
 """A model folder's tokenizer: load it, and copy its files as they are."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxtune.errors import UserError
+from jaxtune.hf.chat_templates import find_template
+from jaxtune.hf.folder import read_generation_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -15,8 +18,8 @@ FILES = (
 )
 
 
-def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
-    """Return the tokenizer of a local model folder.
+def load_tokenizer(folder: Path, chat_template: str | None = None) -> "PreTrainedTokenizerFast":
+    """Return the tokenizer of a local model folder, with another chat template where one is named (`find_template`).
 
     Raises:
         UserError: there is none, it cannot be read, it needs code of its own, or it has no fast version.
@@ -34,6 +37,8 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
             f"the tokenizer in {folder} has no fast version; convert it with "
             "transformers' convert_slow_tokenizer, so that the folder has a tokenizer.json"
         )
+    if chat_template is not None:
+        tokenizer.chat_template = find_template(chat_template, tokenizer.get_vocab())
     return tokenizer
 
 
@@ -44,3 +49,14 @@ def copy_tokenizer_files(source: Path, target: Path) -> list[str]:
     for name in names:
         shutil.copyfile(source / name, target / name)
     return names
+
+
+def write_chat_template(target: Path, template: str, end: int | None) -> None:
+    """Give an exported folder another chat template, and generation the token that ends its turns."""
+    (target / "chat_template.jinja").write_text(template, encoding="utf-8")
+    config = read_generation_config(target)
+    listed = config.get("eos_token_id")
+    ends = [] if listed is None else listed if isinstance(listed, list) else [listed]
+    if end is not None and end not in ends:
+        config["eos_token_id"] = [*ends, end]
+        (target / "generation_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtune import hf
+from jaxtune import data, hf
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 from jaxtune.models.attend import attend_packed
@@ -65,7 +65,7 @@ def export_full(model: Model, parameters: Parameters, config: Config, output: Pa
     hf.write(output, tensors(), config.export.max_shard_bytes)
     if multihost.is_main():
         hf.write_config(model.folder, output, dtype=config.model.dtype)
-        hf.copy_tokenizer_files(model.folder, output)
+        _write_tokenizer(model, config, output)
 
 
 def export_adapter(model: Model, parameters: Parameters, config: Config, output: Path) -> None:
@@ -86,7 +86,17 @@ def export_adapter(model: Model, parameters: Parameters, config: Config, output:
     )
     hf.write_adapter(output, adapter, _targets(model, set(modules)))
     if multihost.is_main():
-        hf.copy_tokenizer_files(model.folder, output)
+        _write_tokenizer(model, config, output)
+
+
+def _write_tokenizer(model: Model, config: Config, output: Path) -> None:
+    """The tokenizer's files as they are, but for a chat template that the recipe names."""
+    hf.copy_tokenizer_files(model.folder, output)
+    if config.data.chat_template is not None:
+        tokenizer = hf.load_tokenizer(model.folder, config.data.chat_template)
+        end = data.ChatTemplate(tokenizer).turn_end()
+        number = None if end is None else int(tokenizer.added_tokens_encoder[end])
+        hf.write_chat_template(output, str(tokenizer.chat_template), number)
 
 
 def _absolute(path: str) -> str:

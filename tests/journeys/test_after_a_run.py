@@ -1,16 +1,26 @@
 """What is done with a finished run, and what a run that cannot be right leaves behind."""
 
+import json
+
 import numpy as np
 import pytest
 from runs import call, metrics, model_folder, recipe_command
 from safetensors.numpy import load_file, save_file
+from tiny import byte_tokenizer
+
+OPTIONS = {
+    "train.max_steps": 2,
+    "eval.steps": 2,
+    "eval.at_start": True,
+    "lora.rank": 4,
+    "data.chat_template": "chatml",
+}
 
 
 @pytest.fixture(scope="module")
 def adapter(home):
-    """The folder of a run that trained an adapter, evaluated at its end."""
-    options = {"train.max_steps": 2, "eval.steps": 2, "eval.at_start": True, "lora.rank": 4}
-    call(*recipe_command(home, "qwen_lora.py", "adapter", **options))
+    """The folder of a run that trained an adapter in two steps, evaluated before and after."""
+    call(*recipe_command(home, "qwen_lora.py", "adapter", **OPTIONS))
     return home / "runs" / "adapter"
 
 
@@ -35,7 +45,7 @@ def test_any_model_is_evaluated_by_a_recipe(home, adapter):
     """The base as the recipe starts, by name, and the adapter on its base: what the run found before and after."""
     before, after = (row["eval_loss"] for row in metrics(adapter) if "eval_loss" in row)
     assert [row["step"] for row in metrics(adapter) if "eval_loss" in row] == [0, 2]
-    recipe = recipe_command(home, "qwen_lora.py", "adapter", **{"lora.rank": 4})[1:]
+    recipe = recipe_command(home, "qwen_lora.py", "adapter", **OPTIONS)[1:]
     for named, expected in (
         ([], before),
         ([f"--model={home / 'model'}"], before),
@@ -55,6 +65,12 @@ def test_any_model_is_evaluated_by_a_recipe(home, adapter):
 )
 def test_what_cannot_be_evaluated_is_said(arguments, said):
     assert said in call("jaxtune.evaluate", *arguments, code=2)
+
+
+def test_another_chat_template_goes_where_the_adapter_goes(adapter):
+    assert "{%- generation %}" in (adapter / "export" / "chat_template.jinja").read_text()
+    ends = json.loads((adapter / "export" / "generation_config.json").read_text())["eos_token_id"]
+    assert ends == [byte_tokenizer(adapter / "tokenizer").convert_tokens_to_ids("<|im_end|>")]
 
 
 def test_the_model_card_says_what_was_trained_how_and_how_well(home, adapter):
@@ -100,7 +116,7 @@ def test_a_run_that_ends_in_nan_fails_and_exports_nothing(home):
 
 def test_a_run_is_started_again_in_place(home, adapter):
     """Other options are refused with the ways on; one of them is to remove what is there."""
-    options = {"train.max_steps": 2, "eval.steps": 2, "lora.rank": 2}
+    options = {**OPTIONS, "lora.rank": 2}
     said = call(*recipe_command(home, "qwen_lora.py", "adapter", **options), code=2)
     assert "lora.rank: 4 then, 2 now" in said
     assert f"(from these weights with --config.lora.path={adapter / 'export'})" in said

@@ -6,6 +6,7 @@ import pytest
 from tiny import byte_tokenizer
 
 from jaxtune import hf
+from jaxtune.data.chat import ChatTemplate
 from jaxtune.errors import UserError
 
 
@@ -49,3 +50,55 @@ def test_code_in_the_folder_is_never_run(tmp_path):
     with pytest.raises(UserError, match="cannot be loaded"):
         hf.load_tokenizer(tmp_path)
     assert not (tmp_path / "ran").exists()
+
+
+TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
+# name: special tokens of the tokenizer, what is rendered, and what of it is trained
+NAMED = {
+    "chatml": (
+        ("<|im_start|>", "<|im_end|>"),
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYo<|im_end|>\n",
+        "Yo<|im_end|>",
+    ),
+    "llama3": (
+        ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\nYo<|eot_id|>",
+        "Yo<|eot_id|>",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_chat_template_by_name_renders_as_in_transformers_and_marks_answers(tmp_path, name):
+    special, whole, trained = NAMED[name]
+    byte_tokenizer(tmp_path, None, special, bos=special[0] if name == "llama3" else None, eos=special[-1])
+    tokenizer = hf.load_tokenizer(tmp_path, name)
+    rendered = ChatTemplate(tokenizer).render(TALK)
+    assert rendered.text == whole == tokenizer.apply_chat_template(TALK, tokenize=False)
+    assert [rendered.text[slice(*span)] for span in rendered.spans] == [trained]
+    prompt = ChatTemplate(tokenizer).prompt(TALK[:1])
+    assert prompt == tokenizer.apply_chat_template(TALK[:1], add_generation_prompt=True)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        ("llama3", r"writes <\|start_header_id\|> and .* which this tokenizer does not have"),
+        ("chatlm", "neither one of chatml, llama3 nor a file that can be read"),
+    ],
+)
+def test_a_chat_template_that_cannot_be_used_says_why(tmp_path, wanted, said):
+    byte_tokenizer(tmp_path)
+    with pytest.raises(UserError, match=said):
+        hf.load_tokenizer(tmp_path, wanted)
+
+
+def test_a_chat_template_from_a_file_is_exported_with_the_token_that_ends_its_turns(tmp_path):
+    byte_tokenizer(tmp_path / "model")
+    (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}")
+    assert hf.load_tokenizer(tmp_path / "model", str(tmp_path / "mine.jinja")).chat_template.startswith("{{ messages")
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": 3, "top_p": 0.9}')
+    hf.write_chat_template(tmp_path / "model", "another", 5)
+    assert hf.load_tokenizer(tmp_path / "model").chat_template == "another"
+    assert hf.read_generation_config(tmp_path / "model") == {"eos_token_id": [3, 5], "top_p": 0.9}
