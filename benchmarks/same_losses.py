@@ -63,8 +63,9 @@ def command(checkout: Path, name: str, recipe: str, options: dict, processes: in
     train += [f"--config.{key}={value}" for key, value in settings.items()]
     if processes == 1:
         return train
-    launch = [sys.executable, str(checkout / "launch" / "local.py"), "--processes", str(processes)]
-    return [*launch, "--devices-per-process", str(devices), "--", *train]
+    script = checkout / "launch" / "local.py"  # where older checkouts have it
+    launch = [str(script)] if script.exists() else ["-m", "jaxtune.launch"]
+    return [sys.executable, *launch, "--processes", str(processes), "--devices-per-process", str(devices), "--", *train]
 
 
 def run(checkout: Path, home: Path, name: str, recipe: str, options: dict, devices: int, processes: int) -> list[tuple]:

@@ -35,7 +35,8 @@ def main(arguments: list[str]) -> int:
         if not chosen:
             print("nightly: nothing that it covers has changed since it last passed")
             return 0
-        lane["arguments"], more = [str(file.relative_to(ROOT)) for file in chosen], []
+        options = [argument for argument in lane["arguments"] if argument.startswith("-")]
+        lane["arguments"], more = [*(str(file.relative_to(ROOT)) for file in chosen), *options], []
     start = time.monotonic()
     command = [sys.executable, "-m", "pytest", "-q", "--durations=10", *lane["arguments"], *more]
     code = subprocess.call(command, cwd=ROOT)

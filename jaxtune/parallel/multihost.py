@@ -2,7 +2,7 @@
 
 A run is started by one of
 
-- `JAXTUNE_COORDINATOR` (host:port of process 0), `JAXTUNE_NUM_PROCESSES` and `JAXTUNE_PROCESS_ID`, as launch/local.py
+- `JAXTUNE_COORDINATOR` (host:port of process 0), `JAXTUNE_NUM_PROCESSES` and `JAXTUNE_PROCESS_ID`, as jaxtune.launch
   sets them,
 - `srun` or `mpirun`, which tell each task the number of tasks and its own; a `JAXTUNE_*` variable goes before them,
 - nothing of the kind: one process, and nothing to join.

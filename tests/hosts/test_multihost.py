@@ -54,7 +54,7 @@ print("RESULT", jax.process_count(), jax.device_count(), multihost.is_main(), fl
 
 
 def test_two_processes_compute_and_stop_together(tmp_path):
-    command = [sys.executable, str(ROOT / "launch/local.py"), "--processes=2", "--devices-per-process=2"]
+    command = [sys.executable, "-m", "jaxtune.launch", "--processes=2", "--devices-per-process=2"]
     command += [f"--log-dir={tmp_path}", "--", sys.executable, "-c", TOGETHER]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from runs import metrics, recipe, run
 
-LAUNCH = Path(__file__).parents[2] / "launch" / "local.py"
+LAUNCH = (sys.executable, "-m", "jaxtune.launch")
 
 
 def wait_for(file: Path, text: str, process: subprocess.Popen) -> None:
@@ -27,7 +27,7 @@ def test_two_processes_killed_and_resumed_as_one(tmp_path):
 
     together = ("jaxtune.train", f"--config={path}", "--config.train.run_name=two", "--config.train.micro_batch_size=1")
     launcher = subprocess.Popen(
-        [sys.executable, LAUNCH, "--processes", "2", "--devices-per-process", "2", "--log-dir", tmp_path / "logs", "--"]
+        [*LAUNCH, "--processes", "2", "--devices-per-process", "2", "--log-dir", tmp_path / "logs", "--"]
         + [sys.executable, "-m", *together],
         env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
     )

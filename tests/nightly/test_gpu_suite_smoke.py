@@ -12,6 +12,7 @@ import pytest
 # Folders whose changes this test is about.
 COVERS = ("benchmarks", "pallas_kernels")
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.xdist_group("suite")  # which runs once for all tests
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,7 @@
-"""launch/local.py: N processes, a log each, the first failure ends all, signals are passed on."""
+"""`jaxtune launch`: N processes, a log each, the first failure ends all, signals are passed on."""
 
 import os
 import pathlib
-import runpy
 import signal
 import subprocess
 import sys
@@ -10,11 +9,13 @@ import time
 
 import pytest
 
+from jaxtune import launch as launch_module
+
 ROOT = pathlib.Path(__file__).parents[3]
 
 
 def launch(tmp_path, script, *options, processes=2, **kwargs):
-    command = [sys.executable, str(ROOT / "launch/local.py"), f"--processes={processes}", f"--log-dir={tmp_path}"]
+    command = [sys.executable, "-m", "jaxtune.launch", f"--processes={processes}", f"--log-dir={tmp_path}"]
     command += [*options, "--", sys.executable, "-c", script]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs)
 
@@ -126,7 +127,7 @@ print("signals", len(count))
 def test_what_cannot_be_started_is_refused(monkeypatch, capsys, arguments, reason):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
     with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / "launch/local.py"))["parse"](["--processes=2", *arguments])
+        launch_module.parse(["--processes=2", *arguments])
     assert ended.value.code == 2 and reason in capsys.readouterr().err
 
 

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
-"""Starts the processes of one run on this machine.
+"""Start the processes of one run on this machine.
 
-    python launch/local.py --processes 2 -- python -m jaxtune.train --config=quickstart
+    python -m jaxtune.launch --processes 2 -- python -m jaxtune.train --config=quickstart
 
 Each process writes to a log file of its own; the first one's output is shown as well. The first failure ends all, and
 its exit code is this program's. SIGTERM and Ctrl-C are passed on, once each: jaxtune saves and ends by itself, with
@@ -23,19 +22,21 @@ import sys
 import tempfile
 import time
 
+from jaxtune.command import STOPPED
+
 POLL_SECONDS = 0.1
-STOPPED = 75  # of a run that was asked to stop, and saved
 TAIL_LINES = 30
 
 
-def main() -> int:
-    """Run the command line; returns the exit code."""
-    arguments = parse(sys.argv[1:])
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    arguments = parse(sys.argv[1:] if argv is None else argv)
     folder = pathlib.Path(arguments.log_dir or tempfile.mkdtemp(prefix="jaxtune-"))
     folder.mkdir(parents=True, exist_ok=True)
     print(f"logs: {folder}/process-*.log", flush=True)
 
     received: list[int] = []  # signals to pass on
+    signal.set_wakeup_fd(-1)  # other commands end at once for Ctrl-C (jaxtune.interrupt)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _frame: received.append(number))
     logs = [folder / f"process-{index}.log" for index in range(arguments.processes)]
