@@ -1,4 +1,4 @@
-"""Twenty steps of a model of two stacks on meshes; tests/mesh has three, of every pair of mesh, storage and optimizer."""
+"""Twenty steps of a model of two stacks on meshes; tests/mesh has three, of every pair of mesh, storage, optimizer."""
 
 import functools
 
