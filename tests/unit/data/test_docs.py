@@ -1,0 +1,35 @@
+"""docs/data.md: every sample becomes what the page shows."""
+
+import re
+from pathlib import Path
+
+import pytest
+from tiny import byte_tokenizer
+
+from jaxtune.config import dataset, new_config, resolve
+from jaxtune.data.documents import tokenize
+from jaxtune.prepare import describe
+
+PAGE = (Path(__file__).parents[3] / "docs" / "data.md").read_text(encoding="utf-8")
+LAYOUTS = re.findall(r"```json\n(.*?)```\n```python\n(.*?)```\n```text\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.mark.parametrize(("sample", "entry", "shown"), LAYOUTS, ids=range(len(LAYOUTS)))
+def test_a_layout_is_rendered_and_masked_as_the_page_says(tokenizer, tmp_path, monkeypatch, sample, entry, shown):
+    monkeypatch.chdir(tmp_path)
+    Path("data.jsonl").write_text(sample, encoding="utf-8")
+    config = new_config()
+    config.model.path = "model"
+    config.data.datasets = (eval(entry, {"dataset": dataset}),)
+    documents = tokenize(resolve(config, "docs/data.md").data.datasets, tokenizer, tmp_path / "cache")
+    found = str(describe(documents, 0, tokenizer, 10_000, ids=False)).strip().splitlines()
+    assert [line.strip() for line in found] == [line.rstrip() for line in shown.splitlines()]
+
+
+def test_every_block_of_the_page_is_one_of_these():
+    assert PAGE.count("```") == 6 * len(LAYOUTS) >= 60
