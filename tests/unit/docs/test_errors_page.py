@@ -1,0 +1,26 @@
+"""docs/errors.md quotes messages that jaxtune really says."""
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+QUOTED = re.findall(r"\*\*`(.*?)`\*\*", (ROOT / "docs" / "errors.md").read_text(encoding="utf-8"))
+
+
+def said() -> str:
+    """Every text of the package, a line each, with ... for what is filled in."""
+    texts = []
+    for file in (ROOT / "jaxtune").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                texts.append("".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(re.sub(r"%\w", "...", node.value))
+    return re.sub(r"(\.{3})+", "...", "\n".join(" ".join(text.split()) for text in texts))
+
+
+def test_every_quoted_message_is_one_of_the_package():
+    texts = said()
+    assert len(QUOTED) >= 20
+    assert [message for message in QUOTED if message not in texts] == []
