@@ -1,56 +1,83 @@
-"""What the README promises first: quickstart, LoRA on its result, export, merge, generate, loaded by others."""
+"""The commands of the README, in order, in an empty folder with the wheel installed; and what comes of them."""
 
+import os
+import re
+import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from runs import metrics, run
+from runs import conversations, metrics, model_folder, run
 
 ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def commands() -> list[list[str]]:
+    """What the README runs: arguments after `python -m`, of every block, without pip's and SLURM's lines."""
+    blocks = re.findall(r"^```\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    lines = [line for block in blocks for line in block.replace("\\\n", "").splitlines()]
+    return [shlex.split(line.partition("python -m ")[2]) for line in lines if "python -m jaxtune" in line]
 
 
 @pytest.fixture(scope="module")
-def quickstart(tmp_path_factory):
-    """A folder with the recipes where the quickstart has run, and what it printed."""
-    folder = tmp_path_factory.mktemp("quickstart")
-    shutil.copytree(ROOT / "configs", folder / "configs")
+def home(tmp_path_factory):
+    """An empty folder, but for the model and the data that the README takes for the user's own, and the wheel."""
+    source, wheel, folder = (tmp_path_factory.mktemp(name) for name in ("source", "wheel", "home"))
+    for name in ("jaxtune", "pallas_kernels"):
+        shutil.copytree(ROOT / name, source / name)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(wheel), str(source)]
+    subprocess.run(pip, check=True, timeout=300)
+    model_folder(folder / "my" / "model", max_position_embeddings=2048)
+    conversations(folder / "chats.jsonl", 200)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
+        patch.setenv("PYTHONPATH", str(wheel))
+        patch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")  # the `python` of the README
         patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "0")  # as a user's
-        return folder, run("jaxtune.train", "--config=configs/quickstart.py")
+        found = subprocess.check_output([sys.executable, "-c", "import jaxtune; print(jaxtune.__file__)"], text=True)
+        assert Path(found.strip()).is_relative_to(wheel)
+        yield folder
 
 
-def test_the_commands_of_the_readme_in_a_row(quickstart, monkeypatch):
-    tmp_path, output = quickstart
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "0")
+@pytest.fixture(scope="module")
+def printed(home):
+    """What each command printed, by its arguments in one line."""
+    return {" ".join(command): run(*command) for command in commands()}
+
+
+def test_the_quickstart_learns_and_says_what_to_do_next(home, printed):
+    output = printed["jaxtune.train --config=quickstart"]
     for shown in ("sample: def ", "--config=quickstart_lora", "jaxtune.export", "jaxtune.generate", "resume:"):
         assert shown in output
-    rows = metrics(tmp_path / "runs/quickstart")
+    rows = metrics(home / "runs/quickstart")
     assert abs(next(row["loss"] for row in rows if "loss" in row) - 5.5) < 0.2
     assert [row["eval_loss"] for row in rows if "eval_loss" in row][-1] < 2.2
-    assert (tmp_path / "runs/quickstart/loss.png").stat().st_size > 10_000
+    assert (home / "runs/quickstart/loss.png").stat().st_size > 10_000
 
-    run("jaxtune.train", "--config=configs/quickstart_lora.py")
-    lora = [row["eval_loss"] for row in metrics(tmp_path / "runs/quickstart_lora") if "eval_loss" in row]
+
+def test_adapters_learn_more_and_evaluate_as_they_did(home, printed):
+    lora = [row["eval_loss"] for row in metrics(home / "runs/quickstart_lora") if "eval_loss" in row]
     assert lora[-1] < lora[0]
-    run("jaxtune.export", "--run=runs/quickstart_lora", "--output=adapter", "--format=peft")
-    run("jaxtune.export", "--run=runs/quickstart_lora", "--output=merged", "--merge")
-    text = run("jaxtune.generate", "--model=merged", "--prompt=def ", "--max_new_tokens=40", "--temperature=0")
-    assert (
-        run(
-            "jaxtune.generate",
-            "--model=runs/quickstart_lora",
-            "--prompt=def ",
-            "--max_new_tokens=40",
-            "--temperature=0",
-        )
-        == text
-    )
-    evaluated = run("jaxtune.evaluate", "--config=configs/quickstart_lora.py", "--run=runs/quickstart_lora")
+    evaluated = run("jaxtune.evaluate", "--run=runs/quickstart_lora")
     said = next(line for line in evaluated.splitlines() if line.startswith("eval_loss "))
     assert float(said.split()[1]) == pytest.approx(lora[-1], abs=1e-5)
 
+
+def test_every_other_command_of_the_readme_ran(home, printed):
+    assert len(printed) >= 6
+    assert metrics(home / "runs/two_hosts")[-1]["step"] == 20
+    assert "conversation from messages" in next(text for name, text in printed.items() if "my/model" in name)
+
+
+def test_the_results_load_in_transformers_and_peft(home, printed):
+    greedy = ("--prompt=def ", "--max_new_tokens=40", "--temperature=0")
+    text = run("jaxtune.generate", "--model=merged", *greedy)
+    assert run("jaxtune.generate", "--model=runs/quickstart_lora", *greedy) == text
     torch = pytest.importorskip("torch", reason="loading the results needs torch (Python 3.11 here)")
     import peft
     import transformers

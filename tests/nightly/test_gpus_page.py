@@ -1,0 +1,39 @@
+"""docs/gpus.md: its commands run as they stand, here on tiny models under the names that it gives."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from runs import call, metrics, model_folder
+
+# Its rows of 2048 tokens are long for a CPU.
+COVERS = ("docs/gpus.md", "jaxtune/recipes")
+PAGE = (Path(__file__).parents[2] / "docs" / "gpus.md").read_text(encoding="utf-8")
+COMMANDS = [block.replace("\\\n", "") for block in re.findall(r"```\n(.*?)```", PAGE, re.DOTALL)]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder that has the model of the page, and rows of instructions."""
+    folder = tmp_path_factory.mktemp("home")
+    sizes = dict(hidden_size=64, intermediate_size=128, head_dim=32, max_position_embeddings=2048)
+    model_folder(folder / "Qwen" / "Qwen3-8B", **sizes)
+    rows = [{"instruction": f"count to {i}", "output": " ".join(map(str, range(i)))} for i in range(100, 150)]
+    (folder / "my.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: re.search(r"config=(\w+)", command)[1])
+def test_a_command_trains_as_it_stands(home, monkeypatch, command):
+    monkeypatch.chdir(home)
+    python, flag, module, *arguments = shlex.split(command)
+    assert (python, flag) == ("python", "-m")
+    call(module, *arguments, devices=8 if "--config.mesh.fsdp=8" in arguments else 1)
+    name = re.search(r"config=(\w+)", command)[1]
+    assert metrics(home / "runs" / name)[-1]["eval_loss"] < 6
+
+
+def test_the_page_has_commands():
+    assert len(COMMANDS) == PAGE.count("```") // 2 >= 3
