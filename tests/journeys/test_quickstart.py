@@ -70,7 +70,7 @@ def test_adapters_learn_more_and_evaluate_as_they_did(home, printed):
 
 def test_every_other_command_of_the_readme_ran(home, printed):
     assert len(printed) >= 6
-    assert metrics(home / "runs/two_hosts")[-1]["step"] == 20
+    assert metrics(home / "runs/two_hosts")[-1]["step"] == 5
     assert "conversation from messages" in next(text for name, text in printed.items() if "my/model" in name)
 
 
