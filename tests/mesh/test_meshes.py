@@ -1,7 +1,7 @@
 """The same training on every mesh: losses and parameters equal those of one device.
 
 `rows.csv` is a pairwise covering array: a fault that needs two levels at once, such as NF4 and the tensor axis, shows
-in some row. tests/nightly has every mesh with every storage and every optimizer.
+in some row. tests/nightly trains a larger model for longer.
 """
 
 import csv

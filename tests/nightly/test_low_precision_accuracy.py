@@ -4,6 +4,7 @@ import re
 import shutil
 from pathlib import Path
 
+import pytest
 from runs import metrics, run
 
 ROOT = Path(__file__).parents[2]
@@ -21,6 +22,7 @@ STEPS, LAST, SEEDS = 200, 50, 3
 WORSE = {"fp8_hybrid": 1.01, "nvfp4": 1.04}
 
 
+@pytest.mark.timeout(2400)  # ten trainings
 def test_low_precision_trains_almost_as_well_as_bfloat16(tmp_path, monkeypatch):
     """LoRA on the quickstart's model: mean loss of the last 50 of 200 steps over 3 seeds, printed and in the README."""
     shutil.copytree(ROOT / "configs", tmp_path / "configs")

@@ -1,15 +1,16 @@
 """Twenty steps of a model of two stacks on meshes; tests/mesh has three, of every pair of mesh, storage, optimizer."""
 
-import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from batches import make_batch
-from mesh.harness import MESHES, OPTIMIZERS, STORAGE, Case, equal, fetched, folder
+from mesh.harness import MESHES, OPTIMIZERS, SIZES, STORAGE, Case, equal, fetched
 from mesh.products import MESHES as PRODUCT_MESHES
 from mesh.products import NUMBERS, SHAPES, assert_eight_devices_equal_one
+from runs import model_folder
 
 from jaxtune.config.schema import Config, Data, Lora, Mesh, Model
 from jaxtune.models.parameters import randomize
@@ -50,17 +51,17 @@ def test_adapters_on_every_storage_equal_one_device(storage):
     equal(Case(ALL_AXES, storage, "lora"), STEPS, whole=True)
 
 
-@pytest.mark.parametrize("storage", [storage for storage in STORAGE if storage.endswith("operands")])
-def test_the_whole_model_in_low_precision_equals_one_device(storage):
-    equal(Case(ALL_AXES, storage), STEPS, whole=True)
+@pytest.fixture(scope="module")
+def square(tmp_path_factory):
+    """A model whose matrices all have whole blocks on every axis."""
+    return model_folder(tmp_path_factory.mktemp("square"), **{**SIZES, "intermediate_size": 256})
 
 
-@functools.cache
-def gradients(storage: str, mesh: Mesh, devices: int):
+def gradients(path: Path, storage: str, mesh: Mesh, devices: int):
     """(quantized base, loss, adapter gradients), fetched."""
     made = make_mesh(mesh, jax.devices()[:devices])
     config = Config(
-        model=Model(path=str(folder(False, True)), dtype="float32"),
+        model=Model(path=str(path), dtype="float32"),
         data=Data(seq_len=32),
         lora=Lora(enabled=True, rank=4),
         **STORAGE[storage],
@@ -78,9 +79,9 @@ def gradients(storage: str, mesh: Mesh, devices: int):
 
 
 @pytest.mark.parametrize("storage", QUANTIZED)
-def test_gradients_of_adapters_on_a_quantized_base_equal_one_device(storage):
-    codes, loss, expected = gradients(storage, Mesh(fsdp=1), 1)
-    sharded_codes, sharded_loss, found = gradients(storage, MESHES[ALL_AXES], 8)
+def test_gradients_of_adapters_on_a_quantized_base_equal_one_device(square, storage):
+    codes, loss, expected = gradients(square, storage, Mesh(fsdp=1), 1)
+    sharded_codes, sharded_loss, found = gradients(square, storage, MESHES[ALL_AXES], 8)
     assert abs(sharded_loss - loss) <= 1e-6 * abs(loss)
     for name in codes:
         np.testing.assert_allclose(sharded_codes[name], codes[name], rtol=1e-6, err_msg=name)

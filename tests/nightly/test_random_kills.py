@@ -32,4 +32,4 @@ def test_ten_random_kills(tmp_path):
 
 def test_many_kills_during_saves(tmp_path, caplog):
     kill_and_restore(tmp_path, 12, random.Random(1))
-    assert warnings_of(caplog) == []
+    assert all(warning.endswith("has no manifest.json, so it is not used") for warning in warnings_of(caplog))
