@@ -8,7 +8,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, Union
 
 from ml_collections import ConfigDict
@@ -63,7 +63,7 @@ def resolve(
     values, typed = _plain(config), dict(overrides)
     own = () if source == "translation" else [p.keys[0] for p in checks.check(_build(Config, values, "", [])) if p.moot]
     wrong = [problem for key, text in typed.items() if (problem := _override(values, key, text))]
-    moot: list[Problem] = []
+    moot = list(_of_other_datasets(values, typed))
     while True:
         problems = list(wrong)
         resolved = _build(Config, values, "", problems)
@@ -86,6 +86,20 @@ def resolve(
     ]
     said += [Said(problem.keys[0], source, f"{source}: {problem.text}") for problem in moot]
     return dataclasses.replace(resolved, said=tuple(said))
+
+
+def _of_other_datasets(values: dict[str, Any], typed: Mapping[str, str]) -> Iterator[Problem]:
+    """Takes out which part of a dataset a recipe reads, of each entry whose path was typed: that is another dataset."""
+    for list_name in ("datasets", "eval_datasets"):
+        for i, fields in enumerate(values.get("data", {}).get(list_name, ())):
+            entry = f"data.{list_name}[{i}]"
+            own = isinstance(fields, dict) and f"{entry}.path" in typed
+            for name in ("subset", "revision", "split", "glob") if own else ():
+                default, key = getattr(Dataset(), name), f"{entry}.{name}"
+                if key not in typed and fields.get(name, default) != default:
+                    text = f"{key} = {fields[name]!r}: has no effect: it is of the recipe's own dataset"
+                    yield Problem((key,), text, moot=True)
+                    fields[name] = default
 
 
 def as_dict(config: Config) -> dict[str, Any]:

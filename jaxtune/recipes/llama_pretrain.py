@@ -3,7 +3,7 @@
 The argument is a Hugging Face folder or hub id, of which only config.json and the tokenizer are used.
 
     python -m jaxtune.train --config=llama_pretrain
-    python -m jaxtune.train --config=llama_pretrain:PATH_OR_HUB_ID --config.data.datasets[0].path=FOLDER
+    python -m jaxtune.train --config=llama_pretrain:PATH_OR_HUB_ID '--config.data.datasets[0].path=FOLDER'
 """
 
 from jaxtune.config import dataset, new_config

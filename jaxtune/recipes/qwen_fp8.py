@@ -6,7 +6,7 @@ GB with --config.memory.remat=none, compiled without one. With --config.lora.ena
 Ada, Hopper and Blackwell have FP8 units; a CPU emulates the numbers, slowly.
 
     python -m jaxtune.train --config=qwen_fp8
-    python -m jaxtune.train --config=qwen_fp8:PATH_OR_HUB_ID --config.data.datasets[0].path=my.jsonl
+    python -m jaxtune.train --config=qwen_fp8:PATH_OR_HUB_ID '--config.data.datasets[0].path=my.jsonl'
 """
 
 from jaxtune.recipes import qwen_lora

@@ -1,7 +1,7 @@
 """Full fine-tuning of a Qwen3 model on instructions; one GPU, or several (parameters are sharded over all of them).
 
 python -m jaxtune.train --config=qwen_full
-python -m jaxtune.train --config=qwen_full:PATH_OR_HUB_ID --config.data.datasets[0].path=my.jsonl
+python -m jaxtune.train --config=qwen_full:PATH_OR_HUB_ID '--config.data.datasets[0].path=my.jsonl'
 """
 
 from jaxtune.config import new_config

@@ -4,7 +4,7 @@
 rows of 2048 tokens: 60.5 GB on an H100, compiled without one.
 
     python -m jaxtune.train --config=qwen_full_8bit
-    python -m jaxtune.train --config=qwen_full_8bit:PATH_OR_HUB_ID --config.data.datasets[0].path=my.jsonl
+    python -m jaxtune.train --config=qwen_full_8bit:PATH_OR_HUB_ID '--config.data.datasets[0].path=my.jsonl'
 """
 
 from jaxtune.recipes import qwen_full

@@ -1,10 +1,10 @@
 """LoRA fine-tuning of a Qwen3 model on instructions; one GPU.
 
     python -m jaxtune.train --config=qwen_lora
-    python -m jaxtune.train --config=qwen_lora:PATH_OR_HUB_ID --config.data.datasets[0].path=my.jsonl
+    python -m jaxtune.train --config=qwen_lora:PATH_OR_HUB_ID '--config.data.datasets[0].path=my.jsonl'
 
 Rows of my.jsonl have the columns instruction, input (may be empty) and output. For conversations (a column `messages`)
-add --config.data.datasets[0].type=conversation.
+add '--config.data.datasets[0].type=conversation'.
 """
 
 from jaxtune.config import dataset, new_config

@@ -4,7 +4,7 @@ e2m1 with an e4m3 scale each 16, gradients rounded stochastically, as NVIDIA tra
 multiplies such numbers; other cards emulate them in bfloat16, which shows what NVFP4 does to a loss and saves no time.
 
     python -m jaxtune.train --config=qwen_nvfp4
-    python -m jaxtune.train --config=qwen_nvfp4:PATH_OR_HUB_ID --config.data.datasets[0].path=my.jsonl
+    python -m jaxtune.train --config=qwen_nvfp4:PATH_OR_HUB_ID '--config.data.datasets[0].path=my.jsonl'
 """
 
 from jaxtune.recipes import qwen_lora

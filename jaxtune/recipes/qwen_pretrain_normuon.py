@@ -3,7 +3,7 @@
 The argument is a Hugging Face folder or hub id, of which only config.json and the tokenizer are used.
 
     python -m jaxtune.train --config=qwen_pretrain_normuon
-    python -m jaxtune.train --config=qwen_pretrain_normuon:PATH --config.data.datasets[0].path=FOLDER
+    python -m jaxtune.train --config=qwen_pretrain_normuon:PATH '--config.data.datasets[0].path=FOLDER'
 """
 
 from jaxtune.recipes import llama_pretrain

@@ -5,7 +5,7 @@ without one. A checkpoint with weight_scale_inv (Qwen3-8B-FP8) loads as it is: g
 --config.quant.format=None.
 
     python -m jaxtune.train --config=qwen_qlora_fp8
-    python -m jaxtune.train --config=qwen_qlora_fp8:PATH_OR_HUB_ID --config.data.datasets[0].path=my.jsonl
+    python -m jaxtune.train --config=qwen_qlora_fp8:PATH_OR_HUB_ID '--config.data.datasets[0].path=my.jsonl'
 """
 
 from jaxtune.recipes import qwen_lora

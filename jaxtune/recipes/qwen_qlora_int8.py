@@ -4,7 +4,7 @@ A scale a row, 1 byte a weight: the smallest error of the four formats. Qwen3-8B
 H100, compiled without one.
 
     python -m jaxtune.train --config=qwen_qlora_int8
-    python -m jaxtune.train --config=qwen_qlora_int8:PATH_OR_HUB_ID --config.data.datasets[0].path=my.jsonl
+    python -m jaxtune.train --config=qwen_qlora_int8:PATH_OR_HUB_ID '--config.data.datasets[0].path=my.jsonl'
 """
 
 from jaxtune.recipes import qwen_lora

@@ -5,7 +5,7 @@ tokens: 9.6 GB on an H100, compiled without one; 20.9 GB with --config.memory.re
 quantized loads as it is: give its path and --config.quant.format=None.
 
     python -m jaxtune.train --config=qwen_qlora_nf4
-    python -m jaxtune.train --config=qwen_qlora_nf4:PATH_OR_HUB_ID --config.data.datasets[0].path=my.jsonl
+    python -m jaxtune.train --config=qwen_qlora_nf4:PATH_OR_HUB_ID '--config.data.datasets[0].path=my.jsonl'
 """
 
 from jaxtune.recipes import qwen_lora

@@ -5,7 +5,7 @@ compressed-tensors loads as it is: give its path and --config.quant.format=None.
 Qwen3-8B, 2 rows of 2048 tokens: 9.9 GB on an H100, compiled without one.
 
     python -m jaxtune.train --config=qwen_qlora_nvfp4
-    python -m jaxtune.train --config=qwen_qlora_nvfp4:PATH_OR_HUB_ID --config.data.datasets[0].path=my.jsonl
+    python -m jaxtune.train --config=qwen_qlora_nvfp4:PATH_OR_HUB_ID '--config.data.datasets[0].path=my.jsonl'
 """
 
 from jaxtune.recipes import qwen_lora

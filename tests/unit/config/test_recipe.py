@@ -2,12 +2,14 @@
 
 import json
 import pathlib
+import shlex
 
 import pytest
 
 from jaxtune import __main__ as jaxtune
 from jaxtune.config import load_recipe, resolve, to_json
 from jaxtune.config.recipe import RECIPES, first_line, own_recipes
+from jaxtune.data.sources import open_source
 from jaxtune.errors import UserError
 
 
@@ -83,3 +85,24 @@ def test_a_recipe_needs_nothing_but_what_comes_with_jaxtune():
     pathlib.Path("empty").mkdir()
     for name in own_recipes():
         assert resolve(load_recipe(name), name).model.path
+
+
+def shown() -> list[str]:
+    """The commands that the docstrings of recipes show."""
+    lines = [line.strip() for file in own_recipes().values() for line in file.read_text().splitlines()]
+    return [line for line in lines if line.startswith("python -m jaxtune.train ")]
+
+
+@pytest.mark.parametrize("command", shown())
+def test_a_command_of_a_docstring_runs_as_written(command):
+    pathlib.Path("my.jsonl").write_text(json.dumps({"instruction": "a", "output": "b"}))
+    pathlib.Path("FOLDER").mkdir()
+    pathlib.Path("FOLDER", "a.txt").write_text("text")
+    recipe, *settings = [part.removeprefix("--config") for part in shlex.split(command)[3:]]
+    name, _, argument = recipe[1:].partition(":")
+    overrides = [tuple(setting[1:].split("=", 1)) for setting in settings]
+    config = resolve(load_recipe(name, argument or None), name, overrides)
+    for entry in config.data.datasets:
+        if pathlib.Path(entry.path).exists():
+            assert open_source(entry).name == entry.path
+    assert len(shown()) > 20
