@@ -33,6 +33,10 @@ log = logging.getLogger("jaxtune")
 
 def train(config: Config) -> bool:
     """One run, from wherever it stands to its end; alone in its folder. Returns whether it came there."""
+    if not isinstance(config, Config):
+        raise UserError(
+            f"train() takes a Config, not {type(config).__name__}: jaxtune.config.resolve(config, 'here') is one"
+        )
     process.configure(config)
     folder = run_folder(config)
     with locked(folder.path), memory.out_of_memory_is_answered(config):

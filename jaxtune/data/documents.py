@@ -40,6 +40,7 @@ _BATCH_CHARS = 2**22
 _BATCH_DOCUMENTS = 1024
 # Samples that cannot be trained on are counted before they are reported, but hopeless data is not read to its end.
 _MAX_REFUSED = 1000
+_LISTED = 5  # of the samples that are skipped
 _PROGRESS = (
     SpinnerColumn(),
     TextColumn("tokenising {task.description}: {task.fields[documents]:,} documents", markup=False),
@@ -141,20 +142,21 @@ class _Problems:
     def __init__(self, on_bad_row: str):
         self._skip = on_bad_row == "skip"
         self.count = 0
-        self.first: UserError | None = None
+        self.first: list[UserError] = []
 
     def report(self, error: UserError):
         if not self._skip and not isinstance(error, Refused):
             raise error
         self.count += 1
-        self.first = self.first or error
+        if len(self.first) < _LISTED:
+            self.first.append(error)
         if not self._skip and self.count == _MAX_REFUSED:
             self.raise_refused()
 
     def raise_refused(self):
         if self.count and not self._skip:
             raise UserError(
-                f"{self.count} samples cannot be trained on; the first: {self.first}. Mend them, or leave them out "
+                f"{self.count} samples cannot be trained on; the first: {self.first[0]}. Mend them, or leave them out "
                 "with data.on_bad_row='skip'"
             )
 
@@ -190,7 +192,7 @@ def _write(
                     progress.update(line, documents=len(lengths) - before)
                 if len(lengths) == before:
                     problems.raise_refused()
-                    first = f"; the first problem: {problems.first}" if problems.first else ""
+                    first = f"; the first problem: {problems.first[0]}" if problems.first else ""
                     raise UserError(f"data: {source.name} has no sample that can be trained on{first}")
                 progress.remove_task(line)
                 form, *others = said
@@ -200,7 +202,8 @@ def _write(
                 notes += [f"{source.name}: {line}" for line in others]
         problems.raise_refused()
         if problems.count:
-            notes.append(f"{problems.count:,} samples skipped; the first: {problems.first}")
+            more = ["..."] if problems.count > _LISTED else []
+            notes.append("\n  ".join([f"{problems.count:,} samples skipped:", *map(str, problems.first), *more]))
         np.save(temporary / "offsets.npy", np.cumsum([0, *lengths], dtype=np.int64))
         np.save(temporary / "targets.npy", np.array(targets, np.int64))
         np.save(temporary / "continuous.npy", np.array(continuous, bool))

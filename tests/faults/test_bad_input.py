@@ -92,6 +92,15 @@ def test_a_bad_line_is_named_or_skipped_and_counted(tokenizer, tmp_path, good, b
     assert again.skipped == 1 and again.notes == found.notes
 
 
+def test_the_first_of_the_skipped_samples_are_listed(tokenizer, tmp_path):
+    file = tmp_path / "data.jsonl"
+    file.write_bytes(b"\n".join([GOOD_TEXT, *[b"{"] * 7]))
+    found = tokenize((Dataset(path=str(file)),), tokenizer, tmp_path / "cache", "skip")
+    first, *listed, last = found.notes[-1].splitlines()
+    assert first == "7 samples skipped:" and last == "  ..."
+    assert [line.strip().partition(" ")[0] for line in listed] == [f"{file}:{number}:" for number in range(2, 7)]
+
+
 def test_samples_without_a_target_are_all_counted_before_the_error(tokenizer, tmp_path):
     file = tmp_path / "data.jsonl"
     file.write_bytes(b"\n".join([GOOD_CHAT, chat(USER), GOOD_CHAT, chat(USER), chat(USER)]))

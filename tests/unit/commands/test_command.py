@@ -3,11 +3,16 @@
 import errno
 import subprocess
 import sys
+from typing import cast
 
 import pytest
 from runs import call
 
 from jaxtune.command import guarded
+from jaxtune.config import new_config
+from jaxtune.config.schema import Config
+from jaxtune.errors import UserError
+from jaxtune.train import train
 
 
 def raising(error: BaseException):
@@ -49,3 +54,8 @@ def test_who_stops_reading_ends_the_command_quietly():
 def test_two_recipes_are_refused():
     said = call("jaxtune.train", "--config=quickstart", "--config=qwen_lora", code=2)
     assert "--config=quickstart and --config=qwen_lora: one recipe at a time" in said
+
+
+def test_a_program_that_calls_train_is_told_what_it_takes():
+    with pytest.raises(UserError, match=r"train\(\) takes a Config, not ConfigDict: jaxtune.config.resolve\("):
+        train(cast(Config, new_config()))
