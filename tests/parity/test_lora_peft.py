@@ -17,6 +17,7 @@ from jaxtune.optim.build import build
 from jaxtune.precision.recipes import RECIPES
 from jaxtune.run.assembly import trained_of
 from jaxtune.run.export import export
+from jaxtune.run.folder import RunFolder
 from jaxtune.run.model import declare_model
 from jaxtune.run.state import State
 from jaxtune.run.step import accumulated_gradients, make_train_step
@@ -59,8 +60,8 @@ def test_an_exported_adapter_gives_the_same_logits_in_peft(base, one_device, tmp
     folder, _ = base
     model, parameters, config = adapted(folder, one_device, lora)
     rows = tokens(2, 48)
-    export(model, parameters, config, tmp_path / "peft", "peft", steps=1, tokens=1)
-    export(model, parameters, config, tmp_path / "merged", "hf", merge=True, steps=1, tokens=1)
+    export(model, parameters, config, RunFolder(tmp_path), tmp_path / "peft", "peft", steps=1, tokens=1)
+    export(model, parameters, config, RunFolder(tmp_path), tmp_path / "merged", "hf", merge=True, steps=1, tokens=1)
 
     import transformers
 

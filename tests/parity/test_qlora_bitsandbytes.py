@@ -11,6 +11,7 @@ from jaxtune.config.schema import Lora, Quant
 from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.precision.recipes import RECIPES
 from jaxtune.run.export import export
+from jaxtune.run.folder import RunFolder
 from jaxtune.run.step import accumulated_gradients
 
 torch = pytest.importorskip("torch", reason="parity needs torch, whose CPU build exists for Python 3.11 only")
@@ -45,7 +46,7 @@ def test_loss_and_adapter_gradients_are_those_of_peft_and_bitsandbytes(one_devic
         name: jax.device_put(rng.normal(size=model.parameters[name].shape).astype(np.float32) * 0.1)
         for name in model.trained
     }
-    export(model, {**frozen, **adapters}, config, tmp_path / "peft", "peft", steps=1, tokens=1)
+    export(model, {**frozen, **adapters}, config, RunFolder(tmp_path), tmp_path / "peft", "peft", steps=1, tokens=1)
     theirs = peft.PeftModel.from_pretrained(reference, tmp_path / "peft", is_trainable=True)
     theirs.train()  # in evaluation bitsandbytes multiplies in bfloat16 on a CPU
 
