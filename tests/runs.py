@@ -89,20 +89,19 @@ def recipe_command(home: Path, recipe: str, name: str, **options) -> list[str]:
 
 def start(*arguments: str, devices: int = 1, environment: dict[str, str] | None = None) -> subprocess.Popen:
     """`python -m arguments` on so many simulated CPU devices; compiled quickly, but where the environment says 0."""
-    quick = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     variables = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "HF_HUB_OFFLINE": "1"}
     return subprocess.Popen(
         [sys.executable, "-m", *map(str, arguments)],
-        env={**quick, **os.environ, **variables, **(environment or {})},
+        env={"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", **os.environ, **variables, **(environment or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
 
 
-def run(*arguments: str, devices: int = 1, code: int = 0) -> str:
+def run(*arguments: str, devices: int = 1, code: int = 0, environment: dict[str, str] | None = None) -> str:
     """What such a process prints; its exit code must be `code`."""
-    process = start(*arguments, devices=devices)
+    process = start(*arguments, devices=devices, environment=environment)
     output, _ = process.communicate(timeout=600)
     assert process.returncode == code, output
     return output
