@@ -17,7 +17,8 @@ from jaxtune.quant.dynamic_map import decode, encode
 if TYPE_CHECKING:
     from jaxtune.models.parameters import Parameter
 
-BLOCK = 256  # elements that share a scale
+BLOCK = 256  # elements that share a scale, at most
+LEAST = 32  # elements of a row that are worth a scale
 DEVICES = 8  # that can share the columns of a matrix, if they divide them
 LEAST_ELEMENTS = 4096  # of a parameter whose moments are in 8 bits
 SIGNED = {"mu": True, "nu": False}  # which dynamic map: of the mean of gradients, and of their squares
@@ -35,15 +36,22 @@ class Moment(NamedTuple):
 def block_of(shape: tuple[int, ...]) -> Block | None:
     """Rows and columns of the blocks of a matrix (o, i) or a vector (n,): a function of the shape alone.
 
-    Where i is a multiple of 2048 a block lies in a row, as bitsandbytes' do. It is narrower where 8 devices could not
-    share the columns otherwise. None where the moments stay float32: of a small parameter, and of one that cannot be
-    cut into such blocks.
+    A block lies in a row, as bitsandbytes' do where i is a multiple of 256: rows may differ in size by orders of
+    magnitude. It has the most elements up to 256 with which 8 devices can share the row; where rows are shorter than
+    32, it is several of them. None where the moments stay float32: of a small parameter, and of rows without such a
+    divisor.
     """
-    shared = len(shape) == 2 and shape[-1] % DEVICES == 0
-    columns = math.gcd(shape[-1] // DEVICES if shared else shape[-1], BLOCK)
-    rows = BLOCK // columns
-    height = math.prod(shape[:-1])
-    return None if math.prod(shape) < LEAST_ELEMENTS or height % rows else (rows, columns)
+    width, height = shape[-1], math.prod(shape[:-1])
+    columns = _part(width, BLOCK) if width >= LEAST * DEVICES else width
+    if height * width < LEAST_ELEMENTS or columns < min(width, LEAST):
+        return None
+    return (1 if columns >= LEAST else _part(height, BLOCK // columns)), columns
+
+
+def _part(size: int, most: int) -> int:
+    """The largest number up to `most` that divides the size, or the part of each device where 8 can share it."""
+    number = size if size % DEVICES else size // DEVICES
+    return max(divisor for divisor in range(1, most + 1) if number % divisor == 0)
 
 
 def adamw_8bit(beta1: float, beta2: float, epsilon: float) -> Rule:
@@ -82,17 +90,27 @@ def adamw_8bit(beta1: float, beta2: float, epsilon: float) -> Rule:
     return Rule(init, update, by_layer=True)
 
 
+def float32_moments(parameters: Mapping[str, "Parameter"]) -> list[str]:
+    """The names, with shapes, of trained parameters of 4096 elements or more whose rows no block divides."""
+    shapes = {name: _of_layer(parameter.shape, parameter) for name, parameter in sorted(parameters.items())}
+    large = {name: shape for name, shape in shapes.items() if math.prod(shape) >= LEAST_ELEMENTS}
+    return [f"{name} {list(shape)}" for name, shape in large.items() if block_of(shape) is None]
+
+
 def undivided_moments(parameters: Mapping[str, "Parameter"], mesh: jax.sharding.Mesh) -> list[str]:
     """Complaints about blocks of trained parameters that the mesh does not divide: a block is never split."""
     complaints = set()
     for parameter in parameters.values():
-        of_layer = slice(1 if parameter.layers else 0, None)
-        shape, axes = parameter.shape[of_layer], parameter.axes[of_layer]
+        shape, axes = _of_layer(parameter.shape, parameter), _of_layer(parameter.axes, parameter)
         for axis_name, size, elements in zip(axes, shape, (block_of(shape) or ())[-len(shape) :]):
             what = f"{axis_name}={size} in blocks of {elements}, which optim.name='adamw_8bit' has"
             if found := misfit(mesh, axis_name, size // elements, what):
                 complaints.add(f"{found} (mesh.data takes the rest)")
     return sorted(complaints)
+
+
+def _of_layer(of_stack: tuple, parameter: "Parameter") -> tuple:
+    return of_stack[1:] if parameter.layers else of_stack
 
 
 # All but the largest magnitudes is computed on matrices, not on blocks: the driver's rounding of the parameter is then

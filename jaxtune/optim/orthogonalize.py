@@ -76,7 +76,8 @@ def _newton_schulz(matrices: Float[Array, "layers o i"], steps: int) -> Float[Ar
     x = (matrices.mT if tall else matrices).astype(jnp.float32)
 
     def iterate(_, x):
-        gram = x @ x.mT
+        # Rounded once for both of its uses: XLA would skip the rounding of one of them on a CPU.
+        gram = lax.optimization_barrier(x @ x.mT)
         # a * x is in the factor too: as exact as added afterwards, and the largest array is written once.
         square = jnp.matmul(gram, gram, preferred_element_type=jnp.float32)
         factor = a * jnp.eye(x.shape[1]) + b * gram.astype(jnp.float32) + c * square

@@ -12,7 +12,7 @@ from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 from jaxtune.models.decoder import Parameters
 from jaxtune.objectives.cross_entropy import cross_entropy
-from jaxtune.optim.adamw_8bit import undivided_moments
+from jaxtune.optim.adamw_8bit import float32_moments, undivided_moments
 from jaxtune.optim.build import Optimizer, Trained, build
 from jaxtune.optim.schedules import check_length, learning_rate
 from jaxtune.parallel.layout import TOKENS, P
@@ -37,6 +37,10 @@ def optimizer_of(model: Model, config: Config) -> Optimizer:
         trained = {name: model.parameters[name] for name in model.trained}
         if complaints := undivided_moments(trained, jax.sharding.get_mesh()):
             raise UserError("\n  ".join(["the mesh does not divide the optimizer's state:", *complaints]))
+        if kept := float32_moments(trained):
+            log.warning(
+                "optim.name='adamw_8bit' keeps float32 moments where no block divides a row: %s", ", ".join(kept)
+            )
     # Muon's own code multiplies in bfloat16; float16 would lose gradients before they are divided by their norm.
     dtype = jnp.float32 if config.precision.recipe == "fp32" else jnp.bfloat16
     return build(config.optim, trained_of(model), len(model.spec.layers), dtype)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxtune.optim import rules
 from jaxtune.optim.adamw_8bit import Moment, adamw_8bit
 from jaxtune.optim.rules import At
 from jaxtune.quant.dynamic_map import DYNAMIC_MAP, UNSIGNED_DYNAMIC_MAP, decode
@@ -77,3 +78,27 @@ def test_twenty_steps_go_where_theirs_go(one_device):
     assert apart.mean() < 0.01 and apart.max() < 1
     for name, other in dequantized(theirs).items():
         assert np.abs(dequantized(state)[name] - other).mean() < 0.005 * np.abs(other).mean(), name
+
+
+@pytest.mark.parametrize("shape", [(32, 896), (64, 100), (512, 16), (16, 1536), (16, 2048)], ids=str)
+def test_where_rows_differ_in_size_we_are_as_close_to_adamw_as_they_are(one_device, shape):
+    """Widths that 256 does not divide too: no block is shared by more rows than theirs."""
+    rng = np.random.default_rng(0)
+    start, sizes = np.float32(rng.normal(size=shape)), np.exp(2 * rng.normal(size=(shape[0], 1)))
+    gradients = [np.float32(sizes * rng.normal(size=shape)) for _ in range(20)]
+
+    def ours(rule):
+        parameter, update = jnp.asarray(start), jax.jit(rule.update)
+        state = jax.jit(rule.init)(parameter)
+        for count, gradient in enumerate(gradients):
+            parameter, state = update(jnp.asarray(gradient), state, parameter, At(count, RATE, 1.0, DECAY))
+        return np.asarray(parameter)
+
+    theirs = torch.nn.Parameter(torch.tensor(start))
+    optimizer = bitsandbytes.optim.AdamW8bit([theirs], lr=RATE, betas=BETAS, eps=EPSILON, weight_decay=DECAY)
+    for gradient in gradients:
+        theirs.grad = torch.tensor(gradient)
+        optimizer.step()
+    exact = ours(rules.adamw(*BETAS, EPSILON))
+    found, expected = (np.linalg.norm(after - exact) for after in (ours(RULE), theirs.detach().numpy()))
+    assert found <= 1.02 * expected

@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxtune.models.parameters import Parameter
 from jaxtune.optim import rules
-from jaxtune.optim.adamw_8bit import adamw_8bit, block_of, undivided_moments
+from jaxtune.optim.adamw_8bit import adamw_8bit, block_of, float32_moments, undivided_moments
 from jaxtune.optim.rules import At, Rule
 from jaxtune.quant.dynamic_map import DYNAMIC_MAP, UNSIGNED_DYNAMIC_MAP, decode, encode
 
@@ -99,10 +101,8 @@ def test_both_moments_take_2_03_bytes_a_parameter(one_device):
 
 
 def test_small_and_odd_parameters_are_adamw_itself(one_device):
-    """Under 4096 elements, rows that blocks of 256 elements do not cover, and vectors likewise."""
-    assert block_of((64, 64)) == (32, 8) and block_of((64, 3584)) == (4, 64)
-    assert block_of((4096,)) == block_of((2, 4096)) == (1, 256)
-    assert block_of((100, 4097)) is block_of((63, 64)) is block_of((4097,)) is None
+    """Under 4096 elements, rows that no block divides, and vectors likewise."""
+    assert block_of((63, 64)) is block_of((100, 4099)) is block_of((4099,)) is block_of((64, 16 * 257)) is None
     adamw = rules.adamw(BETA1, BETA2, EPSILON)
     parameter, gradient, at = jnp.asarray(weights((63, 64))), jnp.asarray(weights((63, 64), 1)), At(3, 1e-2, 1.0, 0.1)
     for expected, found in zip(
@@ -111,6 +111,27 @@ def test_small_and_odd_parameters_are_adamw_itself(one_device):
         strict=True,
     ):
         np.testing.assert_array_equal(expected, found)
+
+
+@pytest.mark.parametrize("width", [64, 100, 256, 896, 1152, 1536, 2048, 2560, 3584, 5120, 11008, 18944, 29568])
+def test_a_block_lies_in_a_row(width):
+    """And 8 devices can share the rows of real models."""
+    rows, columns = block_of((152, width))
+    assert rows == 1 and 32 <= columns <= 256 and width % columns == 0
+    assert width < 256 or width // columns % 8 == 0
+
+
+def test_short_rows_are_together_in_a_block():
+    """Adapters have rows of their rank."""
+    assert [block_of((4096, rank)) for rank in (4, 8, 16, 31)] == [(64, 4), (32, 8), (16, 16), (8, 31)]
+    assert block_of((960, 16)) == (15, 16), "of which 8 devices have 8 each"
+
+
+@given(st.integers(1, 6000), st.integers(1, 6000))
+def test_blocks_divide_the_matrix(height, width):
+    block = block_of((height, width))
+    if block is not None:
+        assert height % block[0] == 0 and width % block[1] == 0 and math.prod(block) <= 256
 
 
 def test_zero_and_tiny_gradients_leave_the_parameter(one_device):
@@ -147,21 +168,30 @@ def test_rare_gradients_move_a_parameter_no_further_than_in_adamw(one_device):
 
 
 def test_a_mesh_that_splits_a_block_is_refused():
-    """100 columns are 25 blocks: 8 devices cannot share them."""
+    """300 columns are 2 blocks: 8 devices cannot share them."""
 
     def parameter(shape, axes, layers):
         return Parameter(shape, axes, jax.nn.initializers.zeros, False, "mlp.up.weight", layers, True, False, False)
 
     mesh = jax.make_mesh((8, 1), ("fsdp", "tensor"))
-    wide = parameter((2, 64, 100), ("layers", "mlp", "embed"), (0, 1))
-    small = parameter((2, 3, 100), ("layers", None, None), (0, 1))
+    wide = parameter((2, 64, 300), ("layers", "mlp", "embed"), (0, 1))
+    small = parameter((2, 3, 300), ("layers", None, None), (0, 1))
     assert undivided_moments({"small": small}, mesh) == []
     assert undivided_moments({"even": parameter((64, 4096), ("mlp", "embed"), ())}, mesh) == []
     (complaint,) = undivided_moments({"wide": wide, "small": small}, mesh)
     assert complaint == (
-        "mesh.fsdp=8 does not divide embed=100 in blocks of 4, which optim.name='adamw_8bit' has; these would: "
-        "[1, 5] (mesh.data takes the rest)"
+        "mesh.fsdp=8 does not divide embed=300 in blocks of 150, which optim.name='adamw_8bit' has; these would: "
+        "[1, 2] (mesh.data takes the rest)"
     )
+
+
+def test_moments_that_stay_float32_are_named():
+    def parameter(shape, layers):
+        axes = (None,) * len(shape)
+        return Parameter(shape, axes, jax.nn.initializers.zeros, False, "weight", layers, True, False, False)
+
+    found = {"odd": parameter((2, 64, 257), (0, 1)), "small": parameter((63, 64), ()), "even": parameter((64, 64), ())}
+    assert float32_moments(found) == ["odd [64, 257]"]
 
 
 def test_it_trains_as_adamw_does(one_device):
