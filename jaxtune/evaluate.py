@@ -74,7 +74,9 @@ def _main(values: flags.FlagValues, config: Config) -> None:
     process.configure(config)
     mesh = make_mesh(config.mesh)
     model, trained, frozen = _open(values, config, mesh)
-    _, documents = data.open_documents(config, hf.load_tokenizer(model.folder, config.data.chat_template))
+    _, documents = data.open_documents(
+        config, hf.load_tokenizer(model.folder, config.data.chat_template, config.data.special_tokens)
+    )
     if documents is None:
         raise UserError("no validation data: set data.eval_datasets or data.validation_split")
     rows = data.Rows(documents, config.data, epochs=1)

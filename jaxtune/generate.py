@@ -53,7 +53,7 @@ def _main(values: flags.FlagValues, _: None) -> None:
         parameters = read_parameters(model, [name for name, p in model.parameters.items() if not p.is_adapter])
         if config.lora.enabled:
             parameters |= initial_parameters(model, config)
-    tokenizer = hf.load_tokenizer(model.folder, config.data.chat_template)
+    tokenizer = hf.load_tokenizer(model.folder, config.data.chat_template, config.data.special_tokens)
     stop = stop_tokens(model.folder, tokenizer)
     if values.chat:
         template = data.ChatTemplate(tokenizer)

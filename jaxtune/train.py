@@ -57,7 +57,7 @@ def _train(config: Config, folder: RunFolder) -> bool:
     memory.check_state(config, model, optimizer, mesh)
 
     # ---- data: documents, rows, the number of steps ----
-    tokenizer = hf.load_tokenizer(model.folder, config.data.chat_template)
+    tokenizer = hf.load_tokenizer(model.folder, config.data.chat_template, config.data.special_tokens)
     feed = data.open_feed(config, tokenizer, mesh)
     record = resume.record(config, model, feed)
     if saved is not None:

@@ -96,6 +96,8 @@ class Data:
         when="not data.eval_datasets")
     chat_template: str | None = option(None,
         "chat template of conversations: a file of Jinja, or chatml or llama3; unset: the tokenizer's own")
+    special_tokens: tuple[str, ...] = option((),
+        "tokens that the tokenizer gets; where the embeddings have no rows left for them they grow by their mean")
     seq_len: int = option(2048, "tokens in a row", "tokens [2, inf)")
     packing: bool = option(True, "several documents a row; attention never crosses from one into another")
     truncation: Literal["auto", "delete", "right", "split"] = option("auto",

@@ -49,9 +49,10 @@ def find_template(wanted: str, vocabulary: dict[str, int]) -> str:
     if wanted in NAMED:
         template, tokens = NAMED[wanted]
         if missing := [token for token in tokens if token not in vocabulary]:
+            listed = ",".join(missing)
             raise UserError(
-                f"data.chat_template={wanted!r} writes {' and '.join(missing)}, which this tokenizer does not have, "
-                "and tokens are not added; use a base model whose tokenizer has them, or a template of other tokens"
+                f"data.chat_template={wanted!r} writes {' and '.join(missing)}, which this tokenizer does not have; "
+                f"--config.data.special_tokens='{listed}' adds them"
             )
         return template
     try:

@@ -63,19 +63,20 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json(folder / "config.json")
 
 
-def write_config(source: Path, target: Path, dtype: str) -> None:
-    """Copy config.json from a model folder to another, byte for byte unless its weights' dtype is a new one.
+def write_config(source: Path, target: Path, dtype: str, vocabulary: int) -> None:
+    """Copy config.json from a model folder to another, byte for byte unless dtype or number of tokens are new.
 
     That they were quantized is left out: what is written here is not.
     """
     config = read_config(source)
     keys = {"dtype", "torch_dtype"} & config.keys() or {"dtype"}  # torch_dtype: transformers before 4.56
+    written = {key: value for key, value in config.items() if key != "quantization_config"}
+    written |= dict.fromkeys(keys, dtype) | {"vocab_size": vocabulary}
     target.mkdir(parents=True, exist_ok=True)
-    if all(config.get(key) == dtype for key in keys) and "quantization_config" not in config:
+    if written == config:
         shutil.copyfile(source / "config.json", target / "config.json")
     else:
-        plain = {key: value for key, value in config.items() if key != "quantization_config"}
-        (target / "config.json").write_text(json.dumps(plain | dict.fromkeys(keys, dtype), indent=2) + "\n")
+        (target / "config.json").write_text(json.dumps(written, indent=2) + "\n")
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:

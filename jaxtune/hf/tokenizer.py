@@ -18,8 +18,12 @@ FILES = (
 )
 
 
-def load_tokenizer(folder: Path, chat_template: str | None = None) -> "PreTrainedTokenizerFast":
-    """Return the tokenizer of a local model folder, with another chat template where one is named (`find_template`).
+def load_tokenizer(
+    folder: Path, chat_template: str | None = None, special_tokens: tuple[str, ...] = ()
+) -> "PreTrainedTokenizerFast":
+    """Return the tokenizer of a local model folder.
+
+    It gets the special tokens that it does not have, and another chat template where one is named (`find_template`).
 
     Raises:
         UserError: there is none, it cannot be read, it needs code of its own, or it has no fast version.
@@ -37,6 +41,7 @@ def load_tokenizer(folder: Path, chat_template: str | None = None) -> "PreTraine
             f"the tokenizer in {folder} has no fast version; convert it with "
             "transformers' convert_slow_tokenizer, so that the folder has a tokenizer.json"
         )
+    tokenizer.add_tokens(list(special_tokens), special_tokens=True)
     if chat_template is not None:
         tokenizer.chat_template = find_template(chat_template, tokenizer.get_vocab())
     return tokenizer

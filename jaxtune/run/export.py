@@ -64,7 +64,7 @@ def export_full(model: Model, parameters: Parameters, config: Config, output: Pa
 
     hf.write(output, tensors(), config.export.max_shard_bytes)
     if multihost.is_main():
-        hf.write_config(model.folder, output, dtype=config.model.dtype)
+        hf.write_config(model.folder, output, dtype=config.model.dtype, vocabulary=model.spec.vocabulary)
         _write_tokenizer(model, config, output)
 
 
@@ -90,10 +90,12 @@ def export_adapter(model: Model, parameters: Parameters, config: Config, output:
 
 
 def _write_tokenizer(model: Model, config: Config, output: Path) -> None:
-    """The tokenizer's files as they are, but for a chat template that the recipe names."""
+    """The tokenizer's files as they are, but for special tokens and a chat template that the recipe names."""
     hf.copy_tokenizer_files(model.folder, output)
+    if config.data.special_tokens:
+        hf.load_tokenizer(model.folder, None, config.data.special_tokens).save_pretrained(output)
     if config.data.chat_template is not None:
-        tokenizer = hf.load_tokenizer(model.folder, config.data.chat_template)
+        tokenizer = hf.load_tokenizer(model.folder, config.data.chat_template, config.data.special_tokens)
         end = data.ChatTemplate(tokenizer).turn_end()
         number = None if end is None else int(tokenizer.added_tokens_encoder[end])
         hf.write_chat_template(output, str(tokenizer.chat_template), number)

@@ -45,6 +45,7 @@ class Model:
     formats: Mapping[str, Format]  # of the parameters that are quantized
     linears: Linears | None  # those that multiply in few bits while training
     scheme: hf.Scheme | None  # how the files quantize them; None: they are quantized while they are read
+    saved_vocabulary: int  # tokens that the files have embeddings of; the spec may have more, data.special_tokens
 
     @property
     def trained(self) -> list[str]:
@@ -125,6 +126,9 @@ def declare_model(config: Config, mesh: jax.sharding.Mesh, train: bool = True, l
             f"data.seq_len={config.data.seq_len} is more than the model's {spec.max_positions} positions "
             "(max_position_embeddings); shorten the rows, or stretch them with rope_parameters in config.json"
         )
+    saved_vocabulary = spec.vocabulary
+    if config.data.special_tokens:
+        spec = _with_special_tokens(spec, folder, config)
     scheme = None if config.model.from_scratch else hf.read_scheme(folder)
     if scheme is not None:
         _refuse_scheme(folder, scheme, spec, config, train)
@@ -160,7 +164,19 @@ def declare_model(config: Config, mesh: jax.sharding.Mesh, train: bool = True, l
 
     _refuse_unsharded(parameters, mesh)
     dtypes = {name: dtype(p) for name, p in parameters.items()}
-    return Model(folder, spec, graph, parameters, dtypes, formats, linears, scheme)
+    return Model(folder, spec, graph, parameters, dtypes, formats, linears, scheme, saved_vocabulary)
+
+
+def _with_special_tokens(spec: ModelSpec, folder: Path, config: Config) -> ModelSpec:
+    """With embeddings of the tokens of data.special_tokens, if there are no rows left for them (they are padded)."""
+    tokens = len(hf.load_tokenizer(folder, None, config.data.special_tokens))
+    if tokens > spec.vocabulary and config.lora.enabled:
+        raise UserError(
+            f"data.special_tokens makes {tokens} tokens of the model's {spec.vocabulary}, and adapters train no "
+            "embeddings: peft could not load them on this base. Train the whole model (lora.enabled=False), or leave "
+            "the tokens out and take a data.chat_template of tokens that there are"
+        )
+    return dataclasses.replace(spec, vocabulary=max(spec.vocabulary, tokens))
 
 
 def _refuse_scheme(folder: Path, scheme: hf.Scheme, spec: ModelSpec, config: Config, train: bool) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,27 @@ def check_files(model: Model, config: Config) -> None:
 def read_parameters(model: Model, names: list[str]) -> Parameters:
     """These parameters from the model's folder, straight into their shards; adapters cannot be among them."""
     parameters = hf.read(model.folder, *_wanted(model, names))
+    if model.spec.vocabulary > model.saved_vocabulary:
+        embeddings = [name for name in names if model.parameters[name].axes[0] == "vocabulary"]
+        parameters |= {name: _with_new_tokens(parameters[name], model) for name in embeddings}
     if model.scheme is not None:
         stored = {name: (model.quantized(name), model.hf_names(name)) for name in names if name in model.formats}
         read = hf.read_quantized(model.folder, model.scheme, stored)
         parameters |= {name: model.multiplied(name, array) for name, array in read.items()}
     return parameters
+
+
+def _with_new_tokens(embeddings: jax.Array, model: Model) -> jax.Array:
+    """Rows (vocabulary, hidden) of new tokens become the mean of the others, as transformers resizes embeddings."""
+    old, new = model.saved_vocabulary, model.spec.vocabulary
+
+    @partial(jax.jit, donate_argnums=0, out_shardings=embeddings.sharding)
+    def fill(embeddings):
+        row = jax.lax.broadcasted_iota(jnp.int32, embeddings.shape, 0, out_sharding=jax.typeof(embeddings).sharding)
+        mean = embeddings.sum(0, keepdims=True, dtype=jnp.float32) / old  # rows of padding are zeros
+        return jnp.where((row >= old) & (row < new), mean.astype(embeddings.dtype), embeddings)
+
+    return fill(embeddings)
 
 
 def _wanted(model: Model, names: list[str]) -> tuple[dict[str, hf.Target], Callable[[str], bool]]:
@@ -51,7 +68,7 @@ def _wanted(model: Model, names: list[str]) -> tuple[dict[str, hf.Target], Calla
             sharding=model.parameters[name].sharding,
             names=model.hf_names(name),
             stacked=bool(model.parameters[name].layers),
-            rows=model.spec.vocabulary if model.parameters[name].axes[0] == "vocabulary" else None,
+            rows=model.saved_vocabulary if model.parameters[name].axes[0] == "vocabulary" else None,
             conversion=_quantization(model, name),
         )
         for name in names

@@ -15,7 +15,7 @@ from jaxtune.hf import read_config, read_generation_config, resolve, write_card,
 def model(tmp_path):
     folder = tmp_path / "qwen3-tiny"
     folder.mkdir()
-    (folder / "config.json").write_text('{"model_type": "qwen3", "dtype": "float32"}')
+    (folder / "config.json").write_text('{"model_type": "qwen3", "vocab_size": 256, "dtype": "float32"}')
     return folder
 
 
@@ -86,11 +86,11 @@ def test_what_the_hub_refuses_becomes_a_message(monkeypatch, error, said):
         resolve("owner/name", "v1")
 
 
-def test_config_is_copied_byte_for_byte_unless_the_dtype_changes(model, tmp_path):
-    write_config(model, tmp_path / "same", "float32")
+def test_config_is_copied_byte_for_byte_unless_dtype_or_vocabulary_change(model, tmp_path):
+    write_config(model, tmp_path / "same", "float32", 256)
     assert (tmp_path / "same/config.json").read_bytes() == (model / "config.json").read_bytes()
-    write_config(model, tmp_path / "other", "bfloat16")
-    assert read_config(tmp_path / "other") == {"model_type": "qwen3", "dtype": "bfloat16"}
+    write_config(model, tmp_path / "other", "bfloat16", 300)
+    assert read_config(tmp_path / "other") == {"model_type": "qwen3", "vocab_size": 300, "dtype": "bfloat16"}
 
 
 def test_generation_config_is_optional(model):
