@@ -230,6 +230,9 @@ def _convert(value: Any, annotation: Any) -> Any:
     raise TypeError
 
 
+_WORD = r"([\w.*=-]+|<[^<>,]+>)"  # a name, a pattern of names, or a special token
+
+
 def _from_text(text: str, annotation: Any) -> Any:
     """The value a command-line text means for an option of this type; the text itself where it fits none.
 
@@ -237,8 +240,8 @@ def _from_text(text: str, annotation: Any) -> Any:
     """
     if annotation is bool and text.lower() in _TRUTH:
         return _TRUTH[text.lower()]
-    words = re.fullmatch(r"[\w.*-]+(,[\w.*-]+)+", text)
-    if words and tuple[str, ...] in (annotation, *typing.get_args(annotation)):
+    several = "," in text and tuple[str, ...] in typing.get_args(annotation)
+    if re.fullmatch(f"{_WORD}(,{_WORD})*", text) and (several or annotation == tuple[str, ...]):
         return tuple(text.split(","))
     try:
         literal = ast.literal_eval({"true": "True", "false": "False"}.get(text, text))

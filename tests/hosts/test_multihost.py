@@ -53,6 +53,7 @@ print("RESULT", jax.process_count(), jax.device_count(), multihost.is_main(), fl
 """
 
 
+@pytest.mark.every_jax
 def test_two_processes_compute_and_stop_together(tmp_path):
     command = [sys.executable, "-m", "jaxtune.launch", "--processes=2", "--devices-per-process=2"]
     command += [f"--log-dir={tmp_path}", "--", sys.executable, "-c", TOGETHER]

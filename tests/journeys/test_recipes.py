@@ -12,9 +12,11 @@ TEXT = {
     "data.datasets[0].subset": None,
     "optim.cooldown_steps": 2,
 }
+TOKENS = ",".join(f"<|tool {number}|>" for number in range(80))  # more than the model has rows left for
 ADAPTER = {"lora.rank": 4, "model.dtype": "float32"}
 RECIPES = {
-    "qwen_full.py": {"optim.learning_rate": 1e-3},
+    "qwen_full.py": {"optim.learning_rate": 1e-3, "data.special_tokens": TOKENS},
+    "qwen_full_8bit.py": {"optim.learning_rate": 1e-3},
     "llama_pretrain.py": TEXT,
     "qwen_pretrain_normuon.py": TEXT,
     "qwen_fp8.py": ADAPTER,

@@ -519,7 +519,7 @@ def test_no_nearest_key_for_something_unlike_any():
             "precision.fp16.loss_scale",
             "from 1 to 1.7e.38",
         ),
-        ({"optim.lr_multipliers": "embed=0.1"}, "optim.lr_multipliers", r"such as \('embed=0.1',\)"),
+        ({"optim.lr_multipliers": "embed(=0.1"}, "optim.lr_multipliers", r"such as \('embed\(=0.1',\)"),
         ({"optim.learning_rate": "1e999"}, "optim.learning_rate", "a finite float"),
         ({"precision.recipe": "fp8_hybrid", "precision.fp8.amax_history": "0"}, "precision.fp8.amax", "at least 1"),
         (
@@ -731,6 +731,9 @@ def test_the_config_loads_without_jax():
         ("q_proj|v_proj", "lora.target_modules", "q_proj|v_proj"),
         (r"layers\.1\.", "train.freeze", r"layers\.1\."),
         ("a,b", "log.wandb.tags", ("a", "b")),
+        ("a", "log.wandb.tags", ("a",)),
+        ("<|im_start|>,<tool call>", "data.special_tokens", ("<|im_start|>", "<tool call>")),
+        ("lm_head=0.5", "optim.lr_multipliers", ("lm_head=0.5",)),
         (r"Q: {instruction}\nA: ", "data.datasets[0].prompt_format", "Q: {instruction}\nA: "),
         (r"a\tb\\n", "eval.sample_prompt", "a\tb\\\\n"),
     ],

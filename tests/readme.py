@@ -1,0 +1,57 @@
+"""The commands of the README, in order, in an empty folder with the wheel installed."""
+
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from runs import conversations, model_folder, run
+
+ROOT = Path(__file__).parents[1]
+TRAININGS = ("jaxtune.train --config=quickstart", "jaxtune.train --config=quickstart_lora")
+
+
+@contextlib.contextmanager
+def empty_folder(made: pytest.TempPathFactory) -> Iterator[Path]:
+    """The working directory, empty but for the model and the data that the README takes for the user's own."""
+    source, wheel, folder = (made.mktemp(name) for name in ("source", "wheel", "home"))
+    for name in ("jaxtune", "pallas_kernels"):
+        shutil.copytree(ROOT / name, source / name)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(wheel), str(source)]
+    subprocess.run(pip, check=True, timeout=300)
+    model_folder(folder / "my" / "model", max_position_embeddings=2048)
+    conversations(folder / "chats.jsonl", 200)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("PYTHONPATH", str(wheel))
+        patch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")  # the `python` of the README
+        found = subprocess.check_output([sys.executable, "-c", "import jaxtune; print(jaxtune.__file__)"], text=True)
+        assert Path(found.strip()).is_relative_to(wheel)
+        yield folder
+
+
+def run_commands(*trained_with: str) -> dict[str, str]:
+    """What each command of the README prints, by its arguments; its two trainings are given these besides.
+
+    They are compiled as a user's where they are run as they are written.
+    """
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)  # without pip's and SLURM's lines
+    lines = [line for block in blocks for line in block.replace("\\\n", "").splitlines()]
+    written = [line.partition("python -m ")[2] for line in lines if "python -m jaxtune" in line]
+    printed = {}
+    for command in written:
+        training = command in TRAININGS
+        environment = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0" if training and not trained_with else "1"}
+        more = trained_with if training else ()
+        printed[command] = run(*shlex.split(command), *more, environment=environment)
+    assert set(TRAININGS) < set(printed)
+    return printed
