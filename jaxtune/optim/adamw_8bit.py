@@ -71,7 +71,7 @@ def adamw_8bit(beta1: float, beta2: float, epsilon: float) -> Rule:
             return adamw.init(parameter)
 
         def init_shard(parameter):
-            return {name: _quantize(name, moment, block) for name, moment in adamw.init(parameter).items()}
+            return {name: _zeros(name, parameter.shape, block) for name in SIGNED}
 
         return jax.shard_map(init_shard, out_specs=jax.typeof(parameter).sharding.spec)(parameter)
 
@@ -123,6 +123,13 @@ def _quantize(name: str, moment: Float[Array, "*shape"], block: Block) -> Moment
     if not SIGNED[name]:  # by its sign: XLA would store the zeros that the moment is compared with
         codes = jnp.maximum(codes, jnp.sign(moment).astype(codes.dtype))
     return Moment(codes, absmax if moment.ndim == 2 else absmax[0])
+
+
+def _zeros(name: str, shape: tuple[int, ...], block: Block) -> Moment:
+    """What `_quantize` makes of zeros; by it, XLA would compute their largest magnitudes for seconds, to compile."""
+    rows, columns = block
+    blocks = (*(size // rows for size in shape[:-1]), shape[-1] // columns)
+    return Moment(jnp.broadcast_to(encode(jnp.float32(0), SIGNED[name]), shape), jnp.zeros(blocks))
 
 
 def _dequantize(name: str, moment: Moment, block: Block) -> Float[Array, "*shape"]:

@@ -134,6 +134,12 @@ def test_blocks_divide_the_matrix(height, width):
         assert height % block[0] == 0 and width % block[1] == 0 and math.prod(block) <= 256
 
 
+def test_the_first_moments_are_written_down_not_computed(one_device):
+    """XLA folds what is computed of constants: of a model's moments that took seconds, and an essay in the log."""
+    program = jax.jit(RULE.init).lower(jnp.zeros((64, 2048))).as_text()
+    assert "broadcast" in program and "reduce" not in program and "divide" not in program
+
+
 def test_zero_and_tiny_gradients_leave_the_parameter(one_device):
     """A block of zeros has absmax 0 and the codes of 0; squares that underflow are no division by zero."""
     parameter = jnp.asarray(weights((32, 256)))

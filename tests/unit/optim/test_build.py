@@ -121,7 +121,7 @@ def test_the_8_bit_update_computes_with_one_layer_at_a_time(one_device):
 
     In float32: a CPU updates a bfloat16 array by way of a float32 copy.
     """
-    layers, rows, columns = 16, 256, 1024
+    layers, rows, columns = 16, 128, 2048
     named = {"stack": Trained(tuple(f"model.layers.{i}.mlp.up_proj.weight" for i in range(layers)), True)}
     optimizer = build(Optim(name="adamw_8bit"), named, layers)
     place = jax.NamedSharding(one_device, jax.P(None, None, None))
