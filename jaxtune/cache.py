@@ -6,14 +6,14 @@
 What is removed is tokenised again when a run asks for it.
 """
 
-import contextlib
 import datetime
 import fcntl
 import json
+import os
 import shutil
+import socket
 import sys
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -33,14 +33,25 @@ def last_used(entry: Path) -> float:
     return (entry / "summary.json").stat().st_mtime
 
 
-def remains(folder: Path) -> Iterator[Path]:
-    """Half-written documents and locks that no process holds any more."""
+def remove(entry: Path) -> None:
+    """Takes an entry out of the cache at once, then its files: a run never finds a part of it."""
+    gone = entry.with_name(f"{entry.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    entry.rename(gone)
+    shutil.rmtree(gone)
+
+
+def remove_remains(folder: Path) -> None:
+    """Removes half-written documents of this host, whose lock no process holds any more, and locks of what is gone."""
     for lock in folder.glob("*.lock"):
-        with lock.open("a") as file, contextlib.suppress(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield from folder.glob(f"{lock.stem}.*.tmp")
-            if not lock.with_suffix("").exists():
-                yield lock
+        with lock.open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:  # it is held, or the file system has no locks, and nobody knows
+                continue
+            for unfinished in folder.glob(f"{lock.stem}.{socket.gethostname()}.*.tmp"):
+                shutil.rmtree(unfinished)
+            if not [*folder.glob(f"{lock.stem}.*.tmp"), *folder.glob(lock.stem)]:
+                lock.unlink()
 
 
 def _define_flags(values: flags.FlagValues) -> None:
@@ -64,10 +75,9 @@ def _main(values: flags.FlagValues, _: None) -> None:
         notes = "; ".join(json.loads((entry / "summary.json").read_text())["notes"])
         print(f"{'removed' if removed else entry.name[:8]}  {size / 1e6:10,.1f} MB  last used {day}  {notes}")
         if removed:
-            shutil.rmtree(entry)
+            remove(entry)
     if limit is not None:
-        for path in remains(folder):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        remove_remains(folder)
 
 
 main = partial(command.run, _define_flags, _main, with_config=False)

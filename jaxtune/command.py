@@ -68,11 +68,14 @@ def guarded(body: Callable[[], int | None]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except OSError as error:
-        if error.filename is None and error.errno != errno.ENOSPC:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if error.filename is None and not full:
             raise
         message = f"{error.filename or 'writing'}: {error.strerror}"
-        if error.errno == errno.ENOSPC:
-            message += ". Finished checkpoints are whole: make room, and the same command goes on from the last one"
+        if full:
+            message += (
+                ". Finished checkpoints are whole: make room, and --config=RUN/config.json goes on from the last one"
+            )
     except KeyboardInterrupt:
         print("jaxtune: interrupted", file=sys.stderr)
         return 130

@@ -24,9 +24,10 @@ from jaxtune.parallel.mesh import make_mesh
 from jaxtune.run import process
 from jaxtune.run.evaluation import make_evaluate
 from jaxtune.run.folder import RunFolder
+from jaxtune.run.memory import out_of_memory_is_answered
 from jaxtune.run.model import Model, declare_model
 from jaxtune.run.resume import differences
-from jaxtune.run.values import frozen_parameters, initial_parameters, of_model, open_run
+from jaxtune.run.values import frozen_parameters, initial_parameters, of_model, open_run, tokenizer_folder
 
 log = logging.getLogger("jaxtune")
 
@@ -41,14 +42,16 @@ def _recipe(values: flags.FlagValues) -> str | None:
     return None if values.run is None else str(RunFolder(Path(values.run)).config)
 
 
-def _open(values: flags.FlagValues, config: Config, mesh: jax.sharding.Mesh) -> tuple[Model, Parameters, Parameters]:
-    """(model, trained, frozen): of a run, of --model, or as the recipe starts."""
+def _open(
+    values: flags.FlagValues, config: Config, mesh: jax.sharding.Mesh
+) -> tuple[Config, Model, Parameters, Parameters]:
+    """(config, model, trained, frozen): of a run, of --model, or as the recipe starts."""
     if values.run is None:
         if values.step is not None:
             raise UserError(f"--step={values.step}: without --run there are no checkpoints")
         config = config if values.model is None else of_model(values.model, config)
-        model = declare_model(config, mesh)
-        return model, initial_parameters(model, config), frozen_parameters(model, config)
+        model = declare_model(config, mesh, train=values.model is None)
+        return config, model, initial_parameters(model, config), frozen_parameters(model, config)
     if values.model is not None:
         raise UserError("--run and --model: one at a time")
     run = open_run(RunFolder(Path(values.run)), mesh, values.step, low_precision=True)
@@ -67,16 +70,21 @@ def _open(values: flags.FlagValues, config: Config, mesh: jax.sharding.Mesh) -> 
         raise UserError("\n".join(["the run was trained with other options:", *changed, "set them back"]))
     if config.data.seq_len > (most := run.model.spec.max_positions):
         raise UserError(f"data.seq_len={config.data.seq_len} is more than the model's {most} positions")
-    return run.model, run.trained, run.frozen
+    return config, run.model, run.trained, run.frozen
 
 
 def _main(values: flags.FlagValues, config: Config) -> None:
     process.configure(config)
+    with out_of_memory_is_answered(config):
+        _evaluate(values, config)
+
+
+def _evaluate(values: flags.FlagValues, config: Config) -> None:
     mesh = make_mesh(config.mesh)
-    model, trained, frozen = _open(values, config, mesh)
-    _, documents = data.open_documents(
-        config, hf.load_tokenizer(model.folder, config.data.chat_template, config.data.special_tokens)
-    )
+    config, model, trained, frozen = _open(values, config, mesh)
+    home = tokenizer_folder(model, config)
+    tokenizer = hf.load_tokenizer(home, config.data.chat_template, config.data.special_tokens)
+    _, documents = data.open_documents(config, tokenizer, model.spec.vocabulary)
     if documents is None:
         raise UserError("no validation data: set data.eval_datasets or data.validation_split")
     rows = data.Rows(documents, config.data, epochs=1)

@@ -13,7 +13,7 @@ from jaxtune.config.schema import Config, Mesh
 from jaxtune.errors import UserError
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.quant import format_of
-from jaxtune.run.export import check_apart, export, merge_difference
+from jaxtune.run.export import check_apart, check_kind, export, merge_difference
 from jaxtune.run.folder import RunFolder
 from jaxtune.run.model import read_spec
 from jaxtune.run.values import open_run
@@ -66,6 +66,7 @@ def _main(values: flags.FlagValues, _: None) -> None:
     outputs = {kind: Path(values.output) / (kind if len(kinds) > 1 else "") for kind in kinds}
     for kind, output in outputs.items():
         check_apart(output, run.model)
+        check_kind(run.config, kind, values.merge)
         check_output(output, kind)
     for kind, output in outputs.items():
         parameters = {**run.frozen, **run.trained}

@@ -19,7 +19,7 @@ from jaxtune.parallel.mesh import make_mesh
 from jaxtune.run.folder import RunFolder
 from jaxtune.run.generation import generate_tokens, stop_tokens, stream_text
 from jaxtune.run.model import declare_model
-from jaxtune.run.values import initial_parameters, of_model, open_run, read_parameters
+from jaxtune.run.values import initial_parameters, of_model, open_run, read_parameters, tokenizer_folder
 
 
 def _define_flags(values: flags.FlagValues) -> None:
@@ -53,8 +53,9 @@ def _main(values: flags.FlagValues, _: None) -> None:
         parameters = read_parameters(model, [name for name, p in model.parameters.items() if not p.is_adapter])
         if config.lora.enabled:
             parameters |= initial_parameters(model, config)
-    tokenizer = hf.load_tokenizer(model.folder, config.data.chat_template, config.data.special_tokens)
-    stop = stop_tokens(model.folder, tokenizer)
+    home = tokenizer_folder(model, config)
+    tokenizer = hf.load_tokenizer(home, config.data.chat_template, config.data.special_tokens)
+    stop = stop_tokens(home, tokenizer)
     if values.chat:
         template = data.ChatTemplate(tokenizer)
         ids = template.prompt([{"role": "user", "content": values.prompt}])

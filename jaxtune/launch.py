@@ -21,8 +21,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 
-from jaxtune.command import STOPPED
+from jaxtune.command import STOPPED, guarded
 
 POLL_SECONDS = 0.1
 TAIL_LINES = 30
@@ -40,8 +41,10 @@ def main(argv: list[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _frame: received.append(number))
     logs = [folder / f"process-{index}.log" for index in range(arguments.processes)]
-    processes = start(arguments, logs)
+    processes: list[subprocess.Popen[bytes]] = []
     try:
+        for process in start(arguments, logs):
+            processes.append(process)
         failed = watch(processes, logs[0], received)
     finally:
         end(processes, arguments.grace)
@@ -85,12 +88,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return arguments
 
 
-def start(arguments: argparse.Namespace, logs: list[pathlib.Path]) -> list[subprocess.Popen[bytes]]:
-    """Start every process with its place in the run."""
+def start(arguments: argparse.Namespace, logs: list[pathlib.Path]) -> Iterator[subprocess.Popen[bytes]]:
+    """Starts every process with its place in the run."""
     with socket.socket() as probe:  # a free port; process 0 binds it a moment later
         probe.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
-    processes = []
     for index, log in enumerate(logs):
         environment = os.environ | {
             "JAXTUNE_COORDINATOR": coordinator,
@@ -104,12 +106,9 @@ def start(arguments: argparse.Namespace, logs: list[pathlib.Path]) -> list[subpr
             environment["CUDA_VISIBLE_DEVICES"] = arguments.gpus[index]
         with log.open("wb") as output:
             # A session of its own keeps the terminal's Ctrl-C from reaching it twice.
-            processes.append(
-                subprocess.Popen(
-                    arguments.command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-                )
+            yield subprocess.Popen(
+                arguments.command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
-    return processes
 
 
 def watch(processes: list[subprocess.Popen[bytes]], shown: pathlib.Path, received: list[int]) -> int | None:
@@ -144,4 +143,4 @@ def end(processes: list[subprocess.Popen[bytes]], grace: float) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main))

@@ -58,11 +58,11 @@ def _train(config: Config, folder: RunFolder) -> bool:
 
     # ---- data: documents, rows, the number of steps ----
     tokenizer = hf.load_tokenizer(model.folder, config.data.chat_template, config.data.special_tokens)
-    feed = data.open_feed(config, tokenizer, mesh)
+    feed = data.open_feed(config, tokenizer, model.spec.vocabulary, mesh)
     record = resume.record(config, model, feed)
     if saved is not None:
         resume.check_same(saved, record, model)
-        if saved["step"] >= feed.total_steps and (folder.export.exists() or not config.export.at_end):
+        if saved["step"] >= feed.total_steps and (folder.exported or not config.export.at_end):
             log.info("this run is finished: %d of %d steps, in %s", saved["step"], feed.total_steps, folder.path)
             return True
 
@@ -84,7 +84,7 @@ def _train(config: Config, folder: RunFolder) -> bool:
             first = ("eval",) if config.eval.at_start else ()
             state, position = start(initial_parameters(model, config)), loop.Position(put_off=first)
         frozen = frozen_parameters(model, config)
-        folder.write_records(config, feed.rows.counts)
+        resume.begin(config, folder, feed.rows.counts)
 
     # ---- the loop: steps, and the tasks between them ----
     work, total_steps = model.work(config.data.seq_len), feed.total_steps

@@ -30,13 +30,15 @@ def main(arguments: list[str]) -> int:
         return 2
     name, *more = arguments
     lane = lanes[name]
-    chosen = nightly_files(more) if name == "nightly" else []
+    chosen = []
     if name == "nightly":
+        options = [argument for argument in more if argument.startswith("-") and argument != "--all"]
+        chosen = nightly_files([argument for argument in more if argument not in options])
         if not chosen:
             print("nightly: nothing that it covers has changed since it last passed")
             return 0
-        options = [argument for argument in lane["arguments"] if argument.startswith("-")]
-        lane["arguments"], more = [*(str(file.relative_to(ROOT)) for file in chosen), *options], []
+        of_lane = [argument for argument in lane["arguments"] if argument.startswith("-")]
+        lane["arguments"], more = [str(file.relative_to(ROOT)) for file in chosen], [*of_lane, *options]
     start = time.monotonic()
     command = [sys.executable, "-m", "pytest", "-q", "--durations=10", *lane["arguments"], *more]
     code = subprocess.call(command, cwd=ROOT)
@@ -53,11 +55,9 @@ def main(arguments: list[str]) -> int:
 def nightly_files(wanted: list[str]) -> list[Path]:
     """The nightly files to run: all, those with one of these in their names, or those whose cover has changed."""
     files = sorted((TESTS / "nightly").glob("test_*.py"))
-    if unknown := [file.name for file in files if file.name not in passed()]:
-        print(f"nightly: never passed on record: {', '.join(unknown)}; run them with --all")
     if wanted:
         return files if wanted == ["--all"] else [file for file in files if any(part in file.name for part in wanted)]
-    return [file for file in files if passed().get(file.name, digest(file)) != digest(file)]
+    return [file for file in files if passed().get(file.name) != digest(file)]
 
 
 def passed() -> dict[str, str]:
@@ -66,7 +66,7 @@ def passed() -> dict[str, str]:
 
 
 def digest(test: Path) -> str:
-    """A hash of a nightly file and of all that it covers, as git has it in the working tree."""
+    """A hash of a nightly file and of all that it covers: of the files that git knows, as they are now."""
     tree = ast.parse(test.read_text())
     covers = next(
         ast.literal_eval(node.value)
@@ -76,8 +76,20 @@ def digest(test: Path) -> str:
     listed = subprocess.check_output(["git", "ls-files", "--", *covers, str(test)], cwd=ROOT, text=True)
     found = hashlib.sha256()
     for name in sorted(listed.splitlines()):
-        found.update(name.encode() + b"\0" + (ROOT / name).read_bytes())
+        found.update(name.encode() + b"\0" + content(ROOT / name))
     return found.hexdigest()[:16]
+
+
+def content(file: Path) -> bytes:
+    """What counts as a change of a file: of Python all but comments and docstrings."""
+    if file.suffix != ".py":
+        return file.read_bytes()
+    tree = ast.parse(file.read_bytes())
+    for node in ast.walk(tree):
+        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if documented and ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+    return ast.dump(tree).encode()
 
 
 if __name__ == "__main__":

@@ -108,15 +108,28 @@ def tokenize(
     name = _folder_name(entries, found, tokenizer, on_bad_row)
     folder = cache_dir / name
     cache_dir.mkdir(parents=True, exist_ok=True)
-    with (cache_dir / f"{name}.lock").open("w") as lock:
-        # A file system without locks only costs time: every process tokenises, and the first rename counts.
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    with _locked(cache_dir / f"{name}.lock") as locked:
+        if locked:
             for left_by_a_kill in cache_dir.glob(f"{name}.{socket.gethostname()}.*.tmp"):
                 shutil.rmtree(left_by_a_kill, ignore_errors=True)
         if not folder.exists():
             _write(folder, list(zip(found, entries)), tokenizer, on_bad_row)
-    return _load(folder)
+        return _load(folder)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    """Whether the lock was to be had: a file system without locks only costs time, as the first rename counts."""
+    while True:
+        with path.open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            except OSError:
+                yield False
+                return
+            if path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+                yield True
+                return  # else `jaxtune cache` has just removed the file that was waited for
 
 
 def _folder_name(

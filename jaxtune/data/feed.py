@@ -44,12 +44,12 @@ class Feed:
         return batches(self.rows, self.shape, self.sharding, start_row, self.total_steps * self.rows_per_step)
 
 
-def open_feed(config: Config, tokenizer, mesh: jax.sharding.Mesh) -> Feed:
+def open_feed(config: Config, tokenizer, vocabulary: int, mesh: jax.sharding.Mesh) -> Feed:
     """Documents of the config, tokenised or from the cache, as rows for a mesh; logs what there is.
 
     Raises UserError as `open_documents`.
     """
-    documents, eval_documents = open_documents(config, tokenizer)
+    documents, eval_documents = open_documents(config, tokenizer, vocabulary)
     for note in documents.notes:
         log.info("data: %s", note)
     train, data = config.train, config.data

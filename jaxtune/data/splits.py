@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxtune.config.schema import Config
+from jaxtune.config.schema import Config, Dataset
 from jaxtune.data.documents import Documents, tokenize
 from jaxtune.errors import UserError
 
@@ -14,17 +14,35 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-def open_documents(config: Config, tokenizer: "PreTrainedTokenizerFast") -> tuple[Documents, Documents | None]:
+def open_documents(
+    config: Config, tokenizer: "PreTrainedTokenizerFast", vocabulary: int | None = None
+) -> tuple[Documents, Documents | None]:
     """Training documents, and validation documents if the config asks for any; tokenised, or loaded from the cache.
 
+    Args:
+        config: its data section counts.
+        tokenizer: the model's.
+        vocabulary: how many tokens the model has embeddings of; None: not known.
+
     Raises:
-        UserError: as `tokenize` and `hold_out`.
+        UserError: as `tokenize` and `hold_out`; a token has no embedding.
     """
     data = config.data
     cache_dir = Path(data.cache_dir) if data.cache_dir else Path(config.train.output_dir) / "cache"
-    train = tokenize(data.datasets, tokenizer, cache_dir, data.on_bad_row)
+
+    def documents(entries: tuple[Dataset, ...]) -> Documents:
+        found = tokenize(entries, tokenizer, cache_dir, data.on_bad_row)
+        if vocabulary is not None and len(tokenizer) > vocabulary and (most := int(found.tokens.max())) >= vocabulary:
+            raise UserError(
+                f"the data has token {most}, {tokenizer.convert_ids_to_tokens(most)!r}, and the model embeddings of "
+                f"{vocabulary} tokens; name those that the tokenizer was given in data.special_tokens, for the "
+                "embeddings to grow"
+            )
+        return found
+
+    train = documents(data.datasets)
     if data.eval_datasets:
-        return train, tokenize(data.eval_datasets, tokenizer, cache_dir, data.on_bad_row)
+        return train, documents(data.eval_datasets)
     if data.validation_split:
         return hold_out(train, data.validation_split, data.seed)
     return train, None

@@ -40,6 +40,7 @@ class Adapter:
         dropout: on the adapter's input while training.
         use_rslora: which of the two scales.
         base_model: name or path of the model it was trained on, where it says so.
+        revision: branch, tag or commit of that model on the hub; None: its main branch, or a local folder.
         modules: (A, B) by Hugging Face module name (`model.layers.0.self_attn.q_proj`).
     """
 
@@ -48,6 +49,7 @@ class Adapter:
     dropout: float
     use_rslora: bool
     base_model: str | None
+    revision: str | None
     modules: dict[str, tuple[Float[np.ndarray, "rank in"], Float[np.ndarray, "out rank"]]]
 
 
@@ -70,6 +72,7 @@ def write_adapter(folder: Path, adapter: Adapter, target_modules: Sequence[str])
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": adapter.base_model,
+        "revision": adapter.revision,
         "r": adapter.rank,
         "lora_alpha": adapter.alpha,
         "lora_dropout": adapter.dropout,
@@ -78,7 +81,7 @@ def write_adapter(folder: Path, adapter: Adapter, target_modules: Sequence[str])
         "bias": "none",
         "init_lora_weights": True,
         "inference_mode": True,
-        **dict.fromkeys(("revision", "modules_to_save", "exclude_modules", "layers_to_transform", "auto_mapping")),
+        **dict.fromkeys(("modules_to_save", "exclude_modules", "layers_to_transform", "auto_mapping")),
         **dict.fromkeys(("fan_in_fan_out", "use_dora"), False),
         "rank_pattern": {},
         "alpha_pattern": {},
@@ -129,6 +132,7 @@ def read_adapter(folder: Path) -> Adapter:
         dropout=float(config.get("lora_dropout") or 0.0),
         use_rslora=config.get("use_rslora") or False,
         base_model=config.get("base_model_name_or_path"),
+        revision=config.get("revision"),
         modules={module: (pair["A"], pair["B"]) for module, pair in sorted(halves.items())},
     )
 
@@ -145,6 +149,7 @@ def _check_config(path: Path, config: dict[str, Any]) -> None:
         "lora_dropout": (config.get("lora_dropout") is None or number("lora_dropout"), "a number"),
         "use_rslora": (config.get("use_rslora") in (True, False, None), "true or false"),
         "base_model_name_or_path": (isinstance(config.get("base_model_name_or_path"), str | None), "a name"),
+        "revision": (isinstance(config.get("revision"), str | None), "a name"),
         "bias": (config.get("bias") in ("none", None), "'none'"),
         "init_lora_weights": (config.get("init_lora_weights") in _PLAIN_STARTS, "true (convert it with peft)"),
     }

@@ -48,9 +48,14 @@ def load_tokenizer(
 
 
 def copy_tokenizer_files(source: Path, target: Path) -> list[str]:
-    """Copy tokenizer, chat template and generation defaults byte for byte; return the names of those there were."""
+    """Copy tokenizer, chat template and generation defaults byte for byte; return the names of those there were.
+
+    Those that only the target has are removed: they are of what was there before.
+    """
     target.mkdir(parents=True, exist_ok=True)
     names = [name for name in FILES if (source / name).is_file()]
+    for name in set(FILES) - set(names):
+        (target / name).unlink(missing_ok=True)
     for name in names:
         shutil.copyfile(source / name, target / name)
     return names

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jaxtune.models.parameters import Parameter
 
 BLOCK = 256  # elements that share a scale, at most
-LEAST = 32  # elements of a row that are worth a scale
+LEAST = 16  # elements of a row that are worth a scale
 DEVICES = 8  # that can share the columns of a matrix, if they divide them
 LEAST_ELEMENTS = 4096  # of a parameter whose moments are in 8 bits
 SIGNED = {"mu": True, "nu": False}  # which dynamic map: of the mean of gradients, and of their squares
@@ -38,7 +38,7 @@ def block_of(shape: tuple[int, ...]) -> Block | None:
 
     A block lies in a row, as bitsandbytes' do where i is a multiple of 256: rows may differ in size by orders of
     magnitude. It has the most elements up to 256 with which 8 devices can share the row; where rows are shorter than
-    32, it is several of them. None where the moments stay float32: of a small parameter, and of rows without such a
+    16, it is several of them. None where the moments stay float32: of a small parameter, and of rows without such a
     divisor.
     """
     width, height = shape[-1], math.prod(shape[:-1])

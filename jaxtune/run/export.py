@@ -82,6 +82,7 @@ def export_adapter(model: Model, parameters: Parameters, config: Config, output:
         dropout=lora.dropout,
         use_rslora=lora.use_rslora,
         base_model=_absolute(config.model.path or ""),
+        revision=config.model.revision,
         modules={module: (pair["a"], pair["b"]) for module, pair in modules.items()},
     )
     hf.write_adapter(output, adapter, _targets(model, set(modules)))
@@ -136,10 +137,7 @@ def export(
     Raises UserError where the format does not fit the run, or the output would destroy what it is made from.
     """
     check_apart(output, model)
-    if kind == "peft" and not config.lora.enabled:
-        raise UserError("--format=peft: this run trained the whole model; export it with --format=hf")
-    if kind == "hf" and config.lora.enabled and not merge:
-        raise UserError("--format=hf: this run trained an adapter; add --merge for a whole model, or use --format=peft")
+    check_kind(config, kind, merge)
     (export_adapter if kind == "peft" else export_full)(model, parameters, config, output)
     if multihost.is_main():
         hf.write_card(
@@ -150,6 +148,14 @@ def export(
             rows=card_rows(config, run, steps, tokens),
             curve=run.loss_curve,
         )
+
+
+def check_kind(config: Config, kind: str, merge: bool) -> None:
+    """Raise UserError where a run cannot be exported in a format."""
+    if kind == "peft" and not config.lora.enabled:
+        raise UserError("--format=peft: this run trained the whole model; export it with --format=hf")
+    if kind == "hf" and config.lora.enabled and not merge:
+        raise UserError("--format=hf: this run trained an adapter; add --merge for a whole model, or use --format=peft")
 
 
 def check_apart(output: Path, model: Model) -> None:

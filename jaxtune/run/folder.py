@@ -10,7 +10,6 @@ from jaxtune.config import from_json, to_json
 from jaxtune.config.schema import Config
 from jaxtune.data import Counts
 from jaxtune.errors import UserError
-from jaxtune.parallel import multihost
 
 
 @dataclass(frozen=True)
@@ -44,13 +43,18 @@ class RunFolder:
         """What the run made: a Hugging Face folder, or a PEFT adapter."""
         return self.path / "export"
 
+    @property
+    def exported(self) -> bool:
+        """Whether `export` is whole, and of the last step: its card is written last, and goes when training goes on."""
+        return (self.export / "README.md").exists()
+
     def write_records(self, config: Config, counts: Counts) -> None:
-        """Record the config, as the recipe to go on by, and what became of the documents, by the main process."""
-        if multihost.is_main():
-            self.path.mkdir(parents=True, exist_ok=True)
-            goes_on = dataclasses.replace(config, ckpt=dataclasses.replace(config.ckpt, resume="auto"))
-            self.config.write_text(to_json(goes_on))
-            (self.path / "data.json").write_text(json.dumps(dataclasses.asdict(counts), indent=1) + "\n")
+        """Record the config, as the recipe to go on by, and what became of the documents; what is exported is old."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        goes_on = dataclasses.replace(config, ckpt=dataclasses.replace(config.ckpt, resume="auto"))
+        self.config.write_text(to_json(goes_on))
+        (self.path / "data.json").write_text(json.dumps(dataclasses.asdict(counts), indent=1) + "\n")
+        (self.export / "README.md").unlink(missing_ok=True)
 
     def read_config(self) -> Config:
         """The recorded config. Raises UserError if this is not a run folder."""

@@ -5,8 +5,10 @@ file system has it, or carries it to other hosts, so the holder also touches the
 counts as alive until its last touch is TAKE_OVER_SECONDS old.
 """
 
+import contextlib
 import fcntl
 import json
+import logging
 import os
 import socket
 import threading
@@ -14,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jax.experimental import multihost_utils
@@ -21,7 +24,9 @@ from jax.experimental import multihost_utils
 from jaxtune.errors import UserError
 from jaxtune.parallel import multihost
 
+log = logging.getLogger("jaxtune")
 TOUCH_SECONDS = 30
+POLL_SECONDS = 2
 TAKE_OVER_SECONDS = 600
 
 
@@ -36,47 +41,57 @@ def locked(folder: Path) -> Iterator[None]:
     if multihost_utils.broadcast_one_to_all(np.bool_(refusal is not None)):
         raise refusal or UserError(f"{folder} is in use: process 0 says by whom")
     ended = threading.Event()
+    touching = threading.Thread(target=_touch, args=(file, ended), daemon=True)
     if file is not None:
-        threading.Thread(target=_touch, args=(file, ended), daemon=True).start()
+        touching.start()
     try:
         yield
     finally:
         ended.set()
         if file is not None:
+            touching.join()  # or it would touch another file of that number
             (folder / "lock").unlink(missing_ok=True)  # before its lock goes: who waits for it finds another file
             os.close(file)
 
 
 def _take(path: Path) -> tuple[int | None, UserError | None]:
-    """The open, locked file; or why it cannot be taken."""
+    """The open, locked file; or why it cannot be taken. Waits to see whether a holder on another host is alive."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    seen = None
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         held = _held(file)
         if not _is(file, path):
             os.close(file)  # its holder has just ended, and took the file away
             continue
-        if refusal := _refusal(path, os.pread(file, 4096, 0), held, time.time() - os.fstat(file).st_mtime):
-            os.close(file)
-            return None, refusal
-        holder = {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T %Z")}
-        os.ftruncate(file, 0)
-        os.pwrite(file, json.dumps(holder).encode(), 0)
-        return file, None
+        holder, touched = _holder(os.pread(file, 4096, 0)), os.fstat(file).st_mtime
+        ended_here = not held and (not holder or (held is False and holder.get("host") == socket.gethostname()))
+        if ended_here or (not held and time.time() - touched > TAKE_OVER_SECONDS):
+            own = {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T %Z")}
+            os.ftruncate(file, 0)
+            os.pwrite(file, json.dumps(own).encode(), 0)
+            return file, None
+        os.close(file)
+        who = " ".join(f"{name} {value}" for name, value in holder.items()) or "a process that is just starting"
+        if held or (seen is not None and touched != seen):
+            return None, UserError(
+                f"{path.parent} is in use: {who}. Wait for it, stop it, or choose another --config.train.run_name"
+            )
+        if seen is None:
+            log.warning(
+                "%s was locked by %s; waiting for its next sign of life, or %d minutes after its last",
+                *(path.parent, who, TAKE_OVER_SECONDS // 60),
+            )
+        seen = touched
+        time.sleep(POLL_SECONDS)
 
 
-def _refusal(path: Path, content: bytes, held: bool | None, age: float) -> UserError | None:
-    """Why a lock file of this content and age is not free; `held` as `_held` says."""
-    holder = json.loads(content or b"{}")
-    here = holder.get("host") == socket.gethostname() and held is not None
-    if not held and (not holder or here or age > TAKE_OVER_SECONDS):
-        return None
-    who = " ".join(f"{name} {value}" for name, value in holder.items()) or "a process that is just starting"
-    patience = f"; if it was killed, its lock ends {TAKE_OVER_SECONDS // 60} minutes after its last sign of life"
-    return UserError(
-        f"{path.parent} is in use: {who}{'' if held else patience}. "
-        "Wait for it, stop it, or choose another --config.train.run_name"
-    )
+def _holder(content: bytes) -> dict[str, Any]:
+    """What a lock file says of its holder; empty where it says nothing, or was half written when the power went."""
+    try:
+        return dict(json.loads(content or b"{}"))
+    except (ValueError, TypeError):
+        return {}
 
 
 def _held(file: int) -> bool | None:
@@ -99,4 +114,5 @@ def _is(file: int, path: Path) -> bool:
 
 def _touch(file: int, ended: threading.Event) -> None:
     while not ended.wait(TOUCH_SECONDS):
-        os.utime(file)
+        with contextlib.suppress(OSError):  # of a file server that is away for a while: the next touch may succeed
+            os.utime(file)

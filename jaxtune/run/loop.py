@@ -77,7 +77,7 @@ def train(
     before a task they are up to date. Raises UserError after train.max_bad_steps non-finite steps in a row.
     """
     pending: tuple[Position, Any] | None = None
-    last = time.perf_counter()
+    last = 0.0
 
     def report() -> None:
         nonlocal pending, last
@@ -95,6 +95,7 @@ def train(
                     task.run(state, position)
 
     run(position.put_off)
+    last = time.perf_counter()
     while position.step < total_steps:
         with watch.goodput.measure("data wait"):
             next_row, batch = next(batches)

@@ -89,7 +89,7 @@ def out_of_memory_is_answered(config: Config) -> Iterator[None]:
         options = ", ".join(option for option, _ in _smaller(config))
         raise UserError(
             f"out of memory{f' ({asked[0]})' if asked else ''}; is something else on this device or host? What needs "
-            f"less: {options}. Checkpoints are whole: the same command goes on from the last one"
+            f"less: {options}. Checkpoints are whole: --config=RUN/config.json goes on from the last one"
         ) from error
 
 

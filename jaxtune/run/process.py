@@ -35,14 +35,20 @@ def compiler_options(deterministic: bool = False) -> Options:
     return {name: value for name, value in options.items() if name not in os.environ.get("XLA_FLAGS", "")}
 
 
+# Of a GPU's memory, for XLA to take at the start: 75% by default, which leaves a quarter of the GPU unused.
+MEMORY_FRACTION = "0.93"
+
+
 def configure(config: Config) -> None:
     """Before the first device is touched: join the other processes, keep compiled programs, show the log.
 
     The first lines of the log are what the config left out because it could have no effect.
     """
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # the same by its older name
+        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
     multihost.initialize()
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", str(Path(config.train.output_dir) / "cache" / "xla"))
+        jax.config.update("jax_compilation_cache_dir", str(Path(config.train.output_dir).absolute() / "cache" / "xla"))
     _show_log()
     for line in config.left_out:
         log.info(line)

@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from jax.experimental import multihost_utils
@@ -12,7 +13,7 @@ from jaxtune.checkpoint import CheckpointManager, fingerprint, verify_fingerprin
 from jaxtune.config import from_json, to_json
 from jaxtune.config.loading import as_dict
 from jaxtune.config.schema import Config
-from jaxtune.data import Feed
+from jaxtune.data import Counts, Feed
 from jaxtune.errors import UserError
 from jaxtune.parallel import multihost
 from jaxtune.run.folder import RunFolder
@@ -32,6 +33,7 @@ def saved_run(config: Config, folder: RunFolder, checkpoints: CheckpointManager)
     """What the checkpoint to go on from says, by ckpt.resume; None to start anew.
 
     Raises UserError where there is nothing to go on from, a run that is not to go on, or one with other options.
+    What ckpt.resume='overwrite' removes is still there afterwards: see `begin`.
     """
     if config.ckpt.resume == "never":
         if checkpoints.steps():
@@ -41,7 +43,12 @@ def saved_run(config: Config, folder: RunFolder, checkpoints: CheckpointManager)
             )
         return None
     if config.ckpt.resume == "overwrite":
-        remove_run(folder)
+        for option, path in (("model.path", config.model.path), ("lora.path", config.lora.path)):
+            if path is not None and Path(path).resolve().is_relative_to(folder.path.resolve()):
+                raise UserError(
+                    f"{option}={path} is in {folder.path}, which ckpt.resume='overwrite' removes; give the new run "
+                    "another --config.train.run_name"
+                )
         return None
     saved = checkpoints.host(None if config.ckpt.resume == "auto" else int(config.ckpt.resume))
     if saved is not None:
@@ -49,14 +56,18 @@ def saved_run(config: Config, folder: RunFolder, checkpoints: CheckpointManager)
     return saved
 
 
-def remove_run(folder: RunFolder) -> None:
-    """Removes what a run goes on from, and what it exported; the other files are written anew."""
+def begin(config: Config, folder: RunFolder, counts: Counts) -> None:
+    """Makes the folder that of this run, once nothing of its options, model and data can be refused any more.
+
+    With ckpt.resume='overwrite' the checkpoints and the export that are there are removed.
+    """
     if multihost.is_main():
-        for path in (folder.checkpoints, folder.export):
+        for path in (folder.checkpoints, folder.export) if config.ckpt.resume == "overwrite" else ():
             if path.exists():
                 log.info("removing %s, as ckpt.resume='overwrite' says", path)
                 shutil.rmtree(path)
-    multihost_utils.sync_global_devices("the run before is removed")
+        folder.write_records(config, counts)
+    multihost_utils.sync_global_devices("the run has begun")
 
 
 def record(config: Config, model: Model, feed: Feed) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxtune import hf
 from jaxtune.checkpoint import CheckpointManager, verify_fingerprint
-from jaxtune.config.schema import Config, Lora
+from jaxtune.config.schema import Config, Lora, Quant
 from jaxtune.errors import UserError
 from jaxtune.models import families
 from jaxtune.models.decoder import Parameters
@@ -190,15 +190,24 @@ def open_run(folder: RunFolder, mesh: jax.sharding.Mesh, step: int | None, low_p
 def of_model(name: str, config: Config) -> Config:
     """`config` with the model that `name` is: a folder or hub id, or an adapter's folder, which names its base.
 
+    What the config says of quantization is of an adapter's base; a whole model is taken as it is.
+
     Raises UserError where an adapter does not say what it is an adapter of.
     """
     folder = Path(name).expanduser()
-    lora, base = Lora(), name
+    lora, quant, base, revision = Lora(), Quant(), name, None
     if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
         adapter = hf.read_adapter(folder)
         if adapter.base_model is None:
             raise UserError(f"{name} does not say which model it is an adapter of (base_model_name_or_path)")
-        modules, base = tuple(sorted(adapter.modules)), adapter.base_model
+        modules, base, revision = tuple(sorted(adapter.modules)), adapter.base_model, adapter.revision
         lora = Lora(True, adapter.rank, adapter.alpha, 0.0, modules, use_rslora=adapter.use_rslora, path=name)
-    model = dataclasses.replace(config.model, path=base, revision=None, from_scratch=False)
-    return dataclasses.replace(config, model=model, lora=lora)
+        quant = config.quant
+    model = dataclasses.replace(config.model, path=base, revision=revision, from_scratch=False)
+    return dataclasses.replace(config, model=model, lora=lora, quant=quant)
+
+
+def tokenizer_folder(model: Model, config: Config) -> Path:
+    """Where the tokenizer is: in the folder of the adapter, if it has one, as exported ones do; else in the model's."""
+    adapter = None if config.lora.path is None else Path(config.lora.path).expanduser()
+    return adapter if adapter is not None and (adapter / "tokenizer.json").exists() else model.folder

@@ -1,6 +1,7 @@
 """What is done with a finished run, and what a run that cannot be right leaves behind."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -28,6 +29,16 @@ def test_the_adapter_that_training_has_just_printed_generates_on_its_base(adapte
     asked = ("--prompt=say", "--max_new_tokens=4", "--temperature=0")
     exported = call("jaxtune.generate", f"--model={adapter / 'export'}", *asked)
     assert exported == call("jaxtune.generate", f"--model={adapter}", *asked)
+
+
+def test_an_adapter_answers_by_the_chat_template_that_it_was_trained_with(home, adapter):
+    """Which its folder has, and its base may lack."""
+    copy = home / "with-its-own-template"
+    shutil.copytree(adapter / "export", copy)
+    (copy / "chat_template.jinja").write_text("{{ raise_exception('of the adapter') }}")
+    asked = ("--prompt=say", "--max_new_tokens=4", "--temperature=0", "--chat")
+    call("jaxtune.generate", f"--model={adapter / 'export'}", *asked)
+    assert "of the adapter" in call("jaxtune.generate", f"--model={copy}", *asked, code=2)
 
 
 def test_an_adapter_as_the_model_to_train_is_told_from_a_model(home, adapter):
@@ -99,6 +110,9 @@ def test_an_export_never_mixes_with_other_things(home, adapter):
     before = sorted(output.iterdir())
     assert "holds other things" in call(*export, "--merge", code=2)
     assert sorted(output.iterdir()) == before
+    both = ("jaxtune.export", f"--run={adapter}", f"--output={home / 'both'}", "--format=peft,hf")
+    assert "add --merge for a whole model" in call(*both, code=2)
+    assert not (home / "both").exists()
 
 
 def test_a_run_that_ends_in_nan_fails_and_exports_nothing(home):
@@ -120,10 +134,20 @@ def test_a_run_is_started_again_in_place(home, adapter):
     said = call(*recipe_command(home, "qwen_lora.py", "adapter", **options), code=2)
     assert "lora.rank: 4 then, 2 now" in said
     assert f"(from these weights with --config.lora.path={adapter / 'export'})" in said
+    for refused, why in (
+        ({"lora.path": adapter / "export"}, f"is in {adapter}, which ckpt.resume='overwrite' removes"),
+        ({"data.datasets[0].path": home / "no.jsonl"}, "no.jsonl"),
+    ):
+        asked = {**options, **refused, "ckpt.resume": "overwrite"}
+        assert why in call(*recipe_command(home, "qwen_lora.py", "adapter", **asked), code=2)
+        assert list((adapter / "checkpoints").iterdir()) and (adapter / "export" / "adapter_config.json").exists()
     said = call(*recipe_command(home, "qwen_lora.py", "adapter", **options, **{"ckpt.resume": "overwrite"}))
     assert f"removing {adapter / 'checkpoints'}, as ckpt.resume='overwrite' says" in said
     assert [row["step"] for row in metrics(adapter) if "loss" in row] == [1, 2]
     again = [line.split(" -m ")[1] for line in said.splitlines() if line.startswith("resume: ")]
     assert again == [f"jaxtune.train --config={adapter / 'config.json'}"]
     assert "this run is finished: 2 of 2 steps" in call(*again[0].split())
+    (adapter / "export" / "README.md").unlink()  # as where a run is killed while it exports
+    assert "this run is finished" not in call(*again[0].split())
+    assert (adapter / "export" / "README.md").exists()
     assert "--prompt=Once --chat" in said

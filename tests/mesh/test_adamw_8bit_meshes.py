@@ -12,10 +12,10 @@ from jaxtune.parallel.mesh import make_mesh
 
 RATE = 1e-2
 RULE = adamw_8bit(0.9, 0.99, 1e-8)
-# A matrix whose blocks lie in rows, one whose blocks are 16 x 16, a vector, and a parameter that stays in float32.
+# A matrix whose blocks lie in rows, one whose blocks are 32 x 8, a vector, and a parameter that stays in float32.
 PARAMETERS = {
     "wide": ((16, 2048), jax.P("tensor", "fsdp")),
-    "narrow": ((2048, 16), jax.P("fsdp", None)),
+    "narrow": ((2048, 8), jax.P("fsdp", None)),
     "vector": ((4096,), jax.P("fsdp")),
     "small": ((8, 64), jax.P("fsdp", None)),
 }

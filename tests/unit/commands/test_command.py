@@ -1,6 +1,7 @@
 """What every command does with what goes wrong outside it, and with what is typed."""
 
 import errno
+import os
 import subprocess
 import sys
 from typing import cast
@@ -22,11 +23,12 @@ def raising(error: BaseException):
     return body
 
 
-def test_a_full_disk_is_a_line_that_says_what_is_safe(capsys):
-    full = OSError(errno.ENOSPC, "No space left on device")
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_or_quota_is_a_line_that_says_what_is_safe(capsys, number):
+    full = OSError(number, os.strerror(number))
     assert guarded(raising(full)) == 2
     said = capsys.readouterr().err
-    assert said.startswith("jaxtune: error: writing: No space left on device. Finished checkpoints are whole")
+    assert said.startswith(f"jaxtune: error: writing: {os.strerror(number)}. Finished checkpoints are whole")
     assert said.count("\n") == 1
 
 

@@ -1,5 +1,6 @@
 """From files to tokenised documents, and their cache."""
 
+import contextlib
 import csv
 import json
 import socket
@@ -350,6 +351,17 @@ def test_validation_data_is_a_part_or_data_of_its_own(tokenizer, tmp_path):
     assert [len(documents) for documents in part] == [2, 1]
     own = open_documents(replace(config, data=replace(config.data, eval_datasets=(other,))), tokenizer)
     assert [len(documents) for documents in own] == [3, 2]
+
+
+def test_a_token_without_an_embedding_is_named(tokenizer, tmp_path):
+    """The tokenizer has tokens that the model lacks: an error where the data has one of them."""
+    config = Config(train=Train(output_dir=str(tmp_path / "runs")))
+    most = len(tokenizer) - 1
+    for name, ids in (("without", [1, 2, most - 1]), ("with", [1, 2, most])):
+        entry = Dataset(path=str(jsonl(tmp_path / f"{name}.jsonl", [{"input_ids": ids}] * 2)))
+        told = pytest.raises(UserError, match=rf"token {most}, .* and the model embeddings of {most} tokens")
+        with told if name == "with" else contextlib.nullcontext():
+            open_documents(replace(config, data=Data(datasets=(entry,))), tokenizer, most)
 
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]

@@ -11,7 +11,7 @@ from jaxtune import hf
 from jaxtune.errors import UserError
 
 MODULE = "model.layers.0.self_attn.q_proj"
-OPTIONS = {"rank": 4, "alpha": 8.0, "dropout": 0.1, "use_rslora": False, "base_model": "owner/name"}
+OPTIONS = {"rank": 4, "alpha": 8.0, "dropout": 0.1, "use_rslora": False, "base_model": "owner/name", "revision": "v1"}
 
 
 def write(folder, modules, **options):
@@ -36,7 +36,7 @@ def adapter(tmp_path):
 def test_what_is_written_is_read_back(adapter):
     found = hf.read_adapter(adapter)
     assert (found.rank, found.alpha, found.dropout, found.use_rslora) == (4, 8.0, 0.1, False)
-    assert found.base_model == "owner/name"
+    assert (found.base_model, found.revision) == ("owner/name", "v1")
     for half, written in zip(found.modules[MODULE], pair(6, 5)):
         np.testing.assert_array_equal(half, written)
 

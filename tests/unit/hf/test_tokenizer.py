@@ -22,6 +22,8 @@ def test_files_are_copied_byte_for_byte_and_nothing_else_is(tmp_path):
     byte_tokenizer(source)
     (source / "generation_config.json").write_text('{"eos_token_id":   258}')
     (source / "tokenization.py").write_text("raise SystemExit")
+    target.mkdir()
+    (target / "added_tokens.json").write_text("{}")  # of what was exported there before
     names = hf.copy_tokenizer_files(source, target)
     assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"} <= set(names)
     assert {file.name for file in target.iterdir()} == set(names)
