@@ -177,10 +177,11 @@ def test_an_update_moves_gradients_once_and_parameters_and_state_twice(monkeypat
     assert row["over_optax"] == 0.5
 
 
-@pytest.mark.parametrize("size", ["0.6B", "1.7B"])
-def test_the_8_bit_optimizer_keeps_two_bytes_a_weight_of_a_real_model(size, one_device):
+@pytest.mark.parametrize(("size", "bytes_per_weight"), [("0.6B", 2.06), ("1.7B", 2.04)])
+def test_the_8_bit_optimizer_keeps_two_bytes_a_weight_of_a_real_model(size, bytes_per_weight, one_device):
+    """And a scale for each 256; for each 128 where the model is 1024 wide, for 8 devices to share its rows."""
     optim = models.Optim(name="adamw_8bit")
     built = models.training(qwen3.CONFIGS[size], lora=False, optim=optim)
     state = jax.eval_shape(built.optimizer.init, built.trained)
     count = sum(leaf.size for leaf in jax.tree.leaves(built.trained))
-    assert 2 < optimizers.size_of(state) / count <= 2.05
+    assert 2 < optimizers.size_of(state) / count <= bytes_per_weight
