@@ -6,10 +6,12 @@ last and makes it one. Without a manifest it is the remains of a save that did n
 
 import json
 import logging
+import sys
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -48,6 +50,8 @@ class CheckpointManager:
         if keep_last < 1:
             raise UserError(f"ckpt.keep_last is {keep_last}; at least 1 checkpoint must be kept")
         logging.getLogger("absl").addFilter(_not_orbax_noise)
+        if sys.excepthook is sys.__excepthook__:
+            sys.excepthook = _not_tensorstore_noise
         self._folder = Path(folder).absolute()
         self._keep_last = keep_last
         self._verified: set[int] = set()  # kept ones that this run saved or restored: what keep_last counts
@@ -185,6 +189,12 @@ class CheckpointManager:
         self._failure = f"checkpoint {step} was not saved in {self._folder}: {reason}"
         if warn:
             logger.warning("%s; training goes on, the next save tries again", self._failure)
+
+
+def _not_tensorstore_noise(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Prints an exception that nobody caught, but for those of writes that end after the save they belong to failed."""
+    if not (kind is RuntimeError and str(error) == "Event loop is closed"):
+        sys.__excepthook__(kind, error, trace)
 
 
 def _not_orbax_noise(record: logging.LogRecord) -> bool:

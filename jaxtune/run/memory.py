@@ -77,13 +77,19 @@ def check_step(config: Config, step: jax.stages.Compiled, shapes: tuple, mesh: j
     _judge(config, own, need)
 
 
+_EXHAUSTED = (
+    *("RESOURCE_EXHAUSTED", "Cannot allocate memory", "can't start new thread"),  # XLA, an errno, a thread's stack
+    "failed to map segment",  # of a library that is imported late
+)
+
+
 @contextlib.contextmanager
 def out_of_memory_is_answered(config: Config) -> Iterator[None]:
-    """Makes one message of what XLA raises where memory runs out all the same."""
+    """Makes one message of what is raised where memory runs out all the same: by XLA, by Python, by the system."""
     try:
         yield
-    except (jax.errors.JaxRuntimeError, MemoryError) as error:
-        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+    except (RuntimeError, MemoryError, OSError, ImportError) as error:
+        if not isinstance(error, MemoryError) and not any(sign in str(error) for sign in _EXHAUSTED):
             raise
         asked = re.search(r"allocat\w+ [\d.]+ ?\w+", str(error))
         options = ", ".join(option for option, _ in _smaller(config))

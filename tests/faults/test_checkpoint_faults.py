@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from jax.sharding import SingleDeviceSharding
 
 import jaxtune
-from jaxtune.checkpoint import CheckpointManager
+from jaxtune.checkpoint import CheckpointManager, manager
 from jaxtune.errors import UserError
 
 SIZE = 1 << 16
@@ -218,3 +218,10 @@ def kill_and_restore(folder: Path, kills: int, rng: random.Random) -> None:
 def test_kill_during_saves(tmp_path, caplog):
     kill_and_restore(tmp_path, 3, random.Random(0))
     assert all(warning.endswith("has no manifest.json, so it is not used") for warning in warnings_of(caplog))
+
+
+def test_what_still_writes_after_a_save_has_failed_says_nothing_more(capsys):
+    """On a full disk tensorstore's threads raise one such error for each array; any other error is shown."""
+    for text in ("Event loop is closed", "another"):
+        manager._not_tensorstore_noise(RuntimeError, RuntimeError(text), None)
+    assert capsys.readouterr().err == "RuntimeError: another\n"

@@ -1,5 +1,7 @@
 """What a run needs is compared with what there is before anything is read, and what would help is said with figures."""
 
+import errno
+import os
 import re
 import resource
 
@@ -74,6 +76,9 @@ def test_what_is_close_is_a_warning(train, monkeypatch):
     [
         jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes."),
         MemoryError(),
+        RuntimeError("can't start new thread"),
+        OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
+        ImportError("libgomp.so.1: failed to map segment from shared object"),
     ],
 )
 def test_running_out_all_the_same_is_one_answer(error):
@@ -83,9 +88,13 @@ def test_running_out_all_the_same_is_one_answer(error):
         raise error
 
 
-def test_other_errors_of_xla_stay_what_they_are():
-    with pytest.raises(jax.errors.JaxRuntimeError), out_of_memory_is_answered(Config()):
-        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+@pytest.mark.parametrize(
+    "error",
+    [jax.errors.JaxRuntimeError("INTERNAL: something else"), OSError(errno.ENOSPC, "No space left"), ValueError("no")],
+)
+def test_other_errors_stay_what_they_are(error):
+    with pytest.raises(type(error)), out_of_memory_is_answered(Config()):
+        raise error
 
 
 def test_a_limit_of_the_process_counts(monkeypatch):
