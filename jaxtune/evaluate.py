@@ -82,7 +82,7 @@ def _main(values: flags.FlagValues, config: Config) -> None:
 def _evaluate(values: flags.FlagValues, config: Config) -> None:
     mesh = make_mesh(config.mesh)
     config, model, trained, frozen = _open(values, config, mesh)
-    home = tokenizer_folder(model, config)
+    home = model.folder if values.model is None else tokenizer_folder(model, config)  # a run has its base's
     tokenizer = hf.load_tokenizer(home, config.data.chat_template, config.data.special_tokens)
     _, documents = data.open_documents(config, tokenizer, model.spec.vocabulary)
     if documents is None:

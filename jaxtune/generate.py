@@ -43,6 +43,7 @@ def _main(values: flags.FlagValues, _: None) -> None:
     if folder.checkpoints.is_dir():
         run = open_run(folder, mesh, values.step)
         config, model, parameters = run.config, run.model, {**run.frozen, **run.trained}
+        home = model.folder
     elif values.step is not None:
         raise UserError(f"--step={values.step}: {values.model} is no run folder, so it has no checkpoints")
     else:
@@ -50,10 +51,10 @@ def _main(values: flags.FlagValues, _: None) -> None:
         config = of_model(values.model, Config(model=ModelOptions(dtype=dtype), data=Data(seq_len=1)))
         # Nothing is trained, so everything is stored as model.dtype says.
         model = declare_model(config, mesh, train=False)
+        home = tokenizer_folder(model, config)
         parameters = read_parameters(model, [name for name, p in model.parameters.items() if not p.is_adapter])
         if config.lora.enabled:
             parameters |= initial_parameters(model, config)
-    home = tokenizer_folder(model, config)
     tokenizer = hf.load_tokenizer(home, config.data.chat_template, config.data.special_tokens)
     stop = stop_tokens(home, tokenizer)
     if values.chat:
