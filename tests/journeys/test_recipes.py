@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from journey import STEPS, loads_in_transformers, row
+from journey import loads_in_transformers, row
 from runs import call, metrics, recipe_command
 
 TEXT = {
@@ -35,29 +35,6 @@ def test_trains_resumes_exactly_exports_and_loads(home, recipe):
     call("jaxtune.export", f"--run={folder}", f"--output={exported}", *(["--merge"] if adapter else []))
     # Merged onto the weights of the file, not onto those that were rounded to multiply.
     loads_in_transformers(exported, home / "model", folder / "export" if adapter else None, within=1e-4)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"quant.format": "nf4"}, id="on an NF4 base"),
-        pytest.param(
-            {
-                "lora.enabled": False,
-                "optim.learning_rate": 1e-3,
-                "precision.skip_first_layers": 1,
-                "train.freeze": r"layers\.1\.mlp",
-            },
-            id="most weights, two stacks",
-        ),
-        pytest.param({"precision.fp8.online_scale_steps": 3, "mesh.fsdp": 2}, id="online scales, two devices"),
-    ],
-)
-def test_fp8_trains_with_other_options(home, options):
-    name = "fp8-" + "-".join(options)
-    call(*recipe_command(home, "qwen_fp8.py", name, **options), devices=options.get("mesh.fsdp", 1))
-    found = [row["loss"] for row in metrics(home / "runs" / name) if "loss" in row]
-    assert len(found) == STEPS and found[-1] < found[0]
 
 
 def test_float16_scales_its_loss_and_says_what_it_skips(home):
