@@ -165,7 +165,9 @@ class Optim:
     schedule: Literal[
         "linear", "cosine", "wsd", "constant", "polynomial", "inverse_sqrt", "cosine_with_restarts"
     ] = option("linear", "shape of the learning rate after warm-up")
-    start_lr: float = option(0.0, "learning rate that warm-up starts from", "[0, inf)",
+    start_lr: float = option(0.0,
+        "learning rate of the first step, from which warm-up rises; with 0 it changes nothing, as in transformers",
+        "[0, inf)",
         when="optim.warmup_steps or optim.warmup_ratio")
     warmup_steps: int = option(0, "linear warm-up, a whole number; a part of all steps is optim.warmup_ratio",
         "steps [0, inf)")

@@ -94,7 +94,8 @@ def check_same(saved: dict, now: dict, model: Model) -> None:
         verify_fingerprint(model.folder, saved["base"])
     if saved["total_steps"] != now["total_steps"]:
         log.warning(
-            "the learning-rate schedule was for %d steps and is for %d now", saved["total_steps"], now["total_steps"]
+            "the learning-rate schedule was for %d steps and is for %d now, so the step is compiled anew",
+            *(saved["total_steps"], now["total_steps"]),
         )
 
 

@@ -106,6 +106,11 @@ def test_warmup_starts_from_start_lr():
     np.testing.assert_array_equal(found[WARMUP:], rates(warmup_steps=WARMUP)[WARMUP:])
 
 
+def test_the_first_step_changes_nothing_as_in_transformers_and_the_option_to_set_says_so():
+    assert rates(warmup_steps=WARMUP)[0] == 0.0
+    assert "changes nothing" in Optim.__dataclass_fields__["start_lr"].metadata["doc"]
+
+
 def test_a_ratio_is_steps():
     np.testing.assert_array_equal(rates(warmup_ratio=0.1), rates(warmup_steps=10))
 

@@ -24,7 +24,8 @@ def home(tmp_path_factory):
 
 @pytest.fixture
 def train(home, monkeypatch):
-    """Runs `jaxtune train` where the host has so many bytes; returns what it prints."""
+    """Runs `jaxtune train` where the host has so many bytes; returns what it prints. A process itself takes nothing."""
+    monkeypatch.setattr(memory, "PROCESS", 0)
 
     def run(size: float, name: str, *options, code: int):
         monkeypatch.setattr(memory, "host_memory", lambda: Limit(int(size), "free on this host"))
@@ -48,6 +49,11 @@ def test_a_state_that_does_not_fit_is_refused_before_data_is_read(train, home):
     )
     assert "remat" not in output  # which the state does not depend on
     assert not (home / "runs" / "state" / "config.json").exists() and not (home / "runs" / "cache").exists()
+
+
+def test_too_little_for_a_process_that_compiles_is_refused_not_killed(train, monkeypatch):
+    monkeypatch.setattr(memory, "PROCESS", 240_000_000)
+    assert "240.0 MB for the process itself" in train(230e6, "process", code=2)
 
 
 def test_a_step_that_does_not_fit_is_refused_with_what_would_help_in_order(train):
