@@ -317,7 +317,13 @@ def _place_slice(i: int, stack: Shaped[Array, "n ..."], slice_: Shaped[Array, ".
 
 def _zeros(shape: tuple[int, ...], dtype: Any, sharding: jax.NamedSharding) -> Shaped[Array, "..."]:
     """Zeros made in their shards; jnp.zeros(device=...) would make a shard and copy it."""
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
+    return _zeros_program(shape, jnp.dtype(dtype), sharding)()
+
+
+@functools.lru_cache
+def _zeros_program(shape: tuple[int, ...], dtype: Any, sharding: jax.NamedSharding) -> Callable[[], Array]:
+    """Compiled once: a model has many parameters of a shape."""
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
 
 
 @functools.partial(jax.jit, static_argnames="sharding", donate_argnames="array")
