@@ -39,7 +39,7 @@ def empty_folder(made: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def run_commands(*trained_with: str) -> dict[str, str]:
-    """What each command of the README prints, by its arguments; its two trainings are given these besides.
+    """What each command of the README prints, by its arguments; those of the quickstart are given these besides.
 
     They are compiled as a user's where they are run as they are written.
     """
@@ -49,9 +49,8 @@ def run_commands(*trained_with: str) -> dict[str, str]:
     written = [line.partition("python -m ")[2] for line in lines if "python -m jaxtune" in line]
     printed = {}
     for command in written:
-        training = command in TRAININGS
-        environment = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0" if training and not trained_with else "1"}
-        more = trained_with if training else ()
+        environment = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0" if command in TRAININGS and not trained_with else "1"}
+        more = trained_with if any(training in command for training in TRAININGS) else ()
         printed[command] = run(*shlex.split(command), *more, environment=environment)
     assert set(TRAININGS) < set(printed)
     return printed

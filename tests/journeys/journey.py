@@ -1,7 +1,7 @@
 """What a user does with a recipe, as one harness: train, be interrupted, resume, evaluate, export, load elsewhere.
 
-A few journeys are processes of their own, killed by SIGKILL. Other recipes are a row: the same commands called in this
-process, interrupted by taking the newest checkpoint away.
+A few are trained by processes that are killed by SIGKILL and resumed. Other recipes are a row: the same commands called
+in this process, interrupted by taking the newest checkpoint away.
 """
 
 import shutil
@@ -16,9 +16,9 @@ STEPS, KILLED_AT, SAVED = 8, 5, 6
 
 
 def journey(home: Path, recipe: str, **options) -> Path:
-    """Processes: a run that is killed and resumed has the numbers of one that is not. Returns its folder."""
+    """A process that is killed and one that resumes have the numbers of a run in this one. Returns their folder."""
     stem = recipe.removesuffix(".py")
-    run(*recipe_command(home, recipe, f"{stem}-whole", **options))
+    call(*recipe_command(home, recipe, f"{stem}-whole", **options))
     command = recipe_command(home, recipe, f"{stem}-killed", **options)
     folder = home / "runs" / f"{stem}-killed"
     process = start(*command)
@@ -29,7 +29,7 @@ def journey(home: Path, recipe: str, **options) -> Path:
     assert losses(folder) == losses(home / "runs" / f"{stem}-whole")
     found = [row["loss"] for row in metrics(folder) if "loss" in row]
     assert len(found) == STEPS and found[-1] < found[0]
-    evaluates_to_its_last_loss(run, command, folder)
+    evaluates_to_its_last_loss(command, folder)
     return folder
 
 
@@ -45,14 +45,14 @@ def row(home: Path, recipe: str, name: str, **options) -> tuple[Path, str]:
     assert losses(folder) == whole
     found = [row["loss"] for row in metrics(folder) if "loss" in row]
     assert len(found) == STEPS and found[-1] < found[0]
-    evaluates_to_its_last_loss(call, command, folder)
+    evaluates_to_its_last_loss(command, folder)
     return folder, output
 
 
-def evaluates_to_its_last_loss(run_command, command: list[str], folder: Path) -> None:
+def evaluates_to_its_last_loss(command: list[str], folder: Path) -> None:
     """`evaluate` finds the eval_loss that training ended with."""
     expected = [row["eval_loss"] for row in metrics(folder) if "eval_loss" in row][-1]
-    evaluated = run_command("jaxtune.evaluate", f"--run={folder}", *command[1:])
+    evaluated = call("jaxtune.evaluate", f"--run={folder}", *command[1:])
     assert abs(float(evaluated.split("eval_loss ")[1].split()[0]) - expected) <= 1e-5
 
 

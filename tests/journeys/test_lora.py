@@ -1,16 +1,16 @@
-"""LoRA as processes: trained, killed, resumed, exported, merged; what it writes loads in transformers and peft."""
+"""LoRA trained by processes, killed, resumed; exported, merged; what it writes loads in transformers and peft."""
 
 import numpy as np
 import pytest
 from journey import journey
-from runs import run
+from runs import call, run
 
 
 def test_qwen_lora_trains_is_killed_resumes_exports_and_loads(home):
     folder = journey(home, "qwen_lora.py")
-    run("jaxtune.export", f"--run={folder}", f"--output={home / 'merged'}", "--merge")
-    run("jaxtune.generate", f"--model={home / 'merged'}", "--prompt=say 3", "--chat", "--max_new_tokens=8")
-    run("jaxtune.export", f"--run={folder}", f"--output={home / 'five'}", devices=5)
+    call("jaxtune.export", f"--run={folder}", f"--output={home / 'merged'}", "--merge")
+    call("jaxtune.generate", f"--model={home / 'merged'}", "--prompt=say 3", "--chat", "--max_new_tokens=8")
+    run("jaxtune.export", f"--run={folder}", f"--output={home / 'five'}", devices=5)  # of which it takes four
 
     torch = pytest.importorskip("torch", reason="loading the results needs torch (Python 3.11 here)")
     import peft

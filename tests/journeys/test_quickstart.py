@@ -16,7 +16,7 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def printed(home):
-    return run_commands("--config.train.max_steps=24")
+    return run_commands("--config.train.max_steps=5", "--config.eval.max_batches=2")
 
 
 def test_the_quickstart_learns_and_says_what_to_do_next(home, printed):

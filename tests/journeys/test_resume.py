@@ -15,7 +15,7 @@ def uninterrupted(tmp_path_factory):
     """(folder of everything, recipe, numbers of a run that nothing disturbed)."""
     folder = tmp_path_factory.mktemp("resume")
     path = recipe(folder, lora=True)
-    run("jaxtune.train", f"--config={path}", "--config.train.run_name=whole")
+    call("jaxtune.train", f"--config={path}", "--config.train.run_name=whole")
     return folder, path, losses(folder / "runs" / "whole")
 
 
@@ -42,7 +42,7 @@ def test_sigterm_saves_and_loses_no_step(uninterrupted):
     """Also where the step after which it stops was to be evaluated: with every step evaluated, it always was."""
     folder, path, _ = uninterrupted
     often = ("--config.eval.steps=1", "--config.ckpt.save_steps=0")
-    run("jaxtune.train", f"--config={path}", "--config.train.run_name=evaluated", *often)
+    call("jaxtune.train", f"--config={path}", "--config.train.run_name=evaluated", *often)
     expected = losses(folder / "runs" / "evaluated")
     output = interrupted(folder, path, "stopped", [6], signal.SIGTERM, *often)
     resumed_at = int(output.split("resumed from step ")[1].split()[0])
