@@ -5,7 +5,7 @@ The trainings are cut to a few steps here; tests/nightly/test_quickstart.py runs
 
 import pytest
 from readme import TRAININGS, empty_folder, run_commands
-from runs import metrics, run
+from runs import call, metrics
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def test_the_quickstart_learns_and_says_what_to_do_next(home, printed):
 
 def test_adapters_evaluate_as_they_did(home, printed):
     lora = [row["eval_loss"] for row in metrics(home / "runs/quickstart_lora") if "eval_loss" in row]
-    evaluated = run("jaxtune.evaluate", "--run=runs/quickstart_lora")
+    evaluated = call("jaxtune.evaluate", "--run=runs/quickstart_lora")
     said = next(line for line in evaluated.splitlines() if line.startswith("eval_loss "))
     assert float(said.split()[1]) == pytest.approx(lora[-1], abs=1e-5)
 
@@ -43,8 +43,8 @@ def test_every_other_command_of_the_readme_ran(home, printed):
 
 def test_the_results_load_in_transformers_and_peft(home, printed):
     greedy = ("--prompt=def ", "--max_new_tokens=40", "--temperature=0")
-    text = run("jaxtune.generate", "--model=merged", *greedy)
-    assert run("jaxtune.generate", "--model=runs/quickstart_lora", *greedy) == text
+    text = call("jaxtune.generate", "--model=merged", *greedy)
+    assert call("jaxtune.generate", "--model=runs/quickstart_lora", *greedy) == text
     torch = pytest.importorskip("torch", reason="loading the results needs torch (Python 3.11 here)")
     import peft
     import transformers
