@@ -1,10 +1,24 @@
-"""One folder of models and data for the journeys of a file."""
+"""One folder of models and data for the journeys of a file, and one cache of compiled programs for all of them."""
 
+import jax
 import pytest
 from runs import conversations, model_folder
 
 # Whole blocks of 16, and matrices whose 8-bit moments have some.
 SIZES = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def compiled_once(tmp_path_factory):
+    """A program that a journey has compiled, every later one finds: those in processes of their own, too."""
+    folder = str(tmp_path_factory.mktemp("xla"))
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", folder)
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        yield
+    jax.config.update("jax_compilation_cache_dir", None)
 
 
 @pytest.fixture(scope="module")
