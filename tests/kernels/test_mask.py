@@ -18,7 +18,7 @@ documents = st.lists(st.just(1) | st.integers(1, 12), max_size=8).map(
     lambda row: tuple(np.diff(np.minimum(np.cumsum([0, *row]), QUERIES)))
 )
 packings = st.none() | st.tuples(documents, documents).map(lambda rows: key_start(rows, QUERIES))
-offsets = st.integers(-30, 40)
+offsets = st.just(0) | st.integers(-30, 40)
 
 
 def by_definition(mask: MaskSpec, keys: int) -> np.ndarray:
@@ -97,12 +97,16 @@ def tiled(seen: np.ndarray, block_q: int, block_k: int) -> np.ndarray:
 )
 @settings(deadline=None, max_examples=200)
 def test_ranges_of_blocks(causal_and_window, start, offset, sizes):
-    """Nothing is lost, nothing called wholly visible that is not; and documents in order leave nothing to cut."""
+    """Nothing is lost, nothing called wholly visible that is not; and documents in order leave nothing to cut.
+
+    With an offset they may: what the queries of a block see of two documents need not touch.
+    """
     mask = MaskSpec(*causal_and_window, start, offset)
     first, end = intervals(mask, 2, QUERIES, KEYS)
     tiles = tiled(by_definition(mask, KEYS), *sizes)
-    check(np.asarray(key_blocks(first, end, KEYS, *sizes)), tiles, tight=True)
-    check(np.asarray(query_blocks(first, end, KEYS, *sizes)), tiles.swapaxes(1, 2), tight=True)
+    tight = start is None or offset == 0
+    check(np.asarray(key_blocks(first, end, KEYS, *sizes)), tiles, tight)
+    check(np.asarray(query_blocks(first, end, KEYS, *sizes)), tiles.swapaxes(1, 2), tight)
 
 
 @given(st.lists(st.tuples(st.integers(0, KEYS), st.integers(0, KEYS)), min_size=QUERIES, max_size=QUERIES))
