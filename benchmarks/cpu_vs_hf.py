@@ -65,38 +65,31 @@ def hf_step(folder: str, lora: bool, remat: bool):
 
 
 def jaxtune_step(folder: str, lora: bool, remat: bool):
-    """The same by jaxtune's own step."""
+    """A function that makes one step of jaxtune and returns the loss."""
     import jax
     import jax.numpy as jnp
     import numpy as np
 
-    from jaxtune.config.schema import Config, Data, Lora, Mesh, Model, Optim
-    from jaxtune.objectives.cross_entropy import cross_entropy
-    from jaxtune.optim.build import build
-    from jaxtune.parallel.layout import TOKENS
+    from jaxtune.config.schema import Config, Data, Lora, Memory, Mesh, Model, Optim, Precision, Train
     from jaxtune.parallel.mesh import make_mesh
-    from jaxtune.precision.recipes import RECIPES
-    from jaxtune.run.assembly import trained_of
-    from jaxtune.run.model import declare_model
-    from jaxtune.run.state import initial_state
-    from jaxtune.run.step import accumulated_gradients, make_train_step
+    from jaxtune.run.assembly import assemble
+    from jaxtune.run.model import read_base
     from jaxtune.run.values import frozen_parameters, initial_parameters
 
     mesh = make_mesh(Mesh())
     config = Config(
         model=Model(path=folder, dtype="float32"),
         data=Data(seq_len=SEQUENCE),
+        train=Train(micro_batch_size=ROWS),
+        optim=Optim(weight_decay=0.01),
         lora=Lora(enabled=lora, rank=RANK, alpha=2.0 * RANK),
+        memory=Memory("block" if remat else "none"),
+        precision=Precision("fp32"),
     )
-    model = declare_model(config, mesh)
-    recipe = RECIPES["fp32"]
-    optimizer = build(Optim(weight_decay=0.01), trained_of(model), len(model.spec.layers))
-    gradients = accumulated_gradients(model.graph, cross_entropy, recipe, "block" if remat else "none", 0)
-    train_step = jax.jit(
-        make_train_step(gradients, optimizer, lambda _: jnp.float32(RATE), 1.0, recipe), donate_argnums=0
-    )
-    state = initial_state(optimizer, initial_parameters(model, config))
-    frozen = frozen_parameters(model, config)
+    program = assemble(read_base(config), config, mesh)
+    train_step = jax.jit(program.step, donate_argnums=0)
+    state = program.start(initial_parameters(program.model, config))
+    frozen, rate = frozen_parameters(program.model, config), jnp.float32(RATE)
     tokens = np.random.default_rng(0).integers(0, MODEL["vocab_size"], (1, ROWS, SEQUENCE)).astype(np.int32)
     shifted = np.roll(tokens, -1, axis=2)
     fields = {
@@ -106,14 +99,13 @@ def jaxtune_step(folder: str, lora: bool, remat: bool):
         "segment_ids": np.ones_like(tokens),
         "key_start": np.zeros_like(tokens),
         "loss_weight": np.broadcast_to(np.arange(SEQUENCE) < SEQUENCE - 1, tokens.shape).astype(np.float32),
+        "row": np.arange(ROWS, dtype=np.int32)[None],
     }
-    batch = {name: jax.device_put(x, jax.NamedSharding(mesh, jax.P(None, *TOKENS))) for name, x in fields.items()}
-    rows = np.arange(ROWS, dtype=np.int32)[None]
-    batch["row"] = jax.device_put(rows, jax.NamedSharding(mesh, jax.P(None, TOKENS[0])))
+    batch = {name: jax.device_put(fields[name], leaf.sharding) for name, leaf in program.batch.items()}
 
     def step() -> float:
         nonlocal state
-        state, metrics = train_step(state, frozen, batch)
+        state, metrics = train_step(state, frozen, batch, rate)
         return metrics["loss"].item()
 
     return step
@@ -164,7 +156,7 @@ def compare(folder: str, lora: bool, remat: bool, steps: int) -> dict:
 
 
 def main() -> None:
-    """Print a row for each step and remat policy, and keep them all as JSON."""
+    """Print a row for each step and rematerialisation policy, and write them all as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--only", choices=["lora", "full"])

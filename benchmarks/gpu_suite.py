@@ -1,4 +1,4 @@
-"""What a GPU is measured with: are the kernels right, and how fast are they and a training step.
+"""The measurements on a GPU: whether the kernels are correct, and how fast they and a training step are.
 
     python benchmarks/gpu_suite.py                                   # 9 minutes; benchmarks/results/<device>.json
     python benchmarks/gpu_suite.py --only train_step                 # 9 more for that piece, added to the same file
@@ -7,10 +7,10 @@
 
 Pieces: correctness, correct_step, low_precision_correct, attention, loss, dequantize, quant_matmul, fp8_matmul,
 optimizers, train_step, precision_step. `--only` takes any of them, or a part of one as piece/contender/case. Each has a
-share of the time and measures what tells most first. precision_step is to have a run or two of its own; a part of a
-piece replaces the whole in the file, so the second takes another --out.
-A job that fails, crashes or hangs is kept with its error and the rest goes on; one that a kernel refuses is kept with
-the reason. The exit status is 1 if any failed or found no time.
+share of the time and measures what tells most first. precision_step needs a run or two of its own; a part of a piece
+replaces the whole in the file, so the second run takes another --out.
+A job that fails, crashes or hangs is recorded with its error and the rest goes on; one that a kernel refuses is
+recorded with the reason. The exit status is 1 if a job failed or no time was left for one.
 Peers (torch, transformers + peft, bitsandbytes, tokamax) are measured in the same run where they are installed.
 """
 
@@ -69,7 +69,7 @@ def wanted_jobs(piece: Piece, only: list[str]) -> list[Job]:
 
 
 def describe_machine(smoke: bool) -> dict[str, Any]:
-    """Device, driver and versions, asked of a process that ends, so that this one never holds the card."""
+    """Device, driver and versions, asked of a process that ends, so that this one never holds the GPU."""
     ask = "import jax; device = jax.devices()[0]; print(device.platform, device.device_kind, sep='|')"
     answer = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True)
     if answer.returncode:
@@ -102,7 +102,7 @@ def git_commit() -> str | None:
 
 
 def show(piece: Piece, rows: dict[str, Row], conclusions: dict[str, Any]) -> str:
-    """The table of a piece, and what its rows say together; a row without figures says why."""
+    """The table of a piece, and the conclusions from its rows together; a row without figures says why."""
     width = 2 + max(map(len, rows))
     lines = [
         "",
@@ -126,7 +126,7 @@ def summary(reason: str) -> str:
 
 
 def main() -> None:
-    """Run the pieces, print their tables and keep all as JSON after each."""
+    """Run the pieces, print their tables, and write all as JSON after each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", metavar="PIECE[/CONTENDER[/CASE]],...")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/<device>.json, pieces not run are kept")

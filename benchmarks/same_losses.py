@@ -1,4 +1,4 @@
-"""Two versions of jaxtune compute the same, bit for bit: every number of short runs of each, side by side.
+"""Whether two versions of jaxtune compute the same, bit for bit: every number of short runs of each, side by side.
 
     git clone . /tmp/before && git -C /tmp/before checkout fd87697
     python benchmarks/same_losses.py --before=/tmp/before --after=. --work=/tmp/same_losses
@@ -69,7 +69,7 @@ def command(checkout: Path, name: str, recipe: str, options: dict, processes: in
 
 
 def run(checkout: Path, home: Path, name: str, recipe: str, options: dict, devices: int, processes: int) -> list[tuple]:
-    """Trains in `home`, unless it has been; every number of the run."""
+    """Trains in `home`, unless that was done before; returns every number of the run."""
     metrics = home / "runs" / name / "metrics.jsonl"
     done = metrics.with_name("done")
     if not done.exists():

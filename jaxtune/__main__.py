@@ -10,7 +10,7 @@ import sys
 from jaxtune.command import guarded
 from jaxtune.errors import UserError
 
-# Each name is a module of this package, or a package of it that can be run.
+# Each name is a module of this package, or a subpackage with a __main__.
 COMMANDS = ("train", "evaluate", "export", "generate", "prepare", "options", "recipes", "cache", "launch")
 
 

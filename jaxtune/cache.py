@@ -1,9 +1,9 @@
-"""List the tokenised documents that runs have left, and remove those that are no longer wanted.
+"""List the tokenised documents that runs have left, one line per entry of data.datasets, and remove unused ones.
 
     python -m jaxtune.cache
     python -m jaxtune.cache --unused_days=30
 
-What is removed is tokenised again when a run asks for it.
+Removed documents are tokenised again when a run needs them.
 """
 
 import datetime
@@ -20,33 +20,34 @@ from pathlib import Path
 from absl import flags
 
 from jaxtune import command
+from jaxtune.data.cache import FORMAT, SUMMARY
 from jaxtune.errors import UserError
 
 
 def entries(folder: Path) -> list[Path]:
-    """The folders of tokenised documents in a cache, the one used last at the end."""
-    return sorted((path.parent for path in folder.glob("*/summary.json")), key=last_used)
+    """The folders of tokenised documents in a cache, the most recently used last."""
+    return sorted((path.parent for path in folder.glob(f"*/{SUMMARY}")), key=last_used)
 
 
 def last_used(entry: Path) -> float:
-    """When a run last read it, or wrote it: seconds since the epoch."""
-    return (entry / "summary.json").stat().st_mtime
+    """When a run last read or wrote the folder, in seconds since the epoch."""
+    return (entry / SUMMARY).stat().st_mtime
 
 
 def remove(entry: Path) -> None:
-    """Takes an entry out of the cache at once, then its files: a run never finds a part of it."""
+    """Renames an entry out of the cache, then deletes its files, so that a run never finds a part of it."""
     gone = entry.with_name(f"{entry.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     entry.rename(gone)
     shutil.rmtree(gone)
 
 
 def remove_remains(folder: Path) -> None:
-    """Removes half-written documents of this host, whose lock no process holds any more, and locks of what is gone."""
+    """Removes this host's half-written documents whose lock no process holds, and locks of removed entries."""
     for lock in folder.glob("*.lock"):
         with lock.open("a") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:  # it is held, or the file system has no locks, and nobody knows
+            except OSError:  # it is held; or the file system has no locks, so that it may be in use
                 continue
             for unfinished in folder.glob(f"{lock.stem}.{socket.gethostname()}.*.tmp"):
                 shutil.rmtree(unfinished)
@@ -59,7 +60,11 @@ def _define_flags(values: flags.FlagValues) -> None:
         "folder", "runs/cache", "the cache: data.cache_dir, or cache in train.output_dir", flag_values=values
     )
     flags.DEFINE_float(
-        "unused_days", None, "remove what no run has read for so many days; 0: all", flag_values=values, lower_bound=0.0
+        "unused_days",
+        None,
+        "remove documents that no run has read for this many days; 0: all",
+        flag_values=values,
+        lower_bound=0.0,
     )
 
 
@@ -72,7 +77,10 @@ def _main(values: flags.FlagValues, _: None) -> None:
         size = sum(file.stat().st_size for file in entry.iterdir())
         removed = limit is not None and last_used(entry) <= limit
         day = datetime.date.fromtimestamp(last_used(entry))
-        notes = "; ".join(json.loads((entry / "summary.json").read_text())["notes"])
+        summary = json.loads((entry / SUMMARY).read_text())
+        notes = "; ".join(summary["notes"])
+        if summary.get("format") != FORMAT:
+            notes += " (written by another version of jaxtune: this one does not read it)"
         print(f"{'removed' if removed else entry.name[:8]}  {size / 1e6:10,.1f} MB  last used {day}  {notes}")
         if removed:
             remove(entry)

@@ -1,4 +1,4 @@
-"""What every command shares: flags, the recipe and its overrides, and errors told without a traceback."""
+"""What all commands share: flags, the recipe and its overrides, and error messages without a traceback."""
 
 import dataclasses
 import difflib
@@ -19,7 +19,7 @@ from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 
 STOPPED = 75
-"""Exit code of a run that was asked to stop, and saved: sysexits' EX_TEMPFAIL, on which schedulers start it again."""
+"""Exit code of a run that was asked to stop and has saved: sysexits' EX_TEMPFAIL, so that schedulers restart it."""
 
 _SETTING = re.compile(r"--?(?:no)?config\.([^=]+)")
 
@@ -37,12 +37,12 @@ def run(
         define_flags: Defines the command's own flags with `absl.flags.DEFINE_*(..., flag_values=values)`; the docstring
             of its module is the head of --help.
         body: The command, which may return an exit code; its config is None without `with_config`.
-        argv: Arguments without the program's name; None takes those of the process.
+        argv: Arguments without the program's name; None: those of the process.
         with_config: Whether the command takes --config=RECIPE[:ARGUMENT] and --config.SECTION.OPTION=VALUE.
-        recipe: What recipe is meant where --config is not given, if any; None: it must be given.
+        recipe: From the flags to the recipe used if --config is not given; None: --config is required.
 
     Returns:
-        The exit code: 2 after an error of the user, told on stderr as `jaxtune: error: ...`.
+        The exit code: 2 after a UserError, which is printed to stderr as `jaxtune: error: ...`.
     """
     arguments = sys.argv[1:] if argv is None else argv
     values = flags.FlagValues()  # its own, so that two commands can run in one process
@@ -60,11 +60,11 @@ def guarded(body: Callable[[], int | None]) -> int:
     """Calls `body`; a UserError, or a file that cannot be used, becomes one message on stderr and exit code 2."""
     try:
         code = body() or 0
-        sys.stdout.flush()  # what cannot be written is found here, not when Python ends
+        sys.stdout.flush()  # so that a failed write is caught here, not while Python shuts down
         return code
     except UserError as error:
         message = str(error)
-    except BrokenPipeError:  # who read the output has gone, as `head` does; this ends as other programs do
+    except BrokenPipeError:  # the reader of the output has gone, such as `head`; end quietly, as other programs do
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except OSError as error:
@@ -102,7 +102,7 @@ def _parse(
         missing = re.fullmatch(r"flag --(\w+)=None: .*", str(error))
         raise UserError(f"--{missing[1]}=... is missing; --help tells more" if missing else str(error)) from error
     if rest:
-        raise UserError(f"{rest[0]!r} belongs to no flag; write --name=value")
+        raise UserError(f"{rest[0]!r} does not belong to a flag; write --name=value")
     if not with_config:
         return None
     given = [argument for argument in arguments if re.match("--?config(=|$)", argument)]
@@ -123,7 +123,7 @@ def _parse(
 
 
 def _define_settings(values: flags.FlagValues, arguments: list[str]) -> list[str]:
-    """Defines a flag for each --config.KEY given, known or not, as text: `resolve` judges key and value together."""
+    """Defines a text flag for each --config.KEY given, known or not: `resolve` checks keys and values later."""
     found = [match[1] for argument in arguments if (match := _SETTING.match(argument))]
     settings = list(dict.fromkeys(found))
     for key in settings:

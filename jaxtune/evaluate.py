@@ -3,8 +3,8 @@
     python -m jaxtune.evaluate --run=runs/quickstart_lora
     python -m jaxtune.evaluate --config=quickstart_lora --model=runs/quickstart/export
 
-Of a run, whose own options count where no --config is given; of --model, a Hugging Face folder, hub id or adapter; or
-of the model that a recipe starts from. --config.SECTION.OPTION=VALUE changes an option.
+The model is that of a run (with the run's own options unless --config is given), --model (a Hugging Face folder, hub id
+or adapter), or the model that a recipe starts from. --config.SECTION.OPTION=VALUE changes an option.
 """
 
 import logging
@@ -25,7 +25,7 @@ from jaxtune.run import process
 from jaxtune.run.evaluation import make_evaluate
 from jaxtune.run.folder import RunFolder
 from jaxtune.run.memory import out_of_memory_is_answered
-from jaxtune.run.model import Model, declare_model
+from jaxtune.run.model import Model, declare_model, read_base
 from jaxtune.run.resume import differences
 from jaxtune.run.values import frozen_parameters, initial_parameters, of_model, open_run, tokenizer_folder
 
@@ -45,26 +45,26 @@ def _recipe(values: flags.FlagValues) -> str | None:
 def _open(
     values: flags.FlagValues, config: Config, mesh: jax.sharding.Mesh
 ) -> tuple[Config, Model, Parameters, Parameters]:
-    """(config, model, trained, frozen): of a run, of --model, or as the recipe starts."""
+    """(config, model, trained, frozen): of a run, of --model, or of the recipe's starting point."""
     if values.run is None:
         if values.step is not None:
             raise UserError(f"--step={values.step}: without --run there are no checkpoints")
         config = config if values.model is None else of_model(values.model, config)
-        model = declare_model(config, mesh, train=values.model is None)
+        model = declare_model(read_base(config), config, mesh, train=values.model is None)
         return config, model, initial_parameters(model, config), frozen_parameters(model, config)
     if values.model is not None:
         raise UserError("--run and --model: one at a time")
     run = open_run(RunFolder(Path(values.run)), mesh, values.step, low_precision=True)
     if config.model.path != run.config.model.path:
         raise UserError(
-            f"the run is of model.path={run.config.model.path}, not {config.model.path}; give its own recipe"
+            f"the run trained model.path={run.config.model.path}, not {config.model.path}; give its own recipe"
         )
     then, now = asdict(run.config), asdict(config)
     changed = [
         f"  {key}: {before!r} then, {after!r} now"
         for section in ("quant", "precision")
         for key, before, after in differences(then[section], now[section], section)
-        if key not in ("precision.master_dtype", "precision.gradient_dtype")  # of training alone
+        if key not in ("precision.master_dtype", "precision.gradient_dtype")  # only training uses them
     ]
     if changed:
         raise UserError("\n".join(["the run was trained with other options:", *changed, "set them back"]))
@@ -82,7 +82,7 @@ def _main(values: flags.FlagValues, config: Config) -> None:
 def _evaluate(values: flags.FlagValues, config: Config) -> None:
     mesh = make_mesh(config.mesh)
     config, model, trained, frozen = _open(values, config, mesh)
-    home = model.folder if values.model is None else tokenizer_folder(model, config)  # a run has its base's
+    home = model.folder if values.model is None else tokenizer_folder(model, config)  # a run uses its base's
     tokenizer = hf.load_tokenizer(home, config.data.chat_template, config.data.special_tokens)
     _, documents = data.open_documents(config, tokenizer, model.spec.vocabulary)
     if documents is None:

@@ -22,7 +22,7 @@ FORMATS = ("hf", "peft")
 
 
 def shards(config: Config) -> int:
-    """How many devices can share the model: all, or as many as divide its width, in whole blocks where it has some."""
+    """The most devices to shard the model over: they must divide its width, and its quantized blocks if it has any."""
     hidden = read_spec(config).hidden
     scheme = None
     if not config.model.from_scratch:
@@ -33,7 +33,7 @@ def shards(config: Config) -> int:
 
 
 def check_output(output: Path, kind: str) -> None:
-    """Raises UserError where a folder holds something else than what was exported there before, in the same format."""
+    """Raises UserError if a folder holds anything but an earlier export in the same format."""
     found = (
         sorted(entry.name for entry in output.iterdir() if not entry.name.startswith(".")) if output.exists() else []
     )
@@ -73,7 +73,7 @@ def _main(values: flags.FlagValues, _: None) -> None:
         counts = {"steps": run.step, "tokens": run.tokens}
         export(run.model, parameters, run.config, folder, output, kind, merge=values.merge, **counts)
         print(f"{kind} of step {run.step}: {output}")
-        if kind == "hf" and run.model.formats:
+        if kind == "hf" and run.model.quantized:
             print(merge_difference(run.model, parameters, run.config, output))
 
 

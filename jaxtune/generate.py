@@ -18,7 +18,7 @@ from jaxtune.errors import UserError
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.run.folder import RunFolder
 from jaxtune.run.generation import generate_tokens, stop_tokens, stream_text
-from jaxtune.run.model import declare_model
+from jaxtune.run.model import declare_model, read_base
 from jaxtune.run.values import initial_parameters, of_model, open_run, read_parameters, tokenizer_folder
 
 
@@ -28,16 +28,23 @@ def _define_flags(values: flags.FlagValues) -> None:
     )
     flags.DEFINE_string("prompt", None, "text to continue, or to answer with --chat", flag_values=values, required=True)
     flags.DEFINE_bool("chat", False, "put the prompt into the tokenizer's chat template", flag_values=values)
-    flags.DEFINE_integer("max_new_tokens", 256, "most tokens to add", flag_values=values, lower_bound=1)
+    flags.DEFINE_integer("max_new_tokens", 256, "maximum number of tokens to add", flag_values=values, lower_bound=1)
     flags.DEFINE_float("temperature", 0.7, "0 takes the likeliest token", flag_values=values, lower_bound=0.0)
-    flags.DEFINE_float("top_p", 0.95, "nucleus", flag_values=values, lower_bound=0.0, upper_bound=1.0)
+    flags.DEFINE_float(
+        "top_p",
+        0.95,
+        "nucleus sampling: total probability of the tokens to choose from",
+        flag_values=values,
+        lower_bound=0.0,
+        upper_bound=1.0,
+    )
     flags.DEFINE_integer("seed", 0, "seed of the sampling", flag_values=values)
     flags.DEFINE_integer("step", None, "checkpoint of a run; default: the newest good one", flag_values=values)
 
 
 def _main(values: flags.FlagValues, _: None) -> None:
     if not math.isfinite(values.temperature):
-        raise UserError(f"--temperature={values.temperature}: a number from 0 up")
+        raise UserError(f"--temperature={values.temperature}: must be a finite number, at least 0")
     mesh = make_mesh(Mesh(), jax.devices()[:1])  # decoding is not sharded
     folder = RunFolder(Path(values.model))
     if folder.checkpoints.is_dir():
@@ -45,14 +52,14 @@ def _main(values: flags.FlagValues, _: None) -> None:
         config, model, parameters = run.config, run.model, {**run.frozen, **run.trained}
         home = model.folder
     elif values.step is not None:
-        raise UserError(f"--step={values.step}: {values.model} is no run folder, so it has no checkpoints")
+        raise UserError(f"--step={values.step}: {values.model} is not a run folder, so it has no checkpoints")
     else:
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
         config = of_model(values.model, Config(model=ModelOptions(dtype=dtype), data=Data(seq_len=1)))
         # Nothing is trained, so everything is stored as model.dtype says.
-        model = declare_model(config, mesh, train=False)
+        model = declare_model(read_base(config), config, mesh, train=False)
         home = tokenizer_folder(model, config)
-        parameters = read_parameters(model, [name for name, p in model.parameters.items() if not p.is_adapter])
+        parameters = read_parameters(model, model.whole)
         if config.lora.enabled:
             parameters |= initial_parameters(model, config)
     tokenizer = hf.load_tokenizer(home, config.data.chat_template, config.data.special_tokens)

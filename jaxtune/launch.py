@@ -2,12 +2,12 @@
 
     python -m jaxtune.launch --processes 2 -- python -m jaxtune.train --config=quickstart
 
-Each process writes to a log file of its own; the first one's output is shown as well. The first failure ends all, and
-its exit code is this program's. SIGTERM and Ctrl-C are passed on, once each: jaxtune saves and ends by itself, with
-exit code 75.
+Each process writes to its own log file; the output of the first process is shown as well. The first failure ends all
+processes, and its exit code is this program's. SIGTERM and Ctrl-C are passed on, once each: jaxtune saves and ends by
+itself, with exit code 75.
 
-One process can drive all GPUs of a machine, so several are needed only for what wants a process per GPU
-(--gpus-per-process 1) or to try on CPU what runs on many hosts (--devices-per-process 2).
+One process can drive all GPUs of a machine. Several are needed only to have one process per GPU (--gpus-per-process 1),
+or to try on CPU what will run on many hosts (--devices-per-process 2).
 """
 
 import argparse
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"logs: {folder}/process-*.log", flush=True)
 
     received: list[int] = []  # signals to pass on
-    signal.set_wakeup_fd(-1)  # other commands end at once for Ctrl-C (jaxtune.interrupt)
+    signal.set_wakeup_fd(-1)  # undoes jaxtune.interrupt, by which other commands end at once for Ctrl-C
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _frame: received.append(number))
     logs = [folder / f"process-{index}.log" for index in range(arguments.processes)]
@@ -59,18 +59,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line; what follows `--` is the command."""
+    """Parses the command line; the command of the processes follows `--`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, required=True, help="how many to start")
-    parser.add_argument("--devices-per-process", type=int, help="simulated CPU devices of each; runs on CPU")
+    parser.add_argument("--processes", type=int, required=True, help="number of processes to start")
+    parser.add_argument("--devices-per-process", type=int, help="simulated CPU devices of each process; runs on CPU")
     parser.add_argument(
-        "--gpus-per-process", type=int, help="GPUs of each, by CUDA_VISIBLE_DEVICES; unset: all see all"
+        "--gpus-per-process", type=int, help="GPUs of each process, by CUDA_VISIBLE_DEVICES; unset: each sees all"
     )
     parser.add_argument("--log-dir", help="folder of the log files; unset: a new temporary one")
     parser.add_argument(
-        "--grace", type=float, default=10, help="seconds from asking to end to killing, after a failure"
+        "--grace", type=float, default=10, help="after a failure, seconds from asking the others to end to killing them"
     )
-    parser.add_argument("command", nargs="+", metavar="-- command", help="what each process runs")
+    parser.add_argument("command", nargs="+", metavar="-- command", help="the command that each process runs")
     arguments = parser.parse_args(argv)
     if arguments.processes < 1:
         parser.error("--processes must be at least 1")
@@ -105,7 +105,7 @@ def start(arguments: argparse.Namespace, logs: list[pathlib.Path]) -> Iterator[s
         if arguments.gpus[index] is not None:
             environment["CUDA_VISIBLE_DEVICES"] = arguments.gpus[index]
         with log.open("wb") as output:
-            # A session of its own keeps the terminal's Ctrl-C from reaching it twice.
+            # In a new session, the terminal's Ctrl-C does not reach it: only the one that is passed on does.
             yield subprocess.Popen(
                 arguments.command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
@@ -130,7 +130,7 @@ def watch(processes: list[subprocess.Popen[bytes]], shown: pathlib.Path, receive
 
 
 def end(processes: list[subprocess.Popen[bytes]], grace: float) -> None:
-    """Ask those that still run to end, and kill those that have not after `grace` seconds."""
+    """Ask the processes that still run to end, and kill any that has not ended after `grace` seconds."""
     for process in processes:
         process.terminate()
     deadline = time.monotonic() + grace

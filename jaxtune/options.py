@@ -2,7 +2,7 @@
 
     python -m jaxtune.options [PATTERN]
 
-PATTERN is a regular expression; only options whose key or meaning contains it are shown. Where the output is no
+PATTERN is a regular expression; only options whose key or meaning contains a match are shown. If the output is not a
 terminal, columns are separated by tabs.
 """
 
@@ -30,10 +30,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def find(pattern: str) -> list[keys.Option]:
-    """The options whose key or meaning contains the regular expression, in any case of letters.
+    """The options whose key or meaning contains a match of the regular expression, ignoring case.
 
     Raises:
-        UserError: Not a regular expression, or none contains it.
+        UserError: Not a regular expression, or nothing matches.
     """
     try:
         regex = re.compile(pattern, re.IGNORECASE)

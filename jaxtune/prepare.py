@@ -1,9 +1,9 @@
-"""Tokenises and packs the data of a recipe, counts it, and shows what would be trained on.
+"""Tokenises and packs the data of a recipe, counts it, and shows which tokens would be trained.
 
     python -m jaxtune.prepare --config=qwen_lora --show=3
 
-No weights are read. A sample is shown as far as a row would hold it, what is trained apart from what is only context.
-With --ids each token is token(id|label|weight), label and weight being those of the loss: -100 and 0 for context.
+No weights are read. Each sample is shown up to the length of a row, with trained and context tokens apart. With --ids
+each token is token(id|label|weight), with the label and weight in the loss: -100 and 0 for context.
 """
 
 import itertools
@@ -27,10 +27,10 @@ STYLES = {True: "green", False: "bright_black"}  # trained or not
 
 
 def describe(documents: Documents, i: int, tokenizer: "PreTrainedTokenizerFast", length: int, ids: bool) -> Text:
-    """The first `length` tokens of the i-th document: trained and context in turn, or each token with its loss."""
+    """The first `length` tokens of the i-th document: trained and context parts in turn, or each token and its loss."""
     whole = int(documents.lengths[i])
     read, weights = documents.read(i, 0, min(whole, length))
-    tokens = list(zip(read.tolist(), [0.0, *weights.tolist()[1:]]))  # nothing comes before the first, to predict it
+    tokens = list(zip(read.tolist(), [0.0, *weights.tolist()[1:]]))  # the first is never predicted
     text = Text()
     for trained, span in itertools.groupby(tokens, key=lambda token: token[1] != 0):
         style = STYLES[trained]

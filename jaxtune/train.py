@@ -1,4 +1,4 @@
-"""Train by a recipe: config, mesh, model, data, step, loop, export. This file is the whole road, top to bottom.
+"""Train by a recipe: config, mesh, model, data, step, loop, export. A run goes through this file from top to bottom.
 
 python -m jaxtune.train --config=quickstart
 """
@@ -16,15 +16,17 @@ from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 from jaxtune.monitor import curve
 from jaxtune.monitor.goodput import Goodput
+from jaxtune.optim.schedules import learning_rates
 from jaxtune.parallel import multihost
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.run import assembly, loop, memory, process, resume
+from jaxtune.run import loop, memory, process, resume
+from jaxtune.run.assembly import assemble, compile_step
 from jaxtune.run.evaluation import make_evaluate
 from jaxtune.run.export import export
 from jaxtune.run.folder import RunFolder, closing, resume_command, run_folder
 from jaxtune.run.generation import continue_text
 from jaxtune.run.lock import locked
-from jaxtune.run.model import declare_model, describe_layout
+from jaxtune.run.model import describe_layout, read_base
 from jaxtune.run.values import check_files, frozen_parameters, initial_parameters
 from jaxtune.run.watch import watching
 
@@ -32,7 +34,7 @@ log = logging.getLogger("jaxtune")
 
 
 def train(config: Config) -> bool:
-    """One run, from wherever it stands to its end; alone in its folder. Returns whether it came there."""
+    """Starts or resumes a run, holding the lock on its folder. Returns False if it was asked to stop before its end."""
     if not isinstance(config, Config):
         raise UserError(
             f"train() takes a Config, not {type(config).__name__}: jaxtune.config.resolve(config, 'here') is one"
@@ -50,37 +52,37 @@ def _train(config: Config, folder: RunFolder) -> bool:
     saved = resume.saved_run(config, folder, checkpoints)
 
     # ---- model: declared, not read ----
-    model = declare_model(config, mesh)
-    optimizer = assembly.optimizer_of(model, config)
+    program = assemble(read_base(config), config, mesh)
+    model = program.model
     log.info(describe_layout(model, mesh))
     check_files(model, config)
-    memory.check_state(config, model, optimizer, mesh)
+    memory.check_state(config, program, mesh)
 
     # ---- data: documents, rows, the number of steps ----
     tokenizer = hf.load_tokenizer(model.folder, config.data.chat_template, config.data.special_tokens)
-    feed = data.open_feed(config, tokenizer, model.spec.vocabulary, mesh)
+    feed = data.open_feed(config, tokenizer, model.spec.vocabulary, mesh, program.objective.columns)
     record = resume.record(config, model, feed)
     if saved is not None:
-        resume.check_same(saved, record, model)
+        resume.check_same(saved, record, model, feed)
         if saved["step"] >= feed.total_steps and (folder.exported or not config.export.at_end):
             log.info("this run is finished: %d of %d steps, in %s", saved["step"], feed.total_steps, folder.path)
             return True
 
     # ---- step: compiled before a weight is read, so that its memory is known ----
-    step, shapes = assembly.step_of(config, model, optimizer, mesh, feed.total_steps)
+    rates = learning_rates(config.optim, feed.total_steps)
     log.info("compiling the step")
     with goodput.measure("compile"):
-        train_step = assembly.compile_step(step, shapes, config.train.deterministic)
-        memory.check_step(config, train_step, shapes, mesh)
+        train_step = compile_step(program, config.train.deterministic)
+        memory.check_step(config, program, train_step, mesh)
 
-    # ---- values: from the checkpoint, or as the recipe starts ----
+    # ---- values: from the checkpoint, or initial ones ----
     with goodput.measure("restore"):
         wanted = saved["step"] if saved and config.ckpt.resume != "auto" else None
-        if saved and (restored := checkpoints.restore(shapes[0], wanted)):
+        if saved and (restored := checkpoints.restore(program.state, wanted, grouping=model.grouping)):
             state, position = restored.state, loop.Position.from_json(restored.host)
             log.info("resumed from step %d", position.step)
         else:
-            start = jax.jit(assembly.start_of(model, config, optimizer), donate_argnums=0)
+            start = jax.jit(program.start, donate_argnums=0)
             first = ("eval",) if config.eval.at_start else ()
             state, position = start(initial_parameters(model, config)), loop.Position(put_off=first)
         frozen = frozen_parameters(model, config)
@@ -88,26 +90,26 @@ def _train(config: Config, folder: RunFolder) -> bool:
 
     # ---- the loop: steps, and the tasks between them ----
     work, total_steps = model.work(config.data.seq_len), feed.total_steps
-    with watching(config, folder, position.step, total_steps, feed.rows.counts.rows, work, goodput) as watch:
-        save = lambda state, at: checkpoints.save(at.step, state, record | at.to_json())  # noqa: E731
+    with watching(config, folder, position.step, total_steps, feed.epoch, work, goodput) as watch:
+        save = lambda state, at: checkpoints.save(at.step, state, record | at.to_json(), model.grouping)  # noqa: E731
         tasks = [loop.Task("save", loop.each(config.ckpt.save_steps, total_steps), save, at_stop=True)]
         if feed.eval_rows is not None:  # before saving: the rows of metrics after a checkpoint's step are cut on resume
             evaluate = make_evaluate(config, model, feed.eval_rows, mesh)
             show = lambda state, at: watch.evaluation(at.step, evaluate(state.trained, frozen))  # noqa: E731
             tasks.insert(0, loop.Task("eval", loop.each(config.eval.steps, total_steps), show))
-        batches = feed.batches(position.row)
-        state = loop.train(config, train_step, state, frozen, batches, position, total_steps, tasks, watch)
+        batches = feed.batches(position.feed, total_steps - position.step)
+        state = loop.train(config, train_step, state, frozen, batches, position, rates, tasks, watch)
         with goodput.measure("save"):
             checkpoints.wait(final=True)
 
-    # ---- what is left behind ----
+    # ---- results ----
     if position.step < total_steps:
         log.info("stopped at step %d of %d; go on with: %s", position.step, total_steps, resume_command(folder))
         multihost_utils.sync_global_devices("saved")  # a launcher ends all once one process ends with a code of its own
         return False
     if position.bad_steps:
         raise UserError(
-            f"the last {position.bad_steps} steps were not finite and changed nothing, so nothing is exported; "
+            f"the last {position.bad_steps} steps were not finite and changed no parameter, so nothing is exported; "
             "lower optim.learning_rate, or look for NaN in the weights and the data"
         )
     parameters = {**frozen, **state.trained}

@@ -1,7 +1,7 @@
-"""Compile for NVIDIA cards that are not there, one or many over several hosts, and read what the compiler made.
+"""Compile for NVIDIA GPUs that this machine lacks, one or many over several hosts, and read what the compiler made.
 
-Memory and collectives are XLA's own for that card; the report of a kernel comes from its PTX, assembled by ptxas. What
-needs a card to be timed (the choice among cuBLAS algorithms) stays at XLA's defaults. Nothing here opens a device.
+Memory and collectives are XLA's own for that GPU; the report of a kernel comes from its PTX, assembled by ptxas. What
+XLA chooses by timing on the GPU (among cuBLAS algorithms) stays at its defaults. Nothing here opens a device.
 """
 
 import importlib.metadata
@@ -48,7 +48,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What XLA made of a function for one kind of card.
+    """What XLA made of a function for one kind of GPU.
 
     collectives: kind -> (instructions, bytes of their results on a device); one in a loop counts once.
     custom_calls: target -> instructions. hlo: the text of the optimised module of one device.
@@ -77,12 +77,12 @@ def unavailable() -> str | None:
 def devices(gpu: str, hosts: int = 1, per_host: int = 1) -> list[Any]:
     """Compile-only `jax.Device`s of one kind: they make a mesh like any others.
 
-    Raises RuntimeError where the `aot` extra is not installed, ValueError for a card that is not in `gpus.GPUS`.
+    Raises RuntimeError where the `aot` extra is not installed, ValueError for a GPU that is not in `gpus.GPUS`.
     """
     if reason := unavailable():
         raise RuntimeError(f"pallas_kernels.aot: {reason}")
     if gpu not in GPUS:
-        raise ValueError(f"pallas_kernels.aot: unknown card {gpu!r}; there are {', '.join(GPUS)}")
+        raise ValueError(f"pallas_kernels.aot: unknown GPU {gpu!r}; there are {', '.join(GPUS)}")
     target = _target_config(GPUS[gpu])
     return topologies.get_topology_desc(gpu, "cuda", target_config=target, topology=f"1x{hosts}x{per_host}").devices
 
@@ -96,14 +96,14 @@ def compile_for(
     mesh: Mesh | None = None,
     **jit_options: Any,
 ) -> Compiled:
-    """Compiles `jax.jit(function, **jit_options)` for a card, and reads what came out.
+    """Compiles `jax.jit(function, **jit_options)` for a GPU, and reads what came out.
 
-    mesh: of devices of `devices(gpu, ...)`; without one, a single axis of `hosts` x `per_host` cards is made.
+    mesh: of devices of `devices(gpu, ...)`; without one, a single axis of `hosts` x `per_host` GPUs is made.
     arguments: pytrees of anything with a shape and a dtype. A leaf with a NamedSharding is laid out by its spec, any
     other is replicated.
 
-    Raises what `devices` raises, and jax's own error for a program that the card cannot hold (say, a kernel that asks
-    for more shared memory than a block may have).
+    Raises what `devices` raises, and jax's own error for a program that the GPU cannot run (say, a kernel that asks for
+    more shared memory than a block may have).
     """
     if mesh is None:
         mesh = Mesh(np.array(devices(gpu, hosts, per_host)), ("devices",), axis_types=(AxisType.Explicit,))
@@ -139,7 +139,7 @@ _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 def _target_config(gpu: Gpu) -> str:
     """A GpuTargetConfigProto of XLA in text form."""
     major, minor = gpu.capability
-    # From Hopper on the matrix units are reached by instructions of one architecture alone (sm_90a).
+    # From Hopper on, the instructions of the matrix units belong to one architecture alone (sm_90a).
     features = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
     return f"""
 gpu_device_info {{

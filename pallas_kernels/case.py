@@ -12,7 +12,7 @@ from pallas_kernels.gpus import Device
 class Case:
     """One function to compile, with the shapes and dtypes of its arguments.
 
-    direction: 'forward' or 'backward'. The first case of a backend and direction stands for them where one has to.
+    direction: 'forward' or 'backward'. The first case of a backend and direction represents them where one must do.
     refuses(device): why the backend cannot run the case there, or None.
     """
 

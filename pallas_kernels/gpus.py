@@ -10,7 +10,7 @@ Capability = tuple[int, int]
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of card: what XLA calls it, and its limits (bytes, Hz, threads and registers a multiprocessor)."""
+    """One kind of GPU: what XLA calls it, and its limits (bytes, Hz, threads and registers a multiprocessor)."""
 
     kind: str
     capability: Capability
@@ -26,7 +26,7 @@ class Gpu:
 
     @property
     def registers_per_multiprocessor(self) -> int:
-        """32-bit registers; the same on every card since Kepler."""
+        """32-bit registers; the same on every GPU since Kepler."""
         return 65536
 
 
@@ -48,7 +48,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Device:
-    """What a computation is traced for; `capability` is None off NVIDIA cards."""
+    """The device that a computation is traced for; `capability` is None where it is not an NVIDIA GPU."""
 
     platform: str
     kind: str

@@ -17,7 +17,7 @@ from pallas_kernels.gpus import Capability, Gpu
 
 @dataclass(frozen=True)
 class Kernel:
-    """One Pallas kernel as it would run on the card.
+    """One Pallas kernel as it would run on the GPU.
 
     registers: per thread. spill_bytes: spill stores, per thread. shared_memory: bytes a block, static and dynamic.
     mma_sync, wgmma, tcgen05: matrix instructions in the PTX (not executed ones). occupancy: the fraction of a
@@ -75,7 +75,7 @@ def triton_kernels(hlo: str, folder: Path, gpu: Gpu) -> list[Kernel]:
     return [_report(name, assembly[name], launch, gpu) for name, launch in kernels.items()]
 
 
-# Mosaic compiles a kernel, and leaves its PTX, once a process. By its hash.
+# Mosaic compiles a kernel, and leaves its PTX, once a process: PTX and launches by the kernel's hash.
 _mosaic_left: dict[tuple[str, Capability], tuple[str, _Launch]] = {}
 
 

@@ -1,4 +1,4 @@
-"""Times block sizes on the card at hand and prints the line of a kernel's table to paste into its source.
+"""Times block sizes on the GPU at hand and prints the line of a kernel's table to paste into its source.
 
     python -m pallas_kernels.tune flash_attention --head-dim 128 --dtype bfloat16
 
@@ -30,7 +30,7 @@ REPEATS = 15
 
 
 def candidates(smoke: bool) -> list[Tile]:
-    """Tiles to try; those too large for the card are found out by compiling."""
+    """Tiles to try; those too large for the GPU fail to compile."""
     if smoke:
         return [Tile(16, 16, 4, 1), Tile(16, 32, 4, 1)]
     return [Tile(*sizes) for sizes in itertools.product(BLOCKS, BLOCKS, WARPS, STAGES)]
@@ -60,7 +60,7 @@ def flash_attention_kernels(
     inputs, residuals = (q, k, v, *bounds), (q, k, v, *bounds, lse, delta, d_out)
     return {
         "forward": partial(_compiled, forward, inputs),
-        # What is not returned is not computed: dq and (dk, dv) come from kernels of their own.
+        # A kernel whose result is not returned is compiled away: dq and (dk, dv) come from kernels of their own.
         "dq": partial(_compiled, lambda *arrays, tiles: backward(*arrays, tiles=tiles)[0], residuals),
         "dkdv": partial(_compiled, lambda *arrays, tiles: backward(*arrays, tiles=tiles)[1:], residuals),
     }
@@ -72,7 +72,7 @@ def _compiled(kernel: Callable[..., Any], arrays: tuple[Any, ...], tile: Tile) -
 
 
 def seconds(call: Callable[[], Any]) -> float:
-    """Median of a call that has run before."""
+    """Median time of a call, after one that is not counted."""
     jax.block_until_ready(call())
     times = []
     for _ in range(REPEATS):
@@ -83,7 +83,7 @@ def seconds(call: Callable[[], Any]) -> float:
 
 
 def ranked(make: Callable[[Tile], Callable[[], Any]], tiles: Iterable[Tile]) -> list[tuple[float, Tile]]:
-    """Seconds and tile, the fastest first; without those that do not compile for this card."""
+    """Seconds and tile, the fastest first; without those that do not compile for this GPU."""
     found = []
     for tile in tiles:
         try:
@@ -95,9 +95,7 @@ def ranked(make: Callable[[Tile], Callable[[], Any]], tiles: Iterable[Tile]) -> 
 
 def main() -> None:
     """Rank tiles for each kernel and print the best as source."""
-    parser = argparse.ArgumentParser(
-        prog="python -m pallas_kernels.tune", description="Times block sizes on this card."
-    )
+    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.tune", description="Times block sizes on this GPU.")
     parser.add_argument("op", choices=["flash_attention"])
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")

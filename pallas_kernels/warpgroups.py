@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 # Workers, and the rows that each holds: those of a wgmma.
 WORKERS, ROWS = 2, 64
-# Registers a thread. A multiprocessor has 512 for a thread of each of the three warpgroups.
+# Registers a thread. A multiprocessor has 512 for three threads, one of each warpgroup.
 WORKER_REGISTERS, MEMORY_REGISTERS = 240, 24
 
 # How the 128 threads of a warpgroup hold a vector that goes with the rows, or the columns, of a product.
@@ -64,13 +64,13 @@ class Ring:
             plgpu.copy_gmem_to_smem(source, buffer.at[slot], self.landed.at[slot])
 
     def take(self, count) -> tuple[Any, ...]:
-        """The count-th blocks, once they are there."""
+        """The count-th blocks, once they have arrived."""
         slot = jax.lax.rem(count, self.stages)
         plgpu.barrier_wait(self.landed.at[slot])
         return tuple(buffer.at[slot] for buffer in self.buffers)
 
     def release(self, count) -> None:
-        """This worker needs the count-th blocks no more."""
+        """This worker does not need the count-th blocks any more."""
         plgpu.barrier_arrive(self.consumed.at[jax.lax.rem(count, self.stages)])
 
 

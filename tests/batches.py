@@ -6,8 +6,9 @@ import numpy as np
 from tiny import VOCABULARY
 
 from jaxtune.models.attend import attend_packed
+from jaxtune.models.call import Call
 from jaxtune.models.decoder import bind
-from jaxtune.parallel.layout import TOKENS
+from jaxtune.parallel.layout import by_token
 
 
 def tokens(batch: int, sequence: int, seed: int = 0) -> np.ndarray:
@@ -32,8 +33,8 @@ def make_batch(rows: np.ndarray, mesh, lengths: list[int] | None = None) -> dict
         fields["positions"][:, part] = np.arange(length)
         fields["segment_ids"][:, part] = number
         fields["key_start"][:, part] = start
-    placed = {name: jax.device_put(x, jax.NamedSharding(mesh, TOKENS)) for name, x in fields.items()}
-    row = jax.device_put(np.arange(batch, dtype=np.int32), jax.NamedSharding(mesh, jax.P(TOKENS[0])))
+    placed = {name: jax.device_put(x, jax.NamedSharding(mesh, by_token())) for name, x in fields.items()}
+    row = jax.device_put(np.arange(batch, dtype=np.int32), jax.NamedSharding(mesh, jax.P(by_token()[0])))
     return placed | {"row": row}
 
 
@@ -43,9 +44,11 @@ def logits(model, parameters, batch, dtype=jnp.float32) -> np.ndarray:
     @jax.jit
     def run(parameters, batch):
         with jax.default_matmul_precision("highest"):
-            decoder = bind(model.graph, parameters)
-            hidden, _ = decoder(batch["tokens"], batch["positions"], attend_packed(batch["key_start"]), dtype=dtype)
+            decoder, call = bind(model.graph, parameters), Call(dtype)
+            attend = attend_packed(batch["key_start"], call)
+            inputs = decoder.inputs(batch["positions"], attend, batch["segment_ids"] > 0)
+            hidden, _, _ = decoder(batch["tokens"], inputs, call)
             head = jax.reshard(decoder.head_weight.astype(dtype), jax.P())
-            return jnp.einsum("bsd,vd->bsv", hidden, head, out_sharding=TOKENS)[..., : model.spec.vocabulary]
+            return jnp.einsum("bsd,vd->bsv", hidden, head, out_sharding=by_token())[..., : model.spec.vocabulary]
 
     return np.asarray(run(parameters, batch).astype(jnp.float32))

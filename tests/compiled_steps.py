@@ -8,8 +8,8 @@ from pathlib import Path
 
 from jaxtune.config import load_recipe, resolve
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.run.assembly import optimizer_of, step_of
-from jaxtune.run.model import declare_model
+from jaxtune.run.assembly import assemble
+from jaxtune.run.model import read_base
 from jaxtune.run.process import compiler_options
 from pallas_kernels import aot
 
@@ -59,9 +59,9 @@ def _compiled_step(recipe: str, size: str, remat: str, cards: int, rows: int) ->
         overrides = {"memory.remat": remat, "mesh.fsdp": "-1", "train.micro_batch_size": str(rows)}
         config = resolve(load_recipe(str(file), folder), file.name, list(overrides.items()))
         mesh = make_mesh(config.mesh, aot.devices("h100", per_host=cards))
-        model = declare_model(config, mesh)
-    step, arguments = step_of(config, model, optimizer_of(model, config), mesh, total_steps=100)
-    return aot.compile_for("h100", step, *arguments, mesh=mesh, donate_argnums=0, compiler_options=compiler_options())
+        program = assemble(read_base(config), config, mesh)
+    options = {"donate_argnums": 0, "compiler_options": compiler_options()}
+    return aot.compile_for("h100", program.step, *program.arguments, mesh=mesh, **options)
 
 
 def check_readme(cells: str, memory: aot.Memory) -> None:

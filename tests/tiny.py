@@ -13,11 +13,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from jaxtune.config.schema import Config, Data, Lora, Model, Quant
-from jaxtune.data.documents import Documents
+from jaxtune.data.columns import Column
+from jaxtune.data.units import Documents, Part
 from jaxtune.models import families
 from jaxtune.models.parameters import Parameter, declare
-from jaxtune.models.spec import Layer, ModelSpec, Rope
-from jaxtune.run.model import declare_model
+from jaxtune.models.spec import Gated, Heads, Layer, ModelSpec, Rope
+from jaxtune.run.model import declare_model, read_base
 from jaxtune.run.values import read_parameters
 
 CHATML = (
@@ -49,21 +50,23 @@ def byte_tokenizer(
     return fast
 
 
-def numbered_documents(lengths, weights=None, continuous=True) -> Documents:
-    """Documents whose tokens are 1, 2, 3, ..., so that each is known by its number."""
+def numbered_documents(lengths, weights=None, continuous=True, sizes=None) -> Documents:
+    """Documents whose tokens are 1, 2, 3, ..., so that each is known by its number; `sizes`: documents of each unit."""
     offsets = np.cumsum([0, *lengths])
     weights = np.ones(offsets[-1], np.float16) if weights is None else np.concatenate(weights).astype(np.float16)
-    return Documents(
+    part = Part(
+        name="numbers",
         key="",
-        tokens=np.arange(1, offsets[-1] + 1, dtype=np.int32),
-        loss_weights=weights,
+        columns={"tokens": Column("tokens", np.int32), "loss_weight": Column("loss_weight", np.float16)},
+        values={"tokens": np.arange(1, offsets[-1] + 1, dtype=np.int32), "loss_weight": weights},
         offsets=offsets,
+        units=np.cumsum([0, *(sizes or [1] * len(lengths))]),
         targets=np.array([np.count_nonzero(weights[a + 1 : b]) for a, b in pairwise(offsets)]),
         continuous=np.full(len(lengths), continuous),
-        chosen=np.arange(len(lengths)),
         skipped=0,
         notes=(),
     )
+    return Documents.joined([part])
 
 
 VOCABULARY = 320  # no multiple of 256: the padding is tested with everything else
@@ -121,8 +124,33 @@ FAMILIES = {
             tie_word_embeddings=True,
         ),
     ),
+    "phi3, fused, window": (
+        "Phi3Config",
+        dict(sliding_window=24, pad_token_id=None, tie_word_embeddings=False),
+    ),
+    "qwen3_moe, a dense layer, router loss": (
+        "Qwen3MoeConfig",
+        dict(
+            head_dim=16,
+            moe_intermediate_size=32,
+            num_experts=4,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            mlp_only_layers=[1],
+            output_router_logits=True,
+            router_aux_loss_coef=0.1,
+            tie_word_embeddings=False,
+        ),
+    ),
     "mistral, sliding window": ("MistralConfig", dict(head_dim=16, sliding_window=24, tie_word_embeddings=False)),
 }
+
+
+def layer(window: int | None = None, intermediate: int = 32) -> Layer:
+    """A layer of `spec`."""
+    return Layer(
+        Heads(heads=2, kv_heads=1, head_dim=8, rope=Rope(1e4), window=window, qk_norm=True), Gated(intermediate)
+    )
 
 
 def spec(layers: int | tuple[Layer, ...] = 4, **changes) -> ModelSpec:
@@ -131,16 +159,10 @@ def spec(layers: int | tuple[Layer, ...] = 4, **changes) -> ModelSpec:
         family="qwen3",
         vocabulary=VOCABULARY,
         hidden=16,
-        intermediate=32,
-        heads=2,
-        kv_heads=1,
-        head_dim=8,
-        layers=(Layer(),) * layers if isinstance(layers, int) else layers,
-        rope=Rope(1e4),
+        layers=(layer(),) * layers if isinstance(layers, int) else layers,
         norm_epsilon=1e-6,
         max_positions=4096,
         tied=True,
-        qk_norm=True,
     )
     return ModelSpec(**{**fields, **changes})
 
@@ -177,12 +199,12 @@ def model_folder(folder: Path, **sizes) -> Path:
     spec = families.read_spec(json.loads((folder / "config.json").read_text()))
     rng, tensors = np.random.default_rng(0), {}
     for parameter in declare(spec)[1].values():
-        shape = parameter.shape[1:] if parameter.layers else parameter.shape
-        if parameter.axes[0] == "vocabulary":
+        shape = parameter.matrix
+        if parameter.kind == "table":
             shape = (spec.vocabulary, *shape[1:])
-        for name in families.hf_names(spec.family, parameter):
-            values = rng.normal(scale=0.02, size=shape) + ("norm" in name)
-            tensors[name] = values.astype(np.float32)
+        for place in parameter.places:
+            values = rng.normal(scale=0.02, size=shape) + ("norm" in place.name)
+            tensors[place.name] = values.astype(np.float32)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
 
@@ -207,6 +229,5 @@ def torch_model(name: str, folder: Path, **sizes):
 def read(folder: Path, mesh, dtype: str = "float32", lora: Lora = Lora(), quant: Quant = Quant(), train=False):
     """The declared model of a folder, its values, and the config it was read by; adapters are not read."""
     config = Config(model=Model(path=str(folder), dtype=dtype), data=Data(seq_len=64), lora=lora, quant=quant)
-    model = declare_model(config, mesh, train=train)
-    names = [name for name, parameter in model.parameters.items() if not parameter.is_adapter]
-    return model, read_parameters(model, names), config
+    model = declare_model(read_base(config), config, mesh, train=train)
+    return model, read_parameters(model, model.whole), config

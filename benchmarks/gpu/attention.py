@@ -1,12 +1,13 @@
 """Attention at head dimension 128 in bfloat16: TFLOP/s of every backend, beside torch's SDPA in the same process.
 
-Operations are those that are needed: with p = sum over documents of length * w - w^2 / 2 visible pairs of a query and
+Only operations that are needed count: with p = sum over documents of length * w - w^2 / 2 visible pairs of a query and
 a key (w = the length, or the window where that is less; length^2 / 2 without one),
 
     forward 4 * p * heads * head_dim, backward 2.5 times that.
 
-Torch has no packed or windowed kernel to force, so its part is always dense and causal: for packed rows, rows of the
-length that makes it the same work; for a window, the same rows without one. Compare TFLOP/s, or their ratio.
+Torch has no packed or windowed kernel that can be asked for, so its part is always dense and causal: for packed rows,
+rows of the length that makes it the same work; for a window, the same rows without one. Compare TFLOP/s, or their
+ratio.
 """
 
 import functools
@@ -119,7 +120,7 @@ def flops(case: dict) -> float:
 
 
 def refusal(attend: Callable, *arguments: Any) -> str | None:
-    """Why no kernel can run this here, found by tracing; any other error is one."""
+    """Why no kernel can run this here, found by tracing; any other error is raised."""
     try:
         jax.eval_shape(attend, *arguments)
     except ValueError as error:
@@ -157,7 +158,7 @@ def _tokamax(case: dict) -> Callable[..., Any]:
     if "documents" in case:
 
         def packed(q, k, v, key_start):
-            raise ValueError("tokamax cannot run this on any card: its public function knows no packed rows")
+            raise ValueError("tokamax cannot run this on any GPU: its public function has no packed rows")
 
         return packed
     window = None if "window" not in case else (case["window"] - 1, 0)

@@ -1,4 +1,4 @@
-"""Every kernel backend that runs on the card, all features, forward and gradients, against float64 on the CPU.
+"""Every kernel backend that runs on the GPU, all features, forward and gradients, against float64 on the CPU.
 
 An error is norm(found - reference) / norm(reference) of an output or a gradient, over the whole array; the reference
 is made of the same inputs, widened. NaN where the reference has none, or a wrong infinity, is an infinite error.
@@ -20,7 +20,7 @@ from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
 
-# Lengths are no multiple of a block. `documents`: lengths, the rest of a row is padding that holds NaN.
+# Lengths are not multiples of a block. `documents`: lengths, the rest of a row is padding that holds NaN.
 DEFAULTS = {"queries": 300, "keys": 300, "heads": 4, "kv_heads": 2, "head_dim": 128, "dtype": "bfloat16"}
 PACKED = (130, 1, 70, 90)
 CASES: dict[str, dict[str, Any]] = {

@@ -54,7 +54,7 @@ def piece(smoke: bool) -> Piece:
 
 
 def measure(contender: str, format: str, shape: tuple[int, int], smoke: bool) -> Row:
-    """GB/s of one contender, after its first weight was found right."""
+    """GB/s of one contender, after its first weight was found correct."""
     count = 2 if smoke else TOTAL // math.prod(shape)
     elements, stored = format_named(format).elements, weights(format, shape, count)
     if contender == "bitsandbytes":

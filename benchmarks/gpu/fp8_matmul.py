@@ -1,7 +1,7 @@
 """FP8 activations by an FP8 weight of Qwen3-8B (12288 x 4096): every backend by the rows of x, beside bfloat16.
 
-Scales are one a tensor for cuBLASLt, and 1 x 128 by 128 x 128 for Mosaic. Timed is the product of what is FP8 already,
-and the same with the quantization of x before it, as a layer needs it. The plain product takes turns with both.
+Scales are one per tensor for cuBLASLt, and 1 x 128 by 128 x 128 for Mosaic. The product of FP8 arrays is timed, and
+the same with the quantization of x before it, as a layer needs it. The plain product takes turns with both.
 """
 
 import functools
@@ -29,7 +29,7 @@ CONTENDERS: dict[str, tuple[Any, dict[str, Any], float]] = {
     "cublaslt-fast": (TENSOR, {"backend": "cublaslt", "fast_accumulation": True}, 0.25),
     "mosaic": (BLOCKS, {"backend": "mosaic"}, 0.1),
 }
-# It multiplies in float32: nothing to time on a card, and all that a CPU has.
+# It multiplies in float32: not worth timing on a GPU, and the only one on a CPU.
 SMOKE_CONTENDERS = {"xla": (BLOCKS, {"backend": "xla"}, 0.1)}
 
 

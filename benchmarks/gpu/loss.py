@@ -25,7 +25,7 @@ SMOKE_CASES = {"frozen": (300, False), "trained": (300, True)}
 
 
 def piece(smoke: bool) -> Piece:
-    """The op and torch, each alone on the card: what torch holds does not fit beside another."""
+    """The op and torch, each alone on the GPU: torch's logits do not fit beside another."""
     absent = None if importlib.util.find_spec("torch") else "torch is not installed"
     jobs = [
         Job(contender, case, __name__, {"contender": contender, "name": case, "smoke": smoke}, refused)

@@ -1,8 +1,8 @@
-"""Linears in few bits on the card: their three products, and what twenty LoRA steps make of the loss.
+"""Linear layers in low precision on the GPU: their three products, and the loss after twenty LoRA steps.
 
 The products y = x W^T, dx = dy W and dW = dy^T x, with an outlier in each array, are compared with a CPU's, whose
-numbers tests/unit/precision/test_matmul.py checks one by one; and with float64 without any rounding, from which they
-may be as far as there. NVFP4 is native on Blackwell, emulated elsewhere. Errors are norms over norms.
+numbers tests/unit/precision/test_matmul.py checks one by one; and with float64 without any rounding, within the bounds
+of that test. NVFP4 is native on Blackwell, emulated elsewhere. Errors are norms over norms.
 """
 
 import jax
@@ -13,10 +13,10 @@ from gpu import models
 from gpu.correctness import relative_error
 from gpu.qwen3 import CONFIGS
 from gpu.workers import Job, Piece, Row
-from jaxtune.parallel.layout import TOKENS
+from jaxtune.parallel.layout import by_token
 from jaxtune.precision import nvfp4
 from jaxtune.precision.fp8 import Fp8Numbers
-from jaxtune.precision.matmul import LowPrecision, matmul
+from jaxtune.precision.matmul import LowPrecision
 from jaxtune.precision.nvfp4 import Nvfp4Numbers
 from jaxtune.run.process import compiler_options
 from pallas_kernels.gpus import current_device
@@ -27,7 +27,7 @@ NUMBERS = {
     # Gradients to nearest, so that two devices round alike.
     "nvfp4": Nvfp4Numbers(stochastic_rounding=False, hadamard=True, four_over_six=True),
 }
-# y, dx, dW: what rounding to few bits may do, as in the unit test.
+# y, dx, dW: the errors that rounding to low precision may make, as in the unit test.
 ROUNDING = {"fp8": (0.05, 0.08, 0.08), "fp8-hadamard": (0.05, 0.08, 0.08), "nvfp4": (0.25, 0.25, 0.25)}
 # Tensor cores add FP8 products in fewer bits than float32; a code at a bound may fall to its other side.
 ON_CPU = 1e-2
@@ -52,7 +52,7 @@ def piece(smoke: bool) -> Piece:
         ("bfloat16 loss", "loss_bf16", ".4f"),
         ("difference", "difference", ".2%"),
     )
-    title = "few bits: relative errors of the products, and the loss of a LoRA run beside bfloat16's"
+    title = "low precision: relative errors of the products, and the loss of a LoRA run beside bfloat16's"
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     return Piece("low_precision_correct", title, jobs, columns, 0.04, 120, environment)
 
@@ -64,7 +64,7 @@ def measure(contender: str, case: str, smoke: bool) -> Row:
 
 
 def products(name: str, smoke: bool) -> Row:
-    """Errors of y, dx and dW against no rounding, and the worst against a CPU."""
+    """Errors of y, dx and dW against products without rounding, and the worst against a CPU."""
     rows, length, inner, outer = SMOKE_SHAPE if smoke else SHAPE
     rng = np.random.default_rng(0)
     arrays = [rng.normal(size=shape) for shape in ((rows, length, inner), (outer, inner), (rows, length, outer))]
@@ -73,12 +73,12 @@ def products(name: str, smoke: bool) -> Row:
     x, weight, dy = (array.astype(jnp.bfloat16) for array in arrays)  # as a step has them
 
     def all_three(x, weight, dy):
-        apply = lambda x, weight: matmul(x, LowPrecision(None, weight, None, NUMBERS[name]), None, None)  # noqa: E731
+        apply = lambda x, weight: LowPrecision(None, weight, None, NUMBERS[name]).matmul(x, None, None)  # noqa: E731
         y, backward = jax.vjp(apply, x, weight)
         return {"y": y, **dict(zip(("dx", "dW"), backward(dy)))}
 
     def run() -> dict[str, jax.Array]:
-        given = jnp.asarray(x), jnp.asarray(weight), jax.device_put(dy, TOKENS)
+        given = jnp.asarray(x), jnp.asarray(weight), jax.device_put(dy, by_token())
         return jax.jit(all_three, compiler_options=compiler_options())(*given)
 
     found = run()
@@ -94,7 +94,7 @@ def products(name: str, smoke: bool) -> Row:
         if not 0.0 < row[key] <= most:
             row.setdefault("error", f"wrong: {key} is off by {row[key]:.1e} from no rounding, allowed is {most}")
     if not row["worst_on_cpu"] <= ON_CPU:
-        row.setdefault("error", f"wrong: the card and a CPU differ by {row['worst_on_cpu']:.1e}, allowed is {ON_CPU}")
+        row.setdefault("error", f"wrong: the GPU and a CPU differ by {row['worst_on_cpu']:.1e}, allowed is {ON_CPU}")
     return row
 
 
@@ -113,13 +113,14 @@ def last_loss(recipe: str, smoke: bool) -> float:
     optim, precision = models.Optim(learning_rate=RATE), models.Precision(recipe=recipe)
     model = models.training(CONFIGS["tiny" if smoke else "small"], optim=optim, precision=precision)
     step = jax.jit(model.step, donate_argnums=0, compiler_options=compiler_options())
-    start, found = jax.jit(model.state, donate_argnums=0), []
+    start, rate, found = jax.jit(model.start, donate_argnums=0), jnp.float32(RATE), []
     for seed in range(1 if smoke else SEEDS):
         rng = np.random.default_rng(seed)
-        trained, frozen = model.values()
+        trained, frozen = models.values(model)
         state = start(trained)
         for number in range(STEPS):
-            state, metrics = step(state, frozen, models.batch(rng.integers(0, WORDS, (1, 4, 64 if smoke else 512))))
+            data = models.batch(rng.integers(0, WORDS, (1, 4, 64 if smoke else 512)))
+            state, metrics = step(state, frozen, data, rate)
             if number >= STEPS - LAST:
                 found.append(metrics["loss"].item())
     return float(np.mean(found))

@@ -25,7 +25,7 @@ NAMES = ("adamw_8bit", "adamw", "normuon", "muon")
 SIZES = ("0.6B", "1.7B")
 DTYPES = ("bfloat16", "float32")
 SMOKE_CASES = (("adamw_8bit", "tiny", "float32"),)
-ROOM = 0.75  # of the card's memory, for gradients and twice the rest: that of the contender, and of optax
+ROOM = 0.75  # of the GPU's memory, for gradients and twice the rest: that of the contender, and of optax
 
 # Parameters and state, which an update gives back changed.
 Held = tuple[Any, Any]
@@ -43,7 +43,7 @@ def piece(smoke: bool) -> Piece:
         ("bytes/weight", "bytes_per_parameter", ".2f"),
         ("ms", "milliseconds", ",.2f"),
         ("GB/s", "gb_per_second", ",.0f"),
-        ("of the card %", "bandwidth_percent", ".0f"),
+        ("of the GPU %", "bandwidth_percent", ".0f"),
         ("optax ms", "optax_milliseconds", ",.2f"),
         ("over optax", "over_optax", ".2f"),
     )
@@ -64,14 +64,15 @@ def measure(name: str, size: str, dtype: str, smoke: bool) -> Row:
     for layers in range(CONFIGS[size]["num_hidden_layers"], 0, -1):
         config = CONFIGS[size] | {"num_hidden_layers": layers}
         built = models.training(config, lora=False, optim=optim, precision=precision)
-        states = [jax.eval_shape(init, built.trained) for init in (built.optimizer.init, reference.init)]
-        held, held_by_optax = (size_of((built.trained, state)) for state in states)
-        if size_of(built.trained) + held + held_by_optax <= room:
+        trained = built.state.trained
+        states = built.state.optimizer, jax.eval_shape(reference.init, trained)
+        held, held_by_optax = (size_of((trained, state)) for state in states)
+        if size_of(trained) + held + held_by_optax <= room:
             break
     else:
         return {"refused": f"one layer of {size} does not fit {room / 1e9:.0f} GB"}
 
-    parameters = built.values()[0]
+    parameters = models.values(built)[0]
     gradients = random_gradients(parameters)
 
     def by_jaxtune(gradients: Any, held: Held) -> Held:

@@ -1,4 +1,4 @@
-"""Training steps with few bits: LoRA in FP8, whole models with 8-bit AdamW, and NorMuon beside AdamW.
+"""Training steps in low precision: LoRA in FP8, whole models with 8-bit AdamW, and NorMuon beside AdamW.
 
 Three loads. LoRA is that of `train_step`, at bf16 and fp8_hybrid; frozen weights are FP8 operands from the start.
 Whole models take rows of 1024 tokens as LLMQ does, with bfloat16 weights and gradients and 8-bit moments, without
@@ -6,7 +6,7 @@ LLMQ's half a million tokens a step: an update comes more often here. NorMuon an
 on the same batch, at two accumulation counts: orthogonalisation costs the same however many tokens a step has.
 
 `published` are others' figures, on one H100: Surogate's benchmarks.md (LoRA), LLMQ's H100x1.md (Qwen2.5). MFU is
-against the card's bf16 peak, also in FP8.
+against the GPU's bf16 peak, also in FP8.
 """
 
 import math

@@ -36,20 +36,20 @@ def weights(format: str, shape: tuple[int, int], count: int) -> list[Weight]:
 
 @jax.jit
 def largest_error(found: Float[Array, "*shape"], wanted: Float[Array, "*shape"]) -> Float[Array, ""]:
-    """Of an element, over the root mean square of what is wanted; NaN where one is NaN."""
+    """The largest error of an element, over the root mean square of `wanted`; NaN where one is NaN."""
     found, wanted = found.astype(jnp.float32), wanted.astype(jnp.float32)
     return jnp.abs(found - wanted).max() / jnp.sqrt(jnp.square(wanted).mean())
 
 
 @jax.jit
 def largest_relative_error(found: Float[Array, "*shape"], wanted: Float[Array, "*shape"]) -> Float[Array, ""]:
-    """Of an element, over that element; infinite where zero is wanted and something else is found."""
+    """The largest error of an element, over that element; infinite where zero is wanted and something else found."""
     found, wanted = found.astype(jnp.float32), wanted.astype(jnp.float32)
     return jnp.where(found == wanted, 0.0, jnp.abs(found - wanted) / jnp.abs(wanted)).max()
 
 
 def wrong(what: str, error: float, allowed: float) -> Row:
-    """What a row says of a wrong result, whose time is not taken; empty if it is right."""
+    """The columns of a row for a wrong result, which is not timed; empty if it is correct."""
     if error <= allowed:
         return {}
     return {"error": f"wrong: the largest error of {what} is {error:.1e}, allowed is {allowed:.1e}"}

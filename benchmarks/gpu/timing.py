@@ -16,7 +16,7 @@ class Call(NamedTuple):
 def seconds_per_call(calls: dict[str, Call], blocks: int, block_seconds: float) -> dict[str, float]:
     """Median over blocks of calls, each long enough to hide what starting a call costs.
 
-    Blocks of all of `calls` take turns, so that what else the card does, and how warm it is, hits all alike.
+    Blocks of all of `calls` take turns, so that other work on the GPU, and its temperature, affects all alike.
     """
     repeats = {}
     for name, call in calls.items():

@@ -8,12 +8,12 @@ import torch
 
 
 def device() -> str:
-    """Where torch runs here: a card, or else the CPU."""
+    """The device that torch runs on here: a GPU, or else the CPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def synchronize(_: Any = None) -> None:
-    """Waits for the card; whatever is given is ignored, so that it can take a result."""
+    """Waits for the GPU; arguments are ignored, so that it can be given a result."""
     if device() == "cuda":
         torch.cuda.synchronize()
 

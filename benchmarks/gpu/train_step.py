@@ -1,8 +1,8 @@
-"""A LoRA step of Qwen3 with random weights: jaxtune beside transformers + peft, each alone on the card.
+"""A LoRA step of Qwen3 with random weights: jaxtune beside transformers + peft, each alone on the GPU.
 
-The load of Surogate's published table: rank 16 on every linear, 2 rows of 2048 tokens, accumulation 4; on a bfloat16
-base, and quantized as in configs/qwen_qlora_nf4.py and _fp8.py. MFU counts 4 N + 3 F_attention (and 6 per adapter
-parameter) a token, neither recomputation nor dequantization, against the card's dense bf16 peak.
+The load of Surogate's published table: rank 16 on every linear layer, 2 rows of 2048 tokens, accumulation 4; on a
+bfloat16 base, and quantized as in configs/qwen_qlora_nf4.py and _fp8.py. MFU counts 4 N + 3 F_attention (and 6 per
+adapter parameter) a token, neither recomputation nor dequantization, against the GPU's dense bf16 peak.
 """
 
 import importlib.util
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from gpu import models
@@ -32,7 +33,7 @@ TARGETS = {  # tokens/s on one H100; where the base is quantized, below 8B, Suro
 SMOKE_SYSTEMS = ("jaxtune", "jaxtune-nf4")
 SMOKE_LENGTH = 32
 REMATS = ("none", "dots", "block")
-RESERVE = 0.02  # of the card's memory, for what the compiler does not count
+RESERVE = 0.02  # of the GPU's memory, for what the compiler does not count
 PEERS = ("torch", "transformers", "peft")
 
 
@@ -110,23 +111,24 @@ def measure(contender: str, size: str, smoke: bool) -> Row:
 def measure_step(
     config: dict, shape: tuple[int, int, int], steps: int, remats: Sequence[str] = REMATS, **options: Any
 ) -> Row:
-    """jaxtune's step with the first rematerialisation that fits the card; `options` of models.training."""
+    """jaxtune's step with the first rematerialisation policy that fits the GPU; `options` of models.training."""
     chosen = models.log_choices()
     device = jax.devices()[0]
     jax.set_mesh(models.one_device_mesh(device))
     data = models.batch(np.random.default_rng(0).integers(0, config["vocab_size"], shape))
+    rate = jnp.float32(models.RATE)
     state = frozen = None
     tried = {}
     for remat in remats:
         built = models.training(config, remat=remat, **options)
         if state is None:
-            trained, frozen = built.values()
+            trained, frozen = models.values(built)
             # Donated, so that the parameters are not there twice.
-            state = jax.jit(built.state, donate_argnums=0)(trained)
+            state = jax.jit(built.start, donate_argnums=0)(trained)
             del trained
         begin = time.perf_counter()
         step = jax.jit(built.step, donate_argnums=0, compiler_options=compiler_options())
-        step = step.lower(state, frozen, data).compile()
+        step = step.lower(state, frozen, data, rate).compile()
         compiled = time.perf_counter() - begin
         memory = step.memory_analysis()
         needed = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -138,7 +140,7 @@ def measure_step(
 
     def one() -> None:
         nonlocal state
-        state, metrics = step(state, frozen, data)
+        state, metrics = step(state, frozen, data, rate)
         losses.append(metrics["loss"].item())
 
     seconds = timed(one, steps)

@@ -14,7 +14,7 @@ from gpu.workers import Row
 
 
 def measure(size: str, smoke: bool) -> Row:
-    """Without rematerialisation, or with that of whole blocks where that does not fit the card."""
+    """Without rematerialisation, or with that of whole blocks where the step does not fit the GPU otherwise."""
     try:
         return _measure(size, smoke, remat=False)
     except torch.OutOfMemoryError:

@@ -1,4 +1,4 @@
-"""Jobs in processes of their own: one that crashes, hangs or takes all memory costs no other its figures."""
+"""Jobs in processes of their own: one that crashes, hangs or takes all memory does not lose the figures of others."""
 
 import importlib
 import multiprocessing
@@ -82,7 +82,7 @@ def _one_after_the_other(piece: Piece, jobs: Sequence[Job], deadline: float) -> 
                 worker.stop()
                 worker = None
             worker = worker or _Worker(job.module, piece.environment)
-            # The next process imports while this one measures. It touches no card before it is asked.
+            # The next process imports while this one measures. It touches no GPU before it is asked.
             coming = next((other for other in jobs[place + 1 :] if not other.refused), None)
             following = _Worker(coming.module, piece.environment) if piece.fresh and coming else None
             row = worker.ask(job, min(left, piece.limit))

@@ -16,9 +16,8 @@ def fingerprint(folder: Path) -> dict[str, Any]:
     """{file name: {"size": bytes, "sha256": hex}} of each safetensors file in `folder`, as JSON values.
 
     Hashing 60 GB takes minutes, so the hash covers the header (names, shapes, dtypes, offsets), the first and last MiB
-    of the tensor data, and 256 samples of 64 KiB at equal distances between: 18 MiB a file, and a file up to that size
-    in full. Another revision or another training of the model is found; a change confined to the gaps between samples
-    is not.
+    of the tensor data, and 256 evenly spaced samples of 64 KiB between them: 18 MiB a file; smaller files are hashed
+    whole. It detects another revision or a retrained model, but not a change confined to the gaps between samples.
     """
     return {
         path.name: {"size": path.stat().st_size, "sha256": _sampled_sha256(path)}

@@ -1,4 +1,4 @@
-"""The steps in a checkpoint folder: which there are, which is the newest good one, and their removal."""
+"""The checkpoints in a folder: list them, find the newest good one, remove them."""
 
 import logging
 import re
@@ -13,14 +13,15 @@ logger = logging.getLogger("jaxtune")
 
 
 def steps(folder: Path) -> list[int]:
-    """Steps with a manifest, ascending."""
+    """Steps that have a manifest, ascending."""
     return sorted(int(path.name) for path in _numbered(folder, r"\d+") if (path / manifest.MANIFEST).is_file())
 
 
 def newest_good(folder: Path, step: int | None, only: Iterable[str] | None) -> int | None:
-    """The newest step whose files (those in `only`; None: all) agree with the manifest, or `step` if it does.
+    """The newest step whose files agree with its manifest, or `step` if given; None if there are no steps.
 
-    None if there is no step. Each damaged or unfinished one that is passed over is a warning.
+    `only` limits the check to the files that it names. Each damaged or unfinished checkpoint that is passed over is
+    logged as a warning.
 
     Raises:
         UserError: `step` is missing or damaged, or all steps are.
@@ -49,12 +50,13 @@ def remove(folder: Path, step: int) -> None:
     """Removes the checkpoint of `step`, if there is one."""
     path = folder / str(step)
     (path / manifest.MANIFEST).unlink(missing_ok=True)  # first: half a folder must not look like a checkpoint
-    # A reader or a failed save may still hold files here. It is no checkpoint any more, and the next save tries again.
+    # A reader or a failed save may still hold files here. Without a manifest the folder is not a checkpoint any more,
+    # and the next save tries again to remove it.
     shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Removes what saves and removals that did not end have left. No save may be under way."""
+    """Removes what interrupted saves and removals have left behind. No save may be under way."""
     finished = {str(step) for step in steps(folder)}
     for path in _numbered(folder, r"\d+(\.orbax-checkpoint-tmp.*)?"):
         if path.name not in finished:

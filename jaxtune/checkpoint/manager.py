@@ -1,7 +1,7 @@
 """Saving, restoring and retiring the checkpoints of a run.
 
 A checkpoint is the folder `<folder>/<step>`: arrays written by Orbax, `host.json`, and the manifest, which is written
-last and makes it one. Without a manifest it is the remains of a save that did not end, and the next save removes it.
+last. A folder without a manifest is left over from an interrupted save, and the next save removes it.
 """
 
 import json
@@ -21,12 +21,14 @@ from jaxtyping import PyTree
 from orbax.checkpoint import v1 as ocp
 
 from jaxtune.checkpoint import folder as checkpoint_folder
-from jaxtune.checkpoint import manifest, structure
+from jaxtune.checkpoint import manifest, regroup, structure
+from jaxtune.checkpoint.regroup import Grouping
 from jaxtune.errors import UserError
 
 logger = logging.getLogger("jaxtune")
 
 HOST_FILE = "host.json"
+FORMAT = 2  # of HOST_FILE; format 1 was what is now under "host", without a format number
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,9 @@ class Restored:
 class CheckpointManager:
     """The checkpoints in `folder`, of which the newest `keep_last` verified ones are kept.
 
-    With several processes all of them call the same methods in the same order on one shared folder. Each writes its own
-    shards; process 0 alone writes `host.json` and the manifest, verifies, removes, and decides which step is restored.
-    Nothing is removed before the first save, so a reader does not disturb a run.
+    With several processes, all of them call the same methods in the same order on one shared folder. Each writes its
+    own shards; process 0 alone writes `host.json` and the manifest, verifies, removes, and decides which step is
+    restored. Nothing is removed before the first save, so that a process that only reads does not disturb a run.
     """
 
     def __init__(self, folder: Path, keep_last: int = 2):
@@ -54,7 +56,7 @@ class CheckpointManager:
             sys.excepthook = _not_tensorstore_noise
         self._folder = Path(folder).absolute()
         self._keep_last = keep_last
-        self._verified: set[int] = set()  # kept ones that this run saved or restored: what keep_last counts
+        self._verified: set[int] = set()  # saved or restored by this run, and kept: what keep_last counts
         self._pending: tuple[int, Future[None]] | None = None
         self._failure: str | None = None
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -63,32 +65,35 @@ class CheckpointManager:
         """Steps that have a checkpoint, ascending; their files are not verified here."""
         return checkpoint_folder.steps(self._folder)
 
-    def save(self, step: int, state: PyTree[jax.Array], host: dict[str, Any]) -> None:
+    def save(self, step: int, state: PyTree[jax.Array], host: dict[str, Any], grouping: Grouping | None = None) -> None:
         """Saves in the background: returns once the arrays are copied, so `state` may be donated afterwards.
 
-        `host` holds JSON values; process 0's is kept. Waits for the save before it. A step that this run saved or
-        restored is not written again. A save that fails is a warning, and the next one tries again: see `wait`. With
-        several processes, a failure in one is found by the others after Orbax's time-out, minutes later.
+        `host` holds JSON values; process 0's is stored. `grouping` says which layers are stacked in the leaves of each
+        parameter; without it, a leaf is restored by its path alone. Waits for the previous save. A step that this run
+        saved or restored is not written again. A failed save is logged as a warning, and the next one tries again: see
+        `wait`. With several processes, the others notice a failure in one of them only after Orbax's time-out, minutes
+        later.
         """
         self.wait()
-        arrays, text = structure.leaves_by_name(state), json.dumps(host, indent=1)
+        arrays = structure.leaves_by_name(state)
+        text = json.dumps({"format": FORMAT, "host": host, "grouping": dict(grouping or {})}, indent=1)
         if _from_process_0(step in self._verified):
             return
         try:
             if jax.process_index() == 0:
-                checkpoint_folder.remove(self._folder, step)  # damaged, or of a run that was taken back
+                checkpoint_folder.remove(self._folder, step)  # damaged, or left from before the run went back
                 checkpoint_folder.remove_unfinished(self._folder)
             response = ocp.save_async(str(self._folder / str(step)), arrays)
-        except Exception as error:  # whatever the storage raises: training is worth more than one checkpoint
+        except Exception as error:  # whatever the storage raises: training must not end for one failed checkpoint
             self._fail(step, error)
         else:
             self._pending = step, self._background.submit(self._commit, step, response, text)
 
     def wait(self, final: bool = False) -> None:
-        """Waits for the save under way, if any; a failed one is a warning.
+        """Waits for the save under way, if any; a failure is logged as a warning.
 
         Raises:
-            UserError: `final`, and the last save failed.
+            UserError: the last save failed and `final` is set.
         """
         if self._pending is not None:
             step, done = self._pending
@@ -102,31 +107,43 @@ class CheckpointManager:
             raise UserError(self._failure)
 
     def restore(
-        self, abstract_state: PyTree[jax.ShapeDtypeStruct], step: int | None = None, part: bool = False
+        self,
+        abstract_state: PyTree[jax.ShapeDtypeStruct],
+        step: int | None = None,
+        part: bool = False,
+        grouping: Grouping | None = None,
     ) -> Restored | None:
-        """The newest good checkpoint, or `step`; None if there is no checkpoint.
+        """Restore the newest good checkpoint, or `step`; None if there is no checkpoint.
 
         Every file is verified. A damaged newest checkpoint is passed over with a warning. The arrays go straight to the
-        shardings of `abstract_state`, whatever mesh they were saved from. With `part` a checkpoint may hold more than
-        that, which is not read. A save after this removes newer checkpoints.
+        shardings of `abstract_state`, whatever mesh they were saved from. With `part`, the checkpoint may hold more
+        leaves than `abstract_state`; those are not read. With `grouping`, the grouping of `abstract_state`, layers are
+        found whatever stacks they were saved in. The next save removes checkpoints newer than the restored one.
 
         Raises:
-            UserError: `step` is missing or damaged, all checkpoints are damaged, or a leaf of `abstract_state` is
-                missing, unknown, or of another shape or dtype.
+            UserError: `step` is missing or damaged, all checkpoints are damaged, a newer jaxtune saved this one in
+                another format, or a leaf of `abstract_state` is missing, unknown, or of another shape or dtype.
         """
         self.wait()
         chosen = self._choose(step)
         if chosen is None:
             return None
         path = self._folder / str(chosen)
-        wanted = structure.leaves_by_name(abstract_state)
-        saved = ocp.metadata(str(path)).metadata
-        not_wanted = dict.fromkeys(saved.keys() - wanted.keys(), ...) if part else {}
-        structure.check(path, {name: leaf for name, leaf in saved.items() if name not in not_wanted}, wanted)
-        arrays = ocp.load(str(path), wanted | not_wanted)
+        host, saved_grouping = self._read_host(chosen)
+        if not (grouping and saved_grouping):
+            grouping = saved_grouping = {}
+        wanted, saved = structure.leaves_by_name(abstract_state), ocp.metadata(str(path)).metadata
+        here, there = regroup.pieces(wanted, grouping), regroup.pieces(saved, saved_grouping)
+        structure.check(path, {name: piece for name, piece in there.items() if name in here or not part}, here)
+
+        def read(leaves: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+            arrays = ocp.load(str(path), dict.fromkeys(saved, ...) | leaves)  # Orbax skips leaves that are ...
+            return {name: arrays[name] for name in leaves}
+
+        arrays = regroup.load(read, saved, wanted, there, here)
         state = jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[name] for name in wanted])
         self._verified = {chosen}
-        return Restored(chosen, state, self._read_host(chosen))
+        return Restored(chosen, state, host)
 
     def host(self, step: int | None = None) -> dict[str, Any] | None:
         """`host` of the newest checkpoint, or of `step`, without its arrays, which are neither read nor verified.
@@ -135,10 +152,10 @@ class CheckpointManager:
         """
         self.wait()
         chosen = self._choose(step, only=(HOST_FILE,))
-        return None if chosen is None else self._read_host(chosen)
+        return None if chosen is None else self._read_host(chosen)[0]
 
     def _choose(self, step: int | None, only: Iterable[str] | None = None) -> int | None:
-        """The step to read: process 0 decides, and its failure is a failure everywhere."""
+        """The step to read. Process 0 decides; if it fails, all processes raise."""
         nothing, failed = -1, -2
         choice, failure = nothing, None
         if jax.process_index() == 0:
@@ -152,8 +169,18 @@ class CheckpointManager:
             raise failure or UserError(f"no checkpoint in {self._folder} can be restored: process 0 says why")
         return None if choice == nothing else choice
 
-    def _read_host(self, step: int) -> dict[str, Any]:
-        return json.loads((self._folder / str(step) / HOST_FILE).read_text(encoding="utf-8"))
+    def _read_host(self, step: int) -> tuple[dict[str, Any], Grouping]:
+        """`host` and `grouping` as they were saved. Raises UserError for a checkpoint of a newer jaxtune."""
+        path = self._folder / str(step)
+        saved = json.loads((path / HOST_FILE).read_text(encoding="utf-8"))
+        if "format" not in saved:
+            return saved, {}
+        if saved["format"] > FORMAT:
+            raise UserError(
+                f"{path} is in format {saved['format']}, of a newer jaxtune, and this one reads up to {FORMAT}; "
+                "update jaxtune"
+            )
+        return saved["host"], {name: (local, tuple(layers)) for name, (local, layers) in saved["grouping"].items()}
 
     def _commit(self, step: int, response: ocp.AsyncResponse[None], host: str) -> None:
         """Waits until all processes have written, then makes the folder a checkpoint. Runs in the background."""
@@ -166,17 +193,17 @@ class CheckpointManager:
                 manifest.write(path)
         except BaseException:
             if primary:
-                checkpoint_folder.remove_unfinished(self._folder)  # a full disk is in the way of more than checkpoints
+                checkpoint_folder.remove_unfinished(self._folder)  # frees the space, should the disk be full
             raise
         self._verified = set(sorted(self._verified | {step})[-self._keep_last :])
         if primary:
             self._retire()
 
     def _retire(self) -> None:
-        """Removes what the verified checkpoints make superfluous.
+        """Removes the checkpoints that the verified ones make superfluous.
 
-        Older unverified ones stay until there are `keep_last` verified ones. Those newer than the oldest verified one
-        are damaged, or the future of a run that was taken back to an earlier step.
+        Older unverified checkpoints stay until there are `keep_last` verified ones. Unverified ones newer than the
+        oldest verified one are damaged, or were saved before the run went back to an earlier step.
         """
         for step in set(self.steps()) - self._verified:
             if step > max(self._verified):
@@ -192,13 +219,13 @@ class CheckpointManager:
 
 
 def _not_tensorstore_noise(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Prints an exception that nobody caught, but for those of writes that end after the save they belong to failed."""
+    """An excepthook that is silent about tensorstore writes that end after their save has already failed."""
     if not (kind is RuntimeError and str(error) == "Event loop is closed"):
         sys.__excepthook__(kind, error, trace)
 
 
 def _not_orbax_noise(record: logging.LogRecord) -> bool:
-    """Orbax logs 30 lines a save, and a traceback from each of its threads for an error that it raises as well."""
+    """A log filter: Orbax logs 30 lines a save, and a traceback from each thread for an error that it also raises."""
     return "orbax" not in record.pathname or (record.levelno > logging.INFO and not record.exc_info)
 
 

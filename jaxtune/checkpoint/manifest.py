@@ -1,7 +1,7 @@
 """The manifest of a checkpoint folder: size and SHA-256 of every file, written last.
 
-Neither Orbax nor the file system notices a flipped bit in stored arrays. A folder is a checkpoint once its manifest is
-there, and a good one while every file agrees with it.
+Neither Orbax nor the file system notices a flipped bit in stored arrays. A folder is a checkpoint once it has a
+manifest, and a good one while every file agrees with the manifest.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ MANIFEST = "manifest.json"
 
 
 def write(folder: Path) -> None:
-    """Writes the manifest of all files in `folder`; they are on the disk, not only in its cache, before it appears."""
+    """Writes the manifest of all files in `folder`, after flushing them to disk."""
     names = sorted(
         path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST
     )
@@ -34,10 +34,10 @@ def write(folder: Path) -> None:
 
 
 def verify(folder: Path, only: Iterable[str] | None = None) -> list[str]:
-    """What disagrees with the manifest, as "file: reason"; empty for a good checkpoint.
+    """Disagreements with the manifest, each as "file: reason"; empty for a good checkpoint.
 
-    Files that the manifest does not name are no problem: nothing reads them. `only` names the files to look at;
-    None: all.
+    Files that the manifest does not name are ignored, as nothing reads them. `only` names the files to check; None:
+    all.
     """
     try:
         recorded = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
@@ -81,5 +81,5 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _in_threads(function: Callable, items: Iterable) -> list:
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing releases the interpreter lock
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # threads, as hashing releases the GIL
         return list(pool.map(function, items))

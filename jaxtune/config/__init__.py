@@ -1,7 +1,7 @@
-"""The one typed schema of a run, and how a recipe becomes it.
+"""The one typed schema of a run, and how a recipe becomes a Config.
 
-Naming a class of `config.schema` imports the standard library alone. What recipes call needs ml_collections and is
-imported when it is first asked for.
+Importing `config.schema` needs the standard library alone. The functions that recipes call need ml_collections and are
+imported on first use.
 """
 
 import importlib

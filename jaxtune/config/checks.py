@@ -1,4 +1,4 @@
-"""Options that contradict each other: found before anything is read. What an option's own rules say is in `rules`."""
+"""Options that contradict each other, found before anything is read. Rules about a single option are in `rules`."""
 
 import dataclasses
 import operator
@@ -8,9 +8,11 @@ from typing import Any
 from jaxtune.config.rules import Problem, broken
 from jaxtune.config.schema import Config
 
+NOT_YET = ("stage", "expert", "sequence")  # axes of the mesh that nothing uses
+
 
 def check(config: Config) -> list[Problem]:
-    """Every problem of a config whose types are right."""
+    """Every problem of a config whose types are correct."""
     parts = (broken, _data, _train, _optim, _precision, _lora, _quant, _mesh)
     return [problem for part in parts for problem in part(config)]
 
@@ -37,7 +39,7 @@ def _train(config: Config) -> Iterator[Problem]:
 def _optim(config: Config) -> Iterator[Problem]:
     optim = config.optim
     if optim.name in ("muon", "normuon") and config.lora.enabled:
-        reason = f"has no effect: adapters are matrices, which {optim.name} trains; it is AdamW's, for the rest"
+        reason = f"has no effect: AdamW reads it, but {optim.name} trains all adapters, which are matrices"
         for moment in ("beta1", "beta2", "epsilon"):
             if getattr(optim, moment) != getattr(type(optim)(), moment):
                 yield _problem(config, f"optim.{moment}", reason, "optim.name", "lora.enabled", moot=True)
@@ -45,7 +47,7 @@ def _optim(config: Config) -> Iterator[Problem]:
         reason = "schedule_free takes the place of a schedule; set optim.schedule = 'constant', with or without warm-up"
         yield _problem(config, "optim.schedule", reason, "optim.name")
     if optim.name == "schedule_free" and optim.beta1 == 0:
-        reason = "schedule_free takes gradients this far from the last point to the average; must be above 0"
+        reason = "schedule_free interpolates by it between the last point and the average; must be above 0"
         yield _problem(config, "optim.beta1", reason, "optim.name")
     for key in ("optim.start_lr", "optim.min_lr"):
         if (_value(config, key) or 0) > optim.learning_rate:
@@ -73,7 +75,7 @@ def _precision(config: Config) -> Iterator[Problem]:
             if _value(config, key) == "bfloat16":
                 better = "'float16' or 'float32'" if key == "model.dtype" else "'float32'"
                 reason = (
-                    "precision.recipe = 'fp16' computes in float16, which is finer than bfloat16 and has less range; "
+                    "precision.recipe = 'fp16' computes in float16, more precise than bfloat16 but with less range; "
                     f"set it to {better}, or compute in bfloat16 with precision.recipe = 'bf16'"
                 )
                 yield _problem(config, key, reason, "precision.recipe")
@@ -99,7 +101,7 @@ def _quant(config: Config) -> Iterator[Problem]:
     if not config.lora.enabled:
         reason = "quantized weights are frozen; train adapters on them with lora.enabled = True"
         yield _problem(config, "quant.format", reason, "lora.enabled")
-    from jaxtune.quant import ANY_SIZE, format_module  # jax only for a config that asks for it
+    from jaxtune.quant import ANY_SIZE, format_module  # imports jax, which other configs need not wait for
 
     format = format_module(quant.format)
     sizes, size = format.BLOCK_SIZES, quant.block_size
@@ -111,12 +113,12 @@ def _quant(config: Config) -> Iterator[Problem]:
 def _mesh(config: Config) -> Iterator[Problem]:
     axes = {field.name: getattr(config.mesh, field.name) for field in dataclasses.fields(config.mesh)}
     for axis, size in axes.items():
-        if axis in ("stage", "expert", "sequence"):
+        if axis in NOT_YET:
             if size != 1:
                 yield _problem(config, f"mesh.{axis}", "not available yet, must be 1; data, fsdp and tensor work")
         elif size < 1 and size != -1:
             yield _problem(config, f"mesh.{axis}", "must be at least 1, or -1 for what is left")
-    rest = [f"mesh.{axis}" for axis, size in axes.items() if size == -1 and axis in ("data", "fsdp", "tensor")]
+    rest = [f"mesh.{axis}" for axis, size in axes.items() if size == -1 and axis not in NOT_YET]
     if len(rest) > 1:
         yield Problem(tuple(rest), f"{' and '.join(rest)} are -1: only one axis can take what is left")
 

@@ -1,4 +1,4 @@
-"""Every option as one flat list of dotted keys, and the nearest of them to a mistyped one."""
+"""Every option as one flat list of dotted keys, and the key nearest to a mistyped one."""
 
 import ast
 import dataclasses
@@ -22,11 +22,11 @@ class Option:
     default: Any
     unit: str
     doc: str
-    within: str  # the interval of a number, "" for all
-    when: tuple[str, ...]  # expressions that must all hold for it to have an effect
+    within: str  # the interval of a number, "" if any number will do
+    when: tuple[str, ...]  # expressions that must all be true for the option to have an effect
 
 
-# What TRL, Axolotl, LLaMA-Factory, Unsloth and transformers call it. Names that are like ours are found without.
+# Names of the options in TRL, Axolotl, LLaMA-Factory, Unsloth and transformers. Names similar to ours need no entry.
 ALIASES = {
     "model.path": "base_model model_name_or_path model_name pretrained_model_name_or_path",
     "model.dtype": "torch_dtype",
@@ -75,16 +75,16 @@ def options() -> dict[str, Option]:
 
 
 def lookup(key: str) -> Option | None:
-    """The option that a key means, with indices as a user writes them (`data.datasets[1].path`), or None."""
+    """The option of a key as a user writes it, with indices (`data.datasets[1].path`); None if there is none."""
     return options().get(_general(key))
 
 
 def nearest(key: str) -> Option | None:
-    """The option whose key is most like an unknown one, or None when nothing is; its key keeps the index of `key`."""
+    """The option whose key is most like an unknown one, with the index of `key`; None if none is similar."""
     general = _general(key)
 
     def likeness(candidate: str) -> tuple[float, float]:
-        # The whole key tells the section apart, its last part finds an option written under the wrong section.
+        # The whole key finds the right section; the last part finds an option written under the wrong section.
         return _ratio(general, candidate), _ratio(general.rpartition(".")[2], candidate.rpartition(".")[2])
 
     best = _BY_ALIAS.get(general.rpartition(".")[2].lower())
@@ -98,7 +98,7 @@ def nearest(key: str) -> Option | None:
 
 
 def no_such_option(key: str) -> str:
-    """What is wrong with an unknown key, and what would be right."""
+    """An error text about an unknown key, with the nearest option."""
     general = _general(key)
     if members := [member for member in options() if member.startswith(f"{general}.")]:
         return f"a section, not an option; its options: {', '.join(members)}"
@@ -109,7 +109,7 @@ def no_such_option(key: str) -> str:
 
 
 def entry_type(annotation: Any) -> Any | None:
-    """The dataclass of the entries where an option is a list of sections, else None."""
+    """The dataclass of the entries if an option is a list of sections, else None."""
     arguments = typing.get_args(annotation)
     return arguments[0] if arguments and dataclasses.is_dataclass(arguments[0]) else None
 
@@ -127,7 +127,7 @@ def describe(annotation: Any) -> str:
 
 
 def names(expression: str) -> list[str]:
-    """The options that an expression over options reads, dotted as they are written there."""
+    """The options that an expression reads, with dots as they are written in it."""
     nodes = ast.walk(ast.parse(expression, mode="eval"))
     found = [ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute | ast.Name)]
     return [name for name in found if not any(other.startswith(f"{name}.") for other in found)]
@@ -143,7 +143,7 @@ def _options_of(section: Any, prefix: str, outer: tuple[str, ...] = ()) -> list[
             found += _options_of(annotation, f"{key}.", conditions)
             continue
         if not field.metadata:
-            continue  # what a Config remembers besides its options
+            continue  # a field of Config that is not an option
         types = [repr(type_) for type_, read in READ_BY_TYPE.items() if field.name in (*read[0], *read[1])]
         if section is Dataset and types:
             conditions = (f"type in ({', '.join([repr('auto'), *types])})", *conditions)

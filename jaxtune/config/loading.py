@@ -1,4 +1,4 @@
-"""From what a recipe says and command-line settings to a `Config`: typed, checked, frozen."""
+"""From a recipe and command-line settings to a `Config`: typed, checked, frozen."""
 
 import ast
 import contextlib
@@ -22,8 +22,8 @@ _TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no"
 
 
 def new_config() -> ConfigDict:
-    """Every option at its default, for a recipe to change; a key that does not exist cannot be set."""
-    # Types are judged by `resolve`, all at once: ml_collections knows neither unions nor allowed values.
+    """Every option at its default, for a recipe to change; setting an unknown key raises."""
+    # Types are checked by `resolve`, all at once: ml_collections knows neither unions nor allowed values.
     return ConfigDict(as_dict(Config()), type_safe=False).lock()
 
 
@@ -45,20 +45,20 @@ def resolve(
     overrides: Iterable[tuple[str, str]] = (),
     source: Literal["recipe", "translation"] = "recipe",
 ) -> Config:
-    """The typed and checked Config, which remembers in `said` who gave each value.
+    """The typed and checked Config; its `said` records who gave each value.
 
-    What the user wrote and can have no effect is an error. A value of the recipe that an override made moot is not:
-    its default takes its place, and `said` says so. A translated file states every option, so any of its values may be
-    moot.
+    A value without effect is an error if the user wrote it. If a recipe's value loses its effect through an override,
+    it is not an error: the default takes its place, and `said` records that. A translated file states every option, so
+    any of its values may be without effect.
 
     Args:
         config: What the recipe returned.
         recipe: Its name, for messages.
         overrides: Key and text of each command-line setting, such as ('train.max_steps', '10').
-        source: What filled `config`.
+        source: Where the values in `config` are from.
 
     Raises:
-        UserError: Lists every unknown key, wrong type and impossible combination.
+        UserError: There are unknown keys, wrong types or contradictions; the message lists all of them.
     """
     values, typed = _plain(config), dict(overrides)
     own = () if source == "translation" else [p.keys[0] for p in checks.check(_build(Config, values, "", [])) if p.moot]
@@ -67,7 +67,7 @@ def resolve(
     while True:
         problems = list(wrong)
         resolved = _build(Config, values, "", problems)
-        # What is wrong in itself is not judged again in combination.
+        # An option that already has a problem of its own is not checked in combination with others.
         judged = {key for problem in problems for key in problem.keys}
         found = [problem for problem in checks.check(resolved) if judged.isdisjoint(problem.keys)]
         spared = [problem for problem in found if problem.moot and problem.keys[0] not in (*typed, *own)]
@@ -89,7 +89,7 @@ def resolve(
 
 
 def _of_other_datasets(values: dict[str, Any], typed: Mapping[str, str]) -> Iterator[Problem]:
-    """Takes out which part of a dataset a recipe reads, of each entry whose path was typed: that is another dataset."""
+    """Resets subset, revision, split and glob of entries whose path was typed: they belong to the recipe's dataset."""
     for list_name in ("datasets", "eval_datasets"):
         for i, fields in enumerate(values.get("data", {}).get(list_name, ())):
             entry = f"data.{list_name}[{i}]"
@@ -97,7 +97,7 @@ def _of_other_datasets(values: dict[str, Any], typed: Mapping[str, str]) -> Iter
             for name in ("subset", "revision", "split", "glob") if own else ():
                 default, key = getattr(Dataset(), name), f"{entry}.{name}"
                 if key not in typed and fields.get(name, default) != default:
-                    text = f"{key} = {fields[name]!r}: has no effect: it is of the recipe's own dataset"
+                    text = f"{key} = {fields[name]!r}: has no effect: it belongs to the recipe's own dataset"
                     yield Problem((key,), text, moot=True)
                     fields[name] = default
 
@@ -113,7 +113,7 @@ def to_json(config: Config) -> str:
 
 
 def from_json(text: str, source: str = "saved config") -> Config:
-    """The config that `to_json` wrote; options added since then have their defaults. `source` is named in errors.
+    """The config that `to_json` wrote; options added since then have their defaults. `source` is its name in errors.
 
     Raises:
         UserError: Not JSON, an unknown key, or a wrong type.
@@ -151,7 +151,7 @@ def _override(values: dict[str, Any], key: str, text: str) -> Problem | None:
 
 
 def _set(values: dict[str, Any], key: str, value: Any) -> Problem | None:
-    """Sets one option in the plain tree, or says why there is no such place."""
+    """Sets one option in the plain tree; returns a problem if the key's list index does not exist."""
     *parents, name = re.findall(r"\w+", key)
     node: Any = values
     for i, parent in enumerate(parents):
@@ -162,13 +162,13 @@ def _set(values: dict[str, Any], key: str, value: Any) -> Problem | None:
             node = node[int(parent)]
         elif isinstance(node, dict):
             node = node.setdefault(parent, {})
-    if isinstance(node, dict):  # anything else is not a section, which `_build` reports
+    if isinstance(node, dict):  # otherwise it is not a section, which `_build` reports
         node[name] = value
     return None
 
 
 def _build(section: Any, values: Any, prefix: str, problems: list[Problem]) -> Any:
-    """A section's dataclass from a mapping; what is wrong is added to `problems` and the default takes its place."""
+    """A section's dataclass from a mapping; wrong values are added to `problems` and replaced by their defaults."""
     if not isinstance(values, dict):
         key = prefix.removesuffix(".")
         problems.append(Problem((key,), f"{key} = {values!r}: expected a section ({section.__doc__})"))
@@ -206,10 +206,10 @@ def _is_infinite_or_nan(value: Any) -> bool:
 
 
 def _convert(value: Any, annotation: Any) -> Any:
-    """The value as the annotated type: an int may stand for a float, a list for a tuple, nothing else for another.
+    """The value as the annotated type. Only ints are converted to float, and lists to tuples.
 
     Raises:
-        TypeError: It is of another type, or no finite number.
+        TypeError: It is of another type, or not a finite number.
     """
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (Union, types.UnionType):
@@ -234,9 +234,9 @@ _WORD = r"([\w.*=-]+|<[^<>,]+>)"  # a name, a pattern of names, or a special tok
 
 
 def _from_text(text: str, annotation: Any) -> Any:
-    """The value a command-line text means for an option of this type; the text itself where it fits none.
+    """The value that a command-line text means for an option of this type; the text itself if it fits none.
 
-    As people write them: yes and no, lists without quotes (q_proj,v_proj), \\n for the end of a line.
+    Texts as people write them: yes and no, lists without quotes (q_proj,v_proj), \\n for the end of a line.
     """
     if annotation is bool and text.lower() in _TRUTH:
         return _TRUTH[text.lower()]
@@ -245,12 +245,12 @@ def _from_text(text: str, annotation: Any) -> Any:
         return tuple(text.split(","))
     try:
         literal = ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
-        # A quoted string keeps its quotes: the shell has removed those that were not meant.
+        # A quoted string keeps its quotes: the shell has already removed its own, so these belong to the value.
         if not isinstance(literal, str):
             return None if literal is None else _convert(literal, annotation)
     except (ValueError, SyntaxError, TypeError):
         pass
-    # In a regular expression both mean the same.
+    # Harmless in a regular expression, where backslash-n and a newline mean the same.
     return re.sub(r"(?<!\\)\\([nt])", lambda escape: {"n": "\n", "t": "\t"}[escape[1]], text)
 
 

@@ -1,4 +1,4 @@
-"""The recipe that a user names: a file of their own, one that comes with jaxtune, or what a run recorded.
+"""The recipe that a user names: a file of their own, one that comes with jaxtune, or the config.json of a run.
 
 A recipe is a Python file whose `get_config()`, or `get_config(argument)`, starts from `new_config()` and returns it.
 Recipes inherit by import: from jaxtune.recipes, or from the folder of the recipe.
@@ -29,7 +29,7 @@ def own_recipes() -> dict[str, pathlib.Path]:
 
 
 def first_line(file: pathlib.Path) -> str:
-    """What the docstring of a Python file begins with, read without running it."""
+    """The first line of a Python file's docstring, read without running the file."""
     return (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").partition("\n")[0]
 
 
@@ -53,10 +53,10 @@ def load_recipe(path: str, argument: str | None = None) -> ConfigDict:
 
     Args:
         path: The file, or the name of a recipe that comes with jaxtune.
-        argument: What get_config() is called with.
+        argument: Passed to get_config(); None: it is called without arguments.
 
     Raises:
-        UserError: No such recipe, or an error in it, with the recipe's line.
+        UserError: No such recipe, or an error in it; the message names the line in the recipe.
     """
     file = recipe_file(path)
     if file.suffix == ".json":
@@ -81,7 +81,7 @@ def load_recipe(path: str, argument: str | None = None) -> ConfigDict:
 
 @contextlib.contextmanager
 def _importable(folder: pathlib.Path) -> Iterator[None]:
-    """Recipes of the folder can import each other; afterwards none stays loaded, as another folder may use its name."""
+    """Lets recipes of the folder import each other. Unloads them afterwards: another folder may have the same names."""
     before = set(sys.modules)
     sys.path.insert(0, str(folder))
     try:
@@ -95,12 +95,12 @@ def _importable(folder: pathlib.Path) -> Iterator[None]:
 
 
 def _locate(path: str, folder: pathlib.Path, error: Exception) -> str:
-    """File, line and meaning of an error in a recipe, or in one that it imports."""
+    """File, line and text of an error in a recipe, or in a recipe that it imports."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if pathlib.Path(frame.filename).parent == folder]
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}: {error.msg}"
-    if not own:  # such as an argument that get_config() does not take
+    if not own:  # for example, get_config() takes no argument
         return f"{path}: {error}"
     place, line = f"{own[-1].filename}, line {own[-1].lineno}", own[-1].line or ""
     if isinstance(error, UserError):

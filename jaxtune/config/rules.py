@@ -1,4 +1,4 @@
-"""The rules that options carry: interval of a number, form of a text, and what must hold for an effect."""
+"""The rules that options carry: the interval of a number, the form of a text, and the condition for an effect."""
 
 import math
 import operator
@@ -13,9 +13,9 @@ from jaxtune.config.schema import Config
 
 @dataclass(frozen=True)
 class Problem:
-    """One line of the error a user sees, and the keys it is about, the one to change first.
+    """One line of the error that a user sees, and the keys that it is about; the key to change comes first.
 
-    moot: the option only has no effect, which is worth no more than a note where the user did not type it.
+    moot: the option merely has no effect, which is only a note to the user unless they typed it themselves.
     """
 
     keys: tuple[str, ...]
@@ -24,7 +24,7 @@ class Problem:
 
 
 def broken(config: Config) -> Iterator[Problem]:
-    """Every number outside its interval, every text of another form, every changed option that has no effect."""
+    """Every number outside its interval, every text of the wrong form, every changed option without effect."""
     for key, option, section in every_option(config):
         value = getattr(section, option.key.rpartition(".")[2])
         if isinstance(value, int | float) and not inside(value, option.within):
@@ -33,7 +33,7 @@ def broken(config: Config) -> Iterator[Problem]:
             yield Problem((key,), f"{key} = {value!r}: {wrong}")
         scope, prefix = (section, f"{key.rpartition('.')[0]}.") if "[" in key else (config, "")
         for condition in option.when if value != option.default else ():
-            # An expression of the schema, over nothing but options.
+            # Safe to eval: the expression is from the schema, and sees nothing but options.
             if not eval(condition, {"__builtins__": {}}, vars(scope)):
                 others = keys.names(condition)
                 now = ", ".join(f"{name} = {_brief(operator.attrgetter(name)(scope))}" for name in others)
@@ -58,7 +58,7 @@ def every_option(config: Config) -> Iterator[tuple[str, keys.Option, Any]]:
 
 
 def inside(value: float, within: str) -> bool:
-    """Whether a number lies in an interval such as "[0, 1)"; "" is all numbers."""
+    """Whether a number lies in an interval such as "[0, 1)"; "" means all numbers."""
     if not within:
         return True
     low, high = _bounds(within)
@@ -67,7 +67,7 @@ def inside(value: float, within: str) -> bool:
 
 
 def malformed(value: Any, unit: str) -> str | None:
-    """What is wrong with a text whose unit is "regex", or with a list of "REGEX=FACTOR"; None where nothing is."""
+    """What is wrong with a text whose unit is "regex", or with a list of "REGEX=FACTOR"; None if it is valid."""
     if unit == "regex" and isinstance(value, str):
         return _not_a_regex(value)
     for entry in value if unit == "REGEX=FACTOR" else ():
@@ -94,7 +94,7 @@ def _is_factor(text: str) -> bool:
 
 
 def in_words(within: str) -> str:
-    """An interval as it is said to a user: "at least 0 and below 1"; "" for all numbers."""
+    """An interval in words, for the user: "at least 0 and below 1"; "" for all numbers."""
     if not within:
         return ""
     low, high = _bounds(within)

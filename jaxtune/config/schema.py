@@ -18,12 +18,12 @@ def option(default: Any, doc: str, unit: str = "", when: str = "") -> Any:
     """A dataclass field that carries its meaning and rules.
 
     Args:
-        default: The value of a config that says nothing.
-        doc: What it means.
-        unit: What it is counted in, and the interval of a number: "steps [1, inf)", "(0, inf)", "fraction [0, 1)"; or
-            the form of a text, which is checked: "regex", "REGEX=FACTOR".
-        when: What must hold for it to have an effect: a Python expression over options, such as "optim.name == 'muon'";
-            for an option of a list entry, over the options of its entry.
+        default: The value if it is not set.
+        doc: Its meaning.
+        unit: The unit and interval of a number: "steps [1, inf)", "(0, inf)", "fraction [0, 1)"; or the form of a text,
+            which is checked: "regex", "REGEX=FACTOR".
+        when: The condition under which it has an effect: a Python expression over options, such as
+            "optim.name == 'muon'"; for an option of a list entry, over the options of the same entry.
     """
     unit, bracket, interval = re.fullmatch(r"(.*?) ?([\[(]|$)(.*)", unit).groups()  # type: ignore[union-attr]
     rules = {"doc": doc, "unit": unit, "within": bracket + interval, "when": when}
@@ -31,12 +31,12 @@ def option(default: Any, doc: str, unit: str = "", when: str = "") -> Any:
 
 
 def section(default: Any, when: str) -> Any:
-    """A section whose options all have this precondition, but for those that it names."""
+    """A section whose options all have this condition, except the options that the condition reads."""
     return dataclasses.field(default=default, metadata={"when": when})
 
 
-# What each type of a dataset reads: options that name the columns it must have, and others. What is listed here has no
-# effect for another type, but for 'auto'.
+# The options that each type of a dataset reads: (options that name required columns, other options). An option listed
+# here has an effect only for its types and for 'auto'.
 READ_BY_TYPE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tokenized": ((), ()),
     "conversation": (("messages_field",), ("tools_field", "system_field", "system_prompt")),
@@ -56,7 +56,7 @@ class Model:
     revision: str | None = option(None, "branch, tag or commit on the hub")
     from_scratch: bool = option(False, "random weights; only config.json and the tokenizer are read from model.path")
     dtype: Literal["bfloat16", "float16", "float32"] = option("bfloat16",
-        "how weights that are not trained are stored; exported full models use it too")
+        "dtype in which weights that are not trained are stored, and full models exported")
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Dataset:
     revision: str | None = option(None, "branch, tag or commit on the hub")
     glob: str | None = option(None, "in a folder, only files that match, for example '**/*.py'")
     samples: int | None = option(None, "use only the first N samples", "samples [1, inf)")
-    encoding: str = option("utf-8", "of text, CSV and JSON; one in which a line ends in one byte, as in cp1252")
+    encoding: str = option("utf-8", "of text, CSV and JSON files; one in which a newline is one byte, such as cp1252")
     text_field: str = option("text", "column of type text")
     instruction_field: str = option("instruction", "column of the instruction")
     input_field: str | None = option("input", "column of the optional input")
@@ -88,25 +88,25 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Data:
-    """What is trained on, in which order, in rows of which length."""
+    """The training data, its order, and the length of its rows."""
 
-    datasets: tuple[Dataset, ...] = option((), "training data, one entry a source (jaxtune.config.dataset(...))")
+    datasets: tuple[Dataset, ...] = option((), "training data, one entry per source (jaxtune.config.dataset(...))")
     eval_datasets: tuple[Dataset, ...] = option((), "validation data; replaces validation_split")
     validation_split: float = option(0.0, "part of the training documents held out for validation", "fraction [0, 1)",
         when="not data.eval_datasets")
     chat_template: str | None = option(None,
         "chat template of conversations: a file of Jinja, or chatml or llama3; unset: the tokenizer's own")
     special_tokens: tuple[str, ...] = option((),
-        "tokens that the tokenizer gets; where the embeddings have no rows left for them they grow by their mean")
+        "tokens added to the tokenizer; embeddings without rows left for them get new rows, the mean of the others")
     seq_len: int = option(2048, "tokens in a row", "tokens [2, inf)")
-    packing: bool = option(True, "several documents a row; attention never crosses from one into another")
+    packing: bool = option(True, "several documents per row; attention never crosses from one document into another")
     truncation: Literal["auto", "delete", "right", "split"] = option("auto",
         "documents longer than a row: delete, cut at the right, or split into rows; auto: split for text, else delete")
     shuffle: bool = option(True, "a new order each epoch, from data.seed")
     seed: int = option(1234, "seed of the order", "[0, inf)")
     on_bad_row: Literal["error", "skip"] = option("error",
         "a sample that cannot be read or trained on: stop, or skip and count")
-    cache_dir: str | None = option(None, "tokenised documents; unset: <train.output_dir>/cache")
+    cache_dir: str | None = option(None, "folder of tokenised documents; unset: <train.output_dir>/cache")
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Muon:
     nesterov: bool = option(True, "Nesterov's momentum")
     ns_steps: int = option(5, "Newton-Schulz iterations", "iterations [1, inf)")
     adjust_lr: Literal["original", "match_rms_adamw"] = option("original",
-        "factor of a matrix's rate: sqrt(max(1, rows / columns)), or 0.2 * sqrt(max(rows, columns))")
+        "factor of a matrix's learning rate: sqrt(max(1, rows / columns)), or 0.2 * sqrt(max(rows, columns))")
 
 
 @dataclass(frozen=True)
@@ -169,18 +169,18 @@ class Optim:
         "learning rate of the first step, from which warm-up rises; with 0 it changes nothing, as in transformers",
         "[0, inf)",
         when="optim.warmup_steps or optim.warmup_ratio")
-    warmup_steps: int = option(0, "linear warm-up, a whole number; a part of all steps is optim.warmup_ratio",
+    warmup_steps: int = option(0, "linear warm-up, a whole number; for a fraction of all steps: optim.warmup_ratio",
         "steps [0, inf)")
-    warmup_ratio: float = option(0.0, "warm-up as a part of all steps; not with warmup_steps", "fraction [0, 1]",
+    warmup_ratio: float = option(0.0, "warm-up as a fraction of all steps; not with warmup_steps", "fraction [0, 1]",
         when="not optim.warmup_steps")
-    decay_ratio: float = option(1.0, "part of all steps after which the final rate is reached, and kept",
+    decay_ratio: float = option(1.0, "fraction of all steps after which the final learning rate is reached, and kept",
         "fraction (0, 1]", when="optim.schedule in ('linear', 'cosine', 'cosine_with_restarts', 'polynomial')")
     cooldown_steps: int = option(0,
-        "last steps, in which the rate goes straight from where the schedule then is to the final rate",
+        "number of last steps, over which the learning rate falls linearly from its value then to the final one",
         "steps [0, inf)")
-    final_lr_fraction: float = option(0.0, "learning rate at the end as a part of the peak", "fraction [0, 1]",
+    final_lr_fraction: float = option(0.0, "learning rate at the end as a fraction of the peak", "fraction [0, 1]",
         when="optim.min_lr is None and (optim.schedule != 'constant' or optim.cooldown_steps)")
-    min_lr: float | None = option(None, "the same as a learning rate; not with final_lr_fraction", "[0, inf)",
+    min_lr: float | None = option(None, "learning rate at the end; not with final_lr_fraction", "[0, inf)",
         when="optim.schedule != 'constant' or optim.cooldown_steps")
     cycles: float | None = option(None,
         "cosine: waves (unset: 0.5, one descent); cosine_with_restarts: restarts (unset: 1)", "cycles (0, inf)",
@@ -226,20 +226,20 @@ class Lora:
 
 @dataclass(frozen=True)
 class Quant:
-    """Frozen base weights in 4 or 8 bits under LoRA (QLoRA, Dettmers et al. 2023); embedding and head keep theirs."""
+    """Frozen base weights in 4 or 8 bits under LoRA (QLoRA, Dettmers et al. 2023); not the embedding and the head."""
 
     format: Literal["nf4", "fp4", "fp8", "nvfp4", "int8", "int4", "weight_only_mix"] | None = option(None,
-        "how the linears are stored; unset: as model.dtype, or as a checkpoint that is quantized has them")
+        "format of the linear layers' weights; unset: model.dtype, or that of a checkpoint that is quantized")
     block_size: Literal["channel", "tensor"] | int | None = option(None,
-        "what shares a scale. nf4, fp4: 64 (unset), 128, 256 or 512 elements of a row; fp8: squares of 64, 128 (unset) "
-        "or 256, 'channel' (a row), 'tensor'; int8, int4: 'channel' (unset), or elements of a row; nvfp4: 16")
+        "weights that share a scale. nf4, fp4: 64 (unset), 128, 256 or 512 elements of a row; fp8: squares of 64, 128 "
+        "(unset) or 256, 'channel' (a row), 'tensor'; int8, int4: 'channel' (unset), or elements of a row; nvfp4: 16")
     double_quant: bool = option(True, "nf4, fp4: the scales are quantized too, to 8 bits",
         when="quant.format in ('nf4', 'fp4')")
     four_over_six: bool = option(True, "nvfp4: scale a block to 4 instead of 6 where that makes its error smaller",
         when="quant.format == 'nvfp4'")
     skip_first_layers: int = option(0, "first layers that are not quantized", "layers [0, inf)")
     skip_last_layers: int = option(0, "last layers that are not quantized", "layers [0, inf)")
-    exclude: str | None = option(None, "linears that are not quantized, by Hugging Face name", "regex")
+    exclude: str | None = option(None, "linear layers that are not quantized, by Hugging Face name", "regex")
 
 
 @dataclass(frozen=True)
@@ -256,12 +256,22 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Memory:
-    """What is kept and what is computed again."""
+    """Rematerialisation, and the check that the run fits into memory."""
 
     remat: Literal["none", "dots", "block"] = option("block",
-        "what the backward pass computes again besides norms and activations: nothing, attention, or each block")
+        "rematerialisation policy: what is recomputed besides norms and activations: nothing, attention, or each block")
     check: Literal["error", "warn", "off"] = option("error",
-        "where the run needs more memory than device or host have: refuse and say what would help, warn, or go on")
+        "if the run needs more memory than device or host have: refuse and say what would help, warn, or go on")
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The attention kernel."""
+
+    backend: Literal["auto", "cudnn", "mosaic", "triton", "xla"] = option("auto",
+        "the kernel to use; auto: the first one that was checked on such a GPU")
+    fallback: Literal["error", "warn"] = option("error",
+        "if that kernel cannot run: refuse and say why, or warn and use auto", when="attention.backend != 'auto'")
 
 
 @dataclass(frozen=True)
@@ -275,11 +285,11 @@ class Fp16:
 
 @dataclass(frozen=True)
 class Fp8:
-    """FP8 training: e4m3 weights and activations, e5m2 gradients, a scale a tensor (Micikevicius et al. 2022)."""
+    """FP8 training: e4m3 weights and activations, e5m2 gradients, one scale per tensor (Micikevicius et al. 2022)."""
 
     scaling: Literal["delayed", "current"] = option("delayed",
-        "a tensor's scale comes from the largest magnitude of earlier steps, or from its own")
-    amax_history: int = option(1024, "steps whose largest magnitude counts (delayed)", "steps [1, inf)",
+        "a tensor's scale comes from its amax in earlier steps, or from its own amax")
+    amax_history: int = option(1024, "steps whose amax counts (delayed)", "steps [1, inf)",
         when="precision.fp8.scaling == 'delayed'")
     online_scale_steps: int = option(0, "first steps with current scaling (delayed)", "steps [0, inf)",
         when="precision.fp8.scaling == 'delayed'")
@@ -288,10 +298,10 @@ class Fp8:
 
 @dataclass(frozen=True)
 class Nvfp4:
-    """NVFP4 training (NVIDIA 2025, arXiv:2509.25149): e2m1 with an e4m3 scale each 16."""
+    """NVFP4 training (NVIDIA 2025, arXiv:2509.25149): e2m1 with an e4m3 scale for each block of 16."""
 
     stochastic_rounding: bool = option(True, "round gradients stochastically")
-    hadamard: bool = option(True, "rotate what makes weight gradients by random Hadamard blocks of 16",
+    hadamard: bool = option(True, "rotate the operands of weight gradients by random Hadamard blocks of 16",
         when="not lora.enabled")
     four_over_six: bool = option(True, "scale a block to 4 instead of 6 where that makes its error smaller")
 
@@ -301,13 +311,13 @@ class Precision:
     """Number formats of the computation."""
 
     recipe: Literal["bf16", "fp32", "fp16", "fp8_hybrid", "nvfp4"] = option("bf16",
-        "format of matrix products and activations; fp8_hybrid and nvfp4: of the layers' linears, else bf16")
+        "format of matrix products and activations; fp8_hybrid, nvfp4: of the layers' linear layers, bf16 elsewhere")
     master_dtype: Literal["float32", "bfloat16"] = option("float32",
         "format of the trained copy of the weights; bfloat16 is rounded stochastically", when="not lora.enabled")
     gradient_dtype: Literal["float32", "bfloat16"] = option("float32", "format of the gradients of a step, as summed")
-    skip_first_layers: int = option(0, "first layers whose linear layers are multiplied as by exclude",
+    skip_first_layers: int = option(0, "first layers whose linear layers are treated as by exclude",
         "layers [0, inf)", when="precision.recipe != 'fp32'")
-    skip_last_layers: int = option(0, "last layers whose linear layers are multiplied as by exclude", "layers [0, inf)",
+    skip_last_layers: int = option(0, "last layers whose linear layers are treated as by exclude", "layers [0, inf)",
         when="precision.recipe != 'fp32'")
     exclude: str | None = option(None,
         "linear layers multiplied in bf16 (fp8_hybrid, nvfp4) or float32 (bf16, fp16), by Hugging Face name", "regex",
@@ -324,8 +334,8 @@ class Ckpt:
     save_steps: int = option(100, "steps between checkpoints; 0: only at the end", "steps [0, inf)")
     keep_last: int = option(2, "verified checkpoints kept", "checkpoints [1, inf)")
     resume: Literal["auto", "never", "overwrite"] | int = option("auto",
-        "auto: the newest good checkpoint; never: refuse an existing run; overwrite: remove its checkpoints and start "
-        "anew; or a step", "[0, inf)")
+        "auto: the newest good checkpoint; never: refuse an existing run; overwrite: remove its checkpoints and "
+        "export and start anew; or a step", "[0, inf)")
 
 
 @dataclass(frozen=True)
@@ -336,7 +346,7 @@ class Eval:
         when="data.validation_split or data.eval_datasets")
     at_start: bool = option(False, "evaluate before the first step too",
         when="data.validation_split or data.eval_datasets")
-    max_batches: int | None = option(None, "batches an evaluation uses; unset: all", "batches [1, inf)",
+    max_batches: int | None = option(None, "batches per evaluation; unset: all", "batches [1, inf)",
         when="data.validation_split or data.eval_datasets")
     sample_prompt: str | None = option(None, "text that the trained model continues at the end of the run")
 
@@ -353,12 +363,12 @@ class Wandb:
 
 @dataclass(frozen=True)
 class Log:
-    """What is shown and written."""
+    """What is printed, and where metrics are written."""
 
     every: int = option(1, "steps between lines of progress", "steps [1, inf)")
     next_command: str | None = option(None, "command shown at the end of the run: what to try next")
-    jsonl: bool = option(True, "metrics.jsonl, one object a step")
-    tensorboard: bool = option(False, "TensorBoard events (pip install 'jaxtune[tensorboard]')")
+    jsonl: bool = option(True, "write metrics.jsonl, one object per step")
+    tensorboard: bool = option(False, "write TensorBoard events (pip install 'jaxtune[tensorboard]')")
     wandb: Wandb = section(Wandb(), when="log.wandb.enabled")
 
 
@@ -380,7 +390,7 @@ class Export:
 
 
 class Said(NamedTuple):
-    """Who gave an option its value. `moot` says why it could have no effect, so that the default took its place."""
+    """Who gave an option its value. `moot` says why the value had no effect, so that the default replaced it."""
 
     key: str
     by: Literal["recipe", "translation", "command line"]
@@ -399,16 +409,17 @@ class Config:
     quant: Quant = section(Quant(), when="quant.format is not None")
     mesh: Mesh = Mesh()
     memory: Memory = Memory()
+    attention: Attention = Attention()
     precision: Precision = Precision()
     ckpt: Ckpt = Ckpt()
     eval: Eval = Eval()
     log: Log = Log()
     prof: Prof = section(Prof(), when="prof.enabled")
     export: Export = Export()
-    # Who said what is not left to its default; no option.
+    # Not an option: who set each value that is not the default.
     said: tuple[Said, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """A line for the user for each value that could have no effect, so that the default took its place."""
+        """A line for the user for each value without effect, which its default replaced."""
         return tuple(f"left out: {said.moot}" for said in self.said if said.moot)

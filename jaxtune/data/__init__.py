@@ -1,8 +1,31 @@
-"""From datasets to batches: read, render, tokenise once, plan, load."""
+"""From datasets to batches: read, render, tokenise once, plan, load.
 
-from jaxtune.data.chat import ChatTemplate
-from jaxtune.data.documents import Documents
-from jaxtune.data.feed import Feed, open_feed
-from jaxtune.data.loader import abstract_batch, batches
-from jaxtune.data.rows import Counts, Rows
-from jaxtune.data.splits import open_documents
+Importing `data.columns` loads numpy alone; everything else is imported on first use.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxtune.data.chat import ChatTemplate
+    from jaxtune.data.feed import Feed, open_feed
+    from jaxtune.data.loader import abstract_batch, batches
+    from jaxtune.data.rows import Counts, Rows
+    from jaxtune.data.splits import open_documents
+    from jaxtune.data.units import Documents
+
+_HOMES = {
+    "chat": ("ChatTemplate",),
+    "feed": ("Feed", "open_feed"),
+    "loader": ("abstract_batch", "batches"),
+    "rows": ("Counts", "Rows"),
+    "splits": ("open_documents",),
+    "units": ("Documents",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"jaxtune.data.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

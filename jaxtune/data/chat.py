@@ -1,4 +1,4 @@
-"""Conversations: the chat template renders them; what the assistant said is trained, with the token that ends it."""
+"""Conversations: the chat template renders them; the assistant's turns are trained, with the token that ends each."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -21,10 +21,10 @@ class ChatTemplate:
 
         Args:
             tokenizer: the tokenizer whose template it is.
-            say: told what of the conversations the template leaves out.
+            say: called with a line about each part of the conversations that the template leaves out.
 
         Raises:
-            UserError: there is none, several without a default, or it is not Jinja.
+            UserError: the tokenizer has no template, or several without a default; the template is not valid Jinja.
         """
         source = tokenizer.chat_template
         if isinstance(source, dict):
@@ -47,29 +47,30 @@ class ChatTemplate:
         self._control_tokens_said = False
 
     def prompt(self, messages: list[Message], tools: list[Any] | None = None) -> list[int]:
-        """Tokens of the conversation up to where the assistant's next message begins, just as they are in training."""
+        """Tokens of the conversation up to where the assistant's next message begins, as they are in training."""
         text = self._render(messages, tools, add_generation_prompt=True)[0]
         return self._encode([Rendered(text)])[0].tokens.tolist()
 
     def turn_end(self) -> str | None:
-        """The special token that ends an assistant's turn, where the template has one."""
+        """The special token that ends an assistant's turn; None if the template has none."""
         exchange = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         return self._stop(self._render(exchange, None)[0])
 
     def render(self, messages: list[Message], tools: list[Any] | None = None) -> Rendered:
-        """The whole conversation as text, its trained spans being the assistant's turns with their stop tokens.
+        """The whole conversation as text; its trained spans are the assistant's turns with their stop tokens.
 
-        Templates with `{% generation %}` say themselves what is trained. For others a turn starts where the prompt of
-        the messages before it ends, and stops with the special token that ends the conversation cut after it. Templates
-        that render a turn differently once more follow (Qwen3 leaves out earlier thoughts) may have no such common
-        beginning: there the turn starts behind its header, the text that asks for a generation.
+        Templates with `{% generation %}` mark what is trained. For others, a turn starts where the prompt made of the
+        messages before it ends, and stops with the special token that ends the conversation when it is cut after the
+        turn. Some templates render a turn differently once more messages follow (Qwen3 leaves out earlier thoughts), so
+        that the prompt is not a prefix of the whole text. There the turn starts after its header, the text that
+        add_generation_prompt appends.
 
-        A message with `train` False is context. What the template leaves out is said: keys of messages, whole messages,
-        tools.
+        A message with `train` False is context. Keys of messages, whole messages and tools that the template leaves out
+        are reported through `say`.
 
         Raises:
-            Refused: no assistant turn that is trained, one that renders as nothing, without its tool call or without a
-                stop token, or one that cannot be found.
+            Refused: no assistant turn is trained; or a turn renders as nothing, without its tool call or without a stop
+                token, or cannot be found in the text.
             UserError: the template refuses the conversation or exceeds its limits.
         """
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -83,7 +84,7 @@ class ChatTemplate:
             raise Refused(f"{{% generation %}} holds no stop token at its end: {clip(text[slice(*unmarked)])!r}")
         if len(spans) != len(turns) and excluded:
             raise Refused(
-                f"message {excluded[0]} is not to be trained, and which {{% generation %}} mark is its is unclear"
+                f"message {excluded[0]} is not to be trained, but it is unclear which {{% generation %}} mark is its"
             )
         refuse_lost_answers(messages, turns, spans, text, self._stop)
         for line in left_out(messages, tools, text, lambda *changed: self._render(*changed)[0], self._tried):
@@ -93,7 +94,7 @@ class ChatTemplate:
         return Rendered(text, tuple(trained))
 
     def _say_control_tokens(self, messages: list[Message]) -> None:
-        """Says, once, that text reads like one of the tokenizer's special tokens: it becomes that token."""
+        """Says, once, that a message's text holds one of the tokenizer's special tokens, and so becomes that token."""
         pairs = ((message["role"], stop) for message in messages for stop in self._stops if stop in message["content"])
         if not self._control_tokens_said and (found := next(pairs, None)):
             self._control_tokens_said = True

@@ -1,13 +1,13 @@
-"""Where a text may be cut without changing its tokens, so that a large one need not be tokenised at once.
+"""Where a text may be cut without changing its tokens, so that a large text need not be tokenised in one piece.
 
-A cut lies after a letter or digit and before a space, a newline, or a full-width comma or full stop. It is made if
-every part of the tokenizer is known to leave it alone; any other tokenizer gets its texts whole.
+A cut lies after a letter or digit and before a space, a newline, or a full-width comma or full stop. Texts are cut only
+if every step of the tokenizer is known to work the same on both sides of a cut; other tokenizers get whole texts:
 
-- Added tokens, which are found first, do not reach across.
-- NFC never composes what is on the two sides.
-- The patterns that split text into words are made of the alternatives below. None of them matches a letter or digit and
-  then what stands after the cut, looks behind, or looks ahead from the cut: the words on each side depend on that side
-  only. One of them matches every letter, another every digit: a word ends at the cut.
+- Added tokens, which are found first, do not reach across the cut.
+- NFC normalisation never composes the two characters around the cut.
+- The patterns that split text into words consist of the alternatives below. None of them matches a letter or digit
+  followed by a character after the cut, looks behind, or looks ahead from the cut: the words on each side depend on
+  that side only. One alternative matches every letter, another every digit, so a word ends at the cut.
 - Byte-pair encoding works word by word.
 """
 
@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# Latin, Cyrillic, Hebrew, Arabic, Devanagari, Thai, kana, Chinese and Korean: letters that every version of Unicode
-# has, and that NFC leaves as they are.
+# Latin, Cyrillic, Hebrew, Arabic, Devanagari, Thai, kana, Chinese and Korean letters that every version of Unicode has
+# and that NFC leaves as they are.
 _BEFORE = (
     r"0-9A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u0410-\u044f\u05d0-\u05ea\u0621-\u063a\u0641-\u064a"
     r"\u0904-\u0939\u0e01-\u0e30\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
@@ -31,6 +31,8 @@ _AFTER = " \n\uff0c\u3002"
 _CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"
 _NO_CASE = f"(?i:{_CONTRACTIONS})"
 _UPPER, _LOWER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+# The alternatives found in the pre-tokenizers of GPT-2, Llama 3, Qwen, DeepSeek and their relatives, as written there.
+# A tokenizer whose pattern has any other alternative gets whole texts.
 _LETTERS = (
     r" ?\p{L}+",
     r"[^\r\n\p{L}\p{N}]?\p{L}+",
@@ -52,11 +54,11 @@ _GPT2 = rf"{_CONTRACTIONS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S
 
 
 def find_cuts(tokenizer: "Tokenizer") -> re.Pattern[str] | None:
-    """A pattern of the two characters around a possible cut; None if the tokenizer is to be given whole texts."""
+    """A pattern of the two characters around a possible cut; None if the tokenizer must be given whole texts."""
     from tokenizers import models
 
     splitters = _steps(tokenizer.pre_tokenizer)
-    # A space is put before what does not begin with one; so every piece has to.
+    # With add_prefix_space a text gets a space in front unless it has one, so every piece must begin with a space.
     after = " " if any(splitter.get("add_prefix_space") for splitter in splitters) else _AFTER
     cut = re.compile(f"[{_BEFORE}][{after}]")
     patterns = [_pattern(splitter) for splitter in splitters]
@@ -74,7 +76,7 @@ def find_cuts(tokenizer: "Tokenizer") -> re.Pattern[str] | None:
 
 
 def pieces(text: str, cut: re.Pattern[str] | None, size: int) -> Iterator[tuple[int, int]]:
-    """(start, end) of the pieces of a text, each as short as it can be from `size` characters on."""
+    """(start, end) of the pieces of a text: each is cut at the first possible place after `size` characters."""
     start = 0
     while cut and (found := cut.search(text, start + size - 1)):
         yield start, found.end() - 1
@@ -83,12 +85,12 @@ def pieces(text: str, cut: re.Pattern[str] | None, size: int) -> Iterator[tuple[
 
 
 def _reach(token: Any) -> str:
-    """An added token with what it takes or looks at beside itself, as far as that can lie across a cut."""
+    """An added token with the neighbours that it consumes (rstrip) or looks at (single_word), to search for cuts."""
     return "a" * token.single_word + unicodedata.normalize("NFC", token.content) + " " * token.rstrip
 
 
 def _steps(component: Any) -> list[dict]:
-    """The steps of a normalizer or pre-tokenizer, as tokenizer.json has them."""
+    """The steps of a normalizer or pre-tokenizer, as in tokenizer.json."""
 
     def flat(part: dict) -> list[dict]:
         inner = part.get("normalizers", part.get("pretokenizers"))
@@ -98,7 +100,7 @@ def _steps(component: Any) -> list[dict]:
 
 
 def _pattern(splitter: dict) -> str:
-    """The alternatives by which a step splits, between bars."""
+    """The alternatives of a step's splitting pattern, between bars; "unknown" for a step that is not known."""
     match splitter:
         case {"type": "ByteLevel", "use_regex": use_regex}:
             return f"|{_GPT2}|" if use_regex else "|"
@@ -110,7 +112,7 @@ def _pattern(splitter: dict) -> str:
 
 
 def _joins_nothing(model: Any) -> bool:
-    """Whether every character of a word is a token, as in a tokenizer of bytes, so that words do not matter."""
+    """Whether every character is a token, as in a byte tokenizer, so that the split into words does not matter."""
     state = json.loads(model.__getstate__())
     joining = ("merges", "ignore_merges", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
     return not any(state[name] for name in joining)

@@ -1,4 +1,4 @@
-"""Text to tokens: trained characters make trained tokens, and special tokens stand where they should, once."""
+"""Text to tokens: trained characters make trained tokens, and tokens that begin or end a text are never doubled."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Span = tuple[int, int]
 
-# The tokenizers library takes 150 bytes for a character while it works, and shares a batch out to all cores by pieces.
+# The tokenizers library needs 150 bytes for each character of a batch, and spreads a batch's pieces over all cores.
 _BATCH_CHARS = 2**16
 _PIECE_CHARS = 2**11
 
@@ -32,8 +32,8 @@ class Rendered:
 
     Attributes:
         text: the whole document.
-        spans: (start, end) in characters of what is trained; None trains all of it.
-        append_eos: whether the end-of-sequence token follows (and is trained), unless the text ends in it.
+        spans: (start, end) of each trained part, in characters; None: the whole text is trained.
+        append_eos: whether to append the end-of-sequence token, trained, unless the text ends with it.
     """
 
     text: str
@@ -52,10 +52,10 @@ class Encoded:
 class Encoder:
     """Text to tokens. A token is trained if any of its characters is.
 
-    The tokens are those of the whole text, as it would be tokenised at inference, and the tokenizer's offsets tell
-    which characters a token covers. A large text is tokenised in pieces if that is known to make no difference. A
-    tokenizer that starts every text with a beginning-of-sequence token does so here too, unless the text (a rendered
-    chat template) brings its own: there is never a second one.
+    The whole text is tokenised at once, as at inference, and the tokenizer's offsets tell which characters a token
+    covers. A large text is tokenised in pieces if that is known to give the same tokens. A tokenizer that starts every
+    text with a beginning-of-sequence token does so here too, unless the text (a rendered chat template) already begins
+    with one.
     """
 
     def __init__(
@@ -64,18 +64,18 @@ class Encoder:
         advance: Callable[[int], object] = lambda characters: None,
         piece_chars: int = _PIECE_CHARS,
     ):
-        """Takes the tokenizer's rules, without what was set on it for other uses.
+        """Copies the tokenizer, without truncation, padding and post-processing.
 
         Args:
             tokenizer: a fast tokenizer.
-            advance: told how many more characters are tokenised, again and again.
-            piece_chars: a text is cut after that many characters, at the next place where it can be.
+            advance: called after each batch with the number of characters that it tokenised.
+            piece_chars: a text is cut at the first possible place after this many characters.
 
         Raises:
-            UserError: it is not a fast tokenizer, and knows no offsets.
+            UserError: the tokenizer is not a fast one, so it has no offsets.
         """
         if not tokenizer.is_fast:
-            raise UserError(f"{type(tokenizer).__name__} is no fast tokenizer; a tokenizer.json is needed")
+            raise UserError(f"{type(tokenizer).__name__} is not a fast tokenizer; a tokenizer.json is needed")
         bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
         starts_with_bos = bos is not None and tokenizer("a").input_ids[0] == bos
         self._bos = np.array(bos, np.int32).tobytes() if starts_with_bos else b""
@@ -83,7 +83,7 @@ class Encoder:
         self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
         self._backend.no_truncation()
         self._backend.no_padding()
-        # It would add special tokens, and for some tokenizers cut white space off the offsets.
+        # The post-processor would add special tokens, and for some tokenizers trim white space from the offsets.
         self._backend.post_processor = None
         self._cut = find_cuts(self._backend)
         self._advance, self._piece_chars = advance, piece_chars
@@ -91,7 +91,7 @@ class Encoder:
     def __call__(self, documents: list[Rendered]) -> list[Encoded]:
         """Tokens and weights of each document."""
         finished = []
-        tokens, weights = bytearray(), bytearray()  # these grow in place; arrays to be joined would be there twice
+        tokens, weights = bytearray(), bytearray()  # grown in place; joining arrays would take twice the memory
         for batch in self._batches(documents):
             texts = [document.text[start:stop] for document, start, stop in batch]
             encodings = self._backend.encode_batch(texts, add_special_tokens=False)
@@ -101,12 +101,12 @@ class Encoder:
                 if stop == len(document.text):
                     finished.append(self._finish(document, tokens, weights))
                     tokens, weights = bytearray(), bytearray()
-            del encodings  # the next ones need the memory
+            del encodings  # frees their memory before the next batch
             self._advance(sum(map(len, texts)))
         return finished
 
     def _batches(self, documents: list[Rendered]) -> Iterator[list[tuple[Rendered, int, int]]]:
-        """All documents in pieces, (document, start, stop), as many at once as keep all cores busy."""
+        """All documents in pieces (document, start, stop), in batches large enough to keep all cores busy."""
         batch, characters = [], 0
         for document in documents:
             for start, stop in pieces(document.text, self._cut, self._piece_chars):
@@ -118,7 +118,7 @@ class Encoder:
         yield batch
 
     def _finish(self, document: Rendered, tokens: bytearray, weights: bytearray) -> Encoded:
-        """The arrays, with the tokens that start and end every text."""
+        """The arrays, with the tokens that begin and end every text."""
         if not tokens.startswith(self._bos):
             tokens[:0], weights[:0] = self._bos, np.float16(0).tobytes()
         if document.append_eos and not tokens.endswith(self._eos):
@@ -128,7 +128,7 @@ class Encoder:
 
 
 def _weights(spans: tuple[Span, ...] | None, start: int, encoding: "Encoding") -> Float16[np.ndarray, "n"]:
-    """The weights of a piece's tokens; it begins at character `start` of its document."""
+    """The loss weights of the tokens of a piece that begins at character `start` of its document."""
     if spans is None:
         return np.ones(len(encoding), np.float16)
     weights = np.zeros(len(encoding), np.float16)

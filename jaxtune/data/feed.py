@@ -1,16 +1,19 @@
-"""The data of a run: rows in batches for a mesh, how many steps they make, and rows to evaluate on."""
+"""The data of a run: rows in batches for a mesh, the number of steps, and rows to evaluate on."""
 
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
 from jaxtune.config.schema import Config
+from jaxtune.data.columns import NEXT_TOKEN, Column
 from jaxtune.data.loader import batches
 from jaxtune.data.rows import Rows
 from jaxtune.data.splits import open_documents
-from jaxtune.parallel.layout import TOKENS, P
+from jaxtune.data.units import Documents
+from jaxtune.parallel.layout import P, by_token
 from jaxtune.parallel.mesh import data_shards
 
 log = logging.getLogger("jaxtune")
@@ -20,18 +23,21 @@ log = logging.getLogger("jaxtune")
 class Feed:
     """Rows of training data, and of validation data if there is any.
 
+    A position in the training data is JSON, {"row": the next global row}; {} is the beginning.
+
     Attributes:
+        documents: the training documents.
         shape: (micro-batches, rows of a micro-batch over all devices, positions) of a step.
-        key: a hash of all training documents.
-        chat: whether all documents are of the chat template, so that a prompt is to be too.
+        total_steps: the step at which the run ends.
+        chat: whether every document was rendered by the chat template, so that prompts should be too.
     """
 
+    documents: Documents
     rows: Rows
     eval_rows: Rows | None
     shape: tuple[int, int, int]
     sharding: jax.NamedSharding
     total_steps: int
-    key: str
     chat: bool
 
     @property
@@ -39,27 +45,42 @@ class Feed:
         """Rows of an optimizer step."""
         return self.shape[0] * self.shape[1]
 
-    def batches(self, start_row: int) -> Iterator[tuple[int, dict[str, jax.Array]]]:
-        """(row after the batch, batch) from a row on, to the end of the run."""
-        return batches(self.rows, self.shape, self.sharding, start_row, self.total_steps * self.rows_per_step)
+    def epoch(self, position: dict[str, Any]) -> float:
+        """The number of passes over the data up to a position."""
+        return position.get("row", 0) / self.rows.counts.rows
+
+    def batches(
+        self, position: dict[str, Any], steps: int | None = None
+    ) -> Iterator[tuple[dict[str, Any], dict[str, jax.Array]]]:
+        """(position after the batch, batch) from a position on.
+
+        Ends after `steps` batches. None: at the end of the rows, the last batch filled up with padding, or never if the
+        rows have no end.
+        """
+        first = position.get("row", 0)
+        stop = self.rows.stop if steps is None else first + steps * self.rows_per_step
+        for row, batch in batches(self.rows, self.shape, self.sharding, first, stop):
+            yield {"row": row}, batch
 
 
-def open_feed(config: Config, tokenizer, vocabulary: int, mesh: jax.sharding.Mesh) -> Feed:
-    """Documents of the config, tokenised or from the cache, as rows for a mesh; logs what there is.
+def open_feed(
+    config: Config, tokenizer, vocabulary: int, mesh: jax.sharding.Mesh, columns: tuple[Column, ...] = NEXT_TOKEN
+) -> Feed:
+    """Documents of the config, tokenised or from the cache, as rows of `columns` for a mesh; logs their counts.
 
-    Raises UserError as `open_documents`.
+    Raises UserError as `open_documents` and `Rows`.
     """
     documents, eval_documents = open_documents(config, tokenizer, vocabulary)
     for note in documents.notes:
         log.info("data: %s", note)
     train, data = config.train, config.data
-    rows = Rows(documents, data, epochs=None if train.max_steps else train.epochs)
+    rows = Rows(documents, data, None if train.max_steps else train.epochs, columns)
     shape = (train.grad_accum_steps, train.micro_batch_size * data_shards(mesh), data.seq_len)
     rows_per_step = shape[0] * shape[1]
     total_steps = train.max_steps or -(-rows.total(train.epochs) // rows_per_step)
     log.info("data: %s", rows.counts)
     log.info("%d steps of %d rows of %d tokens", total_steps, rows_per_step, data.seq_len)
-    eval_rows = None if eval_documents is None else Rows(eval_documents, data, epochs=1)
+    eval_rows = None if eval_documents is None else Rows(eval_documents, data, 1, columns)
     chat = not documents.continuous.any() and all(entry.prompt_format is None for entry in data.datasets)
-    sharding = jax.NamedSharding(mesh, P(None, *TOKENS))
-    return Feed(rows, eval_rows, shape, sharding, total_steps, documents.key, chat)
+    sharding = jax.NamedSharding(mesh, P(None, *by_token()))
+    return Feed(documents, rows, eval_rows, shape, sharding, total_steps, chat)

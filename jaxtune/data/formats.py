@@ -1,4 +1,4 @@
-"""How a sample becomes a document: text, instruction, conversation or tokenized, told by its columns."""
+"""How a sample becomes a document: text, instruction, conversation or tokenized, recognised by its columns."""
 
 import dataclasses
 import string
@@ -21,26 +21,26 @@ Sample = Mapping[str, Any]
 Format = Callable[[Sample], Rendered | Encoded]
 
 Say = Callable[[str], object]
-"""Takes a line for the user about a dataset, which is shown once however often it is said."""
+"""Takes a line for the user about a dataset; the same line is shown only once."""
 
 IGNORED_LABEL = -100
 """The label of a token that is not trained, as in Hugging Face datasets."""
 
-# Columns that `auto` reads beside those that tell the type, and the options that name them.
+# Optional columns that `auto` reads besides the columns that decide the type, by the option that names each.
 BESIDE = {"tools_field": "tools", "system_field": "system"}
 
 
 def detect(entry: Dataset, columns: list[str]) -> tuple[Dataset, str]:
-    """Settles type and columns of an entry by the columns of its first sample.
+    """Decides the type and columns of an entry from the columns of its first sample.
 
-    Known beside the columns that the entry names: ShareGPT's `conversations` and TRL's `prompt` and `completion`; with
-    type auto also `tools` and `system`.
+    Recognised besides the columns that the entry names: ShareGPT's `conversations`, TRL's `prompt` and `completion`;
+    and with type auto `tools` and `system`.
 
     Returns:
-        The entry with its type, and the columns that tell it, for the summary.
+        The entry with its type set, and the columns that decided it, for the summary.
 
     Raises:
-        UserError: no known type, or the given one, fits these columns.
+        UserError: the columns fit no type, or not the type that the entry gives.
     """
     fields = {
         type_: {field: getattr(entry, field) for field in columns} for type_, (columns, _) in READ_BY_TYPE.items()
@@ -70,7 +70,7 @@ def detect(entry: Dataset, columns: list[str]) -> tuple[Dataset, str]:
 
 
 def unused(entry: Dataset, columns: Iterable[str]) -> Iterator[str]:
-    """What is said of each column that takes no part in documents of a settled entry."""
+    """A line for each column that is not used; the entry is one returned by `detect`."""
     needed, more = READ_BY_TYPE[entry.type]
     read = {getattr(entry, option) for option in (*needed, *more) if option.endswith("_field")}
     if entry.type == "tokenized":
@@ -82,13 +82,13 @@ def unused(entry: Dataset, columns: Iterable[str]) -> Iterator[str]:
 
 
 def make_format(entry: Dataset, tokenizer: "PreTrainedTokenizerFast", say: Say = lambda line: None) -> Format:
-    """The function from a sample to a document, for an entry settled by `detect`.
+    """The function from a sample to a document, for an entry returned by `detect`.
 
-    `say` is told what of a conversation the chat template leaves out.
+    `say` is called with a line about each part of a conversation that the chat template leaves out.
 
     Raises:
         UserError: at once, if the tokenizer or the entry's options do not allow the type; from the function, if a
-            sample is malformed (`Refused`: well formed, but nothing to train).
+            sample is malformed (`Refused`: it is well formed, but nothing in it is trained).
     """
     match entry.type:
         case "text":

@@ -1,4 +1,4 @@
-"""What of a conversation its chat template leaves out: a lost answer is refused, the rest is said once a dataset."""
+"""Parts of a conversation that its chat template leaves out: a lost answer is refused, others are reported once."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ def refuse_lost_answers(
         turns: Which messages are the assistant's.
         spans: Where the turns are in `text`; as many as the turns, or marked by the template.
         text: The conversation as rendered.
-        stop: The token that a text ends in.
+        stop: From a text to the special token that ends it.
     """
     answers = [text[start:end].strip() for start, end in spans]
     for i, answer in zip(turns, answers):
@@ -41,9 +41,9 @@ def refuse_lost_answers(
 def left_out(
     messages: list[Message], tools: list[Any] | None, text: str, render: Callable[..., str], tried: set[Kind]
 ) -> Iterator[str]:
-    """A line for each kind of thing without which the conversation renders to the same `text`.
+    """A line for each kind of content that the template ignores: without it, rendering gives the same `text`.
 
-    A kind is tried where it first comes, and added to `tried`.
+    Each kind is tried only where it first occurs, and is then added to `tried`.
     """
     without: dict[Kind, tuple[list[Message], list[Any] | None]] = {("", "tools"): (messages, None)} if tools else {}
     for i, message in enumerate(messages):
@@ -56,7 +56,7 @@ def left_out(
         role, key = kind
         try:
             same = render(*without[kind]) == text
-        except UserError:  # the template asks for it
+        except UserError:  # the template requires it
             same = False
         if same:
             what = {"tools": "tools are", "content": f"messages of role {role!r} are"}

@@ -1,5 +1,6 @@
-"""The loader: from a row number on, batches as sharded arrays; each process reads only the rows its devices hold."""
+"""The loader: batches from a row number on, as sharded arrays; each process reads only the rows of its devices."""
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,7 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxtune.data.rows import FIELDS, Row, Rows
+from jaxtune.data.columns import NEXT_TOKEN, Column
+from jaxtune.data.rows import Row, Rows
 
 _THREADS = 4
 _BATCHES_AHEAD = 4
@@ -24,27 +26,29 @@ def needed_rows(sharding: NamedSharding, shape: tuple[int, int, int]) -> list[tu
     return sorted(needed)
 
 
-def abstract_batch(shape: tuple[int, int, int], sharding: NamedSharding) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes, dtypes and shardings of a batch of (accum, rows_per_micro, seq_len), as `batches` gives it."""
-    batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in FIELDS.items()}
+def abstract_batch(
+    shape: tuple[int, int, int], sharding: NamedSharding, columns: tuple[Column, ...] = NEXT_TOKEN
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes, dtypes and shardings of a batch of (accum, rows_per_micro, seq_len), as `batches` yields it."""
+    batch = {column.name: jax.ShapeDtypeStruct(shape, column.dtype, sharding=sharding) for column in columns}
     row_sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:2]))
     return batch | {"row": jax.ShapeDtypeStruct(shape[:2], np.int32, sharding=row_sharding)}
 
 
 def batches(
-    rows: Rows, shape: tuple[int, int, int], sharding: NamedSharding, start_row: int, stop_row: int
+    rows: Rows, shape: tuple[int, int, int], sharding: NamedSharding, start_row: int, stop_row: int | None = None
 ) -> Iterator[tuple[int, dict[str, jax.Array]]]:
-    """Batches of rows [start_row, stop_row), in order.
+    """Batches of rows [start_row, stop_row), in order, of the columns of `rows`.
 
     Args:
-        rows: the rows; beyond their end they are padding, so that a last, smaller batch is not lost.
+        rows: the rows; rows beyond their end are padding, so that a last, smaller batch is not lost.
         shape: (accum, rows_per_micro, seq_len): micro-batches of a batch, their rows over all devices, a row's length.
-        sharding: of this shape.
-        start_row: first row, the state of the data.
-        stop_row: no batch begins at or after this row.
+        sharding: of an array of this shape.
+        start_row: the first row; it is the whole state of the data.
+        stop_row: no batch begins at or after this row; None: there is no end.
 
     Yields:
-        The row after the batch, and the fields of `Rows` as (accum, rows_per_micro, seq_len) arrays, with `row`, int32
+        (the row after the batch, the batch): each column as an (accum, rows_per_micro, seq_len) array, and `row`, int32
         (accum, rows_per_micro): the number of each row, modulo 2^31.
     """
     size = shape[0] * shape[1]
@@ -54,10 +58,11 @@ def batches(
     def read(first: int) -> dict[tuple[int, int], Row]:
         return {(i, j): rows[first + i * shape[1] + j] for i, j in needed}
 
-    firsts = grain.MapDataset.range(start_row, stop_row, size)
+    firsts = grain.MapDataset.range(start_row, sys.maxsize if stop_row is None else stop_row, size)
     options = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_BATCHES_AHEAD)
     for first, block in zip(firsts, firsts.map(read).to_iter_dataset(options)):
-        batch = {name: _place(block, name, shape, sharding) for name in FIELDS}
+        names = block[needed[0]]
+        batch = {name: _place(block, name, shape, sharding) for name in names}
         number = ((first + np.arange(size).reshape(shape[:2])) % 2**31).astype(np.int32)
         batch["row"] = jax.make_array_from_callback(number.shape, row_sharding, number.__getitem__)
         yield first + size, batch

@@ -1,4 +1,4 @@
-"""Messages as templates expect them: checked, and in one form whatever form they came in."""
+"""Messages, checked and brought into the one form that chat templates expect."""
 
 import json
 from typing import Any
@@ -14,8 +14,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 def check_messages(raw: Any) -> list[Message]:
     """Messages in the form that templates expect, from {role, content} or ShareGPT's {from, value}.
 
-    Text parts are joined, tool arguments given as JSON strings become objects (most templates would encode them twice).
-    An assistant's message that `train` (Axolotl) or `weight` (OpenAI) excludes has `train` False; else it has neither.
+    Text parts are joined. Tool arguments given as JSON strings become objects (most templates would encode them twice).
+    An assistant's message that `train` (Axolotl) or `weight` (OpenAI) excludes gets `train` False; otherwise both keys
+    are removed.
 
     Raises:
         UserError: not a list of such objects, an unknown role, or content that is not text.
@@ -26,7 +27,7 @@ def check_messages(raw: Any) -> list[Message]:
 
 
 def check_tools(raw: Any) -> list[Any] | None:
-    """Tool descriptions: a list, or one as a JSON string."""
+    """Tool descriptions as a list, from a list or its JSON text; None if there are none."""
     tools = _from_json(raw, "tools") if isinstance(raw, str) and raw else raw
     if not tools:
         return None
@@ -41,7 +42,7 @@ _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 def _check_message(raw: Any, i: int) -> Message:
     if not isinstance(raw, dict):
         raise UserError(f"message {i}: expected an object {{role, content}}, found {clip(repr(raw))}")
-    # Arrow gives every message all the fields that any message has.
+    # Arrow gives every message all the fields that any message has, None where a message lacks one.
     message = {key: value for key, value in raw.items() if value is not None}
     if "from" in message and "role" not in message:
         message["role"] = _SHAREGPT_ROLES.get(message["from"], message["from"])

@@ -1,7 +1,8 @@
-"""The packing plan: which part of which document stands in which row, from (seed, epoch, lengths) alone.
+"""The packing plan: which part of which document stands in which row, a function of (seed, epoch, lengths) alone.
 
-Best fit: documents come in the epoch's order, each into the fullest row that still has room for it. Nothing here knows
-of processes or devices, so any number of them agrees on every row.
+Best fit: parcels come in the epoch's order, each into the fullest row that still has room for it. A parcel is a unit,
+or one piece of a document that is split. The plan does not depend on processes or devices, so any number of them agrees
+on every row.
 """
 
 from dataclasses import dataclass
@@ -10,33 +11,37 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Bool, Int64
 
-# Rows that stay open when the order of the documents matters (data.shuffle=False): enough to fill them, few enough
-# that a document stays near its place.
+from jaxtune.errors import UserError
+
+# Rows that may be open at once when the order of the documents matters (data.shuffle=False): enough to fill the rows
+# well, few enough that a document stays near its place in the order.
 _OPEN_ROWS_IN_ORDER = 64
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """Parts of documents that are short enough for a row; the same in each epoch.
+    """Parts of documents that each fit into a row; the same in every epoch.
 
     Attributes:
-        document, start, length: which tokens of which document.
-        dropped: documents that are left out for being too long.
-        cut: documents of which only the beginning is left.
+        document, start, length: the document of each piece, its first token in it, and its number of tokens.
+        parcel: number of the piece's parcel, in ascending order; the pieces of a parcel stand in the same row.
+        dropped: documents that are left out because they are too long.
+        cut: documents of which only the beginning is kept.
     """
 
     document: Int64[np.ndarray, "pieces"]
     start: Int64[np.ndarray, "pieces"]
     length: Int64[np.ndarray, "pieces"]
+    parcel: Int64[np.ndarray, "pieces"]
     dropped: Bool[np.ndarray, "documents"]
     cut: Bool[np.ndarray, "documents"]
 
 
 @dataclass(frozen=True)
 class RowPlan:
-    """One epoch: row i holds the pieces order[bounds[i]:bounds[i + 1]], in that order."""
+    """One epoch: row i holds the parcels order[bounds[i]:bounds[i + 1]], in that order."""
 
-    order: Int64[np.ndarray, "pieces"]
+    order: Int64[np.ndarray, "parcels"]
     bounds: Int64[np.ndarray, "rows+1"]
 
     def __len__(self) -> int:
@@ -48,33 +53,58 @@ def cut_to_rows(
     seq_len: int,
     truncation: Literal["auto", "delete", "right", "split"],
     continuous: Bool[np.ndarray, "documents"],
+    units: Int64[np.ndarray, "units+1"] | None = None,
 ) -> Pieces:
-    """Applies data.truncation to the documents that are longer than a row.
+    """Applies data.truncation to the units that are longer than a row.
 
-    `auto` splits running text (`continuous`) and deletes the rest. When a document is split, its last token alone makes
-    no piece: it is the target of the token before, and has none itself.
+    `auto` splits running text (`continuous`) and deletes other long documents. When a document is split, its last token
+    is never a piece of its own: it is the target of the token before it, and has no target itself. A unit of several
+    documents is kept or deleted whole.
+
+    Args:
+        lengths: of the documents, in tokens.
+        seq_len: the length of a row.
+        truncation: data.truncation.
+        continuous: which documents are running text.
+        units: number of the first document of each unit, and the number of documents; None: each document is a unit.
+
+    Raises:
+        UserError: a unit of several documents would have to be cut.
     """
-    long = lengths > seq_len
-    split = long & (continuous if truncation == "auto" else truncation == "split")
+    units = np.arange(len(lengths) + 1) if units is None else units
+    sizes = np.diff(units)
+    together = np.repeat(sizes > 1, sizes)
+    long = np.repeat(np.add.reduceat(lengths, units[:-1]), sizes) > seq_len
+    if truncation in ("split", "right") and (long & together).any():
+        raise UserError(
+            f"data.truncation={truncation!r} would cut documents that belong together and are longer than "
+            f"data.seq_len={seq_len} tokens; choose 'delete', or raise data.seq_len"
+        )
+    split = long & ~together & (continuous if truncation == "auto" else truncation == "split")
     cut = long & (truncation == "right")
+    # A split document has ceil((length - 1) / seq_len) pieces, as its last token alone makes none.
     count = np.where(split, (lengths - 2) // seq_len + 1, np.where(long & ~cut, 0, 1))
     document = np.repeat(np.arange(len(lengths)), count)
     first = np.cumsum(count) - count
     start = (np.arange(len(document)) - first[document]) * seq_len
-    return Pieces(document, start, np.minimum(lengths[document] - start, seq_len), dropped=count == 0, cut=cut)
+    length = np.minimum(lengths[document] - start, seq_len)
+    opens = ~together
+    opens[units[:-1]] = True  # the other documents of a unit follow its first into the same parcel
+    parcel = np.cumsum(opens[document]) - 1
+    return Pieces(document, start, length, parcel, dropped=count == 0, cut=cut)
 
 
 def plan(
-    lengths: Int64[np.ndarray, "pieces"],
+    lengths: Int64[np.ndarray, "parcels"],
     seq_len: int,
     seed: int,
     epoch: int,
     packing: bool = True,
     shuffle: bool = True,
 ) -> RowPlan:
-    """Rows of one epoch, for pieces of at most seq_len tokens.
+    """Rows of one epoch, for parcels of at most seq_len tokens.
 
-    Each piece stands in exactly one row. Without packing a row holds one piece; without shuffle documents keep their
+    Each parcel stands in exactly one row. Without packing a row holds one parcel; without shuffle documents keep their
     order (nearly, when packed).
     """
     order = _shuffled(len(lengths), seed, epoch) if shuffle else np.arange(len(lengths))
@@ -86,21 +116,21 @@ def plan(
 
 
 def _shuffled(count: int, seed: int, epoch: int) -> Int64[np.ndarray, "count"]:
-    """A permutation that no version of numpy changes: only raw streams of its bit generators are promised for ever."""
+    """A permutation that is the same in every numpy version: only a bit generator's raw stream is guaranteed stable."""
     return np.argsort(np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(count), kind="stable")
 
 
-def _best_fit(lengths: list[int], seq_len: int, max_open: int | None) -> Int64[np.ndarray, "pieces"]:
-    """The row of each piece. Rows are kept by their free space; a bit set tells which sizes of free space there are."""
-    open_rows: list[list[int]] = [[] for _ in range(seq_len + 1)]
-    sizes = 0
-    free: list[int] = []
-    oldest = 0
+def _best_fit(lengths: list[int], seq_len: int, max_open: int | None) -> Int64[np.ndarray, "parcels"]:
+    """The row of each parcel, in time that does not grow with the number of open rows."""
+    open_rows: list[list[int]] = [[] for _ in range(seq_len + 1)]  # open_rows[n]: rows with n free positions
+    sizes = 0  # an integer as a bit set: bit n is set if open_rows[n] is not empty
+    free: list[int] = []  # of each row
+    oldest = 0  # the oldest row that may still be open
     result = np.empty(len(lengths), np.int64)
     for i, length in enumerate(lengths):
         fitting = sizes >> length
         if fitting:
-            space = length + (fitting & -fitting).bit_length() - 1
+            space = length + (fitting & -fitting).bit_length() - 1  # the lowest bit: the least space that suffices
             row = open_rows[space].pop()
             if not open_rows[space]:
                 sizes ^= 1 << space

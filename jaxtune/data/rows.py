@@ -1,4 +1,4 @@
-"""Rows: random access to what is trained on, by one number that counts on through all epochs."""
+"""Rows: random access to the training data by a row number that counts on through all epochs."""
 
 import math
 import threading
@@ -9,23 +9,14 @@ from functools import lru_cache, partial
 import numpy as np
 
 from jaxtune.config.schema import Data
-from jaxtune.data.documents import Documents
+from jaxtune.data.columns import MADE, NEXT_TOKEN, Column
 from jaxtune.data.packing import RowPlan, cut_to_rows, plan
+from jaxtune.data.units import Documents
 from jaxtune.errors import UserError
 
 Row = dict[str, np.ndarray]
 
-FIELDS = {
-    "tokens": np.int32,
-    "targets": np.int32,
-    "positions": np.int32,
-    "segment_ids": np.int32,
-    "key_start": np.int32,
-    "loss_weight": np.float32,
-}
-"""The arrays of a row, each (seq_len,)."""
-
-# Rows of two epochs are asked for at once where one ends and the next begins.
+# Where one epoch ends and the next begins, the loader's threads ask for rows of both.
 _PLANS_KEPT = 2
 
 
@@ -34,14 +25,14 @@ class Counts:
     """What became of the documents in the first epoch.
 
     Attributes:
-        documents, tokens: that are in the rows.
-        target_tokens: tokens of them that are trained.
-        split_documents: long documents that go on in another row.
-        truncated_documents, truncated_tokens: long documents that are cut, and what they lost.
-        dropped_documents, dropped_tokens: documents left out: too long, or no target left after the cut.
+        documents, tokens: documents and tokens in the rows.
+        target_tokens: tokens in the rows that are trained.
+        split_documents: long documents that continue in another row.
+        truncated_documents, truncated_tokens: long documents that are cut, and the tokens cut off.
+        dropped_documents, dropped_tokens: documents left out because they are too long or the cut left no target.
         skipped_samples: bad samples left out under data.on_bad_row='skip'.
         rows: rows of an epoch.
-        fill: part of the positions that hold a token.
+        fill: fraction of the positions that hold a token.
     """
 
     documents: int
@@ -66,33 +57,36 @@ class Counts:
 
 
 class Rows:
-    """All rows of a run; rows[i] is row i, counted through the epochs.
+    """All rows of a run; rows[i] is row i, counted through the epochs: a (seq_len,) array for each column, by name."""
 
-    A row is a dict of (seq_len,) arrays: tokens, targets (the next token of the same document), positions (from 0 in
-    each document), segment_ids (1, 2, ... in a row, 0 for padding), key_start (index of the first position a token may
-    look at; seq_len for padding, which sees nothing) and loss_weight (of the target; 0 where there is none).
-    """
-
-    def __init__(self, documents: Documents, data: Data, epochs: float | None = None):
+    def __init__(
+        self,
+        documents: Documents,
+        data: Data,
+        epochs: float | None = None,
+        columns: tuple[Column, ...] = NEXT_TOKEN,
+    ):
         """Cuts the documents to rows.
 
         Args:
-            documents: what the rows hold.
-            data: seq_len, packing, truncation, shuffle and seed are used.
-            epochs: where the rows end, padding rows being all that follows; None: never.
+            documents: the documents in the rows.
+            data: its seq_len, packing, truncation, shuffle and seed.
+            epochs: where the rows end; all rows after it are padding. None: there is no end.
+            columns: the columns of a row.
 
         Raises:
-            UserError: nothing is left.
+            UserError: no document is left; the documents lack a column; as `cut_to_rows`.
         """
-        self._documents, self._data = documents, data
+        self._documents, self._data, self._columns = documents, data, columns
+        _check_columns(documents, columns)
         lengths = documents.lengths
-        pieces = cut_to_rows(lengths, data.seq_len, data.truncation, documents.continuous[documents.chosen])
-        # Only a cut can take away all targets, so only then are weights looked at.
+        pieces = cut_to_rows(lengths, data.seq_len, data.truncation, documents.continuous, documents.units)
+        # Only a cut can take away all targets of a document, so only cut documents have their weights counted again.
         kept = np.ones(len(pieces.document), bool)
-        dropped, targets = pieces.dropped.copy(), documents.targets[documents.chosen]
+        dropped, targets = pieces.dropped.copy(), documents.targets.copy()
         for piece in np.flatnonzero(pieces.cut[pieces.document]):
             document = pieces.document[piece]
-            targets[document] = np.count_nonzero(documents.read(document, 1, data.seq_len + 1)[1])
+            targets[document] = np.count_nonzero(documents.values("loss_weight", document, 1, data.seq_len + 1))
             kept[piece] = targets[document] > 0
             dropped[document] = not kept[piece]
         if not kept.any():
@@ -102,7 +96,10 @@ class Rows:
                 f"data.truncation={data.truncation!r} {why}; raise data.seq_len, or choose another data.truncation"
             )
         self._document, self._start, self._length = pieces.document[kept], pieces.start[kept], pieces.length[kept]
-        planned = partial(plan, self._length, data.seq_len, data.seed, packing=data.packing, shuffle=data.shuffle)
+        opens = np.flatnonzero(np.diff(pieces.parcel[kept], prepend=-1))
+        self._parcels = np.append(opens, len(self._length))  # where the pieces of each parcel start, and the end
+        parcel_lengths = np.add.reduceat(self._length, opens)
+        planned = partial(plan, parcel_lengths, data.seq_len, data.seed, packing=data.packing, shuffle=data.shuffle)
         self._planned = lru_cache(_PLANS_KEPT)(planned)
         self._first_row = [0]
         self._lock = threading.Lock()
@@ -124,7 +121,7 @@ class Rows:
         )
 
     def total(self, epochs: float) -> int:
-        """Rows of so many passes over the data (part of the last one's, for a fraction)."""
+        """Rows of this many passes over the data; a fraction takes that part of the last pass."""
         whole = math.floor(epochs)
         first = self._first_row_of(whole)
         if epochs == whole:
@@ -147,26 +144,57 @@ class Rows:
         return self._first_row[epoch]
 
     def _plan(self, epoch: int) -> RowPlan:
-        with self._lock:  # threads of the loader come here together at the start of an epoch
+        with self._lock:  # several loader threads arrive here together at the start of an epoch
             found = self._planned(epoch)
             if len(self._first_row) == epoch + 1:
                 self._first_row.append(self._first_row[epoch] + len(found))
             return found
 
-    def _build(self, pieces: np.ndarray | list[int]) -> Row:
+    def _build(self, parcels: np.ndarray | list[int]) -> Row:
         seq_len = self._data.seq_len
-        row = {name: np.zeros(seq_len, dtype) for name, dtype in FIELDS.items()}
-        begin = 0
-        for segment, piece in enumerate(pieces, start=1):
-            start, length = self._start[piece], self._length[piece]
-            tokens, weights = self._documents.read(self._document[piece], start, start + length + 1)
-            end = begin + length
-            row["tokens"][begin:end] = tokens[:length]
-            row["targets"][begin : begin + len(tokens) - 1] = tokens[1:]
-            row["loss_weight"][begin : begin + len(tokens) - 1] = weights[1:]
-            row["positions"][begin:end] = np.arange(length)
-            row["segment_ids"][begin:end] = segment
-            row["key_start"][begin:end] = begin
-            begin = end
-        row["key_start"][begin:] = seq_len
+        row = {
+            column.name: np.full(seq_len, seq_len if column.padding == "seq_len" else column.padding, column.dtype)
+            for column in self._columns
+        }
+        begin, segment = 0, 0
+        for unit, parcel in enumerate(parcels, start=1):
+            for piece in range(self._parcels[parcel], self._parcels[parcel + 1]):
+                segment += 1
+                self._put(row, piece, begin, segment, unit)
+                begin += self._length[piece]
         return row
+
+    def _put(self, row: Row, piece: int, begin: int, segment: int, unit: int) -> None:
+        """Writes a piece into a row from position `begin` on."""
+        document, start, length = self._document[piece], self._start[piece], self._length[piece]
+        stop = start + length + 1  # the target of the last token may be in the next piece
+        tokens = self._documents.values("tokens", document, start, stop)
+        whole, predicting = slice(begin, begin + length), slice(begin, begin + len(tokens) - 1)
+        for column in self._columns:
+            match column.name:
+                case "tokens":
+                    row["tokens"][whole] = tokens[:length]
+                case "targets":
+                    row["targets"][predicting] = tokens[1:]
+                case "positions":
+                    row["positions"][whole] = np.arange(length)
+                case "segment_ids":
+                    row["segment_ids"][whole] = segment
+                case "unit_ids":
+                    row["unit_ids"][whole] = unit
+                case "key_start":
+                    row["key_start"][whole] = begin
+                case name:
+                    at = predicting if column.per == "token" else whole
+                    row[name][at] = self._documents.values(name, document, start + 1, stop)
+
+
+def _check_columns(documents: Documents, columns: tuple[Column, ...]) -> None:
+    """Raises UserError unless the documents of every entry have the columns that a row cannot compute."""
+    for column in columns:
+        for part in documents.parts if column.name not in MADE else ():
+            if column.name not in part.columns or part.columns[column.name].per != column.per:
+                raise UserError(
+                    f"data: {part.name} has no column {column.name!r} with a value for each {column.per}, which the "
+                    "objective reads"
+                )

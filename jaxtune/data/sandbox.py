@@ -1,4 +1,4 @@
-"""Chat templates are programs from strangers: they run in Jinja's sandbox, with a limit of time and of output."""
+"""Chat templates are untrusted programs: they run in Jinja's sandbox, with limits on time and output."""
 
 import json
 import re
@@ -20,9 +20,9 @@ from jaxtune.errors import UserError
 
 MAX_SECONDS = 5.0
 MAX_CHARS = 2**26
-# Unicode noncharacters: they stand for nothing in any text, so they can mark the ends of {% generation %} blocks.
+# Unicode noncharacters: no text may contain them, so they can mark the ends of {% generation %} blocks.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
-# Rendering must give the same text every day, or a run could not be repeated: a template's today is always this day.
+# Rendering must give the same text every day, or a run could not be repeated: for templates, today is always this day.
 _TODAY = datetime(2024, 7, 26)
 
 
@@ -73,7 +73,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 class _Generation(Extension):
-    """{% generation %} ... {% endgeneration %}: what stands between is trained."""
+    """{% generation %} ... {% endgeneration %}: the text between them is trained."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
@@ -87,7 +87,7 @@ class _Generation(Extension):
 
 
 class _WatchLoops(NodeTransformer):
-    """Makes each loop of a template look at the clock."""
+    """Makes each loop of a template check the clock."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
@@ -96,9 +96,9 @@ class _WatchLoops(NodeTransformer):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with what chat templates expect, as in transformers, and a limit of time.
+    """Jinja's sandbox with the functions that chat templates expect, as in transformers, and a time limit.
 
-    The clock is looked at by every loop round, call and piece of output, so that no template runs on for ever.
+    The clock is checked in every iteration, call and piece of output, so that no template runs for ever.
     """
 
     intercepted_binops = frozenset({"*", "**"})

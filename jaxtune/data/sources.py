@@ -1,9 +1,9 @@
 """Where samples come from: one entry of data.datasets becomes a stream of (where, sample).
 
 `where` names the file and line (or row) for messages, as in `train.jsonl:12`. JSON lines, JSON and CSV are read here,
-strictly, because readers made for speed name no line and let half a line or a wrong type pass; Parquet, Arrow and the
-hub go through `datasets`; of the hub's data only the samples that are asked for are downloaded. Any other file is text:
-one document a file. What is compressed is read as what it holds.
+strictly, because readers made for speed do not name the line and let half a line or a wrong type pass. Parquet, Arrow
+and the hub go through `datasets`; only the samples that are asked for are downloaded from the hub. Any other file is
+text, one document a file. Compressed files are decompressed.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class Source:
     Attributes:
         name: the entry's path, as the user wrote it.
         identity: changes whenever the samples may have changed (files, sizes, times, or the hub's revision).
-        read: yields (where, sample); what cannot be read goes to `report`.
+        read: yields (where, sample); samples that cannot be read go to `report`.
     """
 
     name: str
@@ -49,7 +49,7 @@ def open_source(entry: Dataset) -> Source:
     """Finds what an entry names: a file, a folder, or else a dataset on the hub.
 
     Raises:
-        UserError: nothing is there, or nothing in it matches.
+        UserError: it does not exist, or none of its files match.
     """
     if not entry.path:
         raise UserError("data.datasets: an entry has no path; give a file, a folder or a hub id")
@@ -82,13 +82,13 @@ def _check_unused(entry: Dataset, reason: str, *names: str):
 
 
 def _check_encoding(name: str):
-    """Raises UserError for an encoding that is not known, or in which lines cannot be found as bytes."""
+    """Raises UserError for an unknown encoding, or one in which a newline is not the single byte 0x0a."""
     try:
         found = "\n".encode(name)
     except LookupError as error:
         raise UserError(f"data: encoding={name!r} is not known; 'utf-8', 'cp1252' and 'gb18030' are some") from error
     if found != b"\n":
-        raise UserError(f"data: encoding={name!r} ends no line in one byte; convert the file to UTF-8")
+        raise UserError(f"data: encoding={name!r} does not end a line with one byte; convert the file to UTF-8")
 
 
 def _open_hub(entry: Dataset, hub_id: str) -> Source:
@@ -97,27 +97,27 @@ def _open_hub(entry: Dataset, hub_id: str) -> Source:
     _check_unused(entry, f"{hub_id} is a dataset on the hub", "glob", "encoding")
     try:
         rows, identity = _hub_rows(entry, hub_id)
-    except Exception as error:  # the hub client raises a dozen unrelated types; all mean that the data cannot be had
-        raise UserError(f"data: {hub_id} is no file or folder here, and the hub answers: {error}") from error
+    except Exception as error:  # the hub client raises a dozen unrelated types; all mean that the data is out of reach
+        raise UserError(f"data: {hub_id} is not a file or folder here, and the hub answers: {error}") from error
 
     def read(report: Report) -> Samples:
         try:
             for i, row in enumerate(islice(rows, entry.samples)):
                 yield f"{hub_id} ({entry.split}) row {i}", row
-        except Exception as error:  # never skipped: all that follows is missing too
+        except Exception as error:  # never skipped: all samples after it are missing too
             raise UserError(f"data: {hub_id} cannot be read to its end: {error}") from error
 
     return Source(hub_id, json.dumps(identity), read)
 
 
 def _hub_rows(entry: Dataset, hub_id: str) -> tuple[Iterable[Sample], Any]:
-    """The rows of a split, and what changes whenever they may have changed."""
+    """(the rows of a split, their identity as in `Source`)."""
     import datasets
 
     if entry.samples is not None and "[" not in entry.split:  # a slice of a split cannot be streamed
         builder: Any = datasets.load_dataset_builder(hub_id, entry.subset, revision=entry.revision)
         with contextlib.suppress(NotImplementedError):  # nor can some kinds of archive
-            # The hash is the commit that the revision names now, and that the rows are read from.
+            # The hash is the commit that the revision names now, from which the rows are read.
             return builder.as_streaming_dataset(split=entry.split), builder.hash
     found: Any = datasets.load_dataset(hub_id, entry.subset, split=entry.split, revision=entry.revision)
     names = sorted(Path(file["filename"]) for file in found.cache_files)
@@ -126,7 +126,7 @@ def _hub_rows(entry: Dataset, hub_id: str) -> tuple[Iterable[Sample], Any]:
 
 def _files(folder: Path, entry: Dataset) -> list[Path]:
     """The files of a folder that are read, in the order of their relative paths."""
-    if (folder / "dataset_dict.json").is_file():  # written by DatasetDict.save_to_disk: a folder a split
+    if (folder / "dataset_dict.json").is_file():  # written by DatasetDict.save_to_disk: one folder per split
         folder = folder / entry.split
         if not folder.is_dir():
             raise UserError(f"data: {folder.parent} has no split {entry.split!r}")
@@ -150,7 +150,7 @@ def _files(folder: Path, entry: Dataset) -> list[Path]:
 
 
 def _of_split(folder: Path, files: list[Path], entry: Dataset) -> list[Path]:
-    """Those of the split, where the names of data files tell splits apart (train.jsonl beside test.jsonl)."""
+    """The files of the split, where file names tell splits apart (train.jsonl beside test.jsonl)."""
     from datasets.data_files import DataFilesList, get_data_patterns
 
     root = str(folder)
@@ -168,11 +168,11 @@ def _is_binary(file: Path) -> bool:
     """Whether a file holds a NUL near its start, which is how git tells binary from text."""
     with contextlib.suppress(OSError), _open(file) as stream:
         return b"\0" in stream.read(_BINARY_PROBE_BYTES)
-    return False  # said when it is read
+    return False  # the error is reported when the file is read
 
 
 def _kind(file: Path) -> str:
-    """The suffix that tells what a file holds, compressed or not: `.jsonl` of `a.jsonl.gz`."""
+    """The suffix that names a file's format, without that of compression: `.jsonl` for `a.jsonl.gz`."""
     return (file.with_suffix("") if file.suffix.lower() in _COMPRESSED else file).suffix.lower()
 
 
@@ -180,7 +180,7 @@ def _open(file: Path) -> BinaryIO:
     """The content of a file, decompressed by its suffix."""
     if file.suffix.lower() not in _COMPRESSED:
         return file.open("rb")
-    import pyarrow  # reads several frames as one, and tells where one is cut off
+    import pyarrow  # unlike others it reads several frames as one stream, and fails where a frame is cut off
 
     return io.BufferedReader(pyarrow.input_stream(str(file), compression="detect"))
 
@@ -199,7 +199,7 @@ def _decode(raw: bytes, where: str, encoding: str) -> str:
     except UnicodeDecodeError as error:
         raise UserError(
             f"{where}: not {encoding.upper()}: byte 0x{raw[error.start]:02x} at byte {error.start + 1}; "
-            "encoding='cp1252', for example, reads text of Windows"
+            "encoding='cp1252', for example, reads text from Windows"
         ) from None
     if "\0" in text:
         raise UserError(f"{where}: holds a NUL character at column {text.index(chr(0)) + 1}; is it binary?")
@@ -229,7 +229,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} is there twice")
+        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice")
     return found
 
 
@@ -258,7 +258,7 @@ def _read_jsonl(file: Path, entry: Dataset, report: Report) -> Samples:
 
 
 def _read_json(file: Path, entry: Dataset, report: Report) -> Samples:
-    """A list of objects; a file of JSON lines under this name is read too."""
+    """A list of objects; JSON lines in a file of this suffix are read too."""
     with _open(file) as stream:
         if not stream.read(_BINARY_PROBE_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
             yield from _read_jsonl(file, entry, report)
@@ -312,7 +312,7 @@ def _read_table(file: Path, entry: Dataset, report: Report) -> Samples:
 
 
 def _read_text(file: Path, entry: Dataset, report: Report) -> Samples:
-    """The whole file is one document. An empty one is bad where it was named, and no document in a folder."""
+    """The whole file is one document. An empty file is an error if the entry names it, and ignored in a folder."""
     with _reporting(report), _open(file) as stream:
         text = _decode(stream.read(), str(file), entry.encoding)
         if text.strip():

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxtune.config.schema import Config, Dataset
-from jaxtune.data.documents import Documents, tokenize
+from jaxtune.data.documents import tokenize
+from jaxtune.data.units import Documents
 from jaxtune.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,9 +21,9 @@ def open_documents(
     """Training documents, and validation documents if the config asks for any; tokenised, or loaded from the cache.
 
     Args:
-        config: its data section counts.
-        tokenizer: the model's.
-        vocabulary: how many tokens the model has embeddings of; None: not known.
+        config: its data section is used, and train.output_dir for the cache.
+        tokenizer: the model's tokenizer.
+        vocabulary: number of tokens for which the model has embeddings; None: unknown, not checked.
 
     Raises:
         UserError: as `tokenize` and `hold_out`; a token has no embedding.
@@ -32,11 +33,13 @@ def open_documents(
 
     def documents(entries: tuple[Dataset, ...]) -> Documents:
         found = tokenize(entries, tokenizer, cache_dir, data.on_bad_row)
-        if vocabulary is not None and len(tokenizer) > vocabulary and (most := int(found.tokens.max())) >= vocabulary:
+        if vocabulary is None or len(tokenizer) <= vocabulary:
+            return found
+        if (most := max(int(part.values["tokens"].max()) for part in found.parts)) >= vocabulary:
             raise UserError(
-                f"the data has token {most}, {tokenizer.convert_ids_to_tokens(most)!r}, and the model embeddings of "
-                f"{vocabulary} tokens; name those that the tokenizer was given in data.special_tokens, for the "
-                "embeddings to grow"
+                f"the data has token {most}, {tokenizer.convert_ids_to_tokens(most)!r}, and the model has embeddings "
+                f"for {vocabulary} tokens; list the tokens added to the tokenizer in data.special_tokens, so that the "
+                "embeddings grow"
             )
         return found
 
@@ -49,16 +52,19 @@ def open_documents(
 
 
 def hold_out(documents: Documents, fraction: float, seed: int) -> tuple[Documents, Documents]:
-    """Parts documents into those trained on and those held out: at least one each, the same ones for the same seed.
+    """Divides units into training and validation, at least one each; the same seed always holds out the same units.
 
     Raises:
-        UserError: there is only one document.
+        UserError: there is only one unit.
     """
-    count = len(documents)
+    count = len(documents.chosen)
     if count < 2:
-        raise UserError("data.validation_split: there is only one document; give data.eval_datasets instead")
+        raise UserError(
+            "data.validation_split: there is only one document, or one unit of several; give data.eval_datasets instead"
+        )
     held = min(max(round(fraction * count), 1), count - 1)
-    # The raw stream of a bit generator, unlike what numpy derives from it, never changes between versions.
+    # The raw stream of a bit generator, unlike the distributions that numpy derives from it, never changes between
+    # versions.
     order = np.argsort(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(1,))).random_raw(count), kind="stable")
     train, validation = (documents.chosen[np.sort(part)] for part in (order[held:], order[:held]))
     return dataclasses.replace(documents, chosen=train), dataclasses.replace(documents, chosen=validation)

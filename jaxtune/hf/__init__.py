@@ -2,7 +2,17 @@
 
 from jaxtune.hf.card import write_card
 from jaxtune.hf.folder import read_config, read_generation_config, resolve, write_config
-from jaxtune.hf.peft import Adapter, read_adapter, write_adapter
+from jaxtune.hf.peft import SavedAdapter, read_adapter, write_adapter
 from jaxtune.hf.prequantized import Scheme, read_quantized, read_scheme
 from jaxtune.hf.tokenizer import copy_tokenizer_files, load_tokenizer, write_chat_template
-from jaxtune.hf.weights import Conversion, Target, Tensor, check_weights, read, weight_files, write
+from jaxtune.hf.weights import (
+    Conversion,
+    Target,
+    Tensor,
+    check_tensors,
+    check_weights,
+    read,
+    read_tensors,
+    weight_files,
+    write,
+)

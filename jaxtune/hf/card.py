@@ -12,16 +12,16 @@ from jaxtune.hf.folder import is_hub_id
 def write_card(
     folder: Path, *, title: str, base_model: str | None, adapter: bool, rows: Mapping[str, str], curve: Path
 ) -> None:
-    """Write README.md, and the loss curve beside it where there is one.
+    """Write README.md, and copy the loss curve beside it if there is one.
 
     Args:
         folder: the exported folder, which must exist.
         title: name of the model.
-        base_model: hub id or path of what was fine-tuned; None: trained from random weights. Of a local path only the
-            last part is told.
+        base_model: hub id or path of the model that was fine-tuned; None: trained from random weights. Of a local path
+            only the last part is written.
         adapter: whether the folder holds a PEFT adapter instead of a whole model.
-        rows: what its table says.
-        curve: a picture of the losses, which need not be there.
+        rows: the rows of the card's table, label and value.
+        curve: a picture of the losses; skipped if the file does not exist.
     """
     local = base_model is not None and (Path(base_model).expanduser().exists() or not is_hub_id(base_model))
     base = Path(base_model).name if base_model and local else base_model

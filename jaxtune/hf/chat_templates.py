@@ -4,7 +4,7 @@ from pathlib import Path
 
 from jaxtune.errors import UserError
 
-# {% generation %} marks what the assistant says; transformers knows it too.
+# {% generation %} marks the assistant's text, which is trained; transformers uses the same mark.
 _CHATML = """\
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' }}
@@ -33,7 +33,7 @@ _LLAMA3 = """\
 {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
 {%- endif %}
 """
-# name: (template, the special tokens that it writes)
+# name: (template, the special tokens that it emits)
 NAMED = {
     "chatml": (_CHATML, ("<|im_start|>", "<|im_end|>")),
     "llama3": (_LLAMA3, ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")),
@@ -44,7 +44,7 @@ def find_template(wanted: str, vocabulary: dict[str, int]) -> str:
     """The Jinja source of a template, by its name or from a file.
 
     Raises:
-        UserError: neither, or its special tokens are not in the vocabulary.
+        UserError: `wanted` is neither a name nor a readable file, or the vocabulary lacks its special tokens.
     """
     if wanted in NAMED:
         template, tokens = NAMED[wanted]

@@ -1,4 +1,4 @@
-"""Find a model's folder, here or on the Hugging Face hub, and read the JSON files in it."""
+"""Find a model's folder, locally or on the Hugging Face hub, and read the JSON files in it."""
 
 import difflib
 import json
@@ -32,8 +32,8 @@ def resolve(path: str, revision: str | None = None, *, weights: bool = True, hol
 
     Args:
         path: a folder, or the id of a model on the hub, which is then downloaded into the hub's cache.
-        revision: branch, tag or commit on the hub; not for local folders.
-        weights: download the safetensors too.
+        revision: branch, tag or commit on the hub; must be None for a local folder.
+        weights: whether to download the safetensors files too.
         holds: the file that must be in the folder (`adapter_config.json` for an adapter).
 
     Raises:
@@ -64,12 +64,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def write_config(source: Path, target: Path, dtype: str, vocabulary: int) -> None:
-    """Copy config.json from a model folder to another, byte for byte unless dtype or number of tokens are new.
+    """Copy config.json from one model folder to another, byte for byte unless the dtype or vocabulary size differ.
 
-    That they were quantized is left out: what is written here is not.
+    `quantization_config` is left out, because exported weights are never quantized.
     """
     config = read_config(source)
-    keys = {"dtype", "torch_dtype"} & config.keys() or {"dtype"}  # torch_dtype: transformers before 4.56
+    keys = {"dtype", "torch_dtype"} & config.keys() or {"dtype"}  # transformers before 4.56 says torch_dtype
     written = {key: value for key, value in config.items() if key != "quantization_config"}
     written |= dict.fromkeys(keys, dtype) | {"vocab_size": vocabulary}
     target.mkdir(parents=True, exist_ok=True)
@@ -100,24 +100,24 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def staged(folder: Path, replaces: re.Pattern[str]) -> Iterator[Path]:
-    """Yield a temporary folder whose files move into `folder` once the block has ended well.
+    """Yield a temporary folder whose files move into `folder` once the block has ended without an error.
 
     Args:
-        folder: made where it is not there.
-        replaces: files of `folder` whose whole name it matches give way to the new ones.
+        folder: created if it does not exist.
+        replaces: files of `folder` whose whole name matches are removed before the new ones move in.
 
     Raises:
         UserError: the folder cannot be written to (no permission, disk full).
     """
     stage = folder / ".partial"
     try:
-        shutil.rmtree(stage, ignore_errors=True)  # of a run that was killed
+        shutil.rmtree(stage, ignore_errors=True)  # left by a run that was killed
         stage.mkdir(parents=True)
         yield stage
         for file in folder.iterdir():
             if replaces.fullmatch(file.name):
                 file.unlink()
-        for file in sorted(stage.iterdir(), key=lambda file: file.suffix == ".json"):  # an index after what it names
+        for file in sorted(stage.iterdir(), key=lambda file: file.suffix == ".json"):  # an index after its files
             os.replace(file, folder / file.name)
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror or error}") from error
@@ -136,7 +136,7 @@ def is_hub_id(path: str) -> bool:
 
 def _download(repo_id: str, revision: str | None, patterns: list[str], nearest: str) -> Path:
     at = f" at revision '{revision}'" if revision else ""
-    again = ["*/*", "consolidated*"]  # the same weights, in their makers' own layout
+    again = ["*/*", "consolidated*"]  # the same weights once more, in the model maker's own layout
     try:
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=patterns, ignore_patterns=again))
     except GatedRepoError as error:
@@ -155,15 +155,15 @@ def _download(repo_id: str, revision: str | None, patterns: list[str], nearest: 
         ) from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         raise UserError(
-            f"{repo_id}{at} is no folder here{nearest}, is not in the hub's cache, and the hub cannot be reached; "
+            f"{repo_id}{at} is not a folder here{nearest}, is not in the hub's cache, and the hub cannot be reached; "
             "give a local folder, or try again with a network connection"
         ) from error
-    except Exception as error:  # the network fails in more ways than the hub's client has names for
+    except Exception as error:  # network failures reach us as many unrelated exception types
         raise UserError(f"downloading {repo_id}{at} from the hub failed: {error}") from error
 
 
 def _nearest(path: Path) -> str:
-    """Folders whose names are like the last part of a path, as the middle of a sentence."""
+    """Folders whose names resemble the last part of a path, as the middle of a sentence."""
     parent = path.parent
     while not parent.is_dir():
         path, parent = parent, parent.parent
@@ -173,7 +173,7 @@ def _nearest(path: Path) -> str:
 
 
 def _holders(folder: Path, holds: str) -> str:
-    """Subfolders that have the missing file, as the end of a sentence."""
+    """Where to look instead, as the end of a sentence: an adapter's base, or subfolders that have the missing file."""
     if (folder / "adapter_config.json").is_file():
         base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
         return f"; it is an adapter of {base}: train on from it with model.path={base} and lora.path={folder}"

@@ -1,47 +1,47 @@
-"""LoRA adapters as the `peft` library keeps them: adapter_model.safetensors and adapter_config.json."""
+"""LoRA adapters as the `peft` library stores them: adapter_model.safetensors and adapter_config.json."""
 
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jaxtyping import Float
 
+from jaxtune.config.schema import Lora
 from jaxtune.errors import UserError
 from jaxtune.hf.folder import read_json, staged
-from jaxtune.hf.weights import DTYPES, Tensor, open_sources, write
+from jaxtune.hf.weights import DTYPES, Source, Tensor, open_sources, write
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
 _KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 
-# Fields of adapter_config.json that say nothing about what the adapter computes, or that are read here. Any other one
-# must be empty or false: it asks for something (DoRA, trained biases, a rank of each module ...) that is not done here.
+# Fields of adapter_config.json that are read here, or that do not change what the adapter computes. Any other field
+# must be empty or false: it asks for something that is not supported (DoRA, trained biases, ranks per module, ...).
 _UNDERSTOOD = {
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "r", "lora_alpha", "lora_dropout", "use_rslora", "bias", "init_lora_weights", "target_modules", "exclude_modules",
     "layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size", "runtime_config",
 }  # fmt: skip
-# Ways to start that leave the base model as it is; the others (PiSSA, OLoRA, ...) take something out of it.
+# Initialisations that leave the base model as it is; the others (PiSSA, OLoRA, ...) subtract the adapter from it.
 _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
 @dataclass(frozen=True)
-class Adapter:
-    """A LoRA adapter: W becomes W + scale * B @ A, scale = alpha / rank, or alpha / sqrt(rank) with use_rslora.
+class SavedAdapter:
+    """A LoRA adapter in a folder: W becomes W + scale * B @ A, scale = alpha / rank, or alpha / sqrt(rank).
 
     Attributes:
-        rank: of every module.
+        rank: the same for every module.
         alpha: numerator of the scale.
         dropout: on the adapter's input while training.
-        use_rslora: which of the two scales.
-        base_model: name or path of the model it was trained on, where it says so.
+        use_rslora: whether the scale is alpha / sqrt(rank).
+        base_model: name or path of the model it was trained on; None: not recorded.
         revision: branch, tag or commit of that model on the hub; None: its main branch, or a local folder.
-        modules: (A, B) by Hugging Face module name (`model.layers.0.self_attn.q_proj`).
+        tensors: by name ("model.layers.0.self_attn.q_proj.lora_A.weight"): A (rank, in) and B (out, rank).
     """
 
     rank: int
@@ -50,33 +50,48 @@ class Adapter:
     use_rslora: bool
     base_model: str | None
     revision: str | None
-    modules: dict[str, tuple[Float[np.ndarray, "rank in"], Float[np.ndarray, "out rank"]]]
+    tensors: Mapping[str, Source]
+
+    @property
+    def modules(self) -> frozenset[str]:
+        """Hugging Face names of the modules that have an adapter."""
+        return frozenset(name.rsplit(".", 2)[0] for name in self.tensors)
 
 
-def write_adapter(folder: Path, adapter: Adapter, target_modules: Sequence[str]) -> None:
-    """Write an adapter that `peft` loads. Every process of a run may call it; process 0 writes.
+def write_adapter(
+    folder: Path,
+    tensors: Iterable[Tensor],
+    lora: Lora,
+    base_model: str,
+    revision: str | None,
+    target_modules: Sequence[str],
+) -> None:
+    """Write an adapter that `peft` loads. Every process of a run calls it; process 0 writes.
 
     Args:
-        folder: made where it is not there.
-        adapter: what to write.
-        target_modules: names or endings of names of the modules; peft puts adapters into what they match.
+        folder: created if it does not exist.
+        tensors: named as in SavedAdapter.tensors.
+        lora: rank, alpha, dropout and use_rslora.
+        base_model, revision: the model it was trained on.
+        target_modules: names or name endings of the modules; peft puts adapters into the modules that match.
 
     Raises:
         UserError: the folder cannot be written to.
     """
+    tensors = [tensor._replace(name=f"{_PREFIX}{tensor.name}") for tensor in tensors]
     ends = tuple(f".{target}" for target in target_modules)
-    strays = [module for module in adapter.modules if not f".{module}".endswith(ends)]
+    strays = [tensor.name for tensor in tensors if not tensor.name.rsplit(".", 2)[0].endswith(ends)]
     if strays:
         raise ValueError(f"target_modules {list(target_modules)} do not match {strays}")
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": adapter.base_model,
-        "revision": adapter.revision,
-        "r": adapter.rank,
-        "lora_alpha": adapter.alpha,
-        "lora_dropout": adapter.dropout,
-        "use_rslora": adapter.use_rslora,
+        "base_model_name_or_path": base_model,
+        "revision": revision,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "use_rslora": lora.use_rslora,
         "target_modules": sorted(target_modules),
         "bias": "none",
         "init_lora_weights": True,
@@ -86,11 +101,6 @@ def write_adapter(folder: Path, adapter: Adapter, target_modules: Sequence[str])
         "rank_pattern": {},
         "alpha_pattern": {},
     }
-    tensors = [
-        Tensor(f"base_model.model.{module}.lora_{half}.weight", array.shape, array.dtype, lambda array=array: array)
-        for module, pair in adapter.modules.items()
-        for half, array in zip("AB", pair)
-    ]
     write(folder, tensors, max_shard_bytes=None, stem="adapter_model")
     if jax.process_index() != 0:
         return
@@ -98,8 +108,8 @@ def write_adapter(folder: Path, adapter: Adapter, target_modules: Sequence[str])
         (stage / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def read_adapter(folder: Path) -> Adapter:
-    """Read a LoRA adapter.
+def read_adapter(folder: Path) -> SavedAdapter:
+    """Read an adapter's config and the headers of its tensors; the tensors themselves are read later.
 
     Raises:
         UserError: a file is missing or damaged; the adapter is of another kind, or asks for something that is not
@@ -110,8 +120,7 @@ def read_adapter(folder: Path) -> Adapter:
     file = folder / WEIGHTS
     if not file.is_file():
         raise UserError(f"{folder} has no {WEIGHTS}; an adapter in another format must be saved as safetensors")
-    rank = config["r"]
-    halves: dict[str, dict[str, np.ndarray]] = {}
+    rank, tensors = config["r"], {}
     for key, source in open_sources([file]).items():
         match = _KEY.fullmatch(key)
         if match is None:
@@ -122,18 +131,19 @@ def read_adapter(folder: Path) -> Adapter:
                 f"{file}: {key} is {source.dtype} {shape}; it must be {'(in, r)' if axis else '(r, in)'} "
                 f"with r = {rank}, of {', '.join(DTYPES)}"
             )
-        halves.setdefault(match["module"], {})[match["half"]] = source.rows(0, shape[0], (slice(0, shape[1]),))
-    lone = [module for module, pair in halves.items() if len(pair) != 2]
-    if lone or not halves:
+        tensors[key.removeprefix(_PREFIX)] = source
+    pairs = {name.rsplit(".", 2)[0] for name in tensors}
+    lone = [module for module in pairs if not {f"{module}.lora_{half}.weight" for half in "AB"} <= tensors.keys()]
+    if lone or not tensors:
         raise UserError(f"{file}: " + (f"lora_A or lora_B is missing for {lone[0]}" if lone else "it holds no tensors"))
-    return Adapter(
+    return SavedAdapter(
         rank=rank,
         alpha=float(config["lora_alpha"]),
         dropout=float(config.get("lora_dropout") or 0.0),
         use_rslora=config.get("use_rslora") or False,
         base_model=config.get("base_model_name_or_path"),
         revision=config.get("revision"),
-        modules={module: (pair["A"], pair["B"]) for module, pair in sorted(halves.items())},
+        tensors=tensors,
     )
 
 

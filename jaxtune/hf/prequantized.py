@@ -1,6 +1,7 @@
 """Checkpoints whose weights are quantized in the file: bitsandbytes 4-bit, FP8 in blocks, compressed-tensors NVFP4.
 
-Codes and scales are read as they are, a small part at a time, into QuantizedArrays: nothing is quantized again.
+Codes and scales are read as they are, a small part at a time, into QuantizedArrays: nothing is quantized again. The
+layouts of the three formats are described above `_FP8`, `_NVFP4` and `_BITSANDBYTES`.
 """
 
 import json
@@ -19,6 +20,7 @@ from jaxtune.config.schema import Quant
 from jaxtune.errors import UserError
 from jaxtune.hf.folder import read_config
 from jaxtune.hf.weights import Source, Target, bytes_of_chunks, fill, open_sources, weight_files
+from jaxtune.models.places import Place
 from jaxtune.quant import QuantizedArray, format_of
 from jaxtune.quant.array import SCALES_PER_OUTER
 from jaxtune.quant.dynamic_map import DYNAMIC_MAP
@@ -28,11 +30,13 @@ log = logging.getLogger("jaxtune")
 
 _SUPPORTED = "bitsandbytes in 4 bits, fp8 in square blocks of 64, 128 or 256, compressed-tensors nvfp4-pack-quantized"
 _WAY_OUT = "take the checkpoint that is not quantized: quant.format quantizes it while it is read"
+# Fields of quantization_config that an error quotes, to say which scheme it is.
 _TELLING = ("load_in_8bit", "bits", "format", "transform_config", "fmt", "weight_block_size", "quant_algo")
 _FP8_BLOCKS = (64, 128, 256)
 _BITSANDBYTES_BLOCKS = (64, 128, 256, 512)
-_STATE = "weight.quant_state.bitsandbytes__"  # and nf4 or fp4
-_LARGEST_STATE = 2**16  # bytes; it has 170
+_STATE = "weight.quant_state.bitsandbytes__"  # followed by nf4 or fp4
+_LARGEST_STATE = 2**16  # bytes; a real one has about 170
+# Scales of activations, which are not quantized here; they are recognised so that they are not unexpected tensors.
 _ACTIVATIONS = ("input_global_scale", "input_scale", "activation_scale")
 
 Decode = Callable[[Shaped[np.ndarray, "..."]], Shaped[np.ndarray, "..."]]
@@ -43,15 +47,15 @@ class Scheme:
     """How the weights of a checkpoint are quantized.
 
     Attributes:
-        options: the options of quant.format that describe it.
-        modules: Hugging Face names ("model.layers.3.mlp.down_proj") of what is quantized in the files.
+        options: the quant options that describe the format.
+        modules: Hugging Face names ("model.layers.3.mlp.down_proj") of the modules that are quantized in the files.
     """
 
     options: Quant
     modules: frozenset[str]
 
     def weight_of(self, name: str) -> str:
-        """The weight that a tensor of the files is a part of, or the tensor's own name.
+        """The name of the weight that a tensor in the files is a part of; for other tensors, their own name.
 
         "x.down_proj.weight.absmax" and "x.down_proj.weight_packed" are parts of "x.down_proj.weight".
         """
@@ -63,14 +67,14 @@ class Scheme:
 
 
 def read_scheme(folder: Path) -> Scheme | None:
-    """How the weights of a Hugging Face folder are quantized, by its config.json and the headers of its files.
+    """How the weights of a Hugging Face folder are quantized, from its config.json and the headers of its files.
 
     Returns:
-        None where config.json has no quantization_config.
+        None if config.json has no quantization_config.
 
     Raises:
-        UserError: the scheme is not supported; a tensor that a quantized weight needs is missing or has another dtype;
-            blocks do not divide a weight.
+        UserError: the scheme is not supported; a tensor that a quantized weight needs is missing or has the wrong
+            dtype; the blocks do not divide a weight.
     """
     config = read_config(folder).get("quantization_config")
     if config is None:
@@ -78,7 +82,7 @@ def read_scheme(folder: Path) -> Scheme | None:
     _check_config(folder / "config.json", config)
     sources = open_sources(weight_files(folder))
     match config["quant_method"]:
-        case "bitsandbytes":  # by the first weight; the headers of the others are held to it
+        case "bitsandbytes":  # read from the first weight; `_check_header` compares the others with it
             name = min((name for name in sources if f".{_STATE}" in name), default=None)
             if name is None:
                 raise UserError(f"{folder}: config.json says bitsandbytes, but no tensor has {_STATE}; {_WAY_OUT}")
@@ -105,19 +109,19 @@ def read_quantized(
 ) -> dict[str, QuantizedArray]:
     """Read quantized weights into their shards as the files have them.
 
-    Every process calls it and reads what its devices hold.
+    Every process calls this and reads what its devices hold.
 
     Args:
-        folder: the Hugging Face folder that the scheme is of.
+        folder: the Hugging Face folder that the scheme describes.
         scheme: from `read_scheme`.
-        targets: by name, shapes, dtypes and shardings of a stack of matrices, as `Format.abstract` makes them by the
-            scheme's options, and the names of their weights ("model.layers.3.mlp.down_proj.weight"), all of modules of
-            the scheme.
+        targets: by parameter name: the shapes, dtypes and shardings of a stack of matrices (from `Format.abstract` with
+            the scheme's options), and the Hugging Face names of its weights ("model.layers.3.mlp.down_proj.weight"),
+            all of which must be modules of the scheme.
 
     Raises:
-        UserError: a tensor has another shape than config.json says, or bitsandbytes' tables are not the known ones,
-            both before anything is read; a weight or a scale is NaN or infinite, or a float32 scale of FP8 or NVFP4 is
-            not positive. It names the file and the tensor.
+        UserError: a tensor's shape is not the one that config.json implies, or bitsandbytes' tables are not the known
+            ones (both found before any weight is read); a weight or a scale is NaN or infinite, or a float32 scale of
+            FP8 or NVFP4 is not positive. The message names the file and the tensor.
     """
     sources = open_sources(weight_files(folder))
     leaves: dict[tuple[str, str], tuple[Target, list[_Part]]] = {}
@@ -131,8 +135,9 @@ def read_quantized(
         for ending, tensor in _tensors(scheme.options).items():
             if tensor.field is not None:
                 leaf = getattr(array, tensor.field)
-                target = Target(leaf.shape, leaf.dtype, leaf.sharding, weights, stacked=True)
-                parts = [_part(f"{module}.{ending}", tensor, leaf.shape[1:], sources) for module in modules]
+                lead = array.codes.ndim - 2
+                target = Target(leaf.shape, leaf.dtype, leaf.sharding, tuple(map(Place, weights)), lead)
+                parts = [_part(f"{module}.{ending}", tensor, leaf.shape[lead:], sources) for module in modules]
                 leaves[name, tensor.field] = target, parts
     log.info(
         "%d weights are %s in the checkpoint and stay so; activations are not quantized, whatever the checkpoint says",
@@ -145,7 +150,7 @@ def read_quantized(
         read[name][field] = fill(target, parts, chunk_bytes)
     for name, (array, _) in targets.items():
         if array.offset is not None:
-            values = np.asarray(offsets[name], np.float32)
+            values = np.asarray(offsets[name], np.float32).reshape(array.offset.shape)
             read[name]["offset"] = jax.make_array_from_callback(values.shape, array.offset.sharding, values.__getitem__)
     return {name: replace(array, **read[name]) for name, (array, _) in targets.items()}
 
@@ -158,7 +163,7 @@ def _check_config(file: Path, config: Any) -> None:
         "bitsandbytes": config.get("load_in_4bit") is True,
         "fp8": config.get("weight_block_size") in [[size, size] for size in _FP8_BLOCKS]
         and config.get("fmt", "e4m3") == "e4m3",
-        # A transform rotates what goes into a weight too.
+        # With a transform the activations must be rotated too, which is not supported.
         "compressed-tensors": config.get("format") == "nvfp4-pack-quantized" and not config.get("transform_config"),
     }
     method = config.get("quant_method")
@@ -170,16 +175,16 @@ def _check_config(file: Path, config: Any) -> None:
         )
 
 
-# What becomes of the bytes of a tensor; a ValueError says what is wrong with them.
+# Decoders of a tensor's bytes. They raise ValueError, saying what is wrong with the values.
 
 
 def _swapped(found: UInt8[np.ndarray, "..."]) -> UInt8[np.ndarray, "..."]:
-    """The first of two codes into the high bits; compressed-tensors has it in the low ones."""
+    """Moves the first of two codes into the high bits; compressed-tensors packs it into the low bits."""
     return (found << 4) | (found >> 4)
 
 
 def _e4m3(found: UInt8[np.ndarray, "..."]) -> UInt8[np.ndarray, "..."]:
-    if ((found & 0x7F) == 0x7F).any():
+    if ((found & 0x7F) == 0x7F).any():  # e4m3 has no infinity, and one NaN of either sign
         raise ValueError("NaN")
     return found
 
@@ -192,25 +197,25 @@ def _finite(found: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
 
 def _positive(found: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
     found = found.astype(np.float32)
-    if not ((found >= np.finfo(np.float32).tiny) & (found < np.inf)).all():  # what is subnormal XLA may take for zero
+    if not ((found >= np.finfo(np.float32).tiny) & (found < np.inf)).all():  # XLA may flush subnormals to 0
         raise ValueError("a scale that is zero, negative, NaN or infinite")
     return found
 
 
 def _reciprocal(found: Float[np.ndarray, " 1"]) -> Float[np.ndarray, " 1"]:
-    """compressed-tensors divides by the scale of a matrix."""
+    """The scale of a matrix: compressed-tensors stores what to divide by, QuantizedArray what to multiply with."""
     return _positive(1 / _positive(found))
 
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor of a quantized module in the files.
+    """How a tensor of a quantized module is stored in the files.
 
     Attributes:
-        dtypes: that it may have there.
-        field: of QuantizedArray, which it becomes.
-        decode: what its bytes become.
-        flat: a list or a column there, whatever its shape is here.
+        dtypes: the dtypes that it may have in the file.
+        field: the field of QuantizedArray that it becomes; None: it is only checked.
+        decode: from the file's values to those of the field.
+        flat: whether the file has it as a list or a column; the field has the shape of the weight or of its blocks.
     """
 
     dtypes: tuple[str, ...]
@@ -219,20 +224,29 @@ class _Tensor:
     flat: bool = False
 
 
+# FP8 in square blocks, as DeepSeek-V3 and Qwen3-FP8 store it. W = weight * weight_scale_inv of its block: in spite of
+# the name, the scale is multiplied by. weight is (out, in), weight_scale_inv (out / block, in / block).
 _FP8 = {
     "weight": _Tensor(("F8_E4M3",), "codes", _e4m3),
     "weight_scale_inv": _Tensor(("F32", "BF16"), "scales", _positive),
 }
+# compressed-tensors' nvfp4-pack-quantized. W = e2m1(code) * weight_scale / weight_global_scale. weight_packed is
+# (out, in / 2), two codes a byte, the first in the low bits; weight_scale (out, in / 16); weight_global_scale (1,).
 _NVFP4 = {
     "weight_packed": _Tensor(("U8",), "codes", _swapped),
     "weight_scale": _Tensor(("F8_E4M3",), "scales", _e4m3),
     "weight_global_scale": _Tensor(("F32",), "outer_scales", _reciprocal),
 }
+# bitsandbytes in 4 bits. The matrix is one long list, row after row: weight is (out * in / 2, 1), two codes a byte, the
+# first in the high bits; absmax has one float32 scale for each block of the list; W = quant_map[code] * absmax. What
+# the tensors do not tell (the matrix's shape, the block's size) is JSON in a tensor whose name begins with _STATE.
 _BITSANDBYTES = {
     "weight": _Tensor(("U8",), "codes", flat=True),
     "weight.absmax": _Tensor(("F32",), "scales", _finite, flat=True),
     "weight.quant_map": _Tensor(("F32",)),
 }
+# With double quantization absmax is uint8 codes, in groups of 256 (SCALES_PER_OUTER) that share a nested_absmax:
+# scale = nested_quant_map[absmax] * nested_absmax + nested_offset, the last being a number in the JSON.
 _DOUBLE_QUANT = {
     "weight.absmax": _Tensor(("U8",), "scales", flat=True),
     "weight.nested_absmax": _Tensor(("F32",), "outer_scales", _finite, flat=True),
@@ -241,7 +255,7 @@ _DOUBLE_QUANT = {
 
 
 def _tensors(options: Quant) -> dict[str, _Tensor]:
-    """What a quantized module has in the files, by the ends of the names; its codes come first."""
+    """The tensors of a quantized module in the files, by the endings of their names; the codes come first."""
     if options.format in ("nf4", "fp4"):
         nested = _DOUBLE_QUANT if options.double_quant else {}
         return _BITSANDBYTES | nested | {f"{_STATE}{options.format}": _Tensor(("U8",))}
@@ -249,7 +263,7 @@ def _tensors(options: Quant) -> dict[str, _Tensor]:
 
 
 def _check_header(folder: Path, options: Quant, module: str, sources: Mapping[str, Source]) -> None:
-    """Raise UserError unless a module has every tensor that it needs, and whole blocks."""
+    """Raise UserError unless a module has every tensor that it needs, and its blocks divide its shape."""
     for ending, tensor in _tensors(options).items():
         name = f"{module}.{ending}"
         if name not in sources:
@@ -291,7 +305,7 @@ class _Part:
 
     def rows(self, first: int, count: int, rest: tuple[slice, ...]) -> Shaped[np.ndarray, "..."]:
         """Rows [first, first + count) and a part of the other dimensions; UserError for what cannot be right."""
-        width = self.source.shape[0] // self.shape[0]  # of a row, where the file has a matrix as a list
+        width = self.source.shape[0] // self.shape[0]  # file rows per row: 1, or a row's length if the file has a list
         whole = tuple(slice(0, size) for size in self.source.shape[1:])
         found = self.source.rows(first * width, count * width, whole).reshape(count, *self.shape[1:])
         try:
@@ -309,7 +323,7 @@ def _part(name: str, tensor: _Tensor, shape: tuple[int, ...], sources: Mapping[s
 
 
 def _state(name: str, sources: Mapping[str, Source]) -> tuple[Quant, tuple[int, int], float | None]:
-    """What bitsandbytes writes about a weight, JSON in a tensor: how it is quantized, its shape, the scales' offset."""
+    """bitsandbytes' JSON about a weight, stored as a tensor: (how it is quantized, its shape, the scales' offset)."""
     source = sources[name]
     if source.dtype != "U8" or len(source.shape) != 1 or source.shape[0] > _LARGEST_STATE:
         raise UserError(f"{source.file}: {name} is {source.dtype} {source.shape}; it must be a few bytes of JSON")
@@ -334,12 +348,12 @@ def _state(name: str, sources: Mapping[str, Source]) -> tuple[Quant, tuple[int, 
 
 
 def _checked_offset(options: Quant, module: str, array: QuantizedArray, sources: Mapping[str, Source]) -> float | None:
-    """The offset of a weight's scales. UserError for another shape than the model's, or tables that are not known."""
+    """The offset of a weight's scales. UserError if its shape is not the model's, or its tables are unknown."""
     name = f"{module}.{_STATE}{options.format}"
     _, shape, offset = _state(name, sources)
-    if shape != array.shape[1:]:
+    if shape != array.shape[-2:]:
         raise UserError(
-            f"{sources[name].file}: {name} has shape {shape}; the model of config.json needs {array.shape[1:]}"
+            f"{sources[name].file}: {name} has shape {shape}; the model of config.json needs {array.shape[-2:]}"
         )
     tables = {"quant_map": np.asarray(ELEMENTS[array.elements].values, np.float32)}
     if options.double_quant:
@@ -347,7 +361,7 @@ def _checked_offset(options: Quant, module: str, array: QuantizedArray, sources:
     for ending, table in tables.items():
         name = f"{module}.weight.{ending}"
         source = sources[name]
-        # Not to the last bit: torch.linspace, which makes the map, need not round alike on every device.
+        # Not to the last bit: torch.linspace, which makes the map, may round differently on another device.
         if source.shape != table.shape or not np.allclose(source.rows(0, len(table), ()), table, rtol=1e-6, atol=0):
-            raise UserError(f"{source.file}: {name} is not the table of {options.format} that is known; {_WAY_OUT}")
+            raise UserError(f"{source.file}: {name} is not the table of {options.format}; {_WAY_OUT}")
     return offset

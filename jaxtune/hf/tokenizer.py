@@ -23,10 +23,10 @@ def load_tokenizer(
 ) -> "PreTrainedTokenizerFast":
     """Return the tokenizer of a local model folder.
 
-    It gets the special tokens that it does not have, and another chat template where one is named (`find_template`).
+    Special tokens that it lacks are added, and its chat template is replaced if one is named (`find_template`).
 
     Raises:
-        UserError: there is none, it cannot be read, it needs code of its own, or it has no fast version.
+        UserError: there is no tokenizer, it cannot be read, it needs remote code, or it has no fast version.
     """
     from transformers import AutoTokenizer  # seconds to import
 
@@ -48,9 +48,9 @@ def load_tokenizer(
 
 
 def copy_tokenizer_files(source: Path, target: Path) -> list[str]:
-    """Copy tokenizer, chat template and generation defaults byte for byte; return the names of those there were.
+    """Copy tokenizer, chat template and generation defaults byte for byte; return the names of the files copied.
 
-    Those that only the target has are removed: they are of what was there before.
+    Such files that only the target has are removed: they belong to an earlier export.
     """
     target.mkdir(parents=True, exist_ok=True)
     names = [name for name in FILES if (source / name).is_file()]
@@ -62,7 +62,7 @@ def copy_tokenizer_files(source: Path, target: Path) -> list[str]:
 
 
 def write_chat_template(target: Path, template: str, end: int | None) -> None:
-    """Give an exported folder another chat template, and generation the token that ends its turns."""
+    """Give an exported folder another chat template, and add the token that ends its turns to the generation config."""
     (target / "chat_template.jinja").write_text(template, encoding="utf-8")
     config = read_generation_config(target)
     listed = config.get("eos_token_id")

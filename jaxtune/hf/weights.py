@@ -1,7 +1,7 @@
 """Safetensors folders, read straight into shards and written as a stream.
 
-Only a chunk of a tensor is ever in host memory beside the parameters themselves, whatever their dtype and sharding.
-Safetensors only: a pickle can run code, so .bin weights are refused.
+Reading takes no more host memory than the parameters themselves and one chunk of a tensor, whatever the dtype and
+sharding. Safetensors only: a pickle can run code, so .bin weights are refused.
 """
 
 import functools
@@ -24,22 +24,23 @@ from safetensors import SafetensorError, safe_open
 
 from jaxtune.errors import UserError
 from jaxtune.hf.folder import read_json, staged
+from jaxtune.models.places import Place
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-_READ_AS = DTYPES | dict.fromkeys(("U8", "F8_E4M3"), np.dtype(np.uint8))  # bytes, of quantized weights alone
+_READ_AS = DTYPES | dict.fromkeys(("U8", "F8_E4M3"), np.dtype(np.uint8))  # raw bytes; only quantized weights have these
 MAX_SHARD_BYTES = 5 * 10**9
 _LARGEST_CHUNK = 32 * 2**20
 _LFS_POINTER = b"version https://git-lfs"
-_LISTED = 10  # names of each kind in an error
+_LISTED = 10  # names of each kind that an error message lists
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What each tensor of a stacked target becomes as soon as it is read, so that no two are in memory as they were.
+    """What each tensor of a target becomes as soon as it is read, so at most one unconverted tensor is in memory.
 
     Attributes:
         convert: (tensor in its shard, its Hugging Face name) -> pytree of arrays.
-        stacked: shape, dtype and sharding of each of those arrays, with the stack's axis in front.
+        stacked: shape, dtype and sharding of each of those arrays, with the target's leading axes in front.
     """
 
     convert: Callable[[jax.Array, str], Any]
@@ -51,39 +52,45 @@ class Target:
     """A parameter to be read.
 
     Attributes:
-        shape: of the parameter, one dimension at least.
-        dtype: of the parameter; the file's dtype is converted.
-        sharding: where it goes; a stack axis is unsharded.
-        names: Hugging Face tensors it is made of.
-        stacked: the first axis has one slice for each of `names`; otherwise there is one name.
-        rows: first dimension of the Hugging Face tensors where the parameter is padded with zeros beyond it (the
+        shape: of the parameter, at least one dimension.
+        dtype: of the parameter; values are converted from the file's dtype.
+        sharding: of the parameter; its leading axes are unsharded.
+        places: the Hugging Face tensors, or parts of them, that it is made of.
+        lead: number of leading axes (layers, or layers and experts) whose elements are the `places`, the last axis
+            running fastest; 0: a single place.
+        rows: first dimension of the Hugging Face tensor, where the parameter is padded with zeros beyond it (the
             vocabulary); None: not padded.
-        conversion: what the tensors of a stack become; None: they stay.
+        conversion: what each tensor becomes; None: tensors are stored as read.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     sharding: jax.NamedSharding
-    names: tuple[str, ...]
-    stacked: bool
+    places: tuple[Place, ...]
+    lead: int = 0
     rows: int | None = None
     conversion: Conversion | None = None
 
     def __post_init__(self):
-        if len(self.names) != (self.shape[0] if self.stacked else 1):
-            raise ValueError(f"{len(self.names)} names for a target of shape {self.shape}, stacked={self.stacked}")
-        if self.stacked and self.sharding.shard_shape(self.shape)[0] != self.shape[0]:
-            raise ValueError(f"the stack axis of {self.names[0]} ... must be unsharded, not {self.sharding.spec}")
+        lead = self.shape[: self.lead]
+        if len(self.places) != math.prod(lead):
+            raise ValueError(f"{len(self.places)} places for a target of shape {self.shape}, lead={self.lead}")
+        if self.sharding.shard_shape(self.shape)[: self.lead] != lead:
+            raise ValueError(f"leading axes of {self.places[0]} ... must be unsharded, not {self.sharding.spec}")
 
-    @property
-    def source_shape(self) -> tuple[int, ...]:
-        """Shape of each Hugging Face tensor, before any padding."""
-        shape = self.shape[1:] if self.stacked else self.shape
-        return shape if self.rows is None else (self.rows, *shape[1:])
+    def elements(self) -> Iterator[tuple[tuple[int, ...], Place]]:
+        """(index in the leading axes, place) of each place."""
+        return zip(np.ndindex(self.shape[: self.lead]), self.places)
+
+    def source_shape(self, place: Place) -> tuple[int, ...]:
+        """Shape of a Hugging Face tensor, before any padding."""
+        shape = self.shape[self.lead :]
+        rows = place.of or self.rows
+        return shape if rows is None else (rows, *shape[1:])
 
 
 class Tensor(NamedTuple):
-    """A tensor to be written; `get` is called once, when its turn has come."""
+    """A tensor to be written; `get` is called once, right before its data is written."""
 
     name: str
     shape: tuple[int, ...]
@@ -92,7 +99,7 @@ class Tensor(NamedTuple):
 
 
 class Rows(Protocol):
-    """What a parameter, or a slice of its stack, is read from."""
+    """A source of a parameter, or of one layer of a stack: a matrix of which any rows can be read."""
 
     @property
     def itemsize(self) -> int:
@@ -106,7 +113,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor in a file, of which any part can be read; of F8_E4M3 the bits, as uint8."""
+    """A tensor in a file, of which any part can be read; F8_E4M3 is read as its bits, uint8."""
 
     file: Path
     shape: tuple[int, ...]
@@ -115,7 +122,7 @@ class Source:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element; of a dtype that can be read."""
+        """Bytes of an element; KeyError for a dtype that cannot be read."""
         return _READ_AS[self.dtype].itemsize
 
     def rows(self, first: int, count: int, rest: tuple[slice, ...]) -> Shaped[np.ndarray, "..."]:
@@ -127,10 +134,27 @@ class Source:
         return np.pad(found, [(0, count - held)] + [(0, 0)] * len(rest)) if held < count else found
 
 
+@dataclass(frozen=True)
+class Part:
+    """The rows of a tensor from `start` on, such as the key projection in a fused qkv weight."""
+
+    source: Source
+    start: int
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element in the file."""
+        return self.source.itemsize
+
+    def rows(self, first: int, count: int, rest: tuple[slice, ...]) -> Shaped[np.ndarray, "..."]:
+        """Rows [first, first + count) of the part."""
+        return self.source.rows(self.start + first, count, rest)
+
+
 def read(folder: Path, targets: Mapping[str, Target], ignorable: Callable[[str], bool]) -> dict[str, Any]:
     """Read the weights of a Hugging Face folder into their shards, tensor by tensor.
 
-    Every process calls it and reads what its devices hold. Zeros fill what a padded parameter has beyond its tensor.
+    Every process calls this and reads what its devices hold. A padded parameter has zeros beyond its tensor.
 
     Args:
         folder: holds model.safetensors, or model.safetensors.index.json and the files it names.
@@ -138,36 +162,42 @@ def read(folder: Path, targets: Mapping[str, Target], ignorable: Callable[[str],
         ignorable: whether a Hugging Face tensor that no target names may be left unread.
 
     Raises:
-        UserError: a file is damaged or missing; or the tensors are not those that the targets need, in which case it
-            lists the difference, before anything is read.
+        UserError: a file is damaged or missing; or the tensors are not the ones that the targets need, in which case
+            the message lists the differences. Both are found before any tensor is read.
     """
-    sources = check_weights(folder, targets, ignorable)
+    return read_tensors(check_weights(folder, targets, ignorable), targets)
+
+
+def read_tensors(sources: Mapping[str, Source], targets: Mapping[str, Target]) -> dict[str, Any]:
+    """Read targets from tensors by name, which `check_tensors` has passed."""
     chunk_bytes = bytes_of_chunks(targets.values())
-    return {
-        name: (fill if target.conversion is None else _converted)(
-            target, [sources[source] for source in target.names], chunk_bytes
-        )
-        for name, target in targets.items()
-    }
+
+    def one(target: Target) -> Any:
+        parts = [Part(sources[place.name], place.first) for place in target.places]
+        return (fill if target.conversion is None else _converted)(target, parts, chunk_bytes)
+
+    return {name: one(target) for name, target in targets.items()}
 
 
 def check_weights(
     folder: Path, targets: Mapping[str, Target], ignorable: Callable[[str], bool]
 ) -> Mapping[str, Source]:
-    """The tensors of a Hugging Face folder. Raises UserError as `read` does; nothing but the headers is read."""
+    """The tensors of a Hugging Face folder. Reads only the file headers; raises UserError as `read` does."""
     sources = open_sources(weight_files(folder))
-    _check(folder, sources, targets, ignorable)
+    check_tensors(
+        f"the tensors in {folder} are not those of the model in its config.json:", sources, targets, ignorable
+    )
     return sources
 
 
 def bytes_of_chunks(targets: Iterable[Target]) -> int:
-    """How much is read at a time: a part of the largest tensor, in bytes."""
-    sizes = (math.prod(target.source_shape) * np.dtype(target.dtype).itemsize for target in targets)
+    """How many bytes to read at a time: a fraction of the largest tensor."""
+    sizes = (math.prod(target.shape[target.lead :]) * np.dtype(target.dtype).itemsize for target in targets)
     return min(max(sizes, default=0) // 16, _LARGEST_CHUNK)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a Hugging Face folder; where both are there, a single file goes before an index.
+    """The safetensors files of a Hugging Face folder; a single file takes precedence over an index.
 
     Raises:
         UserError: there are none, a file that the index names is missing, or its name leads out of the folder.
@@ -188,7 +218,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def open_sources(files: Iterable[Path]) -> dict[str, Source]:
-    """The tensors of safetensors files by name; nothing but the headers is read.
+    """The tensors of safetensors files by name; only the headers are read.
 
     Raises:
         UserError: a file is damaged, or two files hold the same tensor.
@@ -198,10 +228,11 @@ def open_sources(files: Iterable[Path]) -> dict[str, Source]:
         with damage(file), file.open("rb") as start:
             if start.read(len(_LFS_POINTER)) == _LFS_POINTER:
                 raise UserError(
-                    f"{file} is a pointer of git-lfs, not the file itself; run `git lfs pull` in {file.parent}"
+                    f"{file} is a git-lfs pointer, not the file itself; run `git lfs pull` in {file.parent}"
                 )
         with damage(file):
-            safe_open(file, framework="numpy")  # checks the header; it does not read F8_E4M3 into numpy
+            # safe_open checks the header, but cannot read F8_E4M3 into numpy: tensors are read by offset instead.
+            safe_open(file, framework="numpy")
             with file.open("rb") as handle:
                 length = int.from_bytes(handle.read(8), "little")
                 header = json.loads(handle.read(length))
@@ -216,40 +247,39 @@ def open_sources(files: Iterable[Path]) -> dict[str, Source]:
 
 @contextmanager
 def damage(file: Path) -> Iterator[None]:
-    """Turn what safetensors says about a damaged or unreadable file into a UserError that names it."""
+    """Turn errors about a damaged or unreadable safetensors file into a UserError that names the file."""
     try:
         yield
     except (SafetensorError, OSError, ValueError, OverflowError) as error:
-        raise UserError(f"{file} is damaged or no safetensors file: {error}") from error
+        raise UserError(f"{file} is damaged or not a safetensors file: {error}") from error
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """The file of this name in a folder, refused where it would be anywhere else."""
+    """The file of this name in a folder; UserError if it would lie anywhere else."""
     if name != Path(name).name or "\\" in name or not name.endswith(".safetensors") or not name.isprintable():
-        raise UserError(f"{folder}: {name!r} is no name for a weight file; it must be plain and end in .safetensors")
+        raise UserError(f"{folder}: {name!r} is not a name for a weight file; it must be plain and end in .safetensors")
     file = folder / name
     if not file.is_file():
         raise UserError(f"{folder} has no {name}, which its index names")
     home = folder.resolve()
-    if home.parent.name == "snapshots":  # in the hub's cache files are links into the model's blobs
+    if home.parent.name == "snapshots":  # the hub's cache: <model>/snapshots/<commit> links into <model>/blobs
         home = home.parent.parent
     if not file.resolve().is_relative_to(home):
         raise UserError(f"{file} is a link to {file.resolve()}, out of its folder; put the file itself there")
     return file
 
 
-def _check(
-    folder: Path, sources: Mapping[str, Source], targets: Mapping[str, Target], ignorable: Callable[[str], bool]
+def check_tensors(
+    complaint: str, sources: Mapping[str, Source], targets: Mapping[str, Target], ignorable: Callable[[str], bool]
 ) -> None:
-    wanted = {source: target for target in targets.values() for source in target.names}
+    """Raises UserError, beginning with the complaint, unless the tensors are exactly those that the targets need."""
+    wanted = {place.name: target.source_shape(place) for target in targets.values() for place in target.places}
     both = sorted(wanted.keys() & sources.keys())
     problems = {
         "missing": [name for name in wanted if name not in sources],
         "unexpected": [name for name in sources if name not in wanted and not ignorable(name)],
         "wrong shape": [
-            f"{name} {sources[name].shape}, not {wanted[name].source_shape}"
-            for name in both
-            if sources[name].shape != wanted[name].source_shape
+            f"{name} {sources[name].shape}, not {wanted[name]}" for name in both if sources[name].shape != wanted[name]
         ],
         "wrong dtype": [
             f"{name} {sources[name].dtype}, not {' or '.join(DTYPES)}"
@@ -259,7 +289,7 @@ def _check(
     }
     lines = [f"  {kind}: {_list(found)}" for kind, found in problems.items() if found]
     if lines:
-        raise UserError("\n".join([f"the tensors in {folder} are not those of the model in its config.json:", *lines]))
+        raise UserError("\n".join([complaint, *lines]))
 
 
 def _list(names: list[str]) -> str:
@@ -268,12 +298,15 @@ def _list(names: list[str]) -> str:
 
 
 def fill(target: Target, sources: Sequence[Rows], chunk_bytes: int) -> jax.Array:
-    """Read a parameter from a source for each of its names, the same few rows of every shard at a time."""
-    lead = int(target.stacked)
+    """Read a parameter from one source per place, the same few rows of every shard at a time."""
+    lead = target.lead
     rows, *rest = target.sharding.shard_shape(target.shape)[lead:]
     itemsize = max(np.dtype(target.dtype).itemsize, *(source.itemsize for source in sources))
     row_bytes = math.prod(rest) * itemsize * len(target.sharding.addressable_devices)
     step = min(max(chunk_bytes // row_bytes, 1), rows)
+    # A chunk is sharded like the parameter, so placing it moves nothing between devices: it is not `step` consecutive
+    # rows, but `step` rows of every shard. With 8 rows on 2 devices and step 2, the chunks hold rows 0 1 | 4 5 and
+    # 2 3 | 6 7 (left and right of the bar: first and second device).
     chunk_shape = (1,) * lead + (target.shape[lead] // rows * step, *target.shape[lead + 1 :])
 
     def chunk(source: Rows, row: int) -> jax.Array:
@@ -281,48 +314,51 @@ def fill(target: Target, sources: Sequence[Rows], chunk_bytes: int) -> jax.Array
 
         def part(index: Any) -> np.ndarray:
             at, *others = [slice(*bound.indices(size)) for bound, size in zip(index, chunk_shape)][lead:]
+            # at.start // step is the shard's number along the rows, and rows * that its first row in the parameter.
             found = source.rows(at.start // step * rows + row, step, tuple(others))
             return found.reshape((1,) * lead + found.shape)
 
         return jax.make_array_from_callback(chunk_shape, target.sharding, part)
 
     array = _zeros(target.shape, target.dtype, target.sharding)
-    for i, source in enumerate(sources):
+    for (index, _), source in zip(target.elements(), sources):
         for row in range(0, rows, step):
-            row = min(row, rows - step)  # the last chunk overlaps the one before: one shape to compile
-            start = np.array([i] * lead + [row] + [0] * len(rest), np.int32)
+            row = min(row, rows - step)  # the last chunk overlaps the one before, so that only one shape is compiled
+            start = np.array([*index, row] + [0] * len(rest), np.int32)
             array = _place(array, chunk(source, row), start, target.sharding)
-            array.block_until_ready()  # or chunks would pile up in host memory
+            array.block_until_ready()  # otherwise chunks would pile up in host memory
     return array
 
 
-def _converted(target: Target, sources: list[Source], chunk_bytes: int) -> Any:
-    """Read a stack, one tensor after the other, each converted before the next is read."""
+def _converted(target: Target, sources: Sequence[Rows], chunk_bytes: int) -> Any:
+    """Read a stack one tensor after the other, converting each before the next is read."""
     assert target.conversion is not None
-    place = jax.NamedSharding(target.sharding.mesh, jax.P(*target.sharding.spec[1:]))
+    place = jax.NamedSharding(target.sharding.mesh, jax.P(*target.sharding.spec[target.lead :]))
     stacked = jax.tree.map(lambda leaf: _zeros(leaf.shape, leaf.dtype, leaf.sharding), target.conversion.stacked)
-    for i, (name, source) in enumerate(zip(target.names, sources)):
-        one = Target(target.shape[1:], target.dtype, place, (name,), stacked=False)
-        converted = target.conversion.convert(fill(one, [source], chunk_bytes), name)
-        stacked = jax.tree.map(functools.partial(_place_slice, i), stacked, converted)
-        jax.block_until_ready(stacked)  # or the next tensor would be read before this one is gone
+    for (index, at), source in zip(target.elements(), sources):
+        one = Target(target.shape[target.lead :], target.dtype, place, (at,))
+        converted = target.conversion.convert(fill(one, [source], chunk_bytes), at.name)
+        stacked = jax.tree.map(functools.partial(_place_element, index), stacked, converted)
+        jax.block_until_ready(stacked)  # otherwise the next tensor would be read before this one is freed
     return stacked
 
 
-def _place_slice(i: int, stack: Shaped[Array, "n ..."], slice_: Shaped[Array, "..."]) -> Shaped[Array, "n ..."]:
+def _place_element(
+    index: tuple[int, ...], stack: Shaped[Array, "*stack"], element: Shaped[Array, "*one"]
+) -> Shaped[Array, "*stack"]:
     """Put an array into a stack of them."""
-    start = np.array([i] + [0] * slice_.ndim, np.int32)
-    return _place(stack, slice_[None], start, stack.sharding)
+    start = np.array([*index] + [0] * element.ndim, np.int32)
+    return _place(stack, element[(None,) * len(index)], start, stack.sharding)
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any, sharding: jax.NamedSharding) -> Shaped[Array, "..."]:
-    """Zeros made in their shards; jnp.zeros(device=...) would make a shard and copy it."""
+    """Zeros made in their shards; jnp.zeros(device=...) would make one shard and copy it to every device."""
     return _zeros_program(shape, jnp.dtype(dtype), sharding)()
 
 
 @functools.lru_cache
 def _zeros_program(shape: tuple[int, ...], dtype: Any, sharding: jax.NamedSharding) -> Callable[[], Array]:
-    """Compiled once: a model has many parameters of a shape."""
+    """Cached, because a model has many parameters of the same shape."""
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
 
 
@@ -332,7 +368,8 @@ def _place(
 ) -> Shaped[Array, "..."]:
     """Put a chunk at the same place of every shard."""
 
-    bits = jnp.dtype(f"uint{8 * array.itemsize}")  # XLA on CPU would convert a whole bfloat16 array to place a part
+    # As integers: for bfloat16, XLA on CPU would convert the whole array to float32 and back to update a part of it.
+    bits = jnp.dtype(f"uint{8 * array.itemsize}")
 
     def place(shard, chunk, start):
         chunk = jax.lax.bitcast_convert_type(chunk.astype(shard.dtype), bits)
@@ -348,19 +385,19 @@ def write(
 ) -> None:
     """Write <stem>.safetensors, or numbered files and their index where that would exceed max_shard_bytes.
 
-    Holds one tensor at a time. The files appear once all of them are complete, in place of those of the same stem.
-    Every process of a run calls it, so that `get` may gather over processes; process 0 writes.
+    Holds one tensor at a time. The files appear once all of them are complete, and replace files of the same stem.
+    Every process of a run calls this, so that `get` may gather over processes; process 0 writes.
 
     Args:
-        folder: made where it is not there.
+        folder: created if it does not exist.
         tensors: what to write; `get` is called in order of falling item size, otherwise in the order given.
-        max_shard_bytes: largest file, without its header; a larger tensor has a file of its own. None: one file.
+        max_shard_bytes: size limit of a file, without its header; a larger tensor gets its own file. None: one file.
         stem: beginning of the file names.
 
     Raises:
         UserError: the folder cannot be written to.
     """
-    # Larger items first: readers map the file and need every tensor aligned to its item size.
+    # Larger items first: readers map the file into memory and need every tensor aligned to its item size.
     tensors = sorted((Tensor(*tensor) for tensor in tensors), key=lambda tensor: -np.dtype(tensor.dtype).itemsize)
     if jax.process_index() != 0:
         for tensor in tensors:
@@ -391,7 +428,10 @@ def _size(tensor: Tensor) -> int:
 
 
 def _write_file(path: Path, tensors: list[Tensor]) -> None:
-    """The safetensors format: length of the header, header, data. The library itself wants all tensors at once."""
+    """Write a file tensor by tensor, which the safetensors library cannot do: it takes all tensors at once.
+
+    The format: length of the header (8 bytes), the header (JSON, padded with spaces), the data.
+    """
     names = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

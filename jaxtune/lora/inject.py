@@ -1,29 +1,38 @@
-"""Put LoRA adapters into a ModelSpec: which linears, of which size and scale."""
+"""Put LoRA adapters into a ModelSpec: which linear layers, of which size and scale."""
 
 import dataclasses
 
 from jaxtune.config.schema import Lora
 from jaxtune.errors import UserError
-from jaxtune.models.families import linears
+from jaxtune.lora.lora import LoRA
+from jaxtune.models.parameters import sites
 from jaxtune.models.selection import select
-from jaxtune.models.spec import Adapter, ModelSpec
+from jaxtune.models.spec import ModelSpec
+from jaxtune.models.treat import linears, treat, treat_linears, treat_sites
 
 
 def inject(spec: ModelSpec, lora: Lora) -> ModelSpec:
-    """The spec with adapters on the selected linears. Raises UserError where a target cannot have one."""
-    place = linears(spec)
+    """The spec with adapters on the selected linear layers and all else frozen.
+
+    Raises UserError where a target cannot have one.
+    """
+    known = linears(spec)
     targets = lora.target_modules
     _refuse_head(spec, targets)
-    chosen = frozenset(place) if targets == "all-linear" else select(targets, place, "lora.target_modules")
+    chosen = frozenset(known) if targets == "all-linear" else select(targets, known, "lora.target_modules")
     # alpha / rank (Hu et al. 2021), or alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023).
-    scale = lora.alpha / (lora.rank**0.5 if lora.use_rslora else lora.rank)
-    spec = spec.with_sites("adapters", (place[name] for name in chosen))
-    return dataclasses.replace(spec, adapter=Adapter(lora.rank, scale, lora.dropout))
+    adapter = LoRA(lora.rank, lora.alpha / (lora.rank**0.5 if lora.use_rslora else lora.rank), lora.dropout)
+    spec = treat_linears(treat(spec, sites(spec), trained=False), chosen, adapter=adapter)
+    for first, *others in {known[name] for name in chosen}:
+        if others:  # parts of one fused module, which has one adapter: the first part holds what they share
+            owned = dataclasses.replace(adapter, owner=first.local.removesuffix(".weight"))
+            spec = treat_sites(spec, others, adapter=owned)
+    return spec
 
 
 def _refuse_head(spec: ModelSpec, targets: str | tuple[str, ...]) -> None:
     tied = "they are one tied tensor in this model, and an adapter would change both"
-    reason = tied if spec.tied else "adapters go on the linears inside the layers"
+    reason = tied if spec.tied else "adapters go on the linear layers inside the layers"
     for name in ("lm_head", "embed_tokens"):
         if any(name in target for target in ((targets,) if isinstance(targets, str) else targets)):
             raise UserError(

@@ -1,24 +1,34 @@
-"""Ways to attend (`Attend` of models.attention): within packed rows while training, to a cache while decoding."""
+"""Ways to attend (`Attend` of models.attention): within packed rows in training, to a cache in decoding."""
 
 from typing import Any
 
 import jax
 from jaxtyping import Array, Int
 
-from jaxtune.models.attention import BY_HEAD, Attend
-from jaxtune.parallel.layout import TOKENS, P
+from jaxtune.errors import UserError
+from jaxtune.models.attention import Attend
+from jaxtune.models.call import Call
+from jaxtune.models.spec import Heads
+from jaxtune.parallel.layout import P, by_token, spec
 from pallas_kernels.flash_attention import MaskSpec, flash_attention
+from pallas_kernels.registry import CannotRun
 
 
-def attend_packed(key_start: Int[Array, "b s"]) -> Attend:
-    """Causal attention within the documents of packed rows."""
+def attend_packed(key_start: Int[Array, "b s"], call: Call) -> Attend:
+    """Causal attention within the documents of packed rows, by the backend that the call names."""
 
-    def attend(q: Array, k: Array, v: Array, window: int | None, cache: Any) -> tuple[Array, Any]:
-        def kernel(q, k, v, key_start):
-            return flash_attention(q, k, v, MaskSpec(window=window, key_start=key_start))
+    def attend(q: Array, k: Array, v: Array, mixer: Heads, sinks: Array | None, cache: Any) -> tuple[Array, Any]:
+        def kernel(q, k, v, key_start, sinks):
+            mask = MaskSpec(window=mixer.window, key_start=key_start)
+            how = {"soft_cap": mixer.soft_cap, "backend": call.backend, "fallback": call.fallback}
+            try:
+                return flash_attention(q, k, v, mask, mixer.scale, sinks=sinks, **how)
+            except CannotRun as error:
+                raise UserError(f"attention.backend={call.backend!r}: {error}; or attention.fallback='warn'") from None
 
-        mapped = jax.shard_map(kernel, in_specs=(BY_HEAD, BY_HEAD, BY_HEAD, TOKENS), out_specs=BY_HEAD)
-        return mapped(q, k, v, key_start), cache
+        heads = by_token("heads", None)
+        specs = (heads, heads, heads, by_token(), None if sinks is None else spec("heads"))
+        return jax.shard_map(kernel, in_specs=specs, out_specs=heads)(q, k, v, key_start, sinks), cache
 
     return attend
 
@@ -26,19 +36,20 @@ def attend_packed(key_start: Int[Array, "b s"]) -> Attend:
 def attend_cached(index: Int[Array, ""]) -> Attend:
     """Write keys and values at `index` and attend to everything up to each query."""
 
-    def attend(q: Array, k: Array, v: Array, window: int | None, cache: Any) -> tuple[Array, Any]:
+    def attend(q: Array, k: Array, v: Array, mixer: Heads, sinks: Array | None, cache: Any) -> tuple[Array, Any]:
         keys, values = cache
-        layout = jax.typeof(q).sharding.spec
+        placed = jax.typeof(q).sharding.spec
         q, k, v = (jax.reshard(x, P()) for x in (q, k, v))  # decoding is not sharded: the mesh is one device
         keys = jax.lax.dynamic_update_slice(keys, k.astype(keys.dtype), (0, index, 0, 0))
         values = jax.lax.dynamic_update_slice(values, v.astype(values.dtype), (0, index, 0, 0))
 
-        def kernel(q, keys, values, index):
-            return flash_attention(
-                q, keys.astype(q.dtype), values.astype(q.dtype), MaskSpec(window=window, query_offset=index)
-            )
+        def kernel(q, keys, values, index, sinks):
+            mask = MaskSpec(window=mixer.window, query_offset=index)
+            keys, values = keys.astype(q.dtype), values.astype(q.dtype)
+            return flash_attention(q, keys, values, mask, mixer.scale, soft_cap=mixer.soft_cap, sinks=sinks)
 
-        attended = jax.shard_map(kernel, in_specs=P(), out_specs=P())(q, keys, values, index)
-        return jax.reshard(attended, layout), (keys, values)
+        sinks = None if sinks is None else jax.reshard(sinks, P())
+        attended = jax.shard_map(kernel, in_specs=P(), out_specs=P())(q, keys, values, index, sinks)
+        return jax.reshard(attended, placed), (keys, values)
 
     return attend

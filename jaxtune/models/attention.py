@@ -1,59 +1,68 @@
 """Grouped-query self-attention: projections, optional query / key norms, rotation, and one way to attend."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
-from jaxtune.models.dropout import Noise
+from jaxtune.models.call import Call
+from jaxtune.models.declared import declared
 from jaxtune.models.linear import Linear
 from jaxtune.models.norm import RMSNorm
 from jaxtune.models.rope import rotate
-from jaxtune.models.spec import Layer, ModelSpec
-from jaxtune.parallel import layout
+from jaxtune.models.spec import Heads, Layer, ModelSpec, Rope
+from jaxtune.parallel.layout import by_token
 
-# (queries, keys, values, window, this layer's cache) -> (attended, the cache afterwards). Training attends within
-# packed rows and has no cache; generation attends to its cache. Neither knows the projections.
-Attend = Callable[[Array, Array, Array, int | None, Any], tuple[Array, Any]]
-BY_HEAD = layout.spec("batch", "positions", "heads", None)
+# (queries, keys, values, the layer's heads, sinks, this layer's cache) -> (attended, the cache afterwards). Training
+# attends within packed rows and has no cache; generation attends to its cache. Neither knows the projections.
+Attend = Callable[[Array, Array, Array, Heads, Array | None, Any], tuple[Array, Any]]
 
 
 class Inputs(NamedTuple):
-    """What every layer sees besides its own activations; made once a batch."""
+    """What every layer sees besides its own activations; made once a batch.
 
-    cos: Float[Array, "b s 1 d"]
-    sin: Float[Array, "b s 1 d"]
+    rotations: cos and sin, (b, s, 1, d), of each rope and width of heads. valid: False where a token is padding.
+    """
+
+    rotations: Mapping[tuple[Rope, int], tuple[Float[Array, "b s 1 d"], Float[Array, "b s 1 d"]]]
     attend: Attend
+    valid: Bool[Array, "b s"]
 
 
 class Attention(nnx.Module):
     """softmax(QK^T)V between projections."""
 
     def __init__(self, spec: ModelSpec, layer: Layer):
-        linear = partial(Linear, spec, layer)
-        queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        self.head_dim, self.window = spec.head_dim, layer.window
-        self.q = linear("attention.q", (queries, spec.hidden), ("heads", "embed"), spec.qkv_bias)
-        self.k = linear("attention.k", (keys, spec.hidden), ("kv_heads", "embed"), spec.qkv_bias)
-        self.v = linear("attention.v", (keys, spec.hidden), ("kv_heads", "embed"), spec.qkv_bias)
-        self.o = linear("attention.o", (spec.hidden, queries), ("embed", "heads"), spec.output_bias)
-        self.q_norm = RMSNorm(spec.head_dim, spec.norm_epsilon) if spec.qk_norm else None
-        self.k_norm = RMSNorm(spec.head_dim, spec.norm_epsilon) if spec.qk_norm else None
+        self.mixer = mixer = layer.mixer
+        queries, keys = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
+
+        def linear(name: str, shape: tuple[int, int], axes: tuple[str, str]) -> Linear:
+            return Linear(spec, layer, f"attention.{name}", shape, axes, bias=name in mixer.bias)
+
+        self.q = linear("q", (queries, spec.hidden), ("heads", "embed"))
+        self.k = linear("k", (keys, spec.hidden), ("kv_heads", "embed"))
+        self.v = linear("v", (keys, spec.hidden), ("kv_heads", "embed"))
+        self.o = linear("o", (spec.hidden, queries), ("embed", "heads"))
+        norm = partial(RMSNorm, mixer.head_dim, spec.norm_epsilon)
+        self.q_norm, self.k_norm = (norm(), norm()) if mixer.qk_norm else (None, None)
+        self.sinks = declared((mixer.heads,), ("heads",), nnx.initializers.zeros, "vector") if mixer.sinks else None
 
     def __call__(
-        self, x: Float[Array, "b s d"], inputs: Inputs, cache: Any, noise: Noise | None
+        self, x: Float[Array, "b s d"], inputs: Inputs, cache: Any, call: Call
     ) -> tuple[Float[Array, "b s d"], Any]:
         """Attended activations and this layer's cache afterwards."""
-        q, k, v = (self._by_head(linear(x, noise)) for linear in (self.q, self.k, self.v))
+        q, k, v = (self._by_head(linear(x, call, self.q)) for linear in (self.q, self.k, self.v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, inputs.cos, inputs.sin), rotate(k, inputs.cos, inputs.sin)
-        attended, cache = inputs.attend(q, k, v, self.window, cache)
-        merged = jnp.reshape(attended, (*x.shape[:2], -1), out_sharding=layout.spec("batch", "positions", "heads"))
-        return self.o(merged, noise), cache
+        cos, sin = inputs.rotations[self.mixer.rope, self.mixer.head_dim]
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        sinks = None if self.sinks is None else self.sinks.get_value()
+        attended, cache = inputs.attend(q, k, v, self.mixer, sinks, cache)
+        merged = jnp.reshape(attended, (*x.shape[:2], -1), out_sharding=by_token("heads"))
+        return self.o(merged, call), cache
 
     def _by_head(self, x: Float[Array, "b s hd"]) -> Float[Array, "b s h d"]:
-        return jnp.reshape(x, (*x.shape[:2], -1, self.head_dim), out_sharding=BY_HEAD)
+        return jnp.reshape(x, (*x.shape[:2], -1, self.mixer.head_dim), out_sharding=by_token("heads", None))

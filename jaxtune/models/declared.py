@@ -1,7 +1,7 @@
-"""How a module declares a parameter: shape, layout and random values, without any value."""
+"""How a module declares a parameter: shape, layout, random values and what it is, without any value."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +9,13 @@ from flax import nnx
 from jaxtyping import Array
 
 Init = Callable[[Array, tuple[int, ...], Any], Array]
+# linear: a matrix (out, in) that activations are multiplied by, which can be quantized, adapted and orthogonalised.
+# router: one that chooses experts, which stays as it is. table: rows that are looked up, and the head. vector: a bias,
+# the weight of a norm. adapter: what is trained beside a linear layer.
+Kind = Literal["linear", "router", "table", "vector", "adapter"]
 
 
-def declared(
-    shape: tuple[int, ...], axes: tuple[str | None, ...], init: Init, kind: type[nnx.Variable] = nnx.Param
-) -> Any:
+def declared(shape: tuple[int, ...], axes: tuple[str | None, ...], init: Init, kind: Kind) -> Any:
     """A parameter with a logical name for each dimension; `decoder.bind` puts a value in its place."""
-    return kind(jax.ShapeDtypeStruct(shape, jnp.float32), axes=axes, init=init)
+    variable = nnx.LoRAParam if kind == "adapter" else nnx.Param
+    return variable(jax.ShapeDtypeStruct(shape, jnp.float32), axes=axes, init=init, kind=kind)

@@ -7,19 +7,22 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxtune.models.attend import attend_cached
+from jaxtune.models.call import Call
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.spec import ModelSpec, stacks
-from jaxtune.parallel.layout import TOKENS, P
+from jaxtune.models.score import logits
+from jaxtune.models.spec import Heads, ModelSpec, stacks
+from jaxtune.parallel.layout import P, by_token
 
 
 def empty_cache(spec: ModelSpec, batch: int, length: int, dtype: jnp.dtype) -> Any:
     """Zeros for `length` keys and values a layer, in the decoder's stacks."""
 
-    def layers(repeats: int) -> tuple[Array, Array]:
-        shape = (repeats, batch, length, spec.kv_heads, spec.head_dim)
+    def zeros(repeats: int, mixer: Heads) -> tuple[Array, Array]:
+        shape = (repeats, batch, length, mixer.kv_heads, mixer.head_dim)
         return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
 
-    return tuple(tuple(layers(stack.repeats) for _ in stack.period) for stack in stacks(spec.layers))
+    grouped = stacks(spec.layers)
+    return tuple(tuple(zeros(stack.repeats, layer.mixer) for layer in stack.period) for stack in grouped)
 
 
 def next_logits(
@@ -30,17 +33,16 @@ def next_logits(
     last: Int[Array, ""],
     dtype: jnp.dtype,
 ) -> tuple[Float[Array, "b v"], Any]:
-    """Logits after tokens[:, last], the tokens standing at `index` and following; and the cache with them in it.
+    """Logits after tokens[:, last], and the cache with the keys and values of the tokens, at `index` and following.
 
-    Tokens after `last` are padding: nothing sees them before they are overwritten.
+    Tokens after `last` are padding: no query sees their keys before they are overwritten.
     """
-    tokens = jax.reshard(tokens, TOKENS)
-    positions = jax.reshard(index + jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), TOKENS)
-    hidden, cache = decoder(tokens, positions, attend_cached(index), dtype=dtype, cache=cache)
+    tokens = jax.reshard(tokens, by_token())
+    positions = jax.reshard(index + jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), by_token())
+    inputs = decoder.inputs(positions, attend_cached(index), jnp.ones_like(tokens, bool))
+    hidden, cache, _ = decoder(tokens, inputs, Call(dtype), cache)
     at_last = jax.lax.dynamic_index_in_dim(jax.reshard(hidden, P()), last, axis=1, keepdims=False)
-    head = jax.reshard(decoder.head_weight.astype(dtype), P())
-    logits = jnp.einsum("bd,vd->bv", at_last, head, preferred_element_type=jnp.float32, out_sharding=P())
-    return logits[:, : decoder.spec.vocabulary], cache
+    return logits(decoder, at_last, dtype), cache
 
 
 def sample(logits: Float[Array, "b v"], key: Array, temperature: float, top_p: float) -> Int[Array, " b"]:

@@ -4,36 +4,37 @@ Modules declare (shapes, layout, forward pass); the values are a flat dict of ar
 puts in their place inside a pure function.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxtune.models.attention import Attend, Attention, Inputs
+from jaxtune.models.call import Call, Remat
 from jaxtune.models.declared import declared
-from jaxtune.models.dropout import Noise
+from jaxtune.models.experts import Experts
 from jaxtune.models.linear import PRODUCT
 from jaxtune.models.lookup import lookup
 from jaxtune.models.mlp import MLP
 from jaxtune.models.norm import RMSNorm
 from jaxtune.models.rope import rotation
-from jaxtune.models.spec import Layer, ModelSpec, StackSpec, stacks
+from jaxtune.models.spec import Gated, Layer, ModelSpec, StackSpec, stacks
 from jaxtune.parallel.layout import P
 from jaxtune.precision.matmul import MAXIMA
 from pallas_kernels.flash_attention import RESIDUALS
 
-Remat = Literal["none", "dots", "block"]
-# What the backward pass finds of a layer besides its input; the rest it computes again. With 'none' that is only what
-# is elementwise (norms, rotation, SwiGLU, dropout): kept as well, it took several times the memory.
-# The largest magnitudes are a number each, and would need their input and a sum over devices again.
+# Activations of a layer that are saved for the backward pass, besides its input; the rest is recomputed. With 'none'
+# only elementwise results are (norms, rotation, SwiGLU, dropout): saving them as well took several times the memory.
+# Each amax is a scalar, but to recompute it takes the input again and an all-reduce.
 KEPT: dict[Remat, tuple[str, ...]] = {
     "none": (PRODUCT, RESIDUALS, MAXIMA),
     "dots": (PRODUCT, MAXIMA),
     "block": (MAXIMA,),
 }
 Parameters = dict[str, Any]
+Sums = dict[str, Array]  # what layers emit besides activations, summed over layers and tokens
 
 
 class Block(nnx.Module):
@@ -43,13 +44,19 @@ class Block(nnx.Module):
         self.attention_norm = RMSNorm(spec.hidden, spec.norm_epsilon)
         self.attention = Attention(spec, layer)
         self.mlp_norm = RMSNorm(spec.hidden, spec.norm_epsilon)
-        self.mlp = MLP(spec, layer)
+        slot = layer.feed_forward
+        self.mlp = MLP(spec, layer, slot) if isinstance(slot, Gated) else Experts(spec, layer, slot)
 
-    def __call__(self, x: Float[Array, "b s d"], inputs: Inputs, cache: Any, noise: Noise | None):
-        """Activations after the layer, and its cache."""
-        attended, cache = self.attention(self.attention_norm(x), inputs, cache, noise)
+    def __call__(
+        self, x: Float[Array, "b s d"], inputs: Inputs, cache: Any, call: Call
+    ) -> tuple[Float[Array, "b s d"], Any, Sums]:
+        """Activations after the layer, its cache, and what its experts emit."""
+        attended, cache = self.attention(self.attention_norm(x), inputs, cache, call)
         x = x + attended
-        return x + self.mlp(self.mlp_norm(x), noise), cache
+        if isinstance(self.mlp, MLP):
+            return x + self.mlp(self.mlp_norm(x), call), cache, {}
+        fed, sums = self.mlp(self.mlp_norm(x), call, inputs.valid)
+        return x + fed, cache, sums
 
 
 class Stack(nnx.Module):
@@ -59,24 +66,36 @@ class Stack(nnx.Module):
         self.blocks = nnx.List([Block(spec, layer) for layer in stack.period])
         self.first, self.repeats = stack.first, stack.repeats
 
-    def __call__(self, x: Float[Array, "b s d"], inputs: Inputs, cache: Any, noise: Noise | None, remat: Remat):
-        """Activations after the stack, and its cache (leaves with a leading axis of `repeats`, a tuple a period)."""
+    def __call__(
+        self, x: Float[Array, "b s d"], inputs: Inputs, cache: Any, call: Call
+    ) -> tuple[Float[Array, "b s d"], Any, Sums]:
+        """Activations after the stack, its cache (leaves with a leading axis of `repeats`, a tuple a period), sums."""
+        # The scan takes the arrays apart from the modules: a period is traced and compiled once, whatever `repeats`,
+        # and each iteration merges its slice of the weights with the modules again.
         graph, weights = nnx.split(self.blocks)
         period = len(self.blocks)
 
         def repeat(x, scanned):
             weights, cache, number = scanned
-            after = []
+            after, sums = [], {}
             for position, block in enumerate(nnx.merge(graph, weights)):
-                layer_noise = noise.layer(number + position) if noise is not None else None
-                x, layer_cache = block(x, inputs, cache and cache[position], layer_noise)
+                x, layer_cache, emitted = block(x, inputs, cache and cache[position], call.layer(number + position))
                 after.append(layer_cache)
-            return x, (tuple(after) if cache else None)
+                sums = added(sums, emitted)
+            return x, (tuple(after) if cache else None, sums)
 
         numbers = self.first + period * jnp.arange(self.repeats)
-        kept = jax.checkpoint_policies.save_only_these_names(*KEPT[remat])
+        kept = jax.checkpoint_policies.save_only_these_names(*KEPT[call.remat])
+        # A scan keeps XLA from merging the recomputation with the forward pass: the barriers of prevent_cse would only
+        # hinder fusion.
         repeat = jax.checkpoint(repeat, policy=kept, prevent_cse=False)
-        return jax.lax.scan(repeat, x, (weights, cache, numbers))
+        x, (cache, sums) = jax.lax.scan(repeat, x, (weights, cache, numbers))
+        return x, cache, {name: value.sum(0) for name, value in sums.items()}
+
+
+def added(sums: Sums, more: Sums) -> Sums:
+    """Sums of layers, each of which may emit other names."""
+    return sums | {name: sums[name] + value if name in sums else value for name, value in more.items()}
 
 
 class Embedding(nnx.Module):
@@ -84,7 +103,7 @@ class Embedding(nnx.Module):
 
     def __init__(self, spec: ModelSpec):
         shape = (spec.padded_vocabulary, spec.hidden)
-        self.weight = declared(shape, ("vocabulary", "embed"), nnx.initializers.normal(spec.initializer_range))
+        self.weight = declared(shape, ("vocabulary", "embed"), nnx.initializers.normal(spec.initializer_range), "table")
 
     def __call__(self, tokens: Int[Array, "b s"], dtype: jnp.dtype) -> Float[Array, "b s d"]:
         """Vectors of tokens, in the dtype that everything after computes in."""
@@ -106,26 +125,28 @@ class Decoder(nnx.Module):
         """The head, which may be the embedding; rows past the vocabulary are padding."""
         return (self.embed if self.head is None else self.head).weight
 
-    def __call__(
-        self,
-        tokens: Int[Array, "b s"],
-        positions: Int[Array, "b s"],
-        attend: Attend,
-        *,
-        dtype: jnp.dtype,
-        cache: Any = None,
-        noise: Noise | None = None,
-        remat: Remat = "none",
-    ) -> tuple[Float[Array, "b s d"], Any]:
-        """Hidden states after the final norm, computed in `dtype`, and the cache afterwards."""
-        cos, sin = rotation(self.spec.rope, self.spec.head_dim, positions)
-        inputs = Inputs(cos, sin, attend)
-        x = self.embed(tokens, dtype)
-        after = []
-        for number, stack in enumerate(self.stacks):
-            x, stack_cache = stack(x, inputs, cache and cache[number], noise, remat)
+    def inputs(self, positions: Int[Array, "b s"], attend: Attend, valid: Bool[Array, "b s"]) -> Inputs:
+        """What every layer sees; each rope is computed once."""
+        ropes = dict.fromkeys((layer.mixer.rope, layer.mixer.head_dim) for layer in self.spec.layers)
+        return Inputs({rope: rotation(*rope, positions) for rope in ropes}, attend, valid)
+
+    def run(
+        self, x: Float[Array, "b s d"], inputs: Inputs, call: Call, cache: Any = None, part: slice = slice(None)
+    ) -> tuple[Float[Array, "b s d"], Any, Sums]:
+        """Activations after the stacks in `part`, their caches, and the sums that they emit."""
+        after, sums = [], {}
+        for number in range(len(self.stacks))[part]:
+            x, stack_cache, emitted = self.stacks[number](x, inputs, cache and cache[number], call)
             after.append(stack_cache)
-        return self.norm(x), (tuple(after) if cache else None)
+            sums = added(sums, emitted)
+        return x, (tuple(after) if cache else None), sums
+
+    def __call__(
+        self, tokens: Int[Array, "b s"], inputs: Inputs, call: Call, cache: Any = None
+    ) -> tuple[Float[Array, "b s d"], Any, Sums]:
+        """Hidden states after the final norm, the cache afterwards, and the sums that layers emit."""
+        x, cache, sums = self.run(self.embed(tokens, call.dtype), inputs, call, cache)
+        return self.norm(x), cache, sums
 
 
 def bind(graph: nnx.GraphDef, parameters: Parameters) -> Decoder:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 
 def named_key(key: Array, name: str) -> Array:
-    """The key of what has this name."""
+    """A key for this name: another name, another key."""
     return jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF)
 
 
@@ -29,7 +29,7 @@ class Noise(NamedTuple):
 
 
 def dropout(x: Float[Array, "b s i"], rate: float, noise: Noise) -> Float[Array, "b s i"]:
-    """Zeros with probability `rate`, the rest scaled up; each row's bits come from its number, not from its place."""
+    """Zeros with probability `rate`, the rest scaled up; a row's bits come from its global number in the batch."""
 
     def kept(row: Int[Array, ""]) -> Array:
         return jax.random.bernoulli(jax.random.fold_in(noise.key, row), 1.0 - rate, x.shape[1:])

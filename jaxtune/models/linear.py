@@ -1,6 +1,7 @@
-"""Linear maps: the one `matmul`, and a layer with an optional LoRA adapter."""
+"""Linear layers: the one `matmul`, and a layer with an optional adapter."""
 
-from functools import partial
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -8,17 +9,48 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from jaxtune.models.call import Call
 from jaxtune.models.declared import declared
-from jaxtune.models.dropout import Noise, dropout
+from jaxtune.models.dropout import Noise
 from jaxtune.models.spec import Layer, ModelSpec
-from jaxtune.parallel.layout import RULES, TOKENS, P, gather
+from jaxtune.parallel.layout import RULES, P, by_token, gather, shards, used
 from jaxtune.precision.matmul import LowPrecision
-from jaxtune.precision.matmul import matmul as low_precision_matmul
 from jaxtune.quant.array import QuantizedArray
-from jaxtune.quant.matmul import matmul as quantized_matmul
 
-# What a linear map returns goes by this name in policies of jax.checkpoint.
+# The name of a linear layer's output in policies of jax.checkpoint.
 PRODUCT = "linear"
+
+
+class Adapter(Protocol):
+    """What is trained beside a frozen weight, by a parameter-efficient method; frozen and hashable, one a layer.
+
+    Attributes:
+        peft_names: what peft calls each parameter, after the name of the module.
+        shared: parameters that the parts of one Hugging Face module (a fused qkv) have in common, and the first holds.
+        owner: name of that first part ("attention.q"); None in the first part itself, and where the module is whole.
+    """
+
+    peft_names: ClassVar[Mapping[str, str]]
+    shared: ClassVar[frozenset[str]]
+
+    @property
+    def owner(self) -> str | None:
+        """The part that holds what is `shared`; None in that part itself."""
+        ...
+
+    def declare(self, shape: tuple[int, int], axes: tuple[str | None, ...]) -> dict[str, Any]:
+        """The adapter's parameters, beside a weight (out, in) of these axes."""
+        ...
+
+    def __call__(
+        self, linear: "Linear", first: "Linear", x: Float[Array, "b s i"], y: Float[Array, "b s o"], call: Call
+    ) -> Float[Array, "b s o"]:
+        """The output with the adapter; `y` is that of the base. The `first` part holds what is `shared`."""
+        ...
+
+    def merged(self, weight: Float[Array, "o i"], values: Mapping[str, Array]) -> Float[Array, "o i"]:
+        """The weight that gives the same output without an adapter: float32, from float32 values."""
+        ...
 
 
 def matmul(
@@ -29,64 +61,63 @@ def matmul(
 ) -> Float[Array, "b s o"]:
     """x W^T in the dtype of x, W in Hugging Face's (out, in) orientation; `out` is the logical name of o.
 
-    `noise` is where a low-precision backward pass has its random bits from.
-
-    Products over two dimensions are several times faster on a CPU, so rows and positions are merged where no
-    position is sharded (merging a sharded dimension would move every token).
+    `noise`: source of randomness for stochastic rounding in a low-precision backward pass.
     """
-    axis = None if out is None else getattr(RULES, out)
-    if isinstance(weight, QuantizedArray):
-        return quantized_matmul(x, weight, axis)
-    if isinstance(weight, LowPrecision):
-        return low_precision_matmul(x, weight, axis, noise)
+    if not isinstance(weight, jax.Array):  # a weight knows how it is multiplied
+        return weight.matmul(x, used(out), noise)
     weight = gather(weight.astype(x.dtype))
-    if jax.sharding.get_abstract_mesh().shape["sequence"] > 1:
-        return jnp.einsum("bsi,oi->bso", x, weight, out_sharding=P(*TOKENS, axis))
+    # Products over two dimensions are several times faster on a CPU, so rows and positions are merged where no position
+    # is sharded: merging a sharded dimension would move every token.
+    if shards(RULES.value.positions, jax.sharding.get_abstract_mesh()) > 1:
+        return jnp.einsum("bsi,oi->bso", x, weight, out_sharding=by_token(out))
     rows = x.reshape(-1, x.shape[-1])
-    product = jnp.einsum("ti,oi->to", rows, weight, out_sharding=P(TOKENS[0], axis))
-    return jax.reshard(product.reshape(*x.shape[:2], -1), P(*TOKENS, axis))
+    product = jnp.einsum("ti,oi->to", rows, weight, out_sharding=P(by_token()[0], used(out)))
+    return jax.reshard(product.reshape(*x.shape[:2], -1), by_token(out))
 
 
 class Linear(nnx.Module):
-    """y = x W^T + bias + scale · dropout(x) A^T B^T, the last term where there is an adapter (Hu et al. 2021).
+    """y = x W^T + bias, with an adapter if there is one.
 
-    `name` is its place in the layer ("mlp.down"), by which the layer says what is special about it.
+    `name` is its place in the layer ("mlp.down"), by which the layer says how it is treated.
     """
 
     def __init__(
-        self, spec: ModelSpec, layer: Layer, name: str, shape: tuple[int, int], axes: tuple[str, str], bias: bool
+        self,
+        spec: ModelSpec,
+        layer: Layer,
+        name: str,
+        shape: tuple[int, int],
+        axes: tuple[str | None, ...],
+        bias: bool = False,
     ):
-        out, inner = shape
-        self.name, self.out, self.float32 = name, axes[0], f"{name}.weight" in layer.float32
-        self.adapter = adapter = spec.adapter if name in layer.adapters else None
-        self.weight = declared(shape, axes, nnx.initializers.normal(spec.initializer_range))
-        self.bias = declared((out,), axes[:1], nnx.initializers.zeros) if bias else None
-        if adapter:
-            a_init = partial(_uniform, bound=inner**-0.5)  # peft's: Kaiming uniform with a = sqrt(5)
-            self.lora_a = declared((adapter.rank, inner), ("rank", axes[1]), a_init, nnx.LoRAParam)
-            self.lora_b = declared((out, adapter.rank), (axes[0], "rank"), nnx.initializers.zeros, nnx.LoRAParam)
+        treatment = layer.treatment(f"{name}.weight")
+        self.name, self.out = name, axes[0]
+        self.float32, self.adapter = treatment.float32, treatment.adapter
+        self.weight = declared(shape, axes, nnx.initializers.normal(spec.initializer_range), "linear")
+        self.bias = declared(shape[:1], axes[:1], nnx.initializers.zeros, "vector") if bias else None
+        for part, variable in self.adapter.declare(shape, axes).items() if self.adapter else ():
+            setattr(self, part, variable)
 
-    def __call__(self, x: Float[Array, "b s i"], noise: Noise | None) -> Float[Array, "b s o"]:
-        """y in the dtype of x; `noise` is None outside training: no dropout."""
+    def __call__(self, x: Float[Array, "b s i"], call: Call, first: "Linear | None" = None) -> Float[Array, "b s o"]:
+        """y in the dtype of x.
+
+        `first`: the layer with the first part of a Hugging Face module that this may be a part of (a fused qkv), which
+        holds what the parts of an adapter share; not used where the module is whole.
+        """
         if not self.float32:
-            return checkpoint_name(self._apply(x, noise), PRODUCT)
-        with jax.default_matmul_precision("highest"):  # on a GPU not TF32, in the backward pass neither
-            return checkpoint_name(self._apply(x.astype(jnp.float32), noise).astype(x.dtype), PRODUCT)
+            return checkpoint_name(self._apply(x, call, first), PRODUCT)
+        with jax.default_matmul_precision("highest"):  # no TF32 on a GPU, nor in the backward pass
+            return checkpoint_name(self._apply(x.astype(jnp.float32), call, first).astype(x.dtype), PRODUCT)
 
-    def _apply(self, x: Float[Array, "b s i"], noise: Noise | None) -> Float[Array, "b s o"]:
-        out = None if self.out == "embed" else self.out
-        y = matmul(x, self.weight.get_value(), out, noise and noise.site(f"{self.name} rounding"))
+    def part(self, name: str) -> Array:
+        """A parameter of the adapter."""
+        return getattr(self, name).get_value()
+
+    def _apply(self, x: Float[Array, "b s i"], call: Call, first: "Linear | None") -> Float[Array, "b s o"]:
+        noise = call.noise and call.noise.site(f"{self.name} rounding")
+        y = matmul(x, self.weight.get_value(), self.out, noise)
         if self.bias is not None:
             bias = jax.reshard(self.bias.astype(y.dtype), P(jax.typeof(y).sharding.spec[-1]))
-            # In float32, in which its gradient is then summed over the tokens.
+            # In float32, so that the bias's gradient is summed over the tokens in float32.
             y = (y.astype(jnp.float32) + bias.astype(jnp.float32)).astype(y.dtype)
-        if self.adapter:
-            if noise is not None and self.adapter.dropout:
-                x = dropout(x, self.adapter.dropout, noise.site(self.name))
-            low = checkpoint_name(matmul(x, self.lora_a, None), PRODUCT)
-            y += matmul(low, self.lora_b, out) * jnp.asarray(self.adapter.scale, y.dtype)
-        return y
-
-
-def _uniform(key: Array, shape: tuple[int, ...], dtype: jnp.dtype, bound: float) -> Array:
-    return jax.random.uniform(key, shape, dtype, -bound, bound)
+        return self.adapter(self, first or self, x, y, call) if self.adapter and call.adapters else y

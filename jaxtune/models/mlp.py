@@ -6,20 +6,20 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxtune.models.dropout import Noise
+from jaxtune.models.call import Call
 from jaxtune.models.linear import Linear
-from jaxtune.models.spec import Layer, ModelSpec
+from jaxtune.models.spec import Gated, Layer, ModelSpec
 
 
 class MLP(nnx.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(silu(gate(x)) * up(x)). `name` is its place in the layer."""
 
-    def __init__(self, spec: ModelSpec, layer: Layer):
-        linear = partial(Linear, spec, layer, bias=spec.mlp_bias)
-        self.gate = linear("mlp.gate", (spec.intermediate, spec.hidden), ("mlp", "embed"))
-        self.up = linear("mlp.up", (spec.intermediate, spec.hidden), ("mlp", "embed"))
-        self.down = linear("mlp.down", (spec.hidden, spec.intermediate), ("embed", "mlp"))
+    def __init__(self, spec: ModelSpec, layer: Layer, gated: Gated, name: str = "mlp"):
+        linear = partial(Linear, spec, layer, bias=gated.bias)
+        self.gate = linear(f"{name}.gate", (gated.size, spec.hidden), ("mlp", "embed"))
+        self.up = linear(f"{name}.up", (gated.size, spec.hidden), ("mlp", "embed"))
+        self.down = linear(f"{name}.down", (spec.hidden, gated.size), ("embed", "mlp"))
 
-    def __call__(self, x: Float[Array, "b s d"], noise: Noise | None) -> Float[Array, "b s d"]:
+    def __call__(self, x: Float[Array, "b s d"], call: Call) -> Float[Array, "b s d"]:
         """The feed-forward of every token."""
-        return self.down(jax.nn.silu(self.gate(x, noise)) * self.up(x, noise), noise)
+        return self.down(jax.nn.silu(self.gate(x, call)) * self.up(x, call, self.gate), call)

@@ -12,13 +12,13 @@ class RMSNorm(nnx.Module):
     """x / rms(x) * weight over the last dimension, computed in float32, returned in the dtype of x."""
 
     def __init__(self, size: int, epsilon: float):
-        self.weight = declared((size,), (None,), nnx.initializers.ones)
+        self.weight = declared((size,), (None,), nnx.initializers.ones, "vector")
         self.epsilon = epsilon
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
-        """The rounding before the weight is transformers': x is back in its dtype when the weight multiplies it.
+        """Normalised x; as in transformers it is rounded to its dtype before the weight multiplies it.
 
-        They are multiplied in float32, so that the weight's gradient is summed in it over the tokens.
+        They are multiplied in float32, so that the weight's gradient is summed over the tokens in float32.
         """
         wide = x.astype(jnp.float32)
         normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)

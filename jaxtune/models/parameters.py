@@ -1,86 +1,283 @@
-"""The parameters a decoder declares: names, shapes, layout, Hugging Face names, and random values."""
+"""The parameters that a decoder declares: a record of each, with its Hugging Face tensors, and random values."""
 
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
-from jaxtune.models.declared import Init
-from jaxtune.models.decoder import Decoder, Parameters
+from jaxtune.models.declared import Init, Kind
+from jaxtune.models.decoder import Block, Decoder, Parameters
 from jaxtune.models.dropout import named_key
-from jaxtune.models.spec import Layer, ModelSpec, stacks
-from jaxtune.parallel.layout import sharding
+from jaxtune.models.families import FAMILIES
+from jaxtune.models.places import Place
+from jaxtune.models.spec import Experts, Layer, ModelSpec, Treatment, stacks
+from jaxtune.parallel.layout import RULES, sharding
 from jaxtune.parallel.mesh import misfit
+from jaxtune.precision.linears import Frozen
+from jaxtune.precision.operands import Numbers
+from jaxtune.quant.format import Format
+
+
+class Storage(Protocol):
+    """What matrices are stored as, in place of an array: a `quant.Format`, a `precision.Numbers`, or both."""
+
+    def abstract(self, shape: tuple[int, ...], dtype: Any, axes: tuple[str | None, ...]) -> Any:
+        """Shapes, dtypes and shardings of a stack of matrices (..., o, i) on the current mesh."""
+        ...
+
+    def make(self, weight: Float[Array, "o i"], axes: tuple[str | None, ...]) -> Any:
+        """One matrix, on the devices that hold it."""
+        ...
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One leaf of the flat parameter dict."""
+    """One leaf of the flat parameter dict.
 
-    shape: tuple[int, ...]  # with the leading axis of a stack
-    axes: tuple[str | None, ...]  # logical name of each dimension
+    Attributes:
+        shape, axes: with the leading axes, and the logical name of each dimension.
+        init: draws values of one element of the leading axes.
+        kind: what it is, said where it is declared.
+        local: its name inside its layer, "mlp.down.weight", or the whole name outside the layers.
+        layers: those that are stacked here; empty outside the layers.
+        lead: sizes of the leading axes: layers, or layers and experts; () outside the layers.
+        places: where each element of the leading axes is in Hugging Face's files, the last axis running fastest.
+        treatment: how it is treated; of an adapter, that of the weight that it is beside.
+        storage: what it is stored as; None: an array.
+        dtype: of its elements; of a quantized one, that of the dequantized elements.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
     init: Init
-    is_adapter: bool
-    local: str  # name inside its layer, "mlp.down.weight", or the whole name outside the layers
-    layers: tuple[int, ...]  # the layers stacked here; empty outside the layers
-    trained: bool
-    quantized: bool
-    low_precision: bool
+    kind: Kind
+    local: str
+    layers: tuple[int, ...]
+    lead: tuple[int, ...]
+    places: tuple[Place, ...]
+    treatment: Treatment
+    storage: Storage | None = None
+    dtype: Any = jnp.float32
+
+    @property
+    def trained(self) -> bool:
+        """Whether it gets gradients."""
+        return self.kind == "adapter" or self.treatment.trained
+
+    @property
+    def matrix(self) -> tuple[int, ...]:
+        """Shape of one element of the leading axes."""
+        return self.shape[len(self.lead) :]
+
+    @property
+    def matrix_axes(self) -> tuple[str | None, ...]:
+        """Logical names of its dimensions."""
+        return self.axes[len(self.lead) :]
 
     @property
     def sharding(self) -> jax.NamedSharding:
         """Where it lives on the current mesh."""
         return sharding(*self.axes)
 
+    def abstract(self) -> Any:
+        """Shape, dtype and sharding; of a quantized one, those of the arrays that it is stored as."""
+        if self.storage is not None:
+            return self.storage.abstract(self.shape, self.dtype, self.axes)
+        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.sharding)
+
+    def elements(self) -> list[tuple[tuple[int, ...], Place]]:
+        """Index in the leading axes, and place, of each tensor or part of one."""
+        return list(zip(itertools.product(*map(range, self.lead)), self.places, strict=True))
+
+
+class Site(NamedTuple):
+    """A parameter of one layer, or one outside the layers (layer None)."""
+
+    layer: int | None
+    local: str
+    kind: Kind
+
+
+class _Declared(NamedTuple):
+    """A parameter as its module declares it, without the leading axes of layers and experts."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    init: Init
+    kind: Kind
+
+
+def _declared(module: nnx.Module) -> dict[str, _Declared]:
+    """By dotted name."""
+    return {
+        ".".join(map(str, path)): _Declared(
+            variable.get_value().shape, *(variable.get_metadata(name) for name in ("axes", "init", "kind"))
+        )
+        for path, variable in nnx.to_flat_state(nnx.state(module))
+    }
+
 
 def declare(spec: ModelSpec) -> tuple[nnx.GraphDef, dict[str, Parameter]]:
-    """The decoder's graph, for `bind`, and every parameter by its dotted name.
+    """The decoder's graph, for `bind`, and every parameter by its dotted name."""
+    decoder, names = Decoder(spec), FAMILIES[spec.family].NAMES
+    declared, adapted = _declared(decoder), spec.adapted
+    inside = [
+        (f"stacks.{number}.blocks.{position}.", tuple(stack.layer_numbers(position)), layer)
+        for number, stack in enumerate(stacks(spec.layers))
+        for position, layer in enumerate(stack.period)
+    ]
+    found = {}
+    for prefix, layers, layer in [("", (), None), *inside]:
+        of = {n.removeprefix(prefix): one for n, one in declared.items() if n.startswith(prefix or tuple(names))}
+        treatments = dict(spec.treatments if layer is None else layer.treatments)
+        for local, one in of.items():
+            lead = () if layer is None else (len(layers), *_experts(layer, local))
+            treatment = treatments.get(_weight_of(local, one.kind), Treatment())
+            found[prefix + local] = Parameter(
+                shape=(*lead, *one.shape),
+                axes=(*("layers", "experts")[: len(lead)], *one.axes),
+                init=one.init,
+                kind=one.kind,
+                local=local,
+                layers=layers,
+                lead=lead,
+                places=_places(names, local, of, layers, lead, treatment),
+                treatment=treatment,
+                storage=None if one.kind == "adapter" else _storage(treatment, adapted),
+            )
+    return nnx.graphdef(decoder), {name: found[name] for name in declared}
 
-    With adapters in the spec only they are trained; otherwise all that is not frozen is.
+
+def _experts(layer: Layer, local: str) -> tuple[int, ...]:
+    """The leading axis of experts that a parameter of a layer has, or none."""
+    slot = layer.feed_forward
+    return (slot.count,) if isinstance(slot, Experts) and local.startswith("mlp.experts.") else ()
+
+
+def _weight_of(local: str, kind: Kind) -> str:
+    """The weight that an adapter's parameter is beside; of another parameter its own name."""
+    return f"{local.rsplit('.', 1)[0]}.weight" if kind == "adapter" else local
+
+
+def _places(
+    names: Mapping[str, str],
+    local: str,
+    beside: Mapping[str, _Declared],
+    layers: tuple[int, ...],
+    lead: tuple[int, ...],
+    treatment: Treatment,
+) -> tuple[Place, ...]:
+    """Where a parameter is in the files; parameters of a layer that share one name there are its rows, in order.
+
+    Adapters have peft's names, "q_proj.lora_A.weight". `beside`: all that is declared in the layer.
     """
-    graph, state = nnx.split(Decoder(spec))
-    grouped = stacks(spec.layers)
-
-    def parameter(path: tuple[Any, ...], variable: Any) -> Parameter:
-        shape, axes = variable.get_value().shape, variable.get_metadata("axes")
-        local, layers, frozen, layer = ".".join(map(str, path)), (), spec.frozen, Layer()
-        if path[0] == "stacks":  # stacks, number of the stack, blocks, position in its period, name in the layer
-            stack, position = grouped[path[1]], path[3]
-            local, layers = ".".join(map(str, path[4:])), tuple(stack.layer_numbers(position))
-            shape, axes = (len(layers), *shape), ("layers", *axes)
-            layer = stack.period[position]
-            frozen = layer.frozen
-        is_adapter = isinstance(variable, nnx.LoRAParam)
-        trained = is_adapter if spec.adapter else local not in frozen
-        init = variable.get_metadata("init")
-        quantized, low_precision = local in layer.quantized, local in layer.low_precision
-        return Parameter(shape, axes, init, is_adapter, local, layers, trained, quantized, low_precision)
-
-    return graph, {".".join(map(str, path)): parameter(path, variable) for path, variable in nnx.to_flat_state(state)}
+    weight, part = _weight_of(local, beside[local].kind), local.rsplit(".", 1)[-1]
+    pattern = names[weight]
+    parts = [other for other in names if names[other] == pattern and other in beside]
+    if weight != local:
+        pattern = pattern.removesuffix("weight") + treatment.adapter.peft_names[part]
+        parts = parts if part not in treatment.adapter.shared else []
+    # Rows of the parts in the order of the family's names: of a fused qkv, k begins where the rows of q end. A tensor
+    # that is a parameter of its own has one part, and no offset.
+    rows = [beside[other].shape[0] for other in parts]
+    first, of = (sum(rows[: parts.index(weight)]), sum(rows)) if len(parts) > 1 else (0, None)
+    experts = range(lead[1]) if len(lead) > 1 else (None,)
+    numbers = itertools.product(layers or (None,), experts)
+    return tuple(Place(pattern.format(layer=layer, expert=expert), first, of) for layer, expert in numbers)
 
 
-def randomize(parameters: dict[str, Parameter], dtypes: dict[str, jnp.dtype], seed: int) -> Parameters:
+def _storage(treatment: Treatment, adapted: bool) -> Storage | None:
+    """A frozen weight under adapters is stored as the operands of its low-precision products, made once.
+
+    A weight that is frozen by train.freeze is exported with the model, so it is stored as it is.
+    """
+    if treatment.multiplied is None or treatment.trained or not adapted:
+        return treatment.stored
+    return Frozen(treatment.multiplied, treatment.stored)
+
+
+@functools.cache
+def sites(spec: ModelSpec) -> dict[str, tuple[Site, ...]]:
+    """The parameters in each Hugging Face tensor of the model, several where it is fused; without adapters."""
+    found: dict[str, tuple[Site, ...]] = {}
+    names = FAMILIES[spec.family].NAMES
+    outside = _declared(Decoder(dataclasses.replace(spec, layers=())))
+    inside = {layer: _declared(Block(spec, layer)) for layer in set(spec.layers)}
+    every = [(None, None, outside), *((number, layer, inside[layer]) for number, layer in enumerate(spec.layers))]
+    for number, layer, declared in every:
+        for local, pattern in names.items():
+            if local not in declared:
+                continue
+            (experts,) = (layer and _experts(layer, local)) or (1,)
+            for expert in range(experts):
+                name = pattern.format(layer=number, expert=expert)
+                found[name] = (*found.get(name, ()), Site(number, local, declared[local].kind))
+    return found
+
+
+def abstract(parameters: Mapping[str, Parameter]) -> Parameters:
+    """Shapes, dtypes and shardings of them, or of what they are stored as."""
+    return {name: parameter.abstract() for name, parameter in parameters.items()}
+
+
+def randomize(parameters: Mapping[str, Parameter], seed: int) -> Parameters:
     """Random values straight into their shards: a function of seed, name and layer, not of the mesh or the stacks."""
 
-    def make(parameter: Parameter, dtype: jnp.dtype) -> Array:
+    def make(parameter: Parameter) -> Array:
         key = named_key(jax.random.key(seed), parameter.local)
+
+        def draw(key: Array) -> Array:
+            return parameter.init(key, parameter.matrix, jnp.float32).astype(parameter.dtype)
+
         if not parameter.layers:
-            return parameter.init(key, parameter.shape, jnp.float32).astype(dtype)
+            return draw(key)
         keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(jnp.asarray(parameter.layers))
-        return jax.vmap(lambda key: parameter.init(key, parameter.shape[1:], jnp.float32).astype(dtype))(keys)
+        if len(parameter.lead) > 1:
+            keys = jax.vmap(lambda key: jax.random.split(key, parameter.lead[1]))(keys)
+            return jax.vmap(jax.vmap(draw))(keys)
+        return jax.vmap(draw)(keys)
 
     def make_all():
-        return {name: make(parameter, dtypes[name]) for name, parameter in parameters.items()}
+        return {name: make(parameter) for name, parameter in parameters.items()}
 
     return jax.jit(make_all, out_shardings={name: p.sharding for name, p in parameters.items()})()
 
 
-def undivided(spec: ModelSpec, parameters: dict[str, Parameter], mesh: jax.sharding.Mesh) -> list[str]:
+def undivided(spec: ModelSpec, parameters: Mapping[str, Parameter], mesh: jax.sharding.Mesh) -> list[str]:
     """Complaints about dimensions that the mesh does not divide, each with the sizes that would."""
-    sizes = {("heads", spec.heads), ("kv_heads", spec.kv_heads)}  # a head is never split
+    mixers = {layer.mixer for layer in spec.layers}
+    # A head is never split.
+    sizes = {("heads", mixer.heads) for mixer in mixers} | {("kv_heads", mixer.kv_heads) for mixer in mixers}
     sizes |= {(name, size) for p in parameters.values() for name, size in zip(p.axes, p.shape) if name is not None}
-    complaints = (misfit(mesh, name, size, f"{name}={size}") for name, size in sorted(sizes))
-    return [complaint for complaint in complaints if complaint]
+    layouts = dict.fromkeys((RULES.value.parameters, RULES.value.gradients, RULES.value.optimizer))
+    found = (misfit(mesh, name, size, f"{name}={size}", layout) for name, size in sorted(sizes) for layout in layouts)
+    return [complaint for complaint in found if complaint]
+
+
+def undivided_blocks(
+    parameters: Mapping[str, Parameter], formats: Mapping[str, Format | Numbers], mesh: jax.sharding.Mesh, remedy: str
+) -> list[str]:
+    """Complaints about parameters of which the mesh would split a block, and what else would help."""
+    complaints = set()
+    for name, format in formats.items():
+        parameter = parameters[name]
+        block = format.block_of(parameter.matrix)
+        for axis_name, size, elements in zip(parameter.matrix_axes, parameter.matrix, block):
+            blocks, what = size // elements, f"the {size} features of {axis_name} in blocks of {elements}"
+            # A stored matrix of one block can be split, as its scale is on every device; a block of a product cannot.
+            if (blocks > 1 or isinstance(format, Numbers)) and (found := misfit(mesh, axis_name, blocks, what)):
+                complaints.add(f"{found} (mesh.data takes the rest); or {remedy}")
+    return sorted(complaints)
+
+
+def count(parameters: Mapping[str, Parameter]) -> int:
+    """Elements of all of them."""
+    return sum(math.prod(parameter.shape) for parameter in parameters.values())

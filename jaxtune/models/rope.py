@@ -47,6 +47,7 @@ def _frequencies(rope: Rope, head_dim: int, positions: Array) -> tuple[Array, fl
 
 
 def _llama3(rope: Rope, base: np.ndarray) -> np.ndarray:
+    """Llama 3.1: divide low frequencies by the factor, keep high ones, a ramp in between."""
     wavelength = 2 * np.pi / base
     longest = rope.original_positions / rope.low_frequency_factor
     shortest = rope.original_positions / rope.high_frequency_factor

@@ -15,7 +15,7 @@ def select(
     """Names that match: found by the regex anywhere in them, or ending in one of the listed dotted names.
 
     Logs how many matched. Raises UserError, naming `option`, where nothing does: a selection that selects nothing is
-    a mistake. `others` are names that the option is never about: the error says so of one that matches.
+    a mistake. `others`: names that the option never applies to; where one of them matches, the error says so.
     """
     names = tuple(names)
     chosen: set[str] = set()

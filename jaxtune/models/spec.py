@@ -1,9 +1,8 @@
 """What a decoder is made of: a frozen description, computed from a Hugging Face config.json by a family."""
 
-import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -25,24 +24,95 @@ class Rope:
 
 
 @dataclass(frozen=True)
-class Layer:
-    """One layer's structure. Equal layers are stacked and scanned; an unlike one starts a new stack."""
+class Heads:
+    """Grouped-query attention (Ainslie et al. 2023): what mixes positions in a layer.
 
+    Attributes:
+        heads, kv_heads: of queries, and of keys and values, each head_dim wide.
+        window: keys that a query sees, itself included; None: all before it.
+        qk_norm: RMS norms of each head's queries and keys.
+        bias: which projections have one, of "q", "k", "v" and "o".
+        scale: of the logits; None: head_dim^-0.5.
+        soft_cap: bounds the logits to cap * tanh(logits / cap) (Gemma 2).
+        sinks: a trained logit a head, in the denominator alone (gpt-oss).
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: Rope
     window: int | None = None
-    adapters: frozenset[str] = frozenset()  # linears with a LoRA adapter, for example "mlp.down"
-    frozen: frozenset[str] = frozenset()  # parameters that are not trained, for example "mlp.down.weight"
-    quantized: frozenset[str] = frozenset()  # parameters stored in 4 or 8 bits
-    low_precision: frozenset[str] = frozenset()  # weights whose products are computed in 4 or 8 bits
-    float32: frozenset[str] = frozenset()  # weights whose products are computed in float32, as in recipe fp32
+    qk_norm: bool = False
+    bias: frozenset[str] = frozenset()
+    scale: float | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
 
 
 @dataclass(frozen=True)
-class Adapter:
-    """Size and scale of every LoRA adapter."""
+class Gated:
+    """A SwiGLU feed-forward layer (Shazeer 2020) of so many hidden features."""
 
-    rank: int
-    scale: float
-    dropout: float
+    size: int
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of SwiGLU feed-forward layers (Shazeer et al. 2017).
+
+    Attributes:
+        size: hidden features of an expert.
+        count: experts, of which the router chooses `active` for each token.
+        normalized: the weights of the chosen ones sum to 1.
+    """
+
+    size: int
+    count: int
+    active: int
+    normalized: bool
+
+
+class Treatment(NamedTuple):
+    """How a parameter is treated, whatever it computes; layers that differ in a field are in different stacks.
+
+    trained: gets gradients. stored: its format, a `quant.Format`. multiplied: the low-precision format of its products,
+    a `precision.Numbers`. float32: its products are in float32, as in recipe fp32. adapter: what is trained beside it,
+    an `Adapter` of models.linear.
+    """
+
+    trained: bool = True
+    stored: Any = None
+    multiplied: Any = None
+    float32: bool = False
+    adapter: Any = None
+
+
+# By name inside the layer ("mlp.down.weight"), sorted; a parameter that is not among them has the default.
+Treatments = tuple[tuple[str, Treatment], ...]
+
+
+def treated(treatments: Treatments, names: Iterable[str], change: Mapping[str, Any]) -> Treatments:
+    """With these fields of the treatments of these parameters changed."""
+    found = dict(treatments)
+    found |= {name: found.get(name, Treatment())._replace(**change) for name in names}
+    return tuple(sorted((name, treatment) for name, treatment in found.items() if treatment != Treatment()))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's structure, in slots, and how its parameters are treated.
+
+    Equal layers are stacked and scanned; an unlike one starts a new stack.
+    """
+
+    mixer: Heads
+    feed_forward: Gated | Experts
+    treatments: Treatments = ()
+
+    def treatment(self, parameter: str) -> Treatment:
+        """Of a parameter by its name in the layer."""
+        return dict(self.treatments).get(parameter, Treatment())
 
 
 @dataclass(frozen=True)
@@ -52,36 +122,23 @@ class ModelSpec:
     family: str
     vocabulary: int
     hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
     layers: tuple[Layer, ...]
-    rope: Rope
     norm_epsilon: float
     max_positions: int
     tied: bool
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
     initializer_range: float = 0.02
-    adapter: Adapter | None = None
-    frozen: frozenset[str] = frozenset()  # parameters outside the layers that are not trained
+    treatments: Treatments = ()  # of the parameters outside the layers
+    router_loss: float = 0.0  # weight of the load-balancing loss, where there are experts
 
     @property
     def padded_vocabulary(self) -> int:
         """Rows of the embedding and head: a multiple of 256 whatever the mesh, so that checkpoints reshard."""
         return -(-self.vocabulary // 256) * 256
 
-    def with_sites(self, field: str, sites: Iterable[tuple[int | None, str]]) -> "ModelSpec":
-        """With these, (layer, name inside it), in a field of the layers; those that differ in it are not stacked."""
-        sites = set(sites)
-        layers = tuple(
-            dataclasses.replace(layer, **{field: frozenset(site for at, site in sites if at == number)})
-            for number, layer in enumerate(self.layers)
-        )
-        return dataclasses.replace(self, layers=layers)
+    @property
+    def adapted(self) -> bool:
+        """Whether any parameter has an adapter beside it."""
+        return any(treatment.adapter is not None for layer in self.layers for _, treatment in layer.treatments)
 
 
 @dataclass(frozen=True)

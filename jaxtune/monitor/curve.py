@@ -16,7 +16,7 @@ _INK, _TRAIN, _EVAL, _RATE = "#333333", "#2a6fbb", "#d1495b", "#b0b0b0"
 def draw(metrics_file: pathlib.Path, picture: pathlib.Path, title: str) -> None:
     """Write a PNG of training loss (each step, and smoothed), evaluation loss and learning rate over the steps.
 
-    Values that are not finite are left out, and a run without a row gives empty axes. Raises UserError for a damaged
+    Non-finite values are left out, and a run without rows gives empty axes. Raises UserError for a damaged
     metrics.jsonl.
     """
     rows = metrics.read(metrics_file)

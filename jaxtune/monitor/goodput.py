@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 
 
 class Goodput:
-    """Wall-clock time by category, from the moment this is made; what is not measured is `other`.
+    """Wall-clock time by category since this object was made; time outside of all measurements is `other`.
 
-    A measurement inside another one counts for the inner category alone, so the parts always sum to the whole.
+    A measurement inside another one counts for the inner category alone, so that the parts always sum to the whole.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -34,7 +34,7 @@ class Goodput:
         return dict(self._seconds)
 
     def report(self) -> str:
-        """One line: the wall-clock time and each part of it that is not nothing, the largest first."""
+        """One line: the wall-clock time and each non-zero part of it, the largest first."""
         seconds = self.seconds()
         wall = sum(seconds.values())
         parts = sorted(((spent, name) for name, spent in seconds.items() if spent > 0), reverse=True)

@@ -1,9 +1,9 @@
-"""Whether a run learns at all: what a user would want to be told hours before its end."""
+"""Whether a run learns at all: notices that a user wants early, not when the run has ended."""
 
 from collections.abc import Iterator, Mapping
 
 IN_A_ROW = 5  # steps
-HIGH_RATE = 0.1  # of an optimizer whose updates are as large as the rate, whatever the gradients are
+HIGH_RATE = 0.1  # for the optimizers in NORMALISED, whose updates are as large as the rate, whatever the gradients
 NORMALISED = ("adamw", "adamw_8bit", "lion", "schedule_free", "adafactor")
 _CAUSES = "the model is saturated (is optim.learning_rate too high?), or no token is a target"
 
@@ -17,7 +17,7 @@ class Health:
         self._loss: float | None = None
 
     def notice(self, values: Mapping[str, float]) -> Iterator[str]:
-        """What there is to say of a step, of which `values` has loss, grad_norm and learning_rate."""
+        """The notices after a step; `values` has its loss, grad_norm and learning_rate."""
         loss, rate = values["loss"], values["learning_rate"]
         self._no_gradient = self._no_gradient + 1 if values["grad_norm"] == 0 else 0
         self._same_loss = self._same_loss + 1 if loss == self._loss and rate > 0 else 0
@@ -28,4 +28,4 @@ class Health:
             yield f"the loss is {loss:g} to the last digit in {IN_A_ROW + 1} steps in a row: {_CAUSES}"
         if self._rate_counts and rate > HIGH_RATE:
             self._rate_counts = False
-            yield f"a learning rate of {rate:g} moves every weight by about as much; usual are 1e-6 to 1e-2"
+            yield f"a learning rate of {rate:g} moves every weight by about as much in each step; 1e-6 to 1e-2 is usual"

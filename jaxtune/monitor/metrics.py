@@ -1,4 +1,4 @@
-"""Where the numbers of a run are written: metrics.jsonl, TensorBoard, Weights & Biases."""
+"""Metrics of a run, written to metrics.jsonl, TensorBoard and Weights & Biases."""
 
 import contextlib
 import importlib
@@ -17,15 +17,15 @@ from jaxtune.errors import UserError
 
 
 class MetricsLog:
-    """Appends the numbers of each step to what the config selects; does nothing in a process that is not the main one.
+    """Appends the metrics of each step to the outputs that the config selects; only the main process writes.
 
-    `metrics.jsonl` holds one JSON object a line with the key `step` and whatever else was given: a training step, or an
-    evaluation after a step, told apart by its keys (`loss`, `eval_loss`). Floats are written by `repr`, so that equal
-    lines mean equal bits; what is not finite as `NaN`, `Infinity`, `-Infinity`, as Python's and most other readers
-    understand them.
+    `metrics.jsonl` holds one JSON object per line, with `step` and the metrics given: those of a training step, or of
+    an evaluation after a step, told apart by their keys (`loss`, `eval_loss`). Floats are written by `repr`, so that
+    equal lines mean equal bits; non-finite ones as `NaN`, `Infinity`, `-Infinity`, which Python's and most other
+    readers understand.
 
-    At the start the rows that lie after `resume_step` are cut, and all of them when it is 0: the file of a resumed run
-    becomes that of an uninterrupted one. So an evaluation row must be written before its step is saved.
+    At the start, rows after `resume_step` are removed (all rows if it is 0), so that the file of a resumed run becomes
+    that of an uninterrupted one. So an evaluation row must be written before its step is saved.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class MetricsLog:
             self._file = path.open("a", encoding="utf-8")
         if log.tensorboard:
             module = _load("tensorboardX", "log.tensorboard", "pip install 'jaxtune[tensorboard]'")
-            # purge_step hides what an earlier process wrote from that step on.
+            # purge_step hides the events from that step on that an earlier process wrote.
             first = resume_step + 1 if resume_step else 0
             self._tensorboard = module.SummaryWriter(
                 str(folder / "tensorboard"), purge_step=first, filename_suffix=f".from-{first}"
@@ -65,7 +65,7 @@ class MetricsLog:
     def close(self) -> None:
         """Write out and close everything."""
         if self._file is not None:
-            with contextlib.suppress(OSError):  # a full disk, which `write` has raised
+            with contextlib.suppress(OSError):  # the disk is full, for which `write` has already raised
                 self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
@@ -94,7 +94,7 @@ def read(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def cut(path: pathlib.Path, resume_step: int) -> None:
-    """Remove, at one stroke, the rows after `resume_step` (all of them when it is 0) and a half-written last line."""
+    """Remove the rows after `resume_step` (all rows if it is 0) and a half-written last line, in one rename."""
     if not path.exists():
         return
     rows = [row for row in read(path) if resume_step and row["step"] <= resume_step]
@@ -107,7 +107,7 @@ def cut(path: pathlib.Path, resume_step: int) -> None:
 
 
 def _start_wandb(folder: pathlib.Path, options: Wandb, run_name: str, config: Mapping[str, Any]) -> Any:
-    """A wandb run that goes on under the same id whenever this run folder does."""
+    """A wandb run whose id is kept in the run folder, so that a resumed run continues it."""
     wandb = _load("wandb", "log.wandb.enabled", "pip install wandb")
     id_file = folder / "wandb_id.txt"
     if not id_file.exists():
@@ -121,7 +121,7 @@ def _start_wandb(folder: pathlib.Path, options: Wandb, run_name: str, config: Ma
         dir=str(folder),
         config=dict(config),
     )
-    # Steps are a metric like others: wandb's own counter refuses the steps that a resumed run goes through again.
+    # Log the step as a metric: wandb's own step counter refuses the steps that a resumed run repeats.
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
     return run

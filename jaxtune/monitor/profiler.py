@@ -11,8 +11,8 @@ from jaxtune.config.schema import Prof
 class Profiler:
     """Traces steps `prof.start_step` .. `prof.start_step + prof.steps - 1` into `<folder>/profile`.
 
-    The steps are counted from the start of this process, so that a resumed run can be traced as well and compilation is
-    left out. Only the main process writes a trace: of its own devices.
+    Steps are counted from the start of this process, so that a resumed run can be traced too and compilation is left
+    out. Only the main process writes a trace, of its own devices.
     """
 
     def __init__(self, folder: pathlib.Path, prof: Prof, is_main: bool) -> None:
@@ -30,7 +30,7 @@ class Profiler:
             self._tracing = True
 
     def after_step(self, results: Any) -> None:
-        """Call right after a step is dispatched; the last traced one is waited for through any of its `results`."""
+        """Call right after a step is dispatched; after the last traced step, waits for its `results`."""
         if self._tracing and self._count == self._last:
             jax.block_until_ready(results)
             self.close()

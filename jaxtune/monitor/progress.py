@@ -11,34 +11,34 @@ import rich.console
 import rich.progress
 import rich.text
 
-MEAN_STEPS = 20  # that the mean loss is of
+MEAN_STEPS = 20  # the mean loss is over this many steps
 
 
 class Progress:
-    """Shows step, loss, its mean over the last steps, learning rate, gradient norm, epoch, tokens/s, and the time that
-    is left; MFU and the device's peak memory where they are known.
+    """Shows step, loss, its mean over the last steps, learning rate, gradient norm, epoch, tokens/s and the time left;
+    MFU and the device's peak memory if they are known.
 
-    `start` steps of `total` are done already. On a terminal this is a bar; otherwise a line each `every` steps, and for
-    the last one. A step whose loss is not finite always gets a line of its own. Only the main process shows anything.
+    `start` steps of `total` are already done. On a terminal this is a bar; otherwise a line every `every` steps and for
+    the last step. A step whose loss is not finite always gets its own line. Only the main process shows anything.
     """
 
     def __init__(self, total: int, start: int, every: int, is_main: bool = True) -> None:
         self._total, self._every = total, every
         self._is_main = is_main
-        self._first: tuple[int, float] | None = None  # a step and when it ended; the first one may load programs
+        self._first: tuple[int, float] | None = None  # a step and when it ended; the first may load programs
         self._losses: deque[float] = deque(maxlen=MEAN_STEPS)
         self._console = rich.console.Console(highlight=False, emoji=False, soft_wrap=True)
         self._bar = None
         if is_main and self._console.is_terminal:
             numbers = rich.progress.TextColumn("{task.completed}/{task.total}  {task.fields[numbers]}")
-            # On a narrow terminal the numbers matter more.
+            # A narrow terminal has no room for the bar beside the numbers.
             bar = [rich.progress.BarColumn(bar_width=20)] if self._console.width >= 120 else []
             self._bar = rich.progress.Progress(*bar, numbers, console=self._console)
             self._task = self._bar.add_task("", total=total, completed=start, numbers="first step")
             self._bar.start()
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a finished step; `metrics` are those of its row in metrics.jsonl, of which any may be missing."""
+        """Show a finished step; `metrics` are its row in metrics.jsonl, in which any of them may be missing."""
         if not self._is_main:
             return
         left = self._seconds_left(step)
@@ -54,7 +54,7 @@ class Progress:
             self._console.print(rich.text.Text(f"step {step}/{self._total}  ") + numbers)
 
     def message(self, text: str) -> None:
-        """Print a line; above the bar, where there is one."""
+        """Print a line; above the bar if there is one."""
         if self._is_main:
             self._console.print(text, markup=False)
 
@@ -73,7 +73,7 @@ class Progress:
 
 
 def _numbers(metrics: Mapping[str, float]) -> rich.text.Text:
-    """The metrics that are there, in a fixed order; what is not finite in red."""
+    """The metrics that are present, in a fixed order; non-finite values in red."""
     formats = (
         ("loss", "loss", lambda value: f"{value:.4f}"),
         ("mean_loss", "mean", lambda value: f"{value:.3f}"),

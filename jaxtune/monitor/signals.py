@@ -17,24 +17,24 @@ _CLOSE = 0  # no signal has this number
 
 
 class StopRequest:
-    """A wish to stop, noted while the context lasts: `with StopRequest() as stop:`.
+    """Records requests to stop while the context lasts: `with StopRequest() as stop:`.
 
-    The first SIGTERM or Ctrl-C prints a line and sets the wish; a Ctrl-C after that ends the process at once, with exit
-    code 130. Enter it in the main thread and after `multihost.initialize`.
+    The first SIGTERM or Ctrl-C prints a line and records the request; a Ctrl-C after that ends the process at once,
+    with exit code 130. Enter it in the main thread and after `multihost.initialize`.
     """
 
     def __init__(self) -> None:
         self._wished = threading.Event()
-        self._agreement: jax.Array | None = None  # of the step before
+        self._agreement: jax.Array | None = None  # from the previous step
 
     def requested(self) -> bool:
-        """Whether this process was asked to stop. Others may not know of it: to act on it, use `agree`."""
+        """Whether this process was asked to stop. The other processes may not have been: to act on it, use `agree`."""
         return self._wished.is_set()
 
     def agree(self) -> bool:
-        """Whether any process was asked to stop: the same answer in all of them; every process calls it once a step.
+        """Whether any process was asked to stop; all processes get the same answer, and must call this once per step.
 
-        With several processes the answer is that of the call before, so that no step waits for its own.
+        With several processes the answer is that of the previous call, so that no step waits for communication.
         """
         if jax.process_count() == 1:
             return self.requested()
@@ -42,8 +42,8 @@ class StopRequest:
         return before is not None and bool(before)
 
     def __enter__(self) -> Self:
-        # Python runs handlers only between two bytecodes of the main thread, and XLA may compile for minutes before the
-        # next one. The signal's number is in the socket at once, and a thread of its own answers it.
+        # Python runs signal handlers only between two bytecodes of the main thread, and XLA may compile for minutes
+        # before the next one. The wake-up socket gets the signal's number at once, and a separate thread answers it.
         self._receiver, self._sender = socket.socketpair()
         self._sender.setblocking(False)
         self._thread = threading.Thread(target=self._answer, name="signals", daemon=True)
@@ -54,7 +54,7 @@ class StopRequest:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
-            # None: it was not installed from Python, and cannot be from here.
+            # None: the previous handler was not installed from Python, so that it cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         signal.set_wakeup_fd(self._previous_wakeup)
         self._sender.send(bytes([_CLOSE]))
@@ -77,13 +77,13 @@ class StopRequest:
 
 
 def _say(line: str) -> None:
-    """A line of its own on stderr, clear of the terminal's ^C."""
+    """Print a line to stderr, below the ^C that the terminal shows."""
     sys.stderr.write(f"\njaxtune: {line}\n")
     sys.stderr.flush()
 
 
 def _any_process(flag: bool) -> jax.Array:
-    """Whether the flag is set in any process: a bool on every device, computed behind what is already queued there."""
+    """Whether the flag is set in any process: a bool on every device, computed after the work already queued there."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("device",))
     sharding = jax.sharding.NamedSharding(mesh, jax.P("device"))
     flags = jax.make_array_from_callback((mesh.size,), sharding, lambda _: np.array([flag]))
@@ -91,5 +91,5 @@ def _any_process(flag: bool) -> jax.Array:
         return _any(flags)
 
 
-# At the top level, so that it is compiled once.
+# At module level, so that it is compiled only once.
 _any = jax.jit(jnp.any, out_shardings=jax.P())

@@ -1,4 +1,4 @@
-"""Floating-point operations of a training step, and the part of the hardware's peak that they reach (MFU)."""
+"""Floating-point operations of a training step, and the fraction of the hardware's peak that they reach (MFU)."""
 
 import re
 from dataclasses import dataclass
@@ -6,26 +6,28 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Work:
-    """What a token costs in training. Parameters are those of matrix products: the head, not a lookup table."""
+    """Sizes that decide what a token costs. Only parameters of matrix products count: the head, not a lookup table."""
 
     trained: int  # parameters with a gradient, adapters included
     frozen: int  # parameters that only pass gradients on
     layers: int
     attention_width: int  # heads x head dimension of a layer's queries
     seq_len: int  # tokens in a row
-    window: int | None = None  # keys that a token sees at most
+    window: int | None = None  # the most keys that a token attends to
 
 
 def flops_per_token(work: Work) -> float:
     """Floating-point operations that training needs per token, forward and backward; recomputation is not counted.
 
     A parameter costs 2 forward, 2 for the gradient of its input and, if trained, 2 for its own: 6N in all, or 4N
-    (Kaplan et al. 2020, section 2.1; the PaLM paper, appendix B, defines MFU so). Causal attention costs forward 4 per
-    visible key and unit of width (scores and their sum over values), on average over a row of s with window w
+    (Kaplan et al. 2020, section 2.1; the PaLM paper, appendix B, defines MFU so). The forward pass of causal attention
+    costs 4 per visible key and unit of width (scores and weighted values): per token, averaged over a row of length s
+    with window w,
 
         4 * width * w * (1 - w / (2 s)),    2 * s * width without a window,
 
-    and twice that backward. Rows are taken as one document: in packed rows less is seen, and MFU reads slightly high.
+    and twice that in the backward pass. A row is counted as one document; in packed rows fewer keys are visible, so
+    that the MFU shown is slightly too high.
     """
     window = min(work.window or work.seq_len, work.seq_len)
     visible_keys = window * (1 - window / (2 * work.seq_len))
@@ -34,9 +36,9 @@ def flops_per_token(work: Work) -> float:
 
 
 # Dense bf16 tensor-core peak in TFLOP/s with fp32 accumulation, from NVIDIA's data sheets (half of the figures "with
-# sparsity") and, for GeForce, its architecture papers. The first pattern found in the device's name counts.
+# sparsity") and, for GeForce, its architecture papers. The first pattern that matches the device's name counts.
 _PEAK_TFLOPS = (
-    (r"\bMIG\b|\bLaptop\b|\b4090 D\b|\b5090 D\b", None),  # a slice of a card, or a slower one of the same name
+    (r"\bMIG\b|\bLaptop\b|\b4090 D\b|\b5090 D\b", None),  # part of a GPU, or a slower GPU of similar name
     (r"\bGB[23]00\b", 2500.0),
     (r"\bB[23]00\b", 2250.0),
     (r"\bH[12]00 NVL\b", 835.5),
@@ -66,6 +68,6 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 def mfu(work: Work, tokens_per_second: float, device_kind: str, devices: int) -> float | None:
-    """Model FLOPs utilisation, 0 .. 1, of all `devices` together; None where the device's peak is not known."""
+    """Model FLOPs utilisation, 0 .. 1, of all `devices` together; None if the device's peak is unknown."""
     peak = peak_flops(device_kind)
     return None if peak is None else flops_per_token(work) * tokens_per_second / (peak * devices)

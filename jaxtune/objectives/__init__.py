@@ -1,1 +1,1 @@
-"""Losses: pure functions (decoder, batch, options) -> (sum of weighted token losses, number of target tokens)."""
+"""Objectives: pure functions (scores, micro-batch) -> sums of loss, weight and metrics."""

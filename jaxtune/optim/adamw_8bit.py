@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, UInt8
 
 from jaxtune.optim import rules
 from jaxtune.optim.rules import At, Rule, RuleState
+from jaxtune.parallel.layout import RULES
 from jaxtune.parallel.mesh import misfit
 from jaxtune.quant.array import block_absmax, divisors, in_blocks
 from jaxtune.quant.dynamic_map import decode, encode
@@ -18,10 +19,10 @@ if TYPE_CHECKING:
     from jaxtune.models.parameters import Parameter
 
 BLOCK = 256  # elements that share a scale, at most
-LEAST = 16  # elements of a row that are worth a scale
-DEVICES = 8  # that can share the columns of a matrix, if they divide them
-LEAST_ELEMENTS = 4096  # of a parameter whose moments are in 8 bits
-SIGNED = {"mu": True, "nu": False}  # which dynamic map: of the mean of gradients, and of their squares
+LEAST = 16  # fewest elements of a row with a scale of their own
+DEVICES = 8  # that can shard a row without splitting a block, if they divide it
+LEAST_ELEMENTS = 4096  # of a parameter whose moments are in 8 bits; a smaller one keeps float32
+SIGNED = {"mu": True, "nu": False}  # the dynamic map: of the mean of gradients, and of the mean of their squares
 
 Block = tuple[int, int]  # rows, columns
 
@@ -37,10 +38,10 @@ def block_of(shape: tuple[int, ...]) -> Block | None:
     """Rows and columns of the blocks of a matrix (o, i) or a vector (n,): a function of the shape alone.
 
     A block lies in a row, as bitsandbytes' do where i is a multiple of 256: rows may differ in size by orders of
-    magnitude. It has the most elements up to 256 with which 8 devices can share the row; where rows are shorter than
-    16, it is several of them. None where the moments stay float32: of a small parameter, and of rows without such a
-    divisor.
+    magnitude. It has as many elements, up to 256, as still let 8 devices shard the row; where rows are shorter than 16,
+    a block is several rows. None where the moments stay float32: a small parameter, or rows that no such block divides.
     """
+    # (4096, 4096): (1, 256). (4096, 11008): (1, 172), as 11008 / 8 = 8 * 172. (4096, 8): (32, 8).
     width, height = shape[-1], math.prod(shape[:-1])
     columns = _part(width, BLOCK) if width >= LEAST * DEVICES else width
     if height * width < LEAST_ELEMENTS or columns < min(width, LEAST):
@@ -57,12 +58,13 @@ def _part(size: int, most: int) -> int:
 def adamw_8bit(beta1: float, beta2: float, epsilon: float) -> Rule:
     """AdamW for a matrix (o, i) or a vector (n,), with moments in 8 bits or, where `block_of` is None, in float32.
 
-    As in bitsandbytes the parameter moves by the new moments before they are rounded. A code is that of the nearest
-    value of the map, but a mean of squares that is not 0 never becomes 0: its element would move by mean / epsilon at
-    the next gradient of 0, a thousand steps at once, as embeddings of tokens that a batch lacks do in bitsandbytes.
-    (bitsandbytes' CUDA kernel differs in the code of a mean of gradients whose sign rounding would change.)
+    As in bitsandbytes the parameter is updated by the new moments before these are rounded to the nearest value of
+    their map. Unlike there, a mean of squares that is not 0 is never rounded to 0: at the next gradient of 0 its
+    element would move by (mean of gradients) / epsilon, as far as in a thousand steps. In bitsandbytes the embeddings
+    of tokens that a batch lacks move so. (Its CUDA kernel also differs where rounding would change the sign of a mean
+    of gradients.)
 
-    The mesh must not divide a block (see `undivided_moments`); then nothing crosses devices.
+    The mesh must not split a block (see `undivided_moments`); then an update needs no communication.
     """
     adamw = rules.adamw(beta1, beta2, epsilon)
 
@@ -70,6 +72,7 @@ def adamw_8bit(beta1: float, beta2: float, epsilon: float) -> Rule:
         if (block := block_of(parameter.shape)) is None:
             return adamw.init(parameter)
 
+        # In a shard_map, here and below: each device quantizes its own blocks, whatever sharding XLA would infer.
         def init_shard(parameter):
             return {name: _zeros(name, parameter.shape, block) for name in SIGNED}
 
@@ -91,42 +94,38 @@ def adamw_8bit(beta1: float, beta2: float, epsilon: float) -> Rule:
 
 
 def float32_moments(parameters: Mapping[str, "Parameter"]) -> list[str]:
-    """The names, with shapes, of trained parameters of 4096 elements or more whose rows no block divides."""
-    shapes = {name: _of_layer(parameter.shape, parameter) for name, parameter in sorted(parameters.items())}
+    """Names and shapes of trained parameters of 4096 elements or more that stay float32: no block divides a row."""
+    shapes = {name: parameter.matrix for name, parameter in sorted(parameters.items())}
     large = {name: shape for name, shape in shapes.items() if math.prod(shape) >= LEAST_ELEMENTS}
     return [f"{name} {list(shape)}" for name, shape in large.items() if block_of(shape) is None]
 
 
 def undivided_moments(parameters: Mapping[str, "Parameter"], mesh: jax.sharding.Mesh) -> list[str]:
-    """Complaints about blocks of trained parameters that the mesh does not divide: a block is never split."""
+    """Complaints about trained parameters of which the mesh would split a block."""
     complaints = set()
     for parameter in parameters.values():
-        shape, axes = _of_layer(parameter.shape, parameter), _of_layer(parameter.axes, parameter)
+        shape, axes = parameter.matrix, parameter.matrix_axes
         for axis_name, size, elements in zip(axes, shape, (block_of(shape) or ())[-len(shape) :]):
             what = f"{axis_name}={size} in blocks of {elements}, which optim.name='adamw_8bit' has"
-            if found := misfit(mesh, axis_name, size // elements, what):
+            if found := misfit(mesh, axis_name, size // elements, what, RULES.value.optimizer):
                 complaints.add(f"{found} (mesh.data takes the rest)")
     return sorted(complaints)
 
 
-def _of_layer(of_stack: tuple, parameter: "Parameter") -> tuple:
-    return of_stack[1:] if parameter.layers else of_stack
-
-
-# All but the largest magnitudes is computed on matrices, not on blocks: the driver's rounding of the parameter is then
-# part of the same loop on a GPU, and no float32 array is ever stored.
+# All but amax is computed in the shape of the parameter, not in blocks: on a GPU XLA then fuses it with the rounding of
+# the parameter (`build`) into one loop, and stores no float32 moment.
 
 
 def _quantize(name: str, moment: Float[Array, "*shape"], block: Block) -> Moment:
     absmax = block_absmax(in_blocks(moment.reshape(-1, moment.shape[-1]), block))
     codes = encode(moment / _spread(divisors(absmax), block, moment.shape), SIGNED[name])
-    if not SIGNED[name]:  # by its sign: XLA would store the zeros that the moment is compared with
+    if not SIGNED[name]:  # code 1 at least where it is not 0; by its sign, as XLA would store the zeros to compare with
         codes = jnp.maximum(codes, jnp.sign(moment).astype(codes.dtype))
     return Moment(codes, absmax if moment.ndim == 2 else absmax[0])
 
 
 def _zeros(name: str, shape: tuple[int, ...], block: Block) -> Moment:
-    """What `_quantize` makes of zeros; by it, XLA would compute their largest magnitudes for seconds, to compile."""
+    """`_quantize` of zeros, written out: XLA would spend seconds of compilation on folding the amax of a constant."""
     rows, columns = block
     blocks = (*(size // rows for size in shape[:-1]), shape[-1] // columns)
     return Moment(jnp.broadcast_to(encode(jnp.float32(0), SIGNED[name]), shape), jnp.zeros(blocks))
@@ -137,7 +136,7 @@ def _dequantize(name: str, moment: Moment, block: Block) -> Float[Array, "*shape
 
 
 def _spread(absmax: Float[Array, "*blocks"], block: Block, shape: tuple[int, ...]) -> Float[Array, "*shape"]:
-    """The value of each element's block."""
+    """The value of each block, repeated for its elements."""
     rows, columns = block
     by_block = absmax.reshape(-1, 1, absmax.shape[-1], 1)
     return jnp.broadcast_to(by_block, (len(by_block), rows, by_block.shape[2], columns)).reshape(shape)

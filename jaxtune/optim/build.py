@@ -15,6 +15,7 @@ from jaxtune.optim import multipliers, rules
 from jaxtune.optim.adamw_8bit import adamw_8bit
 from jaxtune.optim.muon import muon, normuon
 from jaxtune.optim.rules import At, Rule, RuleState
+from jaxtune.parallel.layout import moved
 
 Parameters = Mapping[str, Array]
 
@@ -22,7 +23,7 @@ Parameters = Mapping[str, Array]
 class OptimizerState(NamedTuple):
     """What an optimizer remembers."""
 
-    count: Int[Array, ""]  # updates, without those that were not finite
+    count: Int[Array, ""]  # of updates; steps that were not finite do not count
     rules: dict[str, RuleState]
 
 
@@ -30,9 +31,9 @@ class Step(NamedTuple):
     """What all parameters share in an update."""
 
     rate: Float[Array, ""]  # learning rate
-    factor: Float[Array, ""]  # of the gradients: they are used once, and no scaled copy of all of them is made
-    finite: Bool[Array, ""]  # else nothing changes
-    key: Array  # of stochastic rounding
+    factor: Float[Array, ""]  # multiplies each gradient where it is used: no scaled copy of all of them is made
+    finite: Bool[Array, ""]  # False: nothing changes
+    key: Array  # for stochastic rounding
 
 
 class Optimizer(NamedTuple):
@@ -48,30 +49,49 @@ class Optimizer(NamedTuple):
 class Trained(NamedTuple):
     """What the optimizer must know of a parameter besides its values."""
 
-    names: tuple[str, ...]  # Hugging Face's, one a stacked layer
-    stacked: bool  # layers along a leading axis
+    names: tuple[str, ...]  # Hugging Face names, one for each element of the leading axes
+    lead: tuple[int, ...] = ()  # sizes of its leading axes: (layers,), or (layers, experts)
+    is_matrix: bool = False  # a matrix inside the layers: those Muon and NorMuon orthogonalise
+    place: jax.P | None = None  # PartitionSpec of its state and its update; None: the parameter's own
+
+    def joined(self, leaf: Array) -> Array:
+        """Leading axes (layers, experts) merged into one, as rules know only one."""
+        if len(self.lead) < 2:
+            return leaf
+        spec = jax.typeof(leaf).sharding.spec
+        return jnp.reshape(leaf, (-1, *leaf.shape[2:]), out_sharding=jax.P(None, *spec[2:]))
+
+    def parted(self, leaf: Array) -> Array:
+        """`joined` undone."""
+        if len(self.lead) < 2:
+            return leaf
+        spec = jax.typeof(leaf).sharding.spec
+        return jnp.reshape(leaf, (*self.lead, *leaf.shape[1:]), out_sharding=jax.P(None, None, *spec[1:]))
 
 
 def build(optim: Optim, trained: Mapping[str, Trained], layers: int, dtype: DTypeLike = jnp.bfloat16) -> Optimizer:
-    """The optimizer that the options name, of a model with so many layers; `dtype` of Muon's matrix products.
+    """The optimizer that the options name, for a model with so many layers; `dtype`: of Muon's matrix products.
 
     Raises UserError for a pattern that matches no trained parameter.
     """
     names = {name: parameter.names for name, parameter in trained.items()}
     rates, decays = multipliers.rates(optim, names, layers), multipliers.decays(optim, names)
 
-    def rule_of(name: str, parameter: Array) -> Rule:
-        return _rule(optim, _is_linear(trained[name], parameter), dtype)
+    of = {name: _rule(optim, parameter.is_matrix, dtype) for name, parameter in trained.items()}
+
+    def stored_at(name: str, parameter: Array) -> jax.P | None:
+        return None if trained[name].place is None else jax.typeof(parameter).sharding.spec
 
     def init(parameters: Parameters) -> OptimizerState:
         def one(name: str, parameter: Array) -> RuleState:
-            rule = rule_of(name, parameter)
-            if rule.by_layer and trained[name].stacked:
+            rule, parameter = of[name], trained[name].joined(moved(parameter, trained[name].place))
+            if rule.by_layer and trained[name].lead:
+                # Their first state depends on no value: that of one layer of zeros serves all.
                 of_layer = rule.init(_zeros_of_a_layer(parameter))
                 state = jax.tree.map(lambda leaf: _repeated(leaf, len(parameter)), of_layer)
             else:
                 state = rule.init(parameter.astype(jnp.float32))
-            return jax.tree.map(lambda leaf: _as_stored(leaf, parameter), state)
+            return jax.tree.map(lambda leaf: trained[name].parted(_as_stored(leaf, parameter)), state)
 
         return OptimizerState(jnp.zeros((), jnp.int32), {name: one(name, p) for name, p in parameters.items()})
 
@@ -82,21 +102,28 @@ def build(optim: Optim, trained: Mapping[str, Trained], layers: int, dtype: DTyp
     def update(gradients: Parameters, state: OptimizerState, parameters: Parameters, step: Step):
         after = {}
         for name, parameter in parameters.items():
-            rule = rule_of(name, parameter)
-            run = _layer_after_layer if rule.by_layer and trained[name].stacked else _updated
+            rule, own = of[name], trained[name]
+            run = _layer_after_layer if rule.by_layer and own.lead else _updated
             rate = step.rate
-            if optim.name == "muon" and optim.muon.learning_rate and _is_linear(trained[name], parameter):
+            if optim.name == "muon" and optim.muon.learning_rate and own.is_matrix:
                 rate *= optim.muon.learning_rate / optim.learning_rate
             at = At(state.count, rate, rates[name], decays[name])
             own_step = step._replace(key=named_key(step.key, name))
-            after[name] = run(rule, (parameter, state.rules[name]), gradients[name], at, own_step)
+            # With a layout of its own (ZeRO) the state stays where it is: parameter and gradient come to it, and the
+            # new parameter goes back.
+            moments, (here, gradient) = state.rules[name], (moved(x, own.place) for x in (parameter, gradients[name]))
+            before, gradient = jax.tree.map(own.joined, ((here, moments), gradient))
+            new, rule_state = jax.tree.map(own.parted, run(rule, before, gradient, at, own_step))
+            after[name] = moved(new, stored_at(name, parameter)), rule_state
         count = state.count + step.finite
         states = {name: rule_state for name, (_, rule_state) in after.items()}
         return {name: parameter for name, (parameter, _) in after.items()}, OptimizerState(count, states)
 
     def point(parameters: Parameters, state: OptimizerState) -> dict[str, Array]:
         def one(name: str, parameter: Array) -> Array:
-            return rule_of(name, parameter).point(parameter, state.rules[name]).astype(parameter.dtype)
+            here = moved(parameter, trained[name].place)
+            found = of[name].point(here, state.rules[name])
+            return parameter if found is here else moved(found.astype(parameter.dtype), stored_at(name, parameter))
 
         return {name: one(name, parameter) for name, parameter in parameters.items()}
 
@@ -119,7 +146,7 @@ Updated = tuple[Array, RuleState]
 
 
 def _updated(rule: Rule, before: Updated, gradient: Array, at: At, step: Step) -> Updated:
-    """The next ones, in the dtypes of those before; the same ones where the step was not finite."""
+    """The next parameter and state, in the dtypes of those before; unchanged where the step was not finite."""
     at = At(at.count, at.rate, *(_along_layers(value, before[0].ndim) for value in (at.multiplier, at.decay)))
     parameter, state = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, before)
     after = rule.update(gradient.astype(jnp.float32) * step.factor, state, parameter, at)
@@ -136,22 +163,23 @@ def _updated(rule: Rule, before: Updated, gradient: Array, at: At, step: Step) -
 def round_stochastically(x: Float32[Array, "*shape"], key: Array) -> BFloat16[Array, "*shape"]:
     """One of the two bfloat16 around each value, the nearer one more likely: right on average (arXiv:2010.06192).
 
-    Bits come from the key and an element's place, whatever the sharding. Infinite and NaN stay what they are.
+    Random bits depend on the key and an element's index, whatever the sharding. Infinity and NaN stay what they are.
     """
     noise = jax.random.bits(key, x.shape, jnp.uint16, out_sharding=jax.typeof(x).sharding.spec)
-    # The 16 bits that bfloat16 lacks, plus as many random ones, carry into those it has.
+    # bfloat16 is the high half of a float32. The low half plus 16 random bits carries into it with a probability of
+    # (low half) / 2^16: how far the value is on its way to the next bfloat16.
     carried = (jax.lax.bitcast_convert_type(x, jnp.uint32) + noise) >> 16
     rounded = jax.lax.bitcast_convert_type(carried.astype(jnp.uint16), jnp.bfloat16)
     return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
 
 
 def _along_layers(value: float | np.ndarray, dimensions: int) -> Any:
-    """A number, or one for each layer, to be combined with a stacked parameter."""
+    """A number, or one for each layer in a shape that broadcasts over a stacked parameter."""
     return value.reshape(-1, *(1,) * (dimensions - 1)) if isinstance(value, np.ndarray) else value
 
 
 def _layer_after_layer(rule: Rule, before: Updated, gradient: Array, at: At, step: Step) -> Updated:
-    """The next ones of a stack, changed in place: only one layer is ever computed with."""
+    """`_updated` of a stack in place, one layer after another: float32 temporaries are of one layer."""
 
     def of_layer(value: Any, layer: Array) -> Any:
         return jnp.asarray(value)[layer] if isinstance(value, np.ndarray) else value
@@ -166,12 +194,7 @@ def _layer_after_layer(rule: Rule, before: Updated, gradient: Array, at: At, ste
     return jax.lax.fori_loop(0, len(gradient), body, before)
 
 
-def _is_linear(trained: Trained, parameter: Array) -> bool:
-    """Whether this is a matrix of the layers, which Muon and NorMuon orthogonalise."""
-    return trained.stacked and parameter.ndim == 3
-
-
-def _rule(optim: Optim, is_linear: bool, dtype: DTypeLike) -> Rule:
+def _rule(optim: Optim, is_matrix: bool, dtype: DTypeLike) -> Rule:
     adamw = rules.adamw(optim.beta1, optim.beta2, optim.epsilon)
     match optim.name:
         case "adamw":
@@ -189,11 +212,11 @@ def _rule(optim: Optim, is_linear: bool, dtype: DTypeLike) -> Rule:
         case "muon":
             options = optim.muon
             rule = muon(options.momentum, options.nesterov, options.ns_steps, options.adjust_lr, dtype)
-            return rule if is_linear else adamw
+            return rule if is_matrix else adamw
         case "normuon":
             options = optim.normuon
             rule = normuon(options.momentum, options.beta2, options.ns_steps, options.cautious_wd, dtype)
-            return rule if is_linear else adamw
+            return rule if is_matrix else adamw
     raise AssertionError(f"schema allows an optimizer that is not here: {optim.name}")
 
 

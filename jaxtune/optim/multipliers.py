@@ -43,8 +43,8 @@ def rates(optim: Optim, hf_names: Mapping[str, tuple[str, ...]], layers: int) ->
 def decays(optim: Optim, hf_names: Mapping[str, tuple[str, ...]]) -> dict[str, Factor]:
     """Weight decay of every trained parameter: optim.weight_decay times optim.decay_multipliers, 0 by optim.no_decay.
 
-    Arguments as those of `rates`. Raises UserError for a regex that matches nothing, or a multiplier of what has no
-    decay.
+    Arguments as those of `rates`. Raises UserError for a regex that matches nothing, or a multiplier that matches only
+    parameters without decay.
     """
     names = _all(hf_names)
     if optim.no_decay is None:
@@ -54,7 +54,7 @@ def decays(optim: Optim, hf_names: Mapping[str, tuple[str, ...]]) -> dict[str, F
         if without >= set(names):
             raise UserError(
                 f"optim.no_decay={optim.no_decay!r} matches every trained parameter, so that none has "
-                f"optim.weight_decay={optim.weight_decay}; set optim.weight_decay=0, or a pattern of some"
+                f"optim.weight_decay={optim.weight_decay}; set optim.weight_decay=0, or a pattern that matches some"
             )
     factors = _factors(optim.decay_multipliers, names, "optim.decay_multipliers", without)
     factors |= dict.fromkeys(without, 0.0)
@@ -68,7 +68,7 @@ def _all(hf_names: Mapping[str, tuple[str, ...]]) -> list[str]:
 def _factors(
     entries: tuple[str, ...], names: list[str], option: str, without: frozenset[str] = frozenset()
 ) -> dict[str, float]:
-    """Factor of each name that an entry, 'REGEX=FACTOR', matches; of several the last."""
+    """Factor of each name that an entry, 'REGEX=FACTOR', matches; the last of several wins."""
     factors = {}
     for entry in entries:
         pattern, _, factor = entry.rpartition("=")
@@ -80,7 +80,7 @@ def _factors(
 
 
 def _depth(name: str, layers: int) -> int:
-    """Steps from the head down to a parameter: 0 of the head, 1 of the last layer."""
+    """Distance from the head down to a parameter: 0 for the head, 1 for the last layer."""
     if layer := re.search(r"\blayers\.(\d+)\.", name):
         return layers - int(layer[1])
     return layers + 1 if EMBEDDING in name else 0

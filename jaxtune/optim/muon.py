@@ -1,4 +1,4 @@
-"""Muon and NorMuon: rules for matrices, (o, i) or stacked (layers, o, i), of orthogonalised momentum."""
+"""Muon and NorMuon: rules for matrices, (o, i) or stacked (layers, o, i), that orthogonalise the momentum."""
 
 import math
 from typing import Literal
@@ -21,12 +21,13 @@ def muon(
 ) -> Rule:
     """Muon (Jordan et al. 2024), as torch.optim.Muon.
 
-    The momentum is a mean, momentum * mean + (1 - momentum) * gradient, and Nesterov's step the same once more; what
-    is orthogonalised is that of the plain sum up to a factor. optax.contrib.muon also corrects Nesterov's for the
-    start from zero, which is another mix of gradient and momentum in the first steps.
+    The momentum is a mean, momentum * mean + (1 - momentum) * gradient, and Nesterov's step applies the same formula
+    once more. Momentum as a plain sum differs by a factor, which orthogonalisation removes. optax.contrib.muon also
+    corrects Nesterov's step for the mean's start from zero, which mixes gradient and momentum otherwise in the first
+    steps.
 
-    adjust_lr: factor of the rate of a matrix (rows, columns): sqrt(max(1, rows / columns)), Jordan's, or
-    0.2 * sqrt(max(rows, columns)), which has AdamW's typical root mean square (Liu et al. 2025, arXiv:2502.16982).
+    adjust_lr: factor on the rate of a matrix (rows, columns): sqrt(max(1, rows / columns)), Jordan's, or
+    0.2 * sqrt(max(rows, columns)), with AdamW's typical root mean square (Liu et al. 2025, arXiv:2502.16982).
     dtype: of the factors in `orthogonalize`.
     """
 
@@ -44,9 +45,10 @@ def muon(
 def normuon(momentum: float, beta2: float, ns_steps: int, cautious_wd: bool, dtype: DTypeLike = jnp.bfloat16) -> Rule:
     """NorMuon (Li et al. 2025, arXiv:2510.05491, algorithm 1).
 
-    The orthogonalised mean of gradients, each row (neuron) divided by the root of its second moment, scaled to a root
-    mean square of 0.2. The authors' code differs from the paper: Nesterov's momentum, and the norm of the
-    orthogonalised matrix times Muon's sqrt(max(1, rows / columns)) in place of 0.2.
+    The update is the orthogonalised mean of gradients, each row (neuron) divided by the root of its second moment, all
+    scaled to a root mean square of 0.2. The authors' code differs from the paper, which is followed here: it has
+    Nesterov's momentum, and in place of 0.2 the norm of the orthogonalised matrix times Muon's
+    sqrt(max(1, rows / columns)).
 
     cautious_wd: decay only weights that the update does not move away from zero (Chen et al. 2025, arXiv:2510.12402).
     dtype: of the factors in `orthogonalize`.

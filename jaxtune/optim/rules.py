@@ -1,7 +1,7 @@
-"""What an optimizer is here, a rule for one parameter; and those from optax: elementwise, Adafactor, schedule-free.
+"""The interface of an optimizer, a `Rule` for one parameter; and the rules made of optax's.
 
-optax's counters are `At.count`, so that a state holds arrays of the parameter alone. Weight decay is decoupled
-everywhere (Loshchilov & Hutter 2019): also where the published rule has it in the gradient, or has none.
+`At.count` takes the place of optax's counters, so that a state holds arrays of the parameter alone. Weight decay is
+decoupled everywhere (Loshchilov & Hutter 2019), also where the published rule has it in the gradient or has none.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ RuleState = Any
 
 
 class At(NamedTuple):
-    """Where an update stands.
+    """The count, learning rate and decay of an update.
 
     multiplier and decay are numbers, or arrays (layers, 1, ...) where the layers of a stacked parameter differ.
     """
@@ -35,9 +35,8 @@ def _itself(parameter: Array, state: RuleState) -> Array:
 class Rule(NamedTuple):
     """How one parameter, a matrix, a vector or a stack of them, becomes the next.
 
-    Parameters, gradients and the floating arrays of the state are float32 here, whatever they are stored in: rounding
-    them, stochastically where it is to bfloat16, and keeping the old ones after a step that was not finite is the
-    business of `build`.
+    Parameters, gradients and the floating arrays of the state are float32 here, whatever they are stored in. `build`
+    rounds them, to bfloat16 stochastically, and keeps the old ones after a step that was not finite.
     """
 
     init: Callable[[Float[Array, "..."]], RuleState]
@@ -46,7 +45,7 @@ class Rule(NamedTuple):
     point: Callable[[Float[Array, "..."], RuleState], Float[Array, "..."]] = _itself
     """(parameter, state) -> where the gradient is to be taken."""
     by_layer: bool = False
-    """Called for one layer of a stacked parameter after the other, so that what it computes with is of one layer."""
+    """Called for one layer of a stacked parameter after another, so that its temporaries are of one layer."""
 
 
 def descend(parameter: Float[Array, "..."], direction: Float[Array, "..."], at: At) -> Float[Array, "..."]:
@@ -70,7 +69,7 @@ def adamw(beta1: float, beta2: float, epsilon: float) -> Rule:
 
 
 def sgd(momentum: float) -> Rule:
-    """SGD with momentum as torch has it, without dampening; decay as in SGDW (arXiv:1711.05101). 0 keeps no state."""
+    """SGD with torch's momentum, without dampening; decay as in SGDW (arXiv:1711.05101). Momentum 0 keeps no state."""
     if not momentum:
         return Rule(lambda _: {}, lambda gradient, state, parameter, at: (descend(parameter, gradient, at), state))
     trace: Any = optax.trace(momentum)
@@ -94,7 +93,7 @@ def lion(beta1: float, beta2: float) -> Rule:
 
 
 def adafactor() -> Rule:
-    """Adafactor (Shazeer & Stern 2018, arXiv:1804.04235) with a learning rate of the schedule's, and no momentum.
+    """Adafactor (Shazeer & Stern 2018, arXiv:1804.04235) with the schedule's learning rate and without momentum.
 
     As optax.adafactor without multiply_by_parameter_scale: matrices with both dimensions of 128 and more keep means of
     the squared gradient over rows and columns, anything else keeps it whole.
@@ -107,7 +106,7 @@ def adafactor() -> Rule:
         return {"whole": whole} if whole.shape == parameter.shape else {"row": row, "column": column}
 
     def update(gradient, state, parameter, at):
-        absent = jnp.zeros(1)  # what optax has in place of means that are not kept
+        absent = jnp.zeros(1)  # optax's placeholder for means that are not kept
         means = (state.get(name, absent) for name in ("row", "column", "whole"))
         direction, after = factored.update(gradient, optax.FactoredState(at.count, *means), parameter)
         direction, _ = clip.update(direction, optax.EmptyState())
@@ -121,10 +120,10 @@ def schedule_free(beta1: float, beta2: float, epsilon: float) -> Rule:
     """Schedule-free AdamW (Defazio et al. 2024, arXiv:2405.15682), as optax.contrib.schedule_free_adamw.
 
     The parameter is the average x, which is evaluated and exported. The state has the base sequence z, which starts as
-    a copy of the parameter, the second moment, and the two scalars that weigh the average by the squared rate. The
-    gradient is taken, and the decay, at y = (1 - beta1) z + beta1 x: `Rule.point`.
+    a copy of the parameter, the second moment, and the two scalars that weigh the average by the squared rate. Gradient
+    and decay are taken at y = (1 - beta1) z + beta1 x: `Rule.point`.
 
-    Raises ValueError where beta1 is not above 0: x could not be had back from y.
+    Raises ValueError where beta1 is not above 0: x could not be recovered from y.
     """
     if not beta1 > 0.0:
         raise ValueError(f"schedule_free needs beta1 > 0, not {beta1}")

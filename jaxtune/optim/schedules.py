@@ -1,13 +1,18 @@
 """Learning-rate schedules by name; values match transformers' schedulers of the same names where it has them."""
 
+import logging
 import math
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+import numpy as np
+from jaxtyping import Array, Float32
 
 from jaxtune.config.schema import Optim
 from jaxtune.errors import UserError
+
+log = logging.getLogger("jaxtune")
 
 
 def warmup_steps(optim: Optim, total_steps: int) -> int:
@@ -37,9 +42,9 @@ def learning_rate(optim: Optim, total_steps: int) -> Callable[[Array], Array]:
     """step (0 is the first) -> learning rate in float32.
 
     Linear warm-up from start_lr to the peak, then the shape that optim.schedule names, down to the final rate. The
-    decaying shapes are there after decay_ratio of all steps and stay (a cosine of whole waves ends at the peak
+    decaying shapes reach it after decay_ratio of all steps and stay there (a cosine of whole waves ends at the peak
     instead, as in transformers); wsd and constant stay at the peak; inverse_sqrt never goes below the final rate. Over
-    the last cooldown_steps any of them goes in a straight line from where it is then to the final rate.
+    the last cooldown_steps any of them goes in a straight line from its rate at that point to the final rate.
     """
     peak, warmup = optim.learning_rate, warmup_steps(optim, total_steps)
     final = optim.final_lr_fraction if optim.min_lr is None else optim.min_lr / peak
@@ -82,3 +87,15 @@ def learning_rate(optim: Optim, total_steps: int) -> Callable[[Array], Array]:
         return jnp.where(step < warmup, warm, peak * factor)
 
     return rate
+
+
+def learning_rates(optim: Optim, total_steps: int) -> Float32[np.ndarray, " steps"]:
+    """The learning rate of every step of a run. It is an argument of the step: a longer run is the same program.
+
+    Warns of a schedule that does not fit so many steps. Raises UserError where nothing would be trained.
+    """
+    if note := check_length(optim, total_steps):
+        log.warning(note)
+    rate = learning_rate(optim, total_steps)
+    # Step by step, not as a vector, in which the last bit of a cosine may be another one.
+    return np.asarray(jax.jit(lambda: jax.lax.map(rate, jnp.arange(total_steps)))())

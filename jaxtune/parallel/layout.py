@@ -1,54 +1,127 @@
-"""Which mesh axis shards which dimension: one vocabulary of logical names, one set of rules.
+"""Which mesh axes shard which dimension: one vocabulary of logical names, one set of rules.
 
-A parameter declares logical names for its dimensions ("mlp", "embed"); `spec` turns them into a PartitionSpec.
-Imports nothing of jaxtune, so that models may speak this vocabulary.
+A parameter declares logical names for its dimensions ("mlp", "embed"); `spec` turns them into a PartitionSpec, `gather`
+all-gathers a weight where it is used, and `by_token` gives the PartitionSpec of activations.
+Imports nothing from jaxtune, so that models may use it.
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
 
 import jax
 from jaxtyping import Array
 
 AXES = ("data", "fsdp", "stage", "expert", "sequence", "tensor")
 P = jax.P
+Axes = tuple[str, ...]
+Entry = str | Axes | None  # a PartitionSpec's entry for one dimension
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Mesh axes that shard each logical dimension of a parameter, the outermost first; (): not sharded."""
+
+    vocabulary: Axes = ("tensor",)
+    embed: Axes = ("fsdp",)
+    heads: Axes = ("tensor",)
+    kv_heads: Axes = ("tensor",)
+    mlp: Axes = ("tensor",)
+    layers: Axes = ()
+    experts: Axes = ()
+    rank: Axes = ()
 
 
 @dataclass(frozen=True)
 class Rules:
-    """Mesh axes of each logical dimension; None is never sharded."""
+    """How parameters, gradients, optimizer state and batches are sharded.
 
-    vocabulary: str | None = "tensor"
-    embed: str | None = "fsdp"
-    heads: str | None = "tensor"
-    kv_heads: str | None = "tensor"
-    mlp: str | None = "tensor"
-    layers: None = None
-    rank: None = None
-    batch: tuple[str, ...] = ("data", "fsdp")
-    positions: str = "sequence"
+    The default is ZeRO 3 (Rajbhandari et al. 2020, arXiv:1910.02054). With parameters=Layout(embed=()), replicated over
+    `fsdp`, it is ZeRO 2; with gradients=Layout(embed=()) as well, ZeRO 1.
+
+    Attributes:
+        parameters: layout of the stored parameters.
+        gradients: layout of the gradients summed over micro-batches.
+        optimizer: layout of the optimizer state.
+        gathered: axes over which a weight is all-gathered where it is used; all of them must shard the batch.
+        batch: axes that shard the rows of a batch.
+        positions: axes that shard the positions of a row.
+    """
+
+    parameters: Layout = Layout()
+    gradients: Layout = Layout()
+    optimizer: Layout = Layout()
+    gathered: Axes = ("fsdp",)
+    batch: Axes = ("data", "fsdp")
+    positions: Axes = ("sequence",)
+
+    def __post_init__(self):
+        if idle := set(self.gathered) - set(self.batch):
+            raise ValueError(f"weights are gathered over {sorted(idle)}, whose devices would all compute the same rows")
+        for axes in astuple(self.parameters):
+            if list(axes) != sorted(axes, key=self.gathered.__contains__):
+                raise ValueError(f"of {axes} the axes that are gathered, {self.gathered}, must come last")
 
 
-RULES = Rules()
+# The rules in use are RULES.value. `with RULES(other):` uses others, in this thread. A user context is part of jax's
+# tracing cache key, so that programs are then traced again.
+RULES = jax.make_user_context(Rules())
 
 
-def spec(*names: str | None) -> jax.P:
-    """PartitionSpec of dimensions with these logical names."""
-    return P(*(None if name is None else getattr(RULES, name) for name in names))
+def axes_of(name: str | None, layout: Layout | None = None) -> Axes:
+    """Mesh axes of a parameter's logical dimension, as it is stored or in another layout."""
+    return () if name is None else getattr(layout or RULES.value.parameters, name)
 
 
-TOKENS = spec("batch", "positions")
-ACTIVATIONS = spec("batch", "positions", None)
+def shards(axes: Iterable[str], mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:
+    """The number of parts into which these axes divide a dimension."""
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def spec(*names: str | None, layout: Layout | None = None) -> jax.P:
+    """PartitionSpec of a parameter whose dimensions have these logical names, as it is stored or in another layout."""
+    return P(*(_entry(axes_of(name, layout)) for name in names))
 
 
 def sharding(*names: str | None) -> jax.NamedSharding:
-    """The same on the current mesh (jax.set_mesh)."""
+    """NamedSharding of a stored parameter on the current mesh (jax.set_mesh)."""
     return jax.NamedSharding(jax.sharding.get_mesh(), spec(*names))
 
 
-def gather(weight: Array) -> Array:
-    """A weight whole over `fsdp`, as it was over every other axis.
+def by_token(*names: str | None) -> jax.P:
+    """PartitionSpec of activations (rows, positions, *names); a name is that of the weight dimension that made it."""
+    rules = RULES.value
+    return P(_entry(rules.batch), _entry(rules.positions), *map(used, names))
 
-    Called where the weight is used, inside the rematerialised block, so that the gathered copy is made again in the
-    backward pass and its gradient comes back reduced and sharded.
+
+def used(name: str | None) -> Entry:
+    """The entry of a logical dimension in the PartitionSpec of a gathered weight and of the activations it makes."""
+    return ungathered(axes_of(name))
+
+
+def ungathered(entry: Entry) -> Entry:
+    """A PartitionSpec's entry without the axes over which weights are gathered."""
+    return _entry(tuple(axis for axis in axes_in(entry) if axis not in RULES.value.gathered))
+
+
+def axes_in(entry: Entry) -> Axes:
+    """The mesh axes in an entry of a PartitionSpec."""
+    return (entry,) if isinstance(entry, str) else entry or ()
+
+
+def gather(weight: Array) -> Array:
+    """All-gather a weight over the axes that the rules gather; other axes stay sharded.
+
+    Called where the weight is used, inside the rematerialised block: the gathered copy is not saved but made again in
+    the backward pass, and the gradient is reduce-scattered.
     """
-    return jax.reshard(weight, P(*(None if axis == "fsdp" else axis for axis in jax.typeof(weight).sharding.spec)))
+    return jax.reshard(weight, P(*map(ungathered, jax.typeof(weight).sharding.spec)))
+
+
+def moved(array: Array, place: jax.P | None) -> Array:
+    """The array with another PartitionSpec; None: as it is."""
+    return array if place is None else jax.reshard(array, place)
+
+
+def _entry(axes: Axes) -> Entry:
+    return axes[0] if len(axes) == 1 else axes or None

@@ -1,4 +1,4 @@
-"""The device mesh: every axis always there, explicit, set once."""
+"""The device mesh: it always has every axis, in explicit sharding mode, and is set once."""
 
 import dataclasses
 import math
@@ -9,11 +9,11 @@ import jax
 
 from jaxtune.config.schema import Mesh
 from jaxtune.errors import UserError
-from jaxtune.parallel.layout import AXES, spec
+from jaxtune.parallel.layout import AXES, RULES, Layout, axes_of, shards
 
 
 def make_mesh(mesh: Mesh, devices: "Sequence[Any] | None" = None) -> jax.sharding.Mesh:
-    """A mesh over all devices of all processes (or these), current from now on.
+    """Make a mesh over all devices of all processes (or the given ones) and set it as the current mesh.
 
     Raises UserError where the sizes do not fit.
     """
@@ -35,14 +35,20 @@ def make_mesh(mesh: Mesh, devices: "Sequence[Any] | None" = None) -> jax.shardin
 
 
 def data_shards(mesh: jax.sharding.Mesh) -> int:
-    """Groups of devices that each compute rows of their own."""
-    return mesh.shape["data"] * mesh.shape["fsdp"]
+    """The number of groups of devices that each compute different rows."""
+    return shards(RULES.value.batch, mesh)
 
 
-def misfit(mesh: jax.sharding.Mesh, dimension: str | None, parts: int, what: str) -> str | None:
-    """A complaint, with the sizes that fit, if the mesh axis of a logical dimension does not divide so many parts."""
-    (axis,) = spec(dimension)
-    if not isinstance(axis, str) or parts % mesh.shape[axis] == 0:
+def misfit(
+    mesh: jax.sharding.Mesh, dimension: str | None, parts: int, what: str, layout: Layout | None = None
+) -> str | None:
+    """An error text, with the sizes that fit, if the mesh axes of a logical dimension do not divide `parts`; else None.
+
+    The axes are those of stored parameters, or of another layout.
+    """
+    axes = axes_of(dimension, layout)
+    if parts % shards(axes, mesh) == 0:
         return None
+    divided = " * ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in axes if mesh.shape[axis] > 1)
     fits = [n for n in range(1, mesh.size + 1) if parts % n == 0]
-    return f"mesh.{axis}={mesh.shape[axis]} does not divide {what}; these would: {fits}"
+    return f"{divided} does not divide {what}; these would: {fits}"

@@ -4,10 +4,11 @@ A run is started by one of
 
 - `JAXTUNE_COORDINATOR` (host:port of process 0), `JAXTUNE_NUM_PROCESSES` and `JAXTUNE_PROCESS_ID`, as jaxtune.launch
   sets them,
-- `srun` or `mpirun`, which tell each task the number of tasks and its own; a `JAXTUNE_*` variable goes before them,
-- nothing of the kind: one process, and nothing to join.
+- `srun` or `mpirun`, which tell each task the number of tasks and its own number; a `JAXTUNE_*` variable takes
+  precedence,
+- anything else: a single process, with nothing to join.
 
-On CPU processes talk over Gloo, jax's default, and jax's own `JAX_NUM_CPU_DEVICES` gives each several devices.
+On CPU, processes communicate over Gloo, jax's default, and jax's own `JAX_NUM_CPU_DEVICES` gives each several devices.
 """
 
 import os
@@ -27,17 +28,17 @@ INIT_TIMEOUT_SECONDS = 1800
 
 @dataclass(frozen=True)
 class Launcher:
-    """A program that starts tasks, and the variables by which it tells a task about itself."""
+    """A program that starts tasks, and the environment variables that it sets for each task."""
 
     name: str  # jax's name for it
     title: str
     num_processes: str
     process_id: str
     local_id: str
-    finds_coordinator: str  # set where jax can find out the coordinator by itself
+    finds_coordinator: str  # a variable that is set if jax can find the coordinator by itself
 
 
-# SLURM_STEP_NUM_TASKS rather than SLURM_NTASKS, which is also set in a batch script's own shell, outside srun.
+# Not SLURM_NTASKS, which is also set in a batch script's own shell, outside srun.
 SLURM = Launcher("slurm", "srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NODELIST")
 OPEN_MPI = Launcher(
     "ompi",
@@ -45,22 +46,22 @@ OPEN_MPI = Launcher(
     "OMPI_COMM_WORLD_SIZE",
     "OMPI_COMM_WORLD_RANK",
     "OMPI_COMM_WORLD_LOCAL_RANK",
-    "OMPI_MCA_orte_hnp_uri",  # gone in Open MPI 5
+    "OMPI_MCA_orte_hnp_uri",  # Open MPI 5 no longer sets it
 )
 
 
 def initialize() -> None:
-    """Join the other processes of this run, if there are any; before anything else touches a device.
+    """Join the other processes of this run, if there are any; call it before anything else touches a device.
 
-    Waits for them for `JAXTUNE_INIT_TIMEOUT` seconds, 1800 if that is not set. Raises UserError when the environment
-    tells only a part.
+    Waits for them for `JAXTUNE_INIT_TIMEOUT` seconds, 1800 if that is not set. Raises UserError if the environment
+    variables are incomplete or wrong.
     """
     arguments = init_arguments(os.environ, visible_gpus(os.environ))
     if arguments is None:
         return
     # jaxtune agrees on the step to stop at by itself (monitor/signals.py); jax's service would swallow every SIGTERM.
     jax.config.update("jax_enable_preemption_service", False)
-    # Said before, for at the time limit jax aborts the process, and no exception can be caught.
+    # Printed beforehand: at the time limit jax aborts the process without an exception that could be caught.
     print(
         f"process {arguments['process_id']} of {arguments['num_processes']}: joining the others at "
         f"{arguments.get('coordinator_address', 'the first task')}, waiting for at most "
@@ -71,14 +72,14 @@ def initialize() -> None:
 
 
 def is_main() -> bool:
-    """Whether this is the process that shows and writes what only one process should."""
+    """Whether this is process 0, which alone prints progress and writes the files of the run."""
     return jax.process_index() == 0
 
 
 def init_arguments(environ: Mapping[str, str], gpus: int) -> dict[str, Any] | None:
     """Arguments of `jax.distributed.initialize`, or None for a single process.
 
-    `gpus` is the number of GPUs that this process sees. Raises UserError when the environment tells only a part.
+    `gpus` is the number of GPUs that this process sees. Raises UserError if the variables are incomplete or wrong.
     """
     launcher = next((one for one in (SLURM, OPEN_MPI) if int(environ.get(one.num_processes, 1)) > 1), None)
     coordinator = environ.get("JAXTUNE_COORDINATOR")
@@ -95,7 +96,7 @@ def init_arguments(environ: Mapping[str, str], gpus: int) -> dict[str, Any] | No
     if missing:
         started_by = f" under {launcher.title}" if launcher else ""
         raise UserError(
-            f"this process is one of several{started_by}, but {' and '.join(missing)} is not set; right would be "
+            f"this process is one of several{started_by}, but {' and '.join(missing)} is not set; set "
             "JAXTUNE_COORDINATOR=<host of process 0>:<free port>, JAXTUNE_NUM_PROCESSES=<N>, "
             "JAXTUNE_PROCESS_ID=<0 .. N-1>"
         )
@@ -111,7 +112,7 @@ def init_arguments(environ: Mapping[str, str], gpus: int) -> dict[str, Any] | No
         "num_processes": processes,
         "process_id": process,
         "initialization_timeout": _number(environ, "JAXTUNE_INIT_TIMEOUT") or INIT_TIMEOUT_SECONDS,
-        # By name, for jax would otherwise probe Kubernetes and the like.
+        # By name, as jax would otherwise probe Kubernetes and other environments.
         "cluster_detection_method": launcher.name if launcher and coordinator is None else "deactivate",
     }
     if coordinator is not None:
@@ -124,8 +125,8 @@ def init_arguments(environ: Mapping[str, str], gpus: int) -> dict[str, Any] | No
 def local_gpus(environ: Mapping[str, str], launcher: Launcher, gpus: int) -> list[int]:
     """The GPUs of a task, as indices into the `gpus` that it sees.
 
-    jax would take the one GPU numbered as the task: too few where a host runs one task, and none at all where the
-    launcher has bound GPUs to tasks and each sees only its own (jax#16788, jax#28194).
+    By default jax takes only the GPU whose index is the task's local number: too few if a host runs one task, and a GPU
+    that does not exist if the launcher has bound GPUs to tasks, so that each sees only its own (jax#16788, jax#28194).
     """
     tasks = _tasks_on_host(environ, launcher)
     bound = gpus == int(environ.get("SLURM_GPUS_PER_TASK", "0").rsplit(":", 1)[-1])  # "4" or "h100:4"
@@ -160,7 +161,7 @@ def _tasks_on_host(environ: Mapping[str, str], launcher: Launcher) -> int:
 
 
 def _number(environ: Mapping[str, str], name: str, otherwise: str | None = None) -> int | None:
-    """The whole number in a variable, else in the other one; UserError if it is something else."""
+    """The integer in a variable, or in the other one if it is not set; UserError if it is not an integer."""
     source = name if name in environ else otherwise
     if source is None or source not in environ:
         return None

@@ -1,4 +1,4 @@
-"""Rotations of blocks of 16 by a Hadamard matrix: an outlier is spread over its block, products stay what they are."""
+"""Rotation of blocks of 16 by a Hadamard matrix: it spreads an outlier over its block and leaves products unchanged."""
 
 import functools
 
@@ -10,18 +10,19 @@ from jaxtyping import Array, Float
 SIZE = 16
 # Sylvester's, orthonormal: its elements, 1/4 and -1/4, are exact in every float dtype.
 PLAIN = functools.reduce(np.kron, [np.array([[1.0, 1.0], [1.0, -1.0]])] * 4) / np.sqrt(SIZE)
-# The columns in random order of sign, drawn once: sign patterns that real tensors have are not those of a column.
+# Each column times a random sign, drawn once. A block whose signs are a row of the matrix would be rotated into one
+# large element; rows of PLAIN are patterns that real tensors have (all alike, alternating), rows of this are not.
 SIGNED = PLAIN * np.array([1, 1, -1, 1, -1, -1, -1, 1, 1, -1, 1, 1, -1, -1, 1, -1])
 
 
 def rotated(x: Float[Array, "m k"], matrix: np.ndarray = PLAIN) -> Float[Array, "m k"]:
-    """Each 16 of a row, times an orthonormal matrix; in the dtype of x, k a multiple of 16.
+    """Each block of 16 elements of a row times an orthonormal matrix, in the dtype of x; k is a multiple of 16.
 
-    a b^T is rotated(a) rotated(b)^T: rotate both sides of a product along what it contracts. Raises ValueError for
-    another k, which blocks would cross the rows of.
+    rotated(a) rotated(b)^T = a b^T: rotate both sides of a product along the contracted dimension. Raises ValueError
+    for any other k, with which a block would reach into the next row.
     """
     if x.shape[1] % SIZE:
-        raise ValueError(f"rotated: {x.shape[1]} columns are no multiple of {SIZE}")
+        raise ValueError(f"rotated: {x.shape[1]} columns are not a multiple of {SIZE}")
     blocks = x.reshape(-1, SIZE)
     product = jnp.einsum("nk,lk->nl", blocks, jnp.asarray(matrix, x.dtype), precision=jax.lax.Precision.HIGHEST)
     return product.reshape(x.shape)

@@ -1,4 +1,4 @@
-"""The linears of a model that multiply in few bits: their weights as a step sees them, and the scales it carries on."""
+"""The linear layers multiplied in low precision: their weights as a step sees them, and their delayed scales."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,26 +10,28 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxtune.precision.matmul import LowPrecision
-from jaxtune.precision.operands import Operands, make_operands
+from jaxtune.precision.operands import Operands
 from jaxtune.quant.array import QuantizedArray, divisors
+from jaxtune.quant.format import Format
 
 if TYPE_CHECKING:
     from jaxtune.models.parameters import Parameter
     from jaxtune.precision.operands import Numbers
 
-Scales = dict[str, Float[Array, "layers 2"]]
-Amax = dict[str, Float[Array, "layers 2 history"]]
+Scales = dict[str, Float[Array, "*lead 2"]]
+Amax = dict[str, Float[Array, "*lead 2 history"]]
 
 
 @dataclass(frozen=True)
 class Linears:
-    """Which they are, and how they multiply.
+    """Which linear layers these are, and how they multiply.
 
     Attributes:
         numbers: the format of operands and how they are multiplied.
         parameters: the weights, stacked, by name.
-        history: steps whose largest magnitudes make the scales of the next; None: every tensor's own does.
-        online_steps: first steps that do not use the history.
+        history: number of steps whose amax makes the scales of the next (delayed scaling); None: each tensor's own amax
+            does (current scaling).
+        online_steps: number of first steps with current scaling, before the history is used.
     """
 
     numbers: "Numbers"
@@ -38,16 +40,17 @@ class Linears:
     online_steps: int = 0
 
     def initial_amax(self) -> Amax:
-        """An empty history of the largest magnitudes of each linear's input and of the gradient of its output."""
+        """An empty amax history of each layer's input and of the gradient of its output."""
         if self.history is None:
             return {}
-        return {name: jnp.zeros((p.shape[0], 2, self.history)) for name, p in self.parameters.items()}
+        return {name: jnp.zeros((*p.lead, 2, self.history)) for name, p in self.parameters.items()}
 
     def scales(self, amax: Amax, step: Int[Array, ""]) -> Scales:
-        """Delayed scales: what the largest magnitude of the history needs to fit; 1 before there is one.
+        """Delayed scales: the largest amax of the history fills the FP8 dtype; 1 while the history is empty.
 
-        In the first online_steps 0, which asks for current scaling.
+        0 in the first online_steps, which asks for current scaling.
         """
+        # Of x in e4m3 and of dy in e5m2, in the order of the axis of 2.
         most = jnp.asarray([float(jnp.finfo(dtype).max) for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2)])
         scales = {}
         for name, history in amax.items():
@@ -57,25 +60,27 @@ class Linears:
         return scales
 
     def extended(self, amax: Amax, found: dict[str, Array], finite: Array) -> Amax:
-        """The history with what a step found in place of the oldest; as it was after a step that was not finite."""
+        """The history with a step's amax in place of the oldest; unchanged by a step that was not finite."""
         return {
             name: jnp.where(finite, jnp.concatenate([found[name][..., None], history[..., :-1]], axis=-1), history)
             for name, history in amax.items()
         }
 
     def operands(self, weights: Mapping[str, Any]) -> dict[str, Operands]:
-        """Those of the weights that are plain arrays, trained or frozen beside trained ones: once an optimizer step."""
+        """Operands of the weights that are plain arrays, trained or frozen by train.freeze: once an optimizer step."""
 
-        def one(stack: Array, axes: tuple[str | None, ...]) -> Operands:
-            return jax.lax.map(lambda weight: make_operands(weight, self.numbers, axes), stack)
+        def one(weight: Array, axes: tuple[str | None, ...]) -> Operands:
+            if weight.ndim > 2:  # one matrix at a time, so that temporaries are not of the whole stack
+                return jax.lax.map(lambda weight: one(weight, axes), weight)
+            return self.numbers.make(weight, axes)
 
         plain = {name: weights[name] for name in self.parameters if isinstance(weights[name], jax.Array)}
-        return {name: one(weight, self.parameters[name].axes[1:]) for name, weight in plain.items()}
+        return {name: one(weight, self.parameters[name].matrix_axes) for name, weight in plain.items()}
 
     def wrapped(
         self, weights: Mapping[str, Any], operands: Mapping[str, Operands], scales: Mapping[str, Array]
     ) -> dict[str, Any]:
-        """All weights, those of these linears as the leaves that multiply in few bits."""
+        """All weights, with a `LowPrecision` in place of each weight that is multiplied in low precision."""
 
         def one(name: str) -> LowPrecision:
             weight = weights[name]
@@ -86,7 +91,27 @@ class Linears:
 
         return {**weights, **{name: one(name) for name in self.parameters}}
 
-    def frozen(self, weight: Operands | QuantizedArray) -> LowPrecision:
-        """The leaf of a weight that never changes."""
-        stored = (None, weight) if isinstance(weight, QuantizedArray) else (weight, None)
-        return LowPrecision(*stored, None, self.numbers)
+
+@dataclass(frozen=True)
+class Frozen:
+    """A `Storage` of models.parameters: a frozen weight that is multiplied in low precision.
+
+    With a quantized format that is what is stored, and operands are made of it at each use. Without one, the operands
+    themselves are stored, made once.
+    """
+
+    numbers: "Numbers"
+    format: Format | None
+
+    def abstract(self, shape: tuple[int, ...], dtype: Any, axes: tuple[str | None, ...]) -> LowPrecision:
+        """Shapes, dtypes and shardings of a stack of weights."""
+        return self.holding((self.format or self.numbers).abstract(shape, dtype, axes))
+
+    def make(self, weight: Float[Array, "o i"], axes: tuple[str | None, ...]) -> LowPrecision:
+        """One weight."""
+        return self.holding((self.format or self.numbers).make(weight, axes))
+
+    def holding(self, stored: Operands | QuantizedArray) -> LowPrecision:
+        """The leaf that holds a weight stored in either way."""
+        parts = (None, stored) if isinstance(stored, QuantizedArray) else (stored, None)
+        return LowPrecision(*parts, None, self.numbers)

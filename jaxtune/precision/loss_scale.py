@@ -22,7 +22,7 @@ def initial(scale: float) -> LossScale:
 
 
 def updated(state: LossScale, finite: Bool[Array, ""], growth_steps: int) -> LossScale:
-    """Half after a step that overflowed, double after `growth_steps` that did not."""
+    """Halved after a step that overflowed, doubled after `growth_steps` steps that did not."""
     good = jnp.where(finite, state.good_steps + 1, 0)
     grows = good >= growth_steps
     scale = jnp.where(finite, jnp.where(grows, 2.0, 1.0), 0.5) * state.scale

@@ -1,7 +1,7 @@
-"""NVFP4 products: e2m1 elements, an e4m3 scale each 16, a float32 scale a tensor (NVIDIA 2025, arXiv:2509.25149).
+"""NVFP4 products: e2m1 elements, an e4m3 scale per 16, a float32 scale per tensor (NVIDIA 2025, arXiv:2509.25149).
 
-A Blackwell GPU multiplies such numbers itself. Elsewhere they are multiplied in bfloat16, which holds an element times
-the scale of its block exactly, and summed in float32: the same arithmetic, at the speed of bfloat16.
+A Blackwell GPU multiplies NVFP4 natively. Elsewhere it is emulated: an element times the scale of its block is exact in
+bfloat16, and products are summed in float32: the same arithmetic, at the speed of bfloat16.
 """
 
 from dataclasses import dataclass
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Nvfp4Numbers(Numbers):
-    """Weights in blocks of 16 x 16, so that both products see the same numbers; the rest in blocks of 1 x 16.
+    """Weights in blocks of 16 x 16, so that W and W^T have the same codes; activations and gradients in 1 x 16.
 
     Attributes:
-        stochastic_rounding: of gradients, without a bias: the scales of their blocks are rounded up, so that nothing
-            saturates.
+        stochastic_rounding: of gradients. Their block scales are rounded up, so that no element saturates: saturation
+            would bias the mean.
         hadamard: rotates both sides of dW along the tokens, with fixed random signs.
         four_over_six: of weights and activations, and of gradients that are rounded to nearest.
     """
@@ -40,15 +40,16 @@ class Nvfp4Numbers(Numbers):
     delayed: ClassVar[bool] = False
 
     def operands(self, weight: Float[Array, "o i"]) -> Operands:
-        """Of W, which serves both products in bfloat16; and of W^T where NVFP4 itself is multiplied."""
+        """Of W, which serves both products where they are emulated; also of W^T where NVFP4 is native."""
         matrix = Nvfp4("e2m1", (BLOCK, BLOCK), self.four_over_six).quantize(weight)
         assert matrix.outer_scales is not None
-        # What is not finite makes its block NaN, as in `_operand`.
+        # e2m1 has no NaN: a value that is not finite makes the scale of its block NaN, as in `_operand`.
         hidden = nan_unless_finite(in_blocks(weight, (BLOCK, BLOCK))).sum(axis=(1, 3))
         scales = e4m3_bits(e4m3(matrix.scales) + hidden)
         forward = Operand(matrix.codes, matrix.outer_scales[None], scales)
         if not native(current_device()):
             return Operands(forward, None)
+        # As blocks are square, W^T has the codes of W: unpacked, transposed, packed again along the other dimension.
         codes = jnp.stack([matrix.codes >> 4, matrix.codes & 15], axis=-1).reshape(weight.shape)
         return Operands(forward, Operand(pack(codes.T), forward.scale, scales.T))
 
@@ -60,7 +61,7 @@ class Nvfp4Numbers(Numbers):
         return y.reshape(*x.shape[:2], -1), found
 
     def backward(self, dy, x, weight, scales, random, dtype):
-        """dy by the random numbers, where it is rounded stochastically."""
+        """dy is rounded stochastically by the `random` bits; without them to nearest."""
         for_dx, for_dw = (None, None) if random is None else random
         rows, found = dy.reshape(-1, dy.shape[-1]), largest(dy)
         left = self._gradient(rows, found, None if for_dx is None else for_dx.reshape(rows.shape))
@@ -70,21 +71,21 @@ class Nvfp4Numbers(Numbers):
         dy, x = by_feature(dy), by_feature(x)
         if self.hadamard:
             dy, x = rotated(dy, SIGNED), rotated(x, SIGNED)
-        if for_dw is not None:  # rotated, what fills a row up is no longer 0 and is rounded by chance too
+        if for_dw is not None:  # after the rotation, padded positions are not 0 any more and need random bits too
             filling = -for_dw.shape[1] % BLOCK
             for_dw = by_feature(jnp.pad(for_dw, ((0, 0), (0, filling), (0, 0)), "wrap"))
         left = self._gradient(dy, largest(dy), for_dw)
         return dx, _product(left, self._nearest(x, largest(x)), dtype), found
 
     def random(self, noise: "Noise | None", shape: tuple[int, ...]) -> Any:
-        """16 bits an element of dy, for dx and for dW: a function of the noise and the global row.
+        """16 random bits per element of dy, once for dx and once for dW: a function of the noise and the global row.
 
         Raises ValueError where gradients are rounded stochastically and there is no noise.
         """
         if not self.stochastic_rounding:
             return None
         if noise is None:
-            raise ValueError("stochastic rounding of gradients needs noise, which there is in training alone")
+            raise ValueError("stochastic rounding of gradients needs noise, which only training has")
 
         def bits(site: "Noise") -> UInt16[Array, "b s o"]:
             of_row = lambda row: jax.random.bits(jax.random.fold_in(site.key, row), shape[1:], "uint16")  # noqa: E731
@@ -109,7 +110,7 @@ class Nvfp4Numbers(Numbers):
 
 
 def stochastic_e2m1(x: Float[Array, "*shape"], uniform: Float[Array, "*shape"]) -> UInt8[Array, "*shape"]:
-    """Codes of one of the two neighbours of x, the nearer the likelier: on average x, where it is not beyond 6."""
+    """Codes of one of the two neighbours of x, the nearer one more likely: unbiased up to a magnitude of 6."""
     magnitude = jnp.abs(x)
     step = jnp.where(magnitude < 2.0, 0.5, jnp.where(magnitude < 4.0, 1.0, 2.0))
     return nearest_e2m1(jnp.copysign(jnp.floor(magnitude / step + uniform) * step, x))
@@ -118,9 +119,9 @@ def stochastic_e2m1(x: Float[Array, "*shape"], uniform: Float[Array, "*shape"]) 
 def _operand(
     blocks: Float[Array, "m 1 n 16"], scales: Float[Array, "m n"], tensor_scale: Float[Array, ""], rounding
 ) -> Operand:
-    """What is not finite makes its block NaN: e2m1 has none."""
+    """A side of a product, from blocks and their scales; a value that is not finite makes its block NaN."""
     codes = pack(rounding(blocks / by_block(scales * tensor_scale))).reshape(len(blocks), -1)
-    scales = scales + nan_unless_finite(blocks).sum(axis=(1, 3))
+    scales = scales + nan_unless_finite(blocks).sum(axis=(1, 3))  # in the scale, as e2m1 has no NaN
     return Operand(codes, tensor_scale.reshape(1, 1), e4m3_bits(scales))
 
 
@@ -130,7 +131,7 @@ def native(device: Device) -> bool:
 
 
 def _product(a: Operand, b: Operand, dtype: Any, transposed: bool = False) -> Float[Array, "m n"]:
-    """a b^T; a b if `transposed`, of what in bfloat16 serves both."""
+    """a b^T; emulated, a b if `transposed`: there the operand of W serves both products, natively b is that of W^T."""
     if native(current_device()):
         product = _in_nvfp4(a, b)
     else:
@@ -140,7 +141,10 @@ def _product(a: Operand, b: Operand, dtype: Any, transposed: bool = False) -> Fl
 
 
 def _in_nvfp4(a: Operand, b: Operand) -> Float[Array, "m n"]:
-    """a b^T without the scales of the matrices. The two elements of a byte change places on both sides alike."""
+    """a b^T without the tensor scales.
+
+    float4_e2m1fn takes the low four bits of a byte first: the two elements of a byte swap, on both sides alike.
+    """
 
     def side(operand: Operand) -> tuple[Array, Array]:
         assert operand.block_scales is not None

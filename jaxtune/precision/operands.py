@@ -1,4 +1,4 @@
-"""A weight in low precision, ready for its products, and what a number format has to say about them."""
+"""A weight in low precision, ready for its products; and the interface of a number format, `Numbers`."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from pallas_kernels.manual_axes import varying_axes
 if TYPE_CHECKING:
     from jaxtune.models.dropout import Noise
 
-# What sizes of a weight must be multiples of: cuBLASLt's FP8, NVFP4's scales and the Hadamard rotation want the same.
+# Sizes of a weight must be multiples of this: cuBLASLt's FP8, NVFP4's block scales and the Hadamard rotation need it.
 BLOCK = 16
 
 
@@ -51,24 +51,26 @@ class Operands:
 
 
 class Numbers(ABC):
-    """How the three products of a linear are computed: equal ones are the same to a jit.
+    """How the three products of a linear layer are computed: a `Storage` of models.parameters, as operands.
 
-    `forward` and `backward` see what one device has: tokens, and their part of i or of o; sums over devices are left to
-    the caller. Largest magnitudes are over all devices and leave out what is not finite.
+    Hashable: equal instances share a jit cache entry.
+
+    `forward` and `backward` see the part of one device: its tokens, and its part of i or of o; the caller sums over
+    devices. amax is over all devices, and ignores values that are not finite.
     """
 
     delayed: ClassVar[bool]
-    """Whether it can use scales that are known before."""
+    """Whether it can use delayed scales, which earlier steps made."""
 
     @abstractmethod
     def operands(self, weight: Float[Array, "o i"]) -> Operands:
-        """A weight of any float dtype, in pure jax.numpy; what is not finite makes products NaN."""
+        """Of a weight of any float dtype, in pure jax.numpy; a value that is not finite makes products NaN."""
 
     @abstractmethod
     def forward(
         self, x: Float[Array, "b s i"], weight: Operand, scale: Float[Array, ""] | None
     ) -> tuple[Float[Array, "b s o"], Float[Array, ""]]:
-        """x W^T in the dtype of x, and the largest magnitude of x."""
+        """x W^T in the dtype of x, and the amax of x."""
 
     @abstractmethod
     def backward(
@@ -80,7 +82,7 @@ class Numbers(ABC):
         random: Any,
         dtype: Any,
     ) -> tuple[Float[Array, "b s i"], Float[Array, "o i"] | None, Float[Array, ""]]:
-        """dy W in the dtype of dy, dy^T x in `dtype` (None without x), and the largest magnitude of dy."""
+        """dy W in the dtype of dy, dy^T x in `dtype` (None without x), and the amax of dy."""
 
     def random(self, noise: "Noise | None", shape: tuple[int, ...]) -> Any:
         """Random arrays (b, s, o) that `backward` needs for a dy of this global shape."""
@@ -91,38 +93,37 @@ class Numbers(ABC):
         return BLOCK, BLOCK
 
     def misfit(self, shape: tuple[int, ...]) -> str | None:
-        """Why a matrix of this shape cannot be multiplied so, or None."""
+        """Why a matrix of this shape cannot be multiplied in this format, or None."""
         if shape[-2] % BLOCK or shape[-1] % BLOCK:
             return f"blocks of {BLOCK} x {BLOCK} do not divide {shape[-2]} x {shape[-1]}"
         return None
 
+    def abstract(self, shape: tuple[int, ...], dtype: Any, axes: tuple[str | None, ...]) -> Operands:
+        """Shapes, dtypes and shardings of the operands of a weight, or of a stack of them, on the current mesh."""
+        *stack, rows, columns = shape
+        stack_axes = axes[:-2]
 
-def abstract_operands(numbers: Numbers, shape: tuple[int, ...], dtype: Any, axes: tuple[str | None, ...]) -> Operands:
-    """Shapes, dtypes and shardings of the operands of a weight, or of a stack of them, on the current mesh."""
-    *stack, rows, columns = shape
-    stack_axes = axes[:-2]
+        def leaf(array: jax.ShapeDtypeStruct, names: P) -> jax.ShapeDtypeStruct:
+            place = sharding(*stack_axes, *names)
+            return jax.ShapeDtypeStruct((*stack, *array.shape), array.dtype, sharding=place)
 
-    def leaf(array: jax.ShapeDtypeStruct, names: P) -> jax.ShapeDtypeStruct:
-        place = sharding(*stack_axes, *names)
-        return jax.ShapeDtypeStruct((*stack, *array.shape), array.dtype, sharding=place)
+        matrix = _shapes(self, (rows, columns), dtype)
+        return jax.tree.map(leaf, matrix, _names(matrix, axes[-2:]))
 
-    matrix = _shapes(numbers, (rows, columns), dtype)
-    return jax.tree.map(leaf, matrix, _names(matrix, axes[-2:]))
-
-
-def make_operands(weight: Float[Array, "o i"], numbers: Numbers, axes: tuple[str | None, ...]) -> Operands:
-    """The operands of a weight with these logical axes, made where it is: eagerly, or inside a jit."""
-    return operands_at(weight, numbers, layout_spec(*axes))
+    def make(self, weight: Float[Array, "o i"], axes: tuple[str | None, ...]) -> Operands:
+        """The operands of a weight with these logical axes, made where it is: eagerly, or inside a jit."""
+        return operands_at(weight, self, layout_spec(*axes))
 
 
 def operands_at(weight: Float[Array, "o i"], numbers: Numbers, place: P) -> Operands:
-    """The same, for a weight with this PartitionSpec. They have no gradient."""
+    """The operands of a weight with this PartitionSpec. They have no gradient."""
     places = _names(_shapes(numbers, weight.shape, weight.dtype), tuple(place))
     return _made(jax.lax.stop_gradient(weight), numbers, places)
 
 
 @partial(jax.jit, static_argnames=("numbers", "places"))
 def _made(weight: Float[Array, "o i"], numbers: Numbers, places: Operands) -> Operands:
+    # Formats say nothing of shardings: XLA chooses those inside.
     return cast(Operands, jax.sharding.auto_axes(numbers.operands, out_sharding=places)(weight))
 
 
@@ -131,7 +132,7 @@ def _shapes(numbers: Numbers, shape: tuple[int, ...], dtype: Any) -> Operands:
 
 
 def _names(operands: Operands, axes: tuple[str | None, ...]) -> Operands:
-    """The name of each dimension of each array; none where it has a single element."""
+    """The axis of each dimension of each array; None for a dimension of one element."""
 
     def of(operand: Operand | None, axes: tuple[str | None, ...]) -> Operand | None:
         named = lambda array: P(*(axis if size > 1 else None for axis, size in zip(axes, array.shape)))  # noqa: E731
@@ -142,24 +143,25 @@ def _names(operands: Operands, axes: tuple[str | None, ...]) -> Operands:
     return Operands(forward, of(operands.backward, axes[::-1]))
 
 
-# jnp.where with a constant would make jax keep an array of it, of the size of x, through a rematerialised scan.
+# No jnp.where with a constant below: jax would save that constant, broadcast to the size of x, through a rematerialised
+# scan.
 
 
 def largest(x: Float[Array, "..."]) -> Float[Array, ""]:
-    """The largest finite magnitude, float32, over all devices that hold a part of x (inside a shard_map)."""
+    """The amax of x: largest finite magnitude, float32, over all devices that hold a part (inside a shard_map)."""
     finite = jnp.isfinite(x)
-    magnitudes = jnp.where(finite, jnp.abs(x), finite.astype(x.dtype))  # the latter is 0 where it is taken
+    magnitudes = jnp.where(finite, jnp.abs(x), finite.astype(x.dtype))  # False, so 0, where x is not finite
     found, axes = magnitudes.max().astype(jnp.float32), tuple(sorted(varying_axes(x)))
     return jax.lax.pmax(found, axes) if axes else found
 
 
 def nan_unless_finite(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """0 or NaN, to be added to what hides that x is not finite."""
+    """0 where x is finite, else NaN: to be added to a result that would hide that x is not finite."""
     return x - x
 
 
 def by_feature(x: Float[Array, "b s k"]) -> Float[Array, "k t"]:
-    """Features first, to be contracted over tokens: a row's positions filled up with zeros to whole blocks."""
+    """x with features first, to be contracted over tokens; each row's positions are zero-padded to whole blocks."""
     short = -x.shape[1] % BLOCK
     filled = jnp.pad(x, ((0, 0), (0, short), (0, 0))) if short else x
     return filled.reshape(-1, x.shape[2]).T

@@ -25,11 +25,11 @@ class Recipe:
 
     Attributes:
         dtype: of activations, to which weights are cast where they are used.
-        matmul_precision: of jax.default_matmul_precision; float32 products are not to become TF32.
+        matmul_precision: of jax.default_matmul_precision; 'highest' keeps float32 products from becoming TF32.
         gradient_dtype: of gradients as they are summed over micro-batches.
         loss_scale: of the mean loss at the first step; None: the loss is not scaled.
-        growth_steps: without an overflow, after which the scale doubles.
-        linears: those that multiply in few bits.
+        growth_steps: steps without an overflow after which the scale doubles.
+        linears: the linear layers multiplied in low precision.
     """
 
     dtype: jnp.dtype
@@ -41,7 +41,7 @@ class Recipe:
 
 
 BF16 = Recipe(jnp.dtype("bfloat16"), "default")
-# By precision.recipe, without what other options say.
+# By precision.recipe, before other options change it.
 RECIPES = {
     "bf16": BF16,
     "fp32": Recipe(jnp.dtype("float32"), "highest"),
@@ -52,7 +52,7 @@ RECIPES = {
 
 
 def recipe_of(precision: Precision, linears: Linears | None) -> Recipe:
-    """The recipe of a section of options; `linears` are those that fp8_hybrid and nvfp4 are about."""
+    """The recipe of a section of options; `linears`: the layers that fp8_hybrid and nvfp4 apply to."""
     recipe = dataclasses.replace(
         RECIPES[precision.recipe], gradient_dtype=jnp.dtype(precision.gradient_dtype), linears=linears
     )
@@ -62,7 +62,7 @@ def recipe_of(precision: Precision, linears: Linears | None) -> Recipe:
 
 
 def numbers_of(precision: Precision) -> Numbers | None:
-    """How the linears of a low-precision recipe multiply; None for the others."""
+    """How a low-precision recipe multiplies linear layers; None for another recipe."""
     match precision.recipe:
         case "fp8_hybrid":
             return Fp8Numbers(precision.fp8.hadamard, online=precision.fp8.online_scale_steps > 0)
@@ -72,11 +72,11 @@ def numbers_of(precision: Precision) -> Numbers | None:
 
 
 def linears_of(precision: Precision, parameters: Mapping[str, "Parameter"]) -> Linears | None:
-    """Those of the parameters that multiply in few bits, with the scales of their recipe; None if it has no such."""
+    """The parameters that are multiplied in low precision, with the scaling of the recipe; None for another recipe."""
     numbers = numbers_of(precision)
     if numbers is None:
         return None
-    chosen = {name: parameter for name, parameter in parameters.items() if parameter.low_precision}
+    chosen = {name: p for name, p in parameters.items() if p.kind == "linear" and p.treatment.multiplied is not None}
     if precision.recipe == "fp8_hybrid" and precision.fp8.scaling == "delayed":
         return Linears(numbers, chosen, precision.fp8.amax_history, precision.fp8.online_scale_steps)
     return Linears(numbers, chosen)
@@ -90,7 +90,7 @@ def check_device(name: str, device: Device) -> str | None:
     if name == "fp8_hybrid" and device.capability is not None and device.capability < (8, 9):
         raise UserError(
             f"precision.recipe='fp8_hybrid': {device} has no FP8 units, which Ada, Hopper and Blackwell have; "
-            "use precision.recipe='bf16', or 'fp16' on a card before Ampere"
+            "use precision.recipe='bf16', or 'fp16' on a GPU before Ampere"
         )
     if name == "fp8_hybrid" and device.platform != "gpu":
         return f"precision.recipe='fp8_hybrid' is emulated on {device}: FP8 numbers, float32 products"

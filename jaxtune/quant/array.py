@@ -1,4 +1,4 @@
-"""The one quantized array: codes, scales of blocks, and where it is needed a scale of the scales."""
+"""The one quantized array: codes, scales of blocks, and for some formats scales of the scales."""
 
 import math
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
+from jaxtune.parallel.layout import Entry, P, by_token, gather
 from jaxtune.quant.dynamic_map import DYNAMIC_MAP
 from pallas_kernels import quant_matmul
 from pallas_kernels.quant_matmul.elements import ELEMENTS
@@ -35,8 +36,8 @@ class QuantizedArray:
             scales are codes of the dynamic map, and each 256 of them, in row-major order, have one outer scale;
             without, they are e4m3 and the matrix has one outer scale (NVFP4).
         offset: added to doubly quantized scales.
-        elements: what a code stands for, a name of `pallas_kernels.quant_matmul`.
-        dtype: what it is dequantized to.
+        elements: the kind of element, a name in ELEMENTS of `pallas_kernels.quant_matmul`.
+        dtype: of the matrix when it is dequantized.
     """
 
     codes: UInt8[Array, "*stack o i_packed"]
@@ -48,7 +49,7 @@ class QuantizedArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the matrix it stands for, with the axis of a stack."""
+        """Of the dequantized matrix, or of the stack."""
         *stack, rows, columns = self.codes.shape
         return (*stack, rows, columns * ELEMENTS[self.elements].packed)
 
@@ -58,9 +59,14 @@ class QuantizedArray:
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     def kernel_scales(self) -> tuple[Array, Array | None]:
-        """What the kernels take, of one matrix: scales of blocks (float32, or e4m3 codes) and a scale of the matrix."""
+        """The scales of one matrix as kernels take them: of blocks (float32, or e4m3 codes), and of the matrix or None.
+
+        Kernels know no double quantization, so its scales are expanded to float32 first:
+        scale[n] = DYNAMIC_MAP[code[n]] * outer_scales[n // 256] + offset, with n = row * (blocks in a row) + column.
+        """
         if self.offset is None:
             return self.scales, None if self.outer_scales is None else self.outer_scales[0]
+        # A gather on a mesh with explicit axes must be told its sharding: that of the codes of the scales.
         spec = jax.typeof(self.scales).sharding.spec
         rows, columns = self.scales.shape
         outer = jnp.arange(rows)[:, None] * columns + jnp.arange(columns)[None, :]
@@ -79,11 +85,32 @@ class QuantizedArray:
         specs = tuple(jax.typeof(array).sharding.spec for array in arguments)
         return jax.shard_map(kernel, in_specs=specs, out_specs=specs[0])(*arguments)
 
+    def matmul(self, x: Float[Array, "b s i"], axis: Entry, noise: Any = None) -> Float[Array, "b s o"]:
+        """x W^T in the dtype of x, on any mesh; `axis` is the mesh axis, or the axes, of o. It needs no `noise`.
+
+        Codes and scales are all-gathered, a quarter or half of the matrix's bytes in 16 bits, and dequantized at each
+        use, again in the backward pass.
+        """
+        weight = jax.tree.map(gather, self)
+        scales, tensor_scale = weight.kernel_scales()
+        inner = jax.typeof(weight.codes).sharding.spec[1]
+
+        def kernel(x, codes, scales, tensor_scale):
+            rows = x.reshape(-1, x.shape[-1])
+            y = quant_matmul.quant_matmul(rows, codes, scales, tensor_scale, elements=weight.elements)
+            y = y.reshape(*x.shape[:2], -1)
+            return y if inner is None else jax.lax.psum(y, inner)
+
+        arguments = (x, weight.codes, scales, tensor_scale)
+        specs = jax.tree.map(lambda array: jax.typeof(array).sharding.spec, arguments)
+        return jax.shard_map(kernel, in_specs=specs, out_specs=P(*by_token(), axis))(*arguments)
+
 
 def in_blocks(weight: Float[Array, "o i"], block: tuple[int, int]) -> Float[Array, "o/r r i/c c"]:
     """The elements of each block, float32.
 
-    What is computed on this view is one loop over the matrix: scales spread over the matrix would be a copy of it.
+    XLA fuses arithmetic on this view into one loop over the matrix; scales that were broadcast to the shape of the
+    matrix would be another array of its size.
     """
     rows, columns = block
     o, i = weight.shape
@@ -91,20 +118,20 @@ def in_blocks(weight: Float[Array, "o i"], block: tuple[int, int]) -> Float[Arra
 
 
 def block_absmax(blocks: Float[Array, "o/r r i/c c"]) -> Float[Array, "o/r i/c"]:
-    """The largest magnitude in each block."""
+    """The amax of each block."""
     return jnp.abs(blocks).max(axis=(1, 3))
 
 
-TINY = float(np.finfo(np.float32).tiny)  # what is smaller, subnormal, XLA takes for zero
+TINY = float(np.finfo(np.float32).tiny)  # XLA flushes smaller numbers, the subnormal ones, to zero
 
 
 def divisors(scales: Float[Array, "*shape"], least: float = TINY) -> Float[Array, "*shape"]:
-    """Scales to divide by: 1 for what is zero, or smaller than `least`, which becomes zero."""
+    """Scales to divide by: 1 in place of a scale of zero, or of one below `least`, which would become zero."""
     return jnp.where(scales < least, 1.0, scales)
 
 
 def by_block(scales: Float[Array, "o/r i/c"]) -> Float[Array, "o/r 1 i/c 1"]:
-    """Values of blocks, to be combined with their elements."""
+    """Values of blocks, in a shape that broadcasts over the elements of `in_blocks`."""
     return scales[:, None, :, None]
 
 
@@ -114,8 +141,8 @@ def pack(codes: UInt8[Array, "*shape i"]) -> UInt8[Array, "*shape i/2"]:
 
 
 def nearest(values: Float[Array, "*shape"], table: np.ndarray) -> UInt8[Array, "*shape"]:
-    """Index of the nearest entry of an ascending table; halfway goes to the lower one, as torch.bucketize has it."""
+    """Index of the nearest entry of an ascending table; halfway goes to the lower one, as by torch.bucketize."""
     bounds = (table[:-1] + table[1:]) / np.float32(2)
-    if len(bounds) > 16:
+    if len(bounds) > 16:  # else comparisons, which XLA fuses into the loop around them, as it does not fuse a search
         return jnp.searchsorted(jnp.asarray(bounds), values).astype(jnp.uint8)
     return sum((values > bound).astype(jnp.uint8) for bound in bounds)  # type: ignore[return-value]

@@ -17,10 +17,10 @@ ANY_SIZE = "a number of elements, 2 or more"  # among the BLOCK_SIZES of a forma
 
 @dataclass(frozen=True)
 class Format(ABC):
-    """A way to quantize: equal ones are the same to a jit.
+    """A way to quantize: a `Storage` of models.parameters. Hashable: equal instances share a jit cache entry.
 
     Attributes:
-        elements: what a code stands for, a name of `pallas_kernels.quant_matmul`.
+        elements: the kind of element, a name in ELEMENTS of `pallas_kernels.quant_matmul`.
         block: rows and columns that share a scale; None: all of them.
     """
 
@@ -42,7 +42,7 @@ class Format(ABC):
         if shape[0] % rows or shape[1] % columns:
             return f"blocks of {rows} x {columns} do not divide {shape[0]} x {shape[1]}"
         if columns % ELEMENTS[self.elements].packed:
-            return f"blocks of {columns} elements part the two that share a byte; an even number does not"
+            return f"blocks of {columns} elements separate two that share a byte: a block must have an even number"
         return None
 
     def abstract(self, shape: tuple[int, ...], dtype: Any, axes: tuple[str | None, ...]) -> QuantizedArray:
@@ -57,14 +57,14 @@ class Format(ABC):
 
         return jax.tree.map(leaf, matrix)
 
-
-def quantized(weight: Float[Array, "o i"], format: Format, axes: tuple[str | None, ...]) -> QuantizedArray:
-    """A matrix with these logical axes, quantized where it is."""
-    place = jax.tree.map(lambda leaf: leaf.sharding.spec, format.abstract(weight.shape, weight.dtype, axes))
-    return _quantized(weight, format, place)
+    def make(self, weight: Float[Array, "o i"], axes: tuple[str | None, ...]) -> QuantizedArray:
+        """A matrix with these logical axes, quantized on the devices that hold it."""
+        place = jax.tree.map(lambda leaf: leaf.sharding.spec, self.abstract(weight.shape, weight.dtype, axes))
+        return _quantized(weight, self, place)
 
 
 @partial(jax.jit, static_argnames=("format", "place"))
 def _quantized(weight: Float[Array, "o i"], format: Format, place: QuantizedArray) -> QuantizedArray:
     """`place`: the PartitionSpec of each array."""
+    # Formats say nothing of shardings: XLA chooses those inside.
     return cast(QuantizedArray, jax.sharding.auto_axes(format.quantize, out_sharding=place)(weight))

@@ -19,7 +19,7 @@ BLOCK_SIZES = (64, 128, 256, 512)
 
 
 def format_of(options: Quant, parameter: str) -> Format:
-    """NF4 or FP4 with a scale for quant.block_size (64) elements of a row, in 8 bits by quant.double_quant."""
+    """NF4 or FP4, one scale per quant.block_size (64) elements of a row, in 8 bits with quant.double_quant."""
     assert options.format is not None
     block = options.block_size if isinstance(options.block_size, int) else BLOCK_SIZES[0]
     return FourBitFloats(options.format, (1, block), options.double_quant)
@@ -32,7 +32,7 @@ class FourBitFloats(Format):
     double_quant: bool
 
     def quantize(self, weight: Float[Array, "o i"]) -> QuantizedArray:
-        """A scale a block of a row; with `double_quant` the scales in 8 bits."""
+        """One scale per block of a row; with `double_quant` the scales are in 8 bits."""
         table = np.asarray(ELEMENTS[self.elements].values, np.float32)
         order = np.argsort(table, stable=True)  # FP4's codes are not in the order of their values
         blocks = in_blocks(weight, self.block_of(weight.shape))
@@ -45,7 +45,8 @@ class FourBitFloats(Format):
 
 
 def doubly_quantized(absmax: Float[Array, "o n"]) -> tuple[UInt8[Array, "o n"], Float[Array, " m"], Float[Array, ""]]:
-    """8-bit codes of the scales less their mean, the scale of each 256 codes, and the mean (`quantize_blockwise`)."""
+    """8-bit codes of (scales - mean), one scale per 256 codes, and the mean (bitsandbytes' `quantize_blockwise`)."""
+    # Scales are positive: without their mean they would use half of the codes of the signed map.
     offset = absmax.mean()
     centred = (absmax - offset).reshape(-1)
     groups = jnp.pad(centred, (0, -centred.size % SCALES_PER_OUTER)).reshape(-1, SCALES_PER_OUTER)

@@ -14,7 +14,7 @@ BLOCK_SIZES = (64, 128, 256, "channel", "tensor")
 
 
 def format_of(options: Quant, parameter: str) -> Format:
-    """Blocks of quant.block_size (128) squared; "channel": a scale a row; "tensor": one."""
+    """Blocks of quant.block_size (128) squared; "channel": one scale per row; "tensor": one for the matrix."""
     match options.block_size or 128:
         case "channel":
             block = (1, None)
@@ -27,10 +27,10 @@ def format_of(options: Quant, parameter: str) -> Format:
 
 
 class Fp8(Format):
-    """Scaled so that the largest magnitude of a block is e4m3's; a block of zeros has scale 1."""
+    """Scaled so that the amax of a block becomes the largest number of e4m3; a block of zeros has scale 1."""
 
     def quantize(self, weight: Float[Array, "o i"]) -> QuantizedArray:
-        """Rounded to nearest, halfway to even."""
+        """Rounded to nearest, ties to even."""
         blocks = in_blocks(weight, self.block_of(weight.shape))
         absmax = block_absmax(blocks)
         scales = divisors(absmax / LARGEST)

@@ -20,10 +20,10 @@ def format_of(options: Quant, parameter: str) -> Format:
 
 
 class Integers(Format):
-    """As many codes below zero as above: the lowest is not used. A block of zeros has scale 1."""
+    """As many codes below zero as above: the lowest, -8 or -128, is not used. A block of zeros has scale 1."""
 
     def quantize(self, weight: Float[Array, "o i"]) -> QuantizedArray:
-        """Rounded to nearest, halfway to even."""
+        """Rounded to nearest, ties to even."""
         bits = ELEMENTS[self.elements].bits
         largest = 2 ** (bits - 1) - 1
         blocks = in_blocks(weight, self.block_of(weight.shape))

@@ -1,4 +1,4 @@
-"""NVFP4: e2m1 elements, an e4m3 scale each 16 of a row, a float32 scale a matrix (NVIDIA, arXiv:2509.25149)."""
+"""NVFP4: e2m1 elements, an e4m3 scale per 16 of a row, a float32 scale per matrix (NVIDIA, arXiv:2509.25149)."""
 
 from dataclasses import dataclass
 
@@ -28,7 +28,7 @@ class Nvfp4(Format):
     four_over_six: bool
 
     def quantize(self, weight: Float[Array, "o i"]) -> QuantizedArray:
-        """Two levels of scales; a matrix of zeros has scale 1. Its blocks' scales are e4m3's least, never 0."""
+        """Two levels of scales. A matrix of zeros has scale 1, and its blocks e4m3's smallest scale, never 0."""
         blocks = in_blocks(weight, self.block_of(weight.shape))
         tensor_scale = tensor_scale_of(block_absmax(blocks).max())
         scales = block_scales(blocks, tensor_scale, self.four_over_six)
@@ -37,33 +37,33 @@ class Nvfp4(Format):
 
 
 def tensor_scale_of(absmax: Float[Array, ""]) -> Float[Array, ""]:
-    """The scale of a matrix whose largest magnitude this is: it becomes 6 * 448."""
+    """The scale of a matrix with this amax, which it makes 6 * 448."""
     return divisors(absmax / (LARGEST * LARGEST_SCALE), least=TINY / SMALLEST_SCALE)
 
 
 def block_scales(
     blocks: Float[Array, "o/r r i/c c"], tensor_scale: Float[Array, ""], four_over_six: bool
 ) -> Float[Array, "o/r i/c"]:
-    """Values of e4m3 by which, with the scale of the matrix, each block is divided."""
+    """The e4m3 scale of each block; a block is divided by it times the scale of the matrix."""
     absmax = block_absmax(blocks)
     scales = _block_scales(absmax, LARGEST, tensor_scale)
     if not four_over_six:
         return scales
-    # Cook et al. 2025, arXiv:2512.02010. The tensor's scale stays, so that no block is worse off; it leaves no room for
-    # a scale 6 / 4 times as large in the blocks nearest to the largest element.
+    # Cook et al. 2025, arXiv:2512.02010. The tensor scale stays the same, so that no block is worse off. Blocks whose
+    # amax is near that of the tensor gain nothing: their scale has no room for 6 / 4 times as much below 448.
     larger = _block_scales(absmax, 4.0, tensor_scale)
     better = _error(blocks, larger * tensor_scale) < _error(blocks, scales * tensor_scale)
     return jnp.where(better, larger, scales)
 
 
 def _block_scales(absmax: Float[Array, "o n"], becomes: float, tensor_scale: Float[Array, ""]) -> Float[Array, "o n"]:
-    """Scales, rounded to e4m3, by which the largest element of a block becomes this."""
+    """Scales, rounded to e4m3, that turn the amax of a block into `becomes`."""
     wanted = jnp.clip(absmax / becomes / tensor_scale, SMALLEST_SCALE, LARGEST_SCALE)
     return e4m3(e4m3_bits(wanted))
 
 
 def rounded_up(scales: Float[Array, "o n"]) -> Float[Array, "o n"]:
-    """Scales of blocks to e4m3, upwards."""
+    """Scales of blocks, rounded up to e4m3."""
     wanted = jnp.clip(scales, SMALLEST_SCALE, LARGEST_SCALE)
     nearest = e4m3_bits(wanted)
     return jnp.where(e4m3(nearest) < wanted, e4m3(nearest + 1), e4m3(nearest))
@@ -72,7 +72,7 @@ def rounded_up(scales: Float[Array, "o n"]) -> Float[Array, "o n"]:
 def e4m3_bits(x: Float[Array, "*shape"]) -> UInt8[Array, "*shape"]:
     """The bits of the nearest float8_e4m3fn, of which `e4m3` has the value.
 
-    XLA for GPUs drops a conversion to a narrower float and back, as if nothing had been rounded.
+    Bits, because XLA for GPUs removes a conversion to a narrower float and back, as if nothing had been rounded.
     """
     return jax.lax.bitcast_convert_type(x.astype(jnp.float8_e4m3fn), jnp.uint8)
 
@@ -84,7 +84,8 @@ def _error(blocks: Float[Array, "o/r r i/c c"], scales: Float[Array, "o/r i/c"])
 
 
 def nearest_e2m1(x: Float[Array, "*shape"]) -> UInt8[Array, "*shape"]:
-    """Codes of 0, 0.5, 1, 1.5, 2, 3, 4, 6, halfway to the even code, the sign in the high bit; beyond 6 saturates."""
+    """Codes of 0, 0.5, 1, 1.5, 2, 3, 4, 6, ties to the even code, the sign in the high bit; beyond 6 saturates."""
+    # `>` and `>=` alternate, so that a tie goes to the even code.
     a = jnp.abs(x)
     bounds = (a > 0.25, a >= 0.75, a > 1.25, a >= 1.75, a > 2.5, a >= 3.5, a > 5.0)
     magnitude = sum(above.astype(jnp.uint8) for above in bounds)

@@ -1,6 +1,6 @@
 """Recipes that come with jaxtune: train by one with --config=NAME, or --config=NAME:ARGUMENT.
 
-A recipe of one's own starts from one of them by import, in whatever folder it is:
+Your own recipe, in any folder, can start from one of them by import:
 
     from jaxtune.recipes import qwen_lora
 

@@ -1,4 +1,4 @@
-"""Lists the recipes that come with jaxtune, or copies one to be changed.
+"""Lists the recipes that come with jaxtune, or copies one for you to change.
 
 python -m jaxtune.recipes
 python -m jaxtune.recipes --copy=qwen_lora
@@ -28,7 +28,7 @@ def _main(values: flags.FlagValues, config: None):
     file = recipe_file(values.copy)
     copied = Path(file.name)
     if copied.exists():
-        raise UserError(f"{copied} is there already; move it, or copy in another folder")
+        raise UserError(f"{copied} already exists; move it, or copy in another folder")
     shutil.copyfile(file, copied)
     print(f"copied to {copied}; train by it with: python -m jaxtune.train --config={copied}")
 

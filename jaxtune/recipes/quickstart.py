@@ -1,7 +1,7 @@
 """A small Qwen3-shaped model, trained from scratch on the Python standard library's own source text.
 
 Hardware: any; made for two CPU cores. Nothing is downloaded: the data is on every machine, and the model folder
-(config.json and a tokenizer whose tokens are bytes) is made on the first run, in runs/quickstart_model.
+(config.json and a byte-level tokenizer) is made on the first run, in runs/quickstart_model.
 
     python -m jaxtune.train --config=quickstart
 """
@@ -36,7 +36,7 @@ CHAT_TEMPLATE = (
 
 
 def get_config():
-    """The recipe; makes the model folder if it is not there."""
+    """The recipe; makes the model folder if it does not exist."""
     make_model_folder(MODEL_FOLDER)
     config = new_config()
     config.model.path = str(MODEL_FOLDER)
@@ -66,10 +66,10 @@ def get_config():
 
 
 def make_model_folder(folder):
-    """Writes config.json and the byte-level tokenizer, unless they are there.
+    """Writes config.json and the byte-level tokenizer, unless the folder exists.
 
     Raises:
-        UserError: The folder was made with other sizes than those in this file.
+        UserError: The folder was made with sizes other than those in this file.
     """
     if folder.exists():
         found = json.loads((folder / "config.json").read_text())
@@ -90,7 +90,7 @@ def make_model_folder(folder):
     tokenizer.save_pretrained(temporary)
     temporary.chmod(0o755)
     try:
-        temporary.rename(folder)  # whole or not at all, whoever else is making it
+        temporary.rename(folder)  # atomic, as other processes may be making it at the same time
     except OSError:
         shutil.rmtree(temporary)
         if not folder.exists():

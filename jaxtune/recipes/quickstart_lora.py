@@ -12,7 +12,7 @@ from jaxtune.recipes import quickstart
 
 
 def get_config():
-    """The quickstart's recipe, from its exported model, with adapters and other data."""
+    """The quickstart's recipe, starting from its exported model, with adapters and other data."""
     config = quickstart.get_config()
     config.model.path = "runs/quickstart/export"
     config.model.from_scratch = False

@@ -10,7 +10,7 @@ from jaxtune.recipes import llama_pretrain
 
 
 def get_config(model="Qwen/Qwen3-0.6B"):
-    """The recipe of llama_pretrain with matrices orthogonalised, and a z-loss."""
+    """The recipe of llama_pretrain with NorMuon for the matrices, and a z-loss."""
     config = llama_pretrain.get_config(model)
     config.optim.name = "normuon"
     config.train.z_loss = 1e-4

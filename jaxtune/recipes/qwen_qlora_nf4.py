@@ -1,8 +1,8 @@
-"""QLoRA of a Qwen3 model on instructions, its linears frozen in NF4; one GPU.
+"""QLoRA of a Qwen3 model on instructions, its linear layers frozen in NF4; one GPU.
 
 bitsandbytes' format, code for code: blocks of 64 with scales in 8 bits, 0.52 bytes a weight. Qwen3-8B, 2 rows of 2048
-tokens: 9.6 GB on an H100, compiled without one; 20.9 GB with --config.memory.remat=none. A checkpoint that bitsandbytes
-quantized loads as it is: give its path and --config.quant.format=None.
+tokens: 9.6 GB on an H100, according to the compiler; 20.9 GB with --config.memory.remat=none. A checkpoint that
+bitsandbytes quantized loads as it is: give its path and --config.quant.format=None.
 
     python -m jaxtune.train --config=qwen_qlora_nf4
     python -m jaxtune.train --config=qwen_qlora_nf4:PATH_OR_HUB_ID '--config.data.datasets[0].path=my.jsonl'

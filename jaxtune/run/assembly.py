@@ -1,8 +1,8 @@
-"""The program of a run: optimizer, state and step of a declared model."""
+"""The program of a run: model, optimizer, state, batch and step, from its base model and its config alone."""
 
 import logging
 from collections.abc import Callable
-from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,34 +10,87 @@ import jax.numpy as jnp
 from jaxtune import data
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
+from jaxtune.models.call import Call
 from jaxtune.models.decoder import Parameters
+from jaxtune.models.parameters import abstract
+from jaxtune.objectives.balanced import balanced
 from jaxtune.objectives.cross_entropy import cross_entropy
+from jaxtune.objectives.objective import Objective
 from jaxtune.optim.adamw_8bit import float32_moments, undivided_moments
 from jaxtune.optim.build import Optimizer, Trained, build
-from jaxtune.optim.schedules import check_length, learning_rate
-from jaxtune.parallel.layout import TOKENS, P
+from jaxtune.parallel.layout import RULES, Layout, P, by_token, spec
 from jaxtune.parallel.mesh import data_shards
-from jaxtune.precision.recipes import recipe_of
-from jaxtune.run.model import Model
+from jaxtune.precision.recipes import Recipe, recipe_of
+from jaxtune.run.model import Base, Model, declare_model
 from jaxtune.run.process import compiler_options
 from jaxtune.run.state import State, initial_state
-from jaxtune.run.step import accumulated_gradients, make_train_step
+from jaxtune.run.step import Gradients, accumulated_gradients, make_train_step
 
 log = logging.getLogger("jaxtune")
 
 
-def trained_of(model: Model) -> dict[str, Trained]:
-    """What the optimizer must know of the trained parameters."""
-    return {name: Trained(model.hf_names(name), bool(model.parameters[name].layers)) for name in model.trained}
+class Program(NamedTuple):
+    """A run before any value is read: its functions, and the shapes, dtypes and shardings of their arguments."""
+
+    model: Model
+    objective: Objective
+    optimizer: Optimizer
+    gradients: Gradients
+    step: Callable[..., Any]  # (state, frozen, batch, learning rate) -> (state, metrics)
+    start: Callable[[Parameters], State]  # trained parameters -> the state before the first step
+    state: State
+    frozen: Parameters
+    batch: Parameters
+
+    @property
+    def arguments(self) -> tuple[State, Parameters, Parameters, jax.ShapeDtypeStruct]:
+        """Of the step, enough to compile it anywhere."""
+        return self.state, self.frozen, self.batch, jax.ShapeDtypeStruct((), jnp.float32)
 
 
-def optimizer_of(model: Model, config: Config) -> Optimizer:
-    """The optimizer of what is trained. Raises UserError where the mesh would split a block of its state."""
+def assemble(base: Base, config: Config, mesh: jax.sharding.Mesh, objective: Objective | None = None) -> Program:
+    """The program of a config on a mesh, which may be of compile-only devices; no file is read.
+
+    `objective`: the config's, unless given. Raises UserError where the mesh or the device does not fit the model.
+    """
+    model = declare_model(base, config, mesh)
+    optimizer, recipe = _optimizer(model, config), recipe_of(config.precision, model.linears)
+    objective, seed = objective or objective_of(config, model), config.train.seed
+    places = places_of(model, RULES.value.gradients)
+    gradients = accumulated_gradients(model.graph, objective, recipe, call_of(config, recipe), seed, places)
+    step = make_train_step(gradients, optimizer, config.optim.max_grad_norm, recipe, seed, objective.counts)
+
+    def start(trained: Parameters) -> State:
+        return initial_state(optimizer, trained, recipe)
+
+    shape = (config.train.grad_accum_steps, config.train.micro_batch_size * data_shards(mesh), config.data.seq_len)
+    batch = data.abstract_batch(shape, jax.NamedSharding(mesh, jax.P(None, *by_token())), objective.columns)
+    state = jax.tree.map(lambda leaf: _on_mesh(leaf, mesh), jax.eval_shape(start, abstract(model.trained)))
+    return Program(model, objective, optimizer, gradients, step, start, state, abstract(model.frozen), batch)
+
+
+def objective_of(config: Config, model: Model) -> Objective:
+    """What a run minimises."""
+    objective, router_loss = cross_entropy(config.train.z_loss), model.spec.router_loss
+    return balanced(objective, router_loss) if router_loss else objective
+
+
+def call_of(config: Config, recipe: Recipe) -> Call:
+    """How a run computes its forward passes."""
+    return Call(
+        recipe.dtype,
+        remat=config.memory.remat,
+        backend=config.attention.backend,
+        fallback=config.attention.fallback,
+    )
+
+
+def _optimizer(model: Model, config: Config) -> Optimizer:
+    """The optimizer of the trained parameters. Raises UserError where the mesh would split a block of its state."""
     if config.optim.name == "adamw_8bit":
-        trained = {name: model.parameters[name] for name in model.trained}
-        if complaints := undivided_moments(trained, jax.sharding.get_mesh()):
+        if complaints := undivided_moments(model.trained, jax.sharding.get_mesh()):
             raise UserError("\n  ".join(["the mesh does not divide the optimizer's state:", *complaints]))
-        if kept := float32_moments(trained):
+        if kept := float32_moments(model.trained):
             log.warning(
                 "optim.name='adamw_8bit' keeps float32 moments where no block divides a row: %s", ", ".join(kept)
             )
@@ -46,48 +99,29 @@ def optimizer_of(model: Model, config: Config) -> Optimizer:
     return build(config.optim, trained_of(model), len(model.spec.layers), dtype)
 
 
-def start_of(model: Model, config: Config, optimizer: Optimizer) -> Callable[[Parameters], State]:
-    """Trained parameters -> the state before the first step."""
-    recipe = recipe_of(config.precision, model.linears)
-    return lambda trained: initial_state(optimizer, trained, recipe)
+def trained_of(model: Model) -> dict[str, Trained]:
+    """What the optimizer must know of the trained parameters."""
+    places = places_of(model, RULES.value.optimizer)
+    return {
+        name: Trained(tuple(one.name for one in p.places), p.lead, p.kind in ("linear", "adapter"), places.get(name))
+        for name, p in model.trained.items()
+    }
 
 
-def abstract_state(model: Model, config: Config, optimizer: Optimizer, mesh: jax.sharding.Mesh) -> State:
-    """Shapes, dtypes and shardings of the whole state."""
-    state = jax.eval_shape(start_of(model, config, optimizer), model.abstract(model.trained))
-
-    def on_mesh(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        spec = P() if leaf.sharding is None else leaf.sharding.spec  # the optimizer's counters are whole everywhere
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.NamedSharding(mesh, spec))
-
-    return jax.tree.map(on_mesh, state)
+def places_of(model: Model, layout: Layout) -> dict[str, P]:
+    """PartitionSpecs of the trained parameters in a layout of the rules; {} where all its layouts are the same."""
+    rules = RULES.value
+    if rules.parameters == rules.gradients == rules.optimizer:
+        return {}
+    return {name: spec(*parameter.axes, layout=layout) for name, parameter in model.trained.items()}
 
 
-def step_of(
-    config: Config, model: Model, optimizer: Optimizer, mesh: jax.sharding.Mesh, total_steps: int
-) -> tuple[Callable, tuple]:
-    """The step of a run, and the `shapes_of` its arguments: enough to compile it anywhere.
-
-    Raises UserError where the learning-rate schedule does not fit the number of steps.
-    """
-    if note := check_length(config.optim, total_steps):
-        log.warning(note)
-    recipe, seed = recipe_of(config.precision, model.linears), config.train.seed
-    objective = partial(cross_entropy, z_loss=config.train.z_loss)
-    gradients = accumulated_gradients(model.graph, objective, recipe, config.memory.remat, seed)
-    rate = learning_rate(config.optim, total_steps)
-    step = make_train_step(gradients, optimizer, rate, config.optim.max_grad_norm, recipe, seed)
-    return step, shapes_of(config, model, optimizer, mesh)
+def _on_mesh(leaf: jax.ShapeDtypeStruct, mesh: jax.sharding.Mesh) -> jax.ShapeDtypeStruct:
+    spec = P() if leaf.sharding is None else leaf.sharding.spec  # the optimizer's counters are whole everywhere
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.NamedSharding(mesh, spec))
 
 
-def shapes_of(config: Config, model: Model, optimizer: Optimizer, mesh: jax.sharding.Mesh) -> tuple:
-    """Shapes, dtypes and shardings of state, frozen parameters and batch."""
-    shape = (config.train.grad_accum_steps, config.train.micro_batch_size * data_shards(mesh), config.data.seq_len)
-    batch = data.abstract_batch(shape, jax.NamedSharding(mesh, jax.P(None, *TOKENS)))
-    return abstract_state(model, config, optimizer, mesh), model.abstract(model.frozen), batch
-
-
-def compile_step(step: Callable, arguments: tuple, deterministic: bool) -> jax.stages.Compiled:
-    """The step compiled for the current mesh; its state is given away with each call."""
-    program = jax.jit(step, donate_argnums=0, compiler_options=compiler_options(deterministic))
-    return program.lower(*arguments).compile()
+def compile_step(program: Program, deterministic: bool) -> jax.stages.Compiled:
+    """The step compiled for the current mesh; each call donates the state that it is given."""
+    compiled = jax.jit(program.step, donate_argnums=0, compiler_options=compiler_options(deterministic))
+    return compiled.lower(*program.arguments).compile()

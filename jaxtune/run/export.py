@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +15,19 @@ from jaxtune import data, hf
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 from jaxtune.models.attend import attend_packed
+from jaxtune.models.call import Call
 from jaxtune.models.decoder import Parameters, bind
+from jaxtune.models.parameters import Parameter, count
+from jaxtune.models.score import logits
+from jaxtune.models.treat import linears as linears_by_name
 from jaxtune.parallel import multihost
-from jaxtune.parallel.layout import TOKENS
+from jaxtune.parallel.layout import by_token
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.precision.recipes import RECIPES
 from jaxtune.quant import QuantizedArray
 from jaxtune.run.card import card_rows
 from jaxtune.run.folder import RunFolder
-from jaxtune.run.model import Model, declare_model
+from jaxtune.run.model import Model, declare_model, read_base
 from jaxtune.run.values import read_parameters
 
 PROBE = 64  # random tokens a row, to compare logits
@@ -30,62 +36,77 @@ PROBE = 64  # random tokens a row, to compare logits
 def export_full(model: Model, parameters: Parameters, config: Config, output: Path) -> None:
     """A folder that transformers loads, in model.dtype; adapters among the parameters are merged into their weights.
 
-    Quantized weights are written as what they stand for, never quantized again: an adapter merged into 4 bits is
-    mostly rounded away.
+    Quantized weights are written dequantized, never quantized again: an adapter merged into 4 bits would mostly be
+    rounded away.
 
     Tensors are gathered and written one at a time. A tied head is not written; padded rows are cut; config.json and
     the tokenizer's files are copied byte for byte.
     """
 
-    def tensors():
-        dtype = jnp.dtype(config.model.dtype)
-        for name, parameter in model.parameters.items():
-            if parameter.is_adapter:
-                continue
-            layers = range(len(parameter.layers)) if parameter.layers else (None,)
-            for hf_name, layer in zip(model.hf_names(name), layers):
-                shape = parameter.shape[1:] if parameter.layers else parameter.shape
-                if parameter.axes[0] == "vocabulary":
-                    shape = (model.spec.vocabulary, *shape[1:])
-                yield hf.Tensor(hf_name, shape, dtype, lambda name=name, layer=layer: whole(name, layer, dtype))
+    dtype = jnp.dtype(config.model.dtype)
 
-    def whole(name: str, layer: int | None, dtype: jnp.dtype) -> np.ndarray:
-        weight = _gather(parameters[name], layer)
-        site = name.removesuffix(".weight")
-        if f"{site}.lora_a" in parameters and name.endswith(".weight"):
-            parts = (_gather(parameters[f"{site}.{part}"], layer) for part in ("lora_a", "lora_b"))
-            a, b = (part.astype(jnp.float32) for part in parts)
-            assert model.spec.adapter is not None
-            product = jnp.einsum("or,ri->oi", b, a, precision=jax.lax.Precision.HIGHEST)
-            weight = weight.astype(jnp.float32) + model.spec.adapter.scale * product  # rounded once, to `dtype`
-        if model.parameters[name].axes[0] == "vocabulary":
-            weight = weight[: model.spec.vocabulary]
-        return np.asarray(weight.astype(dtype))
+    def merged(name: str, index: tuple[int, ...]) -> jax.Array:
+        """One matrix or vector, with the adapter beside it, rounded once."""
+        parameter, weight = model.parameters[name], _gather(parameters[name], index)
+        adapter = parameter.treatment.adapter
+        if adapter is not None and parameter.kind == "linear":
+            values = _beside(model, name, adapter.owner)
+            values = {part: _gather(parameters[other], index).astype(jnp.float32) for part, other in values.items()}
+            weight = adapter.merged(weight.astype(jnp.float32), values)
+        return weight.astype(dtype)
 
-    hf.write(output, tensors(), config.export.max_shard_bytes)
+    hf.write(output, _tensors(model, model.whole, dtype, merged), config.export.max_shard_bytes)
     if multihost.is_main():
         hf.write_config(model.folder, output, dtype=config.model.dtype, vocabulary=model.spec.vocabulary)
         _write_tokenizer(model, config, output)
 
 
+def _beside(model: Model, name: str, owner: str | None) -> dict[str, str]:
+    """Name of each parameter of the adapter beside a weight; a shared one is beside the owner's, in the same layer."""
+    site, local = name.removesuffix(".weight"), model.parameters[name].local.removesuffix(".weight")
+    first = site.removesuffix(local) + (owner or local)
+    adapter = model.parameters[name].treatment.adapter
+    return {part: f"{first if part in adapter.shared else site}.{part}" for part in adapter.peft_names}
+
+
+def _tensors(
+    model: Model,
+    parameters: Mapping[str, Parameter],
+    dtype: jnp.dtype,
+    value: Callable[[str, tuple[int, ...]], jax.Array],
+) -> Iterator[hf.Tensor]:
+    """The Hugging Face tensors of these parameters, made when they are asked for.
+
+    `value`: that of a name and an index in its leading axes. Parts of a fused tensor are joined; rows of padding are
+    cut.
+    """
+    parts: dict[str, list[tuple[int, str, tuple[int, ...]]]] = {}
+    for name, parameter in parameters.items():
+        for index, place in parameter.elements():
+            parts.setdefault(place.name, []).append((place.first, name, index))
+
+    def whole(found: list[tuple[int, str, tuple[int, ...]]], rows: int) -> np.ndarray:
+        # Sorted by the first row of each part, as a fused qkv is q, then k, then v.
+        one = [value(name, index) for _, name, index in sorted(found)]
+        return np.asarray(jnp.concatenate(one) if len(one) > 1 else one[0])[:rows]
+
+    for hf_name, found in parts.items():
+        shapes = [parameters[name].matrix for _, name, _ in found]
+        is_table = parameters[found[0][1]].kind == "table"
+        rows = model.spec.vocabulary if is_table else sum(shape[0] for shape in shapes)
+        yield hf.Tensor(hf_name, (rows, *shapes[0][1:]), dtype, partial(whole, found, rows))
+
+
 def export_adapter(model: Model, parameters: Parameters, config: Config, output: Path) -> None:
     """A folder that peft loads: adapter_model.safetensors and adapter_config.json."""
-    modules = {}
-    for name in model.trained:
-        for layer, hf_name in enumerate(model.hf_names(name)):
-            pair = modules.setdefault(hf_name.rsplit(".", 2)[0], {})
-            pair[name.rsplit("_", 1)[1]] = np.asarray(_gather(parameters[name], layer))
-    lora = config.lora
-    adapter = hf.Adapter(
-        rank=lora.rank,
-        alpha=lora.alpha,
-        dropout=lora.dropout,
-        use_rslora=lora.use_rslora,
-        base_model=_absolute(config.model.path or ""),
-        revision=config.model.revision,
-        modules={module: (pair["a"], pair["b"]) for module, pair in modules.items()},
+    tensors = list(
+        _tensors(
+            model, model.trained, jnp.dtype(config.lora.dtype), lambda name, index: _gather(parameters[name], index)
+        )
     )
-    hf.write_adapter(output, adapter, _targets(model, set(modules)))
+    targets = _targets(model, {tensor.name.rsplit(".", 2)[0] for tensor in tensors})
+    base = _absolute(config.model.path or "")
+    hf.write_adapter(output, tensors, config.lora, base, config.model.revision, targets)
     if multihost.is_main():
         _write_tokenizer(model, config, output)
 
@@ -109,12 +130,7 @@ def _absolute(path: str) -> str:
 
 def _targets(model: Model, modules: set[str]) -> list[str]:
     """Names that peft finds exactly these modules by: q_proj where every layer's is meant, else whole names."""
-    linears = {
-        hf_name.removesuffix(".weight")
-        for name, parameter in model.parameters.items()
-        if len(parameter.shape) == 3 and not parameter.is_adapter
-        for hf_name in model.hf_names(name)
-    }
+    linears = linears_by_name(model.base.spec)
     kinds = {module.rsplit(".", 1)[1] for module in modules}
     whole_kinds = {linear for linear in linears if linear.rsplit(".", 1)[1] in kinds} == modules
     return sorted(kinds if whole_kinds else modules)
@@ -166,16 +182,18 @@ def check_apart(output: Path, model: Model) -> None:
         raise UserError(f"{output} is the folder of a run; export to another one, for example {output / 'export'}")
 
 
-def _gather(parameter: Any, layer: int | None) -> jax.Array:
-    """One layer of a parameter, dequantized, whole on every device."""
-    return jax.reshard(parameter, jax.P()) if layer is None else _gather_layer(parameter, layer)
+def _gather(parameter: Any, index: tuple[int, ...]) -> jax.Array:
+    """One element of a parameter's leading axes, dequantized, whole on every device."""
+    return _gather_element(parameter, index) if index else jax.reshard(parameter, jax.P())
 
 
 @jax.jit
-def _gather_layer(parameter: Any, layer: int) -> jax.Array:
-    """Compiled once a shape: the layer is an argument of the program."""
-    one = jax.tree.map(lambda stack: jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False), parameter)
-    return jax.reshard(one.dequantize() if isinstance(one, QuantizedArray) else one, jax.P())
+def _gather_element(parameter: Any, index: tuple[int, ...]) -> jax.Array:
+    """Compiled once a shape: the index is an argument of the program."""
+    for number in index:
+        at = partial(jax.lax.dynamic_index_in_dim, index=number, keepdims=False)
+        parameter = jax.tree.map(at, parameter)
+    return jax.reshard(parameter.dequantize() if isinstance(parameter, QuantizedArray) else parameter, jax.P())
 
 
 def merge_difference(model: Model, parameters: Parameters, config: Config, output: Path) -> str:
@@ -183,8 +201,8 @@ def merge_difference(model: Model, parameters: Parameters, config: Config, outpu
     mesh = jax.sharding.get_mesh()
     merged = dataclasses.replace(config.model, path=str(output), revision=None)
     options = Config(model=merged, data=config.data, precision=config.precision)
-    exported = declare_model(options, mesh, train=False, low_precision=False)
-    size = sum(math.prod(p.shape) for p in exported.parameters.values()) * jnp.dtype(config.model.dtype).itemsize
+    exported = declare_model(read_base(options), options, mesh, train=False, low_precision=False)
+    size = count(exported.parameters) * jnp.dtype(config.model.dtype).itemsize
     memory = jax.local_devices()[0].memory_stats() or {}
     free = memory.get("bytes_limit", math.inf) - memory.get("bytes_in_use", 0)
     if size / mesh.size > free:
@@ -192,9 +210,9 @@ def merge_difference(model: Model, parameters: Parameters, config: Config, outpu
     dtype = RECIPES[config.precision.recipe].dtype
     tokens = jax.random.randint(jax.random.key(0), (data_shards(mesh), PROBE), 0, model.spec.vocabulary)
     before = _logits(model, parameters, tokens, dtype)
-    after = _logits(exported, read_parameters(exported, list(exported.parameters)), tokens, dtype)
+    after = _logits(exported, read_parameters(exported, exported.parameters), tokens, dtype)
     if not (jnp.isfinite(before).all() and jnp.isfinite(after).all()):
-        raise UserError(f"{output} is no use: its logits, or those of the run it was merged from, are not finite")
+        raise UserError(f"{output} is not usable: its logits, or those of the run it was merged from, are not finite")
     return (
         f"merged onto the dequantized base: over {tokens.size} random tokens the logits, of which the largest is "
         f"{jnp.abs(before).max():.3g}, differ by {jnp.abs(after - before).max():.2g} at most"
@@ -206,11 +224,11 @@ def _logits(model: Model, parameters: Parameters, tokens: jax.Array, dtype: jnp.
 
     @jax.jit
     def compute(tokens, parameters):
-        tokens = jax.reshard(tokens, TOKENS)
-        positions = jax.reshard(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), TOKENS)
-        decoder = bind(model.graph, parameters)
-        hidden, _ = decoder(tokens, positions, attend_packed(jnp.zeros_like(tokens)), dtype=dtype)
-        head = jax.reshard(decoder.head_weight.astype(dtype), jax.P())
-        return jnp.einsum("bsd,vd->bsv", hidden, head, preferred_element_type=jnp.float32)[..., : model.spec.vocabulary]
+        tokens = jax.reshard(tokens, by_token())
+        positions = jax.reshard(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), by_token())
+        decoder, call = bind(model.graph, parameters), Call(dtype)
+        attend = attend_packed(jnp.zeros_like(tokens), call)
+        hidden, _, _ = decoder(tokens, decoder.inputs(positions, attend, jnp.ones_like(tokens, bool)), call)
+        return logits(decoder, hidden, dtype)
 
     return compute(tokens, parameters)

@@ -45,11 +45,11 @@ class RunFolder:
 
     @property
     def exported(self) -> bool:
-        """Whether `export` is whole, and of the last step: its card is written last, and goes when training goes on."""
+        """Whether `export` is whole and of the last step: its README is written last, and removed by a resumed run."""
         return (self.export / "README.md").exists()
 
     def write_records(self, config: Config, counts: Counts) -> None:
-        """Record the config, as the recipe to go on by, and what became of the documents; what is exported is old."""
+        """Record the config, as the recipe to resume by, and the counts of documents; an export is outdated by it."""
         self.path.mkdir(parents=True, exist_ok=True)
         goes_on = dataclasses.replace(config, ckpt=dataclasses.replace(config.ckpt, resume="auto"))
         self.config.write_text(to_json(goes_on))

@@ -1,4 +1,4 @@
-"""Text that a model makes: tokens after a prompt, and the text they stand for."""
+"""Text that a model makes: tokens after a prompt, and their text."""
 
 from collections.abc import Iterator
 from functools import partial

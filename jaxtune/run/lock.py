@@ -50,7 +50,7 @@ def locked(folder: Path) -> Iterator[None]:
         ended.set()
         if file is not None:
             touching.join()  # or it would touch another file of that number
-            (folder / "lock").unlink(missing_ok=True)  # before its lock goes: who waits for it finds another file
+            (folder / "lock").unlink(missing_ok=True)  # before its lock is released: who waits finds another file
             os.close(file)
 
 
@@ -62,7 +62,7 @@ def _take(path: Path) -> tuple[int | None, UserError | None]:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         held = _held(file)
         if not _is(file, path):
-            os.close(file)  # its holder has just ended, and took the file away
+            os.close(file)  # its holder has just ended, and removed the file
             continue
         holder, touched = _holder(os.pread(file, 4096, 0)), os.fstat(file).st_mtime
         ended_here = not held and (not holder or (held is False and holder.get("host") == socket.gethostname()))

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
+from jaxtyping import Float32
 
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 from jaxtune.models.decoder import Parameters
+from jaxtune.models.score import Batch
 from jaxtune.run.state import State
-from jaxtune.run.step import Batch
 from jaxtune.run.watch import Watch
 
 
@@ -22,7 +24,7 @@ class Position:
     """Where a run is: Python integers, which do not wrap."""
 
     step: int = 0
-    row: int = 0  # the next global row
+    feed: dict[str, Any] = dataclasses.field(default_factory=dict)  # where its data is; JSON, {} at the beginning
     tokens: int = 0  # seen so far, without padding
     bad_steps: int = 0  # non-finite, in a row
     put_off: tuple[str, ...] = ()  # tasks to run before the next step: those that a request to stop came before
@@ -33,11 +35,12 @@ class Position:
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> "Position":
-        """From what a checkpoint holds, which is more."""
-        numbers = {name: saved[name] for name in ("step", "row", "tokens", "bad_steps")}
+        """From what a checkpoint holds, which is more than this."""
+        numbers = {name: saved[name] for name in ("step", "tokens", "bad_steps")}
+        feed = saved["feed"] if "feed" in saved else {"row": saved["row"]}  # as checkpoints say it before `feed`
         # Checkpoints before `put_off` knew evaluation alone.
         put_off = saved.get("put_off", ("eval",) if saved.get("evaluation_due") else ())
-        return cls(**numbers, put_off=tuple(put_off))
+        return cls(**numbers, feed=feed, put_off=tuple(put_off))
 
 
 @dataclass(frozen=True)
@@ -62,28 +65,30 @@ def each(steps: int, total_steps: int) -> Callable[[int], bool]:
 
 def train(
     config: Config,
-    train_step: Callable[[State, Parameters, Batch], tuple[State, dict[str, jax.Array]]],
+    train_step: Callable[[State, Parameters, Batch, np.float32], tuple[State, dict[str, jax.Array]]],
     state: State,
     frozen: Parameters,
-    batches: Iterator[tuple[int, Batch]],
+    batches: Iterator[tuple[dict[str, Any], Batch]],
     position: Position,
-    total_steps: int,
+    rates: Float32[np.ndarray, " steps"],
     tasks: Sequence[Task],
     watch: Watch,
 ) -> State:
-    """Steps from `position`, which is updated, to `total_steps`, or until asked to stop; returns the last state.
+    """Steps from `position`, which is updated, to the last, or until asked to stop; returns the last state.
 
+    `rates`: the learning rate of every step of the run, from its first.
     Metrics of a step are read after the next one has been dispatched, so that the device never waits for the host;
     before a task they are up to date. Raises UserError after train.max_bad_steps non-finite steps in a row.
     """
     pending: tuple[Position, Any] | None = None
-    last = 0.0
+    last, total_steps = 0.0, len(rates)
 
     def report() -> None:
         nonlocal pending, last
         if pending is not None:
             (at, results), pending = pending, None
             values = {name: value.item() for name, value in jax.device_get(results).items()}
+            values["learning_rate"] = float(rates[at.step - 1])
             now = time.perf_counter()
             seconds, last = now - last, now
             _report(watch, position, at, values, seconds, config.train.max_bad_steps)
@@ -98,13 +103,13 @@ def train(
     last = time.perf_counter()
     while position.step < total_steps:
         with watch.goodput.measure("data wait"):
-            next_row, batch = next(batches)
+            after, batch = next(batches)
         with watch.goodput.measure("step"):
             watch.profiler.before_step()
-            state, results = train_step(state, frozen, batch)
+            state, results = train_step(state, frozen, batch, rates[position.step])
             watch.profiler.after_step(results)
             report()
-        position.step, position.row = position.step + 1, next_row
+        position.step, position.feed = position.step + 1, after
         pending = dataclasses.replace(position), results
 
         stopping = watch.stop.agree()
@@ -130,14 +135,15 @@ def _report(
     finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
     if not finite and math.isfinite(values["loss"]) and (scale := values.get("loss_scale", 1.0)) > 1.0:
         watch.progress.message(f"step {at.step} skipped: gradients overflowed float16; loss scale now {scale / 2:g}")
-        finite = True  # a smaller scale may do
+        finite = True  # with a smaller scale the next one may be
     position.bad_steps = 0 if finite else position.bad_steps + 1
     counts = {"tokens": position.tokens, "bad_steps": position.bad_steps}
-    watch.step(at.step, at.row, values | counts, tokens, seconds)
+    watch.step(at.step, at.feed, values | counts, tokens, seconds)
     if position.bad_steps >= max_bad_steps:
+        place = ", ".join(f"{name} {value}" for name, value in at.feed.items())
         suspicion = "No step was finite: the weights may hold NaN. " if at.step == position.bad_steps else ""
         raise UserError(
             f"{position.bad_steps} steps in a row were not finite (train.max_bad_steps), the last step {at.step}, "
-            f"which ended at row {at.row}. They changed no parameter. {suspicion}Lower "
+            f"which ended at {place}. They changed no parameter. {suspicion}Lower "
             "optim.learning_rate, or try precision.recipe='fp32'"
         )

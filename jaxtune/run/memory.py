@@ -1,7 +1,7 @@
 """Whether a run fits: what it needs, from shapes and the compiled step, against what device and host have.
 
-A run that does not fit is refused before its data is read or a weight is allocated where its state alone is too much,
-and else once the step is compiled; with what would help, and what the run would then need.
+A run whose state alone does not fit is refused before its data is read or a weight is allocated; any other that does
+not fit, once its step is compiled. The message says what would help, and what the run would then need.
 """
 
 import contextlib
@@ -23,13 +23,11 @@ from jax.experimental import multihost_utils
 from jaxtune.config import checks
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
-from jaxtune.optim.build import Optimizer
-from jaxtune.run import assembly
-from jaxtune.run.model import Model, declare_model
+from jaxtune.run.assembly import Program, assemble, compile_step
 
 log = logging.getLogger("jaxtune")
-CLOSE = 0.9  # of what there is; from here on a warning
-# What a process that has compiled nothing yet will take of the host beside the model: the compiler, threads, libraries.
+CLOSE = 0.9  # of the limit; a need above that is warned of
+# Host memory that a process which has compiled nothing yet will take beside the model: compiler, threads, libraries.
 # Measured with jax 0.10 on a tiny model: where 248 MB were left it ran, where 198 MB were left the kernel killed it.
 PROCESS = 240_000_000
 
@@ -46,7 +44,7 @@ class Need:
 
     @property
     def host(self) -> int:
-        """Of the host, but for what simulated devices take of it."""
+        """Of the host, without what simulated devices take of it."""
         return self.saved + self.process
 
     @property
@@ -57,32 +55,32 @@ class Need:
 
 @dataclass(frozen=True, order=True)
 class Limit:
-    """What there is, in bytes, and where that is said."""
+    """The bytes that there are, and what says so."""
 
     size: int
     name: str
 
 
-def check_state(config: Config, model: Model, optimizer: Optimizer, mesh: jax.sharding.Mesh) -> None:
+def check_state(config: Config, program: Program, mesh: jax.sharding.Mesh) -> None:
     """Raises UserError where parameters, optimizer state and a batch are already more than there is."""
 
     def need(other: Config) -> Need:
-        return _need(mesh, assembly.shapes_of(other, *_declared(other, mesh), mesh))
+        return _need(mesh, assemble(program.model.base, other, mesh))
 
-    _judge(config, _need(mesh, assembly.shapes_of(config, model, optimizer, mesh)), need)
+    _judge(config, _need(mesh, program), need)
 
 
-def check_step(config: Config, step: jax.stages.Compiled, shapes: tuple, mesh: jax.sharding.Mesh) -> None:
+def check_step(config: Config, program: Program, step: jax.stages.Compiled, mesh: jax.sharding.Mesh) -> None:
     """Logs what the compiled step takes. Raises UserError where that is more than there is.
 
     Other options are compiled then, to say what would help.
     """
 
     def need(other: Config) -> Need:
-        program, arguments = assembly.step_of(other, *_declared(other, mesh), mesh, total_steps=1_000_000)
-        return _need(mesh, arguments, assembly.compile_step(program, arguments, other.train.deterministic))
+        smaller = assemble(program.model.base, other, mesh)
+        return _need(mesh, smaller, compile_step(smaller, other.train.deterministic))
 
-    own = _need(mesh, shapes, step)
+    own = _need(mesh, program, step)
     log.info("memory a device: %.2f GB state and batch, %.2f GB temporaries", own.state / 1e9, own.temporaries / 1e9)
     _judge(config, own, need)
 
@@ -95,7 +93,7 @@ _EXHAUSTED = (
 
 @contextlib.contextmanager
 def out_of_memory_is_answered(config: Config) -> Iterator[None]:
-    """Makes one message of what is raised where memory runs out all the same: by XLA, by Python, by the system."""
+    """Makes one message of any error by which XLA, Python or the system says that memory ran out."""
     try:
         yield
     except (RuntimeError, MemoryError, OSError, ImportError) as error:
@@ -111,7 +109,7 @@ def out_of_memory_is_answered(config: Config) -> Iterator[None]:
 
 
 def _judge(config: Config, own: Need, need: Callable[[Config], Need]) -> None:
-    """Warns where `own` is close to what there is, raises UserError where it is more. `need` is of other options."""
+    """Warns where `own` is close to its limit, raises UserError where it is above. `need`: that of other options."""
     if config.memory.check == "off":
         return
     size, limit = _worst(own)
@@ -126,7 +124,7 @@ def _judge(config: Config, own: Need, need: Callable[[Config], Need]) -> None:
     if refused:
         lines = [f"  {line}" for line in _what_helps(config, own, limit, need)]
         what_helps = " What would help, and the need then:" if lines else ""
-        raise UserError("\n".join([f"{text}.{what_helps}", *lines, "memory.check='warn' tries"]))
+        raise UserError("\n".join([f"{text}.{what_helps}", *lines, "memory.check='warn' tries it all the same"]))
     if size > CLOSE * limit.size:
         log.warning("%s; it may not fit", text)
 
@@ -136,7 +134,7 @@ def _what_helps(config: Config, own: Need, limit: Limit, need: Callable[[Config]
     size, _ = _worst(own)
     found = []
     for option, other in _smaller(config):
-        with contextlib.suppress(UserError):  # such a model, or such a mesh, does not go with it
+        with contextlib.suppress(UserError):  # the option does not fit the model or the mesh
             then, _ = _worst(need(other))
             found += [(then, f"{option}: {_gb(then)}")] if then < 0.99 * size else []
     if limit.name == jax.devices()[0].device_kind and limit.size > own.temporaries:
@@ -147,7 +145,7 @@ def _what_helps(config: Config, own: Need, limit: Limit, need: Callable[[Config]
 
 
 def _smaller(config: Config) -> Iterator[tuple[str, Config]]:
-    """Changes that need less, each alone, as far as they go with the other options."""
+    """Changes that need less, each alone; only those that are valid with the other options."""
     train, data, lora = config.train, config.data, {"lora": {"enabled": True}}
     nf4 = {} if config.quant.format else {"quant": {"format": "nf4"}}
     rows, sums = train.micro_batch_size // 2, train.grad_accum_steps * 2
@@ -168,15 +166,10 @@ def _smaller(config: Config) -> Iterator[tuple[str, Config]]:
             yield text, other
 
 
-def _declared(config: Config, mesh: jax.sharding.Mesh) -> tuple[Model, Optimizer]:
-    model = declare_model(config, mesh)
-    return model, assembly.optimizer_of(model, config)
-
-
-def _need(mesh: jax.sharding.Mesh, shapes: tuple, compiled: jax.stages.Compiled | None = None) -> Need:
-    state = sum(map(_shard_bytes, jax.tree.leaves(shapes)))
+def _need(mesh: jax.sharding.Mesh, program: Program, compiled: jax.stages.Compiled | None = None) -> Need:
+    state = sum(map(_shard_bytes, jax.tree.leaves(program.arguments)))
     devices = len(mesh.local_devices)
-    saved = sum(map(_shard_bytes, jax.tree.leaves(shapes[0]))) * devices
+    saved = sum(map(_shard_bytes, jax.tree.leaves(program.state))) * devices
     if compiled is None:
         return Need(devices, state, 0, saved, PROCESS)
     found: Any = compiled.memory_analysis()
@@ -190,7 +183,7 @@ def _shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
 
 
 def _worst(need: Need) -> tuple[int, Limit]:
-    """A need of this process and its limit: the nearest of them. Simulated devices are on the host."""
+    """Of the needs of this process the one nearest to its limit, and that limit. Simulated devices are on the host."""
     stats = jax.local_devices()[0].memory_stats() or {}
     host = host_memory()
     if "bytes_limit" not in stats:
@@ -200,7 +193,7 @@ def _worst(need: Need) -> tuple[int, Limit]:
 
 
 def host_memory() -> Limit:
-    """What this process may still take of the host: what is free, less where a cgroup or a limit of its own says so."""
+    """Memory of the host that this process may still take: the least of what is free and what limits leave it."""
     found = []
     if (meminfo := Path("/proc/meminfo")).exists():
         available = re.search(r"MemAvailable: +(\d+) kB", meminfo.read_text())
@@ -229,7 +222,7 @@ def _cgroup_limits(root: Path, own: Path) -> Iterator[Limit]:
             if size.exists() and used.exists() and (text := size.read_text().strip()).isdecimal():
                 stat = folder / "memory.stat"
                 cached = re.search(r"^(?:file|cache) (\d+)", stat.read_text() if stat.exists() else "", re.MULTILINE)
-                left = int(text) - int(used.read_text()) + (int(cached[1]) if cached else 0)  # which goes when needed
+                left = int(text) - int(used.read_text()) + (int(cached[1]) if cached else 0)  # freed when needed
                 yield Limit(max(0, left), f"memory limit of the cgroup {folder}")
             if folder == top:
                 break

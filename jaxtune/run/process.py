@@ -15,8 +15,8 @@ log = logging.getLogger("jaxtune")
 Options = dict[str, str | bool | int]
 
 GPU_OPTIONS: Options = {
-    # Matrix products go to cuBLASLt. XLA's Triton fusions for them need timing on the card to be chosen well, which
-    # costs start-up time; untimed, they are what every product falls to.
+    # Matrix products go to cuBLASLt. XLA chooses its Triton fusions for them well only by timing on the GPU, which
+    # costs start-up time; without timing it would take them for every product.
     "xla_gpu_enable_triton_gemm": False,
 }
 DETERMINISTIC_OPTIONS: Options = {
@@ -35,7 +35,7 @@ def compiler_options(deterministic: bool = False) -> Options:
     return {name: value for name, value in options.items() if name not in os.environ.get("XLA_FLAGS", "")}
 
 
-# Of a GPU's memory, for XLA to take at the start: 75% by default, which leaves a quarter of the GPU unused.
+# Fraction of a GPU's memory that XLA takes at the start: by default 0.75, which leaves a quarter of it unused.
 MEMORY_FRACTION = "0.93"
 
 
@@ -55,7 +55,7 @@ def configure(config: Config) -> None:
 
 
 class _Terminal(logging.StreamHandler):
-    """Whose errors are those of the command: a pipe that nobody reads ends it."""
+    """Log lines on the terminal, whose errors end the command: as a pipe that nobody reads does."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Raises what `emit` has caught."""

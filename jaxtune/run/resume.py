@@ -1,4 +1,4 @@
-"""What a run goes on from, and what must not have changed since."""
+"""Resuming a run: the checkpoint that it goes on from, and what must not have changed since."""
 
 import json
 import logging
@@ -23,7 +23,7 @@ log = logging.getLogger("jaxtune")
 
 # Options that may differ when a run goes on: they change where and how, never what is computed.
 MAY_CHANGE = (
-    "ckpt", "eval", "export", "log", "memory", "mesh", "prof", "data.cache_dir",
+    "attention", "ckpt", "eval", "export", "log", "memory", "mesh", "prof", "data.cache_dir",
     "train.output_dir", "train.run_name", "train.max_bad_steps", "train.max_steps", "train.epochs",
     "train.micro_batch_size", "train.grad_accum_steps",
 )  # fmt: skip
@@ -75,26 +75,26 @@ def record(config: Config, model: Model, feed: Feed) -> dict[str, Any]:
     return {
         "config": json.loads(to_json(config)),
         "base": {} if config.model.from_scratch else fingerprint(model.folder),
-        "data": feed.key,
+        "data": feed.documents.key,
         "rows_per_step": feed.rows_per_step,
         "total_steps": feed.total_steps,
     }
 
 
-def check_same(saved: dict, now: dict, model: Model) -> None:
+def check_same(saved: dict, now: dict, model: Model, feed: Feed) -> None:
     """Raise UserError unless data, base model and rows a step are those that the checkpoint was trained with."""
     if saved["rows_per_step"] != now["rows_per_step"]:
         raise UserError(
             f"a step was {saved['rows_per_step']} rows and is {now['rows_per_step']} now; choose "
             "train.micro_batch_size * train.grad_accum_steps * (mesh.data * mesh.fsdp) so that it stays the same"
         )
-    if saved["data"] != now["data"]:
+    if not feed.documents.has_key(saved["data"]):
         raise UserError("the training data or the tokenizer changed since the checkpoint; start a new run")
     if now["base"] or saved["base"]:
         verify_fingerprint(model.folder, saved["base"])
     if saved["total_steps"] != now["total_steps"]:
         log.warning(
-            "the learning-rate schedule was for %d steps and is for %d now, so the step is compiled anew",
+            "the learning-rate schedule was for %d steps and is for %d now",
             *(saved["total_steps"], now["total_steps"]),
         )
 

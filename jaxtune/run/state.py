@@ -1,4 +1,4 @@
-"""What a step changes."""
+"""The state of a run: what a step changes."""
 
 from typing import NamedTuple
 

@@ -1,34 +1,34 @@
 """One optimizer step, and one evaluation step, as pure functions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from jaxtune.models.decoder import Parameters, Remat, bind
+from jaxtune.models.call import Call
+from jaxtune.models.decoder import Decoder, Parameters, bind
 from jaxtune.models.dropout import Noise, named_key
+from jaxtune.models.score import Batch, Scores, score
+from jaxtune.objectives.objective import Objective, Sums
 from jaxtune.optim import build
 from jaxtune.optim.build import Optimizer
+from jaxtune.parallel.layout import moved
 from jaxtune.precision import loss_scale
 from jaxtune.precision.recipes import Recipe
 from jaxtune.run.state import Scaling, State
 
-Batch = dict[str, Array]
 Metrics = dict[str, Array]
-# (decoder, micro-batch, *, noise, remat, dtype, head_gradient) -> (sum of weighted losses, number of target tokens)
-Objective = Callable[..., tuple[Float[Array, ""], Int[Array, ""]]]
 
 
 class Summed(NamedTuple):
     """Sums over micro-batches, not yet divided by the weight."""
 
     gradients: Parameters
-    loss: Float[Array, ""]
-    tokens: Int[Array, ""]
-    amax: dict[str, Array] = {}  # noqa: RUF012  largest magnitudes found, of linears with delayed scaling
+    sums: Sums
+    amax: dict[str, Array] = {}  # noqa: RUF012  found in this step, of linear layers with delayed scaling
     magnified: Any = 1.0  # the gradients are this many times those of the loss
 
 
@@ -37,45 +37,64 @@ Gradients = Callable[..., Summed]
 
 
 def accumulated_gradients(
-    graph: nnx.GraphDef, objective: Objective, recipe: Recipe, remat: Remat, seed: int
+    graph: nnx.GraphDef,
+    objective: Objective,
+    recipe: Recipe,
+    call: Call,
+    seed: int,
+    places: Mapping[str, jax.P] = {},
 ) -> Gradients:
-    """Gradients of the objective, one micro-batch after the other."""
+    """Gradients of the objective, one micro-batch after the other; `call` without noise.
+
+    places: PartitionSpecs in which gradients are summed, where they are not the parameters' own.
+    """
+
+    def placed(gradients: Parameters) -> Parameters:
+        return {name: moved(gradient, places.get(name)) for name, gradient in gradients.items()}
 
     def gradients(
         trained: Parameters, frozen: Parameters, batch: Batch, step: Array, scaling: Scaling = Scaling()
     ) -> Summed:
         key = jax.random.fold_in(jax.random.key(seed), step)
         weights_of, scales = _weights(recipe, trained, frozen, scaling, step)
-        # A scale is of the mean loss, so that it means the same whatever the size of a micro-batch.
+        # The loss scale is that of the mean loss, so that it means the same whatever the size of a micro-batch.
         magnified = 1.0 if scaling.loss is None else scaling.loss.scale / batch["tokens"][0].size
 
+        def loss(trained: Parameters, scales: dict[str, Array], micro: Batch) -> tuple[Array, Sums]:
+            decoder = bind(graph, weights_of(trained, scales))
+            head = "embed.weight" if decoder.head is None else "head.weight"
+            noisy = call._replace(noise=Noise(key, micro["row"]))
+            sums = objective.loss(_scores(decoder, micro, objective, noisy, head in trained), micro)
+            return sums.loss * magnified, sums
+
         def add(total: Summed, micro: Batch) -> tuple[Summed, None]:
-            def loss(trained: Parameters, scales: dict[str, Array]):
-                decoder = bind(graph, weights_of(trained, scales))
-                head = "embed.weight" if decoder.head is None else "head.weight"
-                value, tokens = objective(
-                    decoder,
-                    micro,
-                    noise=Noise(key, micro["row"]),
-                    dtype=recipe.dtype,
-                    remat=remat,
-                    head_gradient=head in trained,
-                )
-                return value * magnified, (value, tokens)
-
-            (_, (value, tokens)), (grads, amax) = jax.value_and_grad(loss, (0, 1), has_aux=True)(trained, scales)
-            summed = jax.tree.map(lambda a, b: (a + b).astype(a.dtype), total.gradients, grads)
+            found = jax.value_and_grad(loss, (0, 1), has_aux=True)(trained, scales, micro)
+            (_, sums), (grads, amax) = found
+            summed = jax.tree.map(lambda a, b: (a + b).astype(a.dtype), total.gradients, placed(grads))
+            # The cotangent of a delayed scale is an amax (`LowPrecision.scales`): of micro-batches the largest counts.
             largest = jax.tree.map(jnp.maximum, total.amax, amax)
-            return total._replace(
-                gradients=summed, loss=total.loss + value, tokens=total.tokens + tokens, amax=largest
-            ), None
+            return Summed(summed, jax.tree.map(jnp.add, total.sums, sums), largest), None
 
-        # Whatever the parameters are stored in.
+        # In gradient_dtype, whatever the parameters are stored in.
         zeros = jax.tree.map(lambda p: jnp.zeros_like(p, recipe.gradient_dtype), trained)
-        start = Summed(zeros, jnp.zeros(()), jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, scales))
+        _, sums = jax.eval_shape(loss, trained, scales, jax.tree.map(lambda x: x[0], batch))
+        start = Summed(placed(zeros), jax.tree.map(_zero, sums), jax.tree.map(jnp.zeros_like, scales))
         return jax.lax.scan(add, start, batch)[0]._replace(magnified=magnified)
 
     return gradients
+
+
+def _zero(leaf: jax.ShapeDtypeStruct) -> Array:
+    return jnp.zeros(leaf.shape, leaf.dtype)
+
+
+def _scores(decoder: Decoder, batch: Batch, objective: Objective, call: Call, head_gradient: bool) -> Scores:
+    """Scores of a micro-batch, with those of the base alone where the objective compares with them."""
+    scores = score(decoder, batch, call, head_gradient=head_gradient, z_loss=objective.z_loss)
+    if not objective.reference:
+        return scores
+    reference = score(decoder, batch, call._replace(adapters=False, noise=None)).log_prob
+    return scores._replace(reference=jax.lax.stop_gradient(reference))
 
 
 def _weights(
@@ -83,7 +102,7 @@ def _weights(
 ) -> tuple[Callable[[Parameters, dict[str, Array]], Parameters], dict[str, Array]]:
     """(trained, scales) -> what the decoder is bound to; and the delayed scales of the step.
 
-    What is made here of the parameters is made once for all micro-batches.
+    Operands are made here, once for all micro-batches.
     """
     linears = recipe.linears
     if linears is None:
@@ -96,28 +115,27 @@ def _weights(
 def make_train_step(
     gradients: Gradients,
     optimizer: Optimizer,
-    learning_rate: Callable[[Array], Array],
     max_grad_norm: float,
     recipe: Recipe,
     seed: int = 0,
-) -> Callable[[State, Parameters, Batch], tuple[State, Metrics]]:
-    """(state, frozen, batch) -> (state, metrics).
+    counts: str = "target_tokens",
+) -> Callable[[State, Parameters, Batch, Float[Array, ""]], tuple[State, Metrics]]:
+    """(state, frozen, batch, learning rate) -> (state, metrics).
 
-    The sums are divided once, by the number of target tokens in the whole batch over all devices. A step whose loss
-    or gradient is not finite changes nothing but the step number and the loss scale.
+    The sums are divided once, by the weight of the whole batch over all devices, which is the metric `counts`. A step
+    whose loss or gradient is not finite changes nothing but the step number and the loss scale.
     """
 
-    def step(state: State, frozen: Parameters, batch: Batch) -> tuple[State, Metrics]:
+    def step(state: State, frozen: Parameters, batch: Batch, rate: Float[Array, ""]) -> tuple[State, Metrics]:
         at = optimizer.point(state.trained, state.optimizer)
         with jax.default_matmul_precision(recipe.matmul_precision):
             summed = gradients(at, frozen, batch, state.step, state.scaling)
-        tokens = jnp.maximum(summed.tokens, 1).astype(jnp.float32)
-        loss = summed.loss / tokens
-        norm = _norm(summed.gradients) / (tokens * summed.magnified)
+        weight = jnp.maximum(summed.sums.weight, 1).astype(jnp.float32)
+        loss = summed.sums.loss / weight
+        norm = _norm(summed.gradients) / (weight * summed.magnified)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        factor = build.clip_factor(norm, max_grad_norm) / (tokens * summed.magnified)
+        factor = build.clip_factor(norm, max_grad_norm) / (weight * summed.magnified)
 
-        rate = learning_rate(state.step)
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         update = build.Step(rate, factor, finite, named_key(key, "rounding"))
         with jax.default_matmul_precision(recipe.matmul_precision):
@@ -125,9 +143,9 @@ def make_train_step(
         metrics = {
             "loss": loss,
             "grad_norm": norm,
-            "learning_rate": rate,
-            "target_tokens": summed.tokens,
+            counts: summed.sums.weight,
             "tokens": jnp.sum(batch["segment_ids"] > 0, dtype=jnp.int32),
+            **{name: value / jnp.maximum(own, 1) for name, (value, own) in summed.sums.metrics.items()},
         }
         scaling = state.scaling
         if scaling.loss is not None and recipe.growth_steps is not None:
@@ -142,27 +160,30 @@ def make_train_step(
 
 
 def _norm(gradients: Parameters) -> Float[Array, ""]:
-    """Of all of them together, in float32."""
+    """The norm of all gradients together, in float32."""
     return jnp.sqrt(sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in gradients.values()))
 
 
 def make_eval_step(
-    graph: nnx.GraphDef, objective: Objective, recipe: Recipe
-) -> Callable[[Parameters, Parameters, Batch], tuple[Float[Array, ""], Int[Array, ""]]]:
-    """(trained, frozen, batch) -> (sum of weighted losses, target tokens): scalars, never logits.
+    graph: nnx.GraphDef, objective: Objective, recipe: Recipe, call: Call
+) -> Callable[[Parameters, Parameters, Batch], Sums]:
+    """(trained, frozen, batch) -> sums: scalars, never logits.
 
-    Computed as in training, but for delayed scaling: a tensor's scale is its own.
+    Computed as in training, except that scaling is never delayed: each tensor's own amax makes its scale.
     """
 
-    def step(trained: Parameters, frozen: Parameters, batch: Batch):
+    def step(trained: Parameters, frozen: Parameters, batch: Batch) -> Sums:
         weights_of, _ = _weights(recipe, trained, frozen, Scaling(), jnp.zeros((), jnp.int32))
 
-        def add(total, micro: Batch):
+        def of_micro_batch(micro: Batch) -> Sums:
             with jax.default_matmul_precision(recipe.matmul_precision):
                 decoder = bind(graph, weights_of(trained, {}))
-                found = objective(decoder, micro, noise=None, dtype=recipe.dtype, remat="none", head_gradient=False)
-            return jax.tree.map(jnp.add, total, found), None
+                return objective.loss(_scores(decoder, micro, objective, call, head_gradient=False), micro)
 
-        return jax.lax.scan(add, (jnp.zeros(()), jnp.zeros((), jnp.int32)), batch)[0]
+        def add(total: Sums, micro: Batch) -> tuple[Sums, None]:
+            return jax.tree.map(jnp.add, total, of_micro_batch(micro)), None
+
+        sums = jax.eval_shape(of_micro_batch, jax.tree.map(lambda x: x[0], batch))
+        return jax.lax.scan(add, jax.tree.map(_zero, sums), batch)[0]
 
     return step

@@ -1,7 +1,7 @@
-"""The values of a run's parameters: read from the model's folder, random, an adapter's, or what a checkpoint holds."""
+"""The values of a run's parameters: from the model's folder, random, an adapter's, or those of a checkpoint."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,39 +16,41 @@ from jaxtune.config.schema import Config, Lora, Quant
 from jaxtune.errors import UserError
 from jaxtune.models import families
 from jaxtune.models.decoder import Parameters
-from jaxtune.models.parameters import randomize
-from jaxtune.precision.operands import make_operands
-from jaxtune.quant.format import quantized
+from jaxtune.models.parameters import Parameter, abstract, randomize
+from jaxtune.precision.linears import Frozen
 from jaxtune.run.folder import RunFolder
-from jaxtune.run.model import Model, declare_model
+from jaxtune.run.model import Model, declare_model, read_base
 
 
 def check_files(model: Model, config: Config) -> None:
     """Raises UserError as reading the weights and the adapter would, from the headers of the files alone."""
     if config.lora.path is not None:
-        _adapter(model, config)
+        _adapter_tensors(model, config)
     if not config.model.from_scratch:
-        hf.check_weights(
-            model.folder, *_wanted(model, [name for name, p in model.parameters.items() if not p.is_adapter])
-        )
+        hf.check_weights(model.folder, *_wanted(model, model.whole))
 
 
-def read_parameters(model: Model, names: list[str]) -> Parameters:
+def read_parameters(model: Model, wanted: Mapping[str, Parameter]) -> Parameters:
     """These parameters from the model's folder, straight into their shards; adapters cannot be among them."""
-    parameters = hf.read(model.folder, *_wanted(model, names))
-    if model.spec.vocabulary > model.saved_vocabulary:
-        embeddings = [name for name in names if model.parameters[name].axes[0] == "vocabulary"]
+    parameters = hf.read(model.folder, *_wanted(model, wanted))
+    if model.spec.vocabulary > model.base.saved_vocabulary:
+        embeddings = [name for name, parameter in wanted.items() if parameter.kind == "table"]
         parameters |= {name: _with_new_tokens(parameters[name], model) for name in embeddings}
-    if model.scheme is not None:
-        stored = {name: (model.quantized(name), model.hf_names(name)) for name in names if name in model.formats}
-        read = hf.read_quantized(model.folder, model.scheme, stored)
-        parameters |= {name: model.multiplied(name, array) for name, array in read.items()}
+    if model.base.scheme is not None:
+        stored = {
+            name: (p.treatment.stored.abstract(p.shape, p.dtype, p.axes), tuple(place.name for place in p.places))
+            for name, p in wanted.items()
+            if name in model.quantized
+        }
+        for name, array in hf.read_quantized(model.folder, model.base.scheme, stored).items():
+            storage = wanted[name].storage
+            parameters[name] = storage.holding(array) if isinstance(storage, Frozen) else array
     return parameters
 
 
 def _with_new_tokens(embeddings: jax.Array, model: Model) -> jax.Array:
     """Rows (vocabulary, hidden) of new tokens become the mean of the others, as transformers resizes embeddings."""
-    old, new = model.saved_vocabulary, model.spec.vocabulary
+    old, new = model.base.saved_vocabulary, model.spec.vocabulary
 
     @partial(jax.jit, donate_argnums=0, out_shardings=embeddings.sharding)
     def fill(embeddings):
@@ -59,35 +61,25 @@ def _with_new_tokens(embeddings: jax.Array, model: Model) -> jax.Array:
     return fill(embeddings)
 
 
-def _wanted(model: Model, names: list[str]) -> tuple[dict[str, hf.Target], Callable[[str], bool]]:
-    """How these parameters are read, but for those that files hold quantized; and which other tensors may be there."""
+def _wanted(model: Model, wanted: Mapping[str, Parameter]) -> tuple[dict[str, hf.Target], Callable[[str], bool]]:
+    """How these parameters are read, without those that files hold quantized; and which other tensors may be there."""
+    scheme = model.base.scheme
     targets = {
-        name: hf.Target(
-            shape=model.parameters[name].shape,
-            dtype=model.dtypes[name],
-            sharding=model.parameters[name].sharding,
-            names=model.hf_names(name),
-            stacked=bool(model.parameters[name].layers),
-            rows=model.saved_vocabulary if model.parameters[name].axes[0] == "vocabulary" else None,
-            conversion=_quantization(model, name),
-        )
-        for name in names
-        if model.scheme is None or name not in model.formats
+        name: _target(model, parameter)
+        for name, parameter in wanted.items()
+        if scheme is None or name not in model.quantized
     }
-    others = {hf_name for name in model.parameters if name not in targets for hf_name in model.hf_names(name)}
+    others = {place.name for name, p in model.parameters.items() if name not in targets for place in p.places}
 
     def ignorable(hf_name: str) -> bool:
-        weight = hf_name if model.scheme is None else model.scheme.weight_of(hf_name)
+        weight = hf_name if scheme is None else scheme.weight_of(hf_name)
         return weight in others or families.is_ignorable(model.spec, hf_name)
 
     return targets, ignorable
 
 
-def _quantization(model: Model, name: str) -> hf.Conversion | None:
-    """Quantize each tensor of a parameter as soon as it is read; None where it stays as it is."""
-    format, numbers, axes = model.formats.get(name), model.operands_of(name), model.parameters[name].axes[1:]
-    if format is None and numbers is None:
-        return None
+def _target(model: Model, parameter: Parameter) -> hf.Target:
+    """How a parameter is read from its places, each stored as soon as it is read."""
 
     def convert(weight: jax.Array, hf_name: str) -> Any:
         if not _ordinary(weight):
@@ -95,70 +87,61 @@ def _quantization(model: Model, name: str) -> hf.Conversion | None:
                 f"{hf_name} in {model.folder} holds NaN, infinite or huge values (beyond 1e30), so it cannot be "
                 "quantized; the file is damaged, or its training broke down: use another copy"
             )
-        if format is not None:
-            return model.multiplied(name, quantized(weight, format, axes))
-        assert numbers is not None
-        return model.multiplied(name, make_operands(weight, numbers, axes))
+        assert parameter.storage is not None
+        return parameter.storage.make(weight, parameter.matrix_axes)
 
-    return hf.Conversion(convert, model.abstract([name])[name])
+    return hf.Target(
+        shape=parameter.shape,
+        dtype=parameter.dtype,
+        sharding=parameter.sharding,
+        places=parameter.places,
+        lead=len(parameter.lead),
+        rows=model.base.saved_vocabulary if parameter.kind == "table" else None,
+        conversion=None if parameter.storage is None else hf.Conversion(convert, parameter.abstract()),
+    )
 
 
 @jax.jit
 def _ordinary(weight: jax.Array) -> jax.Array:
-    """Whether scales and sums of scales stay finite; False for NaN."""
+    """Whether no value is NaN or so large that scales, or sums of scales, would overflow."""
     return (jnp.abs(weight) < 1e30).all()
 
 
 def initial_parameters(model: Model, config: Config) -> Parameters:
     """The trained parameters before step 0: random, read from the model's folder, or new or read adapters."""
-    trained = {name: model.parameters[name] for name in model.trained}
     if config.lora.path is not None:
-        return _read_adapters(model, config)
+        targets, tensors = _adapter_tensors(model, config)
+        return hf.read_tensors(tensors, targets)
     if config.lora.enabled or config.model.from_scratch:
-        return randomize(trained, dict(model.dtypes), config.train.seed)
+        return randomize(model.trained, config.train.seed)
     return read_parameters(model, model.trained)
 
 
 def frozen_parameters(model: Model, config: Config) -> Parameters:
     """The parameters that are not trained; random ones where a model from scratch has some."""
     if config.model.from_scratch:
-        frozen = {name: model.parameters[name] for name in model.frozen}
-        return randomize(frozen, dict(model.dtypes), config.train.seed)
+        return randomize(model.frozen, config.train.seed)
     return read_parameters(model, model.frozen) if model.frozen else {}
 
 
-def _adapter(model: Model, config: Config) -> hf.Adapter:
-    """The adapter of lora.path, which must be of the rank, scale and targets that the config asks for."""
+def _adapter_tensors(model: Model, config: Config) -> tuple[dict[str, hf.Target], Mapping[str, Any]]:
+    """How adapters are read from lora.path, whose adapter must be of the rank, scale and targets of the config."""
     adapter = hf.read_adapter(hf.resolve(config.lora.path or "", holds="adapter_config.json"))
     for key, found in (("rank", adapter.rank), ("alpha", adapter.alpha), ("use_rslora", adapter.use_rslora)):
         if found != getattr(config.lora, key):
             raise UserError(
-                f"lora.{key}={getattr(config.lora, key)}, and the adapter in {config.lora.path} has {found}"
+                f"lora.{key}={getattr(config.lora, key)}, but the adapter in {config.lora.path} has {found}"
             )
-    modules = {hf_name.rsplit(".", 2)[0] for name in model.trained for hf_name in model.hf_names(name)}
-    if modules != adapter.modules.keys():
-        difference = sorted(modules ^ adapter.modules.keys())
+    modules = {place.name.rsplit(".", 2)[0] for p in model.trained.values() for place in p.places}
+    if modules != adapter.modules:
+        difference = sorted(modules ^ adapter.modules)
         raise UserError(
             f"lora.target_modules and the adapter in {config.lora.path} differ in {', '.join(difference[:6])}"
         )
-    return adapter
-
-
-def _read_adapters(model: Model, config: Config) -> Parameters:
-    adapter = _adapter(model, config)
-
-    def stacked(name: str) -> jax.Array:
-        which = 0 if name.endswith("lora_a") else 1
-        parameter = model.parameters[name]
-        modules = [hf_name.rsplit(".", 2)[0] for hf_name in model.hf_names(name)]
-        matrices = [adapter.modules[module][which] for module in modules]
-        for module, matrix in zip(modules, matrices):
-            if matrix.shape != parameter.shape[1:]:
-                raise UserError(f"{config.lora.path}: {module} has shape {matrix.shape}, not {parameter.shape[1:]}")
-        layers = [jnp.asarray(matrix, model.dtypes[name]) for matrix in matrices]
-        return jax.jit(lambda *layers: jnp.stack(layers), out_shardings=parameter.sharding)(*layers)
-
-    return {name: stacked(name) for name in model.trained}
+    targets = {name: _target(model, parameter) for name, parameter in model.trained.items()}
+    complaint = f"the tensors in {config.lora.path} are not those of adapters of this model:"
+    hf.check_tensors(complaint, adapter.tensors, targets, lambda name: False)
+    return targets, adapter.tensors
 
 
 @dataclass(frozen=True)
@@ -176,9 +159,9 @@ class TrainedModel:
 def open_run(folder: RunFolder, mesh: jax.sharding.Mesh, step: int | None, low_precision: bool = False) -> TrainedModel:
     """The model of a run at a step, or at its newest good checkpoint; `low_precision` to compute as it was trained."""
     config = folder.read_config()
-    model = declare_model(config, mesh, low_precision=low_precision)
-    wanted = {"trained": model.abstract(model.trained)}  # without the optimizer's state, which is larger
-    restored = CheckpointManager(folder.checkpoints).restore(wanted, step, part=True)
+    model = declare_model(read_base(config), config, mesh, low_precision=low_precision)
+    wanted = {"trained": abstract(model.trained)}  # without the optimizer's state, which is larger
+    restored = CheckpointManager(folder.checkpoints).restore(wanted, step, part=True, grouping=model.grouping)
     if restored is None:
         raise UserError(f"{folder.path} has no checkpoint yet")
     if not config.model.from_scratch:
@@ -190,7 +173,7 @@ def open_run(folder: RunFolder, mesh: jax.sharding.Mesh, step: int | None, low_p
 def of_model(name: str, config: Config) -> Config:
     """`config` with the model that `name` is: a folder or hub id, or an adapter's folder, which names its base.
 
-    What the config says of quantization is of an adapter's base; a whole model is taken as it is.
+    The config's `quant` applies to an adapter's base; a whole model is taken as it is.
 
     Raises UserError where an adapter does not say what it is an adapter of.
     """

@@ -1,8 +1,9 @@
-"""What observes a run while it trains, and what may stop it: opened together, closed together."""
+"""Metrics, progress, profiler and requests to stop of a running run: opened together, closed together."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -30,12 +31,12 @@ class Watch:
     health: Health
     stop: StopRequest
     work: throughput.Work
-    epoch_rows: int
+    epoch: Callable[[dict[str, Any]], float]
 
-    def step(self, step: int, row: int, values: Mapping[str, float], tokens: int, seconds: float) -> None:
-        """Write and show a training step that ended before a global row, and took so long for so many tokens."""
+    def step(self, step: int, feed: dict[str, Any], values: Mapping[str, float], tokens: int, seconds: float) -> None:
+        """Write and show a training step that ended at a position of the feed, with its seconds and tokens."""
         speed = tokens / seconds
-        numbers = {**values, "epoch": row / self.epoch_rows, "tokens_per_second": speed, "step_seconds": seconds}
+        numbers = {**values, "epoch": self.epoch(feed), "tokens_per_second": speed, "step_seconds": seconds}
         mfu = throughput.mfu(self.work, speed, jax.devices()[0].device_kind, jax.device_count())
         if mfu is not None:
             numbers["mfu"] = mfu
@@ -59,11 +60,14 @@ def watching(
     folder: RunFolder,
     step: int,
     total_steps: int,
-    epoch_rows: int,
+    epoch: Callable[[dict[str, Any]], float],
     work: throughput.Work,
     goodput: Goodput,
 ) -> Iterator[Watch]:
-    """Everything that watches a run from `step` on; requests to stop are heard meanwhile."""
+    """Everything that watches a run from `step` on; requests to stop are heard meanwhile.
+
+    `epoch`: position of the feed -> passes over the data before it.
+    """
     main = multihost.is_main()
     with ExitStack() as opened:
         metrics = MetricsLog(folder.path, config.log, config.train.run_name or "", as_dict(config), step, main)
@@ -71,4 +75,4 @@ def watching(
         profiler = opened.enter_context(closing(Profiler(folder.path, config.prof, main)))
         progress = opened.enter_context(closing(Progress(total_steps, step, config.log.every, main)))
         health, stop = Health(config.optim.name), opened.enter_context(StopRequest())
-        yield Watch(metrics, progress, profiler, goodput, health, stop, work, epoch_rows)
+        yield Watch(metrics, progress, profiler, goodput, health, stop, work, epoch)

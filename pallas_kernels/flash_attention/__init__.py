@@ -17,8 +17,8 @@ from pallas_kernels.registry import ANY_CARD, Backend
 
 __all__ = ["BACKENDS", "RESIDUALS", "MaskSpec", "flash_attention"]
 
-# In order of preference. 'auto' takes only what was checked: Triton and XLA by tests/kernels on a CPU, the others not
-# before a run on a card is kept in benchmarks/results.
+# In order of preference. 'auto' takes only a backend that was checked: Triton and XLA were, by tests/kernels on a CPU;
+# the others are not before a run on a GPU is recorded in benchmarks/results.
 BACKENDS = (
     Backend("cudnn", cudnn.attend, cudnn.refuses, {}),
     Backend("mosaic", attention(mosaic.forward, mosaic_backward.backward), mosaic.refuses, {}),
@@ -38,6 +38,7 @@ def flash_attention(
     sinks: Float[Array, " h"] | None = None,
     return_lse: bool = False,
     backend: str = "auto",
+    fallback: str = "error",
 ) -> Any:
     """Softmax attention (Dao et al. 2022) of queries to the keys that `mask` lets them see.
 
@@ -46,11 +47,11 @@ def flash_attention(
     cap * tanh(logits / cap) (Gemma 2); `sinks` adds one logit a head to the denominator alone (gpt-oss). Products are
     made in the inputs' dtype (bfloat16, float16, float32) and accumulated in float32. With `return_lse` also the
     natural logarithm of the denominator, float32 (b, h, s), sinks included. Differentiable in q, k, v and sinks,
-    through both results; under jax.checkpoint the backward pass runs the forward kernel again unless the policy keeps
-    what is named RESIDUALS (cuDNN's always runs again).
+    through both results; under jax.checkpoint the backward pass runs the forward kernel again unless the policy saves
+    the residuals named RESIDUALS (cuDNN's always runs again).
 
-    `backend`: 'auto', or a name in BACKENDS. Raises ValueError for shapes that do not fit and for a backend that cannot
-    run this on the device at hand.
+    `backend`: 'auto', or a name in BACKENDS. `fallback`: 'warn' takes 'auto' where that backend cannot run this on the
+    device at hand. Raises ValueError for shapes that do not fit, and registry.CannotRun for a backend that cannot run.
     """
     variant = _variant(q, k, v, mask, scale, soft_cap, sinks)
     request = Request(
@@ -63,7 +64,7 @@ def flash_attention(
         sinks=sinks is not None,
         return_lse=return_lse,
     )
-    chosen = registry.choose("flash_attention", BACKENDS, current_device(), request, backend)
+    chosen = registry.choose("flash_attention", BACKENDS, current_device(), request, backend, fallback)
     if chosen.name == "cudnn":
         return chosen.run(q, k, v, variant)
     first, end = intervals(mask, q.shape[0], q.shape[1], k.shape[1])

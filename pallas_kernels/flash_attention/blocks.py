@@ -1,4 +1,4 @@
-"""Which blocks of keys a block of queries sees, and the reverse: kernels loop over these, hidden blocks cost nothing.
+"""Which blocks of keys a block of queries sees, and the reverse: kernels loop over these, and never load the others.
 
 A range is [begin, full_begin, full_end, stop): outside [begin, stop) nothing is visible, within [full_begin, full_end)
 everything is, and the blocks between need the mask of each element.
@@ -39,6 +39,8 @@ def query_blocks(
     start = jnp.arange(0, keys, block_k, dtype=jnp.int32)[None, :, None]
     touched = (seen.least_first < start + block_k) & (seen.most_end > start)
     full = (seen.most_first <= start) & (seen.least_end >= start + block_k)
+    # Blocks between the first and the last that touch these keys may see none of them: the mask hides their elements.
+    # Of the blocks that see them all only the first unbroken run counts as full.
     begin, stop = _first_true(touched), _end_of_true(touched)
     begin = jnp.minimum(begin, stop)
     full_begin = jnp.clip(_first_true(full), begin, stop)
@@ -48,7 +50,7 @@ def query_blocks(
 
 
 def seen_keys(first: Int[Array, "b s"], end: Int[Array, "b s"], keys: int) -> Bool[Array, "b t"]:
-    """Keys that some query sees. Others may hold anything, NaN too, and zero times NaN is NaN: kernels zero them."""
+    """Keys that some query sees. Others may hold anything, and zero times NaN is NaN: kernels set them to zero."""
     row = jnp.arange(first.shape[0])[:, None]
     change = jnp.zeros((first.shape[0], keys + 1), jnp.int32).at[row, first].add(1).at[row, end].add(-1)
     return jnp.cumsum(change, axis=1)[:, :-1] > 0
@@ -61,7 +63,7 @@ def whole_blocks(x: Array, block: int, axis: int = 1) -> Array:
 
 
 def _extremes(first: Int[Array, "b s"], end: Int[Array, "b s"], block: int, keys: int) -> _Extremes:
-    """Queries that see nothing, and those that fill the last block, widen no range but keep a block from being full."""
+    """Queries that see no key, and padding of the last block, widen no range but keep a block from being full."""
     padding = ((0, 0), (0, -first.shape[1] % block))
     first, end = (jnp.pad(bound, padding).reshape(first.shape[0], -1, block) for bound in (first, end))
     sees = first < end

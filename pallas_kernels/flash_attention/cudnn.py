@@ -1,4 +1,4 @@
-"""Dense causal or windowed attention by cuDNN, through jax's public function: no packing, no features of ours."""
+"""Dense causal or windowed attention by cuDNN, through jax's public function: no packing, soft-cap or sinks."""
 
 from typing import Literal
 
@@ -19,11 +19,11 @@ def attend(
     variant: Variant,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> Float[Array, "b s h d"]:
-    """Softmax attention, differentiable as a whole, of requests that `refuses` has nothing against.
+    """Softmax attention, differentiable as a whole, of requests that `refuses` does not refuse.
 
-    `implementation` 'xla' is jax's own reading of the same arguments, for tests where there is no cuDNN.
+    `implementation` 'xla' computes the same arguments by plain jax, for tests where there is no cuDNN.
     """
-    # jax counts the keys before the query's own; for cuDNN it adds the own one again.
+    # jax's window counts the keys before the query's own, ours includes it; for cuDNN jax adds it again.
     window = None if variant.window is None else (variant.window - 1, 0)
     return jax.nn.dot_product_attention(
         q,

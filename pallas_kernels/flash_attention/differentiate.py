@@ -1,4 +1,4 @@
-"""The derivative that kernel backends share: what the backward pass needs besides dq, dk and dv."""
+"""The derivative that kernel backends share: everything of the backward pass but the kernels of dq, dk and dv."""
 
 from collections.abc import Callable
 from functools import cache
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-# What the forward kernel made goes by this name in policies of jax.checkpoint: one that keeps it spares a second run.
+# The name of the forward kernel's results in policies of jax.checkpoint: one that saves them spares a second run.
 RESIDUALS = "flash_attention"
 
 

@@ -13,8 +13,8 @@ class MaskSpec:
     causal: j <= p. window: j > p - window. key_start, (b, s): j >= key_start[i], the packing of documents in rows.
     query_offset: an int, or a traced int32 scalar (ring steps, decoding into a cache).
 
-    A query may see no key at all: its output is 0, its log-sum-exp is -inf (or its sink), it gives no gradient, and
-    what it holds, NaN included, reaches no other. Padding is made of such queries: key_start = the number of keys.
+    A query may see no key at all: its output is 0, its log-sum-exp is -inf (or its sink), it gives no gradient, and its
+    values, NaN included, reach no other token. Padding is made of such queries: key_start = the number of keys.
     """
 
     causal: bool = True

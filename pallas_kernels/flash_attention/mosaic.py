@@ -142,7 +142,7 @@ def _forward_kernel(
     call: Call,
 ):
     tile, batch, head = call.tile, jax.lax.axis_index("batch"), jax.lax.axis_index("head")
-    # Under causality the last queries see most: they start first.
+    # Under causality the last queries see the most keys: their long programs start first.
     index = call.tiles - 1 - jax.lax.axis_index("tile")
     order = Order.read(ranges_ref, batch, index)
     keys, values = Ring(*keys), Ring(*values)
@@ -162,7 +162,6 @@ def _forward_kernel(
             plgpu.barrier_wait(turn)
 
         def block(step, carry, masked):
-            out, top, total = carry
             (k,) = keys.take(step)
             (products,) = multiply((None, q, transposed(k)), then=pass_turn, call=call)
             keys.release(step)
@@ -170,19 +169,15 @@ def _forward_kernel(
             if masked:
                 start = order.masked_block(step) * tile.streamed
                 logits = jnp.where(within(bounds, start, logits.shape, PER_ROW), logits, -jnp.inf)
-            new_top = jnp.maximum(top, jnp.max(logits, axis=1) * unit)
-            weights = jnp.exp2(logits * unit - spread(new_top, logits, PER_ROW))
-            decay = jnp.exp2(top - new_top)
-            total = total * decay + jnp.sum(weights, axis=1)
-            out = out * spread(decay, out, PER_ROW)
-            # The softmax ends here: nothing of it may sink below the barriers.
+            out, top, total, weights = _online_softmax(logits, unit, carry)
+            # The softmax ends here: the compiler must not move any of it below the barriers.
             out, total, weights = jax.lax.optimization_barrier((out, total, weights.astype(v_ref.dtype)))
             plgpu.barrier_arrive(turn)
             (v,) = values.take(step)
             plgpu.barrier_wait(turn)
             (out,) = multiply((out, weights, v), call=call)
             values.release(step)
-            return out, new_top, total
+            return out, top, total
 
         # A sink is a key without a value: the running maximum and sum begin with it.
         sink = sinks_ref[head]
@@ -208,13 +203,23 @@ def _forward_kernel(
             values.fill(step, v_ref.at[rows])
 
 
+def _online_softmax(logits, unit, carry):
+    """The carry (out, top, total) after more logits, and their weights (Milakov & Gimelshein 2018)."""
+    out, top, total = carry
+    new_top = jnp.maximum(top, jnp.max(logits, axis=1) * unit)
+    weights = jnp.exp2(logits * unit - spread(new_top, logits, PER_ROW))
+    decay = jnp.exp2(top - new_top)
+    total = total * decay + jnp.sum(weights, axis=1)
+    return out * spread(decay, out, PER_ROW), new_top, total, weights
+
+
 def _vector(value):
     return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), PER_ROW)
 
 
 def kernel(body: Callable, call: Call, **shapes) -> Callable:
     """A kernel of one memory warpgroup and the workers, over a grid of (tile, batch, head)."""
-    # There memory starts as NaN and a race is an error.
+    # In the interpreter memory starts as NaN and a race is an error.
     options = {}
     if call.interpret:
         options["interpret"] = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
@@ -306,7 +311,7 @@ def _interpreted(start, a, b):
 
 
 def within(bounds, start, shape: tuple[int, ...], layout):
-    """True where a query sees a key: a row a query, a column a key, from `start` on. With PER_COLUMN transposed."""
+    """True where a query (row) sees a key (column, from `start` on). With PER_COLUMN transposed."""
     queries = 0 if layout is PER_ROW else 1
     key = plgpu.broadcasted_iota(jnp.int32, shape, 1 - queries, layout=plgpu.Layout.WGMMA)
     first, end = (jax.lax.broadcast_in_dim(bound - start, shape, [queries]) for bound in bounds)
@@ -319,7 +324,7 @@ def capped(products, variant: Variant):
 
 
 def unit_of(variant: Variant) -> float:
-    """What the results of `capped` are to be multiplied by, for logits to the base 2."""
+    """The factor that makes the results of `capped` logits to the base 2."""
     return (variant.scale if variant.soft_cap is None else variant.soft_cap) * LOG2_E
 
 
@@ -339,7 +344,7 @@ def transposed(ref):
 
 
 def silence(q, k, v, first, end):
-    """Zeros for queries that see nothing and keys that none sees: they may hold NaN, and zero times NaN is NaN."""
+    """Zeros for queries that see no key and keys that no query sees: they may hold NaN, and zero times NaN is NaN."""
     sees = first < end
     row, one = jnp.arange(first.shape[0])[:, None], sees.astype(jnp.int32)
     steps = jnp.zeros((first.shape[0], k.shape[1] + 1), jnp.int32).at[row, first].add(one).at[row, end].add(-one)

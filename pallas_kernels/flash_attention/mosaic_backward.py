@@ -31,7 +31,7 @@ from pallas_kernels.flash_attention.mosaic import (
 from pallas_kernels.flash_attention.variant import Variant
 from pallas_kernels.warpgroups import PER_COLUMN, PER_ROW, ROWS, WORKERS, Ring, as_memory, as_worker, load, zeros
 
-# dk and dv are half of a worker's registers: smaller blocks of logits.
+# dk and dv take half of a worker's registers, so blocks of logits are smaller than in the forward pass.
 DQ, DKDV = Tile(streamed=64, stages=2), Tile(streamed=64, stages=2)
 
 
@@ -209,8 +209,8 @@ def _dkdv_kernel(
                 q, d_out, bounds, statistics = queries.take(count)
                 (products,) = multiply((None, k, transposed(q)), call=call)
                 logits = capped(products, call.variant)
-                lse = load(statistics.at[0], PER_COLUMN)
-                weights = jnp.exp2(logits * unit_of(call.variant) - spread(lse, logits, PER_COLUMN))
+                lse = spread(load(statistics.at[0], PER_COLUMN), logits, PER_COLUMN)
+                weights = jnp.exp2(logits * unit_of(call.variant) - lse)
                 if masked:
                     visible = within(load_pair(bounds, PER_COLUMN), start, weights.shape, PER_COLUMN)
                     weights = jnp.where(visible, weights, 0.0)
@@ -218,9 +218,8 @@ def _dkdv_kernel(
                 # One product at a time: two at once need more registers than there are.
                 (dv,) = multiply((dv, operand, d_out), call=call)
                 (d_weights,) = multiply((None, v, transposed(d_out)), call=call)
-                delta = load(statistics.at[1], PER_COLUMN)
-                d_logits = weights * (d_weights - spread(delta, weights, PER_COLUMN))
-                (dk,) = multiply((dk, d_logits.astype(k.dtype), q), call=call)
+                delta = spread(load(statistics.at[1], PER_COLUMN), weights, PER_COLUMN)
+                (dk,) = multiply((dk, (weights * (d_weights - delta)).astype(k.dtype), q), call=call)
                 # Bounds and statistics were read by plain loads, and TMA will write there.
                 plgpu.commit_smem()
                 queries.release(count)
@@ -228,8 +227,7 @@ def _dkdv_kernel(
 
             return order.loop(block, carry)
 
-        start_of_both = zeros(ROWS, k.shape[1]), zeros(ROWS, k.shape[1])
-        dk, dv = jax.lax.fori_loop(0, call.group, head, start_of_both)
+        dk, dv = jax.lax.fori_loop(0, call.group, head, (zeros(ROWS, k.shape[1]), zeros(ROWS, k.shape[1])))
         k[...] = (dk * call.variant.scale).astype(k.dtype)
         v[...] = dv.astype(v.dtype)
         plgpu.commit_smem()
@@ -256,5 +254,5 @@ def _dkdv_kernel(
 
 
 def _slope(logits, variant: Variant):
-    """Derivative of the soft-cap, from what `capped` gave."""
+    """Derivative of the soft-cap, from the result of `capped`."""
     return 1.0 if variant.soft_cap is None else 1.0 - logits * logits

@@ -28,12 +28,12 @@ def attention(
 
     Query i sees the keys first_i <= j < end_i; h is a multiple of n, consecutive query heads share a key head. Products
     take the inputs in their dtype; they, the softmax and the log-sum-exp are accumulated in `accumulation`. The output
-    has the dtype of q. Differentiable as it stands, queries that see nothing included.
+    has the dtype of q. jax differentiates it as it stands, queries that see no key included.
     """
     batch, queries, heads, dim = q.shape
     seen = visible(first, end, k.shape[1])
     sees = jnp.any(seen, axis=2)
-    # 0 * NaN is NaN: what takes no part must hold zeros, forward and (the last lines) backward.
+    # 0 * NaN is NaN: queries and keys without a part in it must be zeros, forward and (the last lines) backward.
     q = jnp.where(sees[..., None, None], q, 0)
     k, v = (jnp.where(jnp.any(seen, axis=1)[..., None, None], x, 0) for x in (k, v))
 
@@ -46,7 +46,7 @@ def attention(
     if sinks is not None:
         sinks = sinks.astype(accumulation).reshape(k.shape[2], -1, 1, 1)
         top = jnp.maximum(top, sinks)
-    # Any number may stand for the maximum: it cancels. Where all is -inf it must be a finite one.
+    # The shift cancels, so it needs no gradient; where all logits are -inf it must be finite.
     top = jax.lax.stop_gradient(jnp.where(top == -jnp.inf, 0, top))
     weights = jnp.where(seen, jnp.exp(jnp.where(seen, logits - top, 0)), 0)
     total = jnp.sum(weights, axis=-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""Block sizes of the Triton kernels by card and head dimension: none spills registers, as tests/aot holds."""
+"""Block sizes of the Triton kernels by GPU and head dimension: none spills registers, as tests/aot checks."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ class Tiles:
 
 
 # By compute capability, then by the largest head dimension a row serves. Made from compile reports (the largest blocks
-# that reach the matrix unit of the card without a spill); `python -m pallas_kernels.tune` times others on a card.
+# that use the GPU's matrix unit without a spill); `python -m pallas_kernels.tune` times others on a GPU.
 _SMALL_SHARED_MEMORY = {
     96: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)),
     128: Tiles(Tile(128, 32, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
@@ -53,7 +53,7 @@ _TILES: dict[Capability, dict[int, Tiles]] = {
     },
     (12, 0): _SMALL_SHARED_MEMORY,
 }
-# Float32 products have no matrix unit: their operands stay in registers.
+# No matrix unit multiplies float32: operands stay in registers.
 _FLOAT32 = {
     64: Tiles(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
     80: Tiles(Tile(16, 16, 4, 1), Tile(32, 32, 8, 1), Tile(16, 32, 8, 1)),
@@ -62,9 +62,9 @@ _FLOAT32 = {
 
 
 def tiles_for(device: Device, head_dim: int, itemsize: int) -> Tiles:
-    """Tiles for a card, by head dimension (at most 256; 128 in float32) and bytes an element.
+    """Tiles for a GPU, by head dimension (at most 256; 128 in float32) and bytes an element.
 
-    A card that is not listed takes the row of the latest one before it.
+    A GPU that is not listed takes the row of the latest one before it.
     """
     capability = max(device.capability or min(_TILES), min(_TILES))
     by_head_dim = _FLOAT32 if itemsize == 4 else _TILES[max(listed for listed in _TILES if listed <= capability)]

@@ -1,4 +1,4 @@
-"""Flash attention (Dao et al. 2022, Dao 2023) as Pallas-Triton kernels, for cards from sm_80 on.
+"""Flash attention (Dao et al. 2022, Dao 2023) as Pallas-Triton kernels, for GPUs from sm_80 on.
 
 Three kernels: forward, dq (a program holds a block of queries and loops over the keys it sees) and dkdv (a program
 holds a block of keys and loops over the query heads that share it and the queries that see it, so that no sum needs an
@@ -156,7 +156,7 @@ def _dkdv(q, k, v, d_out, lse, delta, first, end, variant, tile, interpret):
 
 
 class _Shapes:
-    """Sizes of one call, whole blocks all, and the parts of the arrays that a program is given."""
+    """Sizes of one call, all in whole blocks, and the parts of the arrays that a program is given."""
 
     def __init__(self, q: Array, k: Array, tile: Tile):
         self.batch, self.queries, self.heads, self.head_dim = q.shape
@@ -164,7 +164,7 @@ class _Shapes:
         self.group = self.heads // self.kv_heads
         self.block_q, self.block_k = tile.block_q, tile.block_k
         self.q_blocks, self.k_blocks = self.queries // self.block_q, self.keys // self.block_k
-        # Full float32 products, or Triton would round the inputs to TF32.
+        # Without it Triton would round float32 inputs to TF32.
         self.precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
         self.varying = jax.typeof(q).manual_axis_type
         # Triton's arrays have sizes that are powers of 2: a head of 96 is worked on as 64 + 32, not padded to 128.
@@ -223,7 +223,7 @@ def _forward_kernel(
         if masked:
             logits = jnp.where(bounds.visible(columns), logits, -jnp.inf)
         new_top = jnp.maximum(top, jnp.max(logits, axis=1) * unit)
-        # A query that has seen nothing yet keeps -inf, whose differences would be NaN.
+        # A query that has seen no key yet keeps -inf, and -inf less -inf would be NaN.
         shift = jnp.where(new_top == -jnp.inf, 0.0, new_top) if masked else new_top
         weights = jnp.exp2(logits * unit - shift[:, None])
         decay = jnp.exp2(top - shift)
@@ -268,6 +268,7 @@ def _dq_kernel(
         v = _load(v_ref, columns, shapes)
         logits = _logits(q, k, variant, shapes)
         weights = jnp.exp2(logits * _unit(variant) - lse[:, None])
+        # The derivative of the softmax; delta holds its sum over the keys, so that one pass over them is enough.
         d_logits = weights * (_contract(d_out, v, shapes) - delta[:, None])
         if variant.soft_cap is not None:
             d_logits *= 1.0 - logits * logits
@@ -306,6 +307,7 @@ def _dkdv_kernel(
         sees = bounds.sees if masked else None
         q, d_out = (_load(ref, (rows, g), shapes, sees) for ref in (q_ref, d_out_ref))
         lse, delta = lse_ref[g, rows] * LOG2_E, delta_ref[g, rows]
+        # Transposed, (keys, queries): then dk and dv are products of a block of weights as it is.
         logits = _logits(k, q, variant, shapes)
         weights = jnp.exp2(logits * _unit(variant) - lse[None, :])
         if masked:
@@ -363,6 +365,7 @@ def _over_blocks(block: Callable, carry, ranges: Sequence[Any], heads: int = 1):
         return block(full_begin + jax.lax.div(place, heads), jax.lax.rem(place, heads), carry, masked=False)
 
     def partly_visible(place, carry):
+        # These blocks lie on both sides of the wholly visible ones: [begin, full_begin), then [full_end, stop).
         index = jax.lax.div(place, heads)
         index += jnp.where(index < before, begin, full_end - before)
         return block(index, jax.lax.rem(place, heads), carry, masked=True)

@@ -1,4 +1,4 @@
-"""What is known of an attention when it is traced."""
+"""The static part of an attention, known when it is traced."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 class Variant:
     """Scale and soft-cap of the logits, and the shape of the mask.
 
-    Kernels mask by the intervals of `mask.intervals`; the mask's shape serves those that skip blocks while tracing.
+    Kernels mask by the intervals of `mask.intervals`; the mask's shape serves backends that skip blocks while tracing.
     `query_offset` is None where it is known at run time only.
     """
 

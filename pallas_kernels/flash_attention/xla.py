@@ -1,7 +1,7 @@
 """Flash attention (Dao et al. 2022) in plain XLA: one block of queries at a time against the keys it can see.
 
-Keys that causality or the window hide from a block are left out while tracing, forward and backward. The backward pass
-recomputes the weights from the saved log-sum-exp, so memory is O(keys * block).
+Keys that causality or the window hide from a block are left out when it is traced, forward and backward. The backward
+pass recomputes the weights from the saved log-sum-exp, so memory is O(keys * block).
 """
 
 from collections.abc import Callable, Iterator
@@ -87,7 +87,7 @@ def _by_token(x: Array) -> Array:
 
 
 def _over_heads(head: Callable, by_head: tuple[Array | None, ...], by_row: tuple[Array, ...]):
-    """`head` for every row and key head: a loop on a CPU, whose matrix products want two dimensions, else at once."""
+    """`head` for every row and key head: a loop on a CPU, where products of two dimensions are fast, else at once."""
 
     def loop(by_head, by_row):
         return jax.lax.map(lambda row: jax.lax.map(lambda one: head(*one, *row[1]), row[0]), (by_head, by_row))
@@ -147,7 +147,7 @@ def _forward_head(q, k, v, sinks, first, end, *, block, variant):
         rows, row_first, row_end = _block(start, size, q, first, end)
         logits, seen = _logits(rows, k[keys], row_first, row_end, keys.start, variant)
         logits = jnp.where(seen, logits, -jnp.inf)
-        top = jnp.max(logits, axis=-1, keepdims=True, initial=LOWEST)  # finite also where nothing is seen
+        top = jnp.max(logits, axis=-1, keepdims=True, initial=LOWEST)  # finite even where no key is seen
         sink = None if sinks is None else jnp.repeat(sinks, size)[:, None]
         if sink is not None:
             top = jnp.maximum(top, sink)
@@ -197,7 +197,7 @@ def _backward_head(q, k, v, d_out, lse, delta, first, end, *, block, variant):
 
 
 def _scan(of_block: Callable, carry, queries: slice, size: int):
-    """`of_block` for every block of a strip; what it gives of shape (g, size, ...) is joined to (g, queries, ...)."""
+    """`of_block` for every block of a strip; its results of shape (g, size, ...) are joined to (g, queries, ...)."""
     starts = jnp.arange(queries.start, queries.stop, size)
     carry, blocks = jax.lax.scan(of_block, carry, starts, unroll=len(starts) == 1)
     return carry, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:]), blocks)

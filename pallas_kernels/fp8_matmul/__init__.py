@@ -16,8 +16,8 @@ from pallas_kernels.registry import ANY_CARD, Backend
 
 __all__ = ["BACKENDS", "block_scales", "fp8_matmul", "quantize"]
 
-# In order of preference. cuBLASLt is asked for by plain XLA, which tests/kernels runs on a CPU; Mosaic is not taken by
-# 'auto' before a run on a card is kept in benchmarks/results.
+# In order of preference. XLA calls cuBLASLt for a plain expression, which tests/kernels checks on a CPU; 'auto' does
+# not take Mosaic before a run on a GPU is recorded in benchmarks/results.
 BACKENDS = (
     Backend("cublaslt", cublaslt.multiply, cublaslt.refuses, {ANY_CARD: "tests of the expression"}),
     Backend("mosaic", mosaic.multiply, mosaic.refuses, {}),
@@ -42,8 +42,8 @@ def fp8_matmul(
     blocks of DeepSeek-V3 (arXiv:2412.19437). `block_scales` and `quantize` make them. dtype: of the result, bfloat16,
     float16 or float32.
 
-    fast_accumulation lets a backend sum over all of k in the tensor core's own registers, which on Hopper are short of
-    float32: common in forward passes (Transformer Engine), not in backward ones.
+    fast_accumulation lets a backend sum over all of k in the tensor core's own registers, which on Hopper have fewer
+    bits than float32: common in forward passes (Transformer Engine), not in backward ones.
 
     It has no derivative: differentiating it raises TypeError. The backward pass of a frozen FP8 weight multiplies by
     the dequantized one.

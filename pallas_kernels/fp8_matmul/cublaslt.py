@@ -39,7 +39,7 @@ def multiply(
     weight_scale: Float[Array, "s 1"],
     request: Request,
 ) -> Float[Array, "m n"]:
-    """x W^T. In bfloat16 it is rounded twice, before the scales and after them."""
+    """x W^T. A bfloat16 result is rounded twice, before the scales and after them."""
     # At the highest precision XLA asks cuBLASLt not to accumulate fast.
     precision = jax.lax.Precision.DEFAULT if request.fast_accumulation else jax.lax.Precision.HIGHEST
     product = jax.lax.dot_general(

@@ -1,7 +1,7 @@
 """FP8 with scales in blocks for Hopper (sm_90a) in Pallas Mosaic GPU, as DeepSeek-V3 multiplies (arXiv:2412.19437).
 
-The tensor cores of Hopper add FP8 products with few bits (section 3.5.2 of that paper). So each 128 of k start a sum of
-their own, which is scaled and then added to a sum in float32 registers.
+The tensor cores of Hopper accumulate FP8 products in fewer bits than float32 (section 3.5.2 of that paper). So each 128
+of k start a sum of their own, which is scaled and then added to a sum in float32 registers.
 
 A program makes a 128 x 128 tile of the result with three warpgroups: one streams blocks into shared memory by TMA, the
 other two, the workers, hold 64 rows each and multiply by wgmma.
@@ -59,7 +59,7 @@ def multiply(
     x, x_scales = jnp.pad(x, padding), jnp.pad(x_scale, padding).T
     options = {}
     if interpret:
-        # There memory starts as NaN and a race is an error.
+        # In this interpreter memory starts as NaN and a race is an error.
         options["interpret"] = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
     launch = plgpu.kernel(
         partial(_kernel, interpret=interpret),

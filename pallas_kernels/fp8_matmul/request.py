@@ -38,7 +38,7 @@ def request_for(
         if not right:
             raise ValueError(f"fp8_matmul: {message}")
 
-    check(x.ndim == weight.ndim == 2, f"x {x.shape} is to be (m, k) and the weight {weight.shape} (n, k)")
+    check(x.ndim == weight.ndim == 2, f"x {x.shape} must be (m, k) and the weight {weight.shape} (n, k)")
     check(x.shape[1] == weight.shape[1], f"x {x.shape} and the weight {weight.shape} differ in k, their last dimension")
     bitcast = "jax.lax.bitcast_convert_type makes FP8 of uint8 codes"
     check(

@@ -1,7 +1,8 @@
 """Cross-entropy of a linear head without the logits of the whole batch: the public op."""
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import gpus
 from pallas_kernels.linear_cross_entropy import xla
@@ -15,14 +16,14 @@ def linear_cross_entropy(
     hidden: Float[Array, "t d"],
     head: Float[Array, "v d"],
     targets: Int[Array, " t"],
-    weight: Float[Array, " t"] | None = None,
+    weight: Float[Array, " t"] | Bool[Array, " t"] | None = None,
     *,
     vocabulary: int,
     soft_cap: float | None = None,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     head_gradient: bool = True,
-    vocabulary_axis: str | None = None,
+    vocabulary_axis: str | tuple[str, ...] | None = None,
     tile: int | None = None,
 ) -> Float[Array, " t"]:
     """Loss of every token in nats, float32: weight * (-log softmax(hidden head^T)[target] + ...).
@@ -30,19 +31,19 @@ def linear_cross_entropy(
     Products are of the inputs' dtype, accumulated in float32. Rows of the head at `vocabulary` and beyond are padding
     (finite) and take no part. A target outside the vocabulary makes its loss NaN, unless it has no weight.
 
-    `weight`: tokens of weight 0 are dropped before the head. They cost no logits (but for the last tile's rounding),
-    their loss and gradients are 0, and what their hidden states and targets hold (NaN, -100) reaches nothing. The
-    gradient of a weight is its token's loss, and 0 for a dropped one.
+    `weight`, numbers or a mask: tokens of weight 0 are dropped before the head. They cost no logits (but for the last
+    tile's rounding), their loss and gradients are 0, and what their hidden states and targets hold (NaN, -100) reaches
+    nothing. The gradient of a weight is its token's loss, and 0 for a dropped one.
     `soft_cap`: logits become soft_cap * tanh(logits / soft_cap) (Gemma 2, arXiv:2408.00118).
     `z_loss`: adds z_loss * logsumexp(logits)^2 (PaLM, arXiv:2204.02311).
     `label_smoothing`: the target is this much of a uniform distribution over the vocabulary, as in
     torch.nn.functional.cross_entropy.
     `head_gradient=False` gives the head a zero gradient that costs nothing: the forward pass leaves the gradient of
     the hidden states, and the backward pass scales it.
-    `vocabulary_axis` names, inside a shard_map, the mesh axis over which the head's rows are sharded; targets stay
-    global, and every device of that axis must hold the same tokens.
-    `tile`: at most how many tokens' logits are in memory at once, rounded up to the 8 that matrix units like (default:
-    from the sizes and the platform).
+    `vocabulary_axis` names, inside a shard_map, the mesh axis, or axes, over which the head's rows are sharded;
+    targets stay global, and every device of that axis must hold the same tokens.
+    `tile`: of how many tokens logits are in memory at once, at most; rounded up to a multiple of 8, as matrix units
+    like it (default: from the sizes and the platform).
 
     Raises ValueError if the tokens are known to differ over `vocabulary_axis`: devices that drop different tokens
     would wait for each other for ever.
@@ -51,9 +52,10 @@ def linear_cross_entropy(
     if not tokens:
         return jnp.zeros(0, jnp.float32)
     by_token = varying_axes(hidden, targets, weight)
-    if vocabulary_axis in by_token:
+    vocabulary_axes = frozenset(jax.tree.leaves(vocabulary_axis))
+    if vocabulary_axes & by_token:
         raise ValueError(f"tokens must be the same on all devices of the vocabulary's axis {vocabulary_axis!r}")
-    axes = by_token | (varying_axes(head) - {vocabulary_axis})
+    axes = by_token | (varying_axes(head) - vocabulary_axes)
     head, hidden, targets, weight = vary_over(axes, head, hidden, targets, weight)
     platform = gpus.current_device().platform
     loss = Loss(vocabulary, vocabulary_axis, soft_cap, z_loss, label_smoothing, one_pass=platform == "gpu")
@@ -69,13 +71,14 @@ def linear_cross_entropy(
     needed = -(-filled // size)
     in_slots: Array = xla.tiled_loss(in_tiles(hidden), head, in_tiles(targets), needed, loss, head_gradient)
     losses = jnp.zeros_like(targets, jnp.float32).at[rows].set(in_slots.reshape(-1), mode="drop", unique_indices=True)
-    return losses if weight is None else losses * weight.astype(jnp.float32)
+    # What is dropped is 0 already: a mask of booleans has nothing more to say.
+    return losses if weight is None or weight.dtype == bool else losses * weight.astype(jnp.float32)
 
 
 def _rows_of_slots(weight: Array | None, tokens: int, slots: int) -> tuple[Int[Array, " slots"], int | Array]:
-    """Which token each slot of the tiles works on, those with weight first, and how many there are.
+    """Which token each slot of the tiles works on, those with weight first, and how many of these there are.
 
-    An empty slot has a row out of range, never twice the same.
+    An empty slot has a row out of range, each its own: gathers and scatters are told that rows are unique.
     """
     slot = jnp.arange(slots)
     if weight is None:

@@ -1,7 +1,7 @@
 """Token-tiled cross-entropy in plain XLA: the full vocabulary for a tile of tokens, then the next tile.
 
 With a trained head the backward pass recomputes a tile's logits from the saved log-sum-exp. With a frozen head the
-forward pass already leaves the gradient of the hidden states (as Liger does, Hsu et al. 2024), so no tile is
+forward pass already computes the gradient of the hidden states (as Liger does, Hsu et al. 2024), so no tile is
 computed twice.
 """
 
@@ -21,7 +21,7 @@ class Loss:
     """What is computed: arguments of `linear_cross_entropy`, and whether the log-sum-exp reads the logits once."""
 
     vocabulary: int
-    axis: str | None = None
+    axis: str | tuple[str, ...] | None = None
     soft_cap: float | None = None
     z_loss: float = 0.0
     label_smoothing: float = 0.0
@@ -29,12 +29,12 @@ class Loss:
 
 
 def tokens_at_once(head: Array, head_gradient: bool, platform: str) -> int:
-    """How many tokens of a tile for a head of (v, d).
+    """How many tokens a tile has, for a head of (v, d).
 
-    On a CPU 512 was fastest for a frozen head (of 128 to 4096; v from 512 to 32,000), and lets few tokens drop. A
-    trained one was faster in few tiles: up to 64 MiB of float32 logits. A GPU needs a thousand tokens and more to fill
-    its multiprocessors: there the logits may take 1 GiB. Each tile of a trained head also reads and writes the head's
-    float32 gradient, (v, d): at least d tokens, so that this is no more than what is done with their logits.
+    On a CPU 512 was fastest for a frozen head (of 128 to 4096; v from 512 to 32,000), and wastes little where tokens
+    are dropped. A trained one was faster in few tiles: up to 64 MiB of float32 logits. A GPU needs a thousand tokens
+    and more to fill its multiprocessors: there the logits may take 1 GiB. Each tile of a trained head also reads and
+    writes the head's float32 gradient, (v, d): with d tokens or more, this moves no more bytes than their logits do.
     """
     vocabulary, width = head.shape
     if platform != "gpu":
@@ -61,6 +61,8 @@ def tiled_loss(
 
 
 def _forward(hidden, head, targets, needed, loss, head_gradient):
+    """Losses and residuals: the inputs and the log-sum-exps, or of a frozen head the finished gradient of `hidden`."""
+
     def trained(i, results):
         losses, lses = results
         of_tile, lse = _losses(_logits(hidden[i], head), targets[i], loss)
@@ -122,10 +124,12 @@ def _losses(logits, targets, loss):
     present = columns < loss.vocabulary
     capped = jnp.where(present, _capped(logits, loss), LOWEST)
     mine, total = (_top_and_sum_in_one_pass if loss.one_pass else _top_and_sum)(capped)
+    # With a sharded vocabulary, each device's sum is rescaled to the common maximum before they are added.
     top = _over(jax.lax.pmax, mine, loss)
     lse = top + jnp.log(_over(jax.lax.psum, total * jnp.exp(mine - top), loss))
     place = targets - columns[0]
     here = (place >= 0) & (place < columns.size)
+    # From the logits that are in memory, and capped then: to gather from `capped`, XLA would have to store it.
     at_target = jnp.take_along_axis(logits, jnp.clip(place, 0, columns.size - 1)[:, None], axis=-1)[:, 0]
     expected = _over(jax.lax.psum, jnp.where(here, _capped(at_target, loss), 0), loss)
     if loss.label_smoothing:
@@ -142,7 +146,7 @@ def _top_and_sum(logits):
 
 
 def _top_and_sum_in_one_pass(logits):
-    """The same, reading the logits once: for a GPU, where that is dear (Milakov and Gimelshein, arXiv:1805.02867)."""
+    """The same, reading the logits once, for a GPU, where reads are slow (Milakov & Gimelshein, arXiv:1805.02867)."""
 
     def merge(one, other):
         (top, total), (other_top, other_total) = one, other

@@ -34,12 +34,12 @@ def dequantize(
     dtype: DTypeLike,
     backend: str = "auto",
 ) -> Float[Array, "o i"]:
-    """The weight that codes and scales stand for, in bfloat16, float16 or float32.
+    """The weight of codes and scales, dequantized to bfloat16, float16 or float32.
 
         W[a, b] = value(code[a, b]) * scale[a // r, b // c] * tensor_scale
 
-    computed in float32 (a block's scale times tensor_scale first) and rounded once. `elements` names what a code stands
-    for, a key of ELEMENTS: 'nf4' and 'fp4' (the tables of bitsandbytes), 'e2m1', 'int4', 'e4m3' (the bits of
+    computed in float32 (a block's scale times tensor_scale first) and rounded once. `elements` names the kind of
+    element, a key of ELEMENTS: 'nf4' and 'fp4' (the tables of bitsandbytes), 'e2m1', 'int4', 'e4m3' (the bits of
     float8_e4m3fn; its NaN stays NaN), 'int8'. codes: (o, i), or (o, i / 2) for elements of 4 bits, the first of two in
     the high ones. scales: (o / r, i / c), float32 or uint8 with the bits of float8_e4m3fn; the block r x c follows from
     the shapes. Nothing of it is trained: the gradients are zero.
@@ -62,7 +62,7 @@ def _dequantize(codes, scales, tensor_scale, layout: Layout, dtype: jnp.dtype, b
 
 def _with_whole_weight(x, codes, scales, tensor_scale, layout: Layout, transposed: bool) -> Array:
     weight = _dequantize(codes, scales, tensor_scale, layout, x.dtype, "auto")
-    # float32 is not to become TF32; the backward pass is traced where jax.default_matmul_precision may be another.
+    # float32 must not become TF32. Set here: when the backward pass is traced, jax.default_matmul_precision may differ.
     precision = "highest" if x.dtype == jnp.float32 else None
     return jax.lax.dot_general(x, weight, (((1,), (0 if transposed else 1,)), ((), ())), precision=precision)
 
@@ -84,7 +84,7 @@ def quant_matmul(
 ) -> Float[Array, "m o"]:
     """x W^T for the weight of `dequantize`, rounded to x's dtype (bfloat16, float16, float32), accumulated in float32.
 
-    The gradient of x is dy W, made from codes and scales again: nothing else is kept for it. Codes, scales and
+    The gradient of x is dy W, made from codes and scales again, which are the only residuals. Codes, scales and
     tensor_scale are frozen: their gradients are zero.
 
     `backend`: 'auto', or a name in BACKENDS. 'fused' decodes the weight within the product, for few rows; 'dequantize'

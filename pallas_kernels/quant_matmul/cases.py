@@ -1,4 +1,4 @@
-"""What quantized weights are compiled with: one of 4096 x 12288 in every kind of element, and products with it."""
+"""The cases of quantized weights: one of 4096 x 12288 in every kind of element, and products with it."""
 
 from collections.abc import Iterator
 from functools import partial

@@ -1,4 +1,4 @@
-"""What the codes of a quantized weight stand for: the one table of the six kinds of element."""
+"""The values of the codes of a quantized weight: the one table of the six kinds of element."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, UInt8
 class Elements:
     """One kind of element.
 
-    values: what each code stands for, 16 or 256 of them. arithmetic: the same in a few instructions, for the kinds that
+    values: the value of each code, 16 or 256 of them. arithmetic: the same in a few instructions, for the kinds that
     have a formula; the others are looked up. Both are exact in float32.
     """
 
@@ -38,9 +38,10 @@ class Elements:
 
 
 def small_float(code: Array, exponent_bits: int, mantissa_bits: int) -> Array:
-    """Float32 of floats of a sign and some bits: as float16 they are right but for the bias of the exponent.
+    """Float32 values of small floats: a sign, exponent bits and mantissa bits.
 
-    Subnormal numbers stay so in float16, which no device flushes to zero.
+    Their bits, moved to the places of float16's, are the same number but for the bias of the exponent, which a factor
+    corrects. Subnormal numbers stay subnormal in float16, where no device flushes them to zero.
     """
     size = exponent_bits + mantissa_bits
     code = code.astype(jnp.uint16)

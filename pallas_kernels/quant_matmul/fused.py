@@ -2,7 +2,7 @@
 
 One kernel for x W^T and one for x W. The two elements of a byte are never put side by side: each half of the bytes is
 multiplied by every second column of x, or makes every second column of the result. Where too few tiles would keep the
-card busy, the contraction is cut in `splits`, whose float32 sums are added afterwards: no atomics, the same every run.
+GPU busy, the contraction is cut in `splits`, whose float32 sums are added afterwards: no atomics, the same every run.
 """
 
 from functools import partial
@@ -49,6 +49,7 @@ def multiply(
     if transposed:
         tiles, steps = steps, tiles
     else:
+        # Even and odd columns of x apart, as a byte's high and low bits are: each half of the bytes meets its own.
         x = x.reshape(m, -1, packed).transpose(2, 0, 1)
     blocks_m = pl.cdiv(m, tile.block_m)
     splits = splits or max(1, min(steps, PROGRAMS // (tiles * blocks_m)))
@@ -78,6 +79,7 @@ def _kernel(x_ref, *refs, layout: Layout, tile: Tile, steps: int):
 
     def step(k, carry):
         held, total = carry
+        # The next tile is loaded before this one is multiplied, so that its latency is hidden.
         following = _read(block, first + k + 1, stored, layout, tile)
         byte = span(first + k, tile.block_columns // parts)
         mask = (mine < m)[:, None] & (byte < width)[None, :]
@@ -114,7 +116,7 @@ def _transposed_kernel(x_ref, *refs, layout: Layout, tile: Tile, steps: int):
 
 
 def _read(row_block, column_block, stored, layout: Layout, tile: Tile) -> tuple[Array, Array]:
-    """Codes and scales of a tile, read a step before they are used. Zero where it reaches over the weight."""
+    """Codes and scales of a tile, read a step before they are used. Zero where the tile reaches beyond the weight."""
     codes_ref, scales_ref, *_ = stored
     block_bytes = tile.block_columns // layout.elements.packed
     row, byte = span(row_block, tile.block_rows), span(column_block, block_bytes)
@@ -131,7 +133,7 @@ def _read(row_block, column_block, stored, layout: Layout, tile: Tile) -> tuple[
 
 
 def _weights(held: tuple[Array, Array], stored, layout: Layout, dtype) -> tuple[Array, ...]:
-    """The (rows, bytes) of the weight that a tile of bytes holds: one, or that of the high and that of the low bits."""
+    """The weight of a tile of codes, (rows, bytes): one array, or one of the high and one of the low four bits."""
     _, _, tensor_scale_ref, *table = stored
     code, scale = held
     factor = block_scales(scale, tensor_scale_ref[0])

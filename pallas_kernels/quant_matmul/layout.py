@@ -23,7 +23,7 @@ class Layout:
 
     @property
     def elements(self) -> Elements:
-        """What the codes stand for."""
+        """The kind of element of the codes."""
         return ELEMENTS[self.kind]
 
 
@@ -59,7 +59,7 @@ def layout_of(codes: Any, scales: Any, tensor_scale: Any, kind: str) -> Layout:
     block_columns = columns // scales.shape[1]
     check(
         block_columns % packed == 0,
-        f"blocks of {block_columns} columns part the two codes of a byte: a block of {kind} has an even number",
+        f"blocks of {block_columns} columns separate the two codes of a byte: a block of {kind} has an even number",
     )
     check(rows * columns < 2**31, f"{rows * columns} elements; fewer than 2^31 are supported")
     if tensor_scale is not None:
@@ -77,6 +77,6 @@ def check(right: bool, message: str) -> None:
 
 
 def block_scales(scales: jax.Array, tensor_scale: jax.Array | None) -> jax.Array:
-    """What the values of each block are multiplied by, float32."""
+    """The factor on the values of each block, float32."""
     scales = e4m3(scales) if scales.dtype == jnp.uint8 else scales
     return scales if tensor_scale is None else scales * tensor_scale

@@ -1,4 +1,4 @@
-"""The weight that codes and scales stand for, and its products, in plain jnp: what every backend is compared with."""
+"""The dequantized weight and its products in plain jnp: the reference that every backend is compared with."""
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike

@@ -7,15 +7,15 @@ from jax.experimental import pallas as pl
 from pallas_kernels.gpus import Capability, Device
 
 # The most rows of x for which 'auto' takes the fused kernel, by compute capability: with more, the weight is decoded so
-# often that writing it once is quicker. Cards with GDDR memory (8.6, 8.9, 12.0) write slowly. After the thresholds of
-# bitsandbytes' dispatcher, not yet measured with these kernels.
+# often that writing it once is quicker. GPUs with GDDR memory (8.6, 8.9, 12.0) write slowly. The thresholds are those
+# of bitsandbytes' dispatcher, not yet measured with these kernels.
 _FUSED_ROWS: dict[Capability, int] = {(8, 0): 64, (8, 6): 256, (9, 0): 64, (10, 0): 64, (12, 0): 256}
-# Programs that keep a card busy: four for each multiprocessor of the largest. Fewer tiles are cut in splits.
+# Programs that keep a GPU busy: about four for each multiprocessor. Fewer tiles are cut in splits.
 PROGRAMS = 512
 
 
 def fused_rows(device: Device) -> int:
-    """The most rows for the fused kernel. A card that is not listed takes the row of the latest one before it."""
+    """The most rows for the fused kernel. A GPU that is not listed takes the row of the latest one before it."""
     capability = max(device.capability or min(_FUSED_ROWS), min(_FUSED_ROWS))
     return _FUSED_ROWS[max(listed for listed in _FUSED_ROWS if listed <= capability)]
 

@@ -1,4 +1,4 @@
-"""The weight by a Pallas-Triton kernel, for cards from sm_80 on: codes and scales are read once, it is written once."""
+"""The weight by a Pallas-Triton kernel, for GPUs from sm_80 on: codes and scales are read once, it is written once."""
 
 from functools import partial
 
@@ -37,7 +37,7 @@ def dequantize(
 ) -> Float[Array, "o i"]:
     """The weight.
 
-    It is worked on as a list of rows of blocks, (o * i / c, c), of one scale each: to see the arrays so costs nothing.
+    It is worked on as a list of rows of blocks, (o * i / c, c), of one scale each: such a reshape costs nothing.
     """
     codes = codes.reshape(-1, layout.block_columns // layout.elements.packed)
     columns = min(pl.next_power_of_2(codes.shape[1]), COLUMNS)

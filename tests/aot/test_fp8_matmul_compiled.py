@@ -1,4 +1,4 @@
-"""FP8 products compiled for cards with FP8 units: cuBLASLt's call without copies of the weight, and Mosaic's wgmma."""
+"""FP8 products compiled for GPUs with FP8 units: cuBLASLt's call without copies of the weight, and Mosaic's wgmma."""
 
 import re
 from functools import partial

@@ -1,4 +1,4 @@
-"""The products of low-precision linears compiled for cards: the calls that they become, and no copy of a weight."""
+"""Products of low-precision linear layers compiled for GPUs: the calls they become, and no copy of a weight."""
 
 import re
 
@@ -9,12 +9,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtune.config.schema import Mesh
 from jaxtune.models.dropout import Noise
-from jaxtune.parallel.layout import sharding
+from jaxtune.parallel.layout import by_token, sharding
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.precision.fp8 import Fp8Numbers
-from jaxtune.precision.matmul import MAXIMA, LowPrecision, matmul
+from jaxtune.precision.matmul import MAXIMA, LowPrecision
 from jaxtune.precision.nvfp4 import Nvfp4Numbers
-from jaxtune.precision.operands import abstract_operands
 from jaxtune.quant import nvfp4
 from jaxtune.run.process import compiler_options
 from pallas_kernels import aot
@@ -30,24 +29,24 @@ def leaf(numbers, shape, axes, trained: bool, delayed: bool = False) -> LowPreci
     stack, stack_axes = (LAYERS, *shape), (None, *axes)
     weight = jax.ShapeDtypeStruct(stack, jnp.bfloat16, sharding=sharding(*stack_axes)) if trained else None
     scales = jax.ShapeDtypeStruct((LAYERS, 2), jnp.float32, sharding=sharding(None, None)) if delayed else None
-    return LowPrecision(abstract_operands(numbers, stack, jnp.bfloat16, stack_axes), weight, scales, numbers)
+    return LowPrecision(numbers.abstract(stack, jnp.bfloat16, stack_axes), weight, scales, numbers)
 
 
 def compiled(numbers, *, trained: bool, card: str = "h100", cards: int = 1, delayed: bool = False) -> aot.Compiled:
-    """Gradients of an MLP's two linears, scanned over layers; what they return is kept for the backward pass."""
+    """Gradients of an MLP's two linear layers, scanned over layers; their outputs are saved for the backward pass."""
     mesh = make_mesh(Mesh(fsdp=cards), aot.devices(card, per_host=cards))
     up = leaf(numbers, (INTERMEDIATE, HIDDEN), ("mlp", "embed"), trained, delayed)
     down = leaf(numbers, (HIDDEN, INTERMEDIATE), ("embed", "mlp"), trained, delayed)
     x = jax.ShapeDtypeStruct(
-        (cards * ROWS, LENGTH, HIDDEN), jnp.bfloat16, sharding=sharding("batch", "positions", None)
+        (cards * ROWS, LENGTH, HIDDEN), jnp.bfloat16, sharding=jax.NamedSharding(mesh, by_token(None))
     )
-    rows = jax.ShapeDtypeStruct((cards * ROWS,), jnp.int32, sharding=sharding("batch"))
+    rows = jax.ShapeDtypeStruct((cards * ROWS,), jnp.int32, sharding=jax.NamedSharding(mesh, jax.P(by_token()[0])))
 
     def gradients(up, down, x, rows):
         noise = Noise(jax.random.key(0), rows)
 
         def linear(x, leaf, axis, name):
-            return checkpoint_name(matmul(x, leaf, axis, noise.site(name)), "product")
+            return checkpoint_name(leaf.matmul(x, axis, noise.site(name)), "product")
 
         def layer(x, leaves):
             up, down = leaves

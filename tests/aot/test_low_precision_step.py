@@ -28,7 +28,7 @@ def test_memory_is_within_the_bound_and_in_the_readme(recipe, remat, rows, most)
 # On every version of jax: they differ in what copies the slice of a layer.
 @pytest.mark.every_jax
 def test_every_product_of_a_frozen_weight_is_an_fp8_call_and_no_weight_is_copied():
-    """Seven linears forward and backward; what is not FP8 are the adapters and the head."""
+    """Seven linear layers forward and backward; only the adapters and the head are not in FP8."""
     compiled = compiled_step("qwen_fp8", "8B", "none", rows=3)  # 6144 tokens, unlike any side of a weight
     assert compiled.custom_calls["__cublas$lt$matmul$f8"] == 14
     hidden, _, intermediate, _ = SIZES["8B"]

@@ -1,4 +1,4 @@
-"""The Mosaic GPU attention kernels compiled for a Hopper card: wgmma, registers, shared memory, shards of a mesh."""
+"""The Mosaic GPU attention kernels compiled for a Hopper GPU: wgmma, registers, shared memory, shards of a mesh."""
 
 from functools import partial
 
@@ -35,7 +35,7 @@ def gradients(q, k, v, first, end, sinks, variant):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("head_dim", "soft_cap"), [(64, None), (64, 30.0), (128, None)])
 def test_wgmma_without_spills(head_dim, soft_cap, dtype):
-    """Packed rows, eight query heads to two key heads, a length that is no multiple of the blocks."""
+    """Packed rows, eight query heads to two key heads, a length that is not a multiple of the blocks."""
     q, k = (jax.ShapeDtypeStruct((2, 1000, heads, head_dim), dtype) for heads in (8, 2))
     bound, sinks = jax.ShapeDtypeStruct((2, 1000), jnp.int32), jax.ShapeDtypeStruct((8,), jnp.float32)
     function = partial(gradients, variant=variant(head_dim, soft_cap))

@@ -35,7 +35,7 @@ def test_memory_is_within_the_bound_and_in_the_readme(recipe, size, remat, rows,
 
 @pytest.mark.parametrize("remat", ["none", pytest.param("block", marks=pytest.mark.every_jax)])
 def test_a_weight_is_dequantized_for_each_product_and_never_kept(remat):
-    """Seven linears, each forward and backward: a recomputed forward shares the backward's dequantized weight."""
+    """Seven linear layers, each forward and backward: a recomputed forward shares the backward's dequantized weight."""
     compiled = compiled_step("qwen_qlora_nf4", "8B", remat)
     kernels = [kernel.name for kernel in compiled.kernels]
     assert any("dequantize" in name for name in kernels)

@@ -72,7 +72,7 @@ def test_frozen_weights_have_no_gradient(size):
 
 @pytest.mark.parametrize("size", SMALL_AND_LARGE)
 def test_matrix_products_reach_cublaslt(size):
-    """Every product of a weight: 7 linears a layer with 2 adapter products each, forward and backward, and the head."""
+    """Products of weights: 7 linear layers a block, each with 2 adapter products, forward and backward; the head."""
     compiled = compiled_step(size)
     assert compiled.custom_calls["__cublas$lt$matmul"] >= 40
     assert set(compiled.custom_calls) == {"__cublas$lt$matmul", "__gpu$xla.gpu.triton"}

@@ -89,7 +89,7 @@ def test_a_flipped_bit_anywhere_is_found(two_steps, data):
 def test_each_damaged_file_is_named_once(two_steps, caplog, damage):
     for path in files_of(two_steps / "2"):
         if path.name == "manifest.json" and damage == "deleted":
-            continue  # then it is no checkpoint at all: see below
+            continue  # then it is not a checkpoint at all: see below
         original = path.read_bytes()
         caplog.clear()
         try:

@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 
 from jaxtune import hf
 from jaxtune.errors import UserError
+from jaxtune.models.places import Place
 
 SHAPES = {"a": (3, 5), "b": (2, 5)}
 FILES = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
@@ -34,7 +35,7 @@ def read(folder):
     mesh = jax.make_mesh((1,), ("fsdp",), devices=jax.devices()[:1])
     sharding = jax.NamedSharding(mesh, jax.P())
     with jax.set_mesh(mesh):
-        targets = {name: hf.Target(shape, "float32", sharding, (name,), False) for name, shape in SHAPES.items()}
+        targets = {name: hf.Target(shape, "float32", sharding, (Place(name),)) for name, shape in SHAPES.items()}
         return hf.read(folder, targets, lambda name: False)
 
 
@@ -99,7 +100,7 @@ def test_a_hostile_file_is_named(folder, content):
 
 def test_a_pointer_of_git_lfs_says_what_to_run(folder):
     (folder / FILES["a"]).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 60\n")
-    with pytest.raises(UserError, match=f"{FILES['a']} is a pointer of git-lfs, .* run `git lfs pull` in {folder}"):
+    with pytest.raises(UserError, match=f"{FILES['a']} is a git-lfs pointer, .* run `git lfs pull` in {folder}"):
         read(folder)
 
 

@@ -11,9 +11,9 @@ from runs import call, metrics
 
 from jaxtune.checkpoint import CheckpointManager
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.run.assembly import abstract_state, optimizer_of
+from jaxtune.run.assembly import assemble
 from jaxtune.run.folder import RunFolder
-from jaxtune.run.model import declare_model
+from jaxtune.run.model import read_base
 
 RUN = Path(__file__).with_name("run_of_fd87697")
 EXPECTED = json.loads((RUN / "expected.json").read_text())
@@ -25,9 +25,8 @@ def test_its_state_is_restored_bit_for_bit_and_training_goes_on(tmp_path, monkey
     folder = RunFolder(Path("runs/stopped"))
     config = folder.read_config()
     mesh = make_mesh(config.mesh, jax.devices()[:1])
-    model = declare_model(config, mesh)
-    shapes = abstract_state(model, config, optimizer_of(model, config), mesh)
-    restored = CheckpointManager(folder.checkpoints).restore(shapes, 4)
+    program = assemble(read_base(config), config, mesh)
+    restored = CheckpointManager(folder.checkpoints).restore(program.state, 4)
     assert restored is not None
     digests = [hashlib.sha256(np.asarray(leaf).tobytes()).hexdigest()[:16] for leaf in jax.tree.leaves(restored.state)]
     assert sorted(digests) == EXPECTED["state"]

@@ -1,4 +1,4 @@
-"""Every attention backend on the card at hand. Run with JAX_PLATFORMS=cuda: the tests' default is the CPU."""
+"""Every attention backend on the GPU at hand. Run with JAX_PLATFORMS=cuda: the tests' default is the CPU."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Every FP8 backend on the card at hand. Run with JAX_PLATFORMS=cuda: the tests' default is the CPU."""
+"""Every FP8 backend on the GPU at hand. Run with JAX_PLATFORMS=cuda: the tests' default is the CPU."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Linears in few bits on the card at hand. Run with JAX_PLATFORMS=cuda: the tests' default is the CPU."""
+"""Low-precision linear layers on the GPU at hand. Run with JAX_PLATFORMS=cuda: the tests' default is the CPU."""
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +18,11 @@ from unit.precision.reference import (
 )
 
 from jaxtune.errors import UserError
-from jaxtune.parallel.layout import TOKENS
+from jaxtune.parallel.layout import by_token
 from jaxtune.precision.fp8 import Fp8Numbers
 from jaxtune.precision.hadamard import SIGNED
-from jaxtune.precision.matmul import LowPrecision, matmul
+from jaxtune.precision.matmul import LowPrecision
 from jaxtune.precision.nvfp4 import Nvfp4Numbers
-from jaxtune.precision.operands import make_operands
 from jaxtune.precision.recipes import check_device
 from jaxtune.run.process import compiler_options
 from pallas_kernels.gpus import current_device
@@ -44,10 +43,10 @@ def products(numbers, x, w, dy, operands=None, noise=None):
 
     def run(x, w, dy):
         leaf = lambda w: LowPrecision(operands, None if operands else w, None, numbers)  # noqa: E731
-        y, backward = jax.vjp(lambda x, w: matmul(x, leaf(w), None, noise), x, w)
+        y, backward = jax.vjp(lambda x, w: leaf(w).matmul(x, None, noise), x, w)
         return y, *backward(dy)
 
-    x, w, dy = jnp.asarray(x), jnp.asarray(w), jax.device_put(dy, TOKENS)
+    x, w, dy = jnp.asarray(x), jnp.asarray(w), jax.device_put(dy, by_token())
     found = jax.jit(run, compiler_options=compiler_options())(x, w, dy)
     return [np.asarray(array, np.float64) for array in found]
 
@@ -107,7 +106,7 @@ def filled(array):
 def test_a_frozen_weight_gives_what_it_gives_when_it_is_rounded_at_use():
     x, w, dy = case(LENGTH)
     numbers = Fp8Numbers(hadamard=False, online=False)
-    made = make_operands(jnp.asarray(w), numbers, AXES)
+    made = numbers.make(jnp.asarray(w), AXES)
     for frozen, at_use in zip(products(numbers, x, w, dy, made)[:2], products(numbers, x, w, dy)):
         np.testing.assert_array_equal(frozen, at_use)
 

@@ -12,7 +12,7 @@ from pallas_kernels.flash_attention import reference
 from pallas_kernels.flash_attention.mask import MaskSpec, intervals
 from pallas_kernels.flash_attention.variant import Variant
 
-# Largest error over the largest magnitude of the tensor.
+# Largest error over the tensor's amax.
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
 
 

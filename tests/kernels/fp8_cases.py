@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Largest error over the largest magnitude. Rounding to bfloat16 is off by up to 2^-8, and cuBLASLt's results are
+# Largest error over the amax. Rounding to bfloat16 is off by up to 2^-8, and cuBLASLt's results are
 # rounded twice.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2**-7, "float16": 2**-10}
 # Rows and columns under one scale, of x and of the weight; None: all of them.

@@ -1,7 +1,7 @@
 """FP8 products and quantization on a CPU: float64, ml_dtypes' rounding, and Mosaic GPU in jax's interpreter.
 
 The interpreter multiplies what wgmma would, on memory that starts as NaN, and raises on a race. What ptxas makes of the
-kernel, and the bits that a tensor core really adds with, are for a card.
+kernel, and the bits that a tensor core really adds with, need a GPU.
 """
 
 from functools import partial
@@ -145,7 +145,7 @@ def test_mosaic_takes_e5m2_from_jax_0_11_on(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda a: a._replace(x=a.x[0]), r"is to be \(m, k\)"),
+        (lambda a: a._replace(x=a.x[0]), r"must be \(m, k\)"),
         (lambda a: a._replace(weight=a.weight[:, :-1]), "differ in k"),
         (lambda a: a._replace(x=a.x.astype(jnp.bfloat16)), "not bfloat16; .*bitcast"),
         (lambda a: a._replace(weight=a.weight.astype(jnp.float8_e5m2)), "the weight is float8_e4m3fn"),

@@ -2,7 +2,7 @@
 
 The interpreter runs the three warpgroups as threads on memory that starts as NaN, and raises on a race and on a barrier
 that is waited for out of turn; a wait that cannot end is the timeout's to find. Plain products stand in for wgmma, so
-operand layouts, registers and what ptxas makes of it all stay unproven until a card runs them; tests/aot compiles them.
+operand layouts, registers and what ptxas makes of it all stay unproven until a GPU runs them; tests/aot compiles them.
 """
 
 import importlib.metadata

@@ -195,7 +195,7 @@ U8, F32 = jnp.uint8, jnp.float32
         (((4, 32), U8), ((4,), F32), {}, "two dimensions"),
         (((4, 32), U8), ((4, 3), F32), {}, "3 scales do not divide the 64 columns"),
         (((4, 32), U8), ((3, 1), F32), {}, "3 scales do not divide the 4 rows"),
-        (((4, 3), U8), ((4, 2), F32), {}, "blocks of 3 columns part the two codes of a byte"),
+        (((4, 3), U8), ((4, 2), F32), {}, "blocks of 3 columns separate the two codes of a byte"),
         (((0, 3), U8), ((0, 2), F32), {}, "empty"),
         (((2**16, 2**14), U8), ((1, 1), F32), {}, "fewer than 2.31 are supported"),
         (

@@ -1,5 +1,7 @@
 """Which backend runs: what can, what was checked, and what is said when it cannot."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,7 +11,7 @@ from pallas_kernels import registry
 from pallas_kernels.flash_attention import BACKENDS
 from pallas_kernels.flash_attention.variant import Request, Variant
 from pallas_kernels.gpus import GPUS, Device, current_device
-from pallas_kernels.registry import ANY_CARD, Backend, choose
+from pallas_kernels.registry import ANY_CARD, Backend, CannotRun, choose
 
 CPU = Device("cpu", "cpu", None)
 CARDS = {name: Device("gpu", gpu.kind, gpu.capability) for name, gpu in GPUS.items()}
@@ -53,6 +55,17 @@ def test_a_backend_that_cannot_says_why(backend, card, features, reason):
     device = CARDS.get(card, CPU)
     with pytest.raises(ValueError, match=f"flash_attention: .*{reason}"):
         choose("flash_attention", BACKENDS, device, request_for(**features), backend)
+
+
+def test_with_fallback_another_backend_runs_and_it_is_said_once(caplog):
+    with caplog.at_level("WARNING", "pallas_kernels"):
+        for _ in range(2):
+            packed = request_for(packed=True)
+            assert choose("flash_attention", BACKENDS, CARDS["h100"], packed, "cudnn", "warn").name == "triton"
+    (record,) = caplog.records
+    assert re.search(r"backend 'cudnn' cannot run this on .*H100.*knows no packing.*another", record.getMessage())
+    with pytest.raises(CannotRun, match="unknown backend 'pallas'"):
+        choose("flash_attention", BACKENDS, CPU, request_for(), "pallas", "warn")
 
 
 def test_what_was_checked_elsewhere_is_not_taken():

@@ -12,9 +12,10 @@ from runs import model_folder
 
 from jaxtune.config.checks import check
 from jaxtune.config.schema import Config, Data, Dataset, Lora, Memory, Mesh, Model, Optim, Precision, Quant, Train
+from jaxtune.optim.schedules import learning_rates
 from jaxtune.parallel.mesh import data_shards, make_mesh
-from jaxtune.run.assembly import compile_step, optimizer_of, start_of, step_of
-from jaxtune.run.model import declare_model
+from jaxtune.run.assembly import assemble, compile_step
+from jaxtune.run.model import read_base
 from jaxtune.run.values import frozen_parameters, initial_parameters
 
 ROWS, SEQUENCE, STEPS = 8, 24, 3
@@ -119,20 +120,19 @@ def train(
     made = make_mesh(mesh, jax.devices()[:devices])
     rows = ROWS // accumulate // data_shards(made)
     config = config_of(case, mesh, Train(max_steps=steps, micro_batch_size=rows, grad_accum_steps=accumulate), whole)
-    model = declare_model(config, made)
-    optimizer = optimizer_of(model, config)
-    step, (state_shapes, frozen_shapes, batch_shapes) = step_of(config, model, optimizer, made, steps)
-    compiled = compile_step(step, (state_shapes, frozen_shapes, batch_shapes), deterministic=False)
-    frozen, start = frozen_parameters(model, config), initial_parameters(model, config)
+    program = assemble(read_base(config), config, made)
+    compiled = compile_step(program, deterministic=False)
+    frozen, start = frozen_parameters(program.model, config), initial_parameters(program.model, config)
+    rates = learning_rates(config.optim, steps)
     before = fetched({**frozen, **start})
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state_shapes)
-    state, losses, norms = jax.jit(start_of(model, config, optimizer), out_shardings=shardings)(start), [], []
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, program.state)
+    state, losses, norms = jax.jit(program.start, out_shardings=shardings)(start), [], []
     for number in range(steps):
         batch = {
             name: jax.device_put(fields(steps)[name][number].reshape(leaf.shape), leaf.sharding)
-            for name, leaf in batch_shapes.items()
+            for name, leaf in program.batch.items()
         }
-        state, metrics = compiled(state, frozen, batch)
+        state, metrics = compiled(state, frozen, batch, rates[number])
         losses.append(metrics["loss"].item())
         norms.append(metrics["grad_norm"].item())
     return Trained(np.array(losses), np.array(norms), before, fetched(state.trained))

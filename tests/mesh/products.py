@@ -8,12 +8,11 @@ import numpy as np
 
 from jaxtune.config.schema import Mesh
 from jaxtune.models.dropout import Noise
-from jaxtune.parallel.layout import RULES, TOKENS, P, spec
+from jaxtune.parallel.layout import P, by_token, spec, used
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.precision.fp8 import Fp8Numbers
-from jaxtune.precision.matmul import LowPrecision, matmul
+from jaxtune.precision.matmul import LowPrecision
 from jaxtune.precision.nvfp4 import Nvfp4Numbers
-from jaxtune.precision.operands import abstract_operands, make_operands
 
 ROWS, LENGTH, LAYERS = 8, 64, 2
 NUMBERS = {
@@ -21,13 +20,13 @@ NUMBERS = {
     "fp8 hadamard": Fp8Numbers(hadamard=True, online=False),
     "nvfp4": Nvfp4Numbers(stochastic_rounding=True, hadamard=True, four_over_six=True),
 }
-MESHES = {"fsdp tensor": Mesh(data=2, fsdp=2, tensor=2), "sequence": Mesh(fsdp=2, sequence=2, tensor=2)}
+MESHES = {
+    "fsdp tensor": Mesh(data=2, fsdp=2, tensor=2),
+    "sequence": Mesh(fsdp=2, sequence=2, tensor=2),
+    "two axes": Mesh(fsdp=2, expert=2, tensor=2),
+}
 # A linear layer whose products are sharded over the mesh's tensor axis, and one whose sums are.
 SHAPES = {("mlp", "embed"): (96, 64), ("embed", "mlp"): (64, 96)}
-
-
-def axis_of(axes):
-    return None if axes[0] == "embed" else RULES.mlp
 
 
 def case(axes, dyadic: bool):
@@ -49,22 +48,21 @@ def computed(numbers, axes, mesh: Mesh, devices: int, dyadic: bool = False):
     """(operands, y, dx, dW, amax), fetched: dW is of both layers, each made by a scan."""
     make_mesh(mesh, jax.devices()[:devices])
     w, x, dy = case(axes, dyadic)
-    axis, place = axis_of(axes), spec(*axes)
-    inner = None if place[1] == "fsdp" else place[1]
-    x, dy = jax.device_put(x, P(*TOKENS, inner)), jax.device_put(dy, P(*TOKENS, axis))
-    w, rows = jax.device_put(w, P(None, *place)), jax.device_put(np.arange(ROWS, dtype=np.int32), P(TOKENS[0]))
+    axis, place = used(axes[0]), spec(*axes)
+    x, dy = jax.device_put(x, by_token(axes[1])), jax.device_put(dy, by_token(axes[0]))
+    w, rows = jax.device_put(w, P(None, *place)), jax.device_put(np.arange(ROWS, dtype=np.int32), P(by_token()[0]))
     scales = jnp.asarray([[7 / 448, 7 / 57344]] * LAYERS, jnp.float32) if numbers.delayed else None
 
     @jax.jit
     def run(w, scales, x, dy, rows):
-        operands = jax.lax.map(lambda w: make_operands(w, numbers, axes), w)
+        operands = jax.lax.map(lambda w: numbers.make(w, axes), w)
 
         def layers(x, w, scales):
             noise = Noise(jax.random.key(0), rows)
 
             def layer(_, scanned):
                 leaf, number = scanned
-                return None, matmul(x, leaf, axis, noise.layer(number))
+                return None, leaf.matmul(x, axis, noise.layer(number))
 
             leaf = LowPrecision(operands, w, scales, numbers)
             return jax.lax.scan(layer, None, (leaf, jnp.arange(LAYERS)))[1]
@@ -73,7 +71,7 @@ def computed(numbers, axes, mesh: Mesh, devices: int, dyadic: bool = False):
         return operands, y, *backward(jnp.stack([dy] * LAYERS))
 
     operands, y, dx, dw, amax = run(w, scales, x, dy, rows)
-    declared = abstract_operands(numbers, w.shape, w.dtype, (None, *axes))
+    declared = numbers.abstract(w.shape, w.dtype, (None, *axes))
     for found, expected in zip(jax.tree.leaves(operands), jax.tree.leaves(declared)):
         assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
         assert found.sharding.is_equivalent_to(expected.sharding, found.ndim), (found.sharding, expected.sharding)

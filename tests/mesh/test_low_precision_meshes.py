@@ -7,10 +7,11 @@ import pytest
 from mesh.products import LAYERS, MESHES, NUMBERS, SHAPES, assert_eight_devices_equal_one, case, computed
 
 from jaxtune.config.schema import Mesh
-from jaxtune.models.mark import undivided_blocks
 from jaxtune.models.parameters import Parameter
+from jaxtune.models.places import Place
+from jaxtune.models.spec import Treatment
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.precision.operands import abstract_operands
+from jaxtune.run.model import undivided_blocks
 
 
 @pytest.mark.parametrize("numbers", NUMBERS.values(), ids=NUMBERS)
@@ -32,7 +33,7 @@ def test_numbers_that_fp8_holds_are_multiplied_exactly_on_any_mesh(axes):
 def test_a_shard_holds_its_part_of_the_codes():
     make_mesh(MESHES["fsdp tensor"], jax.devices())
     for numbers in NUMBERS.values():
-        operands = abstract_operands(numbers, (LAYERS, 96, 64), jnp.float32, (None, "mlp", "embed"))
+        operands = numbers.abstract((LAYERS, 96, 64), jnp.float32, (None, "mlp", "embed"))
         for operand in (operands.forward, operands.backward):
             if operand is not None:
                 size = operand.codes.size
@@ -45,7 +46,9 @@ def test_a_mesh_that_splits_a_block_of_16_is_refused():
     def parameter(rows, columns):
         zeros = jax.nn.initializers.zeros
         axes = ("layers", "kv_heads", "embed")
-        return Parameter((2, rows, columns), axes, zeros, False, "attention.k.weight", (0, 1), True, False, True)
+        places = Place("layers.0.k_proj.weight"), Place("layers.1.k_proj.weight")
+        stack = "linear", "attention.k.weight", (0, 1), (2,), places, Treatment()
+        return Parameter((2, rows, columns), axes, zeros, *stack)
 
     mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"))
     for numbers in NUMBERS.values():

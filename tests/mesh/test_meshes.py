@@ -31,7 +31,7 @@ from jaxtune.config import schema
 from jaxtune.config.schema import Mesh
 from jaxtune.errors import UserError
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.run.model import declare_model
+from jaxtune.run.model import declare_model, read_base
 
 with (Path(__file__).parent / "rows.csv").open(newline="") as file:
     CASES = [Case(**row) for row in csv.DictReader(file)]
@@ -113,8 +113,9 @@ def test_a_batch_accumulated_row_by_row_equals_it_at_once():
 
 def test_a_dimension_that_does_not_divide_is_told_with_sizes_that_would():
     mesh = Mesh(tensor=8)
+    config = config_of(Case(""), mesh, schema.Train(), False)
     with pytest.raises(UserError) as told:
-        declare_model(config_of(Case(""), mesh, schema.Train(), False), make_mesh(mesh))
+        declare_model(read_base(config), config, make_mesh(mesh))
     assert str(told.value).splitlines() == [
         "the mesh does not divide the model:",
         "  mesh.tensor=8 does not divide kv_heads=4; these would: [1, 2, 4]",

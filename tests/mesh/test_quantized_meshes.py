@@ -7,15 +7,15 @@ from mesh.harness import folder
 from jaxtune.config.schema import Config, Data, Lora, Mesh, Model, Quant
 from jaxtune.errors import UserError
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.run.model import declare_model
+from jaxtune.run.model import declare_model, read_base
 
 
 def test_codes_and_scales_are_sharded_and_a_split_block_is_refused():
     made = make_mesh(Mesh(data=2, fsdp=2, tensor=2), jax.devices())
     options = dict(model=Model(path=str(folder(False, False))), data=Data(seq_len=32), lora=Lora(enabled=True))
-    model = declare_model(Config(**options, quant=Quant(format="nf4")), made)
-    name = "stacks.0.blocks.0.mlp.up.weight"
-    up = model.abstract([name])[name]
+    config = Config(**options, quant=Quant(format="nf4"))
+    model = declare_model(read_base(config), config, made)
+    up = model.parameters["stacks.0.blocks.0.mlp.up.weight"].abstract()
     assert up.shape == (2, 128, 256)
     assert up.codes.sharding.shard_shape(up.codes.shape) == (2, 64, 64)
     assert up.scales.sharding.shard_shape(up.scales.shape) == (2, 64, 2)
@@ -23,4 +23,4 @@ def test_codes_and_scales_are_sharded_and_a_split_block_is_refused():
         UserError,
         match=r"mesh.fsdp=8 does not divide the 256 features of embed in blocks of 64; these would: \[1, 2, 4\]",
     ):
-        declare_model(Config(**options, quant=Quant(format="nf4")), make_mesh(Mesh(fsdp=8), jax.devices()))
+        declare_model(read_base(config), config, make_mesh(Mesh(fsdp=8), jax.devices()))

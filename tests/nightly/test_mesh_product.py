@@ -12,13 +12,11 @@ from mesh.products import MESHES as PRODUCT_MESHES
 from mesh.products import NUMBERS, SHAPES, assert_eight_devices_equal_one
 from runs import model_folder
 
-from jaxtune.config.schema import Config, Data, Lora, Mesh, Model
+from jaxtune.config.schema import Config, Data, Lora, Memory, Mesh, Model, Precision
 from jaxtune.models.parameters import randomize
-from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.precision.recipes import RECIPES
-from jaxtune.run.model import declare_model
-from jaxtune.run.step import accumulated_gradients
+from jaxtune.run.assembly import assemble
+from jaxtune.run.model import read_base
 from jaxtune.run.values import frozen_parameters
 
 # Paths whose change makes CI run this file, which otherwise waits for the night.
@@ -28,6 +26,7 @@ COVERS = (
     "jaxtune/optim",
     "jaxtune/precision",
     "jaxtune/quant",
+    "jaxtune/run/assembly.py",
     "jaxtune/run/step.py",
     "pallas_kernels",
 )
@@ -64,18 +63,19 @@ def gradients(path: Path, storage: str, mesh: Mesh, devices: int):
         model=Model(path=str(path), dtype="float32"),
         data=Data(seq_len=32),
         lora=Lora(enabled=True, rank=4),
+        memory=Memory("block"),
+        precision=Precision("fp32"),
         **STORAGE[storage],
     )
-    model = declare_model(config, made)
-    frozen = frozen_parameters(model, config)
-    trained = randomize({name: model.parameters[name] for name in model.trained}, dict(model.dtypes), seed=1)
+    program = assemble(read_base(config), config, made)
+    frozen = frozen_parameters(program.model, config)
+    trained = randomize(program.model.trained, seed=1)
     trained = {name: value + 0.01 for name, value in trained.items()}  # B is not zero
     rows = np.random.default_rng(0).integers(0, 256, (4, 32))
     batch = jax.tree.map(lambda x: x[None], make_batch(rows, made, [20, 12]))
-    computed = accumulated_gradients(model.graph, cross_entropy, RECIPES["fp32"], "block", 0)
     with jax.default_matmul_precision("highest"):
-        summed = jax.jit(computed)(trained, frozen, batch, jnp.int32(0))
-    return fetched(frozen), summed.loss.item(), fetched(summed.gradients)
+        summed = jax.jit(program.gradients)(trained, frozen, batch, jnp.int32(0))
+    return fetched(frozen), summed.sums.loss.item(), fetched(summed.gradients)
 
 
 @pytest.mark.parametrize("storage", QUANTIZED)

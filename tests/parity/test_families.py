@@ -1,5 +1,7 @@
 """Every family against transformers on random weights: logits, loss, gradients, and the way back."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +11,10 @@ from tiny import FAMILIES, read, torch_model
 
 from jaxtune.config.schema import Config, Model
 from jaxtune.errors import UserError
+from jaxtune.models.call import Call
 from jaxtune.models.decoder import bind
-from jaxtune.objectives.cross_entropy import cross_entropy
+from jaxtune.models.score import score
+from jaxtune.run.assembly import objective_of
 from jaxtune.run.export import export_full
 
 BATCH, SEQUENCE = 2, 96
@@ -37,7 +41,7 @@ def test_loss_and_gradients(case, one_device):
     folder, reference, rows = case
     import torch
 
-    model, parameters, _ = read(folder, one_device)
+    model, parameters, config = read(folder, one_device)
     reference.zero_grad()
     expected = reference(torch.tensor(rows), labels=torch.tensor(rows)).loss
     expected.backward()
@@ -47,19 +51,30 @@ def test_loss_and_gradients(case, one_device):
     @jax.value_and_grad
     def loss(parameters, batch):
         with jax.default_matmul_precision("highest"):
-            decoder = bind(model.graph, parameters)
-            total, _ = cross_entropy(decoder, batch, noise=None, dtype=jnp.float32, remat="block", head_gradient=True)
-        return total / jnp.sum(batch["loss_weight"])
+            call = Call(jnp.dtype("float32"), remat="block")
+            scores = score(bind(model.graph, parameters), batch, call, head_gradient=True)
+            sums = objective_of(config, model).loss(scores, batch)
+        return sums.loss / sums.weight
 
     value, gradients = loss(parameters, make_batch(rows, one_device))
     assert abs(float(value) - expected.item()) <= 1e-6 * expected.item()
-    ours = {
-        hf_name: gradients[name][i] if model.parameters[name].layers else gradients[name]
-        for name in parameters
-        for i, hf_name in enumerate(model.hf_names(name))
-    }
-    for name, gradient in torch_gradients.items():
-        assert np.abs(ours[name][: len(gradient)] - gradient).max() <= 1e-5 * np.abs(gradient).max(), name
+    for name, parameter in model.parameters.items():
+        for index, place in parameter.elements():
+            found, expected = np.asarray(gradients[name])[index], in_torch(torch_gradients, place.name)
+            expected = expected[place.first :][: len(found)]
+            assert np.abs(found[: len(expected)] - expected).max() <= 1e-5 * np.abs(expected).max(), place
+
+
+def in_torch(values: dict, name: str) -> np.ndarray:
+    """A tensor by the name that it has in files: a model of transformers has experts in one."""
+    found = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)_proj\.weight", name)
+    if found is None:
+        return values[name]
+    experts, number, part = found[1], int(found[2]), found[3]
+    if part == "down":
+        return values[f"{experts}.down_proj"][number]
+    gate, up = np.split(values[f"{experts}.gate_up_proj"][number], 2)
+    return gate if part == "gate" else up
 
 
 def test_bfloat16_is_within_its_noise(case, one_device):
@@ -110,5 +125,5 @@ def test_a_key_that_nobody_consumes_is_an_error(tmp_path, one_device):
 
 def test_a_family_that_is_not_known_is_an_error(tmp_path, one_device):
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
-    with pytest.raises(UserError, match="model_type='mamba'.*llama, mistral, qwen2, qwen3"):
+    with pytest.raises(UserError, match="model_type='mamba'.*llama, mistral, phi3, qwen2, qwen3, qwen3_moe"):
         read(tmp_path, one_device)

@@ -1,26 +1,21 @@
 """LoRA against peft: the adapter goes both ways, and only adapters are trained."""
 
+import dataclasses
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from batches import logits, make_batch, tokens
 from tiny import read, torch_model
 
-from jaxtune.config.schema import Config, Data, Lora, Model, Optim
+from jaxtune.config.schema import Config, Data, Lora, Memory, Model, Precision
 from jaxtune.errors import UserError
 from jaxtune.lora.inject import inject
-from jaxtune.objectives.cross_entropy import cross_entropy
-from jaxtune.optim.build import build
-from jaxtune.precision.recipes import RECIPES
-from jaxtune.run.assembly import trained_of
+from jaxtune.run.assembly import assemble
 from jaxtune.run.export import export
 from jaxtune.run.folder import RunFolder
-from jaxtune.run.model import declare_model
-from jaxtune.run.state import State
-from jaxtune.run.step import accumulated_gradients, make_train_step
+from jaxtune.run.model import read_base
 from jaxtune.run.values import initial_parameters
 
 QWEN = "qwen3, yarn rope, tied"
@@ -39,7 +34,7 @@ def adapted(folder, mesh, lora: Lora, seed: int = 0):
     adapters = {
         name: jax.device_put(rng.normal(size=p.shape).astype(np.float32) * 0.1, p.sharding)
         for name, p in model.parameters.items()
-        if p.is_adapter
+        if p.kind == "adapter"
     }
     return model, {**frozen, **adapters}, config
 
@@ -100,23 +95,46 @@ def test_an_adapter_made_by_peft_loads_here(base, one_device, tmp_path):
     assert np.abs(ours - expected).max() <= 1e-5
 
 
+def test_adapters_of_fused_modules_go_to_peft_and_back(one_device, tmp_path):
+    """A of a fused module is one, whatever its parts are here; B is put together of theirs."""
+    import torch
+
+    peft = pytest.importorskip("peft")
+    reference = torch_model("phi3, fused, window", tmp_path / "base")
+    lora = Lora(enabled=True, rank=4, alpha=8.0, target_modules=("qkv_proj", "gate_up_proj", "down_proj"))
+    model, parameters, config = adapted(tmp_path / "base", one_device, lora)
+    assert [name for name in model.trained if "attention" in name and name.endswith("lora_a")] == [
+        "stacks.0.blocks.0.attention.q.lora_a"
+    ]
+    for kind, merge in (("peft", False), ("hf", True)):
+        export(model, parameters, config, RunFolder(tmp_path), tmp_path / kind, kind, merge=merge, steps=1, tokens=1)
+    rows = tokens(2, 48)
+    ours = logits(model, parameters, make_batch(rows, one_device))
+    import transformers
+
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    theirs = peft.PeftModel.from_pretrained(reference, tmp_path / "peft").eval()
+    with torch.no_grad():
+        assert np.abs(merged(torch.tensor(rows)).logits.numpy() - ours).max() <= 2e-5
+        assert np.abs(theirs(torch.tensor(rows)).logits.numpy() - ours).max() <= 1e-5
+    theirs.save_pretrained(tmp_path / "again")
+    config = dataclasses.replace(config, lora=dataclasses.replace(lora, path=str(tmp_path / "again")))
+    for name, value in initial_parameters(model, config).items():
+        np.testing.assert_array_equal(value, parameters[name], err_msg=name)
+
+
 def test_only_adapters_have_gradients_and_optimizer_state(base, one_device):
     """No array of the compiled step but the frozen inputs has the shape of a base weight."""
     folder, _ = base
     lora = Lora(enabled=True, rank=4, alpha=8.0)
     config = Config(model=Model(path=str(folder), dtype="float32"), data=Data(seq_len=64), lora=lora)
-    model = declare_model(config, one_device)
-    optimizer = build(Optim(), trained_of(model), len(model.spec.layers))
-    gradients = accumulated_gradients(model.graph, cross_entropy, RECIPES["fp32"], "block", 0)
-    step = make_train_step(gradients, optimizer, lambda s: jnp.float32(1e-3), 1.0, RECIPES["fp32"])
-    trained = model.abstract(model.trained)
-    state = jax.eval_shape(lambda t: State(jnp.int32(0), t, optimizer.init(t)), trained)
-    batch = jax.tree.map(lambda x: x[None], make_batch(tokens(2, 64), one_device))
-    compiled = jax.jit(step).lower(state, model.abstract(model.frozen), batch).compile()
+    config = dataclasses.replace(config, precision=Precision("fp32"), memory=Memory("block"))
+    program = assemble(read_base(config), config, one_device)
+    model, compiled = program.model, jax.jit(program.step).lower(*program.arguments).compile()
 
-    moments = {leaf.shape for leaf in jax.tree.leaves(state.optimizer) if leaf.shape}
-    assert moments == {model.parameters[name].shape for name in model.trained}
-    assert all(model.parameters[name].is_adapter for name in model.trained)
+    moments = {leaf.shape for leaf in jax.tree.leaves(program.state.optimizer) if leaf.shape}
+    assert moments == {parameter.shape for parameter in model.trained.values()}
+    assert all(parameter.kind == "adapter" for parameter in model.trained.values())
     up = model.parameters["stacks.0.blocks.0.mlp.up.weight"].shape  # (layers, out, in)
     stacked = ",".join(map(str, up))
     produced = [
@@ -157,4 +175,5 @@ def test_layers_without_an_adapter_start_a_new_stack(base, one_device):
     folder, _ = base
     model, _, _ = read(folder, one_device, lora=Lora(enabled=True, target_modules=r"layers\.[01]\.mlp"))
     assert {name.split(".")[1] for name in model.parameters if name.startswith("stacks")} == {"0", "1"}
-    assert inject(model.spec, Lora(enabled=True)).layers[0].adapters
+    layers = inject(model.base.spec, Lora(enabled=True)).layers
+    assert all(layer.treatment("attention.q.weight").adapter for layer in layers)

@@ -7,7 +7,9 @@ import pytest
 from batches import logits, make_batch, tokens
 from tiny import read, torch_model
 
+from jaxtune.models.call import Call
 from jaxtune.models.decoder import bind
+from jaxtune.models.score import score
 from jaxtune.objectives.cross_entropy import cross_entropy
 
 
@@ -22,9 +24,8 @@ def test_packed_equals_unpacked(family, one_device, tmp_path):
     @jax.jit
     def total(parameters, batch):
         with jax.default_matmul_precision("highest"):
-            decoder = bind(model.graph, parameters)
-            options = {"noise": None, "dtype": jnp.float32, "remat": "none", "head_gradient": True}
-            return cross_entropy(decoder, batch, **options)[0]
+            scores = score(bind(model.graph, parameters), batch, Call(jnp.dtype("float32")), head_gradient=True)
+            return cross_entropy().loss(scores, batch).loss
 
     together = logits(model, parameters, packed)
     loss, gradients = jax.value_and_grad(total)(parameters, packed)

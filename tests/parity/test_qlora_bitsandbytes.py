@@ -1,4 +1,4 @@
-"""QLoRA against peft on bitsandbytes' 4-bit linears: loss and adapter gradients of the same weights and batch."""
+"""QLoRA against peft on bitsandbytes' 4-bit linear layers: loss and adapter gradients of the same weights and batch."""
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,7 @@ from batches import make_batch, tokens
 from tiny import read, torch_model
 
 from jaxtune.config.schema import Lora, Quant
+from jaxtune.models.call import Call
 from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.precision.recipes import RECIPES
 from jaxtune.run.export import export
@@ -40,7 +41,7 @@ def test_loss_and_adapter_gradients_are_those_of_peft_and_bitsandbytes(one_devic
         base, quant = tmp_path / "quantized", Quant()
         reference.save_pretrained(base)
     model, frozen, config = read(base, one_device, lora=LORA, quant=quant)
-    assert len(model.formats) == 7
+    assert len(model.quantized) == 7
     rng = np.random.default_rng(0)
     adapters = {
         name: jax.device_put(rng.normal(size=model.parameters[name].shape).astype(np.float32) * 0.1)
@@ -59,16 +60,17 @@ def test_loss_and_adapter_gradients_are_those_of_peft_and_bitsandbytes(one_devic
         if parameter.grad is not None
     }
 
-    gradients = accumulated_gradients(model.graph, cross_entropy, RECIPES["fp32"], "none", 0)
+    call = Call(jnp.dtype("float32"))
+    gradients = accumulated_gradients(model.graph, cross_entropy(), RECIPES["fp32"], call, 0)
     batch = jax.tree.map(lambda x: x[None], make_batch(rows, one_device))
     with jax.default_matmul_precision("highest"):
         summed = jax.jit(gradients)(adapters, frozen, batch, jnp.int32(0))
-    count = float(summed.tokens)
-    assert abs(float(summed.loss) / count - loss.item()) <= 1e-4 * loss.item()
+    count = float(summed.sums.weight)
+    assert abs(float(summed.sums.loss) / count - loss.item()) <= 1e-4 * loss.item()
     found = {
-        hf_name: np.asarray(summed.gradients[name][layer]) / count
-        for name in model.trained
-        for layer, hf_name in enumerate(model.hf_names(name))
+        place.name: np.asarray(summed.gradients[name])[index] / count
+        for name, parameter in model.trained.items()
+        for index, place in parameter.elements()
     }
     assert found.keys() == expected.keys()
     for name, gradient in found.items():

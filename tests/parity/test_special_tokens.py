@@ -10,7 +10,7 @@ from jaxtune.config.schema import Config, Data, Lora, Mesh, Model
 from jaxtune.errors import UserError
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.run.export import export_full
-from jaxtune.run.model import declare_model
+from jaxtune.run.model import declare_model, read_base
 from jaxtune.run.values import read_parameters
 
 NEW = ("<|im_start|>", "<|im_end|>")
@@ -19,7 +19,7 @@ NEW = ("<|im_start|>", "<|im_end|>")
 def declared(folder, mesh, **changes):
     data = Data(seq_len=32, special_tokens=NEW, chat_template="chatml")
     config = Config(model=Model(path=str(folder), dtype="float32"), data=data, **changes)
-    return declare_model(config, mesh), config
+    return declare_model(read_base(config), config, mesh), config
 
 
 @pytest.mark.parametrize("devices", [1, 8])
@@ -32,7 +32,7 @@ def test_embeddings_grow_by_their_mean_and_are_exported_with_the_tokenizer(tmp_p
     byte_tokenizer(tmp_path / "base", None, ("<|endoftext|>",), eos="<|endoftext|>")
     mesh = make_mesh(Mesh(fsdp=4, tensor=2) if devices == 8 else Mesh(), jax.devices()[:devices])
     model, config = declared(tmp_path / "base", mesh)
-    export_full(model, read_parameters(model, list(model.parameters)), config, tmp_path / "out")
+    export_full(model, read_parameters(model, model.parameters), config, tmp_path / "out")
 
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     reference.resize_token_embeddings(259)  # draws the rows close around their mean
@@ -62,5 +62,5 @@ def test_rows_that_are_left_are_used_first_and_adapters_take_no_more(tmp_path, o
     model, config = declared(tmp_path / "padded", one_device, lora=adapters)
     assert model.spec.vocabulary == 320
     assert len(hf.load_tokenizer(model.folder, None, config.data.special_tokens)) == 259
-    with pytest.raises(UserError, match="259 tokens of the model's 258, and adapters train no embeddings"):
+    with pytest.raises(UserError, match="259 tokens of the model's 258, but adapters train no embeddings"):
         declared(tmp_path / "full", one_device, lora=adapters)

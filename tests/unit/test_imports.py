@@ -9,7 +9,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ALLOWED = {"jax", "flax", "optax", "numpy", "jaxtyping"}
-ROOMS = ("models", "quant", "lora", "precision", "optim", "objectives", "parallel", "run/state.py", "run/step.py")
+ROOMS = (
+    *("models", "quant", "lora", "precision", "optim", "objectives", "parallel"),
+    *("data/columns.py", "run/state.py", "run/step.py"),
+)
 # The rest is on the road after them, or needs more than a bare GPU machine has.
 MAY_USE = {"errors", "config.schema", *(room.removesuffix(".py").replace("/", ".") for room in ROOMS)}
 NO_COMMANDS = {"__init__", "__main__", "command", "errors", "interrupt"}
@@ -54,8 +57,11 @@ def test_nothing_imports_a_command(file):
             assert not names & COMMANDS, names
 
 
-def test_a_section_of_the_schema_is_named_without_what_loads_recipes():
-    code = "import sys, jaxtune.config.schema; print('ml_collections' in sys.modules)"
+@pytest.mark.parametrize(
+    "module, heavy", [("config.schema", "ml_collections"), ("data.columns", "grain")], ids=["schema", "columns"]
+)
+def test_sections_and_columns_are_named_without_the_rest_of_their_room(module, heavy):
+    code = f"import sys, jaxtune.{module}; print({heavy!r} in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
 
 

@@ -1,9 +1,10 @@
 """Llama 3.x and what the families that copied its names share: config.json to ModelSpec, and the table of names."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from jaxtune.errors import UserError
-from jaxtune.models.spec import Layer, ModelSpec, Rope
+from jaxtune.models.spec import Experts, Gated, Heads, Layer, ModelSpec, Rope
 
 # Parameter (inside its layer, or whole) <-> Hugging Face name. No tensor is permuted: weights stay (out, in).
 NAMES_WITHOUT_BIAS = {
@@ -26,36 +27,44 @@ IGNORABLE = r"\.rotary_emb\.inv_freq$"  # in old checkpoints, and computed here
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:
     """ModelSpec of a `LlamaForCausalLM` config.json."""
-    return common_spec(
-        "llama",
-        config,
-        qkv_bias=config.get("attention_bias", False),
-        output_bias=config.get("attention_bias", False),
-        mlp_bias=config.get("mlp_bias", False),
-    )
+    bias = frozenset("qkvo" if config.get("attention_bias", False) else "")
+    return common_spec("llama", config, bias=bias, mlp_bias=config.get("mlp_bias", False))
 
 
-def common_spec(family: str, config: dict[str, Any], **fields: Any) -> ModelSpec:
-    """The fields that these families share; `fields` adds or replaces."""
+def common_spec(
+    family: str,
+    config: dict[str, Any],
+    windows: Sequence[int | None] | None = None,
+    feed_forwards: Sequence[Gated | Experts] | None = None,
+    mlp_bias: bool = False,
+    router_loss: float = 0.0,
+    **heads: Any,
+) -> ModelSpec:
+    """The fields that these families share.
+
+    windows and feed_forwards: of each layer; without them no window, and SwiGLU. heads: more fields of `Heads`.
+    """
     if config.get("hidden_act", "silu") != "silu":
         raise UserError(f"config.json: hidden_act={config['hidden_act']!r}; {family} here is silu")
+    count, rope = config["num_hidden_layers"], read_rope(config)
+    queries = config["num_attention_heads"]
+
+    def mixer(window: int | None) -> Heads:
+        head_dim = config.get("head_dim") or config["hidden_size"] // queries
+        return Heads(queries, config.get("num_key_value_heads") or queries, head_dim, rope, window, **heads)
+
+    dense = Gated(config["intermediate_size"], mlp_bias)
+    layers = zip(windows or [None] * count, feed_forwards or [dense] * count)
     return ModelSpec(
-        **{
-            "family": family,
-            "vocabulary": config["vocab_size"],
-            "hidden": config["hidden_size"],
-            "intermediate": config["intermediate_size"],
-            "heads": config["num_attention_heads"],
-            "kv_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
-            "head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-            "layers": (Layer(),) * config["num_hidden_layers"],
-            "rope": read_rope(config),
-            "norm_epsilon": config["rms_norm_eps"],
-            "max_positions": config["max_position_embeddings"],
-            "tied": config.get("tie_word_embeddings", False),
-            "initializer_range": config.get("initializer_range", 0.02),
-            **fields,
-        }
+        family=family,
+        vocabulary=config["vocab_size"],
+        hidden=config["hidden_size"],
+        layers=tuple(Layer(mixer(window), feed_forward) for window, feed_forward in layers),
+        norm_epsilon=config["rms_norm_eps"],
+        max_positions=config["max_position_embeddings"],
+        tied=config.get("tie_word_embeddings", False),
+        initializer_range=config.get("initializer_range", 0.02),
+        router_loss=router_loss,
     )
 
 
@@ -88,8 +97,8 @@ def read_rope(config: dict[str, Any]) -> Rope:
     )
 
 
-def windowed_layers(config: dict[str, Any]) -> tuple[Layer, ...]:
-    """Layers whose `layer_types` (or `max_window_layers`, before transformers 4.53) say which have the window."""
+def windows(config: dict[str, Any]) -> list[int | None]:
+    """The window of each layer, by `layer_types` (or `max_window_layers`, before transformers 4.53)."""
     count, window = config["num_hidden_layers"], config.get("sliding_window")
     if not config.get("use_sliding_window", False):
         window = None
@@ -100,4 +109,4 @@ def windowed_layers(config: dict[str, Any]) -> tuple[Layer, ...]:
     unknown = sorted(set(kinds) - {"sliding_attention", "full_attention"})
     if unknown or len(kinds) != count:
         raise UserError(f"config.json: layer_types {unknown or len(kinds)} for {count} layers is not supported")
-    return tuple(Layer(window=window if kind == "sliding_attention" else None) for kind in kinds)
+    return [window if kind == "sliding_attention" else None for kind in kinds]

@@ -3,12 +3,12 @@
 from typing import Any
 
 from jaxtune.models.families import llama
-from jaxtune.models.spec import Layer, ModelSpec
+from jaxtune.models.spec import ModelSpec
 
 NAMES, IGNORABLE = llama.NAMES_WITHOUT_BIAS, llama.IGNORABLE
 
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:
     """ModelSpec of a `MistralForCausalLM` config.json."""
-    layers = (Layer(window=config.get("sliding_window", 4096)),) * config["num_hidden_layers"]
-    return llama.common_spec("mistral", config, layers=layers)
+    windows = [config.get("sliding_window", 4096)] * config["num_hidden_layers"]
+    return llama.common_spec("mistral", config, windows)

@@ -11,4 +11,4 @@ IGNORABLE = llama.IGNORABLE
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:
     """ModelSpec of a `Qwen2ForCausalLM` config.json."""
-    return llama.common_spec("qwen2", config, qkv_bias=True, layers=llama.windowed_layers(config))
+    return llama.common_spec("qwen2", config, llama.windows(config), bias=frozenset("qkv"))

@@ -15,12 +15,11 @@ IGNORABLE = llama.IGNORABLE
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:
     """ModelSpec of a `Qwen3ForCausalLM` config.json."""
-    bias = config.get("attention_bias", False)
-    return llama.common_spec(
-        "qwen3",
-        {"head_dim": 128} | config,
-        qkv_bias=bias,
-        output_bias=bias,
-        qk_norm=True,
-        layers=llama.windowed_layers(config),
-    )
+    return common_spec("qwen3", config)
+
+
+def common_spec(family: str, config: dict[str, Any], **fields: Any) -> ModelSpec:
+    """The fields that the families of Qwen3 share; `fields` as those of llama.common_spec."""
+    bias = frozenset("qkvo" if config.get("attention_bias", False) else "")
+    config = {"head_dim": 128} | config
+    return llama.common_spec(family, config, llama.windows(config), bias=bias, qk_norm=True, **fields)

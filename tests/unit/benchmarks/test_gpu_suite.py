@@ -57,11 +57,11 @@ def test_the_crossover_is_where_the_fused_kernel_stops_to_win():
 
 
 def test_wrong_products_and_a_loss_that_drifts_are_errors(monkeypatch):
-    def swapped(x, weight, axis, noise):
-        return matmul(x[::-1], weight, axis, noise)
+    def swapped(weight, x, axis, noise):
+        return matmul(weight, x[::-1], axis, noise)
 
-    matmul = low_precision_correct.matmul
-    monkeypatch.setattr(low_precision_correct, "matmul", swapped)
+    matmul = low_precision_correct.LowPrecision.matmul
+    monkeypatch.setattr(low_precision_correct.LowPrecision, "matmul", swapped)
     row = low_precision_correct.measure("products", "fp8", smoke=True)
     assert row["error"].startswith("wrong: y is off by")
     monkeypatch.setattr(low_precision_correct, "last_loss", lambda recipe, _: 2.0 if recipe == "bf16" else 2.03)
@@ -181,7 +181,6 @@ def test_an_update_moves_gradients_once_and_parameters_and_state_twice(monkeypat
 def test_the_8_bit_optimizer_keeps_two_bytes_a_weight_of_a_real_model(size, bytes_per_weight, one_device):
     """And a scale for each 256; for each 128 where the model is 1024 wide, for 8 devices to share its rows."""
     optim = models.Optim(name="adamw_8bit")
-    built = models.training(qwen3.CONFIGS[size], lora=False, optim=optim)
-    state = jax.eval_shape(built.optimizer.init, built.trained)
-    count = sum(leaf.size for leaf in jax.tree.leaves(built.trained))
-    assert 2 < optimizers.size_of(state) / count <= bytes_per_weight
+    state = models.training(qwen3.CONFIGS[size], lora=False, optim=optim).state
+    count = sum(leaf.size for leaf in jax.tree.leaves(state.trained))
+    assert 2 < optimizers.size_of(state.optimizer) / count <= bytes_per_weight

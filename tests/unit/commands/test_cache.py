@@ -1,6 +1,7 @@
 """`jaxtune cache`: what is listed, and what goes."""
 
 import fcntl
+import json
 import os
 import socket
 import time
@@ -49,6 +50,16 @@ def test_what_is_unused_goes_with_its_lock_and_the_rest_stays(cache, tmp_path):
     tokenize((Dataset(path=str(tmp_path / "new.txt")),), byte_tokenizer(tmp_path / "tokenizer"), cache)
     call("jaxtune.cache", f"--folder={cache}", "--unused_days=5")
     assert folders(cache) == 1
+
+
+def test_a_folder_of_another_version_is_said_to_be_and_goes_too(cache):
+    (cache / "before").mkdir()
+    (cache / "before" / "summary.json").write_text(json.dumps({"key": "k", "skipped": 0, "notes": ["a.txt", "b.txt"]}))
+    said = "a.txt; b.txt (written by another version of jaxtune: this one does not read it)"
+    *current, before = call("jaxtune.cache", f"--folder={cache}").splitlines()
+    assert before.endswith(said) and not any("version" in line for line in current)
+    call("jaxtune.cache", f"--folder={cache}", "--unused_days=0")
+    assert folders(cache) == 0
 
 
 def test_what_is_being_written_stays(cache):

@@ -77,7 +77,7 @@ def test_the_command_lists_recipes_and_copies_one(capsys):
     assert "python -m jaxtune.train --config=qwen_lora.py" in capsys.readouterr().out
     assert load_recipe("qwen_lora.py") == load_recipe("qwen_lora")
     assert jaxtune.main(["recipes", "--copy=qwen_lora"]) == 2
-    assert "qwen_lora.py is there already" in capsys.readouterr().err
+    assert "qwen_lora.py already exists" in capsys.readouterr().err
 
 
 def test_a_recipe_needs_nothing_but_what_comes_with_jaxtune():

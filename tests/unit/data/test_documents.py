@@ -5,18 +5,23 @@ import csv
 import json
 import socket
 import threading
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import datasets
 import numpy as np
 import pyarrow
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny import byte_tokenizer
 
 from jaxtune.config.schema import Config, Data, Dataset, Train
 from jaxtune.data import documents as documents_module
 from jaxtune.data.documents import tokenize
+from jaxtune.data.encoding import Encoder
 from jaxtune.data.splits import open_documents
 from jaxtune.errors import UserError
 
@@ -247,9 +252,11 @@ def test_tokenized_samples_are_taken_as_they_are(tmp_path, tokenizer):
         {"input_ids": [1, 2, 0, 0], "labels": [1, 2, -100, -100], "attention_mask": [1, 1, 0, 0]},
     ]
     found = tokenize((Dataset(path=str(jsonl(tmp_path / "a.jsonl", rows))),), tokenizer, tmp_path / "cache")
-    assert found.tokens.tolist() == [5, 6, 7, 8, 1, 2, 3, 1, 2]
-    assert found.loss_weights.tolist() == [0, 0, 1, 1, 1, 1, 1, 1, 1]
-    assert found.offsets.tolist() == [0, 4, 7, 9] and found.targets.tolist() == [2, 2, 1]
+    [part] = found.parts
+    assert part.values["tokens"].tolist() == [5, 6, 7, 8, 1, 2, 3, 1, 2]
+    assert part.values["loss_weight"].tolist() == [0, 0, 1, 1, 1, 1, 1, 1, 1]
+    assert part.offsets.tolist() == [0, 4, 7, 9] and part.units.tolist() == [0, 1, 2, 3]
+    assert found.lengths.tolist() == [4, 3, 2] and found.targets.tolist() == [2, 2, 1]
     assert found.notes[0].startswith(f"{tmp_path}/a.jsonl: tokenized from input_ids")
 
 
@@ -295,7 +302,8 @@ def test_processes_that_start_together_tokenise_once(tokenizer, tmp_path, monkey
     for thread in threads:
         thread.join()
     assert len(written) == 1 and len(found) == 4
-    assert all(np.array_equal(one.tokens, found[0].tokens) for one in found)
+    tokens = [one.parts[0].values["tokens"] for one in found]
+    assert all(np.array_equal(one, tokens[0]) for one in tokens)
 
 
 def test_without_locks_the_first_to_finish_wins(tokenizer, tmp_path, monkeypatch):
@@ -359,7 +367,7 @@ def test_a_token_without_an_embedding_is_named(tokenizer, tmp_path):
     most = len(tokenizer) - 1
     for name, ids in (("without", [1, 2, most - 1]), ("with", [1, 2, most])):
         entry = Dataset(path=str(jsonl(tmp_path / f"{name}.jsonl", [{"input_ids": ids}] * 2)))
-        told = pytest.raises(UserError, match=rf"token {most}, .* and the model embeddings of {most} tokens")
+        told = pytest.raises(UserError, match=rf"token {most}, .* and the model has embeddings for {most} tokens")
         with told if name == "with" else contextlib.nullcontext():
             open_documents(replace(config, data=Data(datasets=(entry,))), tokenizer, most)
 
@@ -414,3 +422,51 @@ def test_columns_of_other_names_are_answered_with_the_options_that_name_them(rea
     with pytest.raises(UserError, match=r"instruction \(instruction_field\) and output \(output_field\)"):
         read(path)
     assert "Yo" in read(path, type="instruction", instruction_field="question", output_field="answer")[0][0][1]
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    """A cache, three entries, the texts of each, of which no two are the same, and what has been tokenised."""
+    folder = tmp_path_factory.mktemp("three")
+    texts = {f"{name}.jsonl": [f"{name} {i}" for i in range(count)] for name, count in (("a", 2), ("b", 1), ("c", 3))}
+    for name, lines in texts.items():
+        jsonl(folder / name, [{"text": text} for text in lines])
+    return folder / "cache", [Dataset(path=str(folder / name)) for name in texts], list(texts.values()), []
+
+
+@given(
+    order=st.lists(st.integers(0, 2), min_size=1, max_size=4),
+    evaluated=st.lists(st.integers(0, 2), max_size=2),
+    split=st.sampled_from([0.0, 0.3]),
+    data=st.fixed_dictionaries({"shuffle": st.booleans(), "packing": st.booleans(), "seq_len": st.integers(8, 64)}),
+)
+@settings(deadline=None, max_examples=30)
+def test_no_entry_is_tokenised_again_whatever_stands_beside_it(tokenizer, three, order, evaluated, split, data):
+    cache_dir, entries, texts, tokenised = three
+    encode = Encoder.__call__
+
+    def counted(encoder, documents):
+        tokenised.extend(document.text for document in documents)
+        return encode(encoder, documents)
+
+    data |= {"datasets": tuple(entries[i] for i in order), "eval_datasets": tuple(entries[i] for i in evaluated)}
+    data |= {"validation_split": 0.0 if evaluated or sum(len(texts[i]) for i in order) < 2 else split}
+    with mock.patch.object(Encoder, "__call__", counted):
+        found = open_documents(Config(data=Data(**data, cache_dir=str(cache_dir))), tokenizer)
+    assert len(tokenised) == len(set(tokenised))  # in all examples together
+
+    everything = [[tokenizer.decode(part.read(i, 0, 99)[0]) for i in range(len(part))] for part in found if part]
+    wanted = [text + "<|im_end|>" for i in order for text in texts[i]]
+    if data["validation_split"]:
+        assert Counter(everything[0] + everything[1]) == Counter(wanted)
+    else:
+        assert everything[0] == wanted and (len(everything) == 2) == bool(evaluated)
+        assert everything[1:] in ([], [[text + "<|im_end|>" for i in evaluated for text in texts[i]]])
+
+
+def test_what_one_entry_needs_leaves_the_others_tokenised(tokenizer, three, tmp_path):
+    _, entries, (a, b, c), _ = three
+    for options, again in (({}, a + b + c), ({"samples": 1}, b), ({"samples": 1}, [])):
+        with mock.patch.object(Encoder, "__call__", autospec=True, side_effect=Encoder.__call__) as encode:
+            tokenize((entries[0], replace(entries[1], **options), entries[2]), tokenizer, tmp_path / "cache")
+        assert [document.text for call in encode.call_args_list for document in call.args[1]] == again

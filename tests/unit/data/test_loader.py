@@ -6,8 +6,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tiny import numbered_documents
 
 from jaxtune.config.schema import Data
+from jaxtune.data.columns import LOSS_WEIGHT, NEXT_TOKEN, SEGMENT_IDS, UNIT_IDS
 from jaxtune.data.loader import abstract_batch, batches, needed_rows
-from jaxtune.data.rows import FIELDS, Rows
+from jaxtune.data.rows import Rows
 
 SEQ_LEN = 8
 ROWS = Rows(numbered_documents([3, 5, 8, 6, 2] * 6), Data(seq_len=SEQ_LEN), epochs=2)
@@ -22,7 +23,7 @@ def test_batches_hold_the_rows_in_order_and_fill_up_with_padding():
     assert [next_row for next_row, _ in found] == [6 * (i + 1) for i in range(-(-ROWS.stop // 6))]
     number = 0
     for _, batch in found:
-        assert set(batch) == {*FIELDS, "row"} and batch["row"].shape == (2, 3)
+        assert set(batch) == {*(column.name for column in NEXT_TOKEN), "row"} and batch["row"].shape == (2, 3)
         for i in range(2):
             for j in range(3):
                 assert batch["row"][i, j] == number
@@ -64,11 +65,13 @@ def test_a_process_reads_only_the_rows_its_devices_hold():
 
 
 def test_a_program_can_be_compiled_before_the_first_batch_is_read():
-    [(_, batch)] = batches(ROWS, (2, 3, SEQ_LEN), one_device(), 0, 6)
-    abstract = abstract_batch((2, 3, SEQ_LEN), one_device())
-    assert {name: (x.shape, x.dtype, x.sharding) for name, x in batch.items()} == {
-        name: (x.shape, x.dtype, x.sharding) for name, x in abstract.items()
-    }
+    few = (SEGMENT_IDS, UNIT_IDS, LOSS_WEIGHT)
+    for rows, columns in ((ROWS, NEXT_TOKEN), (Rows(numbered_documents([3, 5]), Data(seq_len=SEQ_LEN), 1, few), few)):
+        [(_, batch)] = batches(rows, (2, 3, SEQ_LEN), one_device(), 0, 6)
+        abstract = abstract_batch((2, 3, SEQ_LEN), one_device(), columns)
+        assert {name: (x.shape, x.dtype, x.sharding) for name, x in batch.items()} == {
+            name: (x.shape, x.dtype, x.sharding) for name, x in abstract.items()
+        }
 
 
 def test_row_numbers_wrap_before_int32_does():

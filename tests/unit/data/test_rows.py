@@ -34,10 +34,11 @@ def test_every_target_is_trained_once_an_epoch_after_its_own_document(lengths, p
         seen.update(row["targets"][trained].tolist())
         assert (row["targets"] - row["tokens"] == 1)[trained].all()
         assert not trained[row["segment_ids"] == 0].any()
-    starts = set((found.offsets[:-1] + 1).tolist())
+    offsets = found.parts[0].offsets
+    starts = set((offsets[:-1] + 1).tolist())
     expected = {
         token
-        for begin, length in zip(found.offsets, lengths)
+        for begin, length in zip(offsets, lengths)
         for token in range(begin + 2, begin + 1 + (length if truncation == "split" else min(length, SEQ_LEN + 1)))
     }
     assert seen == Counter(expected) and not starts & set(seen)

@@ -30,7 +30,7 @@ def test_every_snippet_runs_in_order(tmp_path, monkeypatch):
         # What the loss is worth, by the gradients that the page makes of it.
         batch = make_batch(np.arange(64).reshape(2, 32), jax.sharding.get_mesh())
         batch = jax.tree.map(lambda x: x[None], batch)
-        found = jax.jit(names["gradients"])(names["parameters"], {}, batch, jnp.int32(0))
-    plain = np.log(256) * found.tokens  # random weights know nothing: every token is about as likely
-    assert 0.9 * plain < found.loss < plain * 1.1
+        found = jax.jit(names["program"].gradients)(names["parameters"], {}, batch, jnp.int32(0))
+    plain = np.log(256) * found.sums.weight  # random weights know nothing: every token is about as likely
+    assert 0.9 * plain < found.sums.loss < plain * 1.1
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(found.gradients))

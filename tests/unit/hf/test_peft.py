@@ -1,5 +1,6 @@
 """Adapters go to the peft library and come from it unchanged; what is not plain LoRA is refused."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -8,15 +9,27 @@ from safetensors.numpy import load_file, save_file
 from tiny import model_folder
 
 from jaxtune import hf
+from jaxtune.config.schema import Lora
 from jaxtune.errors import UserError
 
 MODULE = "model.layers.0.self_attn.q_proj"
-OPTIONS = {"rank": 4, "alpha": 8.0, "dropout": 0.1, "use_rslora": False, "base_model": "owner/name", "revision": "v1"}
+LORA = Lora(rank=4, alpha=8.0, dropout=0.1)
 
 
-def write(folder, modules, **options):
-    targets = sorted({module.rsplit(".", 1)[1] for module in modules})
-    hf.write_adapter(folder, hf.Adapter(modules=modules, **OPTIONS | options), targets)
+def write(folder, modules, lora=LORA, base_model="owner/name", targets=None):
+    tensors = [
+        hf.Tensor(f"{module}.lora_{half}.weight", array.shape, array.dtype, lambda array=array: array)
+        for module, pair in modules.items()
+        for half, array in zip("AB", pair)
+    ]
+    targets = targets or sorted({module.rsplit(".", 1)[1] for module in modules})
+    hf.write_adapter(folder, tensors, lora, base_model, "v1", targets)
+
+
+def halves(adapter, module):
+    """A and B as they are in the file."""
+    tensors = (adapter.tensors[f"{module}.lora_{half}.weight"] for half in "AB")
+    return [tensor.rows(0, tensor.shape[0], (slice(None),)) for tensor in tensors]
 
 
 def pair(rows, columns, rank=4, seed=0):
@@ -37,13 +50,14 @@ def test_what_is_written_is_read_back(adapter):
     found = hf.read_adapter(adapter)
     assert (found.rank, found.alpha, found.dropout, found.use_rslora) == (4, 8.0, 0.1, False)
     assert (found.base_model, found.revision) == ("owner/name", "v1")
-    for half, written in zip(found.modules[MODULE], pair(6, 5)):
+    assert found.modules == {MODULE} and found.tensors.keys() == {f"{MODULE}.lora_{half}.weight" for half in "AB"}
+    for half, written in zip(halves(found, MODULE), pair(6, 5), strict=True):
         np.testing.assert_array_equal(half, written)
 
 
 def test_every_module_is_among_the_targets(tmp_path):
     with pytest.raises(ValueError, match="q_proj"):
-        hf.write_adapter(tmp_path, hf.Adapter(modules={MODULE: pair(6, 5)}, **OPTIONS), ["v_proj"])
+        write(tmp_path, {MODULE: pair(6, 5)}, targets=["v_proj"])
 
 
 @pytest.mark.parametrize(
@@ -112,7 +126,8 @@ def test_peft_computes_what_merging_by_hand_does(tmp_path, use_rslora):
         if isinstance(module, torch.nn.Linear) and name != "lm_head"
     }
     modules = {name: pair(*shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}
-    write(tmp_path / "adapter", modules, use_rslora=use_rslora, base_model=str(tmp_path / "model"))
+    lora = dataclasses.replace(LORA, use_rslora=use_rslora)
+    write(tmp_path / "adapter", modules, lora, base_model=str(tmp_path / "model"))
     with torch.no_grad():
         for name, (a, b) in modules.items():
             scale = 8.0 / (2.0 if use_rslora else 4.0)
@@ -126,7 +141,7 @@ def test_peft_computes_what_merging_by_hand_does(tmp_path, use_rslora):
 
     adapted.save_pretrained(tmp_path / "saved")
     read = hf.read_adapter(tmp_path / "saved")
-    assert (read.rank, read.alpha, read.use_rslora, read.modules.keys()) == (4, 8.0, use_rslora, modules.keys())
-    for name, halves in modules.items():
-        for half, written in zip(read.modules[name], halves):
+    assert (read.rank, read.alpha, read.use_rslora, read.modules) == (4, 8.0, use_rslora, modules.keys())
+    for name, pair_written in modules.items():
+        for half, written in zip(halves(read, name), pair_written, strict=True):
             np.testing.assert_array_equal(half, written)

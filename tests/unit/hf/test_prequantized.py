@@ -15,6 +15,7 @@ from jaxtune import hf
 from jaxtune.config.schema import Mesh, Quant
 from jaxtune.errors import UserError
 from jaxtune.hf import weights
+from jaxtune.models.places import Place
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.quant import format_of
 from jaxtune.quant.dynamic_map import DYNAMIC_MAP
@@ -181,7 +182,7 @@ def test_it_is_said_that_activations_are_not_quantized(folder, caplog):
 
 def plain(folder, name, shape, ignorable):
     sharding = jax.NamedSharding(one_device(), jax.P())
-    return hf.read(folder, {name: hf.Target(shape, "float32", sharding, (name,), stacked=False)}, ignorable)
+    return hf.read(folder, {name: hf.Target(shape, "float32", sharding, (Place(name),))}, ignorable)
 
 
 @every_scheme

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from jaxtune import hf
 from jaxtune.errors import UserError
 from jaxtune.hf import weights
+from jaxtune.models.places import Place
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -27,7 +28,8 @@ def mesh_of(**axes):
 
 
 def target(mesh, shape, dtype, *names, spec=(), stacked=False, rows=None):
-    return hf.Target(shape, dtype, jax.NamedSharding(mesh, jax.P(*spec)), names, stacked, rows)
+    sharding = jax.NamedSharding(mesh, jax.P(*spec))
+    return hf.Target(shape, dtype, sharding, tuple(map(Place, names)), int(stacked), rows)
 
 
 def read(folder, targets, ignorable=lambda name: False):
@@ -57,6 +59,26 @@ def test_every_shard_holds_its_part(tmp_path, spec, stacked):
         assert array.sharding.is_equivalent_to(targets[name].sharding, array.ndim)
         for shard in array.addressable_shards:
             np.testing.assert_array_equal(shard.data, wanted[name][shard.index])
+
+
+@pytest.mark.parametrize("spec", [(), ("fsdp",), (None, "fsdp")])
+def test_parts_of_fused_tensors_and_of_layers_and_experts(tmp_path, spec):
+    """Rows of one tensor are two parameters; a parameter of 2 layers x 3 experts is read from 6 tensors."""
+    fused = {
+        f"l.{layer}.e.{expert}": random(24, 16, seed=3 * layer + expert) for layer in range(2) for expert in range(3)
+    }
+    save_file(fused, tmp_path / "model.safetensors")
+    whole = np.stack(list(fused.values())).reshape(2, 3, 24, 16)
+    sharding = jax.NamedSharding(mesh_of(fsdp=4), jax.P(None, None, *spec))
+
+    def part(first, rows):
+        places = tuple(Place(name, first, of=24) for name in fused)
+        return hf.Target((2, 3, rows, 16), "float32", sharding, places, lead=2)
+
+    found = read(tmp_path, {"up": part(0, 8), "down": part(8, 16)})
+    np.testing.assert_array_equal(found["up"], whole[:, :, :8])
+    np.testing.assert_array_equal(found["down"], whole[:, :, 8:])
+    assert found["up"].sharding.is_equivalent_to(sharding, 4)
 
 
 @given(rows=st.integers(1, 400), padding=st.integers(0, 100), columns=st.integers(1, 3), chunk=st.integers(1, 500))
@@ -118,7 +140,7 @@ def test_pickled_weights_are_refused(tmp_path):
 
 
 def test_a_stack_axis_is_never_sharded():
-    with pytest.raises(ValueError, match="stack axis"):
+    with pytest.raises(ValueError, match="leading axes .* must be unsharded"):
         target(mesh_of(fsdp=2), (2, 4), "float32", "a", "b", spec=("fsdp",), stacked=True)
 
 
@@ -213,6 +235,7 @@ import gc, sys, threading, time
 from pathlib import Path
 import jax, ml_dtypes, numpy as np
 from jaxtune import hf
+from jaxtune.models.places import Place
 
 def anonymous():
     status = Path("/proc/self/status").read_text()
@@ -220,7 +243,8 @@ def anonymous():
 
 def read(folder, rows):
     def target(shape, spec, names):
-        return hf.Target(shape, dtype, jax.NamedSharding(mesh, jax.P(*spec)), names, len(names) > 1)
+        sharding = jax.NamedSharding(mesh, jax.P(*spec))
+        return hf.Target(shape, dtype, sharding, tuple(map(Place, names)), int(len(names) > 1))
     names = tuple(f"layers.{i}" for i in range(3))
     targets = {"layers": target((3, rows, 2048), (None, None, "fsdp"), names),
                "embed": target((2 * rows, 2048), ("fsdp",), ("embed",))}
@@ -273,6 +297,7 @@ import sys
 from pathlib import Path
 import jax, numpy as np
 from jaxtune import hf
+from jaxtune.models.places import Place
 jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", 2, int(sys.argv[3]))
 mesh = jax.make_mesh((2, 2), ("data", "fsdp"))
@@ -280,7 +305,8 @@ jax.set_mesh(mesh)
 folder = Path(sys.argv[1])
 for spec in ((None, "fsdp"), (None, ("data", "fsdp")), (None, None, "data")):
     sharding = jax.NamedSharding(mesh, jax.P(*spec))
-    w = hf.read(folder, {"w": hf.Target((2, 8, 4), "float32", sharding, ("a", "b"), True)}, lambda name: False)["w"]
+    target = hf.Target((2, 8, 4), "float32", sharding, (Place("a"), Place("b")), lead=1)
+    w = hf.read(folder, {"w": target}, lambda name: False)["w"]
     whole = np.stack([np.arange(32.0), -np.arange(32.0)]).reshape(2, 8, 4)
     for shard in w.addressable_shards:
         np.testing.assert_array_equal(shard.data, whole[shard.index])

@@ -1,13 +1,11 @@
 """Random weights are a function of the seed and the name."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-from tiny import spec
+from tiny import layer, spec
 
 from jaxtune.models.parameters import declare, randomize
-from jaxtune.models.spec import Layer
 
 
 def test_random_weights_depend_on_neither_stack_nor_mesh(one_device):
@@ -15,13 +13,13 @@ def test_random_weights_depend_on_neither_stack_nor_mesh(one_device):
         _, declared = declare(spec(layers))
         # Two are enough, as each is drawn by itself, and each takes a second to compile.
         declared = {name: p for name, p in declared.items() if p.local in ("attention.q.weight", "mlp.down.weight")}
-        values = randomize(declared, dict.fromkeys(declared, jnp.dtype("float32")), seed=3)
+        values = randomize(declared, seed=3)
         return {
-            (p.local, layer): np.asarray(values[name][i])
+            (p.local, number): np.asarray(values[name][i])
             for name, p in declared.items()
-            for i, layer in enumerate(p.layers)
+            for i, number in enumerate(p.layers)
         }
 
-    together = weights((Layer(),) * 4)
-    jax.tree.map(np.testing.assert_array_equal, together, weights((Layer(window=4), *(Layer(),) * 3)))
+    together = weights((layer(),) * 4)
+    jax.tree.map(np.testing.assert_array_equal, together, weights((layer(window=4), *(layer(),) * 3)))
     assert len(together) == 8 and optax.tree.norm(together) > 0

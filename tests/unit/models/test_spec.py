@@ -2,10 +2,11 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny import layer
 
-from jaxtune.models.spec import Layer, stacks
+from jaxtune.models.spec import stacks
 
-A, B = Layer(), Layer(window=8)
+A, B = layer(), layer(window=8)
 
 
 def test_equal_layers_are_one_stack():
@@ -23,12 +24,12 @@ def test_a_repeating_pattern_scans_its_period():
     assert stack.layer_numbers(3) == [3, 7, 11, 15, 19, 23]
 
 
-@given(st.lists(st.sampled_from([A, B, Layer(window=4)]), min_size=1, max_size=24))
+@given(st.lists(st.sampled_from([A, B, layer(window=4)]), min_size=1, max_size=24))
 def test_every_layer_is_in_exactly_one_place(layers):
     found = {}
     for stack in stacks(tuple(layers)):
-        for position, layer in enumerate(stack.period):
+        for position, one in enumerate(stack.period):
             for number in stack.layer_numbers(position):
                 assert number not in found
-                found[number] = layer
+                found[number] = one
     assert [found[number] for number in range(len(layers))] == layers

@@ -9,11 +9,14 @@ import numpy as np
 from batches import make_batch, tokens
 from tiny import VOCABULARY
 
+from jaxtune.models.call import Call
+from jaxtune.models.score import score
 from jaxtune.objectives.cross_entropy import cross_entropy
-from jaxtune.parallel.layout import ACTIVATIONS, RULES, TOKENS
+from jaxtune.objectives.objective import Sums
+from jaxtune.parallel.layout import by_token, used
 
 Z_LOSS, POSITIONS, TRAINED, WIDTH, PADDED = 1e-2, 16, 8, 8, 512
-OPTIONS = {"noise": None, "dtype": jnp.float32, "remat": "none", "head_gradient": True, "z_loss": Z_LOSS}
+OBJECTIVE = cross_entropy(Z_LOSS)
 
 
 def only_a_head(hidden: jax.Array, head: jax.Array) -> Any:
@@ -23,10 +26,20 @@ def only_a_head(hidden: jax.Array, head: jax.Array) -> Any:
         head_weight = head
         spec = SimpleNamespace(vocabulary=VOCABULARY)
 
-        def __call__(self, *inputs, **options):
-            return hidden, None
+        def inputs(self, *_):
+            return None
+
+        def __call__(self, *_):
+            return hidden, None, {}
 
     return Head()
+
+
+def sums(hidden: jax.Array, head: jax.Array, batch: dict) -> Sums:
+    """What the objective makes of them."""
+    call = Call(jnp.dtype("float32"))
+    scores = score(only_a_head(hidden, head), batch, call, head_gradient=True, z_loss=OBJECTIVE.z_loss)
+    return OBJECTIVE.loss(scores, batch)
 
 
 def make(mesh):
@@ -40,8 +53,8 @@ def make(mesh):
     def place(x, spec):
         return jax.device_put(x, jax.NamedSharding(mesh, spec))
 
-    batch |= {"loss_weight": place(weight, TOKENS)}
-    return place(hidden, ACTIVATIONS), place(head, jax.P(RULES.vocabulary, None)), batch
+    batch |= {"loss_weight": place(weight, by_token())}
+    return place(hidden, by_token(None)), place(head, jax.P(used("vocabulary"), None)), batch
 
 
 def test_loss_and_gradients_are_those_of_the_definition(one_device):
@@ -51,7 +64,7 @@ def test_loss_and_gradients_are_those_of_the_definition(one_device):
     @jax.value_and_grad
     def ours(parts):
         with jax.default_matmul_precision("highest"):
-            return cross_entropy(only_a_head(*parts), batch, **OPTIONS)[0]
+            return sums(*parts, batch).loss
 
     targets = np.asarray(batch["targets"])[0, :TRAINED]
 
@@ -70,6 +83,6 @@ def test_loss_and_gradients_are_those_of_the_definition(one_device):
 
 def test_tokens_without_weight_pay_none(one_device):
     hidden, head, batch = make(one_device)
-    total = jax.jit(lambda batch: cross_entropy(only_a_head(hidden, head), batch, **OPTIONS))
+    total = jax.jit(lambda batch: sums(hidden, head, batch)[:2])
     assert total(batch)[0] > 0 and total(batch)[1] == TRAINED
     assert total(batch | {"loss_weight": 0 * batch["loss_weight"]}) == (0.0, 0)

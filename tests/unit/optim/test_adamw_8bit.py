@@ -10,9 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxtune.models.parameters import Parameter
+from jaxtune.models.places import Place
+from jaxtune.models.spec import Treatment
 from jaxtune.optim import rules
 from jaxtune.optim.adamw_8bit import adamw_8bit, block_of, float32_moments, undivided_moments
 from jaxtune.optim.rules import At, Rule
+from jaxtune.parallel.layout import RULES, Layout, Rules
 from jaxtune.quant.dynamic_map import DYNAMIC_MAP, UNSIGNED_DYNAMIC_MAP, decode, encode
 
 BETA1, BETA2, EPSILON = 0.9, 0.99, 1e-8
@@ -141,7 +144,7 @@ def test_the_first_moments_are_written_down_not_computed(one_device):
 
 
 def test_zero_and_tiny_gradients_leave_the_parameter(one_device):
-    """A block of zeros has absmax 0 and the codes of 0; squares that underflow are no division by zero."""
+    """A block of zeros has absmax 0 and the codes of 0; squares that underflow do not cause a division by zero."""
     parameter = jnp.asarray(weights((32, 256)))
     state = jax.jit(RULE.init)(parameter)
     assert {name: np.unique(moment.codes).tolist() for name, moment in state.items()} == {"mu": [127], "nu": [0]}
@@ -173,30 +176,35 @@ def test_rare_gradients_move_a_parameter_no_further_than_in_adamw(one_device):
     assert largest_step(RULE) <= 1.5 * largest_step(rules.adamw(BETA1, BETA2, EPSILON))
 
 
+def declared(shape, axes, layers) -> Parameter:
+    """A trained matrix, or a stack of so many layers."""
+    places, lead = tuple(Place(f"{layer}.up_proj.weight") for layer in layers or (0,)), (len(layers),) if layers else ()
+    init = jax.nn.initializers.zeros
+    return Parameter(shape, axes, init, "linear", "mlp.up.weight", layers, lead, places, Treatment())
+
+
 def test_a_mesh_that_splits_a_block_is_refused():
     """300 columns are 2 blocks: 8 devices cannot share them."""
-
-    def parameter(shape, axes, layers):
-        return Parameter(shape, axes, jax.nn.initializers.zeros, False, "mlp.up.weight", layers, True, False, False)
-
     mesh = jax.make_mesh((8, 1), ("fsdp", "tensor"))
-    wide = parameter((2, 64, 300), ("layers", "mlp", "embed"), (0, 1))
-    small = parameter((2, 3, 300), ("layers", None, None), (0, 1))
+    wide = declared((2, 64, 300), ("layers", "mlp", "embed"), (0, 1))
+    small = declared((2, 3, 300), ("layers", None, None), (0, 1))
     assert undivided_moments({"small": small}, mesh) == []
-    assert undivided_moments({"even": parameter((64, 4096), ("mlp", "embed"), ())}, mesh) == []
+    assert undivided_moments({"even": declared((64, 4096), ("mlp", "embed"), ())}, mesh) == []
     (complaint,) = undivided_moments({"wide": wide, "small": small}, mesh)
     assert complaint == (
         "mesh.fsdp=8 does not divide embed=300 in blocks of 150, which optim.name='adamw_8bit' has; these would: "
         "[1, 2] (mesh.data takes the rest)"
     )
+    whole = Layout(embed=())
+    with RULES(Rules(parameters=whole)):
+        assert undivided_moments({"wide": wide}, mesh) == [complaint]
+    with RULES(Rules(optimizer=whole)):
+        assert undivided_moments({"wide": wide}, mesh) == []
 
 
 def test_moments_that_stay_float32_are_named():
-    def parameter(shape, layers):
-        axes = (None,) * len(shape)
-        return Parameter(shape, axes, jax.nn.initializers.zeros, False, "weight", layers, True, False, False)
-
-    found = {"odd": parameter((2, 64, 257), (0, 1)), "small": parameter((63, 64), ()), "even": parameter((64, 64), ())}
+    shapes = {"odd": ((2, 64, 257), (0, 1)), "small": ((63, 64), ()), "even": ((64, 64), ())}
+    found = {name: declared(shape, (None,) * len(shape), layers) for name, (shape, layers) in shapes.items()}
     assert float32_moments(found) == ["odd [64, 257]"]
 
 

@@ -13,9 +13,9 @@ from jaxtune.optim.build import Step, Trained, build, round_stochastically
 
 LAYERS = 3
 NAMES = {
-    "stack": Trained(tuple(f"model.layers.{i}.mlp.up_proj.weight" for i in range(LAYERS)), True),
-    "vector": Trained(tuple(f"model.layers.{i}.mlp.up_proj.bias" for i in range(LAYERS)), True),
-    "embed": Trained(("model.embed_tokens.weight",), False),
+    "stack": Trained(tuple(f"model.layers.{i}.mlp.up_proj.weight" for i in range(LAYERS)), (LAYERS,), is_matrix=True),
+    "vector": Trained(tuple(f"model.layers.{i}.mlp.up_proj.bias" for i in range(LAYERS)), (LAYERS,)),
+    "embed": Trained(("model.embed_tokens.weight",)),
 }
 EVERY = ["adamw", "adamw_8bit", "sgd", "adafactor", "lion", "schedule_free", "muon", "normuon"]
 
@@ -49,7 +49,7 @@ def updated(optim, start, steps=3, **options):
 def test_each_layer_of_a_stack_is_updated_as_if_it_were_alone(one_device, name):
     optim = Optim(name=name, weight_decay=0.1)
     together, _ = updated(optim, parameters())
-    layer_names = {"stack": Trained(NAMES["stack"].names[1:2], True)}
+    layer_names = {"stack": Trained(NAMES["stack"].names[1:2], (1,), is_matrix=True)}
     optimizer = build(optim, layer_names, LAYERS, jnp.float32)
     alone = {"stack": parameters()["stack"][1:2]}
     state, update = optimizer.init(alone), jax.jit(optimizer.update)
@@ -57,6 +57,20 @@ def test_each_layer_of_a_stack_is_updated_as_if_it_were_alone(one_device, name):
         gradient = {"stack": parameters(seed=number + 1)["stack"][1:2]}
         alone, state = update(gradient, state, alone, at(key=number))
     np.testing.assert_allclose(together["stack"][1], alone["stack"][0], rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor", "muon"])
+def test_experts_of_layers_are_updated_as_one_stack(one_device, name):
+    """Bit by bit: a parameter of 3 layers x 2 experts, and of 6 layers."""
+    names = tuple(f"model.layers.{layer}.mlp.experts.{e}.up_proj.weight" for layer in range(LAYERS) for e in range(2))
+    found = []
+    for lead in ((LAYERS, 2), (LAYERS * 2,)):
+        optimizer = build(Optim(name=name), {"up": Trained(names, lead, is_matrix=True)}, LAYERS, jnp.float32)
+        start, gradient = (parameters(seed=seed)["stack"].reshape(*lead, 64, -1) for seed in (0, 1))
+        state = jax.jit(optimizer.init)({"up": start})
+        found.append(jax.jit(optimizer.update)({"up": gradient}, state, {"up": start}, at()))
+    for one, other in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_array_equal(one.reshape(other.shape), other)
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -122,7 +136,8 @@ def test_the_8_bit_update_computes_with_one_layer_at_a_time(one_device):
     In float32: a CPU updates a bfloat16 array by way of a float32 copy.
     """
     layers, rows, columns = 16, 128, 2048
-    named = {"stack": Trained(tuple(f"model.layers.{i}.mlp.up_proj.weight" for i in range(layers)), True)}
+    names = tuple(f"model.layers.{i}.mlp.up_proj.weight" for i in range(layers))
+    named = {"stack": Trained(names, (layers,), is_matrix=True)}
     optimizer = build(Optim(name="adamw_8bit"), named, layers)
     place = jax.NamedSharding(one_device, jax.P(None, None, None))
     weights = {"stack": jax.ShapeDtypeStruct((layers, rows, columns), jnp.float32, sharding=place)}

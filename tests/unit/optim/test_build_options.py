@@ -20,7 +20,8 @@ SHAPES = {"matrix": (2, 32, 64), "norm": (2, 64), "embedding": (64, 32)}
 
 def after(optim, gradients, steps=1, sizes=(1.0,)):
     """(parameters, state) after updates of parameters that are 0, by the gradients times each of the sizes in turn."""
-    trained = {name: Trained(NAMES[name], stacked=len(NAMES[name]) > 1) for name in gradients}
+    leads = {name: (2,) if len(NAMES[name]) > 1 else () for name in gradients}
+    trained = {name: Trained(NAMES[name], lead, is_matrix=name == "matrix") for name, lead in leads.items()}
     optimizer = build(optim, trained, 2)
 
     @jax.jit

@@ -6,10 +6,10 @@ import ml_dtypes
 import numpy as np
 
 from jaxtune.models.dropout import Noise
-from jaxtune.parallel.layout import TOKENS
+from jaxtune.parallel.layout import by_token
 from jaxtune.precision.fp8 import Fp8Numbers
 from jaxtune.precision.hadamard import PLAIN
-from jaxtune.precision.matmul import LowPrecision, matmul
+from jaxtune.precision.matmul import LowPrecision
 from jaxtune.precision.nvfp4 import Nvfp4Numbers
 
 ROWS, LENGTH, INNER, OUT = 2, 32, 64, 48
@@ -42,12 +42,12 @@ def products(x, weight: LowPrecision, dy, noise=None):
     def run(x, trained, scales, dy):
         def apply(x, trained, scales):
             leaf = LowPrecision(weight.operands, weight.weight if trained is None else trained, scales, weight.numbers)
-            return matmul(x, leaf, None, noise)
+            return leaf.matmul(x, None, noise)
 
         y, backward = jax.vjp(apply, x, trained, scales)
         return y, *backward(dy.astype(y.dtype))
 
-    return run(jnp.asarray(x), trained, weight.scales, jax.device_put(dy, TOKENS))
+    return run(jnp.asarray(x), trained, weight.scales, jax.device_put(dy, by_token()))
 
 
 def plain(x, w, dy):

@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 
 from jaxtune.config.schema import Quant
-from jaxtune.parallel.layout import TOKENS, P
+from jaxtune.parallel.layout import P, by_token
 from jaxtune.precision.fp8 import Fp8Numbers
 from jaxtune.precision.hadamard import SIGNED
-from jaxtune.precision.matmul import LowPrecision, matmul
+from jaxtune.precision.matmul import LowPrecision
 from jaxtune.precision.nvfp4 import Nvfp4Numbers
-from jaxtune.precision.operands import make_operands
 from jaxtune.quant import format_of
 from unit.precision.reference import (
     AXES,
@@ -47,7 +46,7 @@ def test_fp8_products_are_those_of_the_rounded_sides(numbers, given):
     turn = rotated_in_blocks if numbers.hadamard else np.asarray
     e4m3 = lambda matrix: in_fp8(turn(matrix), ml_dtypes.float8_e4m3fn)  # noqa: E731
     e5m2 = lambda matrix: in_fp8(turn(matrix), ml_dtypes.float8_e5m2)  # noqa: E731
-    operands = make_operands(jnp.asarray(w), numbers, AXES) if given == "operands" else None
+    operands = numbers.make(jnp.asarray(w), AXES) if given == "operands" else None
     y, dx, dw, _ = products(x, LowPrecision(operands, jnp.asarray(w), None, numbers), dy)
     assert_same(tokens(y), e4m3(tokens(x)) @ e4m3(w).T)
     assert_same(tokens(dx), e5m2(tokens(dy)) @ e4m3(w.T.copy()).T)
@@ -108,7 +107,7 @@ def test_a_delayed_scale_of_zero_stands_for_the_tensor_s_own():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_gradient_has_the_dtype_of_its_weight_and_activations_keep_theirs(numbers, dtype):
     x, w, dy = case()
-    leaf = LowPrecision(make_operands(jnp.asarray(w), numbers, AXES), jnp.asarray(w, dtype), None, numbers)
+    leaf = LowPrecision(numbers.make(jnp.asarray(w), AXES), jnp.asarray(w, dtype), None, numbers)
     y, dx, dw, _ = products(jnp.asarray(x, jnp.bfloat16), leaf, dy, noise())
     assert (y.dtype, dx.dtype, dw.dtype) == (jnp.bfloat16, jnp.bfloat16, dtype)
     for found, expected in zip((y, dx, dw), plain(x, w, dy)):
@@ -126,10 +125,10 @@ def test_rows_whose_length_is_no_multiple_of_16(numbers):
 @pytest.mark.parametrize("numbers", [FP8, NVFP4_ALL], ids=["fp8", "nvfp4"])
 def test_a_frozen_weight_keeps_nothing_of_x(numbers):
     x, w, dy = map(jnp.asarray, case())
-    frozen = LowPrecision(make_operands(w, numbers, AXES), None, None, numbers)
+    frozen = LowPrecision(numbers.make(w, AXES), None, None, numbers)
 
     def kept(leaf):
-        backward = jax.eval_shape(lambda x: jax.vjp(lambda x: matmul(x, leaf, None, noise()), x)[1], x)
+        backward = jax.eval_shape(lambda x: jax.vjp(lambda x: leaf.matmul(x, None, noise()), x)[1], x)
         return {array.shape for array in jax.tree.leaves(backward)}
 
     assert x.shape not in kept(frozen)
@@ -149,7 +148,7 @@ def test_a_quantized_base_is_dequantized_and_rounded_again(numbers, format):
     base = jax.jit(format_of(Quant(format=format), "").quantize)(jnp.asarray(w))
     values = jax.jit(type(base).dequantize)(base)
     found = products(x, LowPrecision(None, base, None, numbers), dy, noise())
-    expected = products(x, LowPrecision(make_operands(values, numbers, AXES), None, None, numbers), dy, noise())
+    expected = products(x, LowPrecision(numbers.make(values, AXES), None, None, numbers), dy, noise())
     assert found[2] is None
     assert np.array_equal(found[0], expected[0]) and np.array_equal(found[1], expected[1])
 
@@ -192,17 +191,17 @@ def test_stacked_leaves_in_a_rematerialised_scan_and_micro_batches(numbers):
     layers, micro = 2, 2
     rng = np.random.default_rng(0)
     weights = jnp.asarray(rng.normal(size=(layers, INNER, INNER)) / 8, jnp.float32)
-    batch = jax.device_put(rng.normal(size=(micro, ROWS, LENGTH, INNER)).astype(np.float32), P(None, *TOKENS))
+    batch = jax.device_put(rng.normal(size=(micro, ROWS, LENGTH, INNER)).astype(np.float32), P(None, *by_token()))
     scales = jnp.full((layers, 2), 0.01) if numbers is FP8 else None
 
     def loss(trained, x, make, loop):
         weights, scales = trained
-        operands = jax.lax.map(lambda w: make_operands(w, numbers, AXES), weights) if make else None
+        operands = jax.lax.map(lambda w: numbers.make(w, AXES), weights) if make else None
         leaf = LowPrecision(operands, weights, scales, numbers)
 
         def layer(x, scanned):
             leaf, number = scanned
-            return x + matmul(x, leaf, None, noise().layer(number)), None
+            return x + leaf.matmul(x, None, noise().layer(number)), None
 
         if loop:
             for number in range(layers):
@@ -233,7 +232,7 @@ def test_one_token(numbers, dtype):
     """Generation: one row, one position, no noise."""
     x, w, _ = case()
     x = jnp.asarray(x[:1, :1], dtype)
-    y = jax.jit(lambda x, w: matmul(x, LowPrecision(make_operands(w, numbers, AXES), None, None, numbers), None, None))(
+    y = jax.jit(lambda x, w: LowPrecision(numbers.make(w, AXES), None, None, numbers).matmul(x, None, None))(
         x, jnp.asarray(w)
     )
     assert y.dtype == dtype and y.shape == (1, 1, OUT)
@@ -246,8 +245,8 @@ def test_what_does_not_fit_is_refused():
         assert numbers.misfit((32, 64)) is None
         assert numbers.misfit((3, 40, 64)) == "blocks of 16 x 16 do not divide 40 x 64"
     with pytest.raises(ValueError, match="Nvfp4Numbers has no delayed scaling"):
-        matmul(x, LowPrecision(None, w, jnp.ones(2), NVFP4), None, None)
+        LowPrecision(None, w, jnp.ones(2), NVFP4).matmul(x, None, None)
     with pytest.raises(ValueError, match="needs operands, or a weight"):
-        matmul(x, LowPrecision(None, None, None, FP8), None, None)
+        LowPrecision(None, None, None, FP8).matmul(x, None, None)
     with pytest.raises(ValueError, match="stochastic rounding of gradients needs noise"):
         products(x, LowPrecision(None, w, None, NVFP4_ALL), dy, None)

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from jaxtune.models.dropout import Noise
-from jaxtune.parallel.layout import TOKENS
+from jaxtune.parallel.layout import by_token
 from jaxtune.precision import nvfp4
 from jaxtune.precision.hadamard import SIGNED, rotated
-from jaxtune.precision.matmul import LowPrecision, matmul
+from jaxtune.precision.matmul import LowPrecision
 from jaxtune.precision.nvfp4 import Nvfp4Numbers, stochastic_e2m1
-from jaxtune.precision.operands import by_feature, make_operands
+from jaxtune.precision.operands import by_feature
 from unit.precision.reference import (
     AXES,
     E2M1,
@@ -61,12 +61,12 @@ def test_stochastic_gradients_are_unbiased(hadamard, length):
     def gradients(x, w, dy):
         def one(key):
             leaf = lambda w: LowPrecision(None, w, None, numbers)  # noqa: E731
-            backward = jax.vjp(lambda x, w: matmul(x, leaf(w), None, Noise(key, noise().rows)), x, w)[1]
+            backward = jax.vjp(lambda x, w: leaf(w).matmul(x, None, Noise(key, noise().rows)), x, w)[1]
             return backward(dy)
 
         return jax.lax.map(one, jax.random.split(jax.random.key(0), keys))
 
-    dx, dw = (np.asarray(found, np.float64) for found in gradients(x, w, jax.device_put(dy, TOKENS)))
+    dx, dw = (np.asarray(found, np.float64) for found in gradients(x, w, jax.device_put(dy, by_token())))
     weight, left, right = in_nvfp4(w, rows=16), by_feature(jnp.asarray(dy)), by_feature(jnp.asarray(x))
     if hadamard:
         left, right = rotated(left, SIGNED), rotated(right, SIGNED)
@@ -88,13 +88,13 @@ def test_random_bits_are_those_of_the_row_and_of_the_place():
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="jax.nn.scaled_matmul runs on a CPU from jax 0.12 on")
 def test_what_a_blackwell_gpu_is_asked_for_is_what_is_computed_elsewhere(monkeypatch):
-    """Here XLA's own meaning of the product; a card's is for a card."""
+    """XLA's own meaning of the product on a CPU; a GPU's is tested in tests/gpu."""
     x, w, dy = case()
     run = lambda: products(x, LowPrecision(None, jnp.asarray(w), None, NVFP4_ALL), dy, noise())[:3]  # noqa: E731
     expected = run()
     monkeypatch.setattr(nvfp4, "native", lambda device: True)
     jax.clear_caches()
-    operands = make_operands(jnp.asarray(w), NVFP4_ALL, AXES)
+    operands = NVFP4_ALL.make(jnp.asarray(w), AXES)
     assert operands.backward.codes.shape == (INNER, OUT // 2)
     for found, emulated in zip(run(), expected):
         assert_same(found, np.asarray(emulated))

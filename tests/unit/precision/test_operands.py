@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtune.precision.operands import abstract_operands, make_operands
 from unit.precision.reference import (
     AXES,
     FP8,
@@ -20,10 +19,10 @@ pytestmark = pytest.mark.usefixtures("one_device")
 def test_operands_are_as_declared(numbers, jitted):
     """Shapes, dtypes and shardings are known before a weight is there."""
     w = jnp.asarray(case()[1])
-    make = lambda w: make_operands(w, numbers, AXES)  # noqa: E731
+    make = lambda w: numbers.make(w, AXES)  # noqa: E731
     found = (jax.jit(make) if jitted else make)(w)
-    declared = abstract_operands(numbers, w.shape, w.dtype, AXES)
+    declared = numbers.abstract(w.shape, w.dtype, AXES)
     describe = lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding)  # noqa: E731
     assert jax.tree.map(describe, found) == jax.tree.map(describe, declared)
-    stacked = abstract_operands(numbers, (3, *w.shape), w.dtype, (None, *AXES))
+    stacked = numbers.abstract((3, *w.shape), w.dtype, (None, *AXES))
     assert stacked.forward.codes.shape == (3, *declared.forward.codes.shape)

@@ -1,5 +1,6 @@
 """What options of `precision` change besides the products themselves: delayed scales, what is left out, sums."""
 
+import dataclasses
 import re
 
 import jax
@@ -9,23 +10,25 @@ import pytest
 from batches import make_batch, tokens
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
-from tiny import random_values, spec
+from tiny import layer, random_values, spec
 
-from jaxtune.config.schema import Fp8, Nvfp4, Precision, Quant
+from jaxtune.config.schema import Config, Data, Fp8, Memory, Nvfp4, Precision, Quant
 from jaxtune.errors import UserError
+from jaxtune.lora.lora import LoRA
+from jaxtune.models.call import Call
 from jaxtune.models.linear import Linear
-from jaxtune.models.mark import mark_precision, selected
 from jaxtune.models.parameters import declare
-from jaxtune.models.spec import Adapter, Layer
-from jaxtune.objectives.cross_entropy import cross_entropy
-from jaxtune.parallel.layout import TOKENS
-from jaxtune.precision.recipes import check_device, linears_of, recipe_of
+from jaxtune.models.spec import Treatment
+from jaxtune.models.treat import multiply, selected, treat_linears
+from jaxtune.parallel.layout import by_token
+from jaxtune.precision.recipes import check_device, linears_of, numbers_of, recipe_of
 from jaxtune.quant import QuantizedArray, format_of
-from jaxtune.quant.format import quantized
-from jaxtune.run.step import accumulated_gradients
+from jaxtune.run.assembly import assemble
+from jaxtune.run.model import Base
 from pallas_kernels.gpus import GPUS, Device
 
-SPEC = spec(layers=(Layer(low_precision=frozenset({"mlp.down.weight"})),) * 3)
+DOWN = [f"model.layers.{number}.mlp.down_proj" for number in range(3)]
+SPEC = treat_linears(spec(layers=3), DOWN, multiplied=numbers_of(Precision("fp8_hybrid")))
 
 
 def delayed(**options):
@@ -108,12 +111,13 @@ def test_leaving_out_what_is_not_there_is_an_error():
 @pytest.mark.parametrize("options", [{"exclude": r"layers\.1\..*down_proj"}, {"skip_last_layers": 1}])
 def test_what_is_left_out_of_bf16_and_fp16_is_marked_float32(recipe, options):
     whole = spec(layers=3)
-    assert mark_precision(whole, Precision(recipe)) == whole
-    found = [layer.float32 for layer in mark_precision(whole, Precision(recipe, **options)).layers]
-    assert found[0] == frozenset() and len(found[1]) + len(found[2]) == (1 if "exclude" in options else 7)
+    assert multiply(whole, Precision(recipe)) == whole
+    layers = multiply(whole, Precision(recipe, **options)).layers
+    found = [{name for name, treatment in one.treatments if treatment.float32} for one in layers]
+    assert found[0] == set() and len(found[1]) + len(found[2]) == (1 if "exclude" in options else 7)
     assert "mlp.down.weight" in found[1 if "exclude" in options else 2]
     with pytest.raises(UserError, match="leaves out every linear layer.*another precision.recipe"):
-        mark_precision(whole, Precision(recipe, exclude="layers"))
+        multiply(whole, Precision(recipe, exclude="layers"))
 
 
 @pytest.mark.parametrize("stored", ["float32", "nf4"])
@@ -124,24 +128,24 @@ def test_a_linear_layer_in_float32_rounds_only_its_result(one_device, dtype, sto
     shapes = {"weight": (16, 64), "bias": (16,), "lora_a": (4, 64), "lora_b": (16, 4)}
     values = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
     if stored == "nf4":
-        quantize = format_of(Quant(format="nf4"), "mlp.down.weight")
-        values["weight"] = quantized(values["weight"], quantize, ("embed", "mlp"))
+        format = format_of(Quant(format="nf4"), "mlp.down.weight")
+        values["weight"] = format.make(values["weight"], ("embed", "mlp"))
     x, dy = (jnp.asarray(rng.normal(size=(2, 8, size)), dtype) for size in (64, 16))
-    adapted = spec(adapter=Adapter(rank=4, scale=0.5, dropout=0.0))
 
     def results(float32):
         """Result, gradient of x, gradients of the float32 values."""
-        layer = Layer(adapters=frozenset({"mlp.down"}), float32=frozenset({"mlp.down.weight"} if float32 else ()))
-        graph, _ = nnx.split(Linear(adapted, layer, "mlp.down", (16, 64), ("embed", "mlp"), bias=True))
+        treatment = Treatment(float32=float32, adapter=LoRA(rank=4, scale=0.5))
+        treated = dataclasses.replace(layer(), treatments=(("mlp.down.weight", treatment),))
+        graph, _ = nnx.split(Linear(SPEC, treated, "mlp.down", (16, 64), ("embed", "mlp"), bias=True))
         frozen = {name: value for name, value in values.items() if not isinstance(value, jax.Array)}
         trained = {name: value for name, value in values.items() if name not in frozen}
 
         def run(x, trained):
             leaves = {(name,): value for name, value in {**frozen, **trained}.items()}
-            return nnx.merge(graph, nnx.from_flat_state(leaves))(x, None)
+            return nnx.merge(graph, nnx.from_flat_state(leaves))(x, Call(x.dtype))
 
-        y, pull_back = jax.vjp(run, jax.reshard(x, TOKENS), trained)
-        return y, *pull_back(jax.reshard(dy, TOKENS))
+        y, pull_back = jax.vjp(run, jax.reshard(x, by_token()), trained)
+        return y, *pull_back(jax.reshard(dy, by_token()))
 
     weight, a, b = (
         np.asarray(v.dequantize() if isinstance(v, QuantizedArray) else v, np.float64)
@@ -177,34 +181,33 @@ def dots(jaxpr):
 @pytest.mark.parametrize("recipe", ["bf16", "fp16", "fp32"])
 def test_backward_products_are_in_the_recipe_s_dtype(one_device, recipe):
     """Those of the low-precision recipes are tested with their products."""
-    graph, declared = declare(spec(layers=3, intermediate=48))
-    parameters = random_values(declared)
+    config = Config(data=Data(seq_len=8), memory=Memory("none"), precision=Precision(recipe))
+    program = assemble(Base(spec((layer(intermediate=48),) * 3)), config, one_device)
+    parameters = random_values(program.model.trained)
     batch = jax.tree.map(lambda array: array[None], make_batch(tokens(2, 8), one_device))
-    compute = accumulated_gradients(graph, cross_entropy, recipe_of(Precision(recipe), None), "none", 0)
-    program = jax.make_jaxpr(compute)(parameters, {}, batch, jnp.int32(0))
-    found = [dot for dot in dots(program) if any(48 in operand.aval.shape for operand in dot.invars)]
+    traced = jax.make_jaxpr(program.gradients)(parameters, {}, batch, jnp.int32(0))
+    found = [dot for dot in dots(traced) if any(48 in operand.aval.shape for operand in dot.invars)]
     assert len(found) >= 9  # 3 linear layers, forward and two backward
     dtypes = {operand.aval.dtype for dot in found for operand in (*dot.invars, *dot.outvars)}
     assert dtypes == {recipe_of(Precision(recipe), None).dtype}
 
 
 def test_gradients_are_summed_in_gradient_dtype(one_device):
-    graph, declared = declare(SPEC)
-    parameters = random_values(declared)
-    batch = {"tokens": jnp.ones((3, 1, 8), jnp.int32), "row": jnp.zeros((3, 1), jnp.int32)}
+    micro = make_batch(tokens(2, 8), one_device)
 
-    def objective(decoder, micro, **_):
-        return jnp.sum(decoder.head_weight) / 3, jnp.int32(1)
+    def gradient(dtype, count):
+        """Of so many equal micro-batches, so that partial sums of an element are all of one sign."""
+        precision = Precision("fp32", gradient_dtype=dtype)
+        program = assemble(Base(spec(layers=1)), Config(data=Data(seq_len=8), precision=precision), one_device)
+        batch = jax.tree.map(lambda array: jnp.stack([array] * count), micro)
+        summed = jax.jit(program.gradients)(random_values(program.model.trained), {}, batch, jnp.int32(0))
+        return summed.gradients["embed.weight"]
 
-    def gradient(dtype):
-        recipe = recipe_of(Precision("fp32", gradient_dtype=dtype), None)
-        compute = accumulated_gradients(graph, objective, recipe, "none", 0)
-        return jax.jit(compute)(parameters, {}, batch, jnp.int32(0)).gradients["embed.weight"]
-
-    exact, rounded = gradient("float32"), gradient("bfloat16")
+    one, exact, rounded = gradient("float32", 1), gradient("float32", 3), gradient("bfloat16", 3)
     assert exact.dtype == "float32" and rounded.dtype == "bfloat16"
-    np.testing.assert_allclose(exact, 1.0, rtol=1e-6)
-    np.testing.assert_allclose(rounded.astype("float32"), 1.0, rtol=2**-7)
+    assert np.all(np.any(exact, axis=1)[: SPEC.vocabulary])
+    np.testing.assert_allclose(exact, 3 * one, rtol=1e-6)
+    np.testing.assert_allclose(rounded.astype("float32"), exact, rtol=2**-7)
 
 
 def test_a_recipe_says_where_it_cannot_run_or_is_emulated():

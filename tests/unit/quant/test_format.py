@@ -84,7 +84,7 @@ def test_the_dynamic_map_is_that_of_bitsandbytes(functional):
 @pytest.mark.parametrize(
     ("options", "largest_error"),
     [
-        # Half the widest gap of the format, times the largest magnitude of the block.
+        # Half the widest gap of the format, times the amax of the block.
         (dict(format="nf4", double_quant=False), 0.1520),
         (dict(format="fp8", block_size=64), 2**-4),
         (dict(format="fp8", block_size="channel"), 2**-4),

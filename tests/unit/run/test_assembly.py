@@ -9,8 +9,8 @@ from tiny import model_folder
 from jaxtune.config.schema import Config, Data, Optim, Precision
 from jaxtune.config.schema import Model as ModelOptions
 from jaxtune.optim.build import Step
-from jaxtune.run.assembly import optimizer_of
-from jaxtune.run.model import declare_model
+from jaxtune.run.assembly import assemble
+from jaxtune.run.model import read_base
 from jaxtune.run.values import initial_parameters
 
 
@@ -21,8 +21,8 @@ def test_orthogonalised_updates_ignore_the_size_of_gradients_also_in_float16(one
     config = Config(
         model=options, data=data, precision=Precision("fp16"), optim=Optim(name, learning_rate=0.1, weight_decay=0.0)
     )
-    model = declare_model(config, jax.sharding.get_mesh())
-    optimizer, parameters = optimizer_of(model, config), initial_parameters(model, config)
+    program = assemble(read_base(config), config, jax.sharding.get_mesh())
+    optimizer, parameters = program.optimizer, initial_parameters(program.model, config)
     random = jax.random.normal(jax.random.key(0), parameters["stacks.0.blocks.0.mlp.up.weight"].shape)
     gradients = {key: jnp.ones_like(value) for key, value in parameters.items()}
     gradients["stacks.0.blocks.0.mlp.up.weight"] = random

@@ -1,6 +1,5 @@
 """The step: AdamW as torch has it, clipping, decay by name, steps that are not finite, program size."""
 
-import dataclasses
 import re
 from collections import Counter
 
@@ -12,66 +11,53 @@ from batches import make_batch, tokens
 from jax.extend.core import jaxprs_in_params
 from tiny import random_values, spec
 
-from jaxtune.config.schema import Lora, Optim
-from jaxtune.lora.inject import inject
-from jaxtune.models.parameters import declare
-from jaxtune.models.spec import Layer
-from jaxtune.objectives.cross_entropy import cross_entropy
+from jaxtune.config.schema import Config, Data, Lora, Memory, Model, Optim, Precision
+from jaxtune.objectives.objective import Sums
 from jaxtune.optim.build import Trained, build
 from jaxtune.precision.recipes import RECIPES
+from jaxtune.run.assembly import Program, assemble
+from jaxtune.run.model import Base
 from jaxtune.run.state import State, initial_state
-from jaxtune.run.step import Summed, accumulated_gradients, make_train_step
-
-SPEC = spec()
+from jaxtune.run.step import Summed, make_train_step
 
 
-def abstract_parameters(declared, frozen_dtype):
-    """Trained parameters, in float32, and frozen ones."""
-
-    def chosen(trained, dtype):
-        return {
-            name: jax.ShapeDtypeStruct(p.shape, dtype, sharding=p.sharding)
-            for name, p in declared.items()
-            if p.trained == trained
-        }
-
-    return chosen(True, jnp.float32), chosen(False, frozen_dtype)
-
-
-def compiled_step(spec, batch, mesh, remat="block"):
-    """Optimised HLO of a whole LoRA step."""
-    graph, declared = declare(spec)
-    trained, frozen = abstract_parameters(declared, jnp.float32)
-    optimizer = build(
-        Optim(),
-        {name: Trained((name,) * max(1, len(declared[name].layers)), bool(declared[name].layers)) for name in trained},
-        len(spec.layers),
+def program_of(mesh, layers=4, remat="block", precision="fp32", lora=None, **sections) -> Program:
+    """The program of a tiny model, made of nothing but its spec; adapters are on unless it is told."""
+    config = Config(
+        model=Model(dtype="bfloat16" if precision == "bf16" else "float32"),
+        data=Data(seq_len=24),
+        lora=Lora(enabled=True, rank=2) if lora is None else lora,
+        precision=Precision(precision),
+        memory=Memory(remat),
+        **sections,
     )
-    gradients = accumulated_gradients(graph, cross_entropy, RECIPES["fp32"], remat, 0)
-    step = make_train_step(gradients, optimizer, lambda _: jnp.float32(1e-3), 1.0, RECIPES["fp32"])
-    state = jax.eval_shape(lambda trained: initial_state(optimizer, trained), trained)
-    return jax.jit(step).lower(state, frozen, batch).compile().as_text()
+    return assemble(Base(spec(layers)), config, mesh)
+
+
+def compiled_step(program: Program, batch) -> str:
+    """Optimised HLO of a whole step."""
+    return jax.jit(program.step).lower(program.state, program.frozen, batch, jnp.float32(1e-3)).compile().as_text()
 
 
 def test_the_program_does_not_grow_with_the_layers(one_device):
     batch = jax.tree.map(lambda x: x[None], make_batch(tokens(1, 32), one_device))
 
     def instructions(layers: int) -> int:
-        spec = inject(dataclasses.replace(SPEC, layers=(Layer(),) * layers), Lora(enabled=True, rank=2))
-        return len(re.findall(r"^\s*(?:ROOT )?%?[\w.\-]+ = ", compiled_step(spec, batch, one_device), re.M))
+        text = compiled_step(program_of(one_device, layers), batch)
+        return len(re.findall(r"^\s*(?:ROOT )?%?[\w.\-]+ = ", text, re.M))
 
     assert instructions(32) <= 1.05 * instructions(4)
 
 
 def test_no_array_is_sequence_by_sequence(one_device):
     batch = jax.tree.map(lambda x: x[None], make_batch(tokens(1, 2048), one_device))
-    text = compiled_step(inject(SPEC, Lora(enabled=True, rank=2)), batch, one_device)
+    text = compiled_step(program_of(one_device), batch)
     assert not re.search(r"\[[\d,]*2048,2048[\],]", text)
 
 
 def test_every_remat_policy_gives_the_same_gradients(one_device):
-    spec = inject(SPEC, Lora(enabled=True, rank=2, dropout=0.3))
-    graph, declared = declare(spec)
+    lora = Lora(enabled=True, rank=2, dropout=0.3)
+    declared = program_of(one_device, lora=lora).model.parameters
     values = random_values(declared)
     values |= {name: jnp.ones_like(value) * 0.1 for name, value in values.items() if name.endswith("lora_b")}
     trained = {name: value for name, value in values.items() if declared[name].trained}
@@ -79,7 +65,7 @@ def test_every_remat_policy_gives_the_same_gradients(one_device):
     batch = jax.tree.map(lambda x: x[None], make_batch(tokens(2, 24), one_device, [10, 12]))
 
     def gradients(remat):
-        computed = accumulated_gradients(graph, cross_entropy, RECIPES["fp32"], remat, 0)
+        computed = program_of(one_device, remat=remat, lora=lora).gradients
         # LLVM contracts into fused multiply-adds what happens to stand together, which differs from program to program.
         plain = jax.jit(computed, compiler_options={"xla_backend_optimization_level": 0})
         return plain(trained, frozen, batch, jnp.int32(3)).gradients
@@ -93,12 +79,10 @@ def test_every_remat_policy_gives_the_same_gradients(one_device):
 
 def scans_over_layers(remat, mesh):
     """The forward and the backward scan over the layers of a LoRA step in bfloat16, 2 rows of 24 tokens."""
-    graph, declared = declare(inject(SPEC, Lora(enabled=True, rank=2, dropout=0.3)))
-    trained, frozen = abstract_parameters(declared, jnp.bfloat16)
+    program = program_of(mesh, remat=remat, precision="bf16", lora=Lora(enabled=True, rank=2, dropout=0.3))
     batch = jax.tree.map(lambda x: x[None], make_batch(tokens(2, 24), mesh))
-    gradients = accumulated_gradients(graph, cross_entropy, RECIPES["bf16"], remat, 0)
-    program = jax.make_jaxpr(gradients)(trained, frozen, batch, jnp.int32(0))
-    scans = [e for e in equations(program.jaxpr) if e.primitive.name == "scan" and e.params["length"] == 4]
+    traced = jax.make_jaxpr(program.gradients)(program.state.trained, program.frozen, batch, jnp.int32(0))
+    scans = [e for e in equations(traced.jaxpr) if e.primitive.name == "scan" and e.params["length"] == 4]
     return sorted(scans, key=lambda scan: scan.params["reverse"])
 
 
@@ -140,17 +124,17 @@ def test_no_weight_is_multiplied_again_without_remat(one_device, remat, products
 
 def step_on(gradient_of, optim: Optim, parameters, names, max_norm=0.0, steps=5):
     """Parameters after steps whose gradient is `gradient_of(step)`; several names are a stack."""
-    optimizer = build(optim, {key: Trained(one, stacked=len(one) > 1) for key, one in names.items()}, 3)
+    optimizer = build(optim, {key: Trained(one, (len(one),) if len(one) > 1 else ()) for key, one in names.items()}, 3)
 
     def gradients(trained, frozen, batch, step, scaling):
-        return Summed(gradient_of(step), jnp.float32(1.0), jnp.int32(1))
+        return Summed(gradient_of(step), Sums(jnp.float32(1.0), jnp.int32(1)))
 
-    step = make_train_step(gradients, optimizer, lambda _: jnp.float32(optim.learning_rate), max_norm, RECIPES["fp32"])
+    step = make_train_step(gradients, optimizer, max_norm, RECIPES["fp32"])
     state = initial_state(optimizer, parameters)
     batch = {"segment_ids": jnp.ones((1, 1, 1), jnp.int32)}
     found = []
     for _ in range(steps):
-        state, metrics = jax.jit(step)(state, {}, batch)
+        state, metrics = jax.jit(step)(state, {}, batch, jnp.float32(optim.learning_rate))
         found.append(metrics)
     return state, found
 
@@ -178,14 +162,14 @@ def test_adamw_equals_torch():
 def test_newton_schulz_multiplies_as_exactly_as_the_recipe_says(one_device, recipe, precision):
     """A GPU would take float32 products of default precision for TF32."""
     parameters = {"w": jnp.ones((2, 8, 4))}
-    optimizer = build(Optim("muon"), {"w": Trained(("a", "b"), stacked=True)}, 2, RECIPES[recipe].dtype)
+    optimizer = build(Optim("muon"), {"w": Trained(("a", "b"), (2,), is_matrix=True)}, 2, RECIPES[recipe].dtype)
 
     def gradients(trained, *_):
-        return Summed(trained, jnp.float32(1.0), jnp.int32(1))
+        return Summed(trained, Sums(jnp.float32(1.0), jnp.int32(1)))
 
-    step = make_train_step(gradients, optimizer, lambda _: jnp.float32(1e-3), 0.0, RECIPES[recipe])
+    step = make_train_step(gradients, optimizer, 0.0, RECIPES[recipe])
     batch = {"segment_ids": jnp.ones((1, 1, 1), jnp.int32)}
-    text = jax.jit(step).lower(initial_state(optimizer, parameters), {}, batch).as_text()
+    text = jax.jit(step).lower(initial_state(optimizer, parameters), {}, batch, jnp.float32(1e-3)).as_text()
     assert set(re.findall(r"dot_general.*precision = \[(\w+), ", text)) == {precision}
 
 

@@ -11,7 +11,7 @@ from tiny import model_folder
 
 from jaxtune.config.schema import Config, Data, Lora, Model, Quant
 from jaxtune.errors import UserError
-from jaxtune.run.model import declare_model
+from jaxtune.run.model import declare_model, read_base
 from jaxtune.run.values import frozen_parameters
 
 
@@ -19,7 +19,7 @@ def read_quantized(folder, mesh, **options):
     config = Config(
         model=Model(path=str(folder)), data=Data(seq_len=32), lora=Lora(enabled=True), quant=Quant(**options)
     )
-    model = declare_model(config, mesh)
+    model = declare_model(read_base(config), config, mesh)
     return model, frozen_parameters(model, config)
 
 
@@ -39,7 +39,7 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 from jaxtune.config.schema import Config, Data, Lora, Mesh, Model, Quant
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.run.model import declare_model
+from jaxtune.run.model import declare_model, read_base
 from jaxtune.run.values import frozen_parameters
 import threading, time
 
@@ -49,7 +49,7 @@ def anonymous():
 def read(folder):
     base = Model(path=folder, dtype="float32")
     config = Config(model=base, data=Data(seq_len=32), lora=Lora(enabled=True), quant=Quant(format="nf4"))
-    model = declare_model(config, make_mesh(Mesh(), jax.devices()[:1]))
+    model = declare_model(read_base(config), config, make_mesh(Mesh(), jax.devices()[:1]))
     frozen = frozen_parameters(model, config)
     return frozen, sum(leaf.nbytes for leaf in jax.tree.leaves(frozen))
 

@@ -1,4 +1,4 @@
-"""What is chosen by name is marked in the layers, and unlike layers are stacks of their own."""
+"""What is chosen by name is treated so in the layers, and unlike layers are stacks of their own."""
 
 import dataclasses
 
@@ -7,10 +7,9 @@ from tiny import spec
 
 from jaxtune.config.schema import Precision, Quant
 from jaxtune.errors import UserError
-from jaxtune.models.families import linears
-from jaxtune.models.mark import freeze, mark, selected
 from jaxtune.models.parameters import declare
 from jaxtune.models.spec import stacks
+from jaxtune.models.treat import freeze, linears, selected, treat_linears
 
 
 def test_what_is_skipped_or_excluded_falls_into_stacks_of_its_own():
@@ -18,9 +17,10 @@ def test_what_is_skipped_or_excluded_falls_into_stacks_of_its_own():
     options = Quant(format="nf4", skip_first_layers=1, skip_last_layers=2, exclude=r"layers\.2\..*down_proj")
     chosen = selected(whole, options, "quant")
     assert len(chosen) == 3 * 7 - 1 and chosen < linears(whole).keys()
-    marked = mark(whole, chosen, "quantized")
+    marked = treat_linears(whole, chosen, stored="a format")
     assert [(stack.first, stack.repeats) for stack in stacks(marked.layers)] == [(0, 1), (1, 1), (2, 1), (3, 1), (4, 2)]
-    assert "mlp.down.weight" in marked.layers[1].quantized - marked.layers[2].quantized
+    stored = [layer.treatment("mlp.down.weight").stored for layer in marked.layers]
+    assert stored == [None, "a format", None, "a format", None, None]
     with pytest.raises(UserError, match="quant.exclude='nothing' matches none"):
         selected(whole, Quant(format="nf4", exclude="nothing"), "quant")
 

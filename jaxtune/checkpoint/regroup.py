@@ -1,0 +1,119 @@
+"""Layers of a saved state are identified by parameter and layer number, not by stack, so that the grouping may change.
+
+Equal layers are stacked into one array (a leaf). If a later version, or another option, groups the layers into other
+stacks, each layer is cut from the saved leaf that has it and joined into the leaf that wants it. A leaf of a stack has
+its layers along the leading axis, or is a scalar shared by all of them.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtune.errors import UserError
+
+# For each parameter: its name inside a layer, and the numbers of the layers stacked in it. A parameter outside the
+# layers has its full name and no layers.
+Grouping = Mapping[str, tuple[str, tuple[int, ...]]]
+Leaves = dict[str, Any]  # by path, with shape and dtype: see `structure.leaves_by_name`
+
+
+class Piece(NamedTuple):
+    """One layer of a leaf; or the whole leaf, if it has no layers or is a scalar shared by them."""
+
+    family: str  # the leaf's path without its stack: leaves of one family differ only in their layers
+    leaf: str
+    index: int | None  # along the leading axis; None: the whole leaf
+    shape: tuple[int, ...]  # with a leading 1 in place of the layers
+    dtype: np.dtype
+
+
+def pieces(leaves: Leaves, grouping: Grouping) -> dict[str, Piece]:
+    """The pieces of all leaves, by a name that users understand, for example 'trained/mlp.down.weight of layer 7'.
+
+    Raises ValueError if a leaf of a stack neither has its layers along the leading axis nor is a scalar.
+    """
+    found: dict[str, Piece] = {}
+    for leaf, array in leaves.items():
+        path = leaf.split("/")
+        local, layers = next((grouping[part] for part in path if part in grouping), ("", ()))
+        family = "/".join(local if part in grouping else part for part in path)
+        shape, dtype = tuple(array.shape), np.dtype(array.dtype)
+        if layers and shape and shape[0] != len(layers):
+            raise ValueError(f"{leaf} {shape} does not have the {len(layers)} layers of its stack along its first axis")
+        whole = Piece(family, leaf, None, shape, dtype)
+        of_layer = {
+            f"{family} of layer {layer}": whole._replace(index=index, shape=(1, *shape[1:])) if shape else whole
+            for index, layer in enumerate(layers)
+        }
+        added = of_layer if layers else {family: whole}
+        if twice := added.keys() & found.keys():
+            raise ValueError(f"{leaf} and {found[min(twice)].leaf} both have {min(twice)}")
+        found |= added
+    return found
+
+
+def load(
+    read: Callable[[Leaves], Leaves], saved: Leaves, wanted: Leaves, there: dict[str, Piece], here: dict[str, Piece]
+) -> Leaves:
+    """The arrays of `wanted` (shapes, dtypes, shardings), read by `read`, which takes such a dict of saved leaves.
+
+    `there` are the pieces of `saved`, and include all of `here`, the pieces of `wanted`. A leaf that is wanted just as
+    it was saved goes straight to its sharding. Others are cut and joined on the devices, one family at a time, so that
+    besides the result only the leaves of one family are in memory.
+
+    Raises UserError if stacks that are joined into one have different values of a scalar that their layers then share.
+    """
+    # Leaves that cannot be read as they are: some layer was at another place, or in a leaf of another shape.
+    moved = {
+        piece.leaf
+        for name, piece in here.items()
+        if there[name] != piece or saved[piece.leaf].shape != wanted[piece.leaf].shape
+    }
+    made_of: dict[str, dict[str, list[Piece]]] = defaultdict(lambda: defaultdict(list))
+    for name, piece in here.items():
+        if piece.leaf in moved:
+            made_of[piece.family][piece.leaf].append(there[name])
+    as_saved = {leaf: abstract for leaf, abstract in wanted.items() if leaf not in moved}
+    arrays = read(as_saved) if as_saved else {}
+    for leaves in made_of.values():
+        like = wanted[next(iter(leaves))]  # leaves of a family share dtype and sharding
+        sources = {part.leaf: part for parts in leaves.values() for part in parts}
+        abstract = {
+            name: jax.ShapeDtypeStruct(saved[name].shape, like.dtype, sharding=_of_source(part, like.sharding))
+            for name, part in sources.items()
+        }
+        arrays |= _joined(read(abstract), leaves, {leaf: wanted[leaf].sharding for leaf in leaves})
+    return arrays
+
+
+def _of_source(part: Piece, sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    """A wanted leaf's sharding, but in device memory and with the layers unsharded, so that layers can be cut out."""
+    if part.index is None or not isinstance(sharding, jax.NamedSharding):
+        return sharding
+    return jax.NamedSharding(sharding.mesh, jax.P(None, *sharding.spec[1:]))
+
+
+def _joined(sources: Leaves, leaves: dict[str, list[Piece]], shardings: dict[str, jax.sharding.Sharding]) -> Leaves:
+    """Joins each leaf from its pieces of saved leaves. Raises UserError as `load` does."""
+    for parts in leaves.values():
+        if parts[0].index is None and len({np.asarray(sources[part.leaf]).tobytes() for part in parts}) > 1:
+            raise UserError(
+                f"the checkpoint cannot go on with other stacks of layers: {parts[0].family} is not the same in "
+                f"{' and '.join(sorted({part.leaf for part in parts}))}"
+            )
+
+    def join(sources: Leaves) -> Leaves:
+        def cut(part: Piece) -> jax.Array:
+            leaf, index = sources[part.leaf], part.index
+            return leaf if index is None else jax.lax.slice_in_dim(leaf, index, index + 1)
+
+        def one(parts: list[Piece]) -> jax.Array:
+            return cut(parts[0]) if parts[0].index is None else jnp.concatenate([cut(part) for part in parts])
+
+        return {leaf: one(parts) for leaf, parts in leaves.items()}
+
+    return jax.jit(join, out_shardings=shardings)(sources)

@@ -1,0 +1,95 @@
+"""A cache folder: the tokenised documents of one dataset entry, as files that are mapped into memory."""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxtune.data.columns import Column
+from jaxtune.data.units import Part, Unit
+from jaxtune.errors import UserError
+
+FORMAT = 3
+"""Counted up when the layout of the files changes; folders in another format are not read."""
+
+SUMMARY = "summary.json"
+"""The file that is written last: the key, the columns, and the notes for the user."""
+
+_TOKENS, _LOSS_WEIGHT = Column("tokens", np.int32), Column("loss_weight", np.float16)
+
+
+def write(folder: Path, units: Iterable[Unit], columns: tuple[Column, ...] = ()) -> dict[str, Any]:
+    """Writes units into a new folder, as they come. `load` reads the folder only after `finish`.
+
+    Args:
+        folder: must be empty.
+        units: each has at least one document.
+        columns: the columns in the units' `values`.
+
+    Returns:
+        The part of the summary that describes the content: format, key, columns, numbers of documents and tokens.
+    """
+    content = hashlib.sha256()
+    lengths, sizes, targets, continuous = [], [], [], []
+    with ExitStack() as opened:
+        stored = (_TOKENS, _LOSS_WEIGHT, *columns)
+        files = {column: opened.enter_context((folder / f"{column.name}.bin").open("wb")) for column in stored}
+
+        def put(column: Column, values: Any) -> None:
+            array = np.ascontiguousarray(values, column.dtype)
+            files[column].write(array.data)  # not array.tofile, whose error does not say that the disk is full
+            content.update(array.data)
+
+        for unit in units:
+            for document in unit.documents:
+                put(_TOKENS, document.tokens)
+                put(_LOSS_WEIGHT, document.loss_weights)
+                lengths.append(len(document.tokens))
+                targets.append(np.count_nonzero(document.loss_weights[1:]))
+                continuous.append(unit.continuous)
+            sizes.append(len(unit.documents))
+            counts = {"token": sum(lengths[-sizes[-1] :]), "document": sizes[-1], "unit": 1}
+            for column in columns:
+                values = unit.values[column.name]
+                values = np.concatenate(values) if column.per == "token" else np.reshape(values, -1)
+                if len(values) != counts[column.per]:
+                    raise ValueError(f"{column.name}: {len(values)} values for {counts[column.per]} of {column.per}")
+                put(column, values)
+    content.update(np.array(lengths, np.int64).tobytes())
+    if len(sizes) < len(lengths):  # without this, the key is the one in checkpoints from before there were units
+        content.update(np.array(sizes, np.int64).tobytes())
+    np.save(folder / "offsets.npy", np.cumsum([0, *lengths], dtype=np.int64))
+    np.save(folder / "units.npy", np.cumsum([0, *sizes], dtype=np.int64))
+    np.save(folder / "targets.npy", np.array(targets, np.int64))
+    np.save(folder / "continuous.npy", np.array(continuous, bool))
+    declared = [(column.name, np.dtype(column.dtype).name, column.per) for column in stored]
+    key, documents, tokens = content.hexdigest(), len(lengths), sum(lengths)
+    return {"format": FORMAT, "key": key, "columns": declared, "documents": documents, "tokens": tokens}
+
+
+def finish(folder: Path, summary: dict[str, Any], name: str, skipped: int = 0, notes: Iterable[str] = ()) -> None:
+    """Writes the summary of a folder: what `write` returned, and the other fields of `Part`."""
+    (folder / SUMMARY).write_text(json.dumps(summary | {"name": name, "skipped": skipped, "notes": list(notes)}))
+
+
+def load(folder: Path) -> Part:
+    """The documents of a folder, mapped into memory. Raises UserError if a file has the wrong length."""
+    summary = json.loads((folder / SUMMARY).read_text())
+    with contextlib.suppress(OSError):  # the cache may belong to another user
+        os.utime(folder / SUMMARY)  # records the last use, for jaxtune.cache
+    arrays = {name: np.load(folder / f"{name}.npy") for name in ("offsets", "units", "targets", "continuous")}
+    columns = {name: Column(name, np.dtype(dtype).type, per) for name, dtype, per in summary["columns"]}
+    counts = {"token": arrays["offsets"][-1], "document": arrays["units"][-1], "unit": len(arrays["units"]) - 1}
+    values = {}
+    for name, column in columns.items():
+        values[name] = np.memmap(folder / f"{name}.bin", column.dtype, mode="r")
+        if len(values[name]) != (count := counts[column.per]):
+            raise UserError(f"{folder} is damaged: {name}.bin does not hold {count} values; delete the folder")
+    notes = tuple(summary["notes"])
+    return Part(summary["name"], summary["key"], columns, values, **arrays, skipped=summary["skipped"], notes=notes)

@@ -1,0 +1,40 @@
+"""Columns: the arrays of a batch, declared by the objective that reads them."""
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+
+class Column(NamedTuple):
+    """An array of a row, (positions,); of a batch, (micro-batches, rows, positions).
+
+    The columns in `MADE` are computed when a row is built. Any other column is stored with the documents: a token's
+    value stands at the position where that token is the target, like its loss weight; the value of a document or a
+    unit stands at each of its tokens.
+
+    Attributes:
+        name: its key in a row and in a batch.
+        dtype: of the array.
+        per: whether each token, document or unit has a value. A unit is packed whole: one document, or several.
+        padding: the value at positions that hold no token or no target; "seq_len": the length of the row.
+    """
+
+    name: str
+    dtype: type[np.generic]
+    per: Literal["token", "document", "unit"] = "token"
+    padding: float | Literal["seq_len"] = 0
+
+
+TOKENS = Column("tokens", np.int32)
+TARGETS = Column("targets", np.int32)  # the next token of the same document
+POSITIONS = Column("positions", np.int32)  # from 0 in each document
+SEGMENT_IDS = Column("segment_ids", np.int32, "document")  # 1, 2, ... in a row
+UNIT_IDS = Column("unit_ids", np.int32, "unit")  # 1, 2, ... in a row
+# The first position that a token may attend to. Padding attends to nothing.
+KEY_START = Column("key_start", np.int32, "document", "seq_len")
+MADE = frozenset(column.name for column in (TOKENS, TARGETS, POSITIONS, SEGMENT_IDS, UNIT_IDS, KEY_START))
+
+LOSS_WEIGHT = Column("loss_weight", np.float32)  # weight of the loss of predicting the target
+
+NEXT_TOKEN = (TOKENS, TARGETS, POSITIONS, SEGMENT_IDS, KEY_START, LOSS_WEIGHT)
+"""The columns that next-token prediction on packed rows reads."""

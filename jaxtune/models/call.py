@@ -1,0 +1,32 @@
+"""How a forward pass is computed: what every part of a decoder is given besides its inputs."""
+
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jaxtune.models.dropout import Noise
+
+Remat = Literal["none", "dots", "block"]
+
+
+class Call(NamedTuple):
+    """How a forward pass is computed.
+
+    dtype: of activations, to which weights are cast where they are used. noise: source of randomness for dropout and
+    for stochastic rounding in the backward pass; None outside of training: no dropout. remat: the rematerialisation
+    policy of a layer. adapters: False computes with the base alone, as the reference of a preference loss does.
+    backend: of attention, a name in pallas_kernels.flash_attention.BACKENDS or 'auto'; fallback: 'warn' takes 'auto'
+    where that backend cannot run.
+    """
+
+    dtype: jnp.dtype
+    noise: Noise | None = None
+    remat: Remat = "none"
+    adapters: bool = True
+    backend: str = "auto"
+    fallback: Literal["error", "warn"] = "error"
+
+    def layer(self, number: Int[Array, ""]) -> "Call":
+        """The call of a layer, from that of a decoder; of an expert, from that of a layer."""
+        return self if self.noise is None else self._replace(noise=self.noise.layer(number))

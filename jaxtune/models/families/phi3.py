@@ -1,0 +1,16 @@
+"""Phi-3 and Phi-4: Llama with queries, keys and values in one tensor, gate and up in another, and one window."""
+
+from typing import Any
+
+from jaxtune.models.families import llama
+from jaxtune.models.spec import ModelSpec
+
+QKV, GATE_UP = (f"model.layers.{{layer}}.{name}_proj.weight" for name in ("self_attn.qkv", "mlp.gate_up"))
+# The parts of a tensor stand in it in this order.
+FUSED = {**{f"attention.{name}.weight": QKV for name in "qkv"}, "mlp.gate.weight": GATE_UP, "mlp.up.weight": GATE_UP}
+NAMES, IGNORABLE = llama.NAMES_WITHOUT_BIAS | FUSED, llama.IGNORABLE
+
+
+def read_spec(config: dict[str, Any]) -> ModelSpec:
+    """ModelSpec of a `Phi3ForCausalLM` config.json."""
+    return llama.common_spec("phi3", config, [config.get("sliding_window")] * config["num_hidden_layers"])

@@ -1,0 +1,36 @@
+"""The load-balancing loss of a mixture of experts beside another objective."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxtune.models.score import Batch, Scores
+from jaxtune.objectives.objective import Objective, Sums
+
+
+def balanced(objective: Objective, coefficient: float) -> Objective:
+    """The objective plus coefficient times the router's loss of each micro-batch, as transformers adds it.
+
+    The router's loss is a metric of its own too, router_loss.
+    """
+
+    def loss(scores: Scores, batch: Batch) -> Sums:
+        sums = objective.loss(scores, batch)
+        router, weight = router_loss(scores), sums.weight.astype(jnp.float32)
+        metrics = {**sums.metrics, "router_loss": (router * weight, weight)}
+        return Sums(sums.loss + coefficient * router * weight, sums.weight, metrics)
+
+    return dataclasses.replace(objective, loss=loss)
+
+
+def router_loss(scores: Scores) -> Float[Array, ""]:
+    """How unevenly experts are chosen (Switch Transformer, arXiv:2101.03961), over tokens and layers.
+
+    As transformers' load_balancing_loss_func: (number of experts) * sum over experts of (choices per token * mean
+    probability). An even choice gives the number of experts that a token chooses.
+    """
+    sums = scores.sums
+    tokens = jnp.maximum(sums["router_tokens"], 1.0)
+    shares, probability = sums["router_choices"] / tokens, sums["router_probability"] / tokens
+    return len(shares) * jnp.sum(shares * probability)

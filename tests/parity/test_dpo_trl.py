@@ -1,0 +1,61 @@
+"""DPO (arXiv:2305.18290) as an objective of its own, with adapters off as the reference: TRL's loss and gradients."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from batches import make_batch
+from tiny import byte_tokenizer, read, torch_model
+
+from jaxtune.config.schema import Lora, Precision
+from jaxtune.objectives.objective import Objective, Sums
+from jaxtune.run.assembly import assemble
+
+trl = pytest.importorskip("trl", reason="the reference is TRL, which needs torch (Python 3.11 here)")
+datasets, peft, torch = (pytest.importorskip(name) for name in ("datasets", "peft", "torch"))
+BETA, PROMPT, CHOSEN, REJECTED = 0.3, "say a colour", " deep blue", " no"
+
+
+def dpo(scores, batch) -> Sums:
+    """-log sigmoid(beta * (how much more the chosen than the rejected one gained)): a pair is a row of two segments."""
+    gained = (scores.log_prob - scores.reference) * batch["loss_weight"]
+    chosen, rejected = (jnp.sum(gained * (batch["segment_ids"] == segment), axis=1) for segment in (1, 2))
+    accuracy = jnp.sum(chosen > rejected), jnp.float32(len(chosen))
+    losses = -jax.nn.log_sigmoid(BETA * (chosen - rejected))
+    return Sums(jnp.sum(losses), jnp.int32(len(losses)), {"rewards/accuracies": accuracy})
+
+
+def test_loss_and_gradients_are_those_of_trl(one_device, tmp_path):
+    base = torch_model("qwen3, yarn rope, tied", tmp_path / "base")
+    tokenizer = byte_tokenizer(tmp_path / "base")
+    lora = Lora(enabled=True, rank=4, alpha=8.0)
+    model, frozen, config = read(tmp_path / "base", one_device, lora=lora)
+    rng = np.random.default_rng(0)
+    adapters = {name: rng.normal(size=p.shape).astype("float32") * 0.1 for name, p in model.trained.items()}
+    arguments = trl.DPOConfig(str(tmp_path / "out"), beta=BETA, use_cpu=True, report_to=[], bf16=False)
+    pairs = datasets.Dataset.from_list([{"prompt": PROMPT, "chosen": CHOSEN, "rejected": REJECTED}])
+    options = peft.LoraConfig(r=4, lora_alpha=8.0, target_modules="all-linear")
+    trainer = trl.DPOTrainer(base, args=arguments, train_dataset=pairs, processing_class=tokenizer, peft_config=options)
+    theirs = {name.replace(".default", ""): value for name, value in trainer.model.named_parameters()}
+    places = [(name, at, place.name) for name, p in model.trained.items() for at, place in p.elements()]
+    for name, index, hf_name in places:
+        theirs[f"base_model.model.{hf_name}"].data[:] = torch.tensor(adapters[name][index])
+    expected = trainer.compute_loss(trainer.model.eval(), next(iter(trainer.get_train_dataloader())))
+    expected.backward()
+
+    ids = [tokenizer(PROMPT + answer)["input_ids"] + [tokenizer.eos_token_id] for answer in (CHOSEN, REJECTED)]
+    rows = np.resize(np.array([*ids[0], *ids[1]]), (1, 64))
+    batch = make_batch(rows, one_device, [len(one) for one in ids])
+    answers = batch["positions"] >= len(tokenizer(PROMPT)["input_ids"]) - 1
+    batch |= {"loss_weight": batch["loss_weight"] * answers}
+    config = dataclasses.replace(config, precision=Precision("fp32"))
+    program = assemble(model.base, config, one_device, Objective(dpo, reference=True, counts="pairs"))
+    batch = jax.tree.map(lambda column: column[None], batch)
+    with jax.default_matmul_precision("highest"):
+        summed = jax.jit(program.gradients)(adapters, frozen, batch, jnp.int32(0))
+    assert abs(float(summed.sums.loss) - expected.item()) <= 1e-5 * expected.item()
+    for name, index, hf_name in places:
+        gradient = theirs[f"base_model.model.{hf_name}"].grad.numpy()
+        assert np.abs(summed.gradients[name][index] - gradient).max() <= 1e-5 * np.abs(gradient).max(), hf_name

@@ -1,0 +1,228 @@
+"""A saved state is restored whatever stacks its layers were in, and are in now."""
+
+import json
+import shutil
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runs import call, metrics, recipe
+
+from jaxtune.checkpoint import CheckpointManager, manifest
+from jaxtune.checkpoint.manager import FORMAT
+from jaxtune.checkpoint.regroup import pieces
+from jaxtune.config.schema import Mesh, Optim
+from jaxtune.errors import UserError
+from jaxtune.models.spec import StackSpec
+from jaxtune.optim.build import Trained, build
+from jaxtune.parallel.mesh import make_mesh
+from jaxtune.precision import loss_scale
+from jaxtune.run.folder import RunFolder
+from jaxtune.run.state import Scaling
+from jaxtune.run.values import open_run
+
+LAYERS = 5
+OPTIMIZERS = ("adamw", "adamw_8bit", "sgd", "adafactor", "lion", "schedule_free", "muon", "normuon")
+# Local names: shape of a layer, and how it is sharded.
+IN_LAYERS = {"mlp.up.weight": ((128, 256), (None, "fsdp")), "attention.q.bias": ((64,), (None,))}
+OUTSIDE = {"embed.weight": ((64, 128), (None, "fsdp"))}
+
+
+def grouped(*stacks):
+    """The grouping of layers into these stacks."""
+    names = {f"stacks.{i}.blocks.0.{local}": (local, layers) for i, layers in enumerate(stacks) for local in IN_LAYERS}
+    return {**names, **{name: (name, ()) for name in OUTSIDE}}
+
+
+def at_random(seed):
+    """Five layers in stacks drawn by chance, in any order."""
+    rng = np.random.default_rng(seed)
+    stacks = {}
+    for layer in rng.permutation(LAYERS).tolist():
+        stacks.setdefault(int(rng.integers(3)), []).append(layer)
+    return grouped(*(tuple(layers) for layers in stacks.values()))
+
+
+def abstract(grouping, mesh, optimizers=OPTIMIZERS):
+    """Shapes of trained parameters, of the state of each optimizer, and of the scales that recipes carry along."""
+
+    def one(local, layers):
+        shape, axes = (IN_LAYERS | OUTSIDE)[local]
+        if layers:
+            shape, axes = (len(layers), *shape), (None, *axes)
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.NamedSharding(mesh, jax.P(*axes)))
+
+    trained = {name: one(*where) for name, where in grouping.items()}
+    about = {
+        name: Trained(tuple(map(str, layers)) or (name,), (len(layers),) if layers else (), local == "mlp.up.weight")
+        for name, (local, layers) in grouping.items()
+    }
+    rules = {name: jax.eval_shape(build(Optim(name=name), about, LAYERS).init, trained) for name in optimizers}
+    amax = {
+        name: jax.ShapeDtypeStruct((len(layers), 2, 4), jnp.float32) for name, (_, layers) in grouping.items() if layers
+    }
+    scaling = jax.eval_shape(lambda: Scaling(loss_scale.initial(2.0), jax.tree.map(jnp.zeros_like, amax)))
+
+    def on_mesh(leaf):
+        spec = jax.P() if leaf.sharding is None else leaf.sharding.spec
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.NamedSharding(mesh, spec))
+
+    return jax.tree.map(on_mesh, {"trained": trained, "optimizer": rules, "scaling": scaling})
+
+
+def filled(shapes, grouping):
+    """Values that are a function of what a leaf is and of the layer, never of the stack."""
+
+    def drawn(what, shape, dtype):
+        return (np.random.default_rng(zlib.crc32(what.encode())).random(shape) * 200).astype(dtype)
+
+    def one(path, leaf):
+        what = jax.tree_util.keystr(path)
+        name = next((name for name in grouping if repr(name) in what), None)
+        local, layers = grouping.get(name, ("", ()))
+        what = what.replace(str(name), local)
+        if not (layers and leaf.shape):
+            return jax.device_put(drawn(what, leaf.shape, leaf.dtype), leaf.sharding)
+        values = [drawn(f"{what} {layer}", leaf.shape[1:], leaf.dtype) for layer in layers]
+        return jax.device_put(np.stack(values), leaf.sharding)
+
+    return jax.tree_util.tree_map_with_path(one, shapes)
+
+
+def assert_same(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected)):
+        assert (one.dtype, one.sharding) == (other.dtype, other.sharding)
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_any_grouping_restores_as_any_other(tmp_path, seed):
+    mesh = make_mesh(Mesh(fsdp=2), jax.devices()[:2])
+    before, after = at_random(seed), at_random(seed + 100)
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, filled(abstract(before, mesh), before), {"row": 7}, before)
+    manager.wait(final=True)
+    wanted = abstract(after, mesh)
+    restored = manager.restore(wanted, grouping=after)
+    assert restored.host == {"row": 7}
+    assert_same(restored.state, filled(wanted, after))
+    part = {"trained": wanted["trained"]}
+    assert_same(manager.restore(part, part=True, grouping=after).state, filled(part, after))
+
+
+def test_layers_may_be_spread_over_devices(tmp_path):
+    """As stages of a pipeline would have them, in host memory too."""
+    mesh = make_mesh(Mesh(data=2, fsdp=2), jax.devices()[:4])
+    values = np.arange(4 * 8 * 8, dtype=np.float32).reshape(4, 8, 8)
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, {"one": jnp.asarray(values)}, {}, {"one": ("local", (0, 1, 2, 3))})
+    places = jax.P("data", None, "fsdp"), jax.P(None, "fsdp")
+    shardings = [jax.NamedSharding(mesh, place, memory_kind="pinned_host") for place in places]
+    wanted = [jax.ShapeDtypeStruct((2, 8, 8), jnp.float32, sharding=sharding) for sharding in shardings]
+    grouping = {"0": ("local", (1, 3)), "1": ("local", (2, 0))}
+    one, other = manager.restore(wanted, grouping=grouping).state
+    assert [one.sharding, other.sharding] == shardings
+    np.testing.assert_array_equal(one, values[[1, 3]])
+    np.testing.assert_array_equal(other, values[[2, 0]])
+
+
+@pytest.fixture
+def saved(tmp_path, one_device):
+    """A manager that saved layers 0 to 2 in one stack and 3 and 4 in another."""
+    manager, grouping = CheckpointManager(tmp_path), grouped((0, 1, 2), (3, 4))
+    manager.save(1, filled(abstract(grouping, one_device, ("schedule_free",)), grouping), {}, grouping)
+    manager.wait(final=True)
+    return manager
+
+
+def restore(manager, grouping, change=lambda state: None, **options):
+    state = abstract(grouping, jax.sharding.get_mesh(), ("schedule_free",))
+    change(state)
+    return manager.restore(state, grouping=grouping, **options)
+
+
+def test_the_same_grouping_is_read_at_once(saved, monkeypatch):
+    monkeypatch.setattr("jaxtune.checkpoint.regroup._joined", None)
+    grouping = grouped((0, 1, 2), (3, 4))
+    assert_same(restore(saved, grouping).state["trained"], filled(restore(saved, grouping).state, grouping)["trained"])
+
+
+def test_what_differs_is_named_by_its_layer(saved):
+    with pytest.raises(UserError, match=r"trained/attention\.q\.bias of layer 5 is not in it"):
+        restore(
+            saved, grouped((0, 1, 2, 3, 4, 5)), lambda state: [state.pop("optimizer"), state.pop("scaling")], part=True
+        )
+    with pytest.raises(UserError, match=r"q\.bias/max_lr of layer 4 is not in this run \(and 11 more differences\)"):
+        restore(saved, grouped((0, 1, 2, 3)))
+
+    def longer(state):
+        bias = state["trained"]["stacks.0.blocks.0.attention.q.bias"]
+        state["trained"]["stacks.0.blocks.0.attention.q.bias"] = bias.update(shape=(5, 65))
+
+    with pytest.raises(UserError, match=r"bias of layer 0 is float32\[1, 64\] in it and float32\[1, 65\] in this run"):
+        restore(saved, grouped((0, 1, 2, 3, 4)), longer)
+
+
+def test_a_number_that_stacks_do_not_share_cannot_be_joined(tmp_path, one_device):
+    before, after = grouped((0, 1), (2, 3, 4)), grouped((0, 1, 2, 3, 4))
+    state = filled(abstract(before, one_device, ("schedule_free",)), before)
+    rule = state["optimizer"]["schedule_free"].rules["stacks.1.blocks.0.mlp.up.weight"]
+    rule["max_lr"] = rule["max_lr"] + 1
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, state, {}, before)
+    with pytest.raises(UserError, match=r"mlp\.up\.weight/max_lr is not the same in .*stacks\.0.* and .*stacks\.1"):
+        restore(manager, after)
+
+
+def test_a_leaf_without_its_layers_is_a_mistake_of_the_program():
+    leaves = {"mu/a": jax.ShapeDtypeStruct((3, 2), jnp.float32)}
+    with pytest.raises(ValueError, match="mu/a .* does not have the 2 layers"):
+        pieces(leaves, {"a": ("local", (0, 1))})
+    with pytest.raises(ValueError, match="mu/a and mu/b both have mu/local of layer 1"):
+        pieces({"mu/b": leaves["mu/a"], **leaves}, {"a": ("local", (0, 1, 2)), "b": ("local", (1, 3, 4))})
+
+
+def test_a_newer_format_is_refused_in_one_line(saved, tmp_path):
+    host = tmp_path / "1" / "host.json"
+    host.write_text(json.dumps(json.loads(host.read_text()) | {"format": FORMAT + 1}))
+    manifest.write(tmp_path / "1")
+    for read in (saved.host, lambda: restore(saved, grouped((0, 1, 2, 3, 4)))):
+        with pytest.raises(UserError, match="of a newer jaxtune") as refusal:
+            read()
+        assert "\n" not in str(refusal.value)
+
+
+def test_a_run_goes_on_and_is_opened_in_other_stacks(tmp_path, monkeypatch):
+    options = {"train.max_steps": 4, "ckpt.save_steps": 2, "data.validation_split": 0.0, "export.at_end": False}
+    command = f"--config={recipe(tmp_path)}", *(f"--config.{key}={value}" for key, value in options.items())
+    call("jaxtune.train", *command)
+    folder = RunFolder(tmp_path / "runs" / "tiny")
+    expected = metrics(folder.path)
+    shutil.rmtree(folder.checkpoints / "4")
+
+    def opened():
+        run = open_run(folder, make_mesh(Mesh(), jax.devices()[:1]), None)
+        values = {name: np.asarray(run.trained[name]) for name in run.model.trained}
+        return {
+            (local, layer): values[name][index] if layers else values[name]
+            for name, (local, layers) in run.model.grouping.items()
+            for index, layer in enumerate(layers or [None])
+        }, set(values)
+
+    def one_each(layers):
+        return tuple(StackSpec(number, (layer,), 1) for number, layer in enumerate(layers))
+
+    before, names = opened()
+    for module in ("decoder", "parameters"):
+        monkeypatch.setattr(f"jaxtune.models.{module}.stacks", one_each)
+    after, other_names = opened()
+    assert names < other_names and before.keys() == after.keys()
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+
+    assert "resumed from step 2" in call("jaxtune.train", *command)
+    found = metrics(folder.path)
+    assert [row["step"] for row in found] == [row["step"] for row in expected]
+    np.testing.assert_allclose([row["loss"] for row in found], [row["loss"] for row in expected], rtol=1e-6)

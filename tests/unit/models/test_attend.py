@@ -1,0 +1,38 @@
+"""The attention kernel that is asked for runs, or says why it cannot."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tiny import spec
+
+from jaxtune.config.schema import Attention, Config, Data
+from jaxtune.errors import UserError
+from jaxtune.run.assembly import assemble
+from jaxtune.run.model import Base
+
+
+def trace(mesh, **attention):
+    program = assemble(Base(spec(1)), Config(data=Data(seq_len=16), attention=Attention(**attention)), mesh)
+    return jax.eval_shape(program.step, *program.arguments)
+
+
+def test_a_kernel_that_cannot_run_is_refused_with_its_reason(one_device):
+    said = (
+        r"attention\.backend='mosaic': .*cannot run this on cpu .*: it needs a Hopper GPU.*attention\.fallback='warn'"
+    )
+    with pytest.raises(UserError, match=said):
+        trace(one_device, backend="mosaic")
+
+
+def test_with_fallback_another_one_runs_and_it_is_said_once(one_device, caplog):
+    for _ in range(2):
+        _, metrics = trace(one_device, backend="mosaic", fallback="warn")
+        assert metrics["loss"].dtype == jnp.float32
+    warned = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warned) == 1 and "'mosaic' cannot run this on cpu" in warned[0].getMessage()
+
+
+def test_a_kernel_that_can_run_is_taken(one_device, caplog):
+    caplog.set_level("INFO")
+    trace(one_device, backend="xla")
+    assert "by backend xla (as asked)" in caplog.text

@@ -1,0 +1,69 @@
+"""A mixture of experts: what is computed of all of them is transformers' (tests/parity); here, how it is trained."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from batches import make_batch, tokens
+from tiny import layer, spec
+
+from jaxtune.config.schema import Config, Data, Lora, Memory, Model, Optim, Precision
+from jaxtune.errors import UserError
+from jaxtune.models.parameters import randomize
+from jaxtune.models.spec import Experts
+from jaxtune.models.treat import treat
+from jaxtune.run.assembly import assemble
+from jaxtune.run.model import Base
+
+SPARSE = dataclasses.replace(layer(), feed_forward=Experts(size=16, count=4, active=2, normalized=True))
+SPEC = spec((layer(), SPARSE, SPARSE), family="qwen3_moe", router_loss=0.01)
+EXPERTS = "stacks.1.blocks.0.mlp.experts.up.weight"
+
+
+def trained(mesh, **sections):
+    """(program, parameters before, after three steps, metrics of each)."""
+    config = Config(model=Model(dtype="float32"), data=Data(seq_len=32), memory=Memory("none"), **sections)
+    program = assemble(Base(SPEC), config, mesh)
+    batch = jax.tree.map(lambda x: x[None], make_batch(tokens(2, 32), mesh))
+    start, frozen = (randomize(of, 0) for of in (program.model.trained, program.model.frozen))
+    state, rows = program.start(start), []
+    for _ in range(3):
+        state, metrics = jax.jit(program.step)(state, frozen, batch, jnp.float32(1e-2))
+        rows.append(metrics)
+    return program, start, state.trained, rows
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "adamw_8bit", "muon"])
+def test_every_expert_of_every_layer_is_trained(one_device, name):
+    program, start, after, rows = trained(
+        one_device, optim=Optim(name, learning_rate=1e-2), precision=Precision("fp32")
+    )
+    assert program.model.parameters[EXPERTS].shape == (2, 4, 16, 16)
+    moved = np.abs(np.asarray(after[EXPERTS] - start[EXPERTS])).max(axis=(2, 3))
+    assert moved.shape == (2, 4) and (moved > 1e-4).all()
+    assert rows[-1]["loss"] < rows[0]["loss"] and 0.9 < rows[0]["router_loss"] < 4.0
+
+
+def test_experts_have_adapters_of_their_own(one_device):
+    program, start, after, _ = trained(one_device, lora=Lora(enabled=True, rank=2), precision=Precision("fp32"))
+    name = EXPERTS.replace("weight", "lora_b")
+    assert after[name].shape == (2, 4, 16, 2) and np.asarray(after[name]).any(axis=(2, 3)).all()
+    assert [place.name for place in program.model.parameters[name].places][5] == (
+        "model.layers.2.mlp.experts.1.up_proj.lora_B.weight"
+    )
+    assert not any("router" in name for name in start)
+
+
+def test_low_precision_has_a_scale_of_every_expert(one_device):
+    program, _, _, rows = trained(one_device, precision=Precision("fp8_hybrid", exclude="self_attn"))
+    assert program.state.scaling.amax[EXPERTS].shape[:3] == (2, 4, 2)
+    assert np.isfinite([float(row["loss"]) for row in rows]).all()
+
+
+def test_experts_are_treated_together(one_device):
+    with pytest.raises(
+        UserError, match=r"experts\.1\.up_proj\.weight is selected and .* is not: they are one parameter"
+    ):
+        treat(SPEC, ["model.layers.1.mlp.experts.1.up_proj.weight"], trained=False)
