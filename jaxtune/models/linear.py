@@ -45,7 +45,7 @@ class Adapter(Protocol):
     def __call__(
         self, linear: "Linear", first: "Linear", x: Float[Array, "b s i"], y: Float[Array, "b s o"], call: Call
     ) -> Float[Array, "b s o"]:
-        """The output with the adapter; `y` is that of the base. The `first` part holds what is `shared`."""
+        """The output with the adapter; `y` is the base's, with its bias. The `first` part holds what is `shared`."""
         ...
 
     def merged(self, weight: Float[Array, "o i"], values: Mapping[str, Array]) -> Float[Array, "o i"]:

@@ -49,7 +49,7 @@ class Program(NamedTuple):
 
 
 def assemble(base: Base, config: Config, mesh: jax.sharding.Mesh, objective: Objective | None = None) -> Program:
-    """The program of a config on a mesh, which may be of compile-only devices; no file is read.
+    """The program of a config on the current mesh, which may be of compile-only devices; no file is read.
 
     `objective`: the config's, unless given. Raises UserError where the mesh or the device does not fit the model.
     """

@@ -108,7 +108,7 @@ class Model:
 
 
 def read_base(config: Config) -> Base:
-    """The model of a config, from its folder on this machine or the hub; no weight is read. Raises UserError."""
+    """The model of a config, from its folder, downloaded from the hub; no weight is read. Raises UserError."""
     folder = hf.resolve(config.model.path or "", config.model.revision, weights=not config.model.from_scratch)
     spec = families.read_spec(hf.read_config(folder))
     saved_vocabulary = spec.vocabulary

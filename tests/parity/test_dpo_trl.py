@@ -30,9 +30,8 @@ def dpo(scores, batch) -> Sums:
 def test_loss_and_gradients_are_those_of_trl(one_device, tmp_path):
     base = torch_model("qwen3, yarn rope, tied", tmp_path / "base")
     tokenizer = byte_tokenizer(tmp_path / "base")
-    lora = Lora(enabled=True, rank=4, alpha=8.0)
+    lora, rng = Lora(enabled=True, rank=4, alpha=8.0), np.random.default_rng(0)
     model, frozen, config = read(tmp_path / "base", one_device, lora=lora)
-    rng = np.random.default_rng(0)
     adapters = {name: rng.normal(size=p.shape).astype("float32") * 0.1 for name, p in model.trained.items()}
     arguments = trl.DPOConfig(str(tmp_path / "out"), beta=BETA, use_cpu=True, report_to=[], bf16=False)
     pairs = datasets.Dataset.from_list([{"prompt": PROMPT, "chosen": CHOSEN, "rejected": REJECTED}])
