@@ -8,14 +8,14 @@ from pathlib import Path
 import jax
 from absl import flags
 
-from jaxtune import command, hf
+from jaxtune import command
 from jaxtune.config.schema import Config, Mesh
 from jaxtune.errors import UserError
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.quant import format_of
 from jaxtune.run.export import check_apart, check_kind, export, merge_difference
 from jaxtune.run.folder import RunFolder
-from jaxtune.run.model import read_spec
+from jaxtune.run.model import read_base
 from jaxtune.run.values import open_run
 
 FORMATS = ("hf", "peft")
@@ -23,11 +23,8 @@ FORMATS = ("hf", "peft")
 
 def shards(config: Config) -> int:
     """The most devices to shard the model over: they must divide its width, and its quantized blocks if it has any."""
-    hidden = read_spec(config).hidden
-    scheme = None
-    if not config.model.from_scratch:
-        scheme = hf.read_scheme(hf.resolve(config.model.path or "", config.model.revision))
-    options = config.quant if scheme is None else scheme.options
+    base = read_base(config)
+    hidden, options = base.spec.hidden, config.quant if base.scheme is None else base.scheme.options
     rows, columns = format_of(options, "").block if options.format is not None else (1, 1)
     return math.gcd(jax.device_count(), hidden, hidden // math.lcm(rows or 1, columns or 1))
 

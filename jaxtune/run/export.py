@@ -42,7 +42,6 @@ def export_full(model: Model, parameters: Parameters, config: Config, output: Pa
     Tensors are gathered and written one at a time. A tied head is not written; padded rows are cut; config.json and
     the tokenizer's files are copied byte for byte.
     """
-
     dtype = jnp.dtype(config.model.dtype)
 
     def merged(name: str, index: tuple[int, ...]) -> jax.Array:
@@ -99,11 +98,11 @@ def _tensors(
 
 def export_adapter(model: Model, parameters: Parameters, config: Config, output: Path) -> None:
     """A folder that peft loads: adapter_model.safetensors and adapter_config.json."""
-    tensors = list(
-        _tensors(
-            model, model.trained, jnp.dtype(config.lora.dtype), lambda name, index: _gather(parameters[name], index)
-        )
-    )
+
+    def value(name: str, index: tuple[int, ...]) -> jax.Array:
+        return _gather(parameters[name], index)
+
+    tensors = list(_tensors(model, model.trained, jnp.dtype(config.lora.dtype), value))
     targets = _targets(model, {tensor.name.rsplit(".", 2)[0] for tensor in tensors})
     base = _absolute(config.model.path or "")
     hf.write_adapter(output, tensors, config.lora, base, config.model.revision, targets)

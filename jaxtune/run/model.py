@@ -118,11 +118,6 @@ def read_base(config: Config) -> Base:
     return Base(spec, folder, scheme, saved_vocabulary)
 
 
-def read_spec(config: Config) -> ModelSpec:
-    """The model as its config.json describes it: without adapters, nothing frozen."""
-    return families.read_spec(hf.read_config(hf.resolve(config.model.path or "", config.model.revision, weights=False)))
-
-
 def declare_model(
     base: Base, config: Config, mesh: jax.sharding.Mesh, train: bool = True, low_precision: bool = True
 ) -> Model:
