@@ -23,7 +23,7 @@ from jaxtune.hf.weights import Source, Target, bytes_of_chunks, fill, open_sourc
 from jaxtune.models.places import Place
 from jaxtune.quant import QuantizedArray, format_of
 from jaxtune.quant.array import SCALES_PER_OUTER
-from jaxtune.quant.dynamic_map import DYNAMIC_MAP
+from pallas_kernels.adamw_8bit.dynamic_map import DYNAMIC_MAP
 from pallas_kernels.quant_matmul import ELEMENTS
 
 log = logging.getLogger("jaxtune")

@@ -2,18 +2,21 @@
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt8
+import numpy as np
+from jaxtyping import Array, Float
 
 from jaxtune.optim import rules
-from jaxtune.optim.rules import At, Rule, RuleState
+from jaxtune.optim.driver import updated
+from jaxtune.optim.rules import At, Rule, RuleState, Step, Updated
 from jaxtune.parallel.layout import RULES
 from jaxtune.parallel.mesh import misfit
-from jaxtune.quant.array import block_absmax, divisors, in_blocks
-from jaxtune.quant.dynamic_map import decode, encode
+from pallas_kernels import adamw_8bit as kernel
+from pallas_kernels.adamw_8bit import Adam, Moment
+from pallas_kernels.adamw_8bit.dynamic_map import DYNAMIC_MAP, UNSIGNED_DYNAMIC_MAP
 
 if TYPE_CHECKING:
     from jaxtune.models.parameters import Parameter
@@ -22,16 +25,10 @@ BLOCK = 256  # elements that share a scale, at most
 LEAST = 16  # fewest elements of a row with a scale of their own
 DEVICES = 8  # that can shard a row without splitting a block, if they divide it
 LEAST_ELEMENTS = 4096  # of a parameter whose moments are in 8 bits; a smaller one keeps float32
-SIGNED = {"mu": True, "nu": False}  # the dynamic map: of the mean of gradients, and of the mean of their squares
+# The code of zero in the maps of the mean of gradients and of the mean of their squares.
+ZERO = {"mu": int(np.searchsorted(DYNAMIC_MAP, 0)), "nu": int(np.searchsorted(UNSIGNED_DYNAMIC_MAP, 0))}
 
 Block = tuple[int, int]  # rows, columns
-
-
-class Moment(NamedTuple):
-    """A moment in 8 bits: value(code) * absmax of its block. Both arrays are sharded as the parameter is."""
-
-    codes: UInt8[Array, "*shape"]
-    absmax: Float[Array, "*blocks"]
 
 
 def block_of(shape: tuple[int, ...]) -> Block | None:
@@ -66,31 +63,50 @@ def adamw_8bit(beta1: float, beta2: float, epsilon: float) -> Rule:
 
     The mesh must not split a block (see `undivided_moments`); then an update needs no communication.
     """
-    adamw = rules.adamw(beta1, beta2, epsilon)
+    adamw, adam = rules.adamw(beta1, beta2, epsilon), Adam(beta1, beta2, epsilon)
 
     def init(parameter: Float[Array, "*shape"]) -> RuleState:
         if (block := block_of(parameter.shape)) is None:
             return adamw.init(parameter)
 
-        # In a shard_map, here and below: each device quantizes its own blocks, whatever sharding XLA would infer.
+        # In a shard_map: each device makes the moments of its own blocks, whatever sharding XLA would infer.
         def init_shard(parameter):
-            return {name: _zeros(name, parameter.shape, block) for name in SIGNED}
+            return {name: _zeros(parameter.shape, block, value) for name, value in ZERO.items()}
 
         return jax.shard_map(init_shard, out_specs=jax.typeof(parameter).sharding.spec)(parameter)
 
     def update(gradient, state, parameter, at):
-        if (block := block_of(parameter.shape)) is None:
-            return adamw.update(gradient, state, parameter, at)
+        step = Step(at.rate, jnp.float32(1), jnp.bool(True), jax.random.key(0))
+        return whole((parameter, state), gradient, at, step, stacked=False)
 
-        def update_shard(gradient, state, parameter, at):
-            moments = {name: _dequantize(name, moment, block) for name, moment in state.items()}
-            after, moments = adamw.update(gradient, moments, parameter, at)
-            return after, {name: _quantize(name, moment, block) for name, moment in moments.items()}
+    def whole(before: Updated, gradient: Array, at: At, step: Step, stacked: bool) -> Updated:
+        if block_of(before[0].shape[stacked:]) is None:
+            return updated(adamw, before, gradient, at, step)
+        spec = jax.typeof(before[0]).sharding.spec
+        # Of a stack of matrices; the axes that are not there are not sharded.
+        of_layers = spec[0] if stacked else None
+        *of_rows, of_columns = spec[stacked:]
+        axes = (of_layers, *(of_rows or (None,)), of_columns)
+        layers = len(gradient) if stacked else 1
+        by_layer = (jnp.float32(at.rate) * at.multiplier, at.decay)
+        by_layer = [jnp.broadcast_to(jnp.asarray(value, jnp.float32), layers) for value in by_layer]
+        by_layer = [jax.reshard(value, jax.P(of_layers)) for value in by_layer]
+        key = jax.random.bits(step.key, (2,), jnp.uint32)
 
-        specs = jax.tree.map(lambda array: jax.typeof(array).sharding.spec, (parameter, state))
-        return jax.shard_map(update_shard, out_specs=specs)(gradient, state, parameter, At(*map(jnp.asarray, at)))
+        def of_shard(before, gradient, by_layer, count, factor, finite, key):
+            arrays = jax.tree.map(lambda leaf: leaf.reshape(len(by_layer[0]), -1, leaf.shape[-1]), (before, gradient))
+            (parameter, state), gradient = arrays
+            first = [0 if axis is None else jax.lax.axis_index(axis) * size for axis, size in zip(axes, gradient.shape)]
+            origin = jnp.stack([jnp.asarray(index, jnp.uint32) for index in first])
+            here = kernel.Step(count, *by_layer, factor, finite, key, origin)
+            after, mu, nu = kernel.adamw_8bit(gradient, (parameter, state["mu"], state["nu"]), here, adam)
+            return jax.tree.map(lambda leaf, like: leaf.reshape(like.shape), (after, {"mu": mu, "nu": nu}), before)
 
-    return Rule(init, update, by_layer=True)
+        specs = jax.tree.map(lambda array: jax.typeof(array).sharding.spec, before)
+        count, factor, finite = jnp.asarray(at.count), jnp.asarray(step.factor), jnp.asarray(step.finite)
+        return jax.shard_map(of_shard, out_specs=specs)(before, gradient, by_layer, count, factor, finite, key)
+
+    return Rule(init, update, by_layer=True, whole=whole)
 
 
 def float32_moments(parameters: Mapping[str, "Parameter"]) -> list[str]:
@@ -112,31 +128,8 @@ def undivided_moments(parameters: Mapping[str, "Parameter"], mesh: jax.sharding.
     return sorted(complaints)
 
 
-# All but amax is computed in the shape of the parameter, not in blocks: on a GPU XLA then fuses it with the rounding of
-# the parameter (`build`) into one loop, and stores no float32 moment.
-
-
-def _quantize(name: str, moment: Float[Array, "*shape"], block: Block) -> Moment:
-    absmax = block_absmax(in_blocks(moment.reshape(-1, moment.shape[-1]), block))
-    codes = encode(moment / _spread(divisors(absmax), block, moment.shape), SIGNED[name])
-    if not SIGNED[name]:  # code 1 at least where it is not 0; by its sign, as XLA would store the zeros to compare with
-        codes = jnp.maximum(codes, jnp.sign(moment).astype(codes.dtype))
-    return Moment(codes, absmax if moment.ndim == 2 else absmax[0])
-
-
-def _zeros(name: str, shape: tuple[int, ...], block: Block) -> Moment:
-    """`_quantize` of zeros, written out: XLA would spend seconds of compilation on folding the amax of a constant."""
+def _zeros(shape: tuple[int, ...], block: Block, value: int) -> Moment:
+    """A moment of zeros, written out: XLA would spend seconds of compilation on folding the amax of a constant."""
     rows, columns = block
     blocks = (*(size // rows for size in shape[:-1]), shape[-1] // columns)
-    return Moment(jnp.broadcast_to(encode(jnp.float32(0), SIGNED[name]), shape), jnp.zeros(blocks))
-
-
-def _dequantize(name: str, moment: Moment, block: Block) -> Float[Array, "*shape"]:
-    return decode(moment.codes, SIGNED[name]) * _spread(moment.absmax, block, moment.codes.shape)
-
-
-def _spread(absmax: Float[Array, "*blocks"], block: Block, shape: tuple[int, ...]) -> Float[Array, "*shape"]:
-    """The value of each block, repeated for its elements."""
-    rows, columns = block
-    by_block = absmax.reshape(-1, 1, absmax.shape[-1], 1)
-    return jnp.broadcast_to(by_block, (len(by_block), rows, by_block.shape[2], columns)).reshape(shape)
+    return Moment(jnp.full(shape, value, jnp.uint8), jnp.zeros(blocks))

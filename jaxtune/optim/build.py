@@ -1,20 +1,20 @@
-"""The optimizer of a run: a rule for each parameter, and how rules are run."""
+"""The optimizer of a run: a rule for each parameter, and the state of them all."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int
+from jaxtyping import Array, Float, Int
 
 from jaxtune.config.schema import Optim
 from jaxtune.models.dropout import named_key
 from jaxtune.optim import multipliers, rules
 from jaxtune.optim.adamw_8bit import adamw_8bit
+from jaxtune.optim.driver import layer_after_layer, updated
 from jaxtune.optim.muon import muon, normuon
-from jaxtune.optim.rules import At, Rule, RuleState
+from jaxtune.optim.rules import At, Rule, RuleState, Step
 from jaxtune.parallel.layout import moved
 
 Parameters = Mapping[str, Array]
@@ -25,15 +25,6 @@ class OptimizerState(NamedTuple):
 
     count: Int[Array, ""]  # of updates; steps that were not finite do not count
     rules: dict[str, RuleState]
-
-
-class Step(NamedTuple):
-    """What all parameters share in an update."""
-
-    rate: Float[Array, ""]  # learning rate
-    factor: Float[Array, ""]  # multiplies each gradient where it is used: no scaled copy of all of them is made
-    finite: Bool[Array, ""]  # False: nothing changes
-    key: Array  # for stochastic rounding
 
 
 class Optimizer(NamedTuple):
@@ -103,7 +94,6 @@ def build(optim: Optim, trained: Mapping[str, Trained], layers: int, dtype: DTyp
         after = {}
         for name, parameter in parameters.items():
             rule, own = of[name], trained[name]
-            run = _layer_after_layer if rule.by_layer and own.lead else _updated
             rate = step.rate
             if optim.name == "muon" and optim.muon.learning_rate and own.is_matrix:
                 rate *= optim.muon.learning_rate / optim.learning_rate
@@ -113,7 +103,12 @@ def build(optim: Optim, trained: Mapping[str, Trained], layers: int, dtype: DTyp
             # new parameter goes back.
             moments, (here, gradient) = state.rules[name], (moved(x, own.place) for x in (parameter, gradients[name]))
             before, gradient = jax.tree.map(own.joined, ((here, moments), gradient))
-            new, rule_state = jax.tree.map(own.parted, run(rule, before, gradient, at, own_step))
+            if rule.whole is not None:
+                now = rule.whole(before, gradient, at, own_step, bool(own.lead))
+            else:
+                run = layer_after_layer if rule.by_layer and own.lead else updated
+                now = run(rule, before, gradient, at, own_step)
+            new, rule_state = jax.tree.map(own.parted, now)
             after[name] = moved(new, stored_at(name, parameter)), rule_state
         count = state.count + step.finite
         states = {name: rule_state for name, (_, rule_state) in after.items()}
@@ -139,59 +134,6 @@ def _repeated(leaf: Array, layers: int) -> Array:
     """A layer's state for each of them."""
     spec = jax.typeof(leaf).sharding.spec
     return jnp.broadcast_to(leaf, (layers, *leaf.shape), out_sharding=jax.P(None, *spec))
-
-
-# A parameter and the state of its rule.
-Updated = tuple[Array, RuleState]
-
-
-def _updated(rule: Rule, before: Updated, gradient: Array, at: At, step: Step) -> Updated:
-    """The next parameter and state, in the dtypes of those before; unchanged where the step was not finite."""
-    at = At(at.count, at.rate, *(_along_layers(value, before[0].ndim) for value in (at.multiplier, at.decay)))
-    parameter, state = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, before)
-    after = rule.update(gradient.astype(jnp.float32) * step.factor, state, parameter, at)
-    new, tree = jax.tree.flatten(after)
-    keys = jax.random.split(step.key, len(new))
-
-    def stored(new: Array, old: Array, key: Array) -> Array:
-        narrows = old.dtype == jnp.bfloat16 and new.dtype == jnp.float32
-        return jnp.where(step.finite, round_stochastically(new, key) if narrows else new.astype(old.dtype), old)
-
-    return jax.tree.unflatten(tree, [stored(*leaf) for leaf in zip(new, jax.tree.leaves(before), keys)])
-
-
-def round_stochastically(x: Float32[Array, "*shape"], key: Array) -> BFloat16[Array, "*shape"]:
-    """One of the two bfloat16 around each value, the nearer one more likely: right on average (arXiv:2010.06192).
-
-    Random bits depend on the key and an element's index, whatever the sharding. Infinity and NaN stay what they are.
-    """
-    noise = jax.random.bits(key, x.shape, jnp.uint16, out_sharding=jax.typeof(x).sharding.spec)
-    # bfloat16 is the high half of a float32. The low half plus 16 random bits carries into it with a probability of
-    # (low half) / 2^16: how far the value is on its way to the next bfloat16.
-    carried = (jax.lax.bitcast_convert_type(x, jnp.uint32) + noise) >> 16
-    rounded = jax.lax.bitcast_convert_type(carried.astype(jnp.uint16), jnp.bfloat16)
-    return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
-
-
-def _along_layers(value: float | np.ndarray, dimensions: int) -> Any:
-    """A number, or one for each layer in a shape that broadcasts over a stacked parameter."""
-    return value.reshape(-1, *(1,) * (dimensions - 1)) if isinstance(value, np.ndarray) else value
-
-
-def _layer_after_layer(rule: Rule, before: Updated, gradient: Array, at: At, step: Step) -> Updated:
-    """`_updated` of a stack in place, one layer after another: float32 temporaries are of one layer."""
-
-    def of_layer(value: Any, layer: Array) -> Any:
-        return jnp.asarray(value)[layer] if isinstance(value, np.ndarray) else value
-
-    def body(layer: Array, stack: Updated) -> Updated:
-        one = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False), stack)
-        one_gradient = jax.lax.dynamic_index_in_dim(gradient, layer, keepdims=False)
-        here = At(at.count, at.rate, of_layer(at.multiplier, layer), of_layer(at.decay, layer))
-        after = _updated(rule, one, one_gradient, here, step._replace(key=jax.random.fold_in(step.key, layer)))
-        return jax.tree.map(lambda leaf, new: jax.lax.dynamic_update_index_in_dim(leaf, new, layer, 0), stack, after)
-
-    return jax.lax.fori_loop(0, len(gradient), body, before)
 
 
 def _rule(optim: Optim, is_matrix: bool, dtype: DTypeLike) -> Rule:

@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import optax
 import optax.contrib
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 # Arrays with the leading axis of a stacked parameter, sharded as it is; or scalars.
 RuleState = Any
+# A parameter and the state of its rule.
+Updated = tuple[Array, RuleState]
 
 
 class At(NamedTuple):
@@ -28,6 +30,15 @@ class At(NamedTuple):
     decay: Any  # weight decay of this parameter
 
 
+class Step(NamedTuple):
+    """What all parameters share in an update."""
+
+    rate: Float[Array, ""]  # learning rate
+    factor: Float[Array, ""]  # multiplies each gradient where it is used: no scaled copy of all of them is made
+    finite: Bool[Array, ""]  # False: nothing changes
+    key: Array  # for stochastic rounding
+
+
 def _itself(parameter: Array, state: RuleState) -> Array:
     return parameter
 
@@ -35,7 +46,7 @@ def _itself(parameter: Array, state: RuleState) -> Array:
 class Rule(NamedTuple):
     """How one parameter, a matrix, a vector or a stack of them, becomes the next.
 
-    Parameters, gradients and the floating arrays of the state are float32 here, whatever they are stored in. `build`
+    Parameters, gradients and the floating arrays of the state are float32 here, whatever they are stored in. `driver`
     rounds them, to bfloat16 stochastically, and keeps the old ones after a step that was not finite.
     """
 
@@ -46,6 +57,9 @@ class Rule(NamedTuple):
     """(parameter, state) -> where the gradient is to be taken."""
     by_layer: bool = False
     """Called for one layer of a stacked parameter after another, so that its temporaries are of one layer."""
+    whole: Callable[[Updated, Array, At, Step, bool], Updated] | None = None
+    """(before, gradient, at, step, stacked) -> after: `update` with all that `driver` does around it, on arrays as they
+    are stored, all layers of a stacked parameter at once. For a rule with a kernel of its own."""
 
 
 def descend(parameter: Float[Array, "..."], direction: Float[Array, "..."], at: At) -> Float[Array, "..."]:

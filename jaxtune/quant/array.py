@@ -11,8 +11,8 @@ import numpy as np
 from jaxtyping import Array, Float, UInt8
 
 from jaxtune.parallel.layout import Entry, P, by_token, gather
-from jaxtune.quant.dynamic_map import DYNAMIC_MAP
 from pallas_kernels import quant_matmul
+from pallas_kernels.adamw_8bit.dynamic_map import DYNAMIC_MAP
 from pallas_kernels.quant_matmul.elements import ELEMENTS
 
 SCALES_PER_OUTER = 256  # of bitsandbytes' double quantization

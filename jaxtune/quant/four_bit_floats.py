@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, UInt8
 
 from jaxtune.config.schema import Quant
 from jaxtune.quant.array import SCALES_PER_OUTER, TINY, QuantizedArray, block_absmax, by_block, in_blocks, nearest, pack
-from jaxtune.quant.dynamic_map import DYNAMIC_MAP
 from jaxtune.quant.format import Format
+from pallas_kernels.adamw_8bit.dynamic_map import DYNAMIC_MAP
 from pallas_kernels.quant_matmul.elements import ELEMENTS
 
 BLOCK_SIZES = (64, 128, 256, 512)

@@ -1,12 +1,15 @@
 """AdamW with 8-bit moments on eight devices: the same codes and parameters as on one."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.config.schema import Mesh
+from jaxtune.config.schema import Mesh, Optim
 from jaxtune.optim.adamw_8bit import adamw_8bit
+from jaxtune.optim.build import Step, Trained, build
 from jaxtune.optim.rules import At
 from jaxtune.parallel.mesh import make_mesh
 
@@ -69,3 +72,40 @@ def test_nothing_crosses_devices():
     state = jax.jit(RULE.init)(matrix)
     text = jax.jit(RULE.update).lower(matrix, state, matrix, At(0, 1e-2, 1.0, 0.1)).compile().as_text()
     assert not any(kind in text for kind in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
+
+
+# Stacks of matrices and of vectors, and a matrix alone; the last stays float32. Leading axes, shape, and layout.
+ROUNDED = {
+    "stack": ((3,), (3, 16, 2048), jax.P(None, "tensor", "fsdp")),
+    "vectors": ((3,), (3, 4096), jax.P(None, "fsdp")),
+    "matrix": ((), (64, 1024), jax.P("tensor", "fsdp")),
+    "small": ((3,), (3, 8, 64), jax.P(None, "fsdp", None)),
+}
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "adamw"])
+def test_bfloat16_is_rounded_by_the_same_bits_on_any_mesh(name):
+    """Two updates on eight devices and on one: but for ties, each weight goes to the same of its two neighbours."""
+
+    def after(mesh: Mesh, devices: int) -> dict[str, np.ndarray]:
+        made = make_mesh(mesh, jax.devices()[:devices])
+        trained = {key: Trained((key,) * math.prod(lead), lead) for key, (lead, _, _) in ROUNDED.items()}
+        optimizer = build(Optim(name=name, weight_decay=0.1), trained, 3)
+        rng = np.random.default_rng(0)
+
+        def values() -> dict[str, jax.Array]:
+            return {
+                key: jax.device_put(jnp.asarray(rng.normal(size=shape), jnp.bfloat16), jax.NamedSharding(made, spec))
+                for key, (_, shape, spec) in ROUNDED.items()
+            }
+
+        parameters, update = values(), jax.jit(optimizer.update)
+        state = jax.jit(optimizer.init)(parameters)
+        for number in range(2):
+            step = Step(jnp.float32(RATE), jnp.float32(1), jnp.bool(True), jax.random.key(number))
+            parameters, state = update(values(), state, parameters, step)
+        return jax.tree.map(lambda array: np.asarray(array, np.float32), parameters)
+
+    expected, found = after(Mesh(), 1), after(Mesh(fsdp=4, tensor=2), 8)
+    for key, parameter in found.items():
+        assert (parameter != expected[key]).mean() <= 1e-3, key

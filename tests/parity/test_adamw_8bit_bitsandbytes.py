@@ -8,7 +8,7 @@ import pytest
 from jaxtune.optim import rules
 from jaxtune.optim.adamw_8bit import Moment, adamw_8bit
 from jaxtune.optim.rules import At
-from jaxtune.quant.dynamic_map import DYNAMIC_MAP, UNSIGNED_DYNAMIC_MAP, decode
+from pallas_kernels.adamw_8bit.dynamic_map import DYNAMIC_MAP, UNSIGNED_DYNAMIC_MAP, decode
 
 torch = pytest.importorskip("torch", reason="bitsandbytes needs torch, whose CPU build exists for Python 3.11 only")
 bitsandbytes = pytest.importorskip("bitsandbytes")

@@ -18,7 +18,7 @@ from jaxtune.hf import weights
 from jaxtune.models.places import Place
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.quant import format_of
-from jaxtune.quant.dynamic_map import DYNAMIC_MAP
+from pallas_kernels.adamw_8bit.dynamic_map import DYNAMIC_MAP
 from pallas_kernels.quant_matmul import ELEMENTS
 
 LAYERS, SHAPE = 2, (128, 256)

@@ -16,7 +16,7 @@ from jaxtune.optim import rules
 from jaxtune.optim.adamw_8bit import adamw_8bit, block_of, float32_moments, undivided_moments
 from jaxtune.optim.rules import At, Rule
 from jaxtune.parallel.layout import RULES, Layout, Rules
-from jaxtune.quant.dynamic_map import DYNAMIC_MAP, UNSIGNED_DYNAMIC_MAP, decode, encode
+from pallas_kernels.adamw_8bit.dynamic_map import DYNAMIC_MAP, UNSIGNED_DYNAMIC_MAP, decode, encode
 
 BETA1, BETA2, EPSILON = 0.9, 0.99, 1e-8
 RULE = adamw_8bit(BETA1, BETA2, EPSILON)
@@ -29,13 +29,20 @@ def bounds(table: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize(("signed", "table"), [(True, DYNAMIC_MAP), (False, UNSIGNED_DYNAMIC_MAP)])
 def test_codes_are_the_nearest_of_the_map(signed, table):
-    """At every bound, one float32 above and below it, and at a million values of all sizes."""
+    """At every bound, one float32 above and below it, and at a million values of all sizes.
+
+    And where the high 17 bits of a float32 change, the only places at which another line finds the bound.
+    """
     rng = np.random.default_rng(0)
     sizes = 10.0 ** -rng.uniform(0, 9, 500_000)
     special = [0.0, -0.0, 1e-30, -1e-30, 1.0, -1.0]
     middle = bounds(table)
     values = [table, middle, np.nextafter(middle, np.float32(2)), np.nextafter(middle, np.float32(-2))]
-    values = np.concatenate([*values, rng.uniform(-1, 1, 500_000), sizes * rng.uniform(-1, 1, 500_000), special])
+    high = np.arange(26000, 32513, dtype=np.int32) << 15
+    ends = np.concatenate([high, high - 1]).view(np.float32)
+    values = np.concatenate(
+        [*values, ends, -ends, rng.uniform(-1, 1, 500_000), sizes * rng.uniform(-1, 1, 500_000), special]
+    )
     values = values.astype(np.float32) if signed else np.abs(values).astype(np.float32)
     codes = np.asarray(jax.jit(encode, static_argnums=1)(values, signed))
     np.testing.assert_array_equal(codes, np.searchsorted(middle, values))

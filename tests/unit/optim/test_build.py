@@ -9,7 +9,8 @@ import pytest
 
 from jaxtune.checkpoint import CheckpointManager
 from jaxtune.config.schema import Optim
-from jaxtune.optim.build import Step, Trained, build, round_stochastically
+from jaxtune.optim.build import Step, Trained, build
+from jaxtune.optim.driver import round_stochastically
 
 LAYERS = 3
 NAMES = {

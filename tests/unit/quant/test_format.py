@@ -11,7 +11,7 @@ from orbax.checkpoint import v1 as ocp
 
 from jaxtune.config.schema import Quant
 from jaxtune.quant import format_of
-from jaxtune.quant.dynamic_map import DYNAMIC_MAP
+from pallas_kernels.adamw_8bit.dynamic_map import DYNAMIC_MAP
 
 FORMATS = ("nf4", "fp4", "fp8", "nvfp4", "int8", "int4")
 

@@ -1,0 +1,57 @@
+"""How a rule's update is run on parameters and state as they are stored."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, BFloat16, Float32
+
+from jaxtune.optim.rules import At, Rule, Step, Updated
+from pallas_kernels.stochastic_rounding import random_bits, to_bfloat16
+
+
+def updated(rule: Rule, before: Updated, gradient: Array, at: At, step: Step) -> Updated:
+    """The next parameter and state, in the dtypes of those before; unchanged where the step was not finite."""
+    at = At(at.count, at.rate, *(_along_layers(value, before[0].ndim) for value in (at.multiplier, at.decay)))
+    parameter, state = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, before)
+    after = rule.update(gradient.astype(jnp.float32) * step.factor, state, parameter, at)
+    new, tree = jax.tree.flatten(after)
+    keys = jax.random.split(step.key, len(new))
+
+    def stored(new: Array, old: Array, key: Array) -> Array:
+        narrows = old.dtype == jnp.bfloat16 and new.dtype == jnp.float32
+        return jnp.where(step.finite, round_stochastically(new, key) if narrows else new.astype(old.dtype), old)
+
+    return jax.tree.unflatten(tree, [stored(*leaf) for leaf in zip(new, jax.tree.leaves(before), keys)])
+
+
+def _along_layers(value: float | np.ndarray, dimensions: int) -> Any:
+    """A number, or one for each layer in a shape that broadcasts over a stacked parameter."""
+    return value.reshape(-1, *(1,) * (dimensions - 1)) if isinstance(value, np.ndarray) else value
+
+
+def layer_after_layer(rule: Rule, before: Updated, gradient: Array, at: At, step: Step) -> Updated:
+    """`updated` of a stack in place, one layer after another: float32 temporaries are of one layer."""
+
+    def of_layer(value: Any, layer: Array) -> Any:
+        return jnp.asarray(value)[layer] if isinstance(value, np.ndarray) else value
+
+    def body(layer: Array, stack: Updated) -> Updated:
+        one = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False), stack)
+        one_gradient = jax.lax.dynamic_index_in_dim(gradient, layer, keepdims=False)
+        here = At(at.count, at.rate, of_layer(at.multiplier, layer), of_layer(at.decay, layer))
+        after = updated(rule, one, one_gradient, here, step._replace(key=jax.random.fold_in(step.key, layer)))
+        return jax.tree.map(lambda leaf, new: jax.lax.dynamic_update_index_in_dim(leaf, new, layer, 0), stack, after)
+
+    return jax.lax.fori_loop(0, len(gradient), body, before)
+
+
+def round_stochastically(x: Float32[Array, "*shape"], key: Array) -> BFloat16[Array, "*shape"]:
+    """One of the two bfloat16 around each value, the nearer one more likely; infinity and NaN stay what they are.
+
+    Random bits depend on the key and an element's indices, whatever the sharding.
+    """
+    spec = jax.typeof(x).sharding.spec
+    indices = (jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis, out_sharding=spec) for axis in range(x.ndim))
+    return to_bfloat16(x, random_bits(jax.random.bits(key, (2,), jnp.uint32), *indices))

@@ -1,0 +1,55 @@
+"""The update in plain jnp: the reference that the kernel is compared with."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+
+from pallas_kernels.adamw_8bit.adam import SIGNED, Adam, Moment, Step, Updated, block_of, inverse
+from pallas_kernels.adamw_8bit.dynamic_map import decode, encode
+from pallas_kernels.stochastic_rounding import random_bits, stored
+
+# All but absmax is computed in the shape of the parameter, not in blocks: on a GPU XLA then fuses it with the rounding
+# of the parameter into one loop, and stores no float32 moment.
+
+
+def update(gradient: Float[Array, "l o i"], before: Updated, step: Step, adam: Adam) -> Updated:
+    """The parameter and the moments after a step; see `adamw_8bit`."""
+    parameter, *moments = before
+    mean, square = (_dequantize(moment, signed) for moment, signed in zip(moments, SIGNED))
+    after, mean, square = adam(
+        gradient.astype(jnp.float32) * step.factor,
+        parameter.astype(jnp.float32),
+        mean,
+        square,
+        adam.corrections(step.count),
+        step.rate[:, None, None],
+        step.decay[:, None, None],
+    )
+    indices = (jax.lax.broadcasted_iota(jnp.uint32, after.shape, axis) + step.origin[axis] for axis in range(3))
+    block = block_of(moments[0])
+    new = (
+        stored(after, parameter.dtype, random_bits(step.key, *indices)),
+        _quantize(mean, block, signed=True),
+        _quantize(square, block, signed=False),
+    )
+    return jax.tree.map(lambda new, old: jnp.where(step.finite, new, old), new, before)
+
+
+def _quantize(moment: Float32[Array, "l o i"], block: tuple[int, int], signed: bool) -> Moment:
+    (layers, rows, columns), (r, c) = moment.shape, block
+    absmax = jnp.abs(moment).reshape(layers, rows // r, r, columns // c, c).max(axis=(2, 4))
+    codes = encode(moment * _spread(inverse(absmax), moment.shape), signed)
+    if not signed:  # code 1 at least where it is not 0; by its sign, as XLA would store the zeros to compare with
+        codes = jnp.maximum(codes, jnp.sign(moment).astype(codes.dtype))
+    return Moment(codes, absmax)
+
+
+def _dequantize(moment: Moment, signed: bool) -> Float32[Array, "l o i"]:
+    return decode(moment.codes, signed) * _spread(moment.absmax, moment.codes.shape)
+
+
+def _spread(of_blocks: Float32[Array, "l o/r i/c"], shape: tuple[int, ...]) -> Float32[Array, "l o i"]:
+    """The value of each block, repeated for its elements."""
+    (layers, rows, columns), (_, down, across) = shape, of_blocks.shape
+    repeated = (layers, down, rows // down, across, columns // across)
+    return jnp.broadcast_to(of_blocks[:, :, None, :, None], repeated).reshape(shape)
