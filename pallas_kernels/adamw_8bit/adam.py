@@ -34,6 +34,15 @@ class Step(NamedTuple):
     origin: UInt32[Array, "3"]  # layer, row and column in the whole stack of the first element of this shard
 
 
+class Factors(NamedTuple):
+    """What all elements share in a step, so that each is multiplied as seldom as can be."""
+
+    to_mean: Float32[Array, ""]  # of a gradient, its share of the mean
+    to_root: Float32[Array, ""]  # of a gradient, the root of its share of the mean of squares
+    scale: Float32[Array, ""]  # of the root of the mean of squares in the denominator
+    epsilon: Float32[Array, ""]  # added to it
+
+
 @dataclass(frozen=True)
 class Adam:
     """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101, algorithm 2) in float32, element by element."""
@@ -42,30 +51,43 @@ class Adam:
     beta2: float
     epsilon: float
 
-    def corrections(self, count: Int[Array, ""]) -> tuple[Float32[Array, ""], Float32[Array, ""]]:
-        """What to multiply each moment by, because it started at zero."""
-        exponent = (count + 1).astype(jnp.float32)
-        return 1 / (1 - self.beta1**exponent), 1 / (1 - self.beta2**exponent)
+    @property
+    def betas(self) -> tuple[float, float]:
+        """What is kept of each moment."""
+        return self.beta1, self.beta2
+
+    def factors(self, step: Step) -> Factors:
+        """With c1 and c2 that correct for moments that started at zero:
+
+        c1 * mean / (sqrt(c2 * square) + epsilon) = mean / (scale * sqrt(square) + epsilon / c1).
+        """
+        exponent = (step.count + 1).astype(jnp.float32)
+        unbiased, unbiased_square = 1 - self.beta1**exponent, 1 - self.beta2**exponent  # 1 / c1 and 1 / c2
+        return Factors(
+            to_mean=(1 - self.beta1) * step.factor,
+            to_root=(1 - self.beta2) ** 0.5 * step.factor,
+            scale=unbiased / jnp.sqrt(unbiased_square),
+            epsilon=self.epsilon * unbiased,
+        )
 
     def __call__(
         self,
         gradient: Float32[Array, "*shape"],
         parameter: Float32[Array, "*shape"],
-        mean: Float32[Array, "*shape"],
-        square: Float32[Array, "*shape"],
-        corrections: tuple[Float32[Array, ""], Float32[Array, ""]],
+        kept: tuple[Float32[Array, "*shape"], Float32[Array, "*shape"]],
+        factors: Factors,
         rate: Float32[Array, "..."],
         decay: Float32[Array, "..."],
     ) -> tuple[Float32[Array, "*shape"], Float32[Array, "*shape"], Float32[Array, "*shape"]]:
-        """The next parameter and moments."""
-        mean = self.beta1 * mean + (1 - self.beta1) * gradient
-        square = self.beta2 * square + (1 - self.beta2) * (gradient * gradient)
-        direction = mean * corrections[0] / (jnp.sqrt(square * corrections[1]) + self.epsilon)
+        """The next parameter and moments; `kept`: the moments before, each times its beta."""
+        root = gradient * factors.to_root
+        mean, square = kept[0] + gradient * factors.to_mean, kept[1] + root * root
+        direction = mean / (jnp.sqrt(square) * factors.scale + factors.epsilon)
         return parameter - rate * (direction + decay * parameter), mean, square
 
 
 def inverse(absmax: Float32[Array, "*blocks"]) -> Float32[Array, "*blocks"]:
-    """What to multiply the elements of a block by, to lie from -1 to 1; 1 where they are as good as zero."""
+    """What the elements of a block are multiplied by, to lie from -1 to 1; 1 where they are as good as zero."""
     return 1 / jnp.where(absmax < TINY, 1.0, absmax)
 
 

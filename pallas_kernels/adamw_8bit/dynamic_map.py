@@ -6,6 +6,7 @@ above zero.
 """
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,52 +34,63 @@ def _linspace(count: int) -> np.ndarray:
 DYNAMIC_MAP = _dynamic_map(signed=True)
 UNSIGNED_DYNAMIC_MAP = _dynamic_map(signed=False)
 
-# The parts of a map's table: the value of each code; the bound below which a value has a lower code; and for each
-# decade the slope and the intercept of a line that counts bounds.
-BOUNDS, SLOPES, INTERCEPTS = 256, 512, 520
-# Magnitudes below the least have the code of zero. The bits of a float32 as an integer, less ZEROTH, are nearly in
-# proportion to its logarithm: 2^23 of them are an octave, of which a decade has 1 / log10(2) = 4096 / 1233.
-LEAST, ONE = (int(np.float32(value).view(np.int32)) for value in (1e-7, 1.0))
-ZEROTH = 26535 << 15
+
+class Tables(NamedTuple):
+    """What a map looks up: numpy arrays, or in a kernel references to them."""
+
+    values: Any  # of each code
+    bounds: Any  # a value that is not above the bound of a code has a lower code
+    slopes: Any  # of the line, in each decade, from a value to the code whose bound is nearest
+    intercepts: Any  # plus 2^15, see encode
 
 
-def _table(signed: bool) -> np.ndarray:
+# The decade of a float32, from its highest 17 bits as an integer, which but for the sign are nearly in proportion to
+# the logarithm: 256 of them are an octave, and 65536 / 77 = 851.1 nearly a decade, which is 256 / log10(2) = 850.4. The
+# decade up to 1e-6 has number 32, and its line serves all below; that up to 1 has number 38, and its line serves all
+# above. Of a negative number it is 77 more.
+PER_SIGN, PHASE, FIRST = 77, 54_242, 32
+
+
+def _tables(signed: bool) -> Tables:
     values = DYNAMIC_MAP if signed else UNSIGNED_DYNAMIC_MAP
-    bounds = (values[:-1] + values[1:]) / np.float32(2)
-    decade = np.minimum(np.arange(INTERCEPTS - SLOPES), EXPONENTS - 1)  # what is above the last one belongs to it
+    bounds = np.append(np.float32(-np.inf), (values[:-1] + values[1:]) / np.float32(2))
+    if not signed:
+        bounds[1] = 0
+    number = np.arange(2 * PER_SIGN + 1)
+    decade = (number % PER_SIGN - FIRST).clip(0, EXPONENTS - 1)
     count = 2.0 ** (decade if signed else decade + 1)  # of values in the decade, from a tenth of its end to the end
     slopes, intercepts = count / 0.9 * 10.0 ** (EXPONENTS - 1 - decade), count * 8 / 9 - 0.5
-    return np.concatenate([values, [-np.inf], bounds, slopes, intercepts]).astype(np.float32)
+    if signed:
+        intercepts = 128 + np.where(number < PER_SIGN, intercepts, -intercepts)
+    return Tables(values, bounds, slopes.astype(np.float32), (2**15 + intercepts).astype(np.float32))
 
 
-TABLES = {signed: _table(signed) for signed in (True, False)}
+TABLES = {signed: _tables(signed) for signed in (True, False)}
 
-LookUp = Callable[[Int[Array, "*shape"]], Float[Array, "*shape"]]
-
-
-def _of_table(signed: bool) -> LookUp:
-    return lambda index: jnp.asarray(TABLES[signed]).at[index].get(mode="promise_in_bounds")
+LookUp = Callable[[Any, Int[Array, "*shape"]], Float[Array, "*shape"]]
 
 
-def encode(values: Float[Array, "*shape"], signed: bool, look_up: LookUp | None = None) -> UInt8[Array, "*shape"]:
+def _gather(table: np.ndarray, index: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
+    return jnp.asarray(table).at[index].get(mode="promise_in_bounds")
+
+
+def encode(values: Float[Array, "*shape"], tables: Tables, look_up: LookUp = _gather) -> UInt8[Array, "*shape"]:
     """Code of the nearest value of the map; halfway goes to the lower one, as by torch.bucketize.
 
-    Exact for every float32 from -1 (from 0 in the unsigned map) to 1. `look_up` reads the map's table in a kernel.
+    In the unsigned map only 0 has the code of 0: what is nearer to it than to the next value has that one's code, 1.
+    Exact for every float32 from -1 (from 0 in the unsigned map) to 1.
     """
-    look_up = look_up or _of_table(signed)
-    bits = jax.lax.bitcast_convert_type(values, jnp.int32)
-    magnitude = jnp.minimum(jnp.maximum(bits & 0x7FFFFFFF, LEAST), ONE)
-    # Within a decade the bounds between codes are equally far apart, so a line finds the nearest of them, and whether
-    # the value lies above it decides. Neither must be exact: a value near the end of a decade has the same nearest
-    # bound by the lines of both.
-    decade = ((magnitude - ZEROTH) >> 15) * 1233 >> 20
-    line = jax.lax.bitcast_convert_type(magnitude, jnp.float32) * look_up(decade + SLOPES)
-    bound = (line + look_up(decade + INTERCEPTS)).astype(jnp.int32)
-    # x ^ -1 = -1 - x: below zero bounds are counted the other way.
-    code = (bound ^ (bits >> 31)) + 128 if signed else bound
-    return (code - (values <= look_up(code + BOUNDS)).astype(jnp.int32)).astype(jnp.uint8)
+    # Within a decade bounds are equally far apart, so a line finds the nearest of them, and whether the value lies
+    # above that bound decides. Neither line nor decade must be exact: near the edge of two decades the lines of both
+    # find the same bound.
+    bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
+    decade = (((bits >> 15) * PER_SIGN + PHASE) >> 16).astype(jnp.int32)
+    line = values * look_up(tables.slopes, decade) + look_up(tables.intercepts, decade)
+    # From 2^15 to 2^16 the low 8 bits of a float32 are of a fraction, the next 8 of an integer: the code.
+    code = (jax.lax.bitcast_convert_type(line, jnp.int32) >> 8) & 255
+    return (code - (values <= look_up(tables.bounds, code)).astype(jnp.int32)).astype(jnp.uint8)
 
 
-def decode(codes: UInt8[Array, "*shape"], signed: bool, look_up: LookUp | None = None) -> Float[Array, "*shape"]:
-    """The values of the map, float32. `look_up` reads the map's table in a kernel."""
-    return (look_up or _of_table(signed))(codes.astype(jnp.int32))
+def decode(codes: UInt8[Array, "*shape"], tables: Tables, look_up: LookUp = _gather) -> Float[Array, "*shape"]:
+    """The values of the map, float32."""
+    return look_up(tables.values, codes.astype(jnp.int32))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.adamw_8bit.adam import SIGNED, Adam, Moment, Step, Updated, block_of, inverse
-from pallas_kernels.adamw_8bit.dynamic_map import decode, encode
+from pallas_kernels.adamw_8bit.dynamic_map import TABLES, decode, encode
 from pallas_kernels.stochastic_rounding import random_bits, stored
 
 # All but absmax is computed in the shape of the parameter, not in blocks: on a GPU XLA then fuses it with the rounding
@@ -15,13 +15,12 @@ from pallas_kernels.stochastic_rounding import random_bits, stored
 def update(gradient: Float[Array, "l o i"], before: Updated, step: Step, adam: Adam) -> Updated:
     """The parameter and the moments after a step; see `adamw_8bit`."""
     parameter, *moments = before
-    mean, square = (_dequantize(moment, signed) for moment, signed in zip(moments, SIGNED))
+    kept = [_dequantize(moment, beta, signed) for moment, beta, signed in zip(moments, adam.betas, SIGNED)]
     after, mean, square = adam(
-        gradient.astype(jnp.float32) * step.factor,
+        gradient.astype(jnp.float32),
         parameter.astype(jnp.float32),
-        mean,
-        square,
-        adam.corrections(step.count),
+        (kept[0], kept[1]),
+        adam.factors(step),
         step.rate[:, None, None],
         step.decay[:, None, None],
     )
@@ -38,14 +37,12 @@ def update(gradient: Float[Array, "l o i"], before: Updated, step: Step, adam: A
 def _quantize(moment: Float32[Array, "l o i"], block: tuple[int, int], signed: bool) -> Moment:
     (layers, rows, columns), (r, c) = moment.shape, block
     absmax = jnp.abs(moment).reshape(layers, rows // r, r, columns // c, c).max(axis=(2, 4))
-    codes = encode(moment * _spread(inverse(absmax), moment.shape), signed)
-    if not signed:  # code 1 at least where it is not 0; by its sign, as XLA would store the zeros to compare with
-        codes = jnp.maximum(codes, jnp.sign(moment).astype(codes.dtype))
-    return Moment(codes, absmax)
+    return Moment(encode(moment * _spread(inverse(absmax), moment.shape), TABLES[signed]), absmax)
 
 
-def _dequantize(moment: Moment, signed: bool) -> Float32[Array, "l o i"]:
-    return decode(moment.codes, signed) * _spread(moment.absmax, moment.codes.shape)
+def _dequantize(moment: Moment, beta: float, signed: bool) -> Float32[Array, "l o i"]:
+    """The moment times beta."""
+    return decode(moment.codes, TABLES[signed]) * _spread(beta * moment.absmax, moment.codes.shape)
 
 
 def _spread(of_blocks: Float32[Array, "l o/r i/c"], shape: tuple[int, ...]) -> Float32[Array, "l o i"]:

@@ -13,8 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.adamw_8bit.adam import SIGNED, Adam, Moment, Step, Updated, block_of, inverse
-from pallas_kernels.adamw_8bit.dynamic_map import TABLES, decode, encode
+from pallas_kernels.adamw_8bit.adam import SIGNED, Adam, Factors, Moment, Step, Updated, block_of, inverse
+from pallas_kernels.adamw_8bit.dynamic_map import TABLES, Tables, decode, encode
 from pallas_kernels.gpus import Capability, Device
 from pallas_kernels.manual_axes import vary_over, varying_axes
 from pallas_kernels.stochastic_rounding import random_bits, stored
@@ -65,9 +65,10 @@ def update(
         return array.reshape(blocks, size)
 
     changed = (by_block(parameter), by_block(mu.codes), mu.absmax.ravel(), by_block(nu.codes), nu.absmax.ravel())
-    factors = jnp.stack([step.factor, *adam.corrections(step.count)])
+    factors = jnp.stack(adam.factors(step))
     words = jnp.concatenate([step.finite.astype(jnp.uint32)[None], step.key, step.origin])
-    constants = (factors, words, step.rate, step.decay, *(jnp.asarray(TABLES[signed]) for signed in SIGNED))
+    tables = (jnp.asarray(table) for signed in SIGNED for table in TABLES[signed])
+    constants = (factors, words, step.rate, step.decay, *tables)
     operands = (*changed, by_block(gradient), *constants)
     operands = vary_over(varying_axes(*operands), *operands)
     out = [
@@ -117,28 +118,24 @@ def _kernel(*refs, request: Request, adam: Adam, rows: int, columns: int):
         else:
             column += element[None, :]
 
-        def of_blocks(ref) -> Array:
-            return _load(ref.at[block], in_blocks)[:, None]
-
-        def moment(signed: bool, codes_ref, absmax_ref) -> Array:
-            value = decode(_load(codes_ref.at[where], inside), signed, look_up[signed]) * of_blocks(absmax_ref)
+        def kept(beta: float, signed: bool, codes_ref, absmax_ref) -> Array:
+            codes = _load(codes_ref.at[where], inside)
+            value = decode(codes, maps[signed], _look_up) * (beta * _load(absmax_ref.at[block], in_blocks))[:, None]
             return value if in_block is None else jnp.where(in_block, value, 0)
 
         def store(moment: Array, signed: bool, codes_ref, absmax_ref) -> None:
             absmax = jnp.max(jnp.abs(moment), axis=1)
-            codes = encode(moment * inverse(absmax)[:, None], signed, look_up[signed])
-            if not signed:  # code 1 at least where it is not 0
-                codes = jnp.where((codes == 0) & (moment > 0), 1, codes)
-            plgpu.store(codes_ref.at[where], codes.astype(jnp.uint8), mask=inside)
+            codes = encode(moment * inverse(absmax)[:, None], maps[signed], _look_up)
+            plgpu.store(codes_ref.at[where], codes, mask=inside)
             plgpu.store(absmax_ref.at[block], absmax, mask=in_blocks)
 
-        look_up = {signed: partial(_look_up, table) for signed, table in zip(SIGNED, tables)}
+        count = len(Tables._fields)
+        maps = {True: Tables(*tables[:count]), False: Tables(*tables[count:])}
         after, mean, square = adam(
-            _load(gradient_ref.at[where], inside).astype(jnp.float32) * factors_ref[0],
+            _load(gradient_ref.at[where], inside).astype(jnp.float32),
             _load(parameter_ref.at[where], inside).astype(jnp.float32),
-            moment(True, mu_ref, mu_absmax_ref),
-            moment(False, nu_ref, nu_absmax_ref),
-            (factors_ref[1], factors_ref[2]),
+            (kept(adam.beta1, True, mu_ref, mu_absmax_ref), kept(adam.beta2, False, nu_ref, nu_absmax_ref)),
+            Factors(*(factors_ref[number] for number in range(len(Factors._fields)))),
             _load(rate_ref.at[layer], in_blocks)[:, None],
             _load(decay_ref.at[layer], in_blocks)[:, None],
         )
@@ -161,7 +158,7 @@ def _load(ref, mask: Array | None) -> Array:
 
 
 def _look_up(table_ref, index: Array) -> Array:
-    """From the first-level cache, where a map's table lies in 17 lines."""
+    """From the first-level cache, of which the tables take 4 KiB."""
     return plgpu.load(table_ref.at[index])
 
 

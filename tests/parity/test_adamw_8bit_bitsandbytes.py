@@ -8,7 +8,7 @@ import pytest
 from jaxtune.optim import rules
 from jaxtune.optim.adamw_8bit import Moment, adamw_8bit
 from jaxtune.optim.rules import At
-from pallas_kernels.adamw_8bit.dynamic_map import DYNAMIC_MAP, UNSIGNED_DYNAMIC_MAP, decode
+from pallas_kernels.adamw_8bit.dynamic_map import DYNAMIC_MAP, TABLES, UNSIGNED_DYNAMIC_MAP, decode
 
 torch = pytest.importorskip("torch", reason="bitsandbytes needs torch, whose CPU build exists for Python 3.11 only")
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -48,7 +48,7 @@ def run(steps: int):
 
 def dequantized(state: dict[str, Moment]) -> dict[str, np.ndarray]:
     return {
-        name: np.asarray(decode(moment.codes, name == "mu")) * np.repeat(moment.absmax, 256, axis=1)
+        name: np.asarray(decode(moment.codes, TABLES[name == "mu"])) * np.repeat(moment.absmax, 256, axis=1)
         for name, moment in state.items()
     }
 
