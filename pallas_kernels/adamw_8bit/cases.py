@@ -13,9 +13,9 @@ from pallas_kernels.case import Case, asked
 ADAM = Adam(0.9, 0.999, 1e-8)
 # Shape, block, dtype of the parameter and of its gradient.
 STACKS = (
-    ((36, 4096, 12288), (1, 256), "bfloat16"),
-    ((32, 4096, 11008), (1, 172), "float32"),
-    ((36, 4096, 8), (32, 8), "float32"),
+    ((4, 4096, 12288), (1, 256), "bfloat16"),
+    ((4, 4096, 11008), (1, 172), "float32"),
+    ((4, 4096, 8), (32, 8), "float32"),
 )
 
 

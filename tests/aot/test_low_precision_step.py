@@ -13,8 +13,8 @@ STEPS = [
     ("qwen_fp8", "none", 2, 34.0),
     ("qwen_fp8", "block", 2, 22.0),
     # On every version of jax, here and below: XLA decides in what dtype it sums and how much of an update is in memory.
-    pytest.param("qwen_full_8bit", "block", 1, 60.0, marks=pytest.mark.every_jax),
-    ("qwen_full_8bit", "block", 8, 66.0),
+    pytest.param("qwen_full_8bit", "block", 1, 55.0, marks=pytest.mark.every_jax),
+    ("qwen_full_8bit", "block", 8, 63.0),
 ]
 
 
