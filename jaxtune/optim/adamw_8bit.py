@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from jaxtune.optim import rules
 from jaxtune.optim.driver import updated
@@ -82,29 +82,33 @@ def adamw_8bit(beta1: float, beta2: float, epsilon: float) -> Rule:
     def whole(before: Updated, gradient: Array, at: At, step: Step, stacked: bool) -> Updated:
         if block_of(before[0].shape[stacked:]) is None:
             return updated(adamw, before, gradient, at, step)
-        spec = jax.typeof(before[0]).sharding.spec
-        # Of a stack of matrices; the axes that are not there are not sharded.
-        of_layers = spec[0] if stacked else None
-        *of_rows, of_columns = spec[stacked:]
-        axes = (of_layers, *(of_rows or (None,)), of_columns)
+        spec = tuple(jax.typeof(before[0]).sharding.spec)
+        # Mesh axes of layers, rows and columns: None for what a matrix or a vector has not.
+        axes = (*(spec[:1] if stacked else (None,)), *(None,) * (2 + stacked - len(spec)), *spec[stacked:])
         layers = len(gradient) if stacked else 1
-        by_layer = (jnp.float32(at.rate) * at.multiplier, at.decay)
-        by_layer = [jnp.broadcast_to(jnp.asarray(value, jnp.float32), layers) for value in by_layer]
-        by_layer = [jax.reshard(value, jax.P(of_layers)) for value in by_layer]
-        key = jax.random.bits(step.key, (2,), jnp.uint32)
 
-        def of_shard(before, gradient, by_layer, count, factor, finite, key):
-            arrays = jax.tree.map(lambda leaf: leaf.reshape(len(by_layer[0]), -1, leaf.shape[-1]), (before, gradient))
+        def by_layer(value: Any) -> Float32[Array, " l"]:
+            return jax.reshard(jnp.broadcast_to(jnp.asarray(value, jnp.float32), layers), jax.P(axes[0]))
+
+        def of_shard(before, gradient, here: kernel.Step):
+            arrays = jax.tree.map(lambda leaf: leaf.reshape(len(here.rate), -1, leaf.shape[-1]), (before, gradient))
             (parameter, state), gradient = arrays
             first = [0 if axis is None else jax.lax.axis_index(axis) * size for axis, size in zip(axes, gradient.shape)]
-            origin = jnp.stack([jnp.asarray(index, jnp.uint32) for index in first])
-            here = kernel.Step(count, *by_layer, factor, finite, key, origin)
+            here = here._replace(origin=jnp.stack([jnp.asarray(index, jnp.uint32) for index in first]))
             after, mu, nu = kernel.adamw_8bit(gradient, (parameter, state["mu"], state["nu"]), here, adam)
             return jax.tree.map(lambda leaf, like: leaf.reshape(like.shape), (after, {"mu": mu, "nu": nu}), before)
 
+        here = kernel.Step(
+            count=jnp.asarray(at.count),
+            rate=by_layer(at.rate * jnp.asarray(at.multiplier)),
+            decay=by_layer(at.decay),
+            factor=jnp.asarray(step.factor),
+            finite=jnp.asarray(step.finite),
+            key=jax.random.bits(step.key, (2,), jnp.uint32),
+            origin=jnp.zeros(3, jnp.uint32),
+        )
         specs = jax.tree.map(lambda array: jax.typeof(array).sharding.spec, before)
-        count, factor, finite = jnp.asarray(at.count), jnp.asarray(step.factor), jnp.asarray(step.finite)
-        return jax.shard_map(of_shard, out_specs=specs)(before, gradient, by_layer, count, factor, finite, key)
+        return jax.shard_map(of_shard, out_specs=specs)(before, gradient, here)
 
     return Rule(init, update, by_layer=True, whole=whole)
 

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.adamw_8bit import triton
-from pallas_kernels.adamw_8bit.adam import Adam, Moment, Step
+from pallas_kernels.adamw_8bit.adam import Adam, Moment, Step, Updated
 from pallas_kernels.case import Case, asked
 
 ADAM = Adam(0.9, 0.999, 1e-8)
-# Shape, block, dtype of the parameter and of its gradient.
+# Shape, block, and the dtype of parameter and gradient. (Of 4 layers, for the smallest memory of a GPU.)
 STACKS = (
     ((4, 4096, 12288), (1, 256), "bfloat16"),
     ((4, 4096, 11008), (1, 172), "float32"),
@@ -21,25 +21,27 @@ STACKS = (
 
 def _cases() -> Iterator[Case]:
     for shape, block, dtype in STACKS:
-        layers, rows, columns = shape
-        absmax = jax.ShapeDtypeStruct((layers, rows // block[0], columns // block[1]), jnp.float32)
-        moment = Moment(jax.ShapeDtypeStruct(shape, jnp.uint8), absmax)
-        parameter = jax.ShapeDtypeStruct(shape, dtype)
-        number, by_layer = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((layers,), jnp.float32)
-        step = Step(
-            count=jax.ShapeDtypeStruct((), jnp.int32),
-            rate=by_layer,
-            decay=by_layer,
-            factor=number,
-            finite=jax.ShapeDtypeStruct((), jnp.bool),
-            key=jax.ShapeDtypeStruct((2,), jnp.uint32),
-            origin=jax.ShapeDtypeStruct((3,), jnp.uint32),
-        )
-        before = parameter, moment, moment
+        gradient, before, step = jax.eval_shape(partial(_arguments, shape, block, dtype))
         refuses = asked(triton.refuses, triton.request_for(before))
         inputs = f"{block[0]}x{block[1]} {dtype}"
         function = partial(triton.update, adam=ADAM)
-        yield Case("adamw_8bit", "triton", "forward", inputs, function, (parameter, before, step), refuses)
+        yield Case("adamw_8bit", "triton", "forward", inputs, function, (gradient, before, step), refuses)
+
+
+def _arguments(shape: tuple[int, int, int], block: tuple[int, int], dtype: str) -> tuple[jax.Array, Updated, Step]:
+    (layers, rows, columns), numbers = shape, partial(jnp.zeros, dtype=jnp.float32)
+    moment = Moment(jnp.zeros(shape, jnp.uint8), numbers((layers, rows // block[0], columns // block[1])))
+    step = Step(
+        count=jnp.zeros((), jnp.int32),
+        rate=numbers(layers),
+        decay=numbers(layers),
+        factor=numbers(()),
+        finite=jnp.zeros((), jnp.bool),
+        key=jnp.zeros(2, jnp.uint32),
+        origin=jnp.zeros(3, jnp.uint32),
+    )
+    parameter = jnp.zeros(shape, dtype)
+    return parameter, (parameter, moment, moment), step
 
 
 CASES = tuple(_cases())

@@ -15,11 +15,11 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.adamw_8bit.adam import SIGNED, Adam, Factors, Moment, Step, Updated, block_of, inverse
 from pallas_kernels.adamw_8bit.dynamic_map import TABLES, Tables, decode, encode
-from pallas_kernels.gpus import Capability, Device
+from pallas_kernels.gpus import Device
 from pallas_kernels.manual_axes import vary_over, varying_axes
+from pallas_kernels.quant_matmul.triton import AMPERE, span, whole
 from pallas_kernels.stochastic_rounding import random_bits, stored
 
-AMPERE: Capability = (8, 0)
 # Elements that a program updates, and its warps: each thread has 16 elements, 16 bytes of codes.
 ELEMENTS, WARPS = 2048, 4
 
@@ -80,8 +80,8 @@ def update(
     after, *moments = pl.pallas_call(
         partial(_kernel, request=request, adam=adam, rows=rows, columns=columns),
         grid=(pl.cdiv(blocks, rows),),
-        in_specs=[_whole(x) for x in operands],
-        out_specs=[_whole(x) for x in out],
+        in_specs=[whole(x) for x in operands],
+        out_specs=[whole(x) for x in out],
         out_shape=out,
         input_output_aliases={number: number for number in range(len(out))},
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
@@ -97,71 +97,59 @@ def _kernel(*refs, request: Request, adam: Adam, rows: int, columns: int):
     factors_ref, words_ref, rate_ref, decay_ref, *tables = constants
     parameter_out, mu_out, mu_absmax_out, nu_out, nu_absmax_out = refs[-5:]
     blocks, size = parameter_ref.shape
-    block = pl.program_id(0) * rows + jnp.arange(rows, dtype=jnp.int32)
+    block, element = span(pl.program_id(0), rows), jnp.arange(columns, dtype=jnp.int32)
 
     @pl.when(words_ref[0] != 0)
     def _():
-        element = jnp.arange(columns, dtype=jnp.int32)
-        in_blocks = None if blocks % rows == 0 else block < blocks
-        in_block = None if columns == size else jnp.broadcast_to((element < size)[None, :], (rows, columns))
-        inside = _both(None if in_blocks is None else in_blocks[:, None], in_block)
-        where = block[:, None], element[None, :]
+        there = block < blocks
+        where, inside = (block[:, None], element[None, :]), there[:, None] & (element < size)[None, :]
+        layer, row, column = _places(block, element, request)
 
-        in_matrix = request.rows * request.columns // size  # blocks
-        in_row = request.columns // request.block_columns
-        layer, place = jax.lax.div(block, in_matrix), jax.lax.rem(block, in_matrix)
-        row = (jax.lax.div(place, in_row) * request.block_rows)[:, None]
-        column = (jax.lax.rem(place, in_row) * request.block_columns)[:, None]
-        if request.block_rows > 1:
-            row += jax.lax.div(element, request.columns)[None, :]
-            column = jax.lax.rem(element, request.columns)[None, :]
-        else:
-            column += element[None, :]
+        def load(ref) -> Array:
+            return plgpu.load(ref.at[where], mask=inside, other=0)
 
-        def kept(beta: float, signed: bool, codes_ref, absmax_ref) -> Array:
-            codes = _load(codes_ref.at[where], inside)
-            value = decode(codes, maps[signed], _look_up) * (beta * _load(absmax_ref.at[block], in_blocks))[:, None]
-            return value if in_block is None else jnp.where(in_block, value, 0)
+        def of_blocks(ref, index: Array = block) -> Array:
+            return plgpu.load(ref.at[index], mask=there, other=0)[:, None]
 
-        def store(moment: Array, signed: bool, codes_ref, absmax_ref) -> None:
+        def kept(beta: float, map_tables: Tables, codes_ref, absmax_ref) -> Array:
+            value = decode(load(codes_ref), map_tables, _look_up) * (beta * of_blocks(absmax_ref))
+            return value if columns == size else jnp.where(inside, value, 0)
+
+        def store(moment: Array, map_tables: Tables, codes_out, absmax_out) -> None:
             absmax = jnp.max(jnp.abs(moment), axis=1)
-            codes = encode(moment * inverse(absmax)[:, None], maps[signed], _look_up)
-            plgpu.store(codes_ref.at[where], codes, mask=inside)
-            plgpu.store(absmax_ref.at[block], absmax, mask=in_blocks)
+            codes = encode(moment * inverse(absmax)[:, None], map_tables, _look_up)
+            plgpu.store(codes_out.at[where], codes, mask=inside)
+            plgpu.store(absmax_out.at[block], absmax, mask=there)
 
-        count = len(Tables._fields)
-        maps = {True: Tables(*tables[:count]), False: Tables(*tables[count:])}
+        signed, unsigned = Tables(*tables[: len(tables) // 2]), Tables(*tables[len(tables) // 2 :])
         after, mean, square = adam(
-            _load(gradient_ref.at[where], inside).astype(jnp.float32),
-            _load(parameter_ref.at[where], inside).astype(jnp.float32),
-            (kept(adam.beta1, True, mu_ref, mu_absmax_ref), kept(adam.beta2, False, nu_ref, nu_absmax_ref)),
+            load(gradient_ref).astype(jnp.float32),
+            load(parameter_ref).astype(jnp.float32),
+            (kept(adam.beta1, signed, mu_ref, mu_absmax_ref), kept(adam.beta2, unsigned, nu_ref, nu_absmax_ref)),
             Factors(*(factors_ref[number] for number in range(len(Factors._fields)))),
-            _load(rate_ref.at[layer], in_blocks)[:, None],
-            _load(decay_ref.at[layer], in_blocks)[:, None],
+            of_blocks(rate_ref, layer),
+            of_blocks(decay_ref, layer),
         )
-        key, origin = (words_ref[1], words_ref[2]), (words_ref[3], words_ref[4], words_ref[5])
-        indices = (index.astype(jnp.uint32) + first for index, first in zip((layer[:, None], row, column), origin))
-        new = stored(after, parameter_out.dtype, random_bits(key, *indices))
+        key, *origin = (words_ref[1], words_ref[2]), words_ref[3], words_ref[4], words_ref[5]
+        places = (place.astype(jnp.uint32) + first for place, first in zip((layer[:, None], row, column), origin))
+        new = stored(after, parameter_out.dtype, random_bits(key, *places))
         plgpu.store(parameter_out.at[where], new, mask=inside)
-        store(mean, True, mu_out, mu_absmax_out)
-        store(square, False, nu_out, nu_absmax_out)
+        store(mean, signed, mu_out, mu_absmax_out)
+        store(square, unsigned, nu_out, nu_absmax_out)
 
 
-def _both(one: Array | None, other: Array | None) -> Array | None:
-    """Two masks, of which None masks nothing."""
-    return one if other is None else other if one is None else one & other
-
-
-def _load(ref, mask: Array | None) -> Array:
-    """Zeros where it is masked."""
-    return plgpu.load(ref, mask=mask, other=None if mask is None else 0)
+def _places(block: Array, element: Array, request: Request) -> tuple[Array, Array, Array]:
+    """Layers of blocks; rows and columns of their elements, in shapes that broadcast."""
+    across = request.columns // request.block_columns  # blocks side by side
+    down = request.rows // request.block_rows
+    layer, place = jax.lax.div(block, down * across), jax.lax.rem(block, down * across)
+    row, column = jax.lax.div(place, across) * request.block_rows, jax.lax.rem(place, across) * request.block_columns
+    if request.block_rows == 1:
+        return layer, row[:, None], column[:, None] + element[None, :]
+    in_row, in_column = jax.lax.div(element, request.columns), jax.lax.rem(element, request.columns)
+    return layer, row[:, None] + in_row[None, :], in_column[None, :]
 
 
 def _look_up(table_ref, index: Array) -> Array:
-    """From the first-level cache, of which the tables take 4 KiB."""
+    """From the first-level cache, of which the tables take 6 KiB."""
     return plgpu.load(table_ref.at[index])
-
-
-def _whole(x: Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
-    """All of an array for every program, which takes its part itself."""
-    return pl.BlockSpec(x.shape, lambda *program: (0,) * len(x.shape))
