@@ -56,10 +56,10 @@ class Rule(NamedTuple):
     point: Callable[[Float[Array, "..."], RuleState], Float[Array, "..."]] = _itself
     """(parameter, state) -> where the gradient is to be taken."""
     by_layer: bool = False
-    """Called for one layer of a stacked parameter after another, so that its temporaries are of one layer."""
+    """Called for one layer of a stacked parameter after another, so that temporaries are of one layer."""
     whole: Callable[[Updated, Array, At, Step, bool], Updated] | None = None
-    """(before, gradient, at, step, stacked) -> after: `update` with all that `driver` does around it, on arrays as they
-    are stored, all layers of a stacked parameter at once. For a rule with a kernel of its own."""
+    """(before, gradient, at, step, stacked) -> after, in place of `update`, with all that `driver` does around it: arrays
+    come as they are stored, and a stacked parameter comes whole. For a rule with a kernel of its own."""
 
 
 def descend(parameter: Float[Array, "..."], direction: Float[Array, "..."], at: At) -> Float[Array, "..."]:
