@@ -82,35 +82,43 @@ def adamw_8bit(beta1: float, beta2: float, epsilon: float) -> Rule:
     def whole(before: Updated, gradient: Array, at: At, step: Step, stacked: bool) -> Updated:
         if block_of(before[0].shape[stacked:]) is None:
             return updated(adamw, before, gradient, at, step)
-        spec = tuple(jax.typeof(before[0]).sharding.spec)
-        # Mesh axes of layers, rows and columns: None for what a matrix or a vector has not.
-        axes = (*(spec[:1] if stacked else (None,)), *(None,) * (2 + stacked - len(spec)), *spec[stacked:])
-        layers = len(gradient) if stacked else 1
-
-        def by_layer(value: Any) -> Float32[Array, " l"]:
-            return jax.reshard(jnp.broadcast_to(jnp.asarray(value, jnp.float32), layers), jax.P(axes[0]))
-
-        def of_shard(before, gradient, here: kernel.Step):
-            arrays = jax.tree.map(lambda leaf: leaf.reshape(len(here.rate), -1, leaf.shape[-1]), (before, gradient))
-            (parameter, state), gradient = arrays
-            first = [0 if axis is None else jax.lax.axis_index(axis) * size for axis, size in zip(axes, gradient.shape)]
-            here = here._replace(origin=jnp.stack([jnp.asarray(index, jnp.uint32) for index in first]))
-            after, mu, nu = kernel.adamw_8bit(gradient, (parameter, state["mu"], state["nu"]), here, adam)
-            return jax.tree.map(lambda leaf, like: leaf.reshape(like.shape), (after, {"mu": mu, "nu": nu}), before)
-
-        here = kernel.Step(
-            count=jnp.asarray(at.count),
-            rate=by_layer(at.rate * jnp.asarray(at.multiplier)),
-            decay=by_layer(at.decay),
-            factor=jnp.asarray(step.factor),
-            finite=jnp.asarray(step.finite),
-            key=jax.random.bits(step.key, (2,), jnp.uint32),
-            origin=jnp.zeros(3, jnp.uint32),
-        )
-        specs = jax.tree.map(lambda array: jax.typeof(array).sharding.spec, before)
-        return jax.shard_map(of_shard, out_specs=specs)(before, gradient, here)
+        return _whole(adam, before, gradient, at, step, stacked)
 
     return Rule(init, update, by_layer=True, whole=whole)
+
+
+def _whole(adam: Adam, before: Updated, gradient: Array, at: At, step: Step, stacked: bool) -> Updated:
+    """The update of a parameter, or of a stack, each device that of its shard: `pallas_kernels.adamw_8bit`."""
+    spec = tuple(jax.typeof(before[0]).sharding.spec)
+    # Mesh axes of layers, rows and columns: None for what a matrix or a vector has not.
+    axes = (*(spec[:1] if stacked else (None,)), *(None,) * (2 + stacked - len(spec)), *spec[stacked:])
+    layers = len(gradient) if stacked else 1
+
+    def by_layer(value: Any) -> Float32[Array, " l"]:
+        return jax.reshard(jnp.broadcast_to(jnp.asarray(value, jnp.float32), layers), jax.P(axes[0]))
+
+    here = kernel.Step(
+        count=jnp.asarray(at.count),
+        rate=by_layer(at.rate * jnp.asarray(at.multiplier)),
+        decay=by_layer(at.decay),
+        factor=jnp.asarray(step.factor),
+        finite=jnp.asarray(step.finite),
+        key=jax.random.bits(step.key, (2,), jnp.uint32),
+        origin=jnp.zeros(3, jnp.uint32),
+    )
+
+    def of_shard(before: Updated, gradient: Array, here: kernel.Step) -> Updated:
+        def as_stack(leaf: Array) -> Array:
+            return leaf.reshape(len(here.rate), -1, leaf.shape[-1])
+
+        (parameter, state), gradient = jax.tree.map(as_stack, (before, gradient))
+        first = (0 if axis is None else jax.lax.axis_index(axis) * size for axis, size in zip(axes, gradient.shape))
+        here = here._replace(origin=jnp.stack([jnp.asarray(index, jnp.uint32) for index in first]))
+        after, mu, nu = kernel.adamw_8bit(gradient, (parameter, state["mu"], state["nu"]), here, adam)
+        return jax.tree.map(lambda leaf, like: leaf.reshape(like.shape), (after, {"mu": mu, "nu": nu}), before)
+
+    specs = jax.tree.map(lambda array: jax.typeof(array).sharding.spec, before)
+    return jax.shard_map(of_shard, out_specs=specs)(before, gradient, here)
 
 
 def float32_moments(parameters: Mapping[str, "Parameter"]) -> list[str]:

@@ -58,8 +58,10 @@ class Rule(NamedTuple):
     by_layer: bool = False
     """Called for one layer of a stacked parameter after another, so that temporaries are of one layer."""
     whole: Callable[[Updated, Array, At, Step, bool], Updated] | None = None
-    """(before, gradient, at, step, stacked) -> after, in place of `update`, with all that `driver` does around it: arrays
-    come as they are stored, and a stacked parameter comes whole. For a rule with a kernel of its own."""
+    """(before, gradient, at, step, stacked) -> after, in place of `update`, with all that `driver` does around it.
+
+    Arrays come as they are stored, and a stacked parameter comes whole. For a rule with a kernel of its own.
+    """
 
 
 def descend(parameter: Float[Array, "..."], direction: Float[Array, "..."], at: At) -> Float[Array, "..."]:

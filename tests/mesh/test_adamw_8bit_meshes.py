@@ -74,12 +74,13 @@ def test_nothing_crosses_devices():
     assert not any(kind in text for kind in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
 
 
-# Stacks of matrices and of vectors, and a matrix alone; the last stays float32. Leading axes, shape, and layout.
+# Leading axes, shape, layout, and that of state and update where it is another. "small" stays float32.
 ROUNDED = {
-    "stack": ((3,), (3, 16, 2048), jax.P(None, "tensor", "fsdp")),
-    "vectors": ((3,), (3, 4096), jax.P(None, "fsdp")),
-    "matrix": ((), (64, 1024), jax.P("tensor", "fsdp")),
-    "small": ((3,), (3, 8, 64), jax.P(None, "fsdp", None)),
+    "stack": ((3,), (3, 16, 2048), jax.P(None, "tensor", "fsdp"), None),
+    "vectors": ((3,), (3, 4096), jax.P(None, "fsdp"), None),
+    "matrix": ((), (64, 1024), jax.P("tensor", "fsdp"), None),
+    "replicated": ((3,), (3, 16, 1024), jax.P(None, None, None), jax.P(None, "fsdp", "tensor")),
+    "small": ((3,), (3, 8, 64), jax.P(None, "fsdp", None), None),
 }
 
 
@@ -89,14 +90,16 @@ def test_bfloat16_is_rounded_by_the_same_bits_on_any_mesh(name):
 
     def after(mesh: Mesh, devices: int) -> dict[str, np.ndarray]:
         made = make_mesh(mesh, jax.devices()[:devices])
-        trained = {key: Trained((key,) * math.prod(lead), lead) for key, (lead, _, _) in ROUNDED.items()}
+        trained = {
+            key: Trained((key,) * math.prod(lead), lead, place=place) for key, (lead, _, _, place) in ROUNDED.items()
+        }
         optimizer = build(Optim(name=name, weight_decay=0.1), trained, 3)
         rng = np.random.default_rng(0)
 
         def values() -> dict[str, jax.Array]:
             return {
                 key: jax.device_put(jnp.asarray(rng.normal(size=shape), jnp.bfloat16), jax.NamedSharding(made, spec))
-                for key, (_, shape, spec) in ROUNDED.items()
+                for key, (_, shape, spec, _) in ROUNDED.items()
             }
 
         parameters, update = values(), jax.jit(optimizer.update)
