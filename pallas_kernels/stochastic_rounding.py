@@ -12,9 +12,9 @@ from jaxtyping import Array, BFloat16, Float32, Int, UInt32
 def random_bits(key: UInt32[Array, "2"] | tuple[Array, Array], *indices: Int[Array, "..."]) -> UInt32[Array, "..."]:
     """32 bits for each tuple of indices; indices of unlike shapes are broadcast.
 
-    The finaliser of MurmurHash3 (Appleby, in the public domain), once for each word of the key and for each index: an
-    element whose last index alone differs from its neighbour's costs one round, seven instructions, where threefry
-    takes a hundred. For rounding, not for cryptography.
+    The finaliser of MurmurHash3 (Appleby, in the public domain), once for each word of the key and for each index.
+    Where the last index alone differs between elements, each costs one of them, seven instructions. For rounding, not
+    for cryptography.
     """
     bits = jnp.uint32(0)
     for word in (key[0], key[1], *indices):

@@ -55,7 +55,7 @@ def _tables(signed: bool) -> Tables:
     values = DYNAMIC_MAP if signed else UNSIGNED_DYNAMIC_MAP
     bounds = np.append(np.float32(-np.inf), (values[:-1] + values[1:]) / np.float32(2))
     if not signed:
-        bounds[1] = 0
+        bounds[1] = 0  # whatever is above 0 has code 1 at least
     number = np.arange(2 * PER_SIGN + 1)
     decade = (number % PER_SIGN - FIRST).clip(0, EXPONENTS - 1)
     count = 2.0 ** (decade if signed else decade + 1)  # of values in the decade, from a tenth of its end to the end
