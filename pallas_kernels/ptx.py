@@ -8,6 +8,7 @@ import math
 import os
 import re
 import subprocess
+from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,8 +21,9 @@ class Kernel:
     """One Pallas kernel as it would run on the GPU.
 
     registers: per thread. spill_bytes: spill stores, per thread. shared_memory: bytes a block, static and dynamic.
-    mma_sync, wgmma, tcgen05: matrix instructions in the PTX (not executed ones). occupancy: the fraction of a
-    multiprocessor's warps that can be resident.
+    mma_sync, wgmma, tcgen05: matrix instructions in the PTX (not executed ones). exponentials: computed by a thread in
+    one pass of the loop that has the most of them. occupancy: the fraction of a multiprocessor's warps that can be
+    resident.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Kernel:
     mma_sync: int
     wgmma: int
     tcgen05: int
+    exponentials: int
     occupancy: float
 
 
@@ -120,8 +123,23 @@ def _report(name: str, ptx: str, launch: _Launch, gpu: Gpu) -> Kernel:
         mma_sync=len(re.findall(r"\bmma\.sync", ptx)),
         wgmma=len(re.findall(r"\bwgmma\.mma_async", ptx)),
         tcgen05=len(re.findall(r"\btcgen05\.mma", ptx)),
+        exponentials=_exponentials(ptx),
         occupancy=occupancy(registers, shared_memory, launch.threads, gpu),
     )
+
+
+def _exponentials(ptx: str) -> int:
+    """The most `ex2` that one pass of a loop executes, without those of loops inside it."""
+    # A loop reaches from a label to the last jump back to it. Attention has one for the blocks that are wholly visible
+    # and one for the others, so the instructions of the whole kernel would count a block twice.
+    labels = {label[1]: label.start() for label in re.finditer(r"^(\$L\w+):", ptx, re.MULTILINE)}
+    jumps = [(labels[jump[1]], jump.start()) for jump in re.finditer(r"\bbra(?:\.uni)?\s+(\$L\w+);", ptx)]
+    loops = [range(*loop) for loop in {label: jump for label, jump in jumps if label < jump}.items()]
+    innermost = Counter()
+    for found in re.finditer(r"\bex2\.approx", ptx):
+        around = [loop for loop in loops if found.start() in loop]
+        innermost.update([min(around, key=len)] if around else [])
+    return max(innermost.values(), default=0)
 
 
 @cache

@@ -33,7 +33,7 @@ def compiled(case: Case, gpu: str) -> aot.Compiled:
     return aot.compile_for(gpu, case.function, *case.arguments)
 
 
-COLUMNS = "{:8} {:48} {:26} {:>9} {:>7} {:>10} {:>15} {:>7} {:>8} {:>6} {:>7} {:>9}"
+COLUMNS = "{:8} {:48} {:26} {:>9} {:>7} {:>10} {:>15} {:>7} {:>8} {:>6} {:>7} {:>4} {:>9}"
 
 
 def rows(case: Case, gpu: str) -> list[str]:
@@ -51,6 +51,7 @@ def rows(case: Case, gpu: str) -> list[str]:
             kernel.mma_sync,
             kernel.wgmma,
             kernel.tcgen05,
+            kernel.exponentials,
             f"{kernel.occupancy:.1%}",
         )
         for kernel in compiled(case, gpu).kernels
@@ -71,9 +72,10 @@ def main(arguments: list[str] | None = None) -> int:
         parser.exit(2, f"pallas_kernels.report: {reason}\n")
     # On a machine with a GPU, old jax would take that GPU's compute capability for the others'.
     jax.config.update("jax_platforms", "cpu")
-    print(f"jax {jax.__version__}; bytes of spill stores a thread; matrix instructions as written, not as executed")
+    print(f"jax {jax.__version__}; bytes of spill stores a thread; matrix instructions as written, not as executed;")
+    print("exponentials (ex2) of a thread in one pass of a loop")
     head = ("GPU", "case", "kernel", "registers", "spill B", "shared B", "grid", "threads")
-    print(COLUMNS.format(*head, "mma.sync", "wgmma", "tcgen05", "occupancy"))
+    print(COLUMNS.format(*head, "mma.sync", "wgmma", "tcgen05", "ex2", "occupancy"))
     failed = False
     for gpu in options.gpu.split(","):
         for case in cases_for(gpu):

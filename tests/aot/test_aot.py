@@ -102,6 +102,21 @@ def test_kernels_of_one_name_in_loops_and_again():
     assert aot.compile_for("h100", function, vector(4096)).kernels == first.kernels
 
 
+def test_exponentials_of_a_loop():
+    """By 64 threads, of 2048 elements each; neither those of another loop nor those outside count as well."""
+
+    def kernel(x_ref, passes_ref, out_ref):
+        x = jnp.exp(x_ref[...])
+        for _ in range(2):
+            x = jax.lax.fori_loop(0, passes_ref[0], lambda _, x: jnp.exp(x), x)
+        out_ref[...] = x
+
+    call = pl.pallas_call(kernel, vector(2048), compiler_params=triton.CompilerParams(num_warps=2))
+    passes = jax.ShapeDtypeStruct((1,), jnp.int32)
+    (compiled,) = aot.compile_for("h100", call, vector(2048), passes).kernels
+    assert compiled.exponentials == 2048 // 64
+
+
 def test_mosaic_kernels_are_reported_each_time():
     function = partial(through_shared_memory, size=1024)
     first, again = (aot.compile_for("h100", function, vector(8192)).kernels for _ in range(2))
