@@ -24,26 +24,35 @@ class Tiles:
     dkdv: Tile
 
 
-# By compute capability, then by the largest head dimension a row serves. Made from compile reports (the largest blocks
-# that use the GPU's matrix unit without a spill); `python -m pallas_kernels.tune` times others on a GPU.
+# By compute capability, then by the largest head dimension a row serves. Made from compile reports: the largest blocks
+# that use the GPU's matrix unit without a spill and without work that warps repeat, and are not so large that rows of
+# short documents pay for what they mask; `python -m pallas_kernels.tune` times others on a GPU.
 _SMALL_SHARED_MEMORY = {
-    96: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)),
+    64: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 4, 3), Tile(32, 64, 4, 3)),
+    96: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
     128: Tiles(Tile(128, 32, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
-    192: Tiles(Tile(64, 32, 4, 1), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2)),
-    256: Tiles(Tile(64, 32, 8, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2)),
+    192: Tiles(Tile(64, 32, 4, 1), Tile(32, 64, 8, 2), Tile(64, 32, 8, 2)),
+    256: Tiles(Tile(32, 64, 4, 2), Tile(32, 32, 4, 3), Tile(64, 16, 8, 2)),
 }
 _TILES: dict[Capability, dict[int, Tiles]] = {
     (8, 0): {
-        96: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)),
+        64: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 4, 3), Tile(32, 64, 4, 3)),
+        96: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 4, 3), Tile(32, 64, 4, 2)),
         128: Tiles(Tile(128, 32, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
-        192: Tiles(Tile(32, 64, 8, 2), Tile(32, 64, 8, 2), Tile(32, 32, 8, 2)),
-        256: Tiles(Tile(64, 64, 8, 2), Tile(32, 64, 8, 2), Tile(32, 64, 8, 2)),
+        192: Tiles(Tile(32, 64, 8, 2), Tile(32, 64, 8, 2), Tile(64, 32, 8, 3)),
+        256: Tiles(Tile(64, 64, 8, 2), Tile(32, 64, 8, 2), Tile(64, 32, 8, 2)),
     },
     (8, 6): _SMALL_SHARED_MEMORY,
+    # Hopper's matrix instruction takes 64 rows by four warps, and Triton gives each warp rows of its own: 4 warps to a
+    # block of 64 queries (of keys in dkdv), 8 to one of 128.
     (9, 0): {
-        128: Tiles(Tile(128, 128, 8, 2), Tile(64, 128, 8, 2), Tile(64, 64, 8, 2)),
-        192: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)),
-        256: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(16, 64, 8, 2)),
+        64: Tiles(Tile(128, 128, 8, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
+        96: Tiles(Tile(128, 128, 8, 3), Tile(64, 64, 4, 3), Tile(32, 64, 4, 3)),
+        128: Tiles(Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(32, 64, 4, 3)),
+        192: Tiles(Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), Tile(16, 128, 8, 2)),
+        # dkdv of 256 repeats logits in both halves of its warps: a warp's 16 rows of dk and dv alone would take 256
+        # registers a thread, and there are 255.
+        256: Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 3), Tile(16, 64, 8, 2)),
     },
     (10, 0): {
         96: Tiles(Tile(128, 128, 8, 2), Tile(64, 64, 8, 2), Tile(64, 128, 8, 2)),

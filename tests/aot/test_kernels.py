@@ -13,7 +13,8 @@ import pytest
 
 from pallas_kernels import report
 from pallas_kernels.case import Case
-from pallas_kernels.gpus import GPUS
+from pallas_kernels.flash_attention.tiles import tiles_for
+from pallas_kernels.gpus import GPUS, Device
 
 SPILLS = json.loads(Path(__file__).with_name("spills.json").read_text())
 # One of each architecture: h200 differs from h100 in its memory alone.
@@ -21,6 +22,9 @@ ARCHITECTURES = tuple(gpu for gpu in GPUS if gpu != "h200")
 NARROW = ("d=64", "d=80", "d=96", "d=128")
 # The instruction of the matrix unit, by the major compute capability.
 MATRIX_UNIT = {8: "mma_sync", 9: "wgmma", 10: "tcgen05"}
+# How many times an element's exponential is computed where no tile without a spill does it once, for the reason that
+# flash_attention/tiles.py gives: by GPU, kernel and head dimension.
+REPEATED = {("h100", "dkdv", 256): 2}
 
 
 def compiled_for(gpus: Iterable[str], wanted: Callable[[Case], bool] = lambda case: True) -> pytest.MarkDecorator:
@@ -66,6 +70,22 @@ def test_attention_on_hopper_uses_wgmma_and_spills_nothing(gpu, case):
 def test_attention_at_head_dim_128_uses_the_matrix_unit(gpu, case):
     instruction = MATRIX_UNIT[GPUS[gpu].capability[0]]
     assert all(getattr(kernel, instruction) > 0 for kernel in report.compiled(case, gpu).kernels)
+
+
+@compiled_for(
+    ARCHITECTURES, lambda case: case.backend == "triton" and re.fullmatch(r"bfloat16 d=\d+", case.inputs) is not None
+)
+def test_attention_repeats_no_work(gpu, case):
+    """A tile too small for its warps is computed by several of them: each element costs them an exponential each."""
+    q = case.arguments[0]
+    tiles = tiles_for(Device("gpu", GPUS[gpu].kind, GPUS[gpu].capability), q.shape[-1], q.dtype.itemsize)
+    for kernel in report.compiled(case, gpu).kernels:
+        name = kernel.name.removeprefix("flash_attention_")
+        tile = getattr(tiles, name)
+        executed = kernel.exponentials * kernel.threads / (tile.block_q * tile.block_k)
+        # The forward kernel has one more for each row, in every thread that holds a part of it.
+        most = REPEATED.get((gpu, name, q.shape[-1]), 1.5 if name == "forward" else 1)
+        assert 1 <= executed <= most, (tile, kernel)
 
 
 @compiled_for(["a100", "h100", "b200"], lambda case: case.op == "quant_matmul")
