@@ -27,6 +27,9 @@ class Tiles:
 # By compute capability, then by the largest head dimension a row serves. Made from compile reports: the largest blocks
 # that use the GPU's matrix unit without a spill and without work that warps repeat, and are not so large that rows of
 # short documents pay for what they mask; `python -m pallas_kernels.tune` times others on a GPU.
+#
+# On Hopper, and before it up to a head dimension of 96, Triton gives each warp of the backward kernels 16 rows of its
+# own: blocks of 64 queries (in dkdv, of keys) take 4 warps, those of 128 take 8.
 _SMALL_SHARED_MEMORY = {
     64: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 4, 3), Tile(32, 64, 4, 3)),
     96: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
@@ -43,15 +46,13 @@ _TILES: dict[Capability, dict[int, Tiles]] = {
         256: Tiles(Tile(64, 64, 8, 2), Tile(32, 64, 8, 2), Tile(64, 32, 8, 2)),
     },
     (8, 6): _SMALL_SHARED_MEMORY,
-    # Hopper's matrix instruction takes 64 rows by four warps, and Triton gives each warp rows of its own: 4 warps to a
-    # block of 64 queries (of keys in dkdv), 8 to one of 128.
     (9, 0): {
         64: Tiles(Tile(128, 128, 8, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
         96: Tiles(Tile(128, 128, 8, 3), Tile(64, 64, 4, 3), Tile(32, 64, 4, 3)),
         128: Tiles(Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(32, 64, 4, 3)),
         192: Tiles(Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), Tile(16, 128, 8, 2)),
-        # dkdv of 256 repeats logits in both halves of its warps: a warp's 16 rows of dk and dv alone would take 256
-        # registers a thread, and there are 255.
+        # dkdv at 256 computes its logits twice: 16 rows of dk and dv for each warp would take 256 registers a thread,
+        # and there are 255.
         256: Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 3), Tile(16, 64, 8, 2)),
     },
     (10, 0): {
