@@ -1,8 +1,9 @@
 """Low-rank adapters (Hu et al. 2021)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import jax
@@ -39,20 +40,40 @@ class LoRA:
         }
         return {name: part for name, part in parts.items() if self.owner is None or name not in self.shared}
 
-    def __call__(
-        self, linear: Linear, first: Linear, x: Float[Array, "b s i"], y: Float[Array, "b s o"], call: Call
-    ) -> Float[Array, "b s o"]:
-        """y plus the adapter's output; the parts of a fused module drop the same elements of x."""
-        a = (linear if self.owner is None else first).part("lora_a")
-        if call.noise is not None and self.dropout:
-            x = dropout(x, self.dropout, call.noise.site(self.owner or linear.name))
-        low = checkpoint_name(matmul(x, a, None), PRODUCT)
-        return y + matmul(low, linear.part("lora_b"), linear.out) * jnp.asarray(self.scale, y.dtype)
+    @staticmethod
+    def outputs(
+        linears: Sequence[Linear], x: Float[Array, "b s i"], ys: Sequence[Float[Array, "b s o"]], call: Call
+    ) -> list[Float[Array, "b s o"]]:
+        """Each y plus the adapter's output; the parts of a fused module drop the same elements of x.
+
+        Scaled at the rank, where it costs nothing. The barriers keep the small products apart from the large ones,
+        which then add to them as part of their own work: to y in the forward pass, to dx in the backward pass.
+        """
+        lows = _low(linears, jax.lax.optimization_barrier(x), call)
+        scaled = [low * jnp.asarray(linear.adapter.scale, low.dtype) for linear, low in zip(linears, lows)]
+        more = [matmul(low, linear.part("lora_b"), linear.out) for linear, low in zip(linears, scaled)]
+        return [y + jax.lax.optimization_barrier(extra) for y, extra in zip(ys, more)]
 
     def merged(self, weight: Float[Array, "o i"], values: Mapping[str, Array]) -> Float[Array, "o i"]:
         """W + scale · B A."""
         product = jnp.einsum("or,ri->oi", values["lora_b"], values["lora_a"], precision=jax.lax.Precision.HIGHEST)
         return weight + self.scale * product
+
+
+def _low(linears: Sequence[Linear], x: Float[Array, "b s i"], call: Call) -> list[Float[Array, "b s r"]]:
+    """x A^T of each layer, in one product where no elements of x are dropped."""
+    owners = [linear for linear in linears if linear.adapter.owner is None]
+    if call.noise is not None and any(linear.adapter.dropout for linear in owners):
+        sites = [(linear, call.noise.site(linear.name)) for linear in owners]
+        inputs = [dropout(x, linear.adapter.dropout, noise) for linear, noise in sites]
+        found = [matmul(dropped, linear.part("lora_a"), None) for linear, dropped in zip(owners, inputs)]
+        found = [checkpoint_name(low, PRODUCT) for low in found]
+    else:
+        product = matmul(x, jnp.concatenate([linear.part("lora_a") for linear in owners]), None)
+        ends = list(accumulate(linear.adapter.rank for linear in owners))
+        found = jnp.split(checkpoint_name(product, PRODUCT), ends[:-1], axis=-1)
+    by_name = {linear.name: low for linear, low in zip(owners, found)}
+    return [by_name[linear.adapter.owner or linear.name] for linear in linears]
 
 
 def _uniform(key: Array, shape: tuple[int, ...], dtype: jnp.dtype, bound: float) -> Array:

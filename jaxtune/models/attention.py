@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxtune.models.call import Call
 from jaxtune.models.declared import declared
-from jaxtune.models.linear import Linear
+from jaxtune.models.linear import Linear, jointly
 from jaxtune.models.norm import RMSNorm
 from jaxtune.models.rope import rotate
 from jaxtune.models.spec import Heads, Layer, ModelSpec, Rope
@@ -54,7 +54,7 @@ class Attention(nnx.Module):
         self, x: Float[Array, "b s d"], inputs: Inputs, cache: Any, call: Call
     ) -> tuple[Float[Array, "b s d"], Any]:
         """Attended activations and this layer's cache afterwards."""
-        q, k, v = (self._by_head(linear(x, call, self.q)) for linear in (self.q, self.k, self.v))
+        q, k, v = map(self._by_head, jointly([self.q, self.k, self.v], x, call))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         cos, sin = inputs.rotations[self.mixer.rope, self.mixer.head_dim]

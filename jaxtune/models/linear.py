@@ -1,6 +1,6 @@
-"""Linear layers: the one `matmul`, and a layer with an optional adapter."""
+"""Linear layers: the one `matmul`, and layers with optional adapters, several of the same input together."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import jax
@@ -42,10 +42,14 @@ class Adapter(Protocol):
         """The adapter's parameters, beside a weight (out, in) of these axes."""
         ...
 
-    def __call__(
-        self, linear: "Linear", first: "Linear", x: Float[Array, "b s i"], y: Float[Array, "b s o"], call: Call
-    ) -> Float[Array, "b s o"]:
-        """The output with the adapter; `y` is the base's, with its bias. The `first` part holds what is `shared`."""
+    @staticmethod
+    def outputs(
+        linears: "Sequence[Linear]", x: Float[Array, "b s i"], ys: Sequence[Float[Array, "b s o"]], call: Call
+    ) -> list[Float[Array, "b s o"]]:
+        """The outputs with the adapters of layers of the same input; `ys` are the bases', with their biases.
+
+        Of a Hugging Face module all parts are among them, and the first one holds what is `shared`.
+        """
         ...
 
     def merged(self, weight: Float[Array, "o i"], values: Mapping[str, Array]) -> Float[Array, "o i"]:
@@ -98,26 +102,45 @@ class Linear(nnx.Module):
         for part, variable in self.adapter.declare(shape, axes).items() if self.adapter else ():
             setattr(self, part, variable)
 
-    def __call__(self, x: Float[Array, "b s i"], call: Call, first: "Linear | None" = None) -> Float[Array, "b s o"]:
-        """y in the dtype of x.
-
-        `first`: the layer with the first part of a Hugging Face module that this may be a part of (a fused qkv), which
-        holds what the parts of an adapter share; not used where the module is whole.
-        """
-        if not self.float32:
-            return checkpoint_name(self._apply(x, call, first), PRODUCT)
-        with jax.default_matmul_precision("highest"):  # no TF32 on a GPU, nor in the backward pass
-            return checkpoint_name(self._apply(x.astype(jnp.float32), call, first).astype(x.dtype), PRODUCT)
+    def __call__(self, x: Float[Array, "b s i"], call: Call) -> Float[Array, "b s o"]:
+        """y in the dtype of x."""
+        return jointly([self], x, call)[0]
 
     def part(self, name: str) -> Array:
         """A parameter of the adapter."""
         return getattr(self, name).get_value()
 
-    def _apply(self, x: Float[Array, "b s i"], call: Call, first: "Linear | None") -> Float[Array, "b s o"]:
+    def base(self, x: Float[Array, "b s i"], call: Call) -> Float[Array, "b s o"]:
+        """y without the adapter."""
         noise = call.noise and call.noise.site(f"{self.name} rounding")
         y = matmul(x, self.weight.get_value(), self.out, noise)
-        if self.bias is not None:
-            bias = jax.reshard(self.bias.astype(y.dtype), P(jax.typeof(y).sharding.spec[-1]))
-            # In float32, so that the bias's gradient is summed over the tokens in float32.
-            y = (y.astype(jnp.float32) + bias.astype(jnp.float32)).astype(y.dtype)
-        return self.adapter(self, first or self, x, y, call) if self.adapter and call.adapters else y
+        if self.bias is None:
+            return y
+        bias = jax.reshard(self.bias.astype(y.dtype), P(jax.typeof(y).sharding.spec[-1]))
+        # In float32, so that the bias's gradient is summed over the tokens in float32.
+        return (y.astype(jnp.float32) + bias.astype(jnp.float32)).astype(y.dtype)
+
+
+def jointly(linears: Sequence[Linear], x: Float[Array, "b s i"], call: Call) -> list[Float[Array, "b s o"]]:
+    """The outputs of layers of the same input, in the dtype of x; their adapters are computed together.
+
+    The parts of a fused Hugging Face module come together, the first one first: it holds what their adapters share.
+    """
+    if len({linear.float32 for linear in linears}) > 1:  # parts of one module never differ
+        return [linear(x, call) for linear in linears]
+    if not linears[0].float32:
+        return [checkpoint_name(y, PRODUCT) for y in _outputs(linears, x, call)]
+    with jax.default_matmul_precision("highest"):  # no TF32 on a GPU, nor in the backward pass
+        ys = _outputs(linears, x.astype(jnp.float32), call)
+    return [checkpoint_name(y.astype(x.dtype), PRODUCT) for y in ys]
+
+
+def _outputs(linears: Sequence[Linear], x: Float[Array, "b s i"], call: Call) -> list[Float[Array, "b s o"]]:
+    ys = [linear.base(x, call) for linear in linears]
+    adapted = [place for place, linear in enumerate(linears) if linear.adapter]
+    if not adapted or not call.adapters:
+        return ys
+    of_them = [linears[place] for place in adapted]  # all of one kind, as those of a model are
+    outputs = of_them[0].adapter.outputs(of_them, x, [ys[place] for place in adapted], call)
+    with_adapters = dict(zip(adapted, outputs))
+    return [with_adapters.get(place, y) for place, y in enumerate(ys)]

@@ -7,7 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxtune.models.call import Call
-from jaxtune.models.linear import Linear
+from jaxtune.models.linear import Linear, jointly
 from jaxtune.models.spec import Gated, Layer, ModelSpec
 
 
@@ -22,4 +22,5 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "b s d"], call: Call) -> Float[Array, "b s d"]:
         """The feed-forward of every token."""
-        return self.down(jax.nn.silu(self.gate(x, call)) * self.up(x, call, self.gate), call)
+        gate, up = jointly([self.gate, self.up], x, call)
+        return self.down(jax.nn.silu(gate) * up, call)
