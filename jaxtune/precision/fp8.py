@@ -39,14 +39,14 @@ class Fp8Numbers(Numbers):
         """e4m3 activations times e4m3 weights."""
         rows = self._rotated(x.reshape(-1, x.shape[-1]))
         codes, scale, found = _to_fp8(rows, E4M3, scale, self.online)
-        y = fp8_matmul(codes, _e4m3(weight), scale, weight.scale, dtype=x.dtype, fast_accumulation=True)
+        y = _product(codes, _e4m3(weight), scale, weight.scale, dtype=x.dtype, fast_accumulation=True)
         return y.reshape(*x.shape[:2], -1), found
 
     def backward(self, dy, x, weight, scales, random, dtype):
         """e5m2 gradients times e4m3 weights, and times e4m3 activations."""
         x_scale, dy_scale = (None, None) if scales is None else scales
         codes, used, found = _to_fp8(self._rotated(dy.reshape(-1, dy.shape[-1])), E5M2, dy_scale, self.online)
-        dx = fp8_matmul(codes, _e4m3(weight), used, weight.scale, dtype=dy.dtype).reshape(*dy.shape[:2], -1)
+        dx = _product(codes, _e4m3(weight), used, weight.scale, dtype=dy.dtype).reshape(*dy.shape[:2], -1)
         if x is None:
             return dx, None, found
         if self.hadamard:
@@ -58,7 +58,7 @@ class Fp8Numbers(Numbers):
             dy_codes = by_feature(codes.reshape(dy.shape))
             x_codes, x_used, _ = _to_fp8(x.reshape(-1, x.shape[-1]), E4M3, x_scale, self.online)
             x_codes = by_feature(x_codes.reshape(x.shape))
-        return dx, fp8_matmul(dy_codes, x_codes, used, x_used, dtype=dtype), found
+        return dx, _product(dy_codes, x_codes, used, x_used, dtype=dtype), found
 
     def _matrix(self, weight: Float[Array, "m k"]) -> Operand:
         codes, scale, _ = _to_fp8(self._rotated(weight), E4M3)
@@ -81,8 +81,15 @@ def _to_fp8(
     if scale is None or online:
         own = divisors(found / most)
         scale = own if scale is None else jnp.where(scale > 0, scale, own)
-    scale = scale.reshape(1, 1)
+    # A number of bfloat16, so that `fp8_matmul` can take it in the dtype of its result.
+    scale = jax.lax.reduce_precision(scale.reshape(1, 1), exponent_bits=8, mantissa_bits=7)
     return quantize(x, scale, dtype), scale, found
+
+
+def _product(x, weight, x_scale, weight_scale, dtype, fast_accumulation=False):
+    """`fp8_matmul` with scales in the dtype of the result, if that has their bits."""
+    scales = [s.astype(dtype) if dtype == jnp.bfloat16 else s for s in (x_scale, weight_scale)]
+    return fp8_matmul(x, weight, *scales, dtype=dtype, fast_accumulation=fast_accumulation)
 
 
 def _e4m3(operand: Operand) -> Float[Array, "m k"]:

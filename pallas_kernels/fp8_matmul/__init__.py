@@ -37,10 +37,11 @@ def fp8_matmul(
 ) -> Float[Array, "m n"]:
     """x W^T of FP8 arrays with scales, accumulated in float32 (Micikevicius et al. 2022, arXiv:2209.05433).
 
-    x: float8_e4m3fn or float8_e5m2. weight: float8_e4m3fn. Each scale is float32 and multiplies the codes of a block,
-    inferred from the shapes: (1, 1) is one scale for all, (m, 1) one a row, (m, k / 128) with (n / 128, k / 128) the
-    blocks of DeepSeek-V3 (arXiv:2412.19437). `block_scales` and `quantize` make them. dtype: of the result, bfloat16,
-    float16 or float32.
+    x: float8_e4m3fn or float8_e5m2. weight: float8_e4m3fn. Each scale is float32, or of the dtype of the result: then,
+    with one scale a tensor, the product itself can take them, which saves a pass over the result. A scale multiplies
+    the codes of a block, inferred from the shapes: (1, 1) is one scale for all, (m, 1) one a row, (m, k / 128) with
+    (n / 128, k / 128) the blocks of DeepSeek-V3 (arXiv:2412.19437). `block_scales` and `quantize` make them. dtype: of
+    the result, bfloat16, float16 or float32.
 
     fast_accumulation lets a backend sum over all of k in the tensor core's own registers, which on Hopper have fewer
     bits than float32: common in forward passes (Transformer Engine), not in backward ones.

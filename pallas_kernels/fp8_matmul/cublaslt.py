@@ -1,9 +1,11 @@
 """FP8 by cuBLASLt: a dot of FP8 arrays, which XLA rewrites to its call `__cublas$lt$matmul$f8`.
 
 The rewrite needs jax.jit's compiler option xla_gpu_enable_triton_gemm=False; without it XLA takes the same product to a
-Triton fusion. The scales do not go to cuBLASLt: XLA passes them only in the dtype of the result, which would round them
-to bfloat16. They multiply the result in float32, in the fusion that uses it, so they may differ by row and by column.
+Triton fusion. XLA passes scales to cuBLASLt where there is one for a tensor, in the dtype of the result. Others, which
+may differ by row and by column or would be rounded to bfloat16, multiply the result in float32, in a pass of its own.
 """
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -39,11 +41,18 @@ def multiply(
     weight_scale: Float[Array, "s 1"],
     request: Request,
 ) -> Float[Array, "m n"]:
-    """x W^T. A bfloat16 result is rounded twice, before the scales and after them."""
+    """x W^T. Scales that XLA does not pass on round a bfloat16 result twice, before them and after them."""
     # At the highest precision XLA asks cuBLASLt not to accumulate fast.
     precision = jax.lax.Precision.DEFAULT if request.fast_accumulation else jax.lax.Precision.HIGHEST
-    product = jax.lax.dot_general(
-        x, weight, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=request.dtype
+    dot = partial(
+        jax.lax.dot_general,
+        dimension_numbers=(((1,), (1,)), ((), ())),
+        precision=precision,
+        preferred_element_type=request.dtype,
     )
+    if all(scale.size == 1 and scale.dtype == request.dtype for scale in (x_scale, weight_scale)):
+        pairs = ((x, x_scale), (weight, weight_scale))
+        return dot(*(codes.astype(request.dtype) * scale for codes, scale in pairs))
+    product = dot(x, weight)
     scale = spread(x_scale, (request.rows, 1)) * spread(weight_scale, (request.columns, 1)).T
     return (product.astype(jnp.float32) * scale).astype(request.dtype)

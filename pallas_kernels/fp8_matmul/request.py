@@ -49,7 +49,7 @@ def request_for(
     results = (jnp.bfloat16, jnp.float16, jnp.float32)
     check(dtype in results, f"the result can be bfloat16, float16 or float32, not {dtype}")
     for name, array, scale in (("x_scale", x, x_scale), ("weight_scale", weight, weight_scale)):
-        check(scale.dtype == jnp.float32, f"{name} is float32, not {scale.dtype}")
+        check(scale.dtype in (jnp.float32, dtype), f"{name} is float32 or, as the result, {dtype}, not {scale.dtype}")
         fits = scale.ndim == 2 and all(
             blocks > 0 and size % blocks == 0 for size, blocks in zip(array.shape, scale.shape)
         )

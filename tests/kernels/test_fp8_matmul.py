@@ -149,7 +149,7 @@ def test_mosaic_takes_e5m2_from_jax_0_11_on(monkeypatch):
         (lambda a: a._replace(weight=a.weight[:, :-1]), "differ in k"),
         (lambda a: a._replace(x=a.x.astype(jnp.bfloat16)), "not bfloat16; .*bitcast"),
         (lambda a: a._replace(weight=a.weight.astype(jnp.float8_e5m2)), "the weight is float8_e4m3fn"),
-        (lambda a: a._replace(weight_scale=a.weight_scale.astype(jnp.bfloat16)), "weight_scale is float32"),
+        (lambda a: a._replace(weight_scale=a.weight_scale.astype(jnp.float16)), "weight_scale is float32"),
         (lambda a: a._replace(x_scale=jnp.ones((5, 1))), r"x_scale \(5, 1\) does not cut \(24, 384\)"),
         (lambda a: a._replace(weight_scale=jnp.ones(())), r"weight_scale \(\) does not cut"),
     ],
@@ -166,6 +166,18 @@ def test_results_that_cannot_be():
         fp8_matmul(*arguments(Case(blocks=BLOCKS)), backend="mosaic")
     with pytest.raises(ValueError, match="blocks of 1 x 7 do not divide"):
         block_scales(jnp.ones((2, 12)), (1, 7))
+
+
+@pytest.mark.parametrize("backend", ["cublaslt", "xla"])
+def test_scales_of_the_dtype_of_the_result_are_a_part_of_the_product(backend):
+    """As XLA takes them to cuBLASLt; a CPU rounds both sides to bfloat16 first."""
+    given = arguments(Case())
+    scales = [scale.astype("bfloat16") for scale in (given.x_scale, given.weight_scale)]
+    multiply = {one.name: one.run for one in BACKENDS}[backend]
+    request = request_for(given.x, given.weight, *scales)
+    found = np.asarray(multiply(given.x, given.weight, *scales, request=request), np.float64)
+    expected = dequantized(given.x, scales[0]) @ dequantized(given.weight, scales[1]).T
+    assert np.abs(found - expected).max() <= 0.01 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])

@@ -66,9 +66,13 @@ def assert_same(found, expected, within=1e-6):
 # References: what a matrix, contracted over its last dimension, is rounded to.
 
 
+def scale_of_bfloat16(scale):
+    return np.float32(scale).astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
 def in_fp8(matrix, dtype, scale=None):
     most = np.float32(ml_dtypes.finfo(dtype).max)
-    scale = np.abs(matrix).max().astype(np.float32) / most if scale is None else np.float32(scale)
+    scale = scale_of_bfloat16(np.abs(matrix).max().astype(np.float32) / most if scale is None else scale)
     return np.clip(matrix / scale, -most, most).astype(dtype).astype(np.float64) * np.float64(scale)
 
 
