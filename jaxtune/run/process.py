@@ -18,6 +18,14 @@ GPU_OPTIONS: Options = {
     # Matrix products go to cuBLASLt. XLA chooses its Triton fusions for them well only by timing on the GPU, which
     # costs start-up time; without timing it would take them for every product.
     "xla_gpu_enable_triton_gemm": False,
+    # Products of the same input stay apart. To make one of them XLA would put their weights together, in each layer of
+    # each pass, and cut the results apart again.
+    "xla_gpu_dot_merger_threshold_mb": 0,
+    # The stacks in which a scan leaves its results are not filled with zeros first, as it writes all of them.
+    "xla_gpu_enable_dus_accumulator_zero_init_elimination": True,
+    # What the code rounds to bfloat16 is rounded. Otherwise XLA may keep it in float32, and read and write twice the
+    # bytes, as it does with what is quantized to FP8.
+    "xla_allow_excess_precision": False,
 }
 DETERMINISTIC_OPTIONS: Options = {
     # Scatters and reductions without atomics, whose order differs from run to run.

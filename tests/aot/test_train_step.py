@@ -75,7 +75,8 @@ def test_matrix_products_reach_cublaslt(size):
     """Products of weights: 7 linear layers a block, each with 2 adapter products, forward and backward; the head."""
     compiled = compiled_step(size)
     assert compiled.custom_calls["__cublas$lt$matmul"] >= 40
-    assert set(compiled.custom_calls) == {"__cublas$lt$matmul", "__gpu$xla.gpu.triton"}
+    # Beside products and kernels only memory that need not be zero: the stacks that a loop over the layers fills.
+    assert set(compiled.custom_calls) - {"AllocateBuffer"} == {"__cublas$lt$matmul", "__gpu$xla.gpu.triton"}
     # A product that is neither is a dot in a fusion of its own.
     assert not re.search(r" dot\(", compiled.hlo)
 
