@@ -20,7 +20,7 @@ from jaxtune.optim.schedules import learning_rates
 from jaxtune.parallel import multihost
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.run import loop, memory, process, resume
-from jaxtune.run.assembly import assemble, compile_step
+from jaxtune.run.assembly import assemble
 from jaxtune.run.evaluation import make_evaluate
 from jaxtune.run.export import export
 from jaxtune.run.folder import RunFolder, closing, resume_command, run_folder
@@ -72,8 +72,8 @@ def _train(config: Config, folder: RunFolder) -> bool:
     rates = learning_rates(config.optim, feed.total_steps)
     log.info("compiling the step")
     with goodput.measure("compile"):
-        train_step = compile_step(program, config.train.deterministic)
-        memory.check_step(config, program, train_step, mesh)
+        before = (saved or {}).get("remat")
+        program, train_step, record["remat"] = memory.compile_what_fits(config, program, mesh, before)
 
     # ---- values: from the checkpoint, or initial ones ----
     with goodput.measure("restore"):

@@ -26,7 +26,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from pallas_kernels.gpus import GPUS, Gpu
 from pallas_kernels.ptx import Kernel, mosaic_kernels, ptxas, triton_kernels
 
-__all__ = ["COLLECTIVES", "Compiled", "Kernel", "Memory", "compile_for", "devices", "unavailable"]
+__all__ = ["COLLECTIVES", "Compiled", "Kernel", "Memory", "compile_for", "devices", "memory_of", "unavailable"]
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "ragged-all-to-all", "reduce-scatter")
 
@@ -51,7 +51,8 @@ class Compiled:
     """What XLA made of a function for one kind of GPU.
 
     collectives: kind -> (instructions, bytes of their results on a device); one in a loop counts once.
-    custom_calls: target -> instructions. hlo: the text of the optimised module of one device.
+    custom_calls: target -> instructions. hlo: the text of the optimised module of one device. thunks: what it runs in
+    order, launches and CUDA graphs, as XLA dumps it.
     """
 
     memory: Memory
@@ -59,6 +60,7 @@ class Compiled:
     custom_calls: dict[str, int]
     kernels: tuple[Kernel, ...]
     hlo: str
+    thunks: str
 
 
 def unavailable() -> str | None:
@@ -107,8 +109,8 @@ def compile_for(
     """
     if mesh is None:
         mesh = Mesh(np.array(devices(gpu, hosts, per_host)), ("devices",), axis_types=(AxisType.Explicit,))
-    if mesh.devices.flat[0].device_kind != GPUS[gpu].kind:
-        raise ValueError(f"pallas_kernels.aot: a mesh of {mesh.devices.flat[0].device_kind}, not of {GPUS[gpu].kind}")
+    if mesh.devices.flat[0].device_kind != GPUS[gpu].target:
+        raise ValueError(f"pallas_kernels.aot: a mesh of {mesh.devices.flat[0].device_kind}, not of {GPUS[gpu].target}")
 
     def abstract(leaf):
         own = getattr(leaf, "sharding", None)
@@ -124,12 +126,14 @@ def compile_for(
             )
         hlo = compiled.as_text() or ""
         kernels = triton_kernels(hlo, Path(folder), GPUS[gpu]) + mosaic_kernels(hlo, Path(folder), GPUS[gpu])
+        thunks = "".join(file.read_text() for file in Path(folder).glob("*.thunk_sequence_after_thunk_passes.txt"))
     return Compiled(
-        _memory(compiled.memory_analysis()),
+        memory_of(compiled),
         _collectives(hlo),
         dict(Counter(re.findall(r' custom-call\(.*?custom_call_target="([^"]+)"', hlo))),
         tuple(kernels),
         hlo,
+        thunks,
     )
 
 
@@ -153,12 +157,12 @@ gpu_device_info {{
   memory_bandwidth: {gpu.memory_bandwidth}  l2_cache_size: {gpu.l2_cache}  clock_rate_ghz: {gpu.clock / 1e9}
   device_memory_size: {gpu.memory}
   cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {features} }}
-  device_vendor: "NVIDIA Corporation"  name: "{gpu.kind}"  device_address_bits: 64
-  driver_version: "13.0.0"  runtime_version: "12.8.0"  compile_time_toolkit_version: "12.8.0"  dnn_version: "9.10.0"
+  device_vendor: "NVIDIA Corporation"  name: "{gpu.target}"  device_address_bits: 64
+  driver_version: "13.0.0"  runtime_version: "12.9.0"  compile_time_toolkit_version: "12.9.0"  dnn_version: "9.10.0"
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
-device_description_str: "{gpu.kind}"
+device_description_str: "{gpu.target}"
 """
 
 
@@ -192,7 +196,9 @@ def _without_persistent_cache() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-def _memory(stats: Any) -> Memory:
+def memory_of(compiled: jax.stages.Compiled) -> Memory:
+    """What XLA says that a compiled function takes; of any device."""
+    stats: Any = compiled.memory_analysis()
     return Memory(
         arguments=stats.argument_size_in_bytes,
         outputs=stats.output_size_in_bytes,

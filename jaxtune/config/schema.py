@@ -258,8 +258,12 @@ class Mesh:
 class Memory:
     """Rematerialisation, and the check that the run fits into memory."""
 
-    remat: Literal["none", "dots", "block"] = option("block",
-        "rematerialisation policy: what is recomputed besides norms and activations: nothing, attention, or each block")
+    remat: Literal["auto", "none", "dots", "block"] = option("auto",
+        "rematerialisation policy: what is recomputed besides norms and activations: nothing, attention, or each "
+        "block; auto: the first of these whose step fits into the GPU's memory; on a CPU, where it is fastest, block")
+    unroll: bool = option(False,
+        "compile each layer on its own, not a loop over equal ones: a faster step, which takes several times as long "
+        "to compile and needs more memory")
     check: Literal["error", "warn", "off"] = option("error",
         "if the run needs more memory than device or host have: refuse and say what would help, warn, or go on")
 

@@ -15,14 +15,15 @@ class Call(NamedTuple):
 
     dtype: of activations, to which weights are cast where they are used. noise: source of randomness for dropout and
     for stochastic rounding in the backward pass; None outside of training: no dropout. remat: the rematerialisation
-    policy of a layer. adapters: False computes with the base alone, as the reference of a preference loss does.
-    backend: of attention, a name in pallas_kernels.flash_attention.BACKENDS or 'auto'; fallback: 'warn' takes 'auto'
-    where that backend cannot run.
+    policy of a layer. unroll: whether layers are compiled one by one instead of in a loop. adapters: False computes
+    with the base alone, as the reference of a preference loss does. backend: of attention, a name in
+    pallas_kernels.flash_attention.BACKENDS or 'auto'; fallback: 'warn' takes 'auto' where that backend cannot run.
     """
 
     dtype: jnp.dtype
     noise: Noise | None = None
     remat: Remat = "none"
+    unroll: bool = False
     adapters: bool = True
     backend: str = "auto"
     fallback: Literal["error", "warn"] = "error"

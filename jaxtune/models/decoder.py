@@ -65,6 +65,7 @@ class Stack(nnx.Module):
     def __init__(self, spec: ModelSpec, stack: StackSpec):
         self.blocks = nnx.List([Block(spec, layer) for layer in stack.period])
         self.first, self.repeats = stack.first, stack.repeats
+        self.float32 = any(treatment.float32 for layer in stack.period for _, treatment in layer.treatments)
 
     def __call__(
         self, x: Float[Array, "b s d"], inputs: Inputs, cache: Any, call: Call
@@ -72,13 +73,15 @@ class Stack(nnx.Module):
         """Activations after the stack, its cache (leaves with a leading axis of `repeats`, a tuple a period), sums."""
         # The scan takes the arrays apart from the modules: a period is traced and compiled once, whatever `repeats`,
         # and each iteration merges its slice of the weights with the modules again.
-        graph, weights = nnx.split(self.blocks)
+        graph, adapters, weights = nnx.split(self.blocks, nnx.LoRAParam, ...)
         period = len(self.blocks)
+        if not self.float32:
+            adapters = jax.tree.map(lambda a: a.astype(call.dtype), adapters)  # once, not in each layer of each pass
 
         def repeat(x, scanned):
-            weights, cache, number = scanned
+            adapters, weights, cache, number = scanned
             after, sums = [], {}
-            for position, block in enumerate(nnx.merge(graph, weights)):
+            for position, block in enumerate(nnx.merge(graph, adapters, weights)):
                 x, layer_cache, emitted = block(x, inputs, cache and cache[position], call.layer(number + position))
                 after.append(layer_cache)
                 sums = added(sums, emitted)
@@ -86,10 +89,12 @@ class Stack(nnx.Module):
 
         numbers = self.first + period * jnp.arange(self.repeats)
         kept = jax.checkpoint_policies.save_only_these_names(*KEPT[call.remat])
-        # A scan keeps XLA from merging the recomputation with the forward pass: the barriers of prevent_cse would only
-        # hinder fusion.
-        repeat = jax.checkpoint(repeat, policy=kept, prevent_cse=False)
-        x, (cache, sums) = jax.lax.scan(repeat, x, (weights, cache, numbers))
+        # A loop keeps XLA from merging the recomputation with the forward pass: the barriers of prevent_cse would only
+        # hinder fusion. Without a loop, and with nothing but elementwise results to recompute, merging saves time.
+        apart = call.unroll and call.remat != "none"
+        repeat = jax.checkpoint(repeat, policy=kept, prevent_cse=apart)
+        unroll = self.repeats if call.unroll else 1
+        x, (cache, sums) = jax.lax.scan(repeat, x, (adapters, weights, cache, numbers), unroll=unroll)
         return x, cache, {name: value.sum(0) for name, value in sums.items()}
 
 

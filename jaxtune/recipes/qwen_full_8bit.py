@@ -1,7 +1,7 @@
 """Full fine-tuning of a Qwen3 model with 8-bit AdamW; one GPU, or several (parameters are sharded over all of them).
 
 6 bytes a weight: gradients and weights in bfloat16, the weights with stochastic rounding, and both moments in 8 bits.
-Qwen3-8B, 8 rows of 2048 tokens: 57.8 GB on an H100, according to the compiler.
+Qwen3-8B, 8 rows of 2048 tokens: 57.8 GB on an H100 with --config.memory.remat=block, according to the compiler.
 
     python -m jaxtune.train --config=qwen_full_8bit
     python -m jaxtune.train --config=qwen_full_8bit:PATH_OR_HUB_ID '--config.data.datasets[0].path=my.jsonl'

@@ -1,7 +1,7 @@
 """QLoRA of a Qwen3 model on instructions, its linear layers frozen in INT8; one GPU.
 
 One scale per row, 1 byte a weight: the smallest error of the four formats. Qwen3-8B, 2 rows of 2048 tokens: 12.9 GB on
-an H100, according to the compiler.
+an H100 with --config.memory.remat=block, according to the compiler.
 
     python -m jaxtune.train --config=qwen_qlora_int8
     python -m jaxtune.train --config=qwen_qlora_int8:PATH_OR_HUB_ID '--config.data.datasets[0].path=my.jsonl'

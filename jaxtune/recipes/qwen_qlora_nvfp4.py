@@ -2,7 +2,7 @@
 
 e2m1 with an e4m3 scale for each 16 weights, 0.56 bytes a weight. Only storage is in NVFP4, so any GPU will do. A
 compressed-tensors checkpoint loads as it is: give its path and --config.quant.format=None.
-Qwen3-8B, 2 rows of 2048 tokens: 9.9 GB on an H100, according to the compiler.
+Qwen3-8B, 2 rows of 2048 tokens: 9.9 GB on an H100 with --config.memory.remat=block, according to the compiler.
 
     python -m jaxtune.train --config=qwen_qlora_nvfp4
     python -m jaxtune.train --config=qwen_qlora_nvfp4:PATH_OR_HUB_ID '--config.data.datasets[0].path=my.jsonl'

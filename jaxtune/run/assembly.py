@@ -76,10 +76,11 @@ def objective_of(config: Config, model: Model) -> Objective:
 
 
 def call_of(config: Config, recipe: Recipe) -> Call:
-    """How a run computes its forward passes."""
+    """How a run computes its forward passes; with memory.remat='auto' as if its step fitted with 'block' alone."""
     return Call(
         recipe.dtype,
-        remat=config.memory.remat,
+        remat="block" if config.memory.remat == "auto" else config.memory.remat,
+        unroll=config.memory.unroll,
         backend=config.attention.backend,
         fallback=config.attention.fallback,
     )

@@ -23,7 +23,10 @@ from jax.experimental import multihost_utils
 from jaxtune.config import checks
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
+from jaxtune.models.call import Remat
 from jaxtune.run.assembly import Program, assemble, compile_step
+from pallas_kernels.aot import Memory, memory_of
+from pallas_kernels.gpus import current_device
 
 log = logging.getLogger("jaxtune")
 CLOSE = 0.9  # of the limit; a need above that is warned of
@@ -65,9 +68,47 @@ def check_state(config: Config, program: Program, mesh: jax.sharding.Mesh) -> No
     """Raises UserError where parameters, optimizer state and a batch are already more than there is."""
 
     def need(other: Config) -> Need:
-        return _need(mesh, assemble(program.model.base, other, mesh))
+        return need_of(assemble(program.model.base, other, mesh), len(mesh.local_devices))
 
-    _judge(config, _need(mesh, program), need)
+    _judge(config, need_of(program, len(mesh.local_devices)), need)
+
+
+def policies(config: Config, platform: str) -> tuple[Remat, ...]:
+    """The rematerialisation policies that a run may take, of which it takes the first whose step fits."""
+    if config.memory.remat != "auto":
+        return (config.memory.remat,)
+    # XLA's code for CPUs is faster with 'block' than without: it writes and reads less.
+    return ("none", "dots", "block") if platform == "gpu" else ("block",)
+
+
+def with_policy(config: Config, remat: Remat) -> Config:
+    """The config with this rematerialisation policy."""
+    return dataclasses.replace(config, memory=dataclasses.replace(config.memory, remat=remat))
+
+
+def compile_what_fits(
+    config: Config, program: Program, mesh: jax.sharding.Mesh, before: Remat | None
+) -> tuple[Program, jax.stages.Compiled, Remat]:
+    """The program and its step with the rematerialisation policy that the config says, or the first that fits.
+
+    before: the policy of the run that goes on. Another one would round otherwise, so that none faster is tried.
+    Raises UserError where the last one needs more than there is.
+    """
+    allowed = policies(config, current_device().platform)
+    allowed = allowed[allowed.index(before) :] if before in allowed else allowed
+    assembled = "block" if config.memory.remat == "auto" else config.memory.remat  # as `call_of` has it
+    for remat in allowed:
+        own = with_policy(config, remat)
+        program = program if remat == assembled else assemble(program.model.base, own, mesh)
+        assembled, step = remat, compile_step(program, own.train.deterministic)
+        size, limit = _worst(need_of(program, len(mesh.local_devices), memory_of(step)))
+        if remat == allowed[-1] or multihost_utils.process_allgather(np.bool_(size <= CLOSE * limit.size)).all():
+            break
+        log.info("memory.remat=%r would need %s of %s (%s)", remat, _gb(size), _gb(limit.size), limit.name)
+    if config.memory.remat == "auto":
+        log.info("memory.remat='auto' takes %r", remat)
+    check_step(own, program, step, mesh)
+    return program, step, remat
 
 
 def check_step(config: Config, program: Program, step: jax.stages.Compiled, mesh: jax.sharding.Mesh) -> None:
@@ -78,9 +119,10 @@ def check_step(config: Config, program: Program, step: jax.stages.Compiled, mesh
 
     def need(other: Config) -> Need:
         smaller = assemble(program.model.base, other, mesh)
-        return _need(mesh, smaller, compile_step(smaller, other.train.deterministic))
+        compiled = compile_step(smaller, other.train.deterministic)
+        return need_of(smaller, len(mesh.local_devices), memory_of(compiled))
 
-    own = _need(mesh, program, step)
+    own = need_of(program, len(mesh.local_devices), memory_of(step))
     log.info("memory a device: %.2f GB state and batch, %.2f GB temporaries", own.state / 1e9, own.temporaries / 1e9)
     _judge(config, own, need)
 
@@ -151,6 +193,7 @@ def _smaller(config: Config) -> Iterator[tuple[str, Config]]:
     rows, sums = train.micro_batch_size // 2, train.grad_accum_steps * 2
     changes: dict[str, dict[str, dict[str, Any]]] = {
         "memory.remat='block'": {"memory": {"remat": "block"}},
+        "memory.unroll=False": {"memory": {"unroll": False}},
         "lora.enabled=True, adapters instead of all weights": {} if config.lora.enabled else lora,
         "quant.format='nf4', the base in 4 bits, under adapters": nf4 if config.lora.enabled else {**lora, **nf4},
         "optim.name='adamw_8bit'": {"optim": {"name": "adamw_8bit"}} if config.optim.name == "adamw" else {},
@@ -166,18 +209,17 @@ def _smaller(config: Config) -> Iterator[tuple[str, Config]]:
             yield text, other
 
 
-def _need(mesh: jax.sharding.Mesh, program: Program, compiled: jax.stages.Compiled | None = None) -> Need:
-    state = sum(map(_shard_bytes, jax.tree.leaves(program.arguments)))
-    devices = len(mesh.local_devices)
-    saved = sum(map(_shard_bytes, jax.tree.leaves(program.state))) * devices
-    if compiled is None:
-        return Need(devices, state, 0, saved, PROCESS)
-    found: Any = compiled.memory_analysis()
-    made = found.output_size_in_bytes - found.alias_size_in_bytes
-    return Need(devices, found.argument_size_in_bytes, found.temp_size_in_bytes + max(0, made), saved, 0)
+def need_of(program: Program, devices: int, step: Memory | None = None) -> Need:
+    """The need of a process with so many devices; before the step is compiled, without its temporaries."""
+    saved = sum(map(shard_bytes, jax.tree.leaves(program.state))) * devices
+    if step is None:
+        return Need(devices, sum(map(shard_bytes, jax.tree.leaves(program.arguments))), 0, saved, PROCESS)
+    made = step.outputs - step.aliased
+    return Need(devices, step.arguments, step.temporaries + max(0, made), saved, 0)
 
 
-def _shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+def shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    """Of an array, the bytes on one device."""
     shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
     return math.prod(shape) * leaf.dtype.itemsize
 

@@ -66,6 +66,24 @@ def test_a_step_that_does_not_fit_is_refused_with_what_would_help_in_order(train
     assert others == sorted(others) and len(others) >= 3 and others[-1] < need
 
 
+def test_the_first_rematerialisation_policy_that_fits_is_taken_and_kept_on_resume(train, monkeypatch):
+    asked = memory.policies
+    monkeypatch.setattr(memory, "policies", lambda config, platform: asked(config, "gpu"))
+    auto = ("memory.remat=auto", "train.micro_batch_size=64", "ckpt.save_steps=1", "export.at_end=False")
+    output = train(1e12, "roomy", *auto, code=0)
+    assert "memory.remat='auto' takes 'none'" in output
+    state = figures(train(1, "state", *auto, code=2))[0]
+    needed = {
+        policy: figures(train(1e6 * (state + 1), policy, f"memory.remat={policy}", *auto[1:], code=2))[0]
+        for policy in ("none", "block")
+    }
+    assert needed["block"] < 0.9 * needed["none"]
+    enough = 1e6 * (needed["block"] + 1) / memory.CLOSE
+    output = train(enough, "auto", *auto, "train.max_steps=1", code=0)
+    assert "memory.remat='none' would need" in output and "memory.remat='auto' takes 'block'" in output
+    assert "memory.remat='auto' takes 'block'" in train(1e12, "auto", *auto, code=0)
+
+
 @pytest.mark.parametrize(("check", "said"), [("warn", True), ("off", False)])
 def test_a_user_may_try_all_the_same(train, check, said):
     output = train(1, check, f"memory.check={check}", code=0)

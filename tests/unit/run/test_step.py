@@ -21,14 +21,14 @@ from jaxtune.run.state import State, initial_state
 from jaxtune.run.step import Summed, make_train_step
 
 
-def program_of(mesh, layers=4, remat="block", precision="fp32", lora=None, **sections) -> Program:
+def program_of(mesh, layers=4, remat="block", precision="fp32", lora=None, unroll=False, **sections) -> Program:
     """The program of a tiny model, made of nothing but its spec; adapters are on unless it is told."""
     config = Config(
         model=Model(dtype="bfloat16" if precision == "bf16" else "float32"),
         data=Data(seq_len=24),
         lora=Lora(enabled=True, rank=2) if lora is None else lora,
         precision=Precision(precision),
-        memory=Memory(remat),
+        memory=Memory(remat, unroll),
         **sections,
     )
     return assemble(Base(spec(layers)), config, mesh)
@@ -55,7 +55,7 @@ def test_no_array_is_sequence_by_sequence(one_device):
     assert not re.search(r"\[[\d,]*2048,2048[\],]", text)
 
 
-def test_every_remat_policy_gives_the_same_gradients(one_device):
+def test_every_remat_policy_in_a_loop_or_without_gives_the_same_gradients(one_device):
     lora = Lora(enabled=True, rank=2, dropout=0.3)
     declared = program_of(one_device, lora=lora).model.parameters
     values = random_values(declared)
@@ -64,17 +64,17 @@ def test_every_remat_policy_gives_the_same_gradients(one_device):
     frozen = {name: value for name, value in values.items() if not declared[name].trained}
     batch = jax.tree.map(lambda x: x[None], make_batch(tokens(2, 24), one_device, [10, 12]))
 
-    def gradients(remat):
-        computed = program_of(one_device, remat=remat, lora=lora).gradients
+    def gradients(remat, unroll=False):
+        computed = program_of(one_device, remat=remat, unroll=unroll, lora=lora).gradients
         # LLVM contracts into fused multiply-adds what happens to stand together, which differs from program to program.
         plain = jax.jit(computed, compiler_options={"xla_backend_optimization_level": 0})
         return plain(trained, frozen, batch, jnp.int32(3)).gradients
 
     expected = gradients("none")
     assert all(jnp.abs(gradient).max() > 0 for gradient in expected.values())
-    for remat in ("dots", "block"):
-        for name, gradient in gradients(remat).items():
-            assert jnp.abs(gradient - expected[name]).max() <= 1e-6 * jnp.abs(expected[name]).max(), (remat, name)
+    for policy in (("dots",), ("block",), ("none", True), ("block", True)):
+        for name, gradient in gradients(*policy).items():
+            assert jnp.abs(gradient - expected[name]).max() <= 1e-6 * jnp.abs(expected[name]).max(), (policy, name)
 
 
 def scans_over_layers(remat, mesh):
