@@ -10,7 +10,11 @@ Capability = tuple[int, int]
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU: what XLA calls it, and its limits (bytes, Hz, threads and registers a multiprocessor)."""
+    """One kind of GPU: what XLA calls it, and its limits (bytes, Hz, threads and registers a multiprocessor).
+
+    stand_in: another kind of the same architecture that Pallas knows by name, where it does not know this one: Pallas
+    compiles for an absent GPU by its name alone.
+    """
 
     kind: str
     capability: Capability
@@ -23,6 +27,12 @@ class Gpu:
     memory_bandwidth: int
     l2_cache: int
     clock: float
+    stand_in: str | None = None
+
+    @property
+    def target(self) -> str:
+        """The kind of compile-only devices."""
+        return self.stand_in or self.kind
 
     @property
     def registers_per_multiprocessor(self) -> int:
@@ -35,6 +45,9 @@ GPUS = {
     "a100": Gpu(
         "NVIDIA A100-SXM4-80GB", (8, 0), 108, 166912, 167936, 2048, 32, 85100068864, 2039040000000, 41943040, 1.41e9
     ),
+    "l40s": Gpu(
+        "NVIDIA L40S", (8, 9), 142, 101376, 102400, 1536, 24, 48305799168, 864000000000, 100663296, 2.52e9, "NVIDIA L40"
+    ),
     "rtx4090": Gpu(
         "NVIDIA GeForce RTX 4090", (8, 9), 128, 101376, 102400, 1536, 24, 25757220864, 1008096000000, 75497472, 2.52e9
     ),
@@ -43,7 +56,11 @@ GPUS = {
     ),
     "h200": Gpu("NVIDIA H200", (9, 0), 132, 232448, 233472, 2048, 32, 151397597184, 4800000000000, 52428800, 1.98e9),
     "b200": Gpu("NVIDIA B200", (10, 0), 148, 232448, 233472, 2048, 32, 191514411008, 7672320000000, 132644864, 1.965e9),
-}
+    "rtx5090": Gpu(
+        "NVIDIA GeForce RTX 5090", (12, 0), 170, 101376, 102400, 1536, 24, 34190917632, 1792000000000, 100663296,
+        2.407e9, "NVIDIA RTX PRO 6000",
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -70,7 +87,7 @@ def current_device() -> Device:
     if of_mesh.platform != "gpu":
         return Device(of_mesh.platform, of_mesh.device_kind, None)
     for gpu in GPUS.values():
-        if gpu.kind == of_mesh.device_kind:
+        if of_mesh.device_kind in (gpu.kind, gpu.stand_in):
             return Device("gpu", gpu.kind, gpu.capability)
     for device in jax.devices():
         if device.device_kind == of_mesh.device_kind:

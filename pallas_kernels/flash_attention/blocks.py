@@ -9,6 +9,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from pallas_kernels.flash_attention.variant import Variant
+
 
 class _Extremes(NamedTuple):
     """Over the queries of each block, (b, query blocks): the least and greatest first key and end of keys."""
@@ -47,6 +49,16 @@ def query_blocks(
     block = jnp.arange(full.shape[-1])
     full_end = jnp.clip(_first_true(~full & (block >= full_begin[..., None])), full_begin, stop)
     return jnp.stack([begin, full_begin, full_end, stop], axis=-1)
+
+
+def most_elements(variant: Variant, queries: int, keys: int, block_q: int, block_k: int) -> int:
+    """Elements of the blocks of logits that a row may need: all that causality and window leave."""
+    blocks = 0
+    for start in range(variant.query_offset or 0, (variant.query_offset or 0) + queries, block_q):
+        stop = min(keys, start + block_q) if variant.causal else keys
+        begin = max(0, start - variant.window + 1) if variant.window else 0
+        blocks += max(0, -(-stop // block_k) - begin // block_k)
+    return blocks * block_q * block_k
 
 
 def seen_keys(first: Int[Array, "b s"], end: Int[Array, "b s"], keys: int) -> Bool[Array, "b t"]:

@@ -16,7 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.flash_attention.blocks import key_blocks, query_blocks, seen_keys, whole_blocks
+from pallas_kernels import cost
+from pallas_kernels.flash_attention.blocks import key_blocks, most_elements, query_blocks, seen_keys, whole_blocks
 from pallas_kernels.flash_attention.tiles import Tile, Tiles, tiles_for
 from pallas_kernels.flash_attention.variant import Request, Variant
 from pallas_kernels.gpus import Capability, Device, current_device
@@ -57,7 +58,7 @@ def forward(
     ranges = key_blocks(first, end, shapes.keys, tile.block_q, tile.block_k)
     seen = seen_keys(first, end, shapes.keys)
     sinks = jnp.full(shapes.heads, -jnp.inf, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
-    out, lse = pl.pallas_call(
+    kernel = pl.pallas_call(
         partial(_forward_kernel, shapes=shapes, variant=variant),
         grid=(shapes.q_blocks, shapes.heads, shapes.batch),
         in_specs=[
@@ -75,7 +76,9 @@ def forward(
         compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=interpret,
         name="flash_attention_forward",
-    )(q, k, v, first, end, seen, ranges, sinks)
+    )
+    with cost.flops(shapes.flops(variant, products=2)):
+        out, lse = kernel(q, k, v, first, end, seen, ranges, sinks)
     return out[:, :queries], lse[:, :, :queries]
 
 
@@ -104,7 +107,7 @@ def backward(
 def _dq(q, k, v, d_out, lse, delta, first, end, variant, tile, interpret):
     shapes = _Shapes(q, k, tile)
     ranges = key_blocks(first, end, shapes.keys, tile.block_q, tile.block_k)
-    return pl.pallas_call(
+    kernel = pl.pallas_call(
         partial(_dq_kernel, shapes=shapes, variant=variant),
         grid=(shapes.q_blocks, shapes.heads, shapes.batch),
         in_specs=[
@@ -124,7 +127,10 @@ def _dq(q, k, v, d_out, lse, delta, first, end, variant, tile, interpret):
         compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=interpret,
         name="flash_attention_dq",
-    )(q, k, v, d_out, lse, delta, first, end, seen_keys(first, end, shapes.keys), ranges)
+    )
+    seen = seen_keys(first, end, shapes.keys)
+    with cost.flops(shapes.flops(variant, products=3)):
+        return kernel(q, k, v, d_out, lse, delta, first, end, seen, ranges)
 
 
 def _dkdv(q, k, v, d_out, lse, delta, first, end, variant, tile, interpret):
@@ -133,7 +139,7 @@ def _dkdv(q, k, v, d_out, lse, delta, first, end, variant, tile, interpret):
     queries = pl.BlockSpec((None, shapes.queries, shapes.group, shapes.head_dim), lambda j, n, b: (b, 0, n, 0))
     keys = pl.BlockSpec((None, shapes.keys, None, shapes.head_dim), lambda j, n, b: (b, 0, n, 0))
     row_of_group = pl.BlockSpec((None, shapes.group, shapes.queries), lambda j, n, b: (b, n, 0))
-    return pl.pallas_call(
+    kernel = pl.pallas_call(
         partial(_dkdv_kernel, shapes=shapes, variant=variant),
         grid=(shapes.k_blocks, shapes.kv_heads, shapes.batch),
         in_specs=[
@@ -152,7 +158,9 @@ def _dkdv(q, k, v, d_out, lse, delta, first, end, variant, tile, interpret):
         compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=interpret,
         name="flash_attention_dkdv",
-    )(q, k, v, d_out, lse, delta, first, end, ranges)
+    )
+    with cost.flops(shapes.flops(variant, products=4)):
+        return kernel(q, k, v, d_out, lse, delta, first, end, ranges)
 
 
 class _Shapes:
@@ -187,6 +195,11 @@ class _Shapes:
 
     def row_of_head(self) -> pl.BlockSpec:
         return pl.BlockSpec((None, None, self.queries), lambda i, h, b: (b, h, 0))
+
+    def flops(self, variant: Variant, products: int) -> float:
+        """Of matrix products over each visible block, as if each row were one document."""
+        elements = most_elements(variant, self.queries, self.keys, self.block_q, self.block_k)
+        return 2.0 * products * elements * self.head_dim * self.heads * self.batch
 
     def my_queries(self) -> pl.Slice:
         """The last queries come first: causality gives them the most keys, and long programs should not start last."""

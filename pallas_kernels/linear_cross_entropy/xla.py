@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import cost
+
 LOWEST = np.finfo(np.float32).min  # not -inf, whose difference with itself is NaN
 
 
@@ -57,7 +59,12 @@ def tiled_loss(
         logits = _logits(hidden[i], head)
         return losses.at[i].set(_losses(logits, targets[i], loss)[0])
 
-    return jax.lax.fori_loop(0, needed, tile, jnp.zeros_like(targets, jnp.float32))
+    return _over_tiles(needed, tile, jnp.zeros_like(targets, jnp.float32), hidden)
+
+
+def _over_tiles(needed, tile, start, hidden):
+    with cost.iterations(len(hidden)):
+        return jax.lax.fori_loop(0, needed, tile, start)
 
 
 def _forward(hidden, head, targets, needed, loss, head_gradient):
@@ -77,9 +84,9 @@ def _forward(hidden, head, targets, needed, loss, head_gradient):
 
     zeros = jnp.zeros_like(targets, jnp.float32)
     if head_gradient:
-        losses, lses = jax.lax.fori_loop(0, needed, trained, (zeros, zeros))
+        losses, lses = _over_tiles(needed, trained, (zeros, zeros), hidden)
         return losses, (hidden, head, targets, needed, lses)
-    losses, d_hidden = jax.lax.fori_loop(0, needed, frozen, (zeros, jnp.zeros_like(hidden)))
+    losses, d_hidden = _over_tiles(needed, frozen, (zeros, jnp.zeros_like(hidden)), hidden)
     return losses, d_hidden
 
 
@@ -96,7 +103,7 @@ def _backward(loss, head_gradient, residuals, d_losses):
         return d_hidden.at[i].set(_hidden_gradient(d_logits, head, loss, hidden.dtype)), d_head
 
     start = jnp.zeros_like(hidden), jnp.zeros_like(head, dtype=jnp.float32)
-    d_hidden, d_head = jax.lax.fori_loop(0, needed, tile, start)
+    d_hidden, d_head = _over_tiles(needed, tile, start, hidden)
     return d_hidden, d_head.astype(head.dtype), None, None
 
 

@@ -56,7 +56,7 @@ def through_shared_memory(x, size: int):
 
 @pytest.mark.parametrize("gpu", GPUS)
 def test_every_card_compiles(gpu):
-    assert {device.device_kind for device in aot.devices(gpu)} == {GPUS[gpu].kind}
+    assert {device.device_kind for device in aot.devices(gpu)} == {GPUS[gpu].target}
     (kernel,) = aot.compile_for(gpu, partial(exponentials, block=512), vector(4096)).kernels
     assert (kernel.name, kernel.grid, kernel.threads, kernel.spill_bytes) == ("exponential", (8, 1, 1), 64, 0)
     # 32 blocks (24 on sm_89) of two warps are all that a multiprocessor takes.

@@ -17,11 +17,11 @@ from pallas_kernels.flash_attention.tiles import tiles_for
 from pallas_kernels.gpus import GPUS, Device
 
 SPILLS = json.loads(Path(__file__).with_name("spills.json").read_text())
-# One of each architecture: h200 differs from h100 in its memory alone.
-ARCHITECTURES = tuple(gpu for gpu in GPUS if gpu != "h200")
+# One of each architecture: h200 differs from h100 in its memory alone, l40s from rtx4090 in what matters to no kernel.
+ARCHITECTURES = tuple(gpu for gpu in GPUS if gpu not in ("h200", "l40s"))
 NARROW = ("d=64", "d=80", "d=96", "d=128")
 # The instruction of the matrix unit, by the major compute capability.
-MATRIX_UNIT = {8: "mma_sync", 9: "wgmma", 10: "tcgen05"}
+MATRIX_UNIT = {8: "mma_sync", 9: "wgmma", 10: "tcgen05", 12: "mma_sync"}
 # How many times an element's exponential is computed where no tile without a spill does it once, for the reason that
 # flash_attention/tiles.py gives: by GPU, kernel and head dimension.
 REPEATED = {("h100", "dkdv", 256): 2}

@@ -1,0 +1,314 @@
+"""What a compiled step launches on a GPU: each product, kernel, fusion, copy and collective, how often, on how much.
+
+Read from the optimised HLO of one device, whose instructions are in the order in which they run.
+"""
+
+import math
+import re
+from dataclasses import dataclass, field
+
+from jaxtune.plan.hlo import FREE, Computation, Frame, Instruction, Module, results
+from pallas_kernels import cost
+
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "ragged-all-to-all", "reduce-scatter")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One instruction that runs something on the device.
+
+    Attributes:
+        kind: 'product', 'FP8 product', 'fusion', 'fill' (with a constant), 'copy', 'library call'; or the name of a
+            Pallas kernel, or one of COLLECTIVES.
+        phase: 'forward', 'recomputed' (forward again, in the backward pass), 'backward' or 'step' (all else).
+        count: launches a step.
+        reads: the operands and the bytes of each that a launch reads.
+        written: bytes.
+        flops: of matrix products; 0 where there are none, or where nothing says how many.
+        sizes: of a product, (m, n, k).
+        compute_us: what XLA's own model thinks the arithmetic of a fusion takes.
+        group: of a collective, the devices that take part, by number.
+        beside: what runs between its start and its end, of an asynchronous launch; None: it is synchronous.
+        frames: lines of Python, the innermost first.
+    """
+
+    name: str
+    kind: str
+    phase: str
+    count: int
+    reads: tuple[tuple[str, float], ...]
+    written: float
+    flops: float = 0.0
+    sizes: tuple[int, int, int] | None = None
+    compute_us: float = 0.0
+    group: tuple[int, ...] = ()
+    beside: "list[Launch] | None" = field(default=None, compare=False, repr=False)
+    frames: tuple[Frame, ...] = ()
+
+    @property
+    def read(self) -> float:
+        """Bytes."""
+        return sum(size for _, size in self.reads)
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """A loop whose length neither XLA nor the code says: what is in it is counted once."""
+
+    name: str
+    frames: tuple[Frame, ...]
+
+
+@dataclass
+class Program:
+    """All that a step launches, in order.
+
+    Attributes:
+        launches: in the order in which they run.
+        unknown: loops that are counted once.
+        syncs: times that the host waits for a value, to know whether a loop goes on.
+        trips: iterations of each loop, in the order of the text.
+        residuals: bytes that loops over layers keep for the backward pass.
+    """
+
+    launches: list[Launch] = field(default_factory=list)
+    unknown: list[Unknown] = field(default_factory=list)
+    syncs: int = 0
+    trips: list[int] = field(default_factory=list)
+    residuals: float = 0.0
+
+
+def read_program(text: str) -> Program:
+    """The program of an optimised module, as jax.stages.Compiled.as_text() prints it."""
+    module, program = Module.parse(text), Program()
+    _read(module, module.entry, 1, "step", program)
+    return program
+
+
+def _read(module: Module, computation: str, count: int, phase: str, program: Program) -> None:
+    """Adds what a computation launches, `count` times a step."""
+    body = module.computations[computation]
+    started: dict[str, Launch] = {}
+    for instruction in body.values():
+        if instruction.opcode.endswith("-done") and instruction.operands:
+            started.pop(instruction.operands[0], None)
+        if instruction.opcode in FREE or instruction.target == "AllocateBuffer":
+            continue
+        own = _phase(instruction, phase)
+        if instruction.opcode == "while":
+            _read_loop(module, instruction, count, own, program)
+        elif instruction.opcode in ("call", "conditional"):
+            _read(module, _longest(module, instruction), count, own, program)
+        else:
+            place, work = body, instruction
+            if instruction.opcode == "async-start":
+                place = module.computations[instruction.called()]
+                work = next(inner for inner in place.values() if inner.opcode not in FREE)
+            launch = _launch(module, work, place, count, own, instruction.opcode.endswith("-start"))
+            for other in started.values():
+                if launch.beside is None and other.beside is not None:
+                    other.beside.append(launch)
+            if launch.beside is not None:
+                started[instruction.name] = launch
+            program.launches.append(launch)
+
+
+def _read_loop(module: Module, loop: Instruction, count: int, phase: str, program: Program) -> None:
+    said, known = cost.iterations_said(loop.operation), loop.known_iterations
+    trips = known if known is not None else said
+    if trips is None:
+        trips = 1
+        program.unknown.append(Unknown(loop.name, module.frames(loop)))
+    program.trips.append(trips)
+    if known is None:
+        program.syncs += trips * count
+    body = loop.called("body")
+    if phase == "forward":
+        program.residuals += _kept(module.computations[body], trips)
+    _read(module, body, count * trips, phase, program)
+    if known is None:
+        _read(module, loop.called("condition"), count * trips, phase, program)
+
+
+def _kept(body: Computation, trips: int) -> float:
+    """Bytes of the arrays that a forward loop carries with an element for each iteration, and changes."""
+    root = next(instruction for instruction in body.values() if instruction.is_root)
+    total = 0.0
+    for place, name in enumerate(root.operands):
+        value = body[name]
+        carried = value.opcode == "get-tuple-element" and value.attribute(r"index=(\d+)") == str(place)
+        (_, sizes), *more = value.arrays or [("", ())]
+        if not carried and not more and len(sizes) > 2 and sizes[0] == trips:
+            total += value.bytes
+    return total
+
+
+def _longest(module: Module, instruction: Instruction) -> str:
+    """The computation that a call runs; of a conditional, the branch with the most instructions."""
+    if instruction.opcode == "call":
+        return instruction.called("to_apply")
+    branches = instruction.attribute(r"branch_computations=\{([^}]*)\}")
+    names = re.findall(r"%([\w.\-]+)", branches or "") or [
+        instruction.called("true_computation"),
+        instruction.called("false_computation"),
+    ]
+    return max(names, key=lambda name: len(module.computations[name]))
+
+
+def _phase(instruction: Instruction, around: str) -> str:
+    """By JAX's name stack; an instruction that XLA made has that of the loop around it."""
+    operation = instruction.operation
+    if "rematted_computation" in operation:
+        return "recomputed"
+    if "transpose(" in operation:
+        return "backward"
+    if "jvp(" in operation:
+        return "forward" if around == "step" else around
+    return around
+
+
+def _launch(
+    module: Module, instruction: Instruction, body: Computation, count: int, phase: str, asynchronous: bool
+) -> Launch:
+    work, place, inner = instruction, body, None
+    if instruction.opcode in ("fusion", "fusion-start"):
+        inner = instruction.called()
+        parameters = module.parameters(inner)
+        reads = [(name, module.read(inner, p)) for name, p in zip(instruction.operands, parameters)]
+        written = module.written(inner)
+        calls = [i for i in module.computations[inner].values() if i.opcode == "custom-call"]
+        if calls:
+            work, place = calls[0], module.computations[inner]
+    else:
+        reads = [(name, body[name].bytes) for name in instruction.operands if name in body]
+        written = results(instruction)
+        if instruction.opcode.endswith("-start"):  # (operands, results, ...)
+            written = sum(size for _, size in reads)
+    sizes = _sizes(work, place) if "cublas" in work.target else None
+    kind = _kind(module, instruction, work, inner, reads)
+    collective = kind in COLLECTIVES
+    if collective:
+        written = _collective_bytes(kind, instruction, [size for _, size in reads])
+    return Launch(
+        name=instruction.name,
+        kind=kind,
+        phase=phase,
+        count=count,
+        reads=tuple(reads),
+        written=written,
+        flops=2.0 * math.prod(sizes) if sizes else cost.flops_said(work.operation) or 0.0,
+        sizes=sizes,
+        compute_us=_xla_compute_us(instruction),
+        group=_group(instruction) if collective else (),
+        beside=[] if asynchronous else None,
+        frames=module.frames(instruction) or module.frames(work),
+    )
+
+
+def _kind(module: Module, instruction: Instruction, work: Instruction, inner: str | None, reads: list) -> str:
+    opcode = instruction.opcode.removesuffix("-start")
+    if opcode in COLLECTIVES:
+        return opcode
+    if "cublas" in work.target:
+        return "FP8 product" if "f8" in work.target else "product"
+    if "triton" in work.target or "mosaic" in work.target:
+        name = re.search(r"(\w+)/pallas_call", work.operation) or re.search(r'[{ ]name ?= ?"(\w+)"', work.attributes)
+        return name[1] if name else "kernel"
+    if work.opcode == "custom-call":
+        return "library call"
+    if inner is not None:
+        opcodes = {i.opcode for i in module.computations[inner].values()}
+        if opcodes <= {"parameter", "constant", "broadcast", "bitcast", "tuple"} and sum(n for _, n in reads) < 64:
+            return "fill"
+        if opcodes <= {"parameter", "copy", "bitcast", "dynamic-slice", "dynamic-update-slice", "constant", "tuple"}:
+            return "copy"
+        return "fusion"
+    return "copy" if opcode == "copy" else "fill" if opcode == "broadcast" else "fusion"
+
+
+def _collective_bytes(kind: str, instruction: Instruction, reads: list[float]) -> float:
+    """Bytes of the whole array that all devices of the group have in the end, or had at the start."""
+    size = len(_group(instruction)) or 1
+    return sum(reads) * (size if kind == "all-gather" else 1)
+
+
+def _group(instruction: Instruction) -> tuple[int, ...]:
+    """The devices of the first group, by number: XLA prints lists, reshaped ranges, or the axes of a mesh."""
+    if found := instruction.attribute(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]*)\}"):
+        return tuple(_integers(found))
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", instruction.attributes):
+        axes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
+        sizes, wanted = [int(size) for size in axes.values()], re.findall(r"'(\w+)'", found[2])
+        return _along([place for place, name in enumerate(axes) if name in wanted], sizes)
+    found = re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", instruction.attributes)
+    if found is None:
+        return ()
+    sizes = _integers(found[2])
+    order = _integers(found[3]) if found[3] else list(range(len(sizes)))
+    return _along(order, sizes)[: int(found[1])]
+
+
+def _along(axes: list[int], sizes: list[int]) -> tuple[int, ...]:
+    """Numbers of the elements of an array that differ in these axes alone, the last axis fastest; others are at 0."""
+    found = [0]
+    for axis in axes:
+        stride = math.prod(sizes[axis + 1 :])
+        found = [start + index * stride for start in found for index in range(sizes[axis])]
+    return tuple(found)
+
+
+def _integers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number]
+
+
+def _sizes(product: Instruction, body: Computation) -> tuple[int, int, int]:
+    """Rows, columns and summed elements of a call to cuBLAS; a batch of products counts as more rows."""
+
+    def dimensions(name: str) -> list[int]:
+        found = product.attribute(rf'"{name}":\[([^\]]*)\]')
+        return [int(number.strip('"')) for number in (found or "").split(",") if number]
+
+    (_, left), (_, right) = (body[operand].arrays[0] for operand in product.operands[:2])
+    k = math.prod(left[axis] for axis in dimensions("lhs_contracting_dimensions"))
+    batch = math.prod(left[axis] for axis in dimensions("lhs_batch_dimensions"))
+    return math.prod(left) // k, math.prod(right) // k // batch, k
+
+
+def _xla_compute_us(instruction: Instruction) -> float:
+    """XLA's estimate of a fusion's arithmetic; of Triton's fusions its model counts a reduction once an element."""
+    found = instruction.attribute(r'"reification_cost":\[\{[^}]*?"compute_time_us":([\d.e+-]+)')
+    return 0.0 if found is None or "kind=kCustom" in instruction.attributes else float(found)
+
+
+def executed(thunks: str, trips: list[int]) -> dict[str, int]:
+    """'graphs': launches of CUDA graphs a step; 'in graphs', 'outside': kernels and copies in them and outside.
+
+    thunks: the sequence that XLA will run, as it dumps it (thunk_sequence_after_thunk_passes). trips: iterations of its
+    loops, in order.
+    """
+    found = {"graphs": 0, "in graphs": 0, "outside": 0}
+    loops, around, graph = iter(trips), [(-1, 1)], None
+    for line in thunks.splitlines():
+        match = re.match(r"( *)\d+: (k\w+)", line)
+        if not match:
+            continue
+        depth, kind = len(match[1]), match[2]
+        while depth <= around[-1][0]:
+            around.pop()
+        if graph is not None and depth <= graph:
+            graph = None
+        count = around[-1][1]
+        if kind == "kWhile":
+            around.append((depth, count * next(loops, 1)))
+        elif kind == "kCommandBuffer":
+            graph = depth
+            found["graphs"] += count
+        elif kind in _RUNS:
+            found["outside" if graph is None else "in graphs"] += count
+    return found
+
+
+_RUNS = {
+    *("kCustomKernel", "kKernel", "kCublasLtMatmul", "kGemm", "kCustomCall", "kCudnn", "kConvolution"),
+    *("kCopy", "kMemset32BitValue", "kMemzero"),
+}

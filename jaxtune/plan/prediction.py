@@ -1,0 +1,271 @@
+"""The plan of one configuration: its step, compiled for GPUs that are not there, and what that says."""
+
+import dataclasses
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtune import hf
+from jaxtune.config.schema import Config
+from jaxtune.errors import UserError
+from jaxtune.models import families
+from jaxtune.models.parameters import abstract
+from jaxtune.monitor.throughput import flops_per_token, peak_flops
+from jaxtune.parallel.mesh import data_shards, make_mesh
+from jaxtune.plan import rates
+from jaxtune.plan.launches import COLLECTIVES, Launch, Program, executed, read_program
+from jaxtune.plan.models import config_of
+from jaxtune.run import memory, process
+from jaxtune.run.assembly import Program as Run
+from jaxtune.run.assembly import assemble
+from jaxtune.run.model import Base, read_base
+from pallas_kernels import aot
+from pallas_kernels.gpus import GPUS
+
+
+@dataclasses.dataclass(frozen=True)
+class Where:
+    """The GPUs of a plan."""
+
+    gpu: str  # a name of pallas_kernels.gpus.GPUS
+    gpus: int = 1  # of a host
+    hosts: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """Of one scenario: seconds a step; tokens a second, of all GPUs together; model FLOPs utilisation, 0 .. 1."""
+
+    seconds: float
+    tokens_per_second: float
+    mfu: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Launches of one kind, phase and source line: ms and launches a step, bytes and FLOPs of a step."""
+
+    kind: str
+    phase: str
+    source: str
+    ms: float
+    launches: int
+    bytes: float
+    flops: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """Collectives of one kind and source line: launches and bytes of a step, ms that work hides, and that none does."""
+
+    kind: str
+    source: str
+    launches: int
+    bytes: float
+    hidden_ms: float
+    exposed_ms: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a step would take, on each GPU.
+
+    Attributes:
+        memory: bytes by kind, of a GPU, but for 'host', of the host.
+        needed, limit: bytes of a GPU that the step needs, and that a process may use.
+        speeds: by scenario.
+        groups: the dearest first; together they are the step.
+        launches: a step: 'graphs' launches of CUDA graphs, kernels and copies 'in graphs' and 'outside', 'host syncs'.
+        said: what the prediction leaves out or guesses, for the user.
+    """
+
+    config: Config
+    where: Where
+    tokens: int
+    memory: dict[str, int]
+    needed: int
+    limit: int
+    speeds: dict[str, Speed]
+    groups: tuple[Group, ...]
+    collectives: tuple[Collective, ...]
+    launches: dict[str, int]
+    said: tuple[str, ...]
+    seconds: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step fits into the memory of a GPU."""
+        return self.needed <= self.limit
+
+
+# Compute capabilities whose arithmetic XLA's own cost model knows; for another it fails to compile.
+_XLA_KNOWS = ((9, 0), (10, 0))
+
+
+def predict(config: Config, where: Where) -> Plan:
+    """The plan of a config, as `train` would compile it there.
+
+    No weight is read; of a model on the hub config.json, if it is not among those known here. Raises UserError for what
+    `train` would refuse, and where nothing can be compiled for a GPU here.
+    """
+    plans = (_predict(memory.with_policy(config, remat), where) for remat in memory.policies(config, "gpu"))
+    for plan in plans:
+        if plan.needed <= memory.CLOSE * plan.limit:
+            break
+    return plan
+
+
+def _predict(config: Config, where: Where) -> Plan:
+    if reason := aot.unavailable():
+        raise UserError(reason)
+    if where.gpu not in GPUS:
+        raise UserError(f"--gpu={where.gpu}: there are {', '.join(GPUS)}")
+    began = time.monotonic()
+    mesh = make_mesh(config.mesh, aot.devices(where.gpu, where.hosts, where.gpus))
+    run = assemble(base_of(config), config, mesh)
+    options: dict[str, Any] = process.compiler_options(config.train.deterministic)
+    if GPUS[where.gpu].capability in _XLA_KNOWS:
+        options["xla_gpu_collect_cost_model_stats"] = True
+    compiled = aot.compile_for(
+        where.gpu, run.step, *run.arguments, mesh=mesh, donate_argnums=0, compiler_options=options
+    )
+    program = read_program(compiled.hlo)
+    starts = executed(compiled.thunks, program.trips)
+    need = memory.need_of(run, where.gpus, compiled.memory)
+    tokens = config.data.seq_len * config.train.micro_batch_size * config.train.grad_accum_steps * data_shards(mesh)
+    timed = {name: rates.timed(program, where.gpu, where.gpus, assumed) for name, assumed in rates.SCENARIOS.items()}
+    gaps = {name: rates.gaps_ms(starts, program.syncs, assumed) for name, assumed in rates.SCENARIOS.items()}
+    return Plan(
+        config=config,
+        where=where,
+        tokens=tokens,
+        memory=_memory(run, need, program, config),
+        needed=need.device,
+        limit=int(float(process.MEMORY_FRACTION) * GPUS[where.gpu].memory),
+        speeds={
+            name: _speed(sum(one.total_ms for one in timed[name]) + gaps[name], tokens, run, config, where)
+            for name in timed
+        },
+        groups=_groups(timed["central"], gaps["central"], starts, program.syncs),
+        collectives=_collectives(timed["central"]),
+        launches={**starts, "host syncs": program.syncs},
+        said=tuple(_said(program, config, where.gpu)),
+        seconds=time.monotonic() - began,
+    )
+
+
+def base_of(config: Config) -> Base:
+    """The model of a config: a known one needs neither files nor network, nor do its special tokens count."""
+    path = config.model.path or ""
+    known = None if Path(path).expanduser().exists() else config_of(path)
+    if known is not None:
+        return Base(families.read_spec(known))
+    if Path(path).expanduser().exists():
+        return read_base(config)
+    folder = hf.resolve(path, config.model.revision, weights=False)
+    return read_base(
+        dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(folder), revision=None))
+    )
+
+
+def _memory(run: Run, need: memory.Need, program: Program, config: Config) -> dict[str, int]:
+    model = run.model
+
+    def stored(names: Any) -> int:
+        arrays = abstract({name: model.parameters[name] for name in names})
+        return sum(map(memory.shard_bytes, jax.tree.leaves(arrays)))
+
+    adapters = {name for name, parameter in model.parameters.items() if parameter.kind == "adapter"}
+    quantized = set(model.quantized)
+    found = {
+        "weights": stored(set(model.parameters) - adapters - quantized),
+        "quantized weights": stored(quantized),
+        "adapters": stored(adapters),
+        "optimizer": sum(map(memory.shard_bytes, jax.tree.leaves(run.state.optimizer))),
+    }
+    found["batch and scales"] = max(0, need.state - sum(found.values()))
+    width = jax.numpy.dtype(config.precision.gradient_dtype).itemsize
+    trained = jax.tree.leaves(abstract(model.trained))
+    gradients = sum(memory.shard_bytes(jax.ShapeDtypeStruct(p.shape, "uint8", sharding=p.sharding)) for p in trained)
+    found["gradients"] = min(width * gradients, need.temporaries)
+    found["residuals"] = min(int(program.residuals), need.temporaries - found["gradients"])
+    found["temporaries"] = need.temporaries - found["gradients"] - found["residuals"]
+    found["host"] = need.saved
+    return {name: size for name, size in found.items() if size}
+
+
+def _speed(ms: float, tokens: int, run: Run, config: Config, where: Where) -> Speed:
+    peak = peak_flops(GPUS[where.gpu].kind)
+    assert peak is not None
+    rate = tokens / ms * 1e3
+    flops = flops_per_token(run.model.work(config.data.seq_len))
+    return Speed(ms / 1e3, rate, rate * flops / (peak * where.gpus * where.hosts))
+
+
+def _groups(timed: list[rates.Timed], gaps: float, starts: dict[str, int], syncs: int) -> tuple[Group, ...]:
+    by: dict[tuple[str, str, str], list[rates.Timed]] = defaultdict(list)
+    for one in timed:
+        by[one.launch.kind, one.launch.phase, source(one.launch)].append(one)
+    groups = [
+        Group(
+            *key,
+            sum(one.total_ms for one in of),
+            sum(one.launch.count for one in of),
+            sum((one.launch.read + one.launch.written) * one.launch.count for one in of),
+            sum(one.launch.flops * one.launch.count for one in of),
+        )
+        for key, of in by.items()
+    ]
+    groups.append(Group("starting work", "step", "", gaps, starts["graphs"] + starts["outside"] + syncs, 0, 0))
+    return tuple(sorted(groups, key=lambda group: -group.ms))
+
+
+def _collectives(timed: list[rates.Timed]) -> tuple[Collective, ...]:
+    by: dict[tuple[str, str], list[rates.Timed]] = defaultdict(list)
+    for one in timed:
+        if one.launch.kind in COLLECTIVES:
+            by[one.launch.kind, source(one.launch)].append(one)
+    found = [
+        Collective(
+            *key,
+            sum(one.launch.count for one in of),
+            sum(one.launch.written * one.launch.count for one in of),
+            sum((one.us - one.exposed) * one.launch.count for one in of) / 1e3,
+            sum(one.total_ms for one in of),
+        )
+        for key, of in by.items()
+    ]
+    return tuple(sorted(found, key=lambda one: -one.exposed_ms - one.hidden_ms))
+
+
+def source(launch: Launch) -> str:
+    """The line of jaxtune that a launch comes from, and the lines of other files that called it."""
+    frames = [frame for frame in launch.frames if frame.file.startswith(("jaxtune/", "pallas_kernels/"))]
+    if not frames:
+        return ""
+    by_file = {frame.file: frame for frame in reversed(frames)}  # the innermost of each file
+    shown = [frame for frame in frames if by_file[frame.file] is frame][:3]
+    return " < ".join(f"{_short(frame.file)}:{frame.line}" for frame in dict.fromkeys(shown))
+
+
+def _short(file: str) -> str:
+    path = Path(file)
+    return path.parent.name if path.name == "__init__.py" else path.name
+
+
+def _said(program: Program, config: Config, gpu: str) -> list[str]:
+    said = []
+    if GPUS[gpu].capability != (9, 0):
+        said.append("products and attention: the time model knows measured rates of Hopper alone, these are scaled")
+    for loop in program.unknown:
+        at = f" at {loop.frames[0].file}:{loop.frames[0].line}" if loop.frames else ""
+        said.append(f"loop {loop.name}{at}: its length is not known, what is in it is counted once")
+    own = {"product", "FP8 product", "fusion", "fill", "copy", *COLLECTIVES}
+    for kind in sorted({launch.kind for launch in program.launches} - own - set(rates.KERNELS)):
+        said.append(f"kernel {kind}: no rate is known, it is timed by the bytes that it moves")
+    if config.data.special_tokens:
+        said.append("data.special_tokens: rows that they would add to the embedding are not counted")
+    return said

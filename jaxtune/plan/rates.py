@@ -1,0 +1,204 @@
+"""The time model: how long a launch takes on a GPU. Every assumption is in this file, with its source.
+
+Nothing here was measured by this project. A central, an optimistic and a pessimistic set of assumptions give a range.
+
+- Products of 256 and more in each dimension: XLA's table of measured Hopper cuBLAS throughput (openxla/xla,
+  default_matmul_perf_table.txtpb, sm_90), bf16, interpolated in logarithms and clamped, times `sustained` for clocks
+  under load. On another GPU, scaled by the peaks of the data sheets: a fifth of the peak is filled by a fifth of the
+  rows and columns together.
+- Narrower products, those of adapters: their bytes at `narrow` of the bandwidth, and 2 us.
+- FP8 products: `fp8` times the bf16 rate of the shape. XLA's own sm_90 entries exceed the peak.
+- Attention kernels: of the products that they execute, a fraction of the bf16 peak (`KERNELS`).
+- Everything else: its bytes at `bandwidth` of the data sheet's, or XLA's estimate of its arithmetic, and `launch` us.
+  What was written last is read from L2, `l2` times as fast.
+- Copies on a stream of their own: `hidden` of them costs nothing.
+- Collectives: their bytes over the slowest link, at `link` of the data sheet's, and `latency` us; what runs between
+  their start and end hides them.
+- CUDA graphs, launches outside of them, and waits of the host: `graph`, `stream` and `sync` us each.
+"""
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from jaxtune.monitor.throughput import peak_flops
+from jaxtune.plan.launches import COLLECTIVES, Launch, Program
+from pallas_kernels.gpus import GPUS, Gpu
+
+_DIMENSIONS = (256, 512, 1024, 2048, 4096)
+# TFLOP/s of bf16 products with bf16 results on an H100, by m, n and k.
+_TABLE = (
+    (
+        (7, 11, 19, 32, 91), (12, 23, 41, 64, 93), (24, 44, 75, 120, 177), (44, 83, 142, 223, 296),
+        (83, 146, 238, 346, 418),
+    ),
+    (
+        (12, 23, 42, 62, 93), (24, 44, 73, 116, 187), (46, 85, 147, 231, 301), (85, 147, 242, 343, 460),
+        (141, 244, 381, 530, 662),
+    ),
+    (
+        (24, 44, 70, 116, 187), (45, 84, 144, 235, 312), (81, 149, 253, 360, 473), (144, 244, 384, 529, 666),
+        (220, 348, 494, 639, 752),
+    ),
+    (
+        (45, 79, 143, 231, 334), (84, 150, 258, 354, 458), (146, 245, 387, 535, 664), (220, 349, 498, 641, 752),
+        (303, 449, 597, 726, 752),
+    ),
+    (
+        (85, 145, 229, 314, 399), (142, 240, 378, 531, 662), (223, 355, 498, 644, 752), (308, 450, 605, 727, 759),
+        (399, 552, 685, 736, 780),
+    ),
+)  # fmt: skip
+_H100_PEAK = 989.4e12
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Assumptions; see the table above. Fractions of the data sheet's figure, and microseconds."""
+
+    sustained: float = 0.92
+    narrow: float = 0.60
+    fp8: float = 1.6
+    kernels: float = 1.0  # times the fractions of KERNELS
+    bandwidth: float = 0.85
+    launch: float = 1.3
+    l2: float = 1.5
+    hidden: float = 0.5
+    link: float = 0.8
+    latency: float = 15.0  # of a collective
+    graph: float = 2.5
+    stream: float = 1.0
+    sync: float = 15.0
+
+
+SCENARIOS = {
+    "central": Rates(),
+    "optimistic": Rates(
+        sustained=1.0, narrow=0.75, fp8=1.75, kernels=1.18, bandwidth=0.90, launch=0.8, hidden=0.85, link=0.9,
+        latency=8.0, graph=1.5, stream=0.5, sync=8.0,
+    ),
+    "pessimistic": Rates(
+        sustained=0.85, narrow=0.45, fp8=1.45, kernels=0.83, bandwidth=0.80, launch=2.2, l2=1.0, hidden=0.0, link=0.6,
+        latency=30.0, graph=4.0, stream=2.0, sync=25.0,
+    ),
+}  # fmt: skip
+
+# Fraction of the bf16 peak that a kernel's executed products reach, by major compute capability. Hopper: 0.62 of what
+# the machine code of the main loop allows with matrix and other instructions in turn; the 0.62 fits the Triton forward
+# in the paper of FlashAttention 3 (arXiv:2407.08608; causal, head dimension 128). The others are guesses: more of the
+# peak where matrix units are slower beside the rest, less where they are faster.
+KERNELS: dict[str, dict[int, float]] = {
+    "flash_attention_forward": {8: 0.50, 9: 0.334, 10: 0.25, 12: 0.50},
+    "flash_attention_dq": {8: 0.42, 9: 0.369, 10: 0.22, 12: 0.42},
+    "flash_attention_dkdv": {8: 0.42, 9: 0.369, 10: 0.22, 12: 0.42},
+}
+# Bytes a second that a GPU sends, in one direction: to GPUs of its host by NVLink or PCIe (data sheets); to other hosts
+# by one adapter of 400 Gb/s a GPU, 200 beside an A100, 100 beside an L40S, 10 Gb/s a host of GeForce GPUs (assumed).
+LINKS = {
+    "a100": (300e9, 25e9), "h100": (450e9, 50e9), "h200": (450e9, 50e9), "b200": (900e9, 50e9), "l40s": (32e9, 12.5e9),
+    "rtx4090": (32e9, 1.5e9), "rtx5090": (64e9, 1.5e9),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A launch and its time, us; of a collective also what nothing hides."""
+
+    launch: Launch
+    us: float
+    exposed: float
+
+    @property
+    def total_ms(self) -> float:
+        """Of all its launches in a step, without what is hidden."""
+        return self.exposed * self.launch.count / 1e3
+
+
+def timed(program: Program, gpu: str, per_host: int, rates: Rates) -> list[Timed]:
+    """The time of every launch. `per_host`: GPUs of a host, which decides over which links a collective goes."""
+    recent: OrderedDict[str, float] = OrderedDict()
+    alone: dict[int, float] = {}
+    for launch in program.launches:
+        cached = sum(size for name, size in launch.reads if name in recent)
+        alone[id(launch)] = _us(launch, gpu, per_host, cached, rates)
+        recent[launch.name] = launch.written
+        while sum(recent.values()) > _L2_SHARE * GPUS[gpu].l2_cache:
+            recent.popitem(last=False)
+    return [Timed(launch, us := alone[id(launch)], _exposed(launch, us, alone, rates)) for launch in program.launches]
+
+
+_L2_SHARE = 0.65  # of L2 holds what was written last
+
+
+def _exposed(launch: Launch, us: float, alone: dict[int, float], rates: Rates) -> float:
+    if launch.beside is None:
+        return us
+    if launch.kind not in COLLECTIVES:
+        return us * (1 - rates.hidden)
+    work = sum(alone[id(o)] * o.count for o in launch.beside if o.kind not in COLLECTIVES)
+    return max(0.0, us - work / launch.count)
+
+
+def _us(launch: Launch, gpu: str, per_host: int, cached: float, rates: Rates) -> float:
+    spec = GPUS[gpu]
+    if launch.kind in COLLECTIVES:
+        return _collective_us(launch, gpu, per_host, rates)
+    moved = launch.read + launch.written
+    bandwidth = rates.bandwidth * spec.memory_bandwidth
+    memory = (moved - cached) / bandwidth + cached / (bandwidth * rates.l2)
+    if launch.sizes is not None:
+        return _product_us(launch.sizes, moved - 0.6 * cached, launch.kind == "FP8 product", spec, rates)
+    fraction = KERNELS.get(launch.kind, {}).get(spec.capability[0])
+    if fraction is not None and launch.flops:
+        return max(launch.flops / (_peak(spec) * fraction * rates.kernels), memory) * 1e6 + rates.launch
+    return max(memory * 1e6, launch.compute_us) + rates.launch
+
+
+def _product_us(sizes: tuple[int, int, int], moved: float, fp8: bool, spec: Gpu, rates: Rates) -> float:
+    share = _peak(spec) / _H100_PEAK
+    scale = share * rates.sustained * (rates.fp8 if fp8 else 1)
+    if min(sizes) >= _DIMENSIONS[0]:
+        m, n, k = sizes
+        compute = 2.0 * math.prod(sizes) / (_h100_flops(m / share**0.5, n / share**0.5, k) * scale)
+        return 1e6 * max(compute, moved / (rates.bandwidth * spec.memory_bandwidth))
+    # Matrix units work on 64 rows at least, and reach half of the peak on so few.
+    compute = 2.0 * math.prod(max(64, size) for size in sizes) / (500e12 * scale)
+    return 1e6 * max(compute, moved / (rates.narrow * spec.memory_bandwidth)) + 2.0
+
+
+def _h100_flops(m: float, n: float, k: float) -> float:
+    """FLOP/s of the table, interpolated."""
+
+    def between(size: float) -> list[tuple[int, float]]:
+        place = math.log2(min(max(size, _DIMENSIONS[0]), _DIMENSIONS[-1]) / _DIMENSIONS[0])
+        low = min(int(place), len(_DIMENSIONS) - 2)
+        return [(low, 1 - (place - low)), (low + 1, place - low)]
+
+    total = 0.0
+    for i, of_m in between(m):
+        for j, of_n in between(n):
+            for l, of_k in between(k):  # noqa: E741
+                total += of_m * of_n * of_k * math.log(_TABLE[i][j][l])
+    return math.exp(total) * 1e12
+
+
+def _collective_us(launch: Launch, gpu: str, per_host: int, rates: Rates) -> float:
+    """A ring: each device sends all but its own part of the bytes; an all-reduce does so twice."""
+    size = max(1, len(launch.group))
+    one_host = len({device // per_host for device in launch.group}) <= 1
+    inside, between = LINKS[gpu]
+    rounds = {"all-reduce": 2.0, "all-to-all": 1 / size, "collective-permute": size / max(1, size - 1)}
+    sent = launch.written * (size - 1) / size * rounds.get(launch.kind, 1.0)
+    return sent / ((inside if one_host else between) * rates.link) * 1e6 + rates.latency
+
+
+def _peak(spec: Gpu) -> float:
+    peak = peak_flops(spec.kind)
+    assert peak is not None, f"no peak is known of {spec.kind}"
+    return peak
+
+
+def gaps_ms(executed: dict[str, int], syncs: int, rates: Rates) -> float:
+    """What starting work takes besides the work: graphs, launches outside of them, waits of the host."""
+    starts = executed["graphs"] * rates.graph + executed["outside"] * rates.stream
+    return (starts + syncs * rates.sync) / 1e3

@@ -1,0 +1,106 @@
+"""A plan for people, and for programs."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtune.plan.fit import OPTIONS
+from jaxtune.plan.prediction import Plan
+from pallas_kernels.gpus import GPUS
+
+
+def table(plan: Plan, groups: int = 10) -> str:
+    """The plan as text, with the dearest groups."""
+    return "\n".join([*_head(plan), "", *_memory(plan), "", *_speed(plan), "", *_dearest(plan, groups), *_rest(plan)])
+
+
+def line(plan: Plan) -> str:
+    """The plan's options, memory and speed in a line."""
+    options = " ".join(f"{section}.{name}={getattr(getattr(plan.config, section), name)}" for section, name in OPTIONS)
+    return (
+        f"{options}: {_gb(plan.needed)}, {'fits' if plan.fits else 'does not fit'}; "
+        f"{plan.speeds['central'].tokens_per_second:,.0f} tokens/s"
+    )
+
+
+def comparison(plans: Mapping[str, Plan]) -> str:
+    """A row a plan."""
+    rows = [f"{'GB a GPU':>9} {'':12} {'step, ms':>9} {'tokens/s':>9} {'of all scenarios':>18} {'MFU':>6}  recipe"]
+    for name, plan in plans.items():
+        central, fast, slow = (plan.speeds[scenario] for scenario in ("central", "optimistic", "pessimistic"))
+        spread = f"{slow.tokens_per_second:,.0f} - {fast.tokens_per_second:,.0f}"
+        rows.append(
+            f"{plan.needed / 1e9:9.2f} {'fits' if plan.fits else 'does not fit':12} {1e3 * central.seconds:9,.1f} "
+            f"{central.tokens_per_second:9,.0f} {spread:>18} {central.mfu:6.1%}  {name}"
+        )
+    return "\n".join(rows)
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The plan as what json.dumps takes; the config as its resolved options."""
+    return {**dataclasses.asdict(plan), "fits": plan.fits}
+
+
+def _head(plan: Plan) -> list[str]:
+    where, train = plan.where, plan.config.train
+    count = f"{where.hosts} hosts x {where.gpus}" if where.hosts > 1 else f"{where.gpus}"
+    return [
+        f"{plan.config.model.path} on {count} x {GPUS[where.gpu].kind}, "
+        f"{train.micro_batch_size} x {plan.config.data.seq_len} tokens a micro-batch, {train.grad_accum_steps} "
+        f"micro-batches, {plan.tokens:,} tokens a step; memory.remat={plan.config.memory.remat}"
+    ]
+
+
+def _memory(plan: Plan) -> list[str]:
+    lines = [f"  {name:<20}{_gb(size):>9}" for name, size in plan.memory.items() if name != "host"]
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    lines += [f"  {'together':<20}{_gb(plan.needed):>9} of {_gb(plan.limit)}: {verdict}"]
+    lines += [f"  on the host         {_gb(plan.memory['host']):>9}, a checkpoint's copy"]
+    return ["memory of a GPU, according to the compiler", *lines]
+
+
+def _speed(plan: Plan) -> list[str]:
+    central, fast, slow = (plan.speeds[name] for name in ("central", "optimistic", "pessimistic"))
+    launches = plan.launches
+    return [
+        "speed, predicted (not measured)",
+        f"  step     {1e3 * central.seconds:,.1f} ms ({1e3 * fast.seconds:,.1f} - {1e3 * slow.seconds:,.1f})",
+        f"  tokens/s {central.tokens_per_second:,.0f} ({slow.tokens_per_second:,.0f} - {fast.tokens_per_second:,.0f})",
+        f"  MFU      {central.mfu:.1%} ({slow.mfu:.1%} - {fast.mfu:.1%})",
+        f"  launches {launches['graphs']:,} CUDA graphs of {launches['in graphs']:,} kernels and copies, "
+        f"{launches['outside']:,} outside of them; {launches['host syncs']} waits of the host",
+    ]
+
+
+def _dearest(plan: Plan, count: int) -> list[str]:
+    total = sum(group.ms for group in plan.groups)
+    rows = [f"{'ms':>9} {'%':>5} {'launches':>9} {'GB':>8} {'TFLOP':>7}  what, and where it comes from"]
+    for group in plan.groups[:count]:
+        rows.append(
+            f"{group.ms:9.2f} {100 * group.ms / total:5.1f} {group.launches:9,} {group.bytes / 1e9:8.1f} "
+            f"{group.flops / 1e12:7.1f}  {group.phase} {group.kind}, {group.source or 'made by the compiler'}"
+        )
+    rest = plan.groups[count:]
+    if rest:
+        ms = sum(group.ms for group in rest)
+        launches = sum(group.launches for group in rest)
+        rows.append(f"{ms:9.2f} {100 * ms / total:5.1f} {launches:9,} {'':8} {'':7}  {len(rest)} more")
+    return rows
+
+
+def _rest(plan: Plan) -> list[str]:
+    lines = []
+    if plan.collectives:
+        lines += ["", f"{'hidden ms':>10} {'exposed ms':>11} {'launches':>9} {'GB':>8}  collectives"]
+        lines += [
+            f"{one.hidden_ms:10.2f} {one.exposed_ms:11.2f} {one.launches:9,} {one.bytes / 1e9:8.1f}  {one.kind}, "
+            f"{one.source}"
+            for one in plan.collectives
+        ]
+    if plan.said:
+        lines += ["", *plan.said]
+    return [*lines, "", f"compiled and read in {plan.seconds:.0f} s"]
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.2f} GB"

@@ -1,0 +1,89 @@
+"""What `jaxtune plan` predicts of two steps of an 8B model on one H100: a change that makes them slower fails here."""
+
+import pytest
+
+pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not installed")
+
+from compiled_steps import compiled_step
+
+from jaxtune.plan import __main__ as plan
+from jaxtune.plan.hlo import Module
+from jaxtune.plan.launches import executed, read_program
+from jaxtune.plan.rates import SCENARIOS, gaps_ms, timed
+
+MICRO_BATCHES = 4
+# Of a micro-batch of 2 x 2048 tokens, without rematerialisation: launches, bytes read and written in GB, milliseconds.
+EXPECTED = {"qwen_lora": (5088, 295.8, 280.3), "qwen_fp8": (7946, 333.3, 240.9)}
+
+
+@pytest.mark.parametrize("recipe", EXPECTED)
+def test_launches_bytes_and_predicted_time_of_a_step(recipe):
+    compiled = compiled_step(recipe, "8B", "none")
+    program = read_program(compiled.hlo)
+    starts = executed(compiled.thunks, program.trips)
+    central = SCENARIOS["central"]
+    found = (
+        sum(launch.count for launch in program.launches),
+        sum((launch.read + launch.written) * launch.count for launch in program.launches) / 1e9,
+        sum(one.total_ms for one in timed(program, "h100", 1, central)) + gaps_ms(starts, program.syncs, central),
+    )
+    found = tuple(figure / MICRO_BATCHES for figure in found)
+    print(recipe, found)
+    assert all(0.95 * before <= now <= 1.05 * before for now, before in zip(found, EXPECTED[recipe])), found
+    assert not program.unknown
+
+
+def test_the_lines_behind_a_product_and_what_graphs_hold():
+    program = read_program(compiled_step("qwen_lora", "8B", "none").hlo)
+    sources = {frame.file for launch in program.launches if launch.kind == "product" for frame in launch.frames}
+    assert {"jaxtune/models/linear.py", "jaxtune/lora/lora.py", "jaxtune/models/mlp.py"} <= sources
+
+
+@pytest.mark.every_jax
+def test_the_command_says_what_fits_and_what_does_not(capsys):
+    recipe = ["--config=qwen_lora:Qwen/Qwen3-0.6B", "--gpu=rtx4090"]
+    assert plan.main([*recipe, "--config.memory.remat=block"]) == 0
+    output = capsys.readouterr().out
+    assert "Qwen/Qwen3-0.6B on 1 x NVIDIA GeForce RTX 4090" in output and ": fits" in output
+    assert "linear.py" in output and "flash_attention" in output and "attention.py" in output
+    large = ["--config.memory.remat=none", "--config.train.micro_batch_size=32"]
+    assert plan.main([*recipe, *large, "--json"]) == 2
+    assert '"fits": false' in capsys.readouterr().out
+
+
+@pytest.mark.every_jax
+def test_a_stack_that_is_not_filled_with_zeros_is_written_whole():
+    """By a compiler option of run/process.py: as many iterations as the stack has elements, each writes one of them."""
+    module = Module.parse(compiled_step("qwen_lora", "8B", "none").hlo)
+    loops = [(c, i) for c in module.computations.values() for i in c.values() if i.opcode == "while"]
+    unfilled = 0
+    for computation, loop in loops:
+        start, body = computation[loop.operands[0]], loop.called("body")
+        for before, after in zip(start.operands, root(module.computations[body]).operands):
+            if computation[before].target == "AllocateBuffer":
+                unfilled += 1
+                inner, update = update_of(module, body, after)
+                (_, stack), (_, element) = update.arrays[0], inner[update.operands[1]].arrays[0]
+                assert stack[0] == loop.known_iterations and element == (1, *stack[1:]), (loop.name, after)
+    assert unfilled > 20
+
+
+def root(computation):
+    return next(instruction for instruction in computation.values() if instruction.is_root)
+
+
+def update_of(module, computation, name):
+    """The dynamic-update-slice that makes a value, and the computation that it is in."""
+    body = module.computations[computation]
+    value, index = body[name], 0
+    while value.opcode != "dynamic-update-slice":
+        if value.opcode in ("fusion", "fusion-start"):
+            body = module.computations[value.called()]
+            value = root(body)
+        elif value.opcode == "tuple":
+            value = body[value.operands[index]]
+        else:
+            assert value.opcode in ("get-tuple-element", "fusion-done", "bitcast"), value
+            index = int(value.attribute(r"index=(\d+)") or index)
+            value = body[value.operands[0]]
+    return body, value

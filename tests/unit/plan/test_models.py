@@ -1,0 +1,41 @@
+"""The models that a plan knows are those on the hub."""
+
+import pytest
+
+from jaxtune.models import families
+from jaxtune.models.parameters import count, declare
+from jaxtune.plan.models import config_of
+
+# As the hub counts them.
+PARAMETERS = {
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-1.7B-Base": 1_720_574_976,
+    "Qwen/Qwen3-4B": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-14B": 14_768_307_200,
+    "Qwen/Qwen3-32B": 32_762_123_264,
+    "Qwen/Qwen2.5-0.5B": 494_032_768,
+    "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-3B": 3_085_938_688,
+    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
+    "Qwen/Qwen2.5-14B": 14_770_033_664,
+    "Qwen/Qwen2.5-32B": 32_763_876_352,
+    "Qwen/Qwen2.5-72B": 72_706_203_648,
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "meta-llama/Llama-3.2-3B": 3_212_749_824,
+    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
+    "meta-llama/Llama-3.3-70B-Instruct": 70_553_706_496,
+    "mistralai/Mistral-7B-v0.3": 7_248_023_552,
+    "microsoft/phi-4": 14_659_507_200,
+}
+
+
+@pytest.mark.parametrize("model", PARAMETERS)
+def test_a_known_model_has_as_many_parameters_as_on_the_hub(model):
+    spec = families.read_spec(config_of(model))
+    padding = (spec.padded_vocabulary - spec.vocabulary) * spec.hidden * (1 if spec.tied else 2)
+    assert count(declare(spec)[1]) - padding == PARAMETERS[model]
+
+
+def test_another_model_is_not_known():
+    assert config_of("someone/else") is None

@@ -1,0 +1,77 @@
+"""The time model: floors that it must respect, and the published figures that it was fitted to."""
+
+import pytest
+
+from jaxtune.monitor.throughput import peak_flops
+from jaxtune.plan.launches import Launch, Program
+from jaxtune.plan.rates import KERNELS, LINKS, SCENARIOS, timed
+from pallas_kernels.gpus import GPUS
+
+CENTRAL = SCENARIOS["central"]
+
+
+def launch(kind="fusion", read=0.0, written=0.0, **more):
+    return Launch("one", kind, "forward", 1, (("operand", read),), written, **more)
+
+
+def us(one: Launch, gpu="h100", rates=CENTRAL, per_host=8) -> float:
+    return timed(Program([one]), gpu, per_host, rates)[0].us
+
+
+def product(m, n, k, kind="product"):
+    moved = 2.0 * (m * k + n * k)
+    return launch(kind, moved, 2.0 * m * n, sizes=(m, n, k), flops=2.0 * m * n * k)
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS)
+def test_nothing_is_faster_than_peak_or_bandwidth(gpu, scenario):
+    spec, peak = GPUS[gpu], peak_flops(GPUS[gpu].kind)
+    for sizes in ((4096, 4096, 4096), (4096, 12_288, 4096), (300, 300, 300), (4096, 16, 4096)):
+        one = product(*sizes)
+        assert us(one, gpu, scenario) * 1e-6 >= max(one.flops / peak, (one.read + one.written) / spec.memory_bandwidth)
+    moved = launch(read=1e9, written=1e9)
+    assert us(moved, gpu, scenario) * 1e-6 >= 2e9 / spec.memory_bandwidth
+    for kind, fractions in KERNELS.items():
+        assert us(launch(kind, flops=1e12), gpu, scenario) * 1e-6 >= 1e12 / peak, (kind, fractions)
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_scenarios_are_in_order(gpu):
+    for one in (
+        product(4096, 4096, 4096),
+        product(4096, 16, 4096),
+        launch(read=1e8),
+        launch("copy", read=1e8, beside=[]),
+    ):
+        fast, central, slow = (us(one, gpu, SCENARIOS[name]) for name in ("optimistic", "central", "pessimistic"))
+        assert fast <= central <= slow
+
+
+def test_every_gpu_has_rates_of_kernels_and_links():
+    for name, gpu in GPUS.items():
+        assert name in LINKS and all(gpu.capability[0] in rates for rates in KERNELS.values())
+
+
+def test_a_large_product_on_an_h100_is_as_the_table_says():
+    assert 2 * 4096**3 / us(product(4096, 4096, 4096)) == pytest.approx(0.92 * 780e6, rel=1e-6)
+
+
+def test_what_was_just_written_is_read_faster():
+    wrote, read = launch(written=1e7), launch(read=1e7)
+    again = Launch("two", "fusion", "forward", 1, (("one", 1e7),), 0.0)
+    assert timed(Program([wrote, again]), "h100", 8, CENTRAL)[1].us < us(read)
+
+
+def test_work_hides_a_collective_that_runs_beside_it():
+    work = product(4096, 12_288, 4096)
+    gather = Launch("g", "all-gather", "forward", 1, (("w", 1e7),), 8e7, group=tuple(range(8)), beside=[work])
+    alone = Launch("g", "all-gather", "forward", 1, (("w", 1e7),), 8e7, group=tuple(range(8)))
+    hidden, _ = timed(Program([gather, work]), "h100", 8, CENTRAL)
+    exposed = timed(Program([alone]), "h100", 8, CENTRAL)[0]
+    assert hidden.exposed == 0 and exposed.exposed == exposed.us == hidden.us
+
+
+def test_a_collective_between_hosts_takes_the_network():
+    gather = Launch("g", "all-gather", "forward", 1, (("w", 1e7),), 16e7, group=tuple(range(16)))
+    assert us(gather, per_host=8) > 4 * us(gather, per_host=16)
