@@ -23,7 +23,6 @@ from jaxtune.models.treat import linears as linears_by_name
 from jaxtune.parallel import multihost
 from jaxtune.parallel.layout import by_token
 from jaxtune.parallel.mesh import data_shards
-from jaxtune.precision.recipes import RECIPES
 from jaxtune.quant import QuantizedArray
 from jaxtune.run.card import card_rows
 from jaxtune.run.folder import RunFolder
@@ -196,7 +195,10 @@ def _gather_element(parameter: Any, index: tuple[int, ...]) -> jax.Array:
 
 
 def merge_difference(model: Model, parameters: Parameters, config: Config, output: Path) -> str:
-    """How far the logits of a merged export are from those of the quantized base with its adapter, in words."""
+    """How far the logits of a merged export are from those of the quantized base with its adapter, in words.
+
+    Both are computed in float32: what differs is the rounding of what was written, not that of activations.
+    """
     mesh = jax.sharding.get_mesh()
     merged = dataclasses.replace(config.model, path=str(output), revision=None)
     options = Config(model=merged, data=config.data, precision=config.precision)
@@ -206,10 +208,9 @@ def merge_difference(model: Model, parameters: Parameters, config: Config, outpu
     free = memory.get("bytes_limit", math.inf) - memory.get("bytes_in_use", 0)
     if size / mesh.size > free:
         return f"logits not compared: the merged model does not fit beside the quantized one ({size / 1e9:.1f} GB)"
-    dtype = RECIPES[config.precision.recipe].dtype
     tokens = jax.random.randint(jax.random.key(0), (data_shards(mesh), PROBE), 0, model.spec.vocabulary)
-    before = _logits(model, parameters, tokens, dtype)
-    after = _logits(exported, read_parameters(exported, exported.parameters), tokens, dtype)
+    before = _logits(model, parameters, tokens)
+    after = _logits(exported, read_parameters(exported, exported.parameters), tokens)
     if not (jnp.isfinite(before).all() and jnp.isfinite(after).all()):
         raise UserError(f"{output} is not usable: its logits, or those of the run it was merged from, are not finite")
     return (
@@ -218,16 +219,17 @@ def merge_difference(model: Model, parameters: Parameters, config: Config, outpu
     )
 
 
-def _logits(model: Model, parameters: Parameters, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _logits(model: Model, parameters: Parameters, tokens: jax.Array) -> jax.Array:
     """Float32 logits of rows of one document each."""
 
     @jax.jit
     def compute(tokens, parameters):
         tokens = jax.reshard(tokens, by_token())
         positions = jax.reshard(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), by_token())
-        decoder, call = bind(model.graph, parameters), Call(dtype)
+        decoder, call = bind(model.graph, parameters), Call(jnp.dtype("float32"))
         attend = attend_packed(jnp.zeros_like(tokens), call)
         hidden, _, _ = decoder(tokens, decoder.inputs(positions, attend, jnp.ones_like(tokens, bool)), call)
-        return logits(decoder, hidden, dtype)
+        return logits(decoder, hidden, call.dtype)
 
-    return compute(tokens, parameters)
+    with jax.default_matmul_precision("highest"):  # no TF32 on a GPU
+        return compute(tokens, parameters)

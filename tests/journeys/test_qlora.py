@@ -42,7 +42,7 @@ def leads_to_an_adapter_and_a_merged_model(home: Path, folder: Path, format: str
     largest, difference = (
         float(output.split(part)[1].split()[0].rstrip(",")) for part in ("largest is ", "differ by ")
     )
-    assert difference <= 0.03 * largest  # rounding to bfloat16, as the recipe stores it
+    assert difference <= 0.015 * largest  # rounding to bfloat16, as the recipe stores it
     with safe_open(merged / "model.safetensors", "numpy") as file:
         base = safe_open(home / "model" / "model.safetensors", "numpy")
         assert set(file.keys()) == set(base.keys())

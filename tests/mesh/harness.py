@@ -45,7 +45,7 @@ ADAPTERS = ("none", "lora")
 OPTIMIZERS = {
     "adamw": 1e-6,
     "sgd": 1e-6,
-    "adafactor": 2e-6,  # of what is too narrow for factors, its first update is the sign of the gradient
+    "adafactor": 1e-5,  # of what is too narrow for factors, its first update is the sign of the gradient
     "schedule_free": 1e-6,
     "muon": 1e-5,
     "normuon": 1e-5,

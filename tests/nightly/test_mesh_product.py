@@ -86,7 +86,8 @@ def test_gradients_of_adapters_on_a_quantized_base_equal_one_device(square, stor
     for name in codes:
         np.testing.assert_allclose(sharded_codes[name], codes[name], rtol=1e-6, err_msg=name)
     for name, gradient in found.items():
-        assert np.abs(gradient - expected[name]).max() <= 1e-5 * np.abs(expected[name]).max(), name
+        # Adapters that differ in their last bit, on one device, have gradients that differ by up to 1.7e-5.
+        assert np.abs(gradient - expected[name]).max() <= 3e-5 * np.abs(expected[name]).max(), name
 
 
 @pytest.mark.parametrize("numbers", NUMBERS.values(), ids=NUMBERS)
