@@ -4,6 +4,7 @@ from typing import Any
 
 _LLAMA_3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192}  # fmt: skip
+_SMOL = {"max_position_embeddings": 8192}
 _KINDS: dict[str, dict[str, Any]] = {
     "qwen2": {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 32_768},
     "qwen3": {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40_960, "head_dim": 128},
@@ -14,6 +15,9 @@ _KINDS: dict[str, dict[str, Any]] = {
 _SIZES = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads",
           "vocab_size", "tie_word_embeddings")  # fmt: skip
 _MODELS: dict[str, tuple[str, tuple[int, int, int, int, int, int, bool], dict[str, Any]]] = {
+    "HuggingFaceTB/SmolLM2-135M": ("llama", (576, 30, 1536, 9, 3, 49_152, True), _SMOL | {"rope_theta": 1e5}),
+    "HuggingFaceTB/SmolLM2-360M": ("llama", (960, 32, 2560, 15, 5, 49_152, True), _SMOL | {"rope_theta": 1e5}),
+    "HuggingFaceTB/SmolLM2-1.7B": ("llama", (2048, 24, 8192, 32, 32, 49_152, True), _SMOL | {"rope_theta": 1.3e5}),
     "Qwen/Qwen3-0.6B": ("qwen3", (1024, 28, 3072, 16, 8, 151_936, True), {}),
     "Qwen/Qwen3-1.7B": ("qwen3", (2048, 28, 6144, 16, 8, 151_936, True), {}),
     "Qwen/Qwen3-4B": ("qwen3", (2560, 36, 9728, 32, 8, 151_936, True), {}),

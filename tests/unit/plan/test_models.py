@@ -8,6 +8,9 @@ from jaxtune.plan.models import config_of
 
 # As the hub counts them.
 PARAMETERS = {
+    "HuggingFaceTB/SmolLM2-135M": 134_515_008,
+    "HuggingFaceTB/SmolLM2-360M-Instruct": 361_821_120,
+    "HuggingFaceTB/SmolLM2-1.7B": 1_711_376_384,
     "Qwen/Qwen3-0.6B": 596_049_920,
     "Qwen/Qwen3-1.7B-Base": 1_720_574_976,
     "Qwen/Qwen3-4B": 4_022_468_096,
