@@ -18,16 +18,17 @@ from jaxtune.config import load_recipe, resolve
 from jaxtune.plan.prediction import Where, predict
 
 QWEN = ("0.6B", "1.7B", "4B", "8B")
-NONE, BLOCK = {"memory.remat": "none"}, {"memory.remat": "block"}
+NONE = {"memory.remat": "none"}
 # Name of a row: recipe, model, GPU, GPUs of a host, options.
 ROWS = {
     **{f"LoRA, bf16 {size}": ("qwen_lora", f"Qwen/Qwen3-{size}", "h100", 1, NONE) for size in QWEN},
     **{f"LoRA on NF4 {size}": ("qwen_qlora_nf4", f"Qwen/Qwen3-{size}", "h100", 1, NONE) for size in QWEN},
     **{f"LoRA, FP8 {size}": ("qwen_fp8", f"Qwen/Qwen3-{size}", "h100", 1, NONE) for size in QWEN},
-    **{f"full, 8-bit AdamW {size}": ("qwen_full_8bit", f"Qwen/Qwen3-{size}", "h100", 1, BLOCK) for size in QWEN},
+    **{f"full, 8-bit AdamW {size}": ("qwen_full_8bit", f"Qwen/Qwen3-{size}", "h100", 1, {}) for size in QWEN},
+    "full, 8-bit AdamW, 3 rows 8B": ("qwen_full_8bit", "Qwen/Qwen3-8B", "h100", 1, {"train.micro_batch_size": "3"}),
     "LoRA, bf16, unrolled 0.6B": ("qwen_lora", "Qwen/Qwen3-0.6B", "h100", 1, NONE | {"memory.unroll": "True"}),
     "LoRA on NF4 Llama-3 70B": ("qwen_qlora_nf4", "meta-llama/Llama-3.1-70B", "h200", 1, NONE),
-    "full, 8-bit AdamW, 8 GPUs 8B": ("qwen_full_8bit", "Qwen/Qwen3-8B", "h100", 8, BLOCK),
+    "full, 8-bit AdamW, 8 GPUs 8B": ("qwen_full_8bit", "Qwen/Qwen3-8B", "h100", 8, {}),
 }
 
 
@@ -38,6 +39,7 @@ def predicted(recipe: str, model: str, gpu: str, gpus: int, options: dict[str, s
         "gpu": gpu,
         "gpus": gpus,
         "options": options,
+        "remat": plan.config.memory.remat,
         "rows": config.train.micro_batch_size,
         "memory_gb": plan.needed / 1e9,
         "fits": plan.fits,

@@ -1,5 +1,7 @@
 """Full fine-tuning of a Qwen3 model with 8-bit AdamW; one GPU, or several (parameters are sharded over all of them).
 
+Hardware: GPUs of 80 GB or more (H100).
+
 6 bytes a weight: gradients and weights in bfloat16, the weights with stochastic rounding, and both moments in 8 bits.
 Qwen3-8B, 8 rows of 2048 tokens: 57.8 GB on an H100 with --config.memory.remat=block, according to the compiler.
 

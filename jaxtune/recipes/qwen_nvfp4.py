@@ -1,5 +1,7 @@
 """LoRA of a Qwen3 model on instructions, its linear layers multiplied in NVFP4; one GPU.
 
+Hardware: B200.
+
 e2m1 with an e4m3 scale for each block of 16, and stochastic rounding of gradients, as NVIDIA trains (arXiv:2509.25149).
 A B200 has NVFP4 units; on other GPUs it is emulated in bfloat16, which shows its effect on the loss and saves no time.
 

@@ -1,5 +1,7 @@
 """Pretraining of a Qwen3 model from random weights with NorMuon; one GPU, or several (parameters are sharded over all).
 
+Hardware: GPUs of 24 GB or more (RTX 4090).
+
 The argument is a Hugging Face folder or hub id, of which only config.json and the tokenizer are used.
 
     python -m jaxtune.train --config=qwen_pretrain_normuon

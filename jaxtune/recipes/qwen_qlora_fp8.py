@@ -1,5 +1,7 @@
 """QLoRA of a Qwen3 model on instructions, its linear layers frozen in FP8; one GPU.
 
+Hardware: a GPU of 24 GB or more (RTX 4090).
+
 e4m3 with a scale for each block of 128 x 128, 1 byte a weight. Qwen3-8B, 2 rows of 2048 tokens: 12.9 GB on an H100
 with --config.memory.remat=block, according to the compiler. A checkpoint with weight_scale_inv (Qwen3-8B-FP8) loads
 as it is: give its path and --config.quant.format=None.

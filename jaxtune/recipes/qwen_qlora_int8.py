@@ -1,5 +1,7 @@
 """QLoRA of a Qwen3 model on instructions, its linear layers frozen in INT8; one GPU.
 
+Hardware: a GPU of 24 GB or more (RTX 4090).
+
 One scale per row, 1 byte a weight: the smallest error of the four formats. Qwen3-8B, 2 rows of 2048 tokens: 12.9 GB on
 an H100 with --config.memory.remat=block, according to the compiler.
 

@@ -1,5 +1,7 @@
 """QLoRA of a Qwen3 model on instructions, its linear layers frozen in NF4; one GPU.
 
+Hardware: a GPU of 24 GB or more (RTX 4090).
+
 bitsandbytes' format, code for code: blocks of 64 with scales in 8 bits, 0.52 bytes a weight. Qwen3-8B, 2 rows of 2048
 tokens: 20.9 GB on an H100, according to the compiler; 9.6 GB with --config.memory.remat=block. A checkpoint that
 bitsandbytes quantized loads as it is: give its path and --config.quant.format=None.

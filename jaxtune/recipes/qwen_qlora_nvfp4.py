@@ -1,5 +1,7 @@
 """QLoRA of a Qwen3 model on instructions, its linear layers frozen in NVFP4; one GPU.
 
+Hardware: a GPU of 24 GB or more (RTX 4090).
+
 e2m1 with an e4m3 scale for each 16 weights, 0.56 bytes a weight. Only storage is in NVFP4, so any GPU will do. A
 compressed-tensors checkpoint loads as it is: give its path and --config.quant.format=None.
 Qwen3-8B, 2 rows of 2048 tokens: 9.9 GB on an H100 with --config.memory.remat=block, according to the compiler.

@@ -34,6 +34,14 @@ def test_memory_on_an_h100(size, remat, gigabytes):
     assert compiled_step(size, remat).memory.peak < gigabytes * 1e9
 
 
+@pytest.mark.every_jax
+def test_xla_recomputes_nothing_by_itself():
+    """Not even where a step needs more than the GPU has: memory.remat says what is recomputed."""
+    step = compiled_step("0.6B", rows=64)
+    assert step.memory.peak > 80e9
+    assert not re.search(r"\.remat\d* =", step.hlo)
+
+
 @pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.every_jax), "block"])
 def test_memory_is_in_the_readme(remat):
     check_readme(f"| BF16 | 8B | 2 x 2048 | {remat} |", compiled_step("8B", remat).memory)
