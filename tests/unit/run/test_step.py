@@ -11,7 +11,7 @@ from batches import make_batch, tokens
 from jax.extend.core import jaxprs_in_params
 from tiny import random_values, spec
 
-from jaxtune.config.schema import Config, Data, Lora, Memory, Model, Optim, Precision
+from jaxtune.config.schema import Config, Data, Lora, Memory, Model, Optim, Precision, Train
 from jaxtune.objectives.objective import Sums
 from jaxtune.optim.build import Trained, build
 from jaxtune.precision.recipes import RECIPES
@@ -47,6 +47,16 @@ def test_the_program_does_not_grow_with_the_layers(one_device):
         return len(re.findall(r"^\s*(?:ROOT )?%?[\w.\-]+ = ", text, re.M))
 
     assert instructions(32) <= 1.05 * instructions(4)
+
+
+def test_a_longer_training_or_another_rate_is_not_compiled_again(one_device):
+    batch = jax.tree.map(lambda x: x[None], make_batch(tokens(1, 32), one_device))
+
+    def lowered(steps: int, rate: float) -> str:
+        made = program_of(one_device, train=Train(max_steps=steps), optim=Optim(learning_rate=rate, schedule="cosine"))
+        return jax.jit(made.step).lower(made.state, made.frozen, batch, jnp.float32(rate)).as_text()
+
+    assert lowered(10, 1e-3) == lowered(20, 2e-3)
 
 
 def test_no_array_is_sequence_by_sequence(one_device):
