@@ -169,9 +169,11 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path, caplog):
             manager.wait(final=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+    assert manager.steps() == [1]
     manager.save(3, state_of(3), {"row": 30})
     manager.wait(final=True)
+    # A write that was still under way may have left a file after the failed save was removed: the next save removes it.
+    assert [path.name for path in tmp_path.iterdir()] == ["3"]
     assert_is(restore(CheckpointManager(tmp_path)), 3)
 
 
