@@ -33,6 +33,7 @@ ROWS = {
 
 
 def predicted(recipe: str, model: str, gpu: str, gpus: int, options: dict[str, str]) -> dict:
+    """What the plan of a row says, as the JSON file has it."""
     config = resolve(load_recipe(recipe, model), recipe, list(options.items()))
     plan = predict(config, Where(gpu, gpus))
     return {
@@ -51,12 +52,14 @@ def predicted(recipe: str, model: str, gpu: str, gpus: int, options: dict[str, s
 
 
 def line(name: str, row: dict) -> str:
+    """A row of a Markdown table: thousands of tokens a second of a GPU, their range, MFU, GB of a GPU."""
     speed, mfu = row["tokens_per_second"], row["mfu"]["central"]
     spread = f"{speed['pessimistic'] / 1e3:.1f} - {speed['optimistic'] / 1e3:.1f}"
     return f"| {name} | {speed['central'] / 1e3:.1f} | {spread} | {mfu:.0%} | {row['memory_gb']:.1f} |"
 
 
 def main() -> None:
+    """Predicts what is missing or asked for, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", help="predict the rows anew whose name has this text")

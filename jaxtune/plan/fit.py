@@ -7,8 +7,8 @@ from typing import Any
 from jaxtune.config import checks
 from jaxtune.config.schema import Config
 from jaxtune.plan.prediction import Plan
+from jaxtune.run.memory import POLICIES
 
-REMAT = ("none", "dots", "block")  # each recomputes more than the one before, and needs less memory
 GAIN = 1.01  # a larger micro-batch must be faster by as much
 OPTIONS = (
     ("memory", "remat"),
@@ -58,7 +58,7 @@ def overrides(config: Config, chosen: Config) -> list[str]:
 
 
 def _first_fit(config: Config, planned: Callable[[Config], Plan]) -> Plan | None:
-    changed = (_changed(config, memory={"remat": remat}) for remat in REMAT)
+    changed = (_changed(config, memory={"remat": remat}) for remat in POLICIES)
     plans = (planned(other) for other in changed if other is not None)
     return next((plan for plan in plans if plan.fits), None)
 

@@ -165,12 +165,17 @@ class Module:
                 return self.written(value.called())
             return results(value)
 
-        return of(next(instruction for instruction in body.values() if instruction.is_root))
+        return of(root(body))
 
     def parameters(self, computation: str) -> list[Instruction]:
         """The parameters of a computation, in order."""
         found = (i for i in self.computations[computation].values() if i.opcode == "parameter")
         return sorted(found, key=lambda parameter: parameter.number)
+
+
+def root(computation: Computation) -> Instruction:
+    """The instruction whose value is that of the computation."""
+    return next(instruction for instruction in computation.values() if instruction.is_root)
 
 
 def results(value: Instruction) -> float:

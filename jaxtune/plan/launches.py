@@ -7,10 +7,9 @@ import math
 import re
 from dataclasses import dataclass, field
 
-from jaxtune.plan.hlo import FREE, Computation, Frame, Instruction, Module, results
+from jaxtune.plan.hlo import FREE, Computation, Frame, Instruction, Module, results, root
 from pallas_kernels import cost
-
-COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "ragged-all-to-all", "reduce-scatter")
+from pallas_kernels.aot import COLLECTIVES
 
 
 @dataclass(frozen=True)
@@ -132,9 +131,8 @@ def _read_loop(module: Module, loop: Instruction, count: int, phase: str, progra
 
 def _kept(body: Computation, trips: int) -> float:
     """Bytes of the arrays that a forward loop carries with an element for each iteration, and changes."""
-    root = next(instruction for instruction in body.values() if instruction.is_root)
     total = 0.0
-    for place, name in enumerate(root.operands):
+    for place, name in enumerate(root(body).operands):
         value = body[name]
         carried = value.opcode == "get-tuple-element" and value.attribute(r"index=(\d+)") == str(place)
         (_, sizes), *more = value.arrays or [("", ())]

@@ -16,13 +16,14 @@ from jaxtune.models.parameters import abstract
 from jaxtune.monitor.throughput import flops_per_token, peak_flops
 from jaxtune.parallel.mesh import data_shards, make_mesh
 from jaxtune.plan import rates
-from jaxtune.plan.launches import COLLECTIVES, Launch, Program, executed, read_program
+from jaxtune.plan.launches import Launch, Program, executed, read_program
 from jaxtune.plan.models import config_of
 from jaxtune.run import memory, process
 from jaxtune.run.assembly import Program as Run
 from jaxtune.run.assembly import assemble
 from jaxtune.run.model import Base, read_base
 from pallas_kernels import aot
+from pallas_kernels.aot import COLLECTIVES
 from pallas_kernels.gpus import GPUS
 
 
@@ -187,10 +188,10 @@ def _memory(run: Run, need: memory.Need, program: Program, config: Config) -> di
         "optimizer": sum(map(memory.shard_bytes, jax.tree.leaves(run.state.optimizer))),
     }
     found["batch and scales"] = max(0, need.state - sum(found.values()))
-    width = jax.numpy.dtype(config.precision.gradient_dtype).itemsize
+    dtype = jax.numpy.dtype(config.precision.gradient_dtype)
     trained = jax.tree.leaves(abstract(model.trained))
-    gradients = sum(memory.shard_bytes(jax.ShapeDtypeStruct(p.shape, "uint8", sharding=p.sharding)) for p in trained)
-    found["gradients"] = min(width * gradients, need.temporaries)
+    gradients = sum(memory.shard_bytes(jax.ShapeDtypeStruct(p.shape, dtype, sharding=p.sharding)) for p in trained)
+    found["gradients"] = min(gradients, need.temporaries)
     found["residuals"] = min(int(program.residuals), need.temporaries - found["gradients"])
     found["temporaries"] = need.temporaries - found["gradients"] - found["residuals"]
     found["host"] = need.saved
@@ -264,7 +265,8 @@ def _said(program: Program, config: Config, gpu: str) -> list[str]:
         at = f" at {loop.frames[0].file}:{loop.frames[0].line}" if loop.frames else ""
         said.append(f"loop {loop.name}{at}: its length is not known, what is in it is counted once")
     own = {"product", "FP8 product", "fusion", "fill", "copy", *COLLECTIVES}
-    for kind in sorted({launch.kind for launch in program.launches} - own - set(rates.KERNELS)):
+    rated = {launch.kind for launch in program.launches if launch.kind in rates.KERNELS and launch.flops}
+    for kind in sorted({launch.kind for launch in program.launches} - own - rated):
         said.append(f"kernel {kind}: no rate is known, it is timed by the bytes that it moves")
     if config.data.special_tokens:
         said.append("data.special_tokens: rows that they would add to the embedding are not counted")

@@ -22,7 +22,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from jaxtune.monitor.throughput import peak_flops
-from jaxtune.plan.launches import COLLECTIVES, Launch, Program
+from jaxtune.plan.launches import Launch, Program
+from pallas_kernels.aot import COLLECTIVES
 from pallas_kernels.gpus import GPUS, Gpu
 
 _DIMENSIONS = (256, 512, 1024, 2048, 4096)
@@ -49,7 +50,6 @@ _TABLE = (
         (399, 552, 685, 736, 780),
     ),
 )  # fmt: skip
-_H100_PEAK = 989.4e12
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def _us(launch: Launch, gpu: str, per_host: int, cached: float, rates: Rates) ->
 
 
 def _product_us(sizes: tuple[int, int, int], moved: float, fp8: bool, spec: Gpu, rates: Rates) -> float:
-    share = _peak(spec) / _H100_PEAK
+    share = _peak(spec) / _peak(GPUS["h100"])
     scale = share * rates.sustained * (rates.fp8 if fp8 else 1)
     if min(sizes) >= _DIMENSIONS[0]:
         m, n, k = sizes

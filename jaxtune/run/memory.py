@@ -30,6 +30,7 @@ from pallas_kernels.gpus import current_device
 
 log = logging.getLogger("jaxtune")
 CLOSE = 0.9  # of the limit; a need above that is warned of
+POLICIES: tuple[Remat, ...] = ("none", "dots", "block")  # each recomputes more than the one before, and needs less
 # Host memory that a process which has compiled nothing yet will take beside the model: compiler, threads, libraries.
 # Measured with jax 0.10 on a tiny model: where 248 MB were left it ran, where 198 MB were left the kernel killed it.
 PROCESS = 240_000_000
@@ -78,7 +79,7 @@ def policies(config: Config, platform: str) -> tuple[Remat, ...]:
     if config.memory.remat != "auto":
         return (config.memory.remat,)
     # XLA's code for CPUs is faster with 'block' than without: it writes and reads less.
-    return ("none", "dots", "block") if platform == "gpu" else ("block",)
+    return POLICIES if platform == "gpu" else ("block",)
 
 
 def with_policy(config: Config, remat: Remat) -> Config:
@@ -96,7 +97,7 @@ def compile_what_fits(
     """
     allowed = policies(config, current_device().platform)
     allowed = allowed[allowed.index(before) :] if before in allowed else allowed
-    assembled = "block" if config.memory.remat == "auto" else config.memory.remat  # as `call_of` has it
+    assembled = allowed[-1]  # as `call_of` has it
     for remat in allowed:
         own = with_policy(config, remat)
         program = program if remat == assembled else assemble(program.model.base, own, mesh)

@@ -7,7 +7,7 @@ pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not
 from compiled_steps import compiled_step
 
 from jaxtune.plan import __main__ as plan
-from jaxtune.plan.hlo import Module
+from jaxtune.plan.hlo import Module, root
 from jaxtune.plan.launches import executed, read_program
 from jaxtune.plan.rates import SCENARIOS, gaps_ms, timed
 
@@ -66,10 +66,6 @@ def test_a_stack_that_is_not_filled_with_zeros_is_written_whole():
                 (_, stack), (_, element) = update.arrays[0], inner[update.operands[1]].arrays[0]
                 assert stack[0] == loop.known_iterations and element == (1, *stack[1:]), (loop.name, after)
     assert unfilled > 20
-
-
-def root(computation):
-    return next(instruction for instruction in computation.values() if instruction.is_root)
 
 
 def update_of(module, computation, name):
