@@ -35,7 +35,7 @@ COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "
 class Memory:
     """Bytes on each device, and on its host. `aliased` are outputs that take the place of donated arguments.
 
-    jax ignores memory kinds on compile-only devices: an array offloaded to the host counts as the device's.
+    jax ignores memory kinds of arguments on compile-only devices: one on the host counts as the device's.
     """
 
     arguments: int

@@ -7,7 +7,7 @@ from jaxtyping import Array, Int
 
 from jaxtune.models.dropout import Noise
 
-Remat = Literal["none", "dots", "block"]
+Remat = Literal["none", "dots", "block", "offload"]
 
 
 class Call(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxtune.models.attention import Attend, Attention, Inputs
@@ -32,7 +33,9 @@ KEPT: dict[Remat, tuple[str, ...]] = {
     "none": (PRODUCT, RESIDUALS, MAXIMA),
     "dots": (PRODUCT, MAXIMA),
     "block": (MAXIMA,),
+    "offload": (MAXIMA,),  # and the layer's input in the host's memory
 }
+INPUT = "input"  # the name of a layer's input
 Parameters = dict[str, Any]
 Sums = dict[str, Array]  # what layers emit besides activations, summed over layers and tokens
 
@@ -80,6 +83,7 @@ class Stack(nnx.Module):
 
         def repeat(x, scanned):
             adapters, weights, cache, number = scanned
+            x = checkpoint_name(x, INPUT)
             after, sums = [], {}
             for position, block in enumerate(nnx.merge(graph, adapters, weights)):
                 x, layer_cache, emitted = block(x, inputs, cache and cache[position], call.layer(number + position))
@@ -88,7 +92,12 @@ class Stack(nnx.Module):
             return x, (tuple(after) if cache else None, sums)
 
         numbers = self.first + period * jnp.arange(self.repeats)
-        kept = jax.checkpoint_policies.save_only_these_names(*KEPT[call.remat])
+        kept = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=KEPT[call.remat],
+            names_which_can_be_offloaded=[INPUT] if call.remat == "offload" else [],
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
         # A loop keeps XLA from merging the recomputation with the forward pass: the barriers of prevent_cse would only
         # hinder fusion. Without a loop, and with nothing but elementwise results to recompute, merging saves time.
         apart = call.unroll and call.remat != "none"

@@ -1,14 +1,20 @@
 """The gated feed-forward layer (SwiGLU, Shazeer 2020)."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxtune.models.call import Call
 from jaxtune.models.linear import Linear, jointly
 from jaxtune.models.spec import Gated, Layer, ModelSpec
+from jaxtune.parallel.layout import RULES, P, by_token, shards
+
+# Tokens of a device at once, where memory is short: enough for products to be as fast as those of more.
+TILE = 16_384
 
 
 class MLP(nnx.Module):
@@ -22,5 +28,39 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "b s d"], call: Call) -> Float[Array, "b s d"]:
         """The feed-forward of every token."""
+        if call.remat != "offload":
+            return self._of(x, call)
+        # Each tile adds to the gradient of the adapters: in float32.
+        graph, adapters, weights = nnx.split(self, nnx.LoRAParam, ...)
+        adapters = jax.tree.map(lambda a: a.astype(jnp.float32), adapters)
+        return by_tiles(lambda tile, call: nnx.merge(graph, adapters, weights)._of(tile, call), x, call)
+
+    def _of(self, x: Float[Array, "b s d"], call: Call) -> Float[Array, "b s d"]:
         gate, up = jointly([self.gate, self.up], x, call)
         return self.down(jax.nn.silu(gate) * up, call)
+
+
+def by_tiles(function: Callable[[Array, Call], Array], x: Float[Array, "b s d"], call: Call) -> Float[Array, "b s d"]:
+    """A function of each token alone, of one tile of positions after another; recomputed so in the backward pass.
+
+    Tiles are equal parts of the positions, the largest with at most TILE tokens a device. Each has its own noise.
+    """
+    rows = x.shape[0] // shards(RULES.value.batch, jax.sharding.get_abstract_mesh())
+    tiles = equal_parts(x.shape[1], max(1, TILE // rows))
+    if tiles == 1:
+        return function(x, call)
+    batch, positions = by_token()
+    apart = jnp.reshape(x, (x.shape[0], tiles, -1, x.shape[2]), out_sharding=P(batch, None, positions, None))
+
+    @jax.checkpoint
+    def of_tile(_, numbered: tuple) -> tuple[None, Array]:
+        number, tile = numbered
+        return None, function(tile, call.layer(number))
+
+    _, ys = jax.lax.scan(of_tile, None, (jnp.arange(tiles), jnp.moveaxis(apart, 1, 0)))
+    return jnp.reshape(jnp.moveaxis(ys, 0, 1), x.shape, out_sharding=by_token(None))
+
+
+def equal_parts(positions: int, most: int) -> int:
+    """The fewest equal parts of so many positions of which none is longer than `most`."""
+    return next(parts for parts in range(-(-positions // most), positions + 1) if positions % parts == 0)

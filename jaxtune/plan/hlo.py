@@ -48,6 +48,11 @@ class Instruction:
         return sum(WIDTH.get(dtype, 0) * math.prod(sizes) for dtype, sizes in self.arrays)
 
     @property
+    def on_host(self) -> bool:
+        """Whether the result, or a part of it, is in the host's memory."""
+        return "S(5)" in self.shape
+
+    @property
     def operation(self) -> str:
         """JAX's name stack, such as jit(step)/transpose(jvp())/while/body/dot_general."""
         return self.attribute(r'op_name="([^"]*)"') or ""

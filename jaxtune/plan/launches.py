@@ -17,8 +17,8 @@ class Launch:
     """One instruction that runs something on the device.
 
     Attributes:
-        kind: 'product', 'FP8 product', 'fusion', 'fill' (with a constant), 'copy', 'library call'; or the name of a
-            Pallas kernel, or one of COLLECTIVES.
+        kind: 'product', 'FP8 product', 'fusion', 'fill' (with a constant), 'copy', 'host copy' (from the host's memory
+            or to it), 'library call'; or the name of a Pallas kernel, or one of COLLECTIVES.
         phase: 'forward', 'recomputed' (forward again, in the backward pass), 'backward' or 'step' (all else).
         count: launches a step.
         reads: the operands and the bytes of each that a launch reads.
@@ -67,7 +67,7 @@ class Program:
         unknown: loops that are counted once.
         syncs: times that the host waits for a value, to know whether a loop goes on.
         trips: iterations of each loop, in the order of the text.
-        residuals: bytes that loops over layers keep for the backward pass.
+        residuals: bytes of the device that loops over layers keep for the backward pass.
     """
 
     launches: list[Launch] = field(default_factory=list)
@@ -95,7 +95,7 @@ def _read(module: Module, computation: str, count: int, phase: str, program: Pro
             continue
         own = _phase(instruction, phase)
         if instruction.opcode == "while":
-            _read_loop(module, instruction, count, own, program)
+            _read_loop(module, instruction, count, phase, program)
         elif instruction.opcode in ("call", "conditional"):
             _read(module, _longest(module, instruction), count, own, program)
         else:
@@ -112,7 +112,8 @@ def _read(module: Module, computation: str, count: int, phase: str, program: Pro
             program.launches.append(launch)
 
 
-def _read_loop(module: Module, loop: Instruction, count: int, phase: str, program: Program) -> None:
+def _read_loop(module: Module, loop: Instruction, count: int, around: str, program: Program) -> None:
+    phase = _phase(loop, around)
     said, known = cost.iterations_said(loop.operation), loop.known_iterations
     trips = known if known is not None else said
     if trips is None:
@@ -122,7 +123,7 @@ def _read_loop(module: Module, loop: Instruction, count: int, phase: str, progra
     if known is None:
         program.syncs += trips * count
     body = loop.called("body")
-    if phase == "forward":
+    if phase == "forward" and around != "forward":
         program.residuals += _kept(module.computations[body], trips)
     _read(module, body, count * trips, phase, program)
     if known is None:
@@ -136,7 +137,7 @@ def _kept(body: Computation, trips: int) -> float:
         value = body[name]
         carried = value.opcode == "get-tuple-element" and value.attribute(r"index=(\d+)") == str(place)
         (_, sizes), *more = value.arrays or [("", ())]
-        if not carried and not more and len(sizes) > 2 and sizes[0] == trips:
+        if not carried and not more and not value.on_host and len(sizes) > 2 and sizes[0] == trips:
             total += value.bytes
     return total
 
@@ -183,7 +184,9 @@ def _launch(
         if instruction.opcode.endswith("-start"):  # (operands, results, ...)
             written = sum(size for _, size in reads)
     sizes = _sizes(work, place) if "cublas" in work.target else None
-    kind = _kind(module, instruction, work, inner, reads)
+    operands = [body[name] for name in instruction.operands if name in body]
+    on_host = any(value.on_host for value in (instruction, *operands))
+    kind = "host copy" if on_host else _kind(module, instruction, work, inner, reads)
     collective = kind in COLLECTIVES
     if collective:
         written = _collective_bytes(kind, instruction, [size for _, size in reads])

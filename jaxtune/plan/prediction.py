@@ -75,7 +75,7 @@ class Plan:
     """What a step would take, on each GPU.
 
     Attributes:
-        memory: bytes by kind, of a GPU, but for 'host', of the host.
+        memory: bytes by kind, of a GPU; of the host where the kind says so.
         needed, limit: bytes of a GPU that the step needs, and that a process may use.
         speeds: by scenario.
         groups: the dearest first; together they are the step.
@@ -194,7 +194,7 @@ def _memory(run: Run, need: memory.Need, program: Program, config: Config) -> di
     found["gradients"] = min(gradients, need.temporaries)
     found["residuals"] = min(int(program.residuals), need.temporaries - found["gradients"])
     found["temporaries"] = need.temporaries - found["gradients"] - found["residuals"]
-    found["host"] = need.saved
+    found |= {"host, checkpoint": need.saved, "host, residuals": need.offloaded}
     return {name: size for name, size in found.items() if size}
 
 
@@ -264,7 +264,7 @@ def _said(program: Program, config: Config, gpu: str) -> list[str]:
     for loop in program.unknown:
         at = f" at {loop.frames[0].file}:{loop.frames[0].line}" if loop.frames else ""
         said.append(f"loop {loop.name}{at}: its length is not known, what is in it is counted once")
-    own = {"product", "FP8 product", "fusion", "fill", "copy", *COLLECTIVES}
+    own = {"product", "FP8 product", "fusion", "fill", "copy", "host copy", *COLLECTIVES}
     rated = {launch.kind for launch in program.launches if launch.kind in rates.KERNELS and launch.flops}
     for kind in sorted({launch.kind for launch in program.launches} - own - rated):
         said.append(f"kernel {kind}: no rate is known, it is timed by the bytes that it moves")

@@ -12,6 +12,8 @@ Nothing here was measured by this project. A central, an optimistic and a pessim
 - Everything else: its bytes at `bandwidth` of the data sheet's, or XLA's estimate of its arithmetic, and `launch` us.
   What was written last is read from L2, `l2` times as fast.
 - Copies on a stream of their own: `hidden` of them costs nothing.
+- Copies from and to the host: their bytes over PCIe, at `link` of the data sheet's; what runs between their start and
+  end hides them.
 - Collectives: their bytes over the slowest link, at `link` of the data sheet's, and `latency` us; what runs between
   their start and end hides them.
 - CUDA graphs, launches outside of them, and waits of the host: `graph`, `stream` and `sync` us each.
@@ -99,10 +101,15 @@ LINKS = {
     "rtx4090": (32e9, 1.5e9), "rtx5090": (64e9, 1.5e9),
 }  # fmt: skip
 
+# Bytes a second from the host or to it: PCIe 4.0 or 5.0 x16, in one direction (data sheets).
+PCIE = {
+    "a100": 32e9, "h100": 64e9, "h200": 64e9, "b200": 64e9, "l40s": 32e9, "rtx4090": 32e9, "rtx5090": 64e9,
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Timed:
-    """A launch and its time, us; of a collective also what nothing hides."""
+    """A launch and its time, us, and how much of that nothing hides."""
 
     launch: Launch
     us: float
@@ -128,14 +135,15 @@ def timed(program: Program, gpu: str, per_host: int, rates: Rates) -> list[Timed
 
 
 _L2_SHARE = 0.65  # of L2 holds what was written last
+_ON_LINKS = (*COLLECTIVES, "host copy")
 
 
 def _exposed(launch: Launch, us: float, alone: dict[int, float], rates: Rates) -> float:
     if launch.beside is None:
         return us
-    if launch.kind not in COLLECTIVES:
+    if launch.kind not in _ON_LINKS:
         return us * (1 - rates.hidden)
-    work = sum(alone[id(o)] * o.count for o in launch.beside if o.kind not in COLLECTIVES)
+    work = sum(alone[id(o)] * o.count for o in launch.beside if o.kind not in _ON_LINKS)
     return max(0.0, us - work / launch.count)
 
 
@@ -143,6 +151,8 @@ def _us(launch: Launch, gpu: str, per_host: int, cached: float, rates: Rates) ->
     spec = GPUS[gpu]
     if launch.kind in COLLECTIVES:
         return _collective_us(launch, gpu, per_host, rates)
+    if launch.kind == "host copy":
+        return max(launch.read, launch.written) / (PCIE[gpu] * rates.link) * 1e6 + rates.launch
     moved = launch.read + launch.written
     bandwidth = rates.bandwidth * spec.memory_bandwidth
     memory = (moved - cached) / bandwidth + cached / (bandwidth * rates.l2)

@@ -52,10 +52,11 @@ def _head(plan: Plan) -> list[str]:
 
 
 def _memory(plan: Plan) -> list[str]:
-    lines = [f"  {name:<20}{_gb(size):>9}" for name, size in plan.memory.items() if name != "host"]
+    on_gpu = {name: size for name, size in plan.memory.items() if not name.startswith("host")}
+    lines = [f"  {name:<20}{_gb(size):>9}" for name, size in on_gpu.items()]
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     lines += [f"  {'together':<20}{_gb(plan.needed):>9} of {_gb(plan.limit)}: {verdict}"]
-    lines += [f"  on the host         {_gb(plan.memory['host']):>9}, a checkpoint's copy"]
+    lines += [f"  {name:<20}{_gb(size):>9}" for name, size in plan.memory.items() if name not in on_gpu]
     return ["memory of a GPU, according to the compiler", *lines]
 
 

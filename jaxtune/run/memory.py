@@ -30,7 +30,8 @@ from pallas_kernels.gpus import current_device
 
 log = logging.getLogger("jaxtune")
 CLOSE = 0.9  # of the limit; a need above that is warned of
-POLICIES: tuple[Remat, ...] = ("none", "dots", "block")  # each recomputes more than the one before, and needs less
+# Each recomputes more than the one before, or moves more, and needs less of the device.
+POLICIES: tuple[Remat, ...] = ("none", "dots", "block", "offload")
 # Host memory that a process which has compiled nothing yet will take beside the model: compiler, threads, libraries.
 # Measured with jax 0.10 on a tiny model: where 248 MB were left it ran, where 198 MB were left the kernel killed it.
 PROCESS = 240_000_000
@@ -44,12 +45,13 @@ class Need:
     state: int  # of a device: parameters, optimizer state, a batch
     temporaries: int  # of a device
     saved: int  # of the host: a checkpoint's copy of the trained state of all devices of the process
+    offloaded: int  # of the host: residuals of all devices of the process
     process: int  # of the host: the process itself
 
     @property
     def host(self) -> int:
         """Of the host, without what simulated devices take of it."""
-        return self.saved + self.process
+        return self.saved + self.offloaded + self.process
 
     @property
     def device(self) -> int:
@@ -92,24 +94,29 @@ def compile_what_fits(
 ) -> tuple[Program, jax.stages.Compiled, Remat]:
     """The program and its step with the rematerialisation policy that the config says, or the first that fits.
 
+    Where all are close to a limit, it is the one that leaves most room.
     before: the policy of the run that goes on. Another one would round otherwise, so that none faster is tried.
-    Raises UserError where the last one needs more than there is.
+    Raises UserError where none fits.
     """
     allowed = policies(config, current_device().platform)
     allowed = allowed[allowed.index(before) :] if before in allowed else allowed
-    assembled = allowed[-1]  # as `call_of` has it
+    tried = []
     for remat in allowed:
         own = with_policy(config, remat)
-        program = program if remat == assembled else assemble(program.model.base, own, mesh)
-        assembled, step = remat, compile_step(program, own.train.deterministic)
-        size, limit = _worst(need_of(program, len(mesh.local_devices), memory_of(step)))
-        if remat == allowed[-1] or multihost_utils.process_allgather(np.bool_(size <= CLOSE * limit.size)).all():
+        assembled = program if own == config else assemble(program.model.base, own, mesh)
+        step = compile_step(assembled, own.train.deterministic)
+        size, limit = _worst(need_of(assembled, len(mesh.local_devices), memory_of(step)))
+        share = multihost_utils.process_allgather(np.float32(size / max(1, limit.size))).max().item()
+        tried.append((share, own, assembled, step))
+        if share <= CLOSE:
             break
-        log.info("memory.remat=%r would need %s of %s (%s)", remat, _gb(size), _gb(limit.size), limit.name)
+        if remat != allowed[-1]:
+            log.info("memory.remat=%r would need %s of %s (%s)", remat, _gb(size), _gb(limit.size), limit.name)
+    share, own, assembled, step = tried[-1] if share <= CLOSE else min(tried, key=lambda one: one[0])
     if config.memory.remat == "auto":
-        log.info("memory.remat='auto' takes %r", remat)
-    check_step(own, program, step, mesh)
-    return program, step, remat
+        log.info("memory.remat='auto' takes %r", own.memory.remat)
+    check_step(own, assembled, step, mesh)
+    return assembled, step, own.memory.remat
 
 
 def check_step(config: Config, program: Program, step: jax.stages.Compiled, mesh: jax.sharding.Mesh) -> None:
@@ -162,7 +169,8 @@ def _judge(config: Config, own: Need, need: Callable[[Config], Need]) -> None:
     text = (
         f"this run needs {_gb(size)} of {_gb(limit.size)} ({limit.name}): for a device {_gb(own.state)} of parameters, "
         f"optimizer state and batch and {_gb(own.temporaries)} of temporaries, and for the host a checkpoint's copy of "
-        f"{_gb(own.saved)}{f' and {_gb(own.process)} for the process itself' if own.process else ''}"
+        f"{_gb(own.saved)}{f', residuals of {_gb(own.offloaded)}' if own.offloaded else ''}"
+        f"{f' and {_gb(own.process)} for the process itself' if own.process else ''}"
     )
     if refused:
         lines = [f"  {line}" for line in _what_helps(config, own, limit, need)]
@@ -191,9 +199,11 @@ def _smaller(config: Config) -> Iterator[tuple[str, Config]]:
     """Changes that need less, each alone; only those that are valid with the other options."""
     train, data, lora = config.train, config.data, {"lora": {"enabled": True}}
     nf4 = {} if config.quant.format else {"quant": {"format": "nf4"}}
+    gpu = current_device().platform == "gpu"
     rows, sums = train.micro_batch_size // 2, train.grad_accum_steps * 2
     changes: dict[str, dict[str, dict[str, Any]]] = {
         "memory.remat='block'": {"memory": {"remat": "block"}},
+        "memory.remat='offload'": {"memory": {"remat": "offload"}} if gpu else {},
         "memory.unroll=False": {"memory": {"unroll": False}},
         "lora.enabled=True, adapters instead of all weights": {} if config.lora.enabled else lora,
         "quant.format='nf4', the base in 4 bits, under adapters": nf4 if config.lora.enabled else {**lora, **nf4},
@@ -214,9 +224,9 @@ def need_of(program: Program, devices: int, step: Memory | None = None) -> Need:
     """The need of a process with so many devices; before the step is compiled, without its temporaries."""
     saved = sum(map(shard_bytes, jax.tree.leaves(program.state))) * devices
     if step is None:
-        return Need(devices, sum(map(shard_bytes, jax.tree.leaves(program.arguments))), 0, saved, PROCESS)
+        return Need(devices, sum(map(shard_bytes, jax.tree.leaves(program.arguments))), 0, saved, 0, PROCESS)
     made = step.outputs - step.aliased
-    return Need(devices, step.arguments, step.temporaries + max(0, made), saved, 0)
+    return Need(devices, step.arguments, step.temporaries + max(0, made), saved, step.host * devices, 0)
 
 
 def shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:

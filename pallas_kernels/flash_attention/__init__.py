@@ -91,8 +91,8 @@ def _variant(q, k, v, mask: MaskSpec, scale, soft_cap, sinks) -> Variant:
     check(
         q.dtype in (jnp.bfloat16, jnp.float16, jnp.float32), f"dtype {q.dtype}; bfloat16, float16 and float32 can run"
     )
-    # Offsets within an array are 32-bit in the kernels.
-    check(max(q.size, k.size) < 2**31, f"{max(q.size, k.size)} elements; fewer than 2^31 are supported")
+    # Offsets within an array are 32-bit integers in the kernels, with a sign.
+    check(max(q.size, k.size) <= 2**31, f"{max(q.size, k.size)} elements; at most 2^31 are supported")
     if mask.key_start is not None:
         check(mask.key_start.shape == (batch, queries), f"key_start {mask.key_start.shape} is not {(batch, queries)}")
     if sinks is not None:

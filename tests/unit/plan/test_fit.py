@@ -22,8 +22,8 @@ def planned(limit, gain=1.1):
 
     def plan(config):
         rows, remat = config.train.micro_batch_size, config.memory.remat
-        activations = rows * {"none": 8, "dots": 4, "block": 1}[remat]
-        speed = {"none": 1.0, "dots": 0.9, "block": 0.8}[remat] * gain ** (rows.bit_length() - 1)
+        activations = rows * {"none": 8, "dots": 4, "block": 1, "offload": 0.5}[remat]
+        speed = {"none": 1.0, "dots": 0.9, "block": 0.8, "offload": 0.7}[remat] * gain ** (rows.bit_length() - 1)
         needed = activations + (4 if config.quant.format else 16) + (8 if config.memory.unroll else 0)
         speed *= 1.05 if config.memory.unroll else 1.0
         speeds = {"central": SimpleNamespace(tokens_per_second=speed)}
@@ -40,9 +40,10 @@ def planned(limit, gain=1.1):
         (100, 1.0, "memory.remat=none memory.unroll=True"),
         (33, 1.1, "memory.remat=none"),  # a micro-batch of four would need rematerialisation, and be slower
         (18, 1.1, "memory.remat=block"),
-        (17, 1.1, "memory.remat=block train.micro_batch_size=1 train.grad_accum_steps=8"),
+        (17, 1.1, "memory.remat=offload"),
+        (16.5, 1.1, "memory.remat=offload train.micro_batch_size=1 train.grad_accum_steps=8"),
         (10, 1.1, "memory.remat=block quant.format=nf4"),
-        (5, 1.1, "memory.remat=block train.micro_batch_size=1 train.grad_accum_steps=8 quant.format=nf4"),
+        (4.5, 1.1, "memory.remat=offload train.micro_batch_size=1 train.grad_accum_steps=8 quant.format=nf4"),
     ],
 )
 def test_the_fastest_that_fits(config, limit, gain, expected):

@@ -4,7 +4,7 @@ import pytest
 
 from jaxtune.monitor.throughput import peak_flops
 from jaxtune.plan.launches import Launch, Program
-from jaxtune.plan.rates import KERNELS, LINKS, SCENARIOS, timed
+from jaxtune.plan.rates import KERNELS, LINKS, PCIE, SCENARIOS, timed
 from pallas_kernels.gpus import GPUS
 
 CENTRAL = SCENARIOS["central"]
@@ -50,7 +50,7 @@ def test_scenarios_are_in_order(gpu):
 
 def test_every_gpu_has_rates_of_kernels_and_links():
     for name, gpu in GPUS.items():
-        assert name in LINKS and all(gpu.capability[0] in rates for rates in KERNELS.values())
+        assert name in LINKS and name in PCIE and all(gpu.capability[0] in rates for rates in KERNELS.values())
 
 
 def test_a_large_product_on_an_h100_is_as_the_table_says():
@@ -70,6 +70,15 @@ def test_work_hides_a_collective_that_runs_beside_it():
     hidden, _ = timed(Program([gather, work]), "h100", 8, CENTRAL)
     exposed = timed(Program([alone]), "h100", 8, CENTRAL)[0]
     assert hidden.exposed == 0 and exposed.exposed == exposed.us == hidden.us
+
+
+@pytest.mark.parametrize("moved", [{"read": 1e9}, {"written": 1e9}])
+def test_a_copy_from_the_host_takes_pcie_and_is_hidden_by_as_much_work(moved):
+    copied = us(launch("host copy", **moved))
+    assert copied * 1e-6 >= 1e9 / PCIE["h100"]
+    work = product(4096, 12_288, 4096)
+    hidden, _ = timed(Program([launch("host copy", **moved, beside=[work]), work]), "h100", 8, CENTRAL)
+    assert hidden.exposed == pytest.approx(copied - us(work))
 
 
 def test_a_collective_between_hosts_takes_the_network():

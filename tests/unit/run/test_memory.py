@@ -85,6 +85,16 @@ def test_the_first_rematerialisation_policy_that_fits_is_taken_and_kept_on_resum
     assert "memory.remat='auto' takes 'block'" in train(1e12, "auto", *auto, code=0)
 
 
+def test_where_every_policy_is_close_to_the_limit_the_one_with_most_room_is_taken(train, monkeypatch):
+    asked = memory.policies
+    monkeypatch.setattr(memory, "policies", lambda config, platform: asked(config, "gpu"))
+    monkeypatch.setattr(memory, "CLOSE", 0.0)
+    output = train(1e12, "tight", "memory.remat=auto", "train.micro_batch_size=64", code=0)
+    needs = {policy: float(size) for policy, size in re.findall(r"remat='(\w+)' would need ([\d.]+) MB", output)}
+    assert list(needs) == ["none", "dots", "block"] and needs["block"] == min(needs.values())
+    assert "memory.remat='auto' takes 'block'" in output  # offloading spares nothing on a CPU
+
+
 @pytest.mark.parametrize(("check", "said"), [("warn", True), ("off", False)])
 def test_a_user_may_try_all_the_same(train, check, said):
     output = train(1, check, f"memory.check={check}", code=0)

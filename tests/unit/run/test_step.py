@@ -12,6 +12,7 @@ from jax.extend.core import jaxprs_in_params
 from tiny import random_values, spec
 
 from jaxtune.config.schema import Config, Data, Lora, Memory, Model, Optim, Precision, Train
+from jaxtune.models import mlp
 from jaxtune.objectives.objective import Sums
 from jaxtune.optim.build import Trained, build
 from jaxtune.precision.recipes import RECIPES
@@ -82,7 +83,7 @@ def test_every_remat_policy_in_a_loop_or_without_gives_the_same_gradients(one_de
 
     expected = gradients("none")
     assert all(jnp.abs(gradient).max() > 0 for gradient in expected.values())
-    for policy in (("dots",), ("block",), ("none", True), ("block", True)):
+    for policy in (("dots",), ("block",), ("offload",), ("none", True), ("block", True), ("offload", True)):
         for name, gradient in gradients(*policy).items():
             assert jnp.abs(gradient - expected[name]).max() <= 1e-6 * jnp.abs(expected[name]).max(), (policy, name)
 
@@ -109,6 +110,7 @@ KEPT = {
     "none": {"bfloat16": ACTIVATIONS | {(2, 24, 2, 8): 1}, "float32": {(2, 2, 24): 1}},
     "dots": {"bfloat16": ACTIVATIONS},
     "block": {},
+    "offload": {},
 }
 
 
@@ -121,6 +123,32 @@ def test_a_layer_keeps_its_input_and_what_the_policy_names(one_device, remat):
     for dtype, shapes in KEPT[remat].items():
         expected.update({(dtype, shape): count for shape, count in shapes.items()})
     assert Counter((value.dtype.name, value.shape[1:]) for value in kept) == expected
+    assert all((value.memory_space == jax.memory.Space.Host) == (remat == "offload") for value in kept)
+
+
+def test_long_rows_pass_the_feed_forward_tile_by_tile(one_device, monkeypatch):
+    """With the same gradients, and no array of the whole row and the inner width, forward or backward."""
+    values = {}
+    for tokens_at_once in (2**14, 16):  # 2 rows of 24: three tiles of 8 positions
+        monkeypatch.setattr(mlp, "TILE", tokens_at_once)
+        program = program_of(one_device, remat="offload")
+        batch = jax.tree.map(lambda x: x[None], make_batch(tokens(2, 24), one_device, [10, 12]))
+        start = random_values(program.model.parameters)
+        trained, frozen = ({name: start[name] for name in part} for part in (program.state.trained, program.frozen))
+        traced = jax.make_jaxpr(program.gradients)(trained, frozen, batch, jnp.int32(0))
+        inner = [e for e in equations(traced.jaxpr) for value in e.outvars if value.aval.shape == (2, 24, 32)]
+        assert bool(inner) == (tokens_at_once > 48)
+        values[tokens_at_once] = jax.jit(program.gradients)(trained, frozen, batch, jnp.int32(0)).gradients
+    whole, tiled = values.values()
+    for name, gradient in whole.items():
+        np.testing.assert_allclose(tiled[name], gradient, atol=2e-6 * jnp.abs(gradient).max(), err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("positions", "most", "parts"), [(24, 24, 1), (24, 23, 2), (24, 7, 4), (7, 3, 7), (2**19, 2**14, 32)]
+)
+def test_tiles_are_the_fewest_equal_parts(positions, most, parts):
+    assert mlp.equal_parts(positions, most) == parts
 
 
 @pytest.mark.parametrize(("remat", "products"), [("none", 7), ("dots", 7), ("block", 13)])
