@@ -1,10 +1,12 @@
 """What `jaxtune plan` predicts of two steps of an 8B model on one H100: a change that makes them slower fails here."""
 
+import json
+
 import pytest
 
 pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not installed")
 
-from compiled_steps import compiled_step
+from compiled_steps import compiled_step, model_config
 
 from jaxtune.plan import __main__ as plan
 from jaxtune.plan.hlo import Module, root
@@ -49,6 +51,19 @@ def test_the_command_says_what_fits_and_what_does_not(capsys):
     large = ["--config.memory.remat=none", "--config.train.micro_batch_size=32"]
     assert plan.main([*recipe, *large, "--json"]) == 2
     assert '"fits": false' in capsys.readouterr().out
+
+
+@pytest.mark.every_jax
+def test_a_row_of_half_a_million_tokens_fits_one_gpu_with_residuals_on_the_host(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**model_config("8B"), "max_position_embeddings": 524_288}))
+    long_row = ["data.seq_len=524288", "train.micro_batch_size=1", "train.grad_accum_steps=1", "memory.remat=offload"]
+    options = [f"--config.{option}" for option in long_row]
+    assert plan.main([f"--config=qwen_lora:{tmp_path}", "--gpu=h100", *options, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["needed"] <= 64e9 and found["memory"]["host, residuals"] == 36 * 524_288 * 4096 * 2
+    moved = {group["phase"]: group for group in found["groups"] if group["kind"] == "host copy"}
+    assert {phase: group["launches"] for phase, group in moved.items()} == {"forward": 36, "backward": 36}
+    assert moved["forward"]["ms"] == 0  # the next layer's work hides it
 
 
 @pytest.mark.every_jax
