@@ -126,7 +126,7 @@ def compile_for(
             )
         hlo = compiled.as_text() or ""
         kernels = triton_kernels(hlo, Path(folder), GPUS[gpu]) + mosaic_kernels(hlo, Path(folder), GPUS[gpu])
-        thunks = "".join(file.read_text() for file in Path(folder).glob("*.thunk_sequence_after_thunk_passes.txt"))
+        thunks = dumped_thunks(Path(folder))
     return Compiled(
         memory_of(compiled),
         _collectives(hlo),
@@ -135,6 +135,17 @@ def compile_for(
         hlo,
         thunks,
     )
+
+
+def dumped_thunks(folder: Path) -> str:
+    """What a module runs in order, where XLA dumped it (`xla_dump_to`) as it compiled it for a GPU.
+
+    XLA writes it again after its passes, if one changed something: without CUDA graphs nothing does.
+    """
+    for name in ("thunk_sequence_after_thunk_passes", "thunk_sequence"):
+        if files := sorted(folder.glob(f"*.{name}.txt")):
+            return "".join(file.read_text() for file in files)
+    return ""
 
 
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
