@@ -1,4 +1,4 @@
-"""The README's table of predicted speeds: what `jaxtune plan` says of common models and recipes, nothing measured.
+"""The README's table of predicted speeds: what `jaxtune plan` says of common models and recipes; no step is run.
 
     JAX_PLATFORMS=cpu python benchmarks/predicted_speeds.py --out=benchmarks/results/predicted_speeds.json [--only=fp8]
 
@@ -15,6 +15,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 from jaxtune.config import load_recipe, resolve
+from jaxtune.plan import calibration
 from jaxtune.plan.prediction import Where, predict
 
 QWEN = ("0.6B", "1.7B", "4B", "8B")
@@ -35,7 +36,7 @@ ROWS = {
 def predicted(recipe: str, model: str, gpu: str, gpus: int, options: dict[str, str]) -> dict:
     """What the plan of a row says, as the JSON file has it."""
     config = resolve(load_recipe(recipe, model), recipe, list(options.items()))
-    plan = predict(config, Where(gpu, gpus))
+    plan = predict(config, Where(gpu, gpus), calibration.find(gpu))
     return {
         "gpu": gpu,
         "gpus": gpus,

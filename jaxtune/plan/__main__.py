@@ -4,9 +4,11 @@
     python -m jaxtune.plan --config=qwen_full --model=Qwen/Qwen3-8B --gpu=h100 --gpus=8 --hosts=2
     python -m jaxtune.plan --config=qwen_lora:Qwen/Qwen3-8B --gpu=rtx4090 --fit
     python -m jaxtune.plan qwen_lora:Qwen/Qwen3-8B qwen_qlora_nf4:Qwen/Qwen3-8B --gpu=l40s
+    python -m jaxtune.plan --config=qwen_lora:Qwen/Qwen3-8B --gpu=h200 --calibration=benchmarks/results/nvidia_h200.json
 
 The step of the run is compiled for these GPUs (pip install 'jaxtune[aot]'); its memory is the compiler's, its time a
-model's, with a range: jaxtune/plan/rates.py has every assumption. No weight is read. --fit looks for the fastest
+model's, with a range: jaxtune/plan/rates.py has every assumption, and --calibration replaces those that were measured
+on such a GPU (benchmarks/gpu_suite.py --only assumptions). No weight is read. --fit looks for the fastest
 micro-batch, rematerialisation policy and, if need be, format of the base. Several recipes are compared.
 """
 
@@ -21,6 +23,7 @@ from absl import flags
 from jaxtune import command
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
+from jaxtune.plan import calibration
 from jaxtune.plan.fit import fastest, overrides
 from jaxtune.plan.prediction import Plan, Where, predict
 from jaxtune.plan.report import as_json, comparison, line, table
@@ -42,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     for recipe in recipes:
 
         def body(values: flags.FlagValues, config: Config, recipe: str = recipe) -> None:
-            plans[recipe] = predict(_with_model(config, values.model), _where(values))
+            plans[recipe] = predict(_with_model(config, values.model), *_where(values))
 
         if code := command.run(_define_flags, body, [f"--config={recipe}", *rest]):
             return code
@@ -55,24 +58,27 @@ def _define_flags(values: flags.FlagValues):
     flags.DEFINE_integer("gpus", 1, "GPUs of a host", lower_bound=1, flag_values=values)
     flags.DEFINE_integer("hosts", 1, "hosts", lower_bound=1, flag_values=values)
     flags.DEFINE_string("model", None, "model in place of the recipe's: a hub id or a folder", flag_values=values)
+    meaning = "what benchmarks/gpu_suite.py wrote on such a GPU: its measured rates replace the assumed ones"
+    flags.DEFINE_string("calibration", None, meaning, flag_values=values)
     flags.DEFINE_bool("fit", False, "find the fastest options that fit, and print them", flag_values=values)
     flags.DEFINE_bool("json", False, "print the plan as JSON", flag_values=values)
 
 
 def _main(values: flags.FlagValues, config: Config) -> int:
     config = _with_model(config, values.model)
-    plan = _fastest(config, _where(values)) if values.fit else predict(config, _where(values))
+    where = _where(values)
+    plan = _fastest(config, *where) if values.fit else predict(config, *where)
     print(json.dumps(as_json(plan), indent=2) if values.json else table(plan))
     if values.fit and not values.json:
         print(f"\nthe fastest that fits: {' '.join(overrides(config, plan.config)) or 'the options as they are'}")
     return 0 if plan.fits else 2
 
 
-def _fastest(config: Config, where: Where) -> Plan:
+def _fastest(config: Config, where: Where, measured: calibration.Calibration | None) -> Plan:
     made = []
 
     def planned(other: Config) -> Plan:
-        made.append(predict(other, where))
+        made.append(predict(other, where, measured))
         print(line(made[-1]), file=sys.stderr, flush=True)
         return made[-1]
 
@@ -91,8 +97,9 @@ def _with_model(config: Config, model: str | None) -> Config:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, path=model, revision=None))
 
 
-def _where(values: flags.FlagValues) -> Where:
-    return Where(values.gpu, values.gpus, values.hosts)
+def _where(values: flags.FlagValues) -> tuple[Where, calibration.Calibration | None]:
+    """The GPUs, and what was measured on one."""
+    return Where(values.gpu, values.gpus, values.hosts), calibration.find(values.gpu, values.calibration)
 
 
 if __name__ == "__main__":

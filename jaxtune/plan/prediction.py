@@ -15,7 +15,7 @@ from jaxtune.models import families
 from jaxtune.models.parameters import abstract
 from jaxtune.monitor.throughput import flops_per_token, peak_flops
 from jaxtune.parallel.mesh import data_shards, make_mesh
-from jaxtune.plan import rates
+from jaxtune.plan import calibration, rates
 from jaxtune.plan.launches import Launch, Program, executed, read_program
 from jaxtune.plan.models import config_of
 from jaxtune.run import memory, process
@@ -80,6 +80,7 @@ class Plan:
         speeds: by scenario.
         groups: the dearest first; together they are the step.
         launches: a step: 'graphs' launches of CUDA graphs, kernels and copies 'in graphs' and 'outside', 'host syncs'.
+        assumptions: central values of the time model, by name.
         said: what the prediction leaves out or guesses, for the user.
     """
 
@@ -93,6 +94,7 @@ class Plan:
     groups: tuple[Group, ...]
     collectives: tuple[Collective, ...]
     launches: dict[str, int]
+    assumptions: dict[str, calibration.Assumption]
     said: tuple[str, ...]
     seconds: float
 
@@ -106,20 +108,25 @@ class Plan:
 _XLA_KNOWS = ((9, 0), (10, 0))
 
 
-def predict(config: Config, where: Where) -> Plan:
-    """The plan of a config, as `train` would compile it there.
+def xla_options(gpu: str) -> process.Options:
+    """Compiler options by which XLA adds its own estimates of fusions to the program, where it has any of a GPU."""
+    return {"xla_gpu_collect_cost_model_stats": True} if GPUS[gpu].capability in _XLA_KNOWS else {}
+
+
+def predict(config: Config, where: Where, measured: calibration.Calibration | None = None) -> Plan:
+    """The plan of a config, as `train` would compile it there; `measured` takes the place of what is assumed.
 
     No weight is read; of a model on the hub config.json, if it is not among those known here. Raises UserError for what
     `train` would refuse, and where nothing can be compiled for a GPU here.
     """
-    plans = (_predict(memory.with_policy(config, remat), where) for remat in memory.policies(config, "gpu"))
+    plans = (_predict(memory.with_policy(config, remat), where, measured) for remat in memory.policies(config, "gpu"))
     for plan in plans:
         if plan.needed <= memory.CLOSE * plan.limit:
             break
     return plan
 
 
-def _predict(config: Config, where: Where) -> Plan:
+def _predict(config: Config, where: Where, measured: calibration.Calibration | None) -> Plan:
     if reason := aot.unavailable():
         raise UserError(reason)
     if where.gpu not in GPUS:
@@ -127,9 +134,7 @@ def _predict(config: Config, where: Where) -> Plan:
     began = time.monotonic()
     mesh = make_mesh(config.mesh, aot.devices(where.gpu, where.hosts, where.gpus))
     run = assemble(base_of(config), config, mesh)
-    options: dict[str, Any] = process.compiler_options(config.train.deterministic)
-    if GPUS[where.gpu].capability in _XLA_KNOWS:
-        options["xla_gpu_collect_cost_model_stats"] = True
+    options = process.compiler_options(config.train.deterministic) | xla_options(where.gpu)
     compiled = aot.compile_for(
         where.gpu, run.step, *run.arguments, mesh=mesh, donate_argnums=0, compiler_options=options
     )
@@ -137,8 +142,9 @@ def _predict(config: Config, where: Where) -> Plan:
     starts = executed(compiled.thunks, program.trips)
     need = memory.need_of(run, where.gpus, compiled.memory)
     tokens = config.data.seq_len * config.train.micro_batch_size * config.train.grad_accum_steps * data_shards(mesh)
-    timed = {name: rates.timed(program, where.gpu, where.gpus, assumed) for name, assumed in rates.SCENARIOS.items()}
-    gaps = {name: rates.gaps_ms(starts, program.syncs, assumed) for name, assumed in rates.SCENARIOS.items()}
+    scenarios = calibration.scenarios(measured.values if measured else {})
+    timed = rates.timed(program, where.gpu, where.gpus, scenarios["central"])
+    gaps = rates.gaps_ms(starts, program.syncs, scenarios["central"])
     return Plan(
         config=config,
         where=where,
@@ -147,13 +153,14 @@ def _predict(config: Config, where: Where) -> Plan:
         needed=need.device,
         limit=int(float(process.MEMORY_FRACTION) * GPUS[where.gpu].memory),
         speeds={
-            name: _speed(sum(one.total_ms for one in timed[name]) + gaps[name], tokens, run, config, where)
-            for name in timed
+            name: _speed(rates.step_ms(program, starts, where.gpu, where.gpus, assumed), tokens, run, config, where)
+            for name, assumed in scenarios.items()
         },
-        groups=_groups(timed["central"], gaps["central"], starts, program.syncs),
-        collectives=_collectives(timed["central"]),
+        groups=_groups(timed, gaps, starts, program.syncs),
+        collectives=_collectives(timed),
         launches={**starts, "host syncs": program.syncs},
-        said=tuple(_said(program, config, where.gpu)),
+        assumptions=calibration.assumptions(where.gpu, measured),
+        said=tuple(_said(program, config, where.gpu, scenarios["central"])),
         seconds=time.monotonic() - began,
     )
 
@@ -257,16 +264,19 @@ def _short(file: str) -> str:
     return path.parent.name if path.name == "__init__.py" else path.name
 
 
-def _said(program: Program, config: Config, gpu: str) -> list[str]:
+def _said(program: Program, config: Config, gpu: str, central: rates.Rates) -> list[str]:
     said = []
+    kinds = {launch.kind for launch in program.launches}
     if GPUS[gpu].capability != (9, 0):
-        said.append("products and attention: the time model knows measured rates of Hopper alone, these are scaled")
+        said.append("products: the time model knows by shape what was measured on Hopper alone, this is scaled")
+        if guessed := sorted(kinds & set(rates.KERNELS) - set(central.fractions)):
+            said.append(f"{', '.join(guessed)}: a guess from Hopper's rate")
     for loop in program.unknown:
         at = f" at {loop.frames[0].file}:{loop.frames[0].line}" if loop.frames else ""
         said.append(f"loop {loop.name}{at}: its length is not known, what is in it is counted once")
     own = {"product", "FP8 product", "fusion", "fill", "copy", "host copy", *COLLECTIVES}
     rated = {launch.kind for launch in program.launches if launch.kind in rates.KERNELS and launch.flops}
-    for kind in sorted({launch.kind for launch in program.launches} - own - rated):
+    for kind in sorted(kinds - own - rated):
         said.append(f"kernel {kind}: no rate is known, it is timed by the bytes that it moves")
     if config.data.special_tokens:
         said.append("data.special_tokens: rows that they would add to the embedding are not counted")

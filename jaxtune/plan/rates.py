@@ -1,6 +1,7 @@
 """The time model: how long a launch takes on a GPU. Every assumption is in this file, with its source.
 
 Nothing here was measured by this project. A central, an optimistic and a pessimistic set of assumptions give a range.
+What `benchmarks/gpu_suite.py --only assumptions` measures on a GPU takes their place there: see calibration.py.
 
 - Products of 256 and more in each dimension: XLA's table of measured Hopper cuBLAS throughput (openxla/xla,
   default_matmul_perf_table.txtpb, sm_90), bf16, interpolated in logarithms and clamped, times `sustained` for clocks
@@ -21,7 +22,8 @@ Nothing here was measured by this project. A central, an optimistic and a pessim
 
 import math
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from jaxtune.monitor.throughput import peak_flops
 from jaxtune.plan.launches import Launch, Program
@@ -61,7 +63,7 @@ class Rates:
     sustained: float = 0.92
     narrow: float = 0.60
     fp8: float = 1.6
-    kernels: float = 1.0  # times the fractions of KERNELS
+    kernels: float = 1.0  # times the fractions of KERNELS, or those measured
     bandwidth: float = 0.85
     launch: float = 1.3
     l2: float = 1.5
@@ -71,6 +73,7 @@ class Rates:
     graph: float = 2.5
     stream: float = 1.0
     sync: float = 15.0
+    fractions: Mapping[str, float] = field(default_factory=dict)  # measured ones of kernels, in place of KERNELS
 
 
 SCENARIOS = {
@@ -158,7 +161,7 @@ def _us(launch: Launch, gpu: str, per_host: int, cached: float, rates: Rates) ->
     memory = (moved - cached) / bandwidth + cached / (bandwidth * rates.l2)
     if launch.sizes is not None:
         return _product_us(launch.sizes, moved - 0.6 * cached, launch.kind == "FP8 product", spec, rates)
-    fraction = KERNELS.get(launch.kind, {}).get(spec.capability[0])
+    fraction = rates.fractions.get(launch.kind, KERNELS.get(launch.kind, {}).get(spec.capability[0]))
     if fraction is not None and launch.flops:
         return max(launch.flops / (_peak(spec) * fraction * rates.kernels), memory) * 1e6 + rates.launch
     return max(memory * 1e6, launch.compute_us) + rates.launch
@@ -206,6 +209,12 @@ def _peak(spec: Gpu) -> float:
     peak = peak_flops(spec.kind)
     assert peak is not None, f"no peak is known of {spec.kind}"
     return peak
+
+
+def step_ms(program: Program, executed: dict[str, int], gpu: str, per_host: int, rates: Rates) -> float:
+    """Milliseconds of a whole step."""
+    launches = sum(one.total_ms for one in timed(program, gpu, per_host, rates))
+    return launches + gaps_ms(executed, program.syncs, rates)
 
 
 def gaps_ms(executed: dict[str, int], syncs: int, rates: Rates) -> float:

@@ -1,6 +1,7 @@
 """A plan for people, and for programs."""
 
 import dataclasses
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,8 @@ from pallas_kernels.gpus import GPUS
 
 def table(plan: Plan, groups: int = 10) -> str:
     """The plan as text, with the dearest groups."""
-    return "\n".join([*_head(plan), "", *_memory(plan), "", *_speed(plan), "", *_dearest(plan, groups), *_rest(plan)])
+    parts = (_head(plan), _memory(plan), _speed(plan), _assumptions(plan), _dearest(plan, groups), _rest(plan))
+    return "\n\n".join("\n".join(part) for part in parts if part)
 
 
 def line(plan: Plan) -> str:
@@ -24,7 +26,7 @@ def line(plan: Plan) -> str:
 
 
 def comparison(plans: Mapping[str, Plan]) -> str:
-    """A row a plan."""
+    """A row a plan of the same GPUs, and what the time model assumes of them."""
     rows = [f"{'GB a GPU':>9} {'':12} {'step, ms':>9} {'tokens/s':>9} {'of all scenarios':>18} {'MFU':>6}  recipe"]
     for name, plan in plans.items():
         central, fast, slow = (plan.speeds[scenario] for scenario in ("central", "optimistic", "pessimistic"))
@@ -33,7 +35,7 @@ def comparison(plans: Mapping[str, Plan]) -> str:
             f"{plan.needed / 1e9:9.2f} {'fits' if plan.fits else 'does not fit':12} {1e3 * central.seconds:9,.1f} "
             f"{central.tokens_per_second:9,.0f} {spread:>18} {central.mfu:6.1%}  {name}"
         )
-    return "\n".join(rows)
+    return "\n".join([*rows, "", *_assumptions(next(iter(plans.values())))])
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -73,6 +75,18 @@ def _speed(plan: Plan) -> list[str]:
     ]
 
 
+def _assumptions(plan: Plan) -> list[str]:
+    """The rates of the time model by where they are from, measured ones first."""
+    by_source: dict[str, list[str]] = {}
+    for name, assumption in sorted(plan.assumptions.items(), key=lambda item: item[1].source == "assumed"):
+        by_source.setdefault(assumption.source, []).append(f"{name} {assumption.value:.3g}")
+    lines = ["time model (jaxtune/plan/rates.py): fractions of the data sheet's figure, ratios, and microseconds"]
+    for source, values in by_source.items():
+        text = f"{source}: {', '.join(values)}"
+        lines += textwrap.wrap(text, 120, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+    return lines
+
+
 def _dearest(plan: Plan, count: int) -> list[str]:
     total = sum(group.ms for group in plan.groups)
     rows = [f"{'ms':>9} {'%':>5} {'launches':>9} {'GB':>8} {'TFLOP':>7}  what, and where it comes from"]
@@ -92,15 +106,16 @@ def _dearest(plan: Plan, count: int) -> list[str]:
 def _rest(plan: Plan) -> list[str]:
     lines = []
     if plan.collectives:
-        lines += ["", f"{'hidden ms':>10} {'exposed ms':>11} {'launches':>9} {'GB':>8}  collectives"]
+        lines += [f"{'hidden ms':>10} {'exposed ms':>11} {'launches':>9} {'GB':>8}  collectives"]
         lines += [
             f"{one.hidden_ms:10.2f} {one.exposed_ms:11.2f} {one.launches:9,} {one.bytes / 1e9:8.1f}  {one.kind}, "
             f"{one.source}"
             for one in plan.collectives
         ]
+        lines += [""]
     if plan.said:
-        lines += ["", *plan.said]
-    return [*lines, "", f"compiled and read in {plan.seconds:.0f} s"]
+        lines += [*plan.said, ""]
+    return [*lines, f"compiled and read in {plan.seconds:.0f} s"]
 
 
 def _gb(size: float) -> str:

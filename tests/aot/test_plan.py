@@ -9,9 +9,10 @@ pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not
 from compiled_steps import compiled_step, model_config
 
 from jaxtune.plan import __main__ as plan
+from jaxtune.plan.calibration import scenarios
 from jaxtune.plan.hlo import Module, root
 from jaxtune.plan.launches import executed, read_program
-from jaxtune.plan.rates import SCENARIOS, gaps_ms, timed
+from jaxtune.plan.rates import SCENARIOS, step_ms
 
 MICRO_BATCHES = 4
 # Of a micro-batch of 2 x 2048 tokens, without rematerialisation: launches, bytes read and written in GB, milliseconds.
@@ -27,12 +28,14 @@ def test_launches_bytes_and_predicted_time_of_a_step(recipe):
     found = (
         sum(launch.count for launch in program.launches),
         sum((launch.read + launch.written) * launch.count for launch in program.launches) / 1e9,
-        sum(one.total_ms for one in timed(program, "h100", 1, central)) + gaps_ms(starts, program.syncs, central),
+        step_ms(program, starts, "h100", 1, central),
     )
     found = tuple(figure / MICRO_BATCHES for figure in found)
     print(recipe, found)
     assert all(0.95 * before <= now <= 1.05 * before for now, before in zip(found, EXPECTED[recipe])), found
     assert not program.unknown
+    slower = scenarios({"sustained": 0.92 * 0.9})["central"]  # made up
+    assert 1.02 < step_ms(program, starts, "h100", 1, slower) / step_ms(program, starts, "h100", 1, central) < 1.11
 
 
 def test_the_lines_behind_a_product_and_what_graphs_hold():
@@ -42,15 +45,20 @@ def test_the_lines_behind_a_product_and_what_graphs_hold():
 
 
 @pytest.mark.every_jax
-def test_the_command_says_what_fits_and_what_does_not(capsys):
+def test_the_command_says_what_fits_and_what_does_not(capsys, tmp_path):
     recipe = ["--config=qwen_lora:Qwen/Qwen3-0.6B", "--gpu=rtx4090"]
-    assert plan.main([*recipe, "--config.memory.remat=block"]) == 0
+    run = {"device": "NVIDIA GeForce RTX 4090", "date": "2030-01-02", "versions": {"jax": "0.12.0"}, "smoke": False}
+    made_up = {"assumptions": {"run": run, "conclusions": {"sustained": 0.7}}}
+    (tmp_path / "found.json").write_text(json.dumps(made_up))
+    assert plan.main([*recipe, "--config.memory.remat=block", f"--calibration={tmp_path / 'found.json'}"]) == 0
     output = capsys.readouterr().out
+    assert "measured on NVIDIA GeForce RTX 4090, 2030-01-02, jax 0.12.0 (found.json): sustained 0.7" in output
     assert "Qwen/Qwen3-0.6B on 1 x NVIDIA GeForce RTX 4090" in output and ": fits" in output
     assert "linear.py" in output and "flash_attention" in output and "attention.py" in output
     large = ["--config.memory.remat=none", "--config.train.micro_batch_size=32"]
     assert plan.main([*recipe, *large, "--json"]) == 2
-    assert '"fits": false' in capsys.readouterr().out
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["fits"] is False and planned["assumptions"]["sustained"] == {"value": 0.92, "source": "assumed"}
 
 
 @pytest.mark.every_jax
