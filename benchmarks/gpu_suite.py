@@ -1,14 +1,15 @@
-"""The measurements on a GPU: whether the kernels are correct, and how fast they and a training step are.
+"""The measurements on a GPU: whether the kernels are correct, how fast they and a step are, and what a plan assumes.
 
     python benchmarks/gpu_suite.py                                   # 9 minutes; benchmarks/results/<device>.json
     python benchmarks/gpu_suite.py --only train_step                 # 9 more for that piece, added to the same file
     python benchmarks/gpu_suite.py --only attention,train_step/jaxtune/8B --out found.json
     python benchmarks/gpu_suite.py --smoke                           # every part, tiny, on a CPU; measures nothing
 
-Pieces: correctness, correct_step, low_precision_correct, attention, loss, dequantize, quant_matmul, fp8_matmul,
-optimizers, train_step, precision_step. `--only` takes any of them, or a part of one as piece/contender/case. Each has a
-share of the time and measures what tells most first. precision_step needs a run or two of its own; a part of a piece
-replaces the whole in the file, so the second run takes another --out.
+Pieces: assumptions, correctness, correct_step, low_precision_correct, attention, loss, dequantize, quant_matmul,
+fp8_matmul, optimizers, train_step, precision_step. `--only` takes any of them, or a part of one as
+piece/contender/case. Each has a share of the time and measures what tells most first. precision_step needs a run or two
+of its own; a part of a piece replaces the whole in the file, so the second run takes another --out.
+The file is a calibration of `python -m jaxtune.plan`: what `assumptions` measured replaces what the plan assumes.
 A job that fails, crashes or hangs is recorded with its error and the rest goes on; one that a kernel refuses is
 recorded with the reason. The exit status is 1 if a job failed or no time was left for one.
 Peers (torch, transformers + peft, bitsandbytes, tokamax) are measured in the same run where they are installed.
@@ -32,6 +33,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(1, str(ROOT))  # a bare machine has nothing of this repository installed
 
 from gpu import (  # noqa: E402
+    assumptions,
     attention,
     correct_step,
     correctness,
@@ -47,8 +49,8 @@ from gpu import (  # noqa: E402
 from gpu.workers import FAILURES, REASONS, Job, Piece, Row, run  # noqa: E402
 
 MODULES = (
-    *(correctness, correct_step, low_precision_correct, attention, loss, dequantize, quant_matmul, fp8_matmul),
-    *(optimizers, train_step, precision_step),
+    *(assumptions, correctness, correct_step, low_precision_correct, attention, loss, dequantize, quant_matmul),
+    *(fp8_matmul, optimizers, train_step, precision_step),
 )
 RESULTS = Path(__file__).parent / "results"
 MINUTES = 8.7

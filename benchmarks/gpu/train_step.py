@@ -9,7 +9,7 @@ import importlib.util
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from gpu import models
+from gpu.predicted import beside, compile_and_read
 from gpu.qwen3 import CONFIGS, adapter_parameters, matrix_parameters
 from gpu.workers import Job, Piece, Row
 from jaxtune.monitor import throughput
-from jaxtune.run.process import compiler_options
 
 ACCUMULATION, ROWS, LENGTH = 4, 2, 2048
 SIZES = ("8B", "0.6B", "1.7B", "4B")  # most telling first
@@ -51,6 +51,7 @@ def piece(smoke: bool) -> Piece:
         ("tokens/s", "tokens_per_second", ",.0f"),
         ("target", "target", ",.0f"),
         ("MFU %", "mfu_percent", ".1f"),
+        ("plan error %", "error_percent", "+.1f"),
         ("base GB", "frozen_gb", ".1f"),
         ("peak GB", "peak_gb", ".1f"),
         ("remat", "remat", ""),
@@ -109,9 +110,17 @@ def measure(contender: str, size: str, smoke: bool) -> Row:
 
 
 def measure_step(
-    config: dict, shape: tuple[int, int, int], steps: int, remats: Sequence[str] = REMATS, **options: Any
+    config: dict,
+    shape: tuple[int, int, int],
+    steps: int,
+    remats: Sequence[str] = REMATS,
+    measured: Mapping[str, float] = {},
+    **options: Any,
 ) -> Row:
-    """jaxtune's step with the first rematerialisation policy that fits the GPU; `options` of models.training."""
+    """jaxtune's step with the first rematerialisation policy that fits the GPU; `options` of models.training.
+
+    Beside it stands what `jaxtune plan` predicts from the very program, with what it assumes and with `measured` rates.
+    """
     chosen = models.log_choices()
     device = jax.devices()[0]
     jax.set_mesh(models.one_device_mesh(device))
@@ -127,8 +136,7 @@ def measure_step(
             state = jax.jit(built.start, donate_argnums=0)(trained)
             del trained
         begin = time.perf_counter()
-        step = jax.jit(built.step, donate_argnums=0, compiler_options=compiler_options())
-        step = step.lower(state, frozen, data, rate).compile()
+        step, read = compile_and_read(built.step, state, frozen, data, rate, donate_argnums=0)
         compiled = time.perf_counter() - begin
         memory = step.memory_analysis()
         needed = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -145,12 +153,18 @@ def measure_step(
 
     seconds = timed(one, steps)
     stats = device.memory_stats() or {}
-    return row(config, shape, seconds, device.device_kind, options.get("lora", True)) | {
-        "remat": remat,
-        "frozen_gb": sum(array.nbytes for array in jax.tree.leaves(frozen)) / 1e9,
-        "peak_gb": stats.get("peak_bytes_in_use", tried[remat] * 1e9) / 1e9,
-        "compiled_gb": tried,
-        "compile_seconds": compiled,
-        "losses": losses,
-        "kernels": chosen,
-    }
+    made = row(config, shape, seconds, device.device_kind, options.get("lora", True))
+    predicted = beside(read, made["seconds"], measured) if read else {}
+    return (
+        made
+        | predicted
+        | {
+            "remat": remat,
+            "frozen_gb": sum(array.nbytes for array in jax.tree.leaves(frozen)) / 1e9,
+            "peak_gb": stats.get("peak_bytes_in_use", tried[remat] * 1e9) / 1e9,
+            "compiled_gb": tried,
+            "compile_seconds": compiled,
+            "losses": losses,
+            "kernels": chosen,
+        }
+    )

@@ -25,13 +25,17 @@ SPAWN = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True)
 class Job:
-    """One row of a piece. `module.measure(**arguments)` gives it, unless it is known beforehand to be `refused`."""
+    """One row of a piece. `module.measure(**arguments)` gives it, unless it is known beforehand to be `refused`.
+
+    given_rows: it is also given `rows`, by their names those of the jobs that ran before it.
+    """
 
     contender: str
     case: str
     module: str
     arguments: dict[str, Any] = field(default_factory=dict)
     refused: str | None = None
+    given_rows: bool = False
 
     @property
     def name(self) -> str:
@@ -68,7 +72,7 @@ def run(piece: Piece, jobs: Sequence[Job], deadline: float) -> Iterator[tuple[Jo
 
 def _one_after_the_other(piece: Piece, jobs: Sequence[Job], deadline: float) -> Iterator[tuple[Job, Row]]:
     errors = Counter[str]()
-    worker = None
+    worker, rows = None, {}
     for place, job in enumerate(jobs):
         left = deadline - time.monotonic()
         if job.refused:
@@ -85,7 +89,8 @@ def _one_after_the_other(piece: Piece, jobs: Sequence[Job], deadline: float) -> 
             # The next process imports while this one measures. It touches no GPU before it is asked.
             coming = next((other for other in jobs[place + 1 :] if not other.refused), None)
             following = _Worker(coming.module, piece.environment) if piece.fresh and coming else None
-            row = worker.ask(job, min(left, piece.limit))
+            arguments = job.arguments | ({"rows": dict(rows)} if job.given_rows else {})
+            row = rows[job.name] = worker.ask(arguments, min(left, piece.limit))
             if "error" in row or piece.fresh:
                 worker.stop()
                 worker = following
@@ -107,13 +112,13 @@ class _Worker:
         self.process.start()
         theirs.close()
 
-    def ask(self, job: Job, seconds: float) -> Row:
-        """The job's row, or how it failed."""
+    def ask(self, arguments: dict[str, Any], seconds: float) -> Row:
+        """The row that `measure` gives for these, or how it failed."""
         try:
             if not self.ready:
                 self._receive(START_SECONDS)
                 self.ready = True
-            self.connection.send(job.arguments)
+            self.connection.send(arguments)
             return self._receive(seconds)
         except TimeoutError as error:
             return {"error": str(error), "hung": True}

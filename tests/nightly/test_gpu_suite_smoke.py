@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 # Folders whose changes this test is about.
-COVERS = ("benchmarks", "jaxtune/run/assembly.py", "pallas_kernels")
+COVERS = ("benchmarks", "jaxtune/plan", "jaxtune/run/assembly.py", "pallas_kernels")
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.xdist_group("suite")  # which runs once for all tests
 
@@ -30,6 +30,7 @@ def smoke(tmp_path_factory):
 
 
 FIGURES = {
+    "assumptions": ("step", {"microseconds", "predicted_microseconds", "range_microseconds", "error_percent", "remat"}),
     "correctness": ("triton", {"errors", "worst", "worst_of", "tolerance"}),
     "correct_step": ("jaxtune-nf4", {"first_loss", "last_loss", "worst", "worst_on_cpu", "errors", "kernels"}),
     "attention": ("triton", {"flops_forward", "how", "forward_seconds", "forward_tflops", "both_tflops"}),
@@ -54,6 +55,13 @@ def test_every_piece_gives_its_figures_and_its_table(smoke):
         assert f"\n{name}: {found[name]['title']}" in printed
     for name, conclusion in (("quant_matmul", "nf4 dx: rows"), ("train_step", "jaxtune-nf4/tiny over bfloat16")):
         assert any(conclusion in said for said in found[name]["conclusions"]) and conclusion in printed
+
+
+def test_every_assumption_stands_beside_its_measurement(smoke):
+    rows = smoke[0]["assumptions"]["rows"]
+    assert rows.pop("zero-init/small")["same_bits"] == "yes"
+    assert all({"microseconds", "predicted_microseconds", "error_percent"} <= set(row) for row in rows.values())
+    assert {"launch/256", "fp8/4096x4096x4096", "flash_attention_dkdv/2x2048x32x8", "step/tiny"} <= set(rows)
 
 
 def test_what_cannot_run_says_why(smoke):

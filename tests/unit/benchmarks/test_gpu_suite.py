@@ -147,6 +147,17 @@ def test_a_job_that_crashes_hangs_or_fails_costs_only_itself(tmp_path, monkeypat
     assert rows["a/well"] == rows["c/well"] == {"figure": "well"}
 
 
+def test_a_job_may_be_given_the_rows_before_it(tmp_path, monkeypatch):
+    (tmp_path / "summing.py").write_text("def measure(what, rows=None): return {'figure': what, 'before': rows}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    jobs = [workers.Job("a", str(what), "summing", {"what": what}, given_rows=what == 2) for what in range(3)]
+    jobs.insert(1, workers.Job("b", "none", "summing", refused="a reason"))
+    piece = workers.Piece("summing", "", jobs, (), share=1.0, limit=20.0)
+    rows = {job.name: row for job, row in workers.run(piece, jobs, deadline=float("inf"))}
+    assert rows["a/1"]["before"] is None
+    assert rows["a/2"]["before"] == {name: rows[name] for name in ("a/0", "a/1")}
+
+
 def test_the_work_of_attention_is_what_is_visible():
     case = {"rows": 2, "length": 8, "heads": 3, "head_dim": 5}
     pairs = attention.flops(case) / (4 * 2 * 3 * 5)
