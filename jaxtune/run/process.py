@@ -26,6 +26,9 @@ GPU_OPTIONS: Options = {
     # What the code rounds to bfloat16 is rounded. Otherwise XLA may keep it in float32, and read and write twice the
     # bytes, as it does with what is quantized to FP8.
     "xla_allow_excess_precision": False,
+    # The gradient of a weight is reduce-scattered as soon as it is there: those of a layer together would wait for the
+    # last one, with no product left to hide them. In bytes of a device's part: the small ones of adapters go together.
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**18,
     # What is recomputed is for memory.remat to say. Near the end of the GPU's memory XLA would compute products of the
     # backward pass three times over, and save next to nothing by it.
     "xla_disable_hlo_passes": "rematerialization",
