@@ -23,6 +23,7 @@ from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from pallas_kernels.cost import scratch_said
 from pallas_kernels.gpus import GPUS, Gpu
 from pallas_kernels.ptx import Kernel, mosaic_kernels, ptxas, triton_kernels
 
@@ -208,14 +209,15 @@ def _without_persistent_cache() -> Iterator[None]:
 
 
 def memory_of(compiled: jax.stages.Compiled) -> Memory:
-    """What XLA says that a compiled function takes; of any device."""
+    """What XLA says that a compiled function takes, and its kernels that they take beside; of any device."""
     stats: Any = compiled.memory_analysis()
+    scratch = scratch_said(compiled.as_text() or "")
     return Memory(
         arguments=stats.argument_size_in_bytes,
         outputs=stats.output_size_in_bytes,
         aliased=stats.alias_size_in_bytes,
-        temporaries=stats.temp_size_in_bytes,
-        peak=stats.peak_memory_in_bytes,
+        temporaries=stats.temp_size_in_bytes + scratch,
+        peak=stats.peak_memory_in_bytes + scratch,
         host=stats.host_argument_size_in_bytes
         + stats.host_output_size_in_bytes
         - stats.host_alias_size_in_bytes

@@ -18,7 +18,8 @@ class Launch:
 
     Attributes:
         kind: 'product', 'FP8 product', 'fusion', 'fill' (with a constant), 'copy', 'host copy' (from the host's memory
-            or to it), 'library call'; or the name of a Pallas kernel, or one of COLLECTIVES.
+            or to it), 'library call'; or the name of a Pallas kernel, with 'mosaic_' before those of Mosaic GPU; of a
+            kernel of FlashAttention 3; or one of COLLECTIVES.
         phase: 'forward', 'recomputed' (forward again, in the backward pass), 'backward' or 'step' (all else).
         count: launches a step.
         reads: the operands and the bytes of each that a launch reads.
@@ -213,8 +214,12 @@ def _kind(module: Module, instruction: Instruction, work: Instruction, inner: st
     if "cublas" in work.target:
         return "FP8 product" if "f8" in work.target else "product"
     if "triton" in work.target or "mosaic" in work.target:
-        name = re.search(r"(\w+)/pallas_call", work.operation) or re.search(r'[{ ]name ?= ?"(\w+)"', work.attributes)
-        return name[1] if name else "kernel"
+        name = re.search(r"(\w+)/(?:pallas_call|mpmd_map)", work.operation) or re.search(
+            r'[{ ]name ?= ?"(\w+)"', work.attributes
+        )
+        return ("mosaic_" if "mosaic" in work.target else "") + (name[1] if name else "kernel")
+    if work.target.startswith("flash_mha_"):
+        return work.target
     if work.opcode == "custom-call":
         return "library call"
     if inner is not None:

@@ -92,10 +92,21 @@ SCENARIOS = {
 # the machine code of the main loop allows with matrix and other instructions in turn; the 0.62 fits the Triton forward
 # in the paper of FlashAttention 3 (arXiv:2407.08608; causal, head dimension 128). The others are guesses: more of the
 # peak where matrix units are slower beside the rest, less where they are faster.
+#
+# FlashAttention 3, of an H100, 4096 causal tokens, head dimension 128: 579 TFLOP/s forward in its paper
+# (arXiv:2407.08608), which shows no causal backward pass: 462 in MagiAttention's comparison (SandAI-org/MagiAttention,
+# docs/source/blog/cp_benchmark.md), which has 662 forward; flash-attn3-jax's own README has 469 and 498. Mosaic: not of
+# our kernels but of tokamax's (0.0.17, its autotuning data), of the same design, in the same language: 568 forward and
+# 408 backward, that counted as 5 products where 7 are executed.
 KERNELS: dict[str, dict[int, float]] = {
     "flash_attention_forward": {8: 0.50, 9: 0.334, 10: 0.25, 12: 0.50},
     "flash_attention_dq": {8: 0.42, 9: 0.369, 10: 0.22, 12: 0.42},
     "flash_attention_dkdv": {8: 0.42, 9: 0.369, 10: 0.22, 12: 0.42},
+    "flash_mha_fwd": {9: 579 / 989},
+    "flash_mha_bwd": {9: 462 / 989},
+    "mosaic_flash_attention_forward": {9: 568 / 989},
+    "mosaic_flash_attention_dq": {9: 408 * 7 / 5 / 989},
+    "mosaic_flash_attention_dkdv": {9: 408 * 7 / 5 / 989},
 }
 # Bytes a second that a GPU sends, in one direction: to GPUs of its host by NVLink or PCIe (data sheets); to other hosts
 # by one adapter of 400 Gb/s a GPU, 200 beside an A100, 100 beside an L40S, 10 Gb/s a host of GeForce GPUs (assumed).

@@ -51,14 +51,18 @@ def query_blocks(
     return jnp.stack([begin, full_begin, full_end, stop], axis=-1)
 
 
-def most_elements(variant: Variant, queries: int, keys: int, block_q: int, block_k: int) -> int:
-    """Elements of the blocks of logits that a row may need: all that causality and window leave."""
+def most_flops(variant: Variant, q: Array, k: Array, block_q: int, block_k: int, products: int) -> float:
+    """Of matrix products over the blocks of logits that q (b, s, h, d) and k may need.
+
+    These are all blocks that causality and the window leave, as if each row were one document.
+    """
+    (batch, queries, heads, head_dim), keys = q.shape, k.shape[1]
     blocks = 0
     for start in range(variant.query_offset or 0, (variant.query_offset or 0) + queries, block_q):
         stop = min(keys, start + block_q) if variant.causal else keys
         begin = max(0, start - variant.window + 1) if variant.window else 0
         blocks += max(0, -(-stop // block_k) - begin // block_k)
-    return blocks * block_q * block_k
+    return 2.0 * products * blocks * block_q * block_k * head_dim * heads * batch
 
 
 def seen_keys(first: Int[Array, "b s"], end: Int[Array, "b s"], keys: int) -> Bool[Array, "b t"]:

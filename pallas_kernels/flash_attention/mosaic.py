@@ -20,7 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.flash_attention.blocks import key_blocks, whole_blocks
+from pallas_kernels import cost
+from pallas_kernels.flash_attention.blocks import key_blocks, most_flops, whole_blocks
 from pallas_kernels.flash_attention.variant import Request, Variant
 from pallas_kernels.gpus import Device
 from pallas_kernels.warpgroups import PER_ROW, ROWS, WORKERS, Ring, as_memory, as_worker, load, zeros
@@ -97,7 +98,7 @@ def forward(
     sinks = jnp.maximum(sinks.astype(jnp.float32) * LOG2_E, LOWEST)
     call = Call(tile, q.shape[1] // tile.held, heads // k.shape[2], variant, interpret)
     blocks = matrices(k, tile.stages, tile.streamed)
-    out, lse = kernel(
+    run = kernel(
         _forward_kernel,
         call,
         grid=(call.tiles, q.shape[0], heads),
@@ -111,14 +112,10 @@ def forward(
             "values": Ring.scratch(tile.stages, blocks),
             "turn": plgpu.Barrier(num_arrivals=WORKERS),
         },
-    )(
-        q,
-        k,
-        v,
-        jnp.stack([first, end], axis=1),
-        key_blocks(first, end, k.shape[1], tile.held, tile.streamed),
-        sinks,
     )
+    bounds, ranges = jnp.stack([first, end], axis=1), key_blocks(first, end, k.shape[1], tile.held, tile.streamed)
+    with cost.flops(most_flops(variant, q, k, tile.held, tile.streamed, products=2)):
+        out, lse = run(q, k, v, bounds, ranges, sinks)
     return out[:, :queries], lse[:, :, :queries]
 
 

@@ -10,7 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.flash_attention.blocks import key_blocks, query_blocks, whole_blocks
+from pallas_kernels import cost
+from pallas_kernels.flash_attention.blocks import key_blocks, most_flops, query_blocks, whole_blocks
 from pallas_kernels.flash_attention.mosaic import (
     LOG2_E,
     Call,
@@ -69,7 +70,7 @@ def _dq(q, k, v, d_out, bounds, statistics, ranges, variant, interpret):
     batch, queries, heads, _ = q.shape
     call = Call(DQ, queries // DQ.held, heads // k.shape[2], variant, interpret)
     blocks = matrices(k, DQ.stages, DQ.streamed)
-    (dq,) = kernel(
+    run = kernel(
         _dq_kernel,
         call,
         grid=(call.tiles, batch, heads),
@@ -82,7 +83,9 @@ def _dq(q, k, v, d_out, bounds, statistics, ranges, variant, interpret):
             "held": plgpu.Barrier(num_arrivals=4, num_barriers=WORKERS),
             "keys": Ring.scratch(DQ.stages, blocks, blocks),
         },
-    )(q, k, v, d_out, bounds, statistics, ranges)
+    )
+    with cost.flops(most_flops(variant, q, k, DQ.held, DQ.streamed, products=3)):
+        (dq,) = run(q, k, v, d_out, bounds, statistics, ranges)
     return dq
 
 
@@ -156,7 +159,7 @@ def _dkdv(q, k, v, d_out, bounds, statistics, ranges, variant, interpret):
     call = Call(DKDV, keys // DKDV.held, q.shape[2] // kv_heads, variant, interpret)
     blocks = matrices(q, DKDV.stages, DKDV.streamed)
     pairs = [plgpu.SMEM((DKDV.stages, 2, DKDV.streamed), dtype) for dtype in (jnp.int32, jnp.float32)]
-    dk, dv = kernel(
+    run = kernel(
         _dkdv_kernel,
         call,
         grid=(call.tiles, batch, kv_heads),
@@ -167,7 +170,9 @@ def _dkdv(q, k, v, d_out, bounds, statistics, ranges, variant, interpret):
             "held": plgpu.Barrier(num_arrivals=2, num_barriers=WORKERS),
             "queries": Ring.scratch(DKDV.stages, blocks, blocks, *pairs),
         },
-    )(q, k, v, d_out, bounds, statistics, ranges)
+    )
+    with cost.flops(most_flops(variant, q, k, DKDV.streamed, DKDV.held, products=4)):
+        dk, dv = run(q, k, v, d_out, bounds, statistics, ranges)
     return dk, dv
 
 

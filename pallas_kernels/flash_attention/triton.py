@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import cost
-from pallas_kernels.flash_attention.blocks import key_blocks, most_elements, query_blocks, seen_keys, whole_blocks
+from pallas_kernels.flash_attention.blocks import key_blocks, most_flops, query_blocks, seen_keys, whole_blocks
 from pallas_kernels.flash_attention.tiles import Tile, Tiles, tiles_for
 from pallas_kernels.flash_attention.variant import Request, Variant
 from pallas_kernels.gpus import Capability, Device, current_device
@@ -77,7 +77,7 @@ def forward(
         interpret=interpret,
         name="flash_attention_forward",
     )
-    with cost.flops(shapes.flops(variant, products=2)):
+    with cost.flops(most_flops(variant, q, k, tile.block_q, tile.block_k, products=2)):
         out, lse = kernel(q, k, v, first, end, seen, ranges, sinks)
     return out[:, :queries], lse[:, :, :queries]
 
@@ -129,7 +129,7 @@ def _dq(q, k, v, d_out, lse, delta, first, end, variant, tile, interpret):
         name="flash_attention_dq",
     )
     seen = seen_keys(first, end, shapes.keys)
-    with cost.flops(shapes.flops(variant, products=3)):
+    with cost.flops(most_flops(variant, q, k, tile.block_q, tile.block_k, products=3)):
         return kernel(q, k, v, d_out, lse, delta, first, end, seen, ranges)
 
 
@@ -159,7 +159,7 @@ def _dkdv(q, k, v, d_out, lse, delta, first, end, variant, tile, interpret):
         interpret=interpret,
         name="flash_attention_dkdv",
     )
-    with cost.flops(shapes.flops(variant, products=4)):
+    with cost.flops(most_flops(variant, q, k, tile.block_q, tile.block_k, products=4)):
         return kernel(q, k, v, d_out, lse, delta, first, end, ranges)
 
 
@@ -195,11 +195,6 @@ class _Shapes:
 
     def row_of_head(self) -> pl.BlockSpec:
         return pl.BlockSpec((None, None, self.queries), lambda i, h, b: (b, h, 0))
-
-    def flops(self, variant: Variant, products: int) -> float:
-        """Of matrix products over each visible block, as if each row were one document."""
-        elements = most_elements(variant, self.queries, self.keys, self.block_q, self.block_k)
-        return 2.0 * products * elements * self.head_dim * self.heads * self.batch
 
     def my_queries(self) -> pl.Slice:
         """The last queries come first: causality gives them the most keys, and long programs should not start last."""

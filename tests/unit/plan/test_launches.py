@@ -99,6 +99,29 @@ def test_the_code_may_say_what_a_kernel_computes():
     assert cost.flops_said("jit(step)/dot_general") is None
 
 
+def test_the_code_may_say_what_memory_a_foreign_kernel_takes():
+    program = """op_name="jit(step)/jvp(flops=2e+11/scratch=100)/ffi_call"
+    op_name="jit(step)/transpose(jvp(scratch=3000000000))/ffi_call" op_name="jit(step)/iterations=7/while" """
+    assert cost.scratch_said(program) == 3_000_000_000 and cost.scratch_said("jit(step)/add") == 0
+
+
+@pytest.mark.parametrize(
+    ("target", "operation", "kind"),
+    [
+        ("__gpu$xla.gpu.triton", "jvp(flops=6e+09)/flash_attention_dq/pallas_call", "flash_attention_dq"),
+        ("mosaic_gpu_v2", "jvp(flops=6e+09)/flash_attention_dq/mpmd_map", "mosaic_flash_attention_dq"),
+        ("flash_mha_bwd", "transpose(jvp())/shard_map/flops=6e+09/scratch=70/ffi_call", "flash_mha_bwd"),
+        ("__cudnn$fmhaSoftmax", "jvp()/dot_product_attention_fwd", "library call"),
+    ],
+)
+def test_whose_kernel_it_is_and_what_it_computes(target, operation, kind):
+    program = read_program(
+        MODULE.replace("__cublas$lt$matmul", target).replace("jvp()/while/body/dot_general", operation)
+    )
+    (found,) = [launch for launch in program.launches if launch.name == "call"]
+    assert found.kind == kind and found.flops == (6e9 if "flops" in operation else 0)
+
+
 def test_a_module_of_any_version_is_read_whole():
     text = compiled(lambda x: jax.lax.scan(lambda x, _: (jnp.cos(x) @ x, x), x, None, 5)[0], (64, 64))
     assert sum(map(len, Module.parse(text).computations.values())) == len(

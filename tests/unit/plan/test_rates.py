@@ -33,7 +33,8 @@ def test_nothing_is_faster_than_peak_or_bandwidth(gpu, scenario):
     moved = launch(read=1e9, written=1e9)
     assert us(moved, gpu, scenario) * 1e-6 >= 2e9 / spec.memory_bandwidth
     for kind, fractions in KERNELS.items():
-        assert us(launch(kind, flops=1e12), gpu, scenario) * 1e-6 >= 1e12 / peak, (kind, fractions)
+        if spec.capability[0] in fractions:
+            assert us(launch(kind, flops=1e12), gpu, scenario) * 1e-6 >= 1e12 / peak, (kind, fractions)
 
 
 @pytest.mark.parametrize("gpu", GPUS)
@@ -50,7 +51,9 @@ def test_scenarios_are_in_order(gpu):
 
 def test_every_gpu_has_rates_of_kernels_and_links():
     for name, gpu in GPUS.items():
-        assert name in LINKS and name in PCIE and all(gpu.capability[0] in rates for rates in KERNELS.values())
+        assert name in LINKS and name in PCIE
+        for kind, rates in KERNELS.items():  # those of Mosaic and FlashAttention 3 run on Hopper alone
+            assert set(rates) == {9} if kind.startswith(("mosaic_", "flash_mha_")) else gpu.capability[0] in rates
 
 
 def test_a_large_product_on_an_h100_is_as_the_table_says():
