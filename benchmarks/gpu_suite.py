@@ -57,7 +57,7 @@ MINUTES = 8.7
 SMOKE_MINUTES = 60.0  # a busy machine is not to be told from a broken suite by its speed
 PACKAGES = (
     *("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "flax"),
-    *("optax", "torch", "triton", "transformers", "peft", "bitsandbytes", "tokamax"),
+    *("optax", "torch", "triton", "transformers", "peft", "bitsandbytes", "tokamax", "flash-attn3-jax"),
 )
 
 

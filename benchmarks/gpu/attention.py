@@ -149,7 +149,12 @@ def _attend(contender: str, case: dict, smoke: bool) -> tuple[Callable[..., Any]
     if contender == "tokamax":
         return _tokamax(case), "compiled"
     run, how = run_by(contender, smoke)
-    return (lambda q, k, v, key_start=None: run(q, k, v, MaskSpec(True, case.get("window"), key_start))), how
+    most = len(case["documents"]) if "documents" in case else None
+
+    def attend(q, k, v, key_start=None):
+        return run(q, k, v, MaskSpec(True, case.get("window"), key_start, documents=most))
+
+    return attend, how
 
 
 def _tokamax(case: dict) -> Callable[..., Any]:

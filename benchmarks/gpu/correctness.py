@@ -135,7 +135,8 @@ def _inputs(case: dict[str, Any]) -> tuple[list, list, MaskSpec]:
         cotangents.append(normal(rows, case["heads"], queries))
     inputs = [jnp.asarray(x, case["dtype"]) for x in inputs]
     cotangents = [jnp.asarray(d_out, case["dtype"]), *(jnp.asarray(x) for x in cotangents[1:])]
-    mask = MaskSpec(case.get("causal", True), case.get("window"), key_start, case.get("query_offset", 0))
+    most = len(case["documents"]) if "documents" in case else None
+    mask = MaskSpec(case.get("causal", True), case.get("window"), key_start, case.get("query_offset", 0), most)
     return inputs, cotangents, mask
 
 

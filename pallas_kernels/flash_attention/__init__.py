@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import registry
-from pallas_kernels.flash_attention import cudnn, mosaic, mosaic_backward, triton, xla
+from pallas_kernels.flash_attention import cudnn, fa3, mosaic, mosaic_backward, triton, xla
 from pallas_kernels.flash_attention.differentiate import RESIDUALS, attention
 from pallas_kernels.flash_attention.mask import MaskSpec, intervals
 from pallas_kernels.flash_attention.variant import Request, Variant
@@ -18,11 +18,13 @@ from pallas_kernels.registry import ANY_CARD, Backend
 __all__ = ["BACKENDS", "RESIDUALS", "MaskSpec", "flash_attention"]
 
 # In order of preference. 'auto' takes only a backend that was checked: Triton and XLA were, by tests/kernels on a CPU;
-# the others are not before a run on a GPU is recorded in benchmarks/results.
+# the others are not before a run on a GPU is recorded in benchmarks/results. fa3 comes after Triton, which takes all
+# that it takes: 'auto' never makes a run that two runs cannot repeat bit by bit.
 BACKENDS = (
     Backend("cudnn", cudnn.attend, cudnn.refuses, {}),
     Backend("mosaic", attention(mosaic.forward, mosaic_backward.backward), mosaic.refuses, {}),
     Backend("triton", attention(triton.forward, triton.backward), triton.refuses, {ANY_CARD: "interpreted tests"}),
+    Backend("fa3", fa3.attend, fa3.refuses, {}),
     Backend("xla", attention(xla.forward, xla.backward), registry.never_refuses, {ANY_CARD: "tests"}),
 )
 
@@ -48,7 +50,7 @@ def flash_attention(
     made in the inputs' dtype (bfloat16, float16, float32) and accumulated in float32. With `return_lse` also the
     natural logarithm of the denominator, float32 (b, h, s), sinks included. Differentiable in q, k, v and sinks,
     through both results; under jax.checkpoint the backward pass runs the forward kernel again unless the policy saves
-    the residuals named RESIDUALS (cuDNN's always runs again).
+    the residuals named RESIDUALS (cuDNN's always runs again). Results repeat bit by bit, but for fa3's gradients.
 
     `backend`: 'auto', or a name in BACKENDS. `fallback`: 'warn' takes 'auto' where that backend cannot run this on the
     device at hand. Raises ValueError for shapes that do not fit, and registry.CannotRun for a backend that cannot run.
@@ -101,4 +103,4 @@ def _variant(q, k, v, mask: MaskSpec, scale, soft_cap, sinks) -> Variant:
     check(scale > 0 and math.isfinite(scale), f"scale must be positive, not {scale}")
     check(soft_cap is None or soft_cap > 0, f"soft_cap must be positive, not {soft_cap}")
     offset = mask.query_offset if isinstance(mask.query_offset, int) else None
-    return Variant(float(scale), soft_cap, mask.causal, mask.window, offset)
+    return Variant(float(scale), soft_cap, mask.causal, mask.window, offset, mask.documents)

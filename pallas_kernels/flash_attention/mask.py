@@ -11,7 +11,8 @@ class MaskSpec:
     """The keys j that the query at index i sees, with p = i + query_offset its place among the keys.
 
     causal: j <= p. window: j > p - window. key_start, (b, s): j >= key_start[i], the packing of documents in rows.
-    query_offset: an int, or a traced int32 scalar (ring steps, decoding into a cache).
+    query_offset: an int, or a traced int32 scalar (ring steps, decoding into a cache). documents: with key_start, the
+    most documents that a row holds, which fa3 must know and the others do not read.
 
     A query may see no key at all: its output is 0, its log-sum-exp is -inf (or its sink), it gives no gradient, and its
     values, NaN included, reach no other token. Padding is made of such queries: key_start = the number of keys.
@@ -21,12 +22,15 @@ class MaskSpec:
     window: int | None = None
     key_start: Int[Array, "b s"] | None = None
     query_offset: int | Int[Array, ""] = 0
+    documents: int | None = None
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
             raise ValueError(f"MaskSpec: window must be at least 1, not {self.window}")
         if self.window is not None and not self.causal:
             raise ValueError("MaskSpec: a window needs causal=True: it reaches back from the query's own place")
+        if self.documents is not None and (self.key_start is None or self.documents < 1):
+            raise ValueError(f"MaskSpec: documents={self.documents} must be at least 1, and needs key_start")
 
 
 def intervals(mask: MaskSpec, batch: int, queries: int, keys: int) -> tuple[Int[Array, "b s"], Int[Array, "b s"]]:

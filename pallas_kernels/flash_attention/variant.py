@@ -10,7 +10,8 @@ class Variant:
     """Scale and soft-cap of the logits, and the shape of the mask.
 
     Kernels mask by the intervals of `mask.intervals`; the mask's shape serves backends that skip blocks while tracing.
-    `query_offset` is None where it is known at run time only.
+    `query_offset` is None where it is known at run time only. `documents` is the most that a packed row holds, None
+    where nothing bounds them or rows are not packed.
     """
 
     scale: float
@@ -18,6 +19,7 @@ class Variant:
     causal: bool
     window: int | None
     query_offset: int | None
+    documents: int | None = None
 
 
 @dataclass(frozen=True)

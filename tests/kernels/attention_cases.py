@@ -44,7 +44,8 @@ class Case:
     @property
     def mask(self) -> MaskSpec:
         start = None if self.documents is None else jnp.asarray(key_start(self.documents, self.queries))
-        return MaskSpec(self.causal, self.window, start, self.offset)
+        most = None if self.documents is None else max(1, *map(len, self.documents))
+        return MaskSpec(self.causal, self.window, start, self.offset, most)
 
 
 class Arguments(NamedTuple):
