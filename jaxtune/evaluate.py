@@ -87,7 +87,7 @@ def _evaluate(values: flags.FlagValues, config: Config) -> None:
     _, documents = data.open_documents(config, tokenizer, model.spec.vocabulary)
     if documents is None:
         raise UserError("no validation data: set data.eval_datasets or data.validation_split")
-    rows = data.Rows(documents, config.data, epochs=1)
+    rows = data.Rows(documents, config.data, epochs=1, most_documents=config.attention.most_documents)
     log.info("validation: %s", rows.counts)
     for name, value in make_evaluate(config, model, rows, mesh)(trained, frozen).items():
         print(f"{name} {value:.6f}")

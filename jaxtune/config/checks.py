@@ -13,7 +13,7 @@ NOT_YET = ("stage", "expert", "sequence")  # axes of the mesh that nothing uses
 
 def check(config: Config) -> list[Problem]:
     """Every problem of a config whose types are correct."""
-    parts = (broken, _data, _train, _optim, _precision, _lora, _quant, _mesh)
+    parts = (broken, _data, _train, _attention, _optim, _precision, _lora, _quant, _mesh)
     return [problem for part in parts for problem in part(config)]
 
 
@@ -34,6 +34,15 @@ def _train(config: Config) -> Iterator[Problem]:
     name = config.train.run_name
     if name is not None and (name in ("", ".", "..") or "/" in name or "\\" in name):
         yield _problem(config, "train.run_name", "must be the name of a folder; train.output_dir says where it is")
+
+
+def _attention(config: Config) -> Iterator[Problem]:
+    if config.attention.backend == "fa3" and config.train.deterministic:
+        reason = (
+            "its backward pass adds in any order, so no two runs are bit-equal; set attention.backend = 'auto' or "
+            "'triton', which are, or train.deterministic = False"
+        )
+        yield _problem(config, "attention.backend", reason, "train.deterministic")
 
 
 def _optim(config: Config) -> Iterator[Problem]:

@@ -274,10 +274,19 @@ class Memory:
 class Attention:
     """The attention kernel."""
 
-    backend: Literal["auto", "cudnn", "mosaic", "triton", "xla"] = option("auto",
-        "the kernel to use; auto: the first one that was checked on such a GPU")
+    backend: Literal["auto", "cudnn", "fa3", "mosaic", "triton", "xla"] = option("auto",
+        "the kernel to use; auto: the first one that was checked on such a GPU; fa3: FlashAttention 3, on Hopper, by a "
+        "package of its own (pip install 'jaxtune[hopper]')")
     fallback: Literal["error", "warn"] = option("error",
         "if that kernel cannot run: refuse and say why, or warn and use auto", when="attention.backend != 'auto'")
+    documents_per_row: int = option(32,
+        "most documents in a row, of fa3; data with more is refused and the number said; empty places take time and "
+        "memory in the backward pass", "[1, inf)", when="attention.backend == 'fa3'")
+
+    @property
+    def most_documents(self) -> int | None:
+        """The most documents that the kernel takes in a row; None: any number."""
+        return self.documents_per_row if self.backend == "fa3" else None
 
 
 @dataclass(frozen=True)

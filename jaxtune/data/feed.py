@@ -74,13 +74,14 @@ def open_feed(
     for note in documents.notes:
         log.info("data: %s", note)
     train, data = config.train, config.data
-    rows = Rows(documents, data, None if train.max_steps else train.epochs, columns)
+    most = config.attention.most_documents
+    rows = Rows(documents, data, None if train.max_steps else train.epochs, columns, most)
     shape = (train.grad_accum_steps, train.micro_batch_size * data_shards(mesh), data.seq_len)
     rows_per_step = shape[0] * shape[1]
     total_steps = train.max_steps or -(-rows.total(train.epochs) // rows_per_step)
     log.info("data: %s", rows.counts)
     log.info("%d steps of %d rows of %d tokens", total_steps, rows_per_step, data.seq_len)
-    eval_rows = None if eval_documents is None else Rows(eval_documents, data, 1, columns)
+    eval_rows = None if eval_documents is None else Rows(eval_documents, data, 1, columns, most)
     chat = not documents.continuous.any() and all(entry.prompt_format is None for entry in data.datasets)
     sharding = jax.NamedSharding(mesh, P(None, *by_token()))
     return Feed(documents, rows, eval_rows, shape, sharding, total_steps, chat)

@@ -65,6 +65,7 @@ class Rows:
         data: Data,
         epochs: float | None = None,
         columns: tuple[Column, ...] = NEXT_TOKEN,
+        most_documents: int | None = None,
     ):
         """Cuts the documents to rows.
 
@@ -73,9 +74,11 @@ class Rows:
             data: its seq_len, packing, truncation, shuffle and seed.
             epochs: where the rows end; all rows after it are padding. None: there is no end.
             columns: the columns of a row.
+            most_documents: in a row, of an attention kernel that must know. None: any number.
 
         Raises:
-            UserError: no document is left; the documents lack a column; as `cut_to_rows`.
+            UserError: no document is left; the documents lack a column; a row of the epochs holds more documents than
+                `most_documents`; as `cut_to_rows`. Of endless rows later epochs raise it when they begin.
         """
         self._documents, self._data, self._columns = documents, data, columns
         _check_columns(documents, columns)
@@ -100,7 +103,7 @@ class Rows:
         self._parcels = np.append(opens, len(self._length))  # where the pieces of each parcel start, and the end
         parcel_lengths = np.add.reduceat(self._length, opens)
         planned = partial(plan, parcel_lengths, data.seq_len, data.seed, packing=data.packing, shuffle=data.shuffle)
-        self._planned = lru_cache(_PLANS_KEPT)(planned)
+        self._planned = lru_cache(_PLANS_KEPT)(lambda epoch: self._bounded(planned(epoch), most_documents))
         self._first_row = [0]
         self._lock = threading.Lock()
         self.stop = None if epochs is None else self.total(epochs)
@@ -149,6 +152,18 @@ class Rows:
             if len(self._first_row) == epoch + 1:
                 self._first_row.append(self._first_row[epoch] + len(found))
             return found
+
+    def _bounded(self, found: RowPlan, most: int | None) -> RowPlan:
+        """The plan. Raises UserError where a row of it holds more than `most` documents."""
+        if most is not None:
+            pieces = np.append(0, np.cumsum(np.diff(self._parcels)[found.order]))
+            fullest = int(np.diff(pieces[found.bounds]).max())
+            if fullest > most:
+                raise UserError(
+                    f"attention.documents_per_row={most}: a row of the data holds {fullest} documents, or parts of "
+                    f"them; set it to {fullest}, or take another attention.backend, which has no bound"
+                )
+        return found
 
     def _build(self, parcels: np.ndarray | list[int]) -> Row:
         seq_len = self._data.seq_len

@@ -19,7 +19,7 @@ def attend_packed(key_start: Int[Array, "b s"], call: Call) -> Attend:
 
     def attend(q: Array, k: Array, v: Array, mixer: Heads, sinks: Array | None, cache: Any) -> tuple[Array, Any]:
         def kernel(q, k, v, key_start, sinks):
-            mask = MaskSpec(window=mixer.window, key_start=key_start)
+            mask = MaskSpec(window=mixer.window, key_start=key_start, documents=call.documents)
             how = {"soft_cap": mixer.soft_cap, "backend": call.backend, "fallback": call.fallback}
             try:
                 return flash_attention(q, k, v, mask, mixer.scale, sinks=sinks, **how)

@@ -18,6 +18,7 @@ class Call(NamedTuple):
     policy of a layer. unroll: whether layers are compiled one by one instead of in a loop. adapters: False computes
     with the base alone, as the reference of a preference loss does. backend: of attention, a name in
     pallas_kernels.flash_attention.BACKENDS or 'auto'; fallback: 'warn' takes 'auto' where that backend cannot run.
+    documents: the most that a row holds, for backends that must know; None: nothing bounds them.
     """
 
     dtype: jnp.dtype
@@ -27,6 +28,7 @@ class Call(NamedTuple):
     adapters: bool = True
     backend: str = "auto"
     fallback: Literal["error", "warn"] = "error"
+    documents: int | None = None
 
     def layer(self, number: Int[Array, ""]) -> "Call":
         """The call of a layer, from that of a decoder; of an expert, from that of a layer."""

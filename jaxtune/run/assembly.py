@@ -83,6 +83,7 @@ def call_of(config: Config, recipe: Recipe) -> Call:
         unroll=config.memory.unroll,
         backend=config.attention.backend,
         fallback=config.attention.fallback,
+        documents=config.attention.most_documents,
     )
 
 

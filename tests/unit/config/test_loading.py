@@ -401,6 +401,12 @@ def test_no_nearest_key_for_something_unlike_any():
         ),
         ({"optim.schedule": "wsd"}, "optim.cooldown_steps", "needs steps"),
         (
+            {"attention.backend": "fa3", "train.deterministic": "true"},
+            "attention.backend",
+            "no two runs are bit-equal; set attention.backend = 'auto'",
+        ),
+        ({"attention.documents_per_row": "9"}, "attention.documents_per_row", "only when attention.backend == 'fa3'"),
+        (
             {"optim.schedule": "constant", "optim.final_lr_fraction": "0.1"},
             "optim.final_lr_fraction",
             "only when .*optim.cooldown_steps",
@@ -696,6 +702,8 @@ def test_two_kinds_of_validation_data():
         {"lora.enabled": "true", "lora.rank": "4", "lora.dropout": "0.1"},
         {"eval.steps": "10", "data.validation_split": "0.1"},
         {"mesh.data": "-1", "mesh.fsdp": "2", "mesh.tensor": "2"},
+        {"attention.backend": "fa3", "attention.documents_per_row": "9", "attention.fallback": "warn"},
+        {"attention.backend": "triton", "train.deterministic": "true"},
         {"train.max_steps": "5"},
         {"train.epochs": "0.5"},
         {"log.wandb.enabled": "true", "log.wandb.name": "x"},

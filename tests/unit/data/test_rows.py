@@ -79,6 +79,16 @@ def test_rows_go_on_through_the_epochs_in_a_new_order_and_end_in_padding():
     assert np.array_equal(endless[17]["tokens"], tokens[17])
 
 
+def test_a_row_with_more_documents_than_the_kernel_takes_is_refused():
+    """Two documents that are split, so that each part counts, and six of 2 tokens in what is left of their rows."""
+    found, data = numbered_documents([20, 20, *[2] * 6]), Data(seq_len=SEQ_LEN)
+    rows = Rows(found, data, epochs=2)
+    fullest = max(int(rows[i]["segment_ids"].max()) for i in range(rows.stop))
+    assert fullest > 2 and Rows(found, data, epochs=2, most_documents=fullest).stop == rows.stop
+    with pytest.raises(UserError, match=f"documents_per_row={fullest - 1}: .* holds {fullest} documents.*set it to"):
+        Rows(found, data, epochs=2, most_documents=fullest - 1)
+
+
 def test_rows_are_random_access():
     """The state of the data is one number: any row can be read first."""
     found, data = numbered_documents([3, 5, 7, 9, 11, 2, 4] * 5), Data(seq_len=SEQ_LEN)
