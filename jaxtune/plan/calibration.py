@@ -124,7 +124,8 @@ def assumptions(gpu: str, calibration: Calibration | None) -> dict[str, Assumpti
     central = SCENARIOS["central"]
     assumed = {field.name: getattr(central, field.name) for field in fields(Rates)}
     del assumed["kernels"], assumed["fractions"]
-    assumed |= {name: by_capability[GPUS[gpu].capability[0]] for name, by_capability in KERNELS.items()}
+    capability, _ = GPUS[gpu].capability
+    assumed |= {name: rates[capability] for name, rates in KERNELS.items() if capability in rates}
     measured = calibration.values if calibration else {}
     return {
         name: Assumption(measured.get(name, value), str(calibration) if name in measured else "assumed")
