@@ -261,8 +261,8 @@ class Memory:
     remat: Literal["auto", "none", "dots", "block", "offload"] = option("auto",
         "rematerialisation policy: what is recomputed besides norms and activations: nothing, attention, or each "
         "block; offload: each block, the inputs of blocks are kept in the host's memory, and long rows pass the "
-        "feed-forward tile by tile; auto: the first of these whose step fits into the GPU's memory; on a CPU, where it "
-        "is fastest, block")
+        "feed-forward tile by tile (not with delayed FP8 scales); auto: the first of these whose step fits into the "
+        "GPU's memory; on a CPU, where it is fastest, block")
     unroll: bool = option(False,
         "compile each layer on its own, not a loop over equal ones: a faster step, which takes several times as long "
         "to compile and needs more memory")

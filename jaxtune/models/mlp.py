@@ -12,6 +12,7 @@ from jaxtune.models.call import Call
 from jaxtune.models.linear import Linear, jointly
 from jaxtune.models.spec import Gated, Layer, ModelSpec
 from jaxtune.parallel.layout import RULES, P, by_token, shards
+from jaxtune.precision.matmul import LowPrecision
 
 # Tokens of a device at once, where memory is short: enough for products to be as fast as those of more.
 TILE = 16_384
@@ -28,7 +29,8 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "b s d"], call: Call) -> Float[Array, "b s d"]:
         """The feed-forward of every token."""
-        if call.remat != "offload":
+        # The amax of a delayed scale is that of all tokens, and comes as a gradient: tiles would add theirs.
+        if call.remat != "offload" or any(_scale_is_delayed(linear) for linear in (self.gate, self.up, self.down)):
             return self._of(x, call)
         # Each tile adds to the gradient of the adapters: in float32.
         graph, adapters, weights = nnx.split(self, nnx.LoRAParam, ...)
@@ -38,6 +40,11 @@ class MLP(nnx.Module):
     def _of(self, x: Float[Array, "b s d"], call: Call) -> Float[Array, "b s d"]:
         gate, up = jointly([self.gate, self.up], x, call)
         return self.down(jax.nn.silu(gate) * up, call)
+
+
+def _scale_is_delayed(linear: Linear) -> bool:
+    weight = linear.weight.get_value()
+    return isinstance(weight, LowPrecision) and weight.scales is not None
 
 
 def by_tiles(function: Callable[[Array, Call], Array], x: Float[Array, "b s d"], call: Call) -> Float[Array, "b s d"]:

@@ -22,13 +22,15 @@ from jaxtune.run.state import State, initial_state
 from jaxtune.run.step import Summed, make_train_step
 
 
-def program_of(mesh, layers=4, remat="block", precision="fp32", lora=None, unroll=False, **sections) -> Program:
+def program_of(
+    mesh, layers=4, remat="block", precision="fp32", lora=None, unroll=False, exclude=None, **sections
+) -> Program:
     """The program of a tiny model, made of nothing but its spec; adapters are on unless it is told."""
     config = Config(
         model=Model(dtype="bfloat16" if precision == "bf16" else "float32"),
         data=Data(seq_len=24),
         lora=Lora(enabled=True, rank=2) if lora is None else lora,
-        precision=Precision(precision),
+        precision=Precision(precision, exclude=exclude),
         memory=Memory(remat, unroll),
         **sections,
     )
@@ -142,6 +144,20 @@ def test_long_rows_pass_the_feed_forward_tile_by_tile(one_device, monkeypatch):
     whole, tiled = values.values()
     for name, gradient in whole.items():
         np.testing.assert_allclose(tiled[name], gradient, atol=2e-6 * jnp.abs(gradient).max(), err_msg=name)
+
+
+def test_tiles_leave_the_amax_of_delayed_scales_as_it_is(one_device, monkeypatch):
+    """An amax comes as the gradient of a scale, and gradients of tiles are added."""
+    found = []
+    for tokens_at_once in (2**14, 16):
+        monkeypatch.setattr(mlp, "TILE", tokens_at_once)
+        program = program_of(one_device, remat="offload", precision="fp8_hybrid", lora=Lora(), exclude="[kv]_proj")
+        batch = jax.tree.map(lambda x: x[None], make_batch(tokens(2, 24), one_device, [10, 12]))
+        state = program.start(random_values(program.model.parameters))
+        found.append(jax.jit(program.step)(state, {}, batch, jnp.float32(1e-3))[0].scaling.amax)
+    whole, tiled = found
+    assert whole and all(amax.max() > 0 for amax in whole.values())
+    jax.tree.map(np.testing.assert_array_equal, tiled, whole)
 
 
 @pytest.mark.parametrize(
