@@ -53,7 +53,9 @@ ALIASES = {
     "lora.path": "adapter_name_or_path lora_model_dir",
     "quant.format": "load_in_4bit load_in_8bit quantization_bit bnb_4bit_quant_type",
     "quant.double_quant": "bnb_4bit_use_double_quant double_quantization",
-    "memory.remat": "gradient_checkpointing activation_checkpointing use_gradient_checkpointing recompute",
+    "memory.remat": "gradient_checkpointing activation_checkpointing use_gradient_checkpointing recompute "
+    "activation_offloading enable_activation_offload offload_residual tiled_mlp",
+    "attention.backend": "attn_implementation flash_attention flash_attn use_flash_attention",
     "precision.recipe": "bf16 fp16 fp8 tf32 mixed_precision",
     "ckpt.keep_last": "save_total_limit",
     "ckpt.resume": "resume_from_checkpoint auto_resume_from_checkpoints overwrite_output_dir overwrite",
