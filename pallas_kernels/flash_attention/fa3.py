@@ -134,10 +134,10 @@ def _forward(q, k, v, packing: Packing | None, variant: Variant) -> tuple[Array,
     flops = most_flops(variant, q, k, 1, 1, products=2)
     q, k, v = (_tokens(x, packing) for x in (q, k, v))
     lse = (batch, heads, length) if packing is None else (heads, batch * length)
-    offsets = _offsets(packing)
-    none, nothing = _absent(jnp.int32), _absent(q.dtype)
+    offsets = _offsets(q, packing)
+    none, nothing = _absent(q, jnp.int32), _absent(q, q.dtype)
     # New keys and values, more of q; offsets; lengths, pages and left padding; rotary embedding; scales; a schedule.
-    absent = (*(none,) * 5, *(nothing,) * 2, none, *(_absent(jnp.float32),) * 3, none)
+    absent = (*(none,) * 5, *(nothing,) * 2, none, *(_absent(q, jnp.float32),) * 3, none)
     inputs = (q, k, v, *(nothing,) * 3, *offsets, *absent)
     # The last two results are of a kernel that splits the keys, which this does not.
     results = ((q.shape, q.dtype), (lse, jnp.float32), ((1,) * 4, jnp.float32), ((1,) * 3, jnp.float32))
@@ -164,7 +164,7 @@ def _backward(q, k, v, packing: Packing | None, out, lse, d_out, variant: Varian
     batch, length, heads, _ = q.shape
     flops = most_flops(variant, q, k, 1, 1, products=5)
     q, k, v, out, d_out = (_tokens(x, packing) for x in (q, k, v, out, d_out))
-    offsets, none = _offsets(packing), _absent(jnp.int32)
+    offsets, none = _offsets(q, packing), _absent(q, jnp.int32)
     if packing is None:
         statistics = (batch, heads, _whole_blocks(length))
     else:
@@ -223,15 +223,18 @@ def _rows(x: Array, packing: Packing | None, batch: int) -> Float[Array, "b s h 
     return jnp.where(packing.right, x, jnp.nan)
 
 
-def _offsets(packing: Packing | None) -> tuple[Array, Array, Array]:
+def _offsets(q: Array, packing: Packing | None) -> tuple[Array, Array, Array]:
     """Of queries, of keys, and of new keys, of which there are none."""
-    none = _absent(jnp.int32)
+    none = _absent(q, jnp.int32)
     return (none, none, none) if packing is None else (packing.offsets, packing.offsets, none)
 
 
-def _absent(dtype: Any) -> Array:
-    """To the kernels, an argument that is not given."""
-    return jnp.zeros((0,), dtype)
+def _absent(q: Array, dtype: Any) -> Array:
+    """To the kernels, an argument that is not given.
+
+    It is cut from q: a loop over layers takes constants from outside, and jax 0.11's partitioner crashes on empty ones.
+    """
+    return q.reshape(-1)[:0].astype(dtype)
 
 
 def _scratch(q: Array, k: Array, packing: Packing | None, variant: Variant) -> float:
