@@ -49,6 +49,8 @@ def logits(model, parameters, batch, dtype=jnp.float32) -> np.ndarray:
             inputs = decoder.inputs(batch["positions"], attend, batch["segment_ids"] > 0)
             hidden, _, _ = decoder(batch["tokens"], inputs, call)
             head = jax.reshard(decoder.head_weight.astype(dtype), jax.P())
-            return jnp.einsum("bsd,vd->bsv", hidden, head, out_sharding=by_token())[..., : model.spec.vocabulary]
+            found = jnp.einsum("bsd,vd->bsv", hidden, head, out_sharding=by_token())[..., : model.spec.vocabulary]
+            cap = model.spec.logit_cap
+            return found if cap is None else cap * jnp.tanh(found / cap)
 
     return np.asarray(run(parameters, batch).astype(jnp.float32))

@@ -17,7 +17,7 @@ from jaxtune.data.columns import Column
 from jaxtune.data.units import Documents, Part
 from jaxtune.models import families
 from jaxtune.models.parameters import Parameter, declare
-from jaxtune.models.spec import Gated, Heads, Layer, ModelSpec, Rope
+from jaxtune.models.spec import FeedForward, Heads, Layer, ModelSpec, Norm, Rope
 from jaxtune.run.model import declare_model, read_base
 from jaxtune.run.values import read_parameters
 
@@ -90,7 +90,7 @@ LLAMA3_ROPE = dict(
     rope_theta=5e5,
 )
 YARN_ROPE = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, rope_theta=1e6)
-# name: (class of the config in transformers, fields)
+# name: (class of the config in transformers, fields). The embedding of a padding token would get no gradient in torch.
 FAMILIES = {
     "llama, llama3 rope, untied, biases": (
         "LlamaConfig",
@@ -128,6 +128,10 @@ FAMILIES = {
         "Phi3Config",
         dict(sliding_window=24, pad_token_id=None, tie_word_embeddings=False),
     ),
+    "phi3, part of a head rotated": (
+        "Phi3Config",
+        dict(pad_token_id=None, tie_word_embeddings=True, partial_rotary_factor=0.5),
+    ),
     "qwen3_moe, a dense layer, router loss": (
         "Qwen3MoeConfig",
         dict(
@@ -142,6 +146,82 @@ FAMILIES = {
             tie_word_embeddings=False,
         ),
     ),
+    "cohere2, shared layer norm": (
+        "Cohere2Config",
+        dict(sliding_window=16, logit_scale=0.3, pad_token_id=None, eos_token_id=None, bos_token_id=None),
+    ),
+    "ernie4_5, interleaved rope, biases": ("Ernie4_5Config", dict(head_dim=16, use_bias=True, pad_token_id=None)),
+    "exaone4, windows and no rope in turn": (
+        "Exaone4Config",
+        dict(sliding_window=16, sliding_window_pattern=2, tie_word_embeddings=False),
+    ),
+    "gemma2, soft caps": (
+        "Gemma2Config",
+        dict(
+            head_dim=16,
+            pad_token_id=None,
+            query_pre_attn_scalar=24,
+            sliding_window=16,
+            attn_logit_softcapping=5.0,
+            final_logit_softcapping=3.0,
+        ),
+    ),
+    "gemma3_text, two ropes": (
+        "Gemma3TextConfig",
+        dict(
+            head_dim=16,
+            pad_token_id=None,
+            query_pre_attn_scalar=16,
+            sliding_window=16,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            rope_parameters=dict(
+                full_attention=dict(rope_type="linear", factor=2.0, rope_theta=1e6),
+                sliding_attention=dict(rope_type="default", rope_theta=1e4),
+            ),
+        ),
+    ),
+    "glm4, half of a head rotated": ("Glm4Config", dict(head_dim=16, pad_token_id=None)),
+    "granite, scaled": (
+        "GraniteConfig",
+        dict(
+            embedding_multiplier=3.0,
+            logits_scaling=2.0,
+            residual_multiplier=0.3,
+            attention_multiplier=0.4,
+            attention_bias=True,
+            mlp_bias=True,
+        ),
+    ),
+    "ministral3, growing queries": (
+        "Ministral3Config",
+        dict(
+            head_dim=16,
+            sliding_window=40,
+            rope_parameters=YARN_ROPE | dict(original_max_position_embeddings=32, llama_4_scaling_beta=0.5),
+        ),
+    ),
+    "olmo2, norms after": (
+        "Olmo2Config",
+        dict(tie_word_embeddings=False, attention_bias=True, pad_token_id=None, eos_token_id=None),
+    ),
+    "olmo3, windows": (
+        "Olmo3Config",
+        dict(
+            sliding_window=16,
+            rope_parameters=dict(full_attention=YARN_ROPE, sliding_attention=dict(rope_type="default", rope_theta=1e6)),
+            pad_token_id=None,
+            eos_token_id=None,
+        ),
+    ),
+    "seed_oss, biases": ("SeedOssConfig", dict(head_dim=16, pad_token_id=None)),
+    "smollm3, layers without a rope": (
+        "SmolLM3Config",
+        dict(no_rope_layer_interval=2, pad_token_id=None, bos_token_id=None, eos_token_id=None),
+    ),
+    "starcoder2, layer norm, no gate": (
+        "Starcoder2Config",
+        dict(norm_epsilon=1e-5, bos_token_id=None, eos_token_id=None),
+    ),
     "mistral, sliding window": ("MistralConfig", dict(head_dim=16, sliding_window=24, tie_word_embeddings=False)),
 }
 
@@ -149,7 +229,7 @@ FAMILIES = {
 def layer(window: int | None = None, intermediate: int = 32) -> Layer:
     """A layer of `spec`."""
     return Layer(
-        Heads(heads=2, kv_heads=1, head_dim=8, rope=Rope(1e4), window=window, qk_norm=True), Gated(intermediate)
+        Heads(heads=2, kv_heads=1, head_dim=8, rope=Rope(1e4), window=window, qk_norm="head"), FeedForward(intermediate)
     )
 
 
@@ -160,7 +240,7 @@ def spec(layers: int | tuple[Layer, ...] = 4, **changes) -> ModelSpec:
         vocabulary=VOCABULARY,
         hidden=16,
         layers=(layer(),) * layers if isinstance(layers, int) else layers,
-        norm_epsilon=1e-6,
+        norm=Norm(1e-6),
         max_positions=4096,
         tied=True,
     )

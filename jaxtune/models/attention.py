@@ -1,7 +1,6 @@
 """Grouped-query self-attention: projections, optional query / key norms, rotation, and one way to attend."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -11,8 +10,8 @@ from jaxtyping import Array, Bool, Float
 from jaxtune.models.call import Call
 from jaxtune.models.declared import declared
 from jaxtune.models.linear import Linear, jointly
-from jaxtune.models.norm import RMSNorm
-from jaxtune.models.rope import rotate
+from jaxtune.models.norm import Norm
+from jaxtune.models.rope import Rotation, rotate
 from jaxtune.models.spec import Heads, Layer, ModelSpec, Rope
 from jaxtune.parallel.layout import by_token
 
@@ -24,10 +23,10 @@ Attend = Callable[[Array, Array, Array, Heads, Array | None, Any], tuple[Array, 
 class Inputs(NamedTuple):
     """What every layer sees besides its own activations; made once a batch.
 
-    rotations: cos and sin, (b, s, 1, d), of each rope and width of heads. valid: False where a token is padding.
+    rotations: of each rope and width of heads. valid: False where a token is padding.
     """
 
-    rotations: Mapping[tuple[Rope, int], tuple[Float[Array, "b s 1 d"], Float[Array, "b s 1 d"]]]
+    rotations: Mapping[tuple[Rope, int], Rotation]
     attend: Attend
     valid: Bool[Array, "b s"]
 
@@ -46,23 +45,33 @@ class Attention(nnx.Module):
         self.k = linear("k", (keys, spec.hidden), ("kv_heads", "embed"))
         self.v = linear("v", (keys, spec.hidden), ("kv_heads", "embed"))
         self.o = linear("o", (spec.hidden, queries), ("embed", "heads"))
-        norm = partial(RMSNorm, mixer.head_dim, spec.norm_epsilon)
-        self.q_norm, self.k_norm = (norm(), norm()) if mixer.qk_norm else (None, None)
+
+        def norm(size: int, axis: str) -> Norm | None:
+            if mixer.qk_norm is None:
+                return None
+            return Norm(size, spec.norm, axis) if mixer.qk_norm == "whole" else Norm(mixer.head_dim, spec.norm)
+
+        self.q_norm, self.k_norm = norm(queries, "heads"), norm(keys, "kv_heads")
         self.sinks = declared((mixer.heads,), ("heads",), nnx.initializers.zeros, "vector") if mixer.sinks else None
 
     def __call__(
         self, x: Float[Array, "b s d"], inputs: Inputs, cache: Any, call: Call
     ) -> tuple[Float[Array, "b s d"], Any]:
         """Attended activations and this layer's cache afterwards."""
-        q, k, v = map(self._by_head, jointly([self.q, self.k, self.v], x, call))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        cos, sin = inputs.rotations[self.mixer.rope, self.mixer.head_dim]
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k, v = jointly([self.q, self.k, self.v], x, call)
+        q, k, v = self._by_head(q, self.q_norm), self._by_head(k, self.k_norm), self._by_head(v)
+        if (rope := self.mixer.rope) is not None:
+            rotation = inputs.rotations[rope, self.mixer.head_dim]
+            q, k = rotate(q, rope, rotation), rotate(k, rope, rotation)
+            if rotation.query_scale is not None:
+                q *= rotation.query_scale.astype(q.dtype)
         sinks = None if self.sinks is None else self.sinks.get_value()
         attended, cache = inputs.attend(q, k, v, self.mixer, sinks, cache)
         merged = jnp.reshape(attended, (*x.shape[:2], -1), out_sharding=by_token("heads"))
         return self.o(merged, call), cache
 
-    def _by_head(self, x: Float[Array, "b s hd"]) -> Float[Array, "b s h d"]:
-        return jnp.reshape(x, (*x.shape[:2], -1, self.mixer.head_dim), out_sharding=by_token("heads", None))
+    def _by_head(self, x: Float[Array, "b s hd"], norm: Norm | None = None) -> Float[Array, "b s h d"]:
+        if norm is not None and self.mixer.qk_norm == "whole":
+            x, norm = norm(x), None
+        heads = jnp.reshape(x, (*x.shape[:2], -1, self.mixer.head_dim), out_sharding=by_token("heads", None))
+        return heads if norm is None else norm(heads)

@@ -19,9 +19,9 @@ from jaxtune.models.experts import Experts
 from jaxtune.models.linear import PRODUCT
 from jaxtune.models.lookup import lookup
 from jaxtune.models.mlp import MLP
-from jaxtune.models.norm import RMSNorm
+from jaxtune.models.norm import Norm
 from jaxtune.models.rope import rotation
-from jaxtune.models.spec import Gated, Layer, ModelSpec, StackSpec, stacks
+from jaxtune.models.spec import FeedForward, Layer, ModelSpec, StackSpec, stacks
 from jaxtune.parallel.layout import P
 from jaxtune.precision.matmul import MAXIMA
 from pallas_kernels.flash_attention import RESIDUALS
@@ -41,25 +41,40 @@ Sums = dict[str, Array]  # what layers emit besides activations, summed over lay
 
 
 class Block(nnx.Module):
-    """One pre-norm transformer layer."""
+    """One transformer layer."""
 
     def __init__(self, spec: ModelSpec, layer: Layer):
-        self.attention_norm = RMSNorm(spec.hidden, spec.norm_epsilon)
+        def norm(*places: str) -> Norm | None:
+            return Norm(spec.hidden, spec.norm) if layer.norms in places else None
+
+        self.attention_norm = norm("before", "both", "shared")
         self.attention = Attention(spec, layer)
-        self.mlp_norm = RMSNorm(spec.hidden, spec.norm_epsilon)
+        self.attention_out_norm = norm("after", "both")
+        self.mlp_norm = norm("before", "both")
         slot = layer.feed_forward
-        self.mlp = MLP(spec, layer, slot) if isinstance(slot, Gated) else Experts(spec, layer, slot)
+        self.mlp = MLP(spec, layer, slot) if isinstance(slot, FeedForward) else Experts(spec, layer, slot)
+        self.mlp_out_norm = norm("after", "both")
+        self.layer = layer
 
     def __call__(
         self, x: Float[Array, "b s d"], inputs: Inputs, cache: Any, call: Call
     ) -> tuple[Float[Array, "b s d"], Any, Sums]:
         """Activations after the layer, its cache, and what its experts emit."""
-        attended, cache = self.attention(self.attention_norm(x), inputs, cache, call)
-        x = x + attended
-        if isinstance(self.mlp, MLP):
-            return x + self.mlp(self.mlp_norm(x), call), cache, {}
-        fed, sums = self.mlp(self.mlp_norm(x), call, inputs.valid)
-        return x + fed, cache, sums
+        normed = _normalized(x, self.attention_norm)
+        attended, cache = self.attention(normed, inputs, cache, call)
+        x = self._added(x, attended, self.attention_out_norm)
+        if self.layer.norms != "shared":
+            normed = _normalized(x, self.mlp_norm)
+        fed, sums = (self.mlp(normed, call), {}) if isinstance(self.mlp, MLP) else self.mlp(normed, call, inputs.valid)
+        return self._added(x, fed, self.mlp_out_norm), cache, sums
+
+    def _added(self, x: Array, y: Array, norm: Norm | None) -> Array:
+        y = _normalized(y, norm)
+        return x + (y if self.layer.residual_scale == 1 else y * self.layer.residual_scale)
+
+
+def _normalized(x: Array, norm: Norm | None) -> Array:
+    return x if norm is None else norm(x)
 
 
 class Stack(nnx.Module):
@@ -131,7 +146,7 @@ class Decoder(nnx.Module):
         self.spec = spec
         self.embed = Embedding(spec)
         self.stacks = nnx.List([Stack(spec, stack) for stack in stacks(spec.layers)])
-        self.norm = RMSNorm(spec.hidden, spec.norm_epsilon)
+        self.norm = Norm(spec.hidden, spec.norm)
         self.head = None if spec.tied else Embedding(spec)
 
     @property
@@ -141,8 +156,9 @@ class Decoder(nnx.Module):
 
     def inputs(self, positions: Int[Array, "b s"], attend: Attend, valid: Bool[Array, "b s"]) -> Inputs:
         """What every layer sees; each rope is computed once."""
-        ropes = dict.fromkeys((layer.mixer.rope, layer.mixer.head_dim) for layer in self.spec.layers)
-        return Inputs({rope: rotation(*rope, positions) for rope in ropes}, attend, valid)
+        mixers = dict.fromkeys(layer.mixer for layer in self.spec.layers)
+        ropes = dict.fromkeys((mixer.rope, mixer.head_dim) for mixer in mixers if mixer.rope is not None)
+        return Inputs({(rope, width): rotation(rope, width, positions) for rope, width in ropes}, attend, valid)
 
     def run(
         self, x: Float[Array, "b s d"], inputs: Inputs, call: Call, cache: Any = None, part: slice = slice(None)
@@ -158,9 +174,13 @@ class Decoder(nnx.Module):
     def __call__(
         self, tokens: Int[Array, "b s"], inputs: Inputs, call: Call, cache: Any = None
     ) -> tuple[Float[Array, "b s d"], Any, Sums]:
-        """Hidden states after the final norm, the cache afterwards, and the sums that layers emit."""
-        x, cache, sums = self.run(self.embed(tokens, call.dtype), inputs, call, cache)
-        return self.norm(x), cache, sums
+        """Hidden states for the head, the cache afterwards, and the sums that layers emit."""
+        x = self.embed(tokens, call.dtype)
+        if self.spec.embedding_scale != 1:
+            x *= jnp.asarray(self.spec.embedding_scale, x.dtype)
+        x, cache, sums = self.run(x, inputs, call, cache)
+        x = self.norm(x)
+        return (x if self.spec.logit_scale == 1 else x * self.spec.logit_scale), cache, sums
 
 
 def bind(graph: nnx.GraphDef, parameters: Parameters) -> Decoder:

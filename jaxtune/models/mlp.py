@@ -1,4 +1,4 @@
-"""The gated feed-forward layer (SwiGLU, Shazeer 2020)."""
+"""The feed-forward layer, gated (Shazeer 2020) or not."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,27 +10,30 @@ from jaxtyping import Array, Float
 
 from jaxtune.models.call import Call
 from jaxtune.models.linear import Linear, jointly
-from jaxtune.models.spec import Gated, Layer, ModelSpec
+from jaxtune.models.spec import FeedForward, Layer, ModelSpec
 from jaxtune.parallel.layout import RULES, P, by_token, shards
 from jaxtune.precision.matmul import LowPrecision
 
 # Tokens of a device at once, where memory is short: enough for products to be as fast as those of more.
 TILE = 16_384
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu": partial(jax.nn.gelu, approximate=False), "gelu_tanh": jax.nn.gelu}
 
 
 class MLP(nnx.Module):
-    """down(silu(gate(x)) * up(x)). `name` is its place in the layer."""
+    """down(activation(gate(x)) * up(x)), or down(activation(up(x))). `name` is its place in the layer."""
 
-    def __init__(self, spec: ModelSpec, layer: Layer, gated: Gated, name: str = "mlp"):
-        linear = partial(Linear, spec, layer, bias=gated.bias)
-        self.gate = linear(f"{name}.gate", (gated.size, spec.hidden), ("mlp", "embed"))
-        self.up = linear(f"{name}.up", (gated.size, spec.hidden), ("mlp", "embed"))
-        self.down = linear(f"{name}.down", (spec.hidden, gated.size), ("embed", "mlp"))
+    def __init__(self, spec: ModelSpec, layer: Layer, options: FeedForward, name: str = "mlp"):
+        linear = partial(Linear, spec, layer, bias=options.bias)
+        into, out = ((options.size, spec.hidden), ("mlp", "embed")), ((spec.hidden, options.size), ("embed", "mlp"))
+        self.gate = linear(f"{name}.gate", *into) if options.gated else None
+        self.up = linear(f"{name}.up", *into)
+        self.down = linear(f"{name}.down", *out)
+        self.activation = ACTIVATIONS[options.activation]
 
     def __call__(self, x: Float[Array, "b s d"], call: Call) -> Float[Array, "b s d"]:
         """The feed-forward of every token."""
         # The amax of a delayed scale is that of all tokens, and comes as a gradient: tiles would add theirs.
-        if call.remat != "offload" or any(_scale_is_delayed(linear) for linear in (self.gate, self.up, self.down)):
+        if call.remat != "offload" or any(map(_scale_is_delayed, (self.up, self.down))):
             return self._of(x, call)
         # Each tile adds to the gradient of the adapters: in float32.
         graph, adapters, weights = nnx.split(self, nnx.LoRAParam, ...)
@@ -38,8 +41,10 @@ class MLP(nnx.Module):
         return by_tiles(lambda tile, call: nnx.merge(graph, adapters, weights)._of(tile, call), x, call)
 
     def _of(self, x: Float[Array, "b s d"], call: Call) -> Float[Array, "b s d"]:
+        if self.gate is None:
+            return self.down(self.activation(self.up(x, call)), call)
         gate, up = jointly([self.gate, self.up], x, call)
-        return self.down(jax.nn.silu(gate) * up, call)
+        return self.down(self.activation(gate) * up, call)
 
 
 def _scale_is_delayed(linear: Linear) -> bool:

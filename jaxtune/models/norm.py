@@ -1,26 +1,43 @@
-"""Root-mean-square normalisation (Zhang & Sennrich 2019)."""
+"""Normalisation of features."""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxtune.models import spec as specs
 from jaxtune.models.declared import declared
+from jaxtune.parallel.layout import P
 
 
-class RMSNorm(nnx.Module):
-    """x / rms(x) * weight over the last dimension, computed in float32, returned in the dtype of x."""
+class Norm(nnx.Module):
+    """x / rms(x) * weight over the last dimension, or what else `options` say; computed in float32.
 
-    def __init__(self, size: int, epsilon: float):
-        self.weight = declared((size,), (None,), nnx.initializers.ones, "vector")
-        self.epsilon = epsilon
+    `axis` is the logical name of that dimension.
+    """
+
+    def __init__(self, size: int, options: specs.Norm, axis: str | None = None):
+        start = nnx.initializers.zeros if options.offset else nnx.initializers.ones
+        self.weight = declared((size,), (axis,), start, "vector")
+        self.bias = declared((size,), (axis,), nnx.initializers.zeros, "vector") if options.bias else None
+        self.options = options
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
-        """Normalised x; as in transformers it is rounded to its dtype before the weight multiplies it.
+        """Normalised x, in its dtype.
 
-        They are multiplied in float32, so that the weight's gradient is summed over the tokens in float32.
+        As in transformers the weight is rounded to that dtype. They are multiplied in float32, so that the weight's
+        gradient is summed over the tokens in float32.
         """
         wide = x.astype(jnp.float32)
-        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
-        rounded, weight = (value.astype(x.dtype).astype(jnp.float32) for value in (normed, self.weight))
-        return (rounded * weight).astype(x.dtype)
+        if self.options.centred:
+            wide -= jnp.mean(wide, axis=-1, keepdims=True)
+        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.options.epsilon)
+        if self.options.rounded:
+            normed = normed.astype(x.dtype).astype(jnp.float32)
+
+        def beside(value: Array) -> Array:
+            return jax.reshard(value.astype(x.dtype), P(jax.typeof(x).sharding.spec[-1])).astype(jnp.float32)
+
+        weight = beside(self.weight.get_value())
+        y = normed * (1 + weight if self.options.offset else weight)
+        return (y if self.bias is None else y + beside(self.bias.get_value())).astype(x.dtype)

@@ -1,6 +1,7 @@
 """Rotary position embedding: frequencies of every scaling that transformers knows for these families, and rotation."""
 
 import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,22 +10,39 @@ from jaxtyping import Array, Float, Int
 from jaxtune.models.spec import Rope
 
 
-def rotation(
-    rope: Rope, head_dim: int, positions: Int[Array, "b s"]
-) -> tuple[Float[Array, "b s 1 d"], Float[Array, "b s 1 d"]]:
-    """Cosine and sine for every token, once a batch; float32. Matches transformers' modeling_rope_utils."""
-    frequencies, magnitude = _frequencies(rope, head_dim, positions)
-    angles = positions[..., None].astype(jnp.float32) * frequencies
-    angles = jnp.concatenate([angles, angles], axis=-1)[:, :, None, :]
-    return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
+class Rotation(NamedTuple):
+    """Cosine and sine for every token and rotated feature, and what its queries are multiplied by; float32."""
+
+    cos: Float[Array, "b s 1 r"]
+    sin: Float[Array, "b s 1 r"]
+    query_scale: Float[Array, "b s 1 1"] | None
 
 
-def rotate(
-    x: Float[Array, "b s h d"], cos: Float[Array, "b s 1 d"], sin: Float[Array, "b s 1 d"]
-) -> Float[Array, "b s h d"]:
-    """Rotate pairs (i, i + d/2) of each head."""
-    low, high = jnp.split(x, 2, axis=-1)
-    return x * cos.astype(x.dtype) + jnp.concatenate([-high, low], axis=-1) * sin.astype(x.dtype)
+def rotation(rope: Rope, head_dim: int, positions: Int[Array, "b s"]) -> Rotation:
+    """Once a batch. Matches transformers' modeling_rope_utils."""
+    frequencies, magnitude = _frequencies(rope, int(head_dim * rope.fraction), positions)
+    positions = positions[..., None].astype(jnp.float32)
+    angles = positions * frequencies
+    angles = jnp.repeat(angles, 2, axis=-1) if rope.interleaved else jnp.concatenate([angles, angles], axis=-1)
+    angles = angles[:, :, None, :]
+    scale = None
+    if rope.query_growth:
+        scale = 1 + rope.query_growth * jnp.log1p(positions // rope.original_positions)[..., None]
+    return Rotation(jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude, scale)
+
+
+def rotate(x: Float[Array, "b s h d"], rope: Rope, rotation: Rotation) -> Float[Array, "b s h d"]:
+    """The first features of each head rotated in pairs."""
+    cos, sin = rotation.cos.astype(x.dtype), rotation.sin.astype(x.dtype)
+    x, rest = jnp.split(x, [cos.shape[-1]], axis=-1)
+    if rope.interleaved:
+        low, high = x[..., ::2], x[..., 1::2]
+        turned = jnp.stack([-high, low], axis=-1).reshape(x.shape)
+    else:
+        low, high = jnp.split(x, 2, axis=-1)
+        turned = jnp.concatenate([-high, low], axis=-1)
+    x = x * cos + turned * sin
+    return jnp.concatenate([x, rest], axis=-1) if rest.size else x
 
 
 def _frequencies(rope: Rope, head_dim: int, positions: Array) -> tuple[Array, float]:

@@ -48,6 +48,7 @@ def score(decoder: Decoder, batch: Batch, call: Call, *, head_gradient: bool = F
             targets.reshape(-1),
             weight != 0,
             vocabulary=decoder.spec.vocabulary,
+            soft_cap=decoder.spec.logit_cap,
             z_loss=z_loss,
             head_gradient=head_gradient,
             vocabulary_axis=used("vocabulary"),
@@ -63,4 +64,5 @@ def logits(decoder: Decoder, hidden: Float[Array, "*b d"], dtype: jnp.dtype) -> 
     """Float32 logits of hidden states, whole on every device: for a few tokens, in decoding and comparisons."""
     head = jax.reshard(decoder.head_weight.astype(dtype), P())
     found = jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32)
-    return found[..., : decoder.spec.vocabulary]
+    found, cap = found[..., : decoder.spec.vocabulary], decoder.spec.logit_cap
+    return found if cap is None else cap * jnp.tanh(found / cap)

@@ -7,7 +7,13 @@ from typing import Any, Literal, NamedTuple
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding (Su et al. 2021) and how its frequencies are stretched."""
+    """Rotary position embedding (Su et al. 2021) and how its frequencies are stretched.
+
+    Attributes:
+        interleaved: pairs of features are (2i, 2i + 1), and not (i, i + d/2).
+        fraction: of a head's features, the first ones, that are rotated.
+        query_growth: queries at position p are multiplied by 1 + growth * log(1 + p // original_positions) (Llama 4).
+    """
 
     theta: float
     kind: Literal["default", "linear", "dynamic", "yarn", "llama3"] = "default"
@@ -21,6 +27,27 @@ class Rope:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    interleaved: bool = False
+    fraction: float = 1.0
+    query_growth: float = 0.0
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A normalisation of features, in float32: by their root mean square (Zhang & Sennrich 2019), or LayerNorm.
+
+    Attributes:
+        centred: the mean is subtracted first (Ba et al. 2016).
+        bias: is added last.
+        offset: the weight is stored as its difference from one (Gemma).
+        rounded: to the dtype of the activations before the weight multiplies, as in Llama.
+    """
+
+    epsilon: float
+    centred: bool = False
+    bias: bool = False
+    offset: bool = False
+    rounded: bool = True
 
 
 @dataclass(frozen=True)
@@ -30,7 +57,8 @@ class Heads:
     Attributes:
         heads, kv_heads: of queries, and of keys and values, each head_dim wide.
         window: keys that a query sees, itself included; None: all before it.
-        qk_norm: RMS norms of each head's queries and keys.
+        rope: None: positions are not embedded.
+        qk_norm: norms of queries and keys: of each "head", or of all heads as one ("whole").
         bias: which projections have one, of "q", "k", "v" and "o".
         scale: of the logits; None: head_dim^-0.5.
         soft_cap: bounds the logits to cap * tanh(logits / cap) (Gemma 2).
@@ -40,21 +68,29 @@ class Heads:
     heads: int
     kv_heads: int
     head_dim: int
-    rope: Rope
+    rope: Rope | None
     window: int | None = None
-    qk_norm: bool = False
+    qk_norm: Literal["head", "whole"] | None = None
     bias: frozenset[str] = frozenset()
     scale: float | None = None
     soft_cap: float | None = None
     sinks: bool = False
 
 
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+
 @dataclass(frozen=True)
-class Gated:
-    """A SwiGLU feed-forward layer (Shazeer 2020) of so many hidden features."""
+class FeedForward:
+    """A feed-forward layer of so many hidden features, SwiGLU (Shazeer 2020) unless it says otherwise.
+
+    gated: down(activation(gate(x)) * up(x)); otherwise down(activation(up(x))).
+    """
 
     size: int
     bias: bool = False
+    activation: Activation = "silu"
+    gated: bool = True
 
 
 @dataclass(frozen=True)
@@ -104,11 +140,18 @@ class Layer:
     """One layer's structure, in slots, and how its parameters are treated.
 
     Equal layers are stacked and scanned; an unlike one starts a new stack.
+
+    Attributes:
+        norms: "before" attention and the feed-forward layer, "after" them (OLMo 2), or "both" (Gemma 2); "shared": one
+            before both, which then run side by side (Cohere).
+        residual_scale: multiplies what both add to the residual stream (Granite).
     """
 
     mixer: Heads
-    feed_forward: Gated | Experts
+    feed_forward: FeedForward | Experts
     treatments: Treatments = ()
+    norms: Literal["before", "after", "both", "shared"] = "before"
+    residual_scale: float = 1.0
 
     def treatment(self, parameter: str) -> Treatment:
         """Of a parameter by its name in the layer."""
@@ -117,17 +160,26 @@ class Layer:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder-only transformer."""
+    """A decoder-only transformer.
+
+    Attributes:
+        embedding_scale: multiplies the embeddings, rounded to their dtype (Gemma).
+        logit_scale: multiplies the logits; here, what the head multiplies.
+        logit_cap: bounds the logits to cap * tanh(logits / cap) (Gemma 2).
+    """
 
     family: str
     vocabulary: int
     hidden: int
     layers: tuple[Layer, ...]
-    norm_epsilon: float
+    norm: Norm
     max_positions: int
     tied: bool
     initializer_range: float = 0.02
     treatments: Treatments = ()  # of the parameters outside the layers
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
     router_loss: float = 0.0  # weight of the load-balancing loss, where there are experts
 
     @property

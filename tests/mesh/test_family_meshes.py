@@ -1,4 +1,4 @@
-"""What families have beside Qwen3, on eight devices: parts of fused modules, and experts."""
+"""What families have beside Qwen3, on eight devices: parts of fused modules, other norms and ropes, and experts."""
 
 import dataclasses
 
@@ -11,15 +11,30 @@ from tiny import layer, spec
 
 from jaxtune.config.schema import Config, Data, Lora, Mesh, Model, Precision, Train
 from jaxtune.models.parameters import randomize
-from jaxtune.models.spec import Experts
+from jaxtune.models.spec import Experts, FeedForward, Norm, Rope
 from jaxtune.parallel.mesh import data_shards, make_mesh
 from jaxtune.run.assembly import assemble
 from jaxtune.run.model import Base
 
 HEADS = dataclasses.replace(layer().mixer, heads=8, kv_heads=4)
 SPARSE = dataclasses.replace(layer(), mixer=HEADS, feed_forward=Experts(64, count=4, active=2, normalized=True))
-FUSED = dataclasses.replace(layer(intermediate=64), mixer=dataclasses.replace(HEADS, qk_norm=False))
+FUSED = dataclasses.replace(layer(intermediate=64), mixer=dataclasses.replace(HEADS, qk_norm=None))
+NORMED_AFTER = dataclasses.replace(FUSED, mixer=dataclasses.replace(HEADS, qk_norm="whole"), norms="after")
+SIDE_BY_SIDE = dataclasses.replace(
+    FUSED,
+    mixer=dataclasses.replace(
+        FUSED.mixer,
+        rope=Rope(1e4, original_positions=16, interleaved=True, fraction=0.5, query_growth=0.1),
+        soft_cap=5.0,
+    ),
+    feed_forward=FeedForward(64, bias=True, activation="gelu_tanh", gated=False),
+    norms="shared",
+    residual_scale=0.5,
+)
+SCALED = {"norm": Norm(1e-5, centred=True, bias=True), "embedding_scale": 4.0, "logit_scale": 0.5, "logit_cap": 3.0}
 SPECS = {
+    "olmo2": spec((NORMED_AFTER, NORMED_AFTER), family="olmo2", hidden=64),
+    "starcoder2": spec((SIDE_BY_SIDE, SIDE_BY_SIDE), family="starcoder2", hidden=64, **SCALED),
     "phi3": spec((FUSED, FUSED), family="phi3", hidden=64),
     "qwen3_moe": spec((SPARSE, SPARSE), family="qwen3_moe", hidden=64, router_loss=0.1),
 }
@@ -53,7 +68,9 @@ def train(family: str, lora: bool, mesh: Mesh, devices: int) -> tuple[np.ndarray
 @pytest.mark.parametrize(
     ("family", "lora", "mesh"),
     [
+        ("olmo2", False, "fsdp=4 tensor=2"),
         ("phi3", True, "fsdp=4 tensor=2"),
+        ("starcoder2", True, "fsdp=4 tensor=2"),
         ("qwen3_moe", False, "fsdp=4 tensor=2"),
         ("qwen3_moe", True, "data=2 fsdp=4"),
     ],

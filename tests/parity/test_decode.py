@@ -13,7 +13,19 @@ from jaxtune.run.generation import generate_tokens, stop_tokens, stream_text
 NEW = 24
 
 
-@pytest.mark.parametrize("family", ["qwen3, a period of two", "llama, llama3 rope, untied, biases"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "cohere2, shared layer norm",
+        "gemma2, soft caps",
+        "gemma3_text, two ropes",
+        "llama, llama3 rope, untied, biases",
+        "ministral3, growing queries",
+        "olmo3, windows",
+        "qwen3, a period of two",
+        "starcoder2, layer norm, no gate",
+    ],
+)
 def test_greedy_tokens_equal_transformers(family, one_device, tmp_path):
     reference = torch_model(family, tmp_path)
     import torch

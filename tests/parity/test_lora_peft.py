@@ -95,17 +95,27 @@ def test_an_adapter_made_by_peft_loads_here(base, one_device, tmp_path):
     assert np.abs(ours - expected).max() <= 1e-5
 
 
-def test_adapters_of_fused_modules_go_to_peft_and_back(one_device, tmp_path):
-    """A of a fused module is one, whatever its parts are here; B is put together of theirs."""
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("phi3, fused, window", ("qkv_proj", "gate_up_proj", "down_proj")),
+        ("glm4, half of a head rotated", "all-linear"),
+        ("gemma2, soft caps", "all-linear"),
+        ("starcoder2, layer norm, no gate", "all-linear"),
+    ],
+)
+def test_adapters_go_to_peft_and_back(family, targets, one_device, tmp_path):
+    """Modules have other names here, or are several parameters: then A is one, and B is put together of theirs."""
     import torch
 
     peft = pytest.importorskip("peft")
-    reference = torch_model("phi3, fused, window", tmp_path / "base")
-    lora = Lora(enabled=True, rank=4, alpha=8.0, target_modules=("qkv_proj", "gate_up_proj", "down_proj"))
+    reference = torch_model(family, tmp_path / "base")
+    lora = Lora(enabled=True, rank=4, alpha=8.0, target_modules=targets)
     model, parameters, config = adapted(tmp_path / "base", one_device, lora)
-    assert [name for name in model.trained if "attention" in name and name.endswith("lora_a")] == [
-        "stacks.0.blocks.0.attention.q.lora_a"
-    ]
+    if family.startswith("phi3"):
+        assert [name for name in model.trained if "attention" in name and name.endswith("lora_a")] == [
+            "stacks.0.blocks.0.attention.q.lora_a"
+        ]
     for kind, merge in (("peft", False), ("hf", True)):
         export(model, parameters, config, RunFolder(tmp_path), tmp_path / kind, kind, merge=merge, steps=1, tokens=1)
     rows = tokens(2, 48)

@@ -13,7 +13,9 @@ from jaxtune.models.score import score
 from jaxtune.objectives.cross_entropy import cross_entropy
 
 
-@pytest.mark.parametrize("family", ["qwen3, a period of two", "llama, llama3 rope, untied, biases"])
+@pytest.mark.parametrize(
+    "family", ["qwen3, a period of two", "llama, llama3 rope, untied, biases", "ministral3, growing queries"]
+)
 def test_packed_equals_unpacked(family, one_device, tmp_path):
     torch_model(family, tmp_path)
     model, parameters, _ = read(tmp_path, one_device)

@@ -9,16 +9,49 @@ from types import ModuleType
 from typing import Any
 
 from jaxtune.errors import UserError
-from jaxtune.models.families import llama, mistral, phi3, qwen2, qwen3, qwen3_moe
+from jaxtune.models.families import (
+    cohere2,
+    ernie4_5,
+    exaone4,
+    gemma2,
+    gemma3_text,
+    glm4,
+    granite,
+    llama,
+    ministral3,
+    mistral,
+    olmo2,
+    olmo3,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    seed_oss,
+    smollm3,
+    starcoder2,
+)
 from jaxtune.models.spec import ModelSpec
 
 FAMILIES: dict[str, ModuleType] = {
+    "cohere2": cohere2,
+    "ernie4_5": ernie4_5,
+    "exaone4": exaone4,
+    "gemma2": gemma2,
+    "gemma3_text": gemma3_text,
+    "glm4": glm4,
+    "granite": granite,
     "llama": llama,
+    "ministral3": ministral3,
     "mistral": mistral,
+    "olmo2": olmo2,
+    "olmo3": olmo3,
     "phi3": phi3,
     "qwen2": qwen2,
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,
+    "seed_oss": seed_oss,
+    "smollm3": smollm3,
+    "starcoder2": starcoder2,
 }
 
 

@@ -1,10 +1,10 @@
-"""Llama 3.x and what the families that copied its names share: config.json to ModelSpec, and the table of names."""
+"""Llama 3.x; and what the families that copied its names share: config.json to ModelSpec, and the table of names."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtune.errors import UserError
-from jaxtune.models.spec import Experts, Gated, Heads, Layer, ModelSpec, Rope
+from jaxtune.models.spec import Activation, Experts, FeedForward, Heads, Layer, ModelSpec, Norm, Rope
 
 # Parameter (inside its layer, or whole) <-> Hugging Face name. No tensor is permuted: weights stay (out, in).
 NAMES_WITHOUT_BIAS = {
@@ -35,51 +35,67 @@ def common_spec(
     family: str,
     config: dict[str, Any],
     windows: Sequence[int | None] | None = None,
-    feed_forwards: Sequence[Gated | Experts] | None = None,
+    ropes: Sequence[Rope | None] | None = None,
+    feed_forwards: Sequence[FeedForward | Experts] | None = None,
     mlp_bias: bool = False,
-    router_loss: float = 0.0,
+    norm: Norm | None = None,
+    layer: Mapping[str, Any] = {},
+    model: Mapping[str, Any] = {},
     **heads: Any,
 ) -> ModelSpec:
     """The fields that these families share.
 
-    windows and feed_forwards: of each layer; without them no window, and SwiGLU. heads: more fields of `Heads`.
+    windows, ropes and feed_forwards: of each layer; without them no window, that of `read_rope`, and a gated layer with
+    the config's activation. layer, model, heads: more fields of `Layer`, `ModelSpec` and `Heads`.
     """
-    if config.get("hidden_act", "silu") != "silu":
-        raise UserError(f"config.json: hidden_act={config['hidden_act']!r}; {family} here is silu")
-    count, rope = config["num_hidden_layers"], read_rope(config)
-    queries = config["num_attention_heads"]
+    count, queries = config["num_hidden_layers"], config["num_attention_heads"]
+    dense = FeedForward(config["intermediate_size"], mlp_bias, activation(config))
+    head_dim = config.get("head_dim") or config["hidden_size"] // queries
 
-    def mixer(window: int | None) -> Heads:
-        head_dim = config.get("head_dim") or config["hidden_size"] // queries
+    def mixer(window: int | None, rope: Rope | None) -> Heads:
         return Heads(queries, config.get("num_key_value_heads") or queries, head_dim, rope, window, **heads)
 
-    dense = Gated(config["intermediate_size"], mlp_bias)
-    layers = zip(windows or [None] * count, feed_forwards or [dense] * count)
+    mixers = map(mixer, windows or [None] * count, ropes or [read_rope(config)] * count)
+    slots = zip(mixers, feed_forwards or [dense] * count, strict=True)
     return ModelSpec(
         family=family,
         vocabulary=config["vocab_size"],
         hidden=config["hidden_size"],
-        layers=tuple(Layer(mixer(window), feed_forward) for window, feed_forward in layers),
-        norm_epsilon=config["rms_norm_eps"],
+        layers=tuple(Layer(*slot, **layer) for slot in slots),
+        norm=norm or Norm(config["rms_norm_eps"]),
         max_positions=config["max_position_embeddings"],
         tied=config.get("tie_word_embeddings", False),
         initializer_range=config.get("initializer_range", 0.02),
-        router_loss=router_loss,
+        **model,
     )
 
 
-def read_rope(config: dict[str, Any]) -> Rope:
-    """Rope from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+def activation(config: dict[str, Any], key: str = "hidden_act") -> Activation:
+    """The activation of feed-forward layers that the config names; silu if it names none."""
+    name = config.get(key, "silu")
+    if name not in ACTIVATIONS:
+        raise UserError(f"config.json: {key}={name!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def read_rope(config: dict[str, Any], theta: float = 10_000.0, **fields: Any) -> Rope:
+    """Rope from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
+
+    theta: where the config has none. fields: more of `Rope`.
+    """
     values = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     kind = values.get("rope_type", values.get("type", "default"))
     known = ("default", "linear", "dynamic", "yarn", "llama3")
     if kind not in known:
         raise UserError(f"config.json: rope_type={kind!r} is not supported; supported: {', '.join(known)}")
-    if values.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UserError("config.json: partial_rotary_factor other than 1 is not supported")
+    if partial_rotary(config) != fields.get("fraction", 1.0):
+        raise UserError(f"config.json: partial_rotary_factor={partial_rotary(config)} is not supported for this family")
     positions = config["max_position_embeddings"]
     return Rope(
-        theta=float(values.get("rope_theta", config.get("rope_theta", 10_000.0))),
+        theta=float(values.get("rope_theta", config.get("rope_theta", theta))),
         kind=kind,
         factor=float(values.get("factor", 1.0)),
         # dynamic stretches beyond max_position_embeddings itself
@@ -94,19 +110,61 @@ def read_rope(config: dict[str, Any]) -> Rope:
         mscale=values.get("mscale"),
         mscale_all_dim=values.get("mscale_all_dim"),
         truncate=values.get("truncate", True),
+        **fields,
     )
 
 
-def windows(config: dict[str, Any]) -> list[int | None]:
-    """The window of each layer, by `layer_types` (or `max_window_layers`, before transformers 4.53)."""
-    count, window = config["num_hidden_layers"], config.get("sliding_window")
-    if not config.get("use_sliding_window", False):
-        window = None
-    first = config.get("max_window_layers", 28)
-    kinds = config.get("layer_types") or [
-        "sliding_attention" if window is not None and number >= first else "full_attention" for number in range(count)
-    ]
+def partial_rotary(config: dict[str, Any], default: float = 1.0) -> float:
+    """The fraction of a head's features that are rotated."""
+    nested = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return nested.get("partial_rotary_factor", config.get("partial_rotary_factor", default))
+
+
+def ropes_by_kind(config: dict[str, Any], theta: float, local_theta: float) -> list[Rope]:
+    """The rope of each layer, where those with a window have another than those without."""
+    nested = config.get("rope_parameters") or {}
+    if "full_attention" not in nested:  # before transformers 5
+        nested = {"full_attention": config.get("rope_scaling") or {}}
+    base = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_theta")}
+
+    def rope(kind: str, key: str, theta: float) -> Rope:
+        values = {"rope_theta": config.get(key, theta)} | (nested.get(kind) or {})
+        return read_rope(base | {"rope_parameters": values})
+
+    by_kind = {
+        "full_attention": rope("full_attention", "rope_theta", theta),
+        "sliding_attention": rope("sliding_attention", "rope_local_base_freq", local_theta),
+    }
+    return [by_kind[kind] for kind in layer_types(config)]
+
+
+def layer_types(config: dict[str, Any]) -> list[str]:
+    """Whether each layer has "full_attention" or "sliding_attention", by `layer_types`."""
+    count, kinds = config["num_hidden_layers"], config["layer_types"]
     unknown = sorted(set(kinds) - {"sliding_attention", "full_attention"})
     if unknown or len(kinds) != count:
         raise UserError(f"config.json: layer_types {unknown or len(kinds)} for {count} layers is not supported")
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+    return kinds
+
+
+def every_nth_is_full(config: dict[str, Any], period: int) -> dict[str, Any]:
+    """The config with `layer_types`: if it has none, each layer has a window but the last of each period."""
+    kinds = [
+        "full_attention" if (n + 1) % period == 0 else "sliding_attention" for n in range(config["num_hidden_layers"])
+    ]
+    return config | {"layer_types": config.get("layer_types") or kinds}
+
+
+def windows(config: dict[str, Any], used: bool | None = None) -> list[int | None]:
+    """The window of each layer, by `layer_types` (or `max_window_layers`, before transformers 4.53).
+
+    used: whether there are any; None: by `use_sliding_window`.
+    """
+    count, window = config["num_hidden_layers"], config.get("sliding_window")
+    if not (config.get("use_sliding_window", False) if used is None else used):
+        window = None
+    if not config.get("layer_types"):
+        first = config.get("max_window_layers", 28)
+        kinds = ["sliding_attention" if window is not None and n >= first else "full_attention" for n in range(count)]
+        config = config | {"layer_types": kinds}
+    return [window if kind == "sliding_attention" else None for kind in layer_types(config)]

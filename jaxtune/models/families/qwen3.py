@@ -5,12 +5,8 @@ from typing import Any
 from jaxtune.models.families import llama
 from jaxtune.models.spec import ModelSpec
 
-NAMES = {
-    **llama.NAMES,
-    "attention.q_norm.weight": "model.layers.{layer}.self_attn.q_norm.weight",
-    "attention.k_norm.weight": "model.layers.{layer}.self_attn.k_norm.weight",
-}
-IGNORABLE = llama.IGNORABLE
+QK_NORMS = {f"attention.{x}_norm.weight": f"model.layers.{{layer}}.self_attn.{x}_norm.weight" for x in "qk"}
+NAMES, IGNORABLE = llama.NAMES | QK_NORMS, llama.IGNORABLE
 
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:
@@ -22,4 +18,4 @@ def common_spec(family: str, config: dict[str, Any], **fields: Any) -> ModelSpec
     """The fields that the families of Qwen3 share; `fields` as those of llama.common_spec."""
     bias = frozenset("qkvo" if config.get("attention_bias", False) else "")
     config = {"head_dim": 128} | config
-    return llama.common_spec(family, config, llama.windows(config), bias=bias, qk_norm=True, **fields)
+    return llama.common_spec(family, config, llama.windows(config), bias=bias, qk_norm="head", **fields)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxtune.models.families import qwen3
-from jaxtune.models.spec import Experts, Gated, ModelSpec
+from jaxtune.models.spec import Experts, FeedForward, ModelSpec
 
 MLP = "model.layers.{layer}.mlp"
 EXPERTS = {
@@ -14,7 +14,7 @@ NAMES, IGNORABLE = qwen3.NAMES | {"mlp.router.weight": f"{MLP}.gate.weight"} | E
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:
     """ModelSpec of a `Qwen3MoeForCausalLM` config.json."""
-    dense = Gated(config["intermediate_size"])
+    dense = FeedForward(config["intermediate_size"])
     experts = Experts(
         size=config["moe_intermediate_size"],
         count=config.get("num_experts") or config["num_local_experts"],
@@ -22,11 +22,11 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
         normalized=config.get("norm_topk_prob", False),
     )
 
-    def feed_forward(layer: int) -> Gated | Experts:
+    def feed_forward(layer: int) -> FeedForward | Experts:
         is_dense = layer in config.get("mlp_only_layers", ()) or (layer + 1) % config.get("decoder_sparse_step", 1)
         return dense if is_dense or not experts.count else experts
 
     layers = [feed_forward(layer) for layer in range(config["num_hidden_layers"])]
     # transformers adds it where the router's logits are asked for, and only then.
     weight = config.get("router_aux_loss_coef", 0.001) if config.get("output_router_logits", False) else 0.0
-    return qwen3.common_spec("qwen3_moe", config, feed_forwards=layers, router_loss=weight)
+    return qwen3.common_spec("qwen3_moe", config, feed_forwards=layers, model={"router_loss": weight})

@@ -1,0 +1,26 @@
+"""EXAONE 4: norms after attention and feed-forward, and of each head; no rope on layers without a window."""
+
+from typing import Any
+
+from jaxtune.models.families import llama, olmo2
+from jaxtune.models.spec import ModelSpec
+
+NAMES, IGNORABLE = olmo2.NAMES, olmo2.IGNORABLE
+DEFAULTS = {"sliding_window": 4096, "num_key_value_heads": 32, "rms_norm_eps": 1e-5}
+
+
+def read_spec(config: dict[str, Any]) -> ModelSpec:
+    """ModelSpec of an `Exaone4ForCausalLM` config.json."""
+    config = DEFAULTS | config
+    rope, windowed = llama.read_rope(config), config["sliding_window"] is not None
+    if windowed:
+        config = llama.every_nth_is_full(config, config.get("sliding_window_pattern", 4))
+    windows = llama.windows(config, used=windowed)
+    return llama.common_spec(
+        "exaone4",
+        config,
+        windows,
+        [rope if window is not None or not windowed else None for window in windows],
+        layer={"norms": "after"},
+        qk_norm="head",
+    )

@@ -1,0 +1,25 @@
+"""Ministral 3: Mistral whose queries grow with their position beyond the rope's original ones."""
+
+from typing import Any
+
+from jaxtune.models.families import llama
+from jaxtune.models.spec import ModelSpec
+
+NAMES, IGNORABLE = llama.NAMES_WITHOUT_BIAS, llama.IGNORABLE
+ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16_384,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+
+def read_spec(config: dict[str, Any]) -> ModelSpec:
+    """ModelSpec of a `Ministral3ForCausalLM` config.json."""
+    config = {"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_parameters": ROPE} | config
+    count = config["num_hidden_layers"]
+    rope = llama.read_rope(config, query_growth=config["rope_parameters"].get("llama_4_scaling_beta", 0.0))
+    return llama.common_spec("ministral3", config, [config.get("sliding_window")] * count, [rope] * count)

@@ -1,0 +1,27 @@
+"""OLMo 2: Llama with norms after attention and feed-forward in place of those before, and on all queries and keys."""
+
+from typing import Any
+
+from jaxtune.models.families import gemma2, llama, qwen3
+from jaxtune.models.spec import ModelSpec, Norm
+
+OUT_NORMS = {name: hf for name, hf in gemma2.NORMS.items() if "out_norm" in name}
+NAMES, IGNORABLE = llama.NAMES | OUT_NORMS | qwen3.QK_NORMS, llama.IGNORABLE
+
+
+def read_spec(config: dict[str, Any]) -> ModelSpec:
+    """ModelSpec of an `Olmo2ForCausalLM` config.json."""
+    return common_spec("olmo2", config)
+
+
+def common_spec(family: str, config: dict[str, Any], **fields: Any) -> ModelSpec:
+    """The fields that the families of OLMo 2 share; `fields` as those of llama.common_spec."""
+    return llama.common_spec(
+        family,
+        config,
+        norm=Norm(config.get("rms_norm_eps", 1e-5), rounded=False),
+        layer={"norms": "after"},
+        bias=frozenset("qkvo" if config.get("attention_bias", False) else ""),
+        qk_norm="whole",
+        **fields,
+    )

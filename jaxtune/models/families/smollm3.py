@@ -1,0 +1,29 @@
+"""SmolLM3: Llama with layers that do not embed positions (NoPE), every fourth if the config says nothing."""
+
+from typing import Any
+
+from jaxtune.models.families import llama
+from jaxtune.models.spec import ModelSpec
+
+NAMES, IGNORABLE = llama.NAMES, llama.IGNORABLE
+DEFAULTS = {"tie_word_embeddings": True, "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "vocab_size": 128_256}
+
+
+def read_spec(config: dict[str, Any]) -> ModelSpec:
+    """ModelSpec of a `SmolLM3ForCausalLM` config.json."""
+    config = DEFAULTS | config
+    count, period = config["num_hidden_layers"], config.get("no_rope_layer_interval", 4)
+    # 1 is a layer with a rope, whatever the name says.
+    has_rope = config.get("no_rope_layers") or [(number + 1) % period != 0 for number in range(count)]
+    if not config.get("layer_types"):
+        kinds = ["full_attention" if has else "sliding_attention" for has in has_rope]
+        config = config | {"layer_types": kinds}
+    rope = llama.read_rope(config, theta=2e6)
+    return llama.common_spec(
+        "smollm3",
+        config,
+        llama.windows(config),
+        [rope if has else None for has in has_rope],
+        mlp_bias=config.get("mlp_bias", False),
+        bias=frozenset("qkvo" if config.get("attention_bias", False) else ""),
+    )

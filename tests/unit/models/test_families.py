@@ -1,0 +1,88 @@
+"""config.json of each family: defaults, older forms, and what is refused."""
+
+import pytest
+import transformers
+from tiny import FAMILIES as ROWS
+
+from jaxtune.errors import UserError
+from jaxtune.models.families import FAMILIES, read_spec
+
+CLASSES = {getattr(transformers, kind).model_type: getattr(transformers, kind) for kind, _ in ROWS.values()}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "vocab_size": 320,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+}
+
+
+def config(kind: str, **fields) -> dict:
+    """As transformers would write it."""
+    return CLASSES[kind](**fields).to_dict() | SIZES | fields
+
+
+def test_every_family_has_a_row():
+    assert CLASSES.keys() == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("kind", [kind for kind, family in FAMILIES.items() if hasattr(family, "DEFAULTS")])
+def test_defaults_are_those_of_transformers(kind):
+    written = CLASSES[kind]().to_dict()
+    defaults = FAMILIES[kind].DEFAULTS
+    assert {key: written.get(key, value) for key, value in defaults.items()} == defaults
+    without = {key: value for key, value in written.items() if key not in defaults}
+    assert read_spec(without) == read_spec(written)
+
+
+OLD_GEMMA3 = {
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "sliding_window_pattern": 6,
+    "sliding_window": 512,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "old"),
+    [
+        ("gemma3_text", OLD_GEMMA3),
+        ("gemma3_text", OLD_GEMMA3 | {"rope_scaling": None}),
+        (
+            "olmo3",
+            {
+                "rope_theta": 5e5,
+                "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64},
+            },
+        ),
+        ("glm4", {"partial_rotary_factor": 0.5, "rope_theta": 1e4}),
+        ("cohere2", {"sliding_window_pattern": 4, "rope_theta": 5e4}),
+        ("exaone4", {"sliding_window_pattern": 4, "rope_theta": 1e6}),
+        ("smollm3", {"no_rope_layers": [1, 1, 1, 0] * 2, "rope_theta": 5e6}),
+    ],
+)
+def test_fields_of_older_transformers(kind, old):
+    """transformers reads the file, and writes it in its newest form."""
+    written = {**SIZES, **old, "model_type": kind}
+    newest = CLASSES[kind](**{**SIZES, **old}).to_dict()
+    assert newest.keys() & {"rope_parameters"}
+    assert read_spec(written) == read_spec(newest)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        ("llama", {"hidden_act": "relu"}, "hidden_act='relu' is not supported; supported: silu"),
+        ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type='longrope'"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported for this family"),
+        ("gemma2", {"hidden_activation": "tanh"}, "hidden_activation='tanh'"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true"),
+        ("olmo3", {"layer_types": ["linear_attention"] * 8}, "layer_types .'linear_attention'. for 8 layers"),
+    ],
+)
+def test_what_is_not_computed_is_refused(kind, fields, message):
+    with pytest.raises(UserError, match=message):
+        read_spec(config(kind) | fields)
