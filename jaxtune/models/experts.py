@@ -36,7 +36,8 @@ class Experts(nnx.Module):
 
     def __init__(self, spec: specs.ModelSpec, layer: specs.Layer, options: specs.Experts):
         self.router = Router(spec, options.count)
-        self.experts = MLP(spec, layer, specs.FeedForward(options.size), "mlp.experts")
+        expert = specs.FeedForward(options.size, activation=options.activation)
+        self.experts = MLP(spec, layer, expert, "mlp.experts")
         self.options = options
 
     def __call__(

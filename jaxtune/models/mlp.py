@@ -33,7 +33,8 @@ class MLP(nnx.Module):
     def __call__(self, x: Float[Array, "b s d"], call: Call) -> Float[Array, "b s d"]:
         """The feed-forward of every token."""
         # The amax of a delayed scale is that of all tokens, and comes as a gradient: tiles would add theirs.
-        if call.remat != "offload" or any(map(_scale_is_delayed, (self.up, self.down))):
+        linears = [linear for linear in (self.gate, self.up, self.down) if linear is not None]
+        if call.remat != "offload" or any(map(_scale_is_delayed, linears)):
             return self._of(x, call)
         # Each tile adds to the gradient of the adapters: in float32.
         graph, adapters, weights = nnx.split(self, nnx.LoRAParam, ...)

@@ -95,7 +95,7 @@ class FeedForward:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of SwiGLU feed-forward layers (Shazeer et al. 2017).
+    """A mixture of gated feed-forward layers (Shazeer et al. 2017).
 
     Attributes:
         size: hidden features of an expert.
@@ -107,6 +107,7 @@ class Experts:
     count: int
     active: int
     normalized: bool
+    activation: Activation = "silu"
 
 
 class Treatment(NamedTuple):

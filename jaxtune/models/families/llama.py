@@ -114,10 +114,10 @@ def read_rope(config: dict[str, Any], theta: float = 10_000.0, **fields: Any) ->
     )
 
 
-def partial_rotary(config: dict[str, Any], default: float = 1.0) -> float:
+def partial_rotary(config: dict[str, Any]) -> float:
     """The fraction of a head's features that are rotated."""
     nested = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    return nested.get("partial_rotary_factor", config.get("partial_rotary_factor", default))
+    return nested.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
 
 
 def ropes_by_kind(config: dict[str, Any], theta: float, local_theta: float) -> list[Rope]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxtune.models.families import qwen3
+from jaxtune.models.families import llama, qwen3
 from jaxtune.models.spec import Experts, FeedForward, ModelSpec
 
 MLP = "model.layers.{layer}.mlp"
@@ -14,12 +14,14 @@ NAMES, IGNORABLE = qwen3.NAMES | {"mlp.router.weight": f"{MLP}.gate.weight"} | E
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:
     """ModelSpec of a `Qwen3MoeForCausalLM` config.json."""
-    dense = FeedForward(config["intermediate_size"])
+    activation = llama.activation(config)
+    dense = FeedForward(config["intermediate_size"], activation=activation)
     experts = Experts(
         size=config["moe_intermediate_size"],
         count=config.get("num_experts") or config["num_local_experts"],
         active=config["num_experts_per_tok"],
         normalized=config.get("norm_topk_prob", False),
+        activation=activation,
     )
 
     def feed_forward(layer: int) -> FeedForward | Experts:
