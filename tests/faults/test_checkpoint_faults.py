@@ -197,11 +197,13 @@ ENDLESS_RUN = textwrap.dedent(
 def kill_and_restore(folder: Path, kills: int, rng: random.Random) -> None:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(jaxtune.__file__).parents[1])}
     newest = 0
-    for _ in range(kills):
+    for number in range(kills):
         command = [sys.executable, "-c", ENDLESS_RUN, __file__, str(folder)]
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
             assert child.stdout.readline() == "ready\n"
             time.sleep(rng.uniform(0.1, 0.6))
+            while number == kills - 1 and not any(folder.glob("*/manifest.json")):  # no save was ever finished so far
+                time.sleep(0.05)
             child.send_signal(signal.SIGKILL)
         restored = restore(CheckpointManager(folder, keep_last=2))
         step = restored.step if restored else 0

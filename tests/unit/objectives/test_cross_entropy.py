@@ -24,7 +24,7 @@ def only_a_head(hidden: jax.Array, head: jax.Array) -> Any:
 
     class Head:
         head_weight = head
-        spec = SimpleNamespace(vocabulary=VOCABULARY)
+        spec = SimpleNamespace(vocabulary=VOCABULARY, logit_cap=None)
 
         def inputs(self, *_):
             return None
