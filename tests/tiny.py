@@ -222,6 +222,104 @@ FAMILIES = {
         "Starcoder2Config",
         dict(norm_epsilon=1e-5, bos_token_id=None, eos_token_id=None),
     ),
+    "deepseek_v3, latent attention": (
+        "DeepseekV3Config",
+        dict(
+            moe_intermediate_size=32,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            n_group=4,
+            topk_group=2,
+            num_key_value_heads=4,
+            q_lora_rank=24,
+            kv_lora_rank=16,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=8,
+            v_head_dim=12,
+            first_k_dense_replace=1,
+            rope_parameters=YARN_ROPE | dict(mscale=1.0, mscale_all_dim=0.7),
+            bos_token_id=None,
+            eos_token_id=None,
+        ),
+    ),
+    "deepseek_v3, queries without a latent": (
+        "DeepseekV3Config",
+        dict(
+            moe_intermediate_size=32,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_group=1,
+            topk_group=1,
+            num_key_value_heads=4,
+            q_lora_rank=None,
+            kv_lora_rank=16,
+            qk_nope_head_dim=8,
+            qk_rope_head_dim=8,
+            v_head_dim=16,
+            first_k_dense_replace=3,
+            attention_bias=True,
+            rope_interleave=False,
+            bos_token_id=None,
+            eos_token_id=None,
+        ),
+    ),
+    "gpt_oss, stacked experts": (
+        "GptOssConfig",
+        dict(
+            head_dim=16,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=16,
+            swiglu_limit=0.5,
+            output_router_logits=True,
+            router_aux_loss_coef=0.1,
+        ),
+    ),
+    "granitemoe, stacked experts": (
+        "GraniteMoeConfig",
+        dict(
+            embedding_multiplier=3.0,
+            logits_scaling=2.0,
+            residual_multiplier=0.3,
+            attention_multiplier=0.4,
+            num_local_experts=4,
+            output_router_logits=True,
+            router_aux_loss_coef=0.1,
+        ),
+    ),
+    "mixtral": (
+        "MixtralConfig",
+        dict(num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.1),
+    ),
+    "olmoe, router loss": (
+        "OlmoeConfig",
+        dict(
+            num_experts=4,
+            num_experts_per_tok=2,
+            output_router_logits=True,
+            router_aux_loss_coef=0.1,
+            pad_token_id=None,
+            eos_token_id=None,
+        ),
+    ),
+    "glm4_moe, groups, a shared expert": (
+        "Glm4MoeConfig",
+        dict(
+            head_dim=16,
+            moe_intermediate_size=32,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=1.5,
+            use_qk_norm=True,
+            attention_bias=True,
+        ),
+    ),
+    "ernie4_5_moe, shared experts": (
+        "Ernie4_5_MoeConfig",
+        dict(moe_intermediate_size=32, moe_num_experts=4, moe_k=2, moe_layer_interval=2, pad_token_id=None),
+    ),
     "mistral, sliding window": ("MistralConfig", dict(head_dim=16, sliding_window=24, tie_word_embeddings=False)),
 }
 
@@ -302,6 +400,9 @@ def torch_model(name: str, folder: Path, **sizes):
         for parameter_name, parameter in model.named_parameters():
             if "norm" in parameter_name or "bias" in parameter_name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+        for buffer_name, buffer in model.named_buffers():
+            if "correction" in buffer_name:
+                buffer.add_(torch.randn_like(buffer) * 0.1)
     model.save_pretrained(folder)
     return model.eval()
 

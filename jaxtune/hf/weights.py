@@ -84,9 +84,8 @@ class Target:
 
     def source_shape(self, place: Place) -> tuple[int, ...]:
         """Shape of a Hugging Face tensor, before any padding."""
-        shape = self.shape[self.lead :]
-        rows = place.of or self.rows
-        return shape if rows is None else (rows, *shape[1:])
+        rows, *rest = self.shape[self.lead :]
+        return place.shape_in_file((self.rows or rows, *rest))
 
 
 class Tensor(NamedTuple):
@@ -125,21 +124,26 @@ class Source:
         """Bytes of an element; KeyError for a dtype that cannot be read."""
         return _READ_AS[self.dtype].itemsize
 
-    def rows(self, first: int, count: int, rest: tuple[slice, ...]) -> Shaped[np.ndarray, "..."]:
-        """Read rows [first, first + count) and a part of the other dimensions; zeros beyond the last row."""
-        held = min(max(self.shape[0] - first, 0), count)
+    def rows(
+        self, first: int, count: int, rest: tuple[slice, ...], place: Place = Place("")
+    ) -> Shaped[np.ndarray, "..."]:
+        """Read rows [first, first + count) of the tensor, or of a part of it, and a part of the other dimensions.
+
+        Zeros beyond the last row.
+        """
         with damage(self.file):
             tensor = np.memmap(self.file, _READ_AS[self.dtype], "r", self.begin, self.shape)
-            found = np.array(tensor[(slice(first, first + held), *rest)])
-        return np.pad(found, [(0, count - held)] + [(0, 0)] * len(rest)) if held < count else found
+            found = np.array(place.rows_in(tensor)[(slice(first, first + count), *rest)])
+        missing = count - len(found)
+        return np.pad(found, [(0, missing)] + [(0, 0)] * len(rest)) if missing else found
 
 
 @dataclass(frozen=True)
 class Part:
-    """The rows of a tensor from `start` on, such as the key projection in a fused qkv weight."""
+    """The part of a tensor that is at a place, such as the key projection in a fused qkv weight."""
 
     source: Source
-    start: int
+    place: Place
 
     @property
     def itemsize(self) -> int:
@@ -148,7 +152,7 @@ class Part:
 
     def rows(self, first: int, count: int, rest: tuple[slice, ...]) -> Shaped[np.ndarray, "..."]:
         """Rows [first, first + count) of the part."""
-        return self.source.rows(self.start + first, count, rest)
+        return self.source.rows(first, count, rest, self.place)
 
 
 def read(folder: Path, targets: Mapping[str, Target], ignorable: Callable[[str], bool]) -> dict[str, Any]:
@@ -173,7 +177,7 @@ def read_tensors(sources: Mapping[str, Source], targets: Mapping[str, Target]) -
     chunk_bytes = bytes_of_chunks(targets.values())
 
     def one(target: Target) -> Any:
-        parts = [Part(sources[place.name], place.first) for place in target.places]
+        parts = [Part(sources[place.name], place) for place in target.places]
         return (fill if target.conversion is None else _converted)(target, parts, chunk_bytes)
 
     return {name: one(target) for name, target in targets.items()}

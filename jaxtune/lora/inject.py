@@ -1,14 +1,17 @@
 """Put LoRA adapters into a ModelSpec: which linear layers, of which size and scale."""
 
 import dataclasses
+import logging
 
 from jaxtune.config.schema import Lora
 from jaxtune.errors import UserError
 from jaxtune.lora.lora import LoRA
-from jaxtune.models.parameters import sites
+from jaxtune.models.parameters import sites, stacked
 from jaxtune.models.selection import select
 from jaxtune.models.spec import ModelSpec
 from jaxtune.models.treat import linears, treat, treat_linears, treat_sites
+
+log = logging.getLogger("jaxtune")
 
 
 def inject(spec: ModelSpec, lora: Lora) -> ModelSpec:
@@ -16,10 +19,20 @@ def inject(spec: ModelSpec, lora: Lora) -> ModelSpec:
 
     Raises UserError where a target cannot have one.
     """
-    known = linears(spec)
-    targets = lora.target_modules
+    known, targets = linears(spec), lora.target_modules
     _refuse_head(spec, targets)
-    chosen = frozenset(known) if targets == "all-linear" else select(targets, known, "lora.target_modules")
+    without = {name.removesuffix(".weight") for name in stacked(spec)} & known.keys()
+    if targets == "all-linear":
+        chosen = frozenset(known.keys() - without)
+        if without:
+            log.warning("lora.target_modules: experts in one tensor have no adapter, such as %s", min(without))
+    else:
+        chosen = select(targets, known, "lora.target_modules")
+    if refused := chosen & without:
+        raise UserError(
+            f"lora.target_modules: {min(refused)} holds all experts of a layer in one tensor, for which there are no "
+            "adapters yet; name others, or 'all-linear', which leaves it out"
+        )
     # alpha / rank (Hu et al. 2021), or alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023).
     adapter = LoRA(lora.rank, lora.alpha / (lora.rank**0.5 if lora.use_rslora else lora.rank), lora.dropout)
     spec = treat_linears(treat(spec, sites(spec), trained=False), chosen, adapter=adapter)

@@ -10,9 +10,10 @@ from jaxtyping import Array
 
 Init = Callable[[Array, tuple[int, ...], Any], Array]
 # linear: a matrix (out, in) that activations are multiplied by, which can be quantized, adapted and orthogonalised.
-# router: one that chooses experts, which stays as it is. table: rows that are looked up, and the head. vector: a bias,
+# router: one that chooses experts, which stays as it is. correction: what is added to its scores to balance them, which
+# no gradient reaches; in float32, as differences decide. table: rows that are looked up, and the head. vector: a bias,
 # the weight of a norm. adapter: what is trained beside a linear layer.
-Kind = Literal["linear", "router", "table", "vector", "adapter"]
+Kind = Literal["linear", "router", "correction", "table", "vector", "adapter"]
 
 
 def declared(shape: tuple[int, ...], axes: tuple[str | None, ...], init: Init, kind: Kind) -> Any:

@@ -16,6 +16,7 @@ from jaxtune.models.attention import Attend, Attention, Inputs
 from jaxtune.models.call import Call, Remat
 from jaxtune.models.declared import declared
 from jaxtune.models.experts import Experts
+from jaxtune.models.latent_attention import LatentAttention
 from jaxtune.models.linear import PRODUCT
 from jaxtune.models.lookup import lookup
 from jaxtune.models.mlp import MLP
@@ -48,7 +49,8 @@ class Block(nnx.Module):
             return Norm(spec.hidden, spec.norm) if layer.norms in places else None
 
         self.attention_norm = norm("before", "both", "shared")
-        self.attention = Attention(spec, layer)
+        latent = layer.mixer.latent
+        self.attention = Attention(spec, layer) if latent is None else LatentAttention(spec, layer, layer.mixer, latent)
         self.attention_out_norm = norm("after", "both")
         self.mlp_norm = norm("before", "both")
         slot = layer.feed_forward
@@ -157,7 +159,7 @@ class Decoder(nnx.Module):
     def inputs(self, positions: Int[Array, "b s"], attend: Attend, valid: Bool[Array, "b s"]) -> Inputs:
         """What every layer sees; each rope is computed once."""
         mixers = dict.fromkeys(layer.mixer for layer in self.spec.layers)
-        ropes = dict.fromkeys((mixer.rope, mixer.head_dim) for mixer in mixers if mixer.rope is not None)
+        ropes = dict.fromkeys((mixer.rope, mixer.rotated) for mixer in mixers if mixer.rope is not None)
         return Inputs({(rope, width): rotation(rope, width, positions) for rope, width in ropes}, attend, valid)
 
     def run(

@@ -10,17 +10,29 @@ from jaxtyping import Array, Float
 
 from jaxtune.models.call import Call
 from jaxtune.models.linear import Linear, jointly
-from jaxtune.models.spec import FeedForward, Layer, ModelSpec
+from jaxtune.models.spec import Activation, ClampedSilu, FeedForward, Layer, ModelSpec
 from jaxtune.parallel.layout import RULES, P, by_token, shards
 from jaxtune.precision.matmul import LowPrecision
 
 # Tokens of a device at once, where memory is short: enough for products to be as fast as those of more.
 TILE = 16_384
-ACTIVATIONS = {"silu": jax.nn.silu, "gelu": partial(jax.nn.gelu, approximate=False), "gelu_tanh": jax.nn.gelu}
+ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": jax.nn.gelu,
+}
+
+
+def gate_by(activation: Activation, gate: Float[Array, "b s h"], up: Float[Array, "b s h"]) -> Float[Array, "b s h"]:
+    """activation(gate) * up, or what the activation makes of both."""
+    if not isinstance(activation, ClampedSilu):
+        return ACTIVATIONS[activation](gate) * up
+    gate, up = jnp.minimum(gate, activation.limit), jnp.clip(up, -activation.limit, activation.limit)
+    return gate * jax.nn.sigmoid(activation.slope * gate) * (up + 1)
 
 
 class MLP(nnx.Module):
-    """down(activation(gate(x)) * up(x)), or down(activation(up(x))). `name` is its place in the layer."""
+    """down of `gate_by`, or down(activation(up(x))). `name` is its place in the layer."""
 
     def __init__(self, spec: ModelSpec, layer: Layer, options: FeedForward, name: str = "mlp"):
         linear = partial(Linear, spec, layer, bias=options.bias)
@@ -28,7 +40,7 @@ class MLP(nnx.Module):
         self.gate = linear(f"{name}.gate", *into) if options.gated else None
         self.up = linear(f"{name}.up", *into)
         self.down = linear(f"{name}.down", *out)
-        self.activation = ACTIVATIONS[options.activation]
+        self.activation: Activation = options.activation
 
     def __call__(self, x: Float[Array, "b s d"], call: Call) -> Float[Array, "b s d"]:
         """The feed-forward of every token."""
@@ -43,9 +55,9 @@ class MLP(nnx.Module):
 
     def _of(self, x: Float[Array, "b s d"], call: Call) -> Float[Array, "b s d"]:
         if self.gate is None:
-            return self.down(self.activation(self.up(x, call)), call)
+            return self.down(ACTIVATIONS[self.activation](self.up(x, call)), call)
         gate, up = jointly([self.gate, self.up], x, call)
-        return self.down(self.activation(gate) * up, call)
+        return self.down(gate_by(self.activation, gate, up), call)
 
 
 def _scale_is_delayed(linear: Linear) -> bool:

@@ -17,7 +17,7 @@ from jaxtune.models.declared import Init, Kind
 from jaxtune.models.decoder import Block, Decoder, Parameters
 from jaxtune.models.dropout import named_key
 from jaxtune.models.families import FAMILIES
-from jaxtune.models.places import Place
+from jaxtune.models.places import Place, Tensor
 from jaxtune.models.spec import Experts, Layer, ModelSpec, Treatment, stacks
 from jaxtune.parallel.layout import RULES, sharding
 from jaxtune.parallel.mesh import misfit
@@ -70,7 +70,7 @@ class Parameter:
     @property
     def trained(self) -> bool:
         """Whether it gets gradients."""
-        return self.kind == "adapter" or self.treatment.trained
+        return self.kind == "adapter" or (self.treatment.trained and self.kind != "correction")
 
     @property
     def matrix(self) -> tuple[int, ...]:
@@ -168,7 +168,7 @@ def _weight_of(local: str, kind: Kind) -> str:
 
 
 def _places(
-    names: Mapping[str, str],
+    names: Mapping[str, str | Tensor],
     local: str,
     beside: Mapping[str, _Declared],
     layers: tuple[int, ...],
@@ -180,18 +180,34 @@ def _places(
     Adapters have peft's names, "q_proj.lora_A.weight". `beside`: all that is declared in the layer.
     """
     weight, part = _weight_of(local, beside[local].kind), local.rsplit(".", 1)[-1]
-    pattern = names[weight]
-    parts = [other for other in names if names[other] == pattern and other in beside]
+    tensor = _tensor(names[weight])
+    parts = [other for other in names if names[other] == names[weight] and other in beside]
     if weight != local:
-        pattern = pattern.removesuffix("weight") + treatment.adapter.peft_names[part]
+        tensor = Tensor(tensor.name.removesuffix("weight") + treatment.adapter.peft_names[part])
         parts = parts if part not in treatment.adapter.shared else []
     # Rows of the parts in the order of the family's names: of a fused qkv, k begins where the rows of q end. A tensor
     # that is a parameter of its own has one part, and no offset.
     rows = [beside[other].shape[0] for other in parts]
-    first, of = (sum(rows[: parts.index(weight)]), sum(rows)) if len(parts) > 1 else (0, None)
-    experts = range(lead[1]) if len(lead) > 1 else (None,)
-    numbers = itertools.product(layers or (None,), experts)
-    return tuple(Place(pattern.format(layer=layer, expert=expert), first, of) for layer, expert in numbers)
+    first, of, step = 0, None, 1
+    if len(parts) > 1:
+        number, of = parts.index(weight), sum(rows)
+        first, step = (number, len(parts)) if tensor.interleaved else (sum(rows[:number]), 1)
+    experts = lead[1] if len(lead) > 1 else 1
+    return tuple(
+        Place(
+            tensor.name.format(layer=layer, expert=expert),
+            first,
+            of,
+            step,
+            *((expert, experts) if tensor.stacked else (None, None)),
+            tensor.transposed,
+        )
+        for layer, expert in itertools.product(layers or (None,), range(experts))
+    )
+
+
+def _tensor(found: str | Tensor) -> Tensor:
+    return Tensor(found) if isinstance(found, str) else found
 
 
 def _storage(treatment: Treatment, adapted: bool) -> Storage | None:
@@ -213,14 +229,21 @@ def sites(spec: ModelSpec) -> dict[str, tuple[Site, ...]]:
     inside = {layer: _declared(Block(spec, layer)) for layer in set(spec.layers)}
     every = [(None, None, outside), *((number, layer, inside[layer]) for number, layer in enumerate(spec.layers))]
     for number, layer, declared in every:
-        for local, pattern in names.items():
+        for local, tensor in names.items():
             if local not in declared:
                 continue
-            (experts,) = (layer and _experts(layer, local)) or (1,)
+            tensor = _tensor(tensor)
+            experts = 1 if layer is None or tensor.stacked else math.prod(_experts(layer, local))
             for expert in range(experts):
-                name = pattern.format(layer=number, expert=expert)
+                name = tensor.name.format(layer=number, expert=expert)
                 found[name] = (*found.get(name, ()), Site(number, local, declared[local].kind))
     return found
+
+
+def stacked(spec: ModelSpec) -> frozenset[str]:
+    """The Hugging Face tensors that hold the experts of a layer, all in one."""
+    names = FAMILIES[spec.family].NAMES
+    return frozenset(name for name, (site, *_) in sites(spec).items() if _tensor(names[site.local]).stacked)
 
 
 def abstract(parameters: Mapping[str, Parameter]) -> Parameters:

@@ -51,6 +51,23 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, Liu et al. 2024): what heads are expanded from.
+
+    Attributes:
+        rank: of keys and values.
+        query_rank: of queries; None: they are projected from the layer's input at once.
+        rotated: features of a head, the last ones, that rope rotates; those of keys are the same for all heads.
+        value_dim: features of a head's values, at most those of its keys.
+    """
+
+    rank: int
+    query_rank: int | None
+    rotated: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
 class Heads:
     """Grouped-query attention (Ainslie et al. 2023): what mixes positions in a layer.
 
@@ -63,6 +80,8 @@ class Heads:
         scale: of the logits; None: head_dim^-0.5.
         soft_cap: bounds the logits to cap * tanh(logits / cap) (Gemma 2).
         sinks: a trained logit a head, in the denominator alone (gpt-oss).
+        latent: keys and values are expanded from a latent, and the projections are those of `LatentAttention`; `bias`
+            names them.
     """
 
     heads: int
@@ -75,9 +94,23 @@ class Heads:
     scale: float | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    latent: Latent | None = None
+
+    @property
+    def rotated(self) -> int:
+        """Features of a head among which `rope` rotates some."""
+        return self.head_dim if self.latent is None else self.latent.rotated
 
 
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+@dataclass(frozen=True)
+class ClampedSilu:
+    """The gating of gpt-oss: g sigmoid(slope g) (u + 1), of g = min(gate, limit) and u = up within -limit and limit."""
+
+    slope: float
+    limit: float
+
+
+Activation = Literal["silu", "gelu", "gelu_tanh"] | ClampedSilu
 
 
 @dataclass(frozen=True)
@@ -100,7 +133,15 @@ class Experts:
     Attributes:
         size: hidden features of an expert.
         count: experts, of which the router chooses `active` for each token.
-        normalized: the weights of the chosen ones sum to 1.
+        scores: what a token's weights are: a softmax over all experts' logits, or the sigmoid of each (DeepSeek-V3).
+        normalized: the weights of the chosen ones are divided by their sum; of a softmax, that is the softmax over
+            the chosen ones.
+        scale: of the weights, afterwards.
+        corrected: a number of each expert is added to its score to choose, not to weigh (DeepSeek-V3).
+        groups, active_groups: experts are chosen from so many of so many groups, those whose best two scores are best.
+        float32: the router multiplies in float32.
+        router_bias, bias: the router, and the linear layers of experts, have one.
+        shared: hidden features of a feed-forward layer that every token passes besides; 0: there is none.
     """
 
     size: int
@@ -108,6 +149,15 @@ class Experts:
     active: int
     normalized: bool
     activation: Activation = "silu"
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    scale: float = 1.0
+    corrected: bool = False
+    groups: int = 1
+    active_groups: int = 1
+    float32: bool = False
+    router_bias: bool = False
+    bias: bool = False
+    shared: int = 0
 
 
 class Treatment(NamedTuple):

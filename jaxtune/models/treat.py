@@ -50,7 +50,8 @@ def linears(spec: ModelSpec) -> dict[str, tuple[Site, ...]]:
 
 def treat_linears(spec: ModelSpec, names: Iterable[str], **change: Any) -> ModelSpec:
     """`treat` of linear layers by their Hugging Face names, without ".weight"."""
-    return treat(spec, (f"{name}.weight" for name in names), **change)
+    tensors = {name.removesuffix(".weight"): name for name in sites(spec)}
+    return treat(spec, (tensors[name] for name in names), **change)
 
 
 def not_linears(spec: ModelSpec) -> Iterator[str]:

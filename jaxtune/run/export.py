@@ -18,6 +18,7 @@ from jaxtune.models.attend import attend_packed
 from jaxtune.models.call import Call
 from jaxtune.models.decoder import Parameters, bind
 from jaxtune.models.parameters import Parameter, count
+from jaxtune.models.places import Place
 from jaxtune.models.score import logits
 from jaxtune.models.treat import linears as linears_by_name
 from jaxtune.parallel import multihost
@@ -51,7 +52,7 @@ def export_full(model: Model, parameters: Parameters, config: Config, output: Pa
             values = _beside(model, name, adapter.owner)
             values = {part: _gather(parameters[other], index).astype(jnp.float32) for part, other in values.items()}
             weight = adapter.merged(weight.astype(jnp.float32), values)
-        return weight.astype(dtype)
+        return weight.astype(_exported_as(parameter, dtype))
 
     hf.write(output, _tensors(model, model.whole, dtype, merged), config.export.max_shard_bytes)
     if multihost.is_main():
@@ -75,24 +76,32 @@ def _tensors(
 ) -> Iterator[hf.Tensor]:
     """The Hugging Face tensors of these parameters, made when they are asked for.
 
-    `value`: that of a name and an index in its leading axes. Parts of a fused tensor are joined; rows of padding are
+    `value`: that of a name and an index in its leading axes. Parts of a tensor are put together; rows of padding are
     cut.
     """
-    parts: dict[str, list[tuple[int, str, tuple[int, ...]]]] = {}
+    parts: dict[str, list[tuple[Place, str, tuple[int, ...]]]] = {}
     for name, parameter in parameters.items():
         for index, place in parameter.elements():
-            parts.setdefault(place.name, []).append((place.first, name, index))
+            parts.setdefault(place.name, []).append((place, name, index))
 
-    def whole(found: list[tuple[int, str, tuple[int, ...]]], rows: int) -> np.ndarray:
-        # Sorted by the first row of each part, as a fused qkv is q, then k, then v.
-        one = [value(name, index) for _, name, index in sorted(found)]
-        return np.asarray(jnp.concatenate(one) if len(one) > 1 else one[0])[:rows]
+    def whole(found: list[tuple[Place, str, tuple[int, ...]]], shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        tensor = np.empty(shape, dtype)
+        for place, name, index in found:
+            rows, part = place.rows_in(tensor), np.asarray(value(name, index))
+            rows[: len(part)] = part[: len(rows)]
+        return tensor
 
     for hf_name, found in parts.items():
-        shapes = [parameters[name].matrix for _, name, _ in found]
-        is_table = parameters[found[0][1]].kind == "table"
-        rows = model.spec.vocabulary if is_table else sum(shape[0] for shape in shapes)
-        yield hf.Tensor(hf_name, (rows, *shapes[0][1:]), dtype, partial(whole, found, rows))
+        place, name, _ = found[0]
+        rows, *rest = parameters[name].matrix
+        shape = place.shape_in_file((model.spec.vocabulary if parameters[name].kind == "table" else rows, *rest))
+        of_these = _exported_as(parameters[name], dtype)
+        yield hf.Tensor(hf_name, shape, of_these, partial(whole, found, shape, of_these))
+
+
+def _exported_as(parameter: Parameter, dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype in which a parameter of a model in `dtype` is written."""
+    return parameter.dtype if parameter.kind == "correction" else dtype
 
 
 def export_adapter(model: Model, parameters: Parameters, config: Config, output: Path) -> None:

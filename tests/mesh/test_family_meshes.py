@@ -11,7 +11,7 @@ from tiny import layer, spec
 
 from jaxtune.config.schema import Config, Data, Lora, Mesh, Model, Precision, Train
 from jaxtune.models.parameters import randomize
-from jaxtune.models.spec import Experts, FeedForward, Norm, Rope
+from jaxtune.models.spec import ClampedSilu, Experts, FeedForward, Heads, Latent, Norm, Rope
 from jaxtune.parallel.mesh import data_shards, make_mesh
 from jaxtune.run.assembly import assemble
 from jaxtune.run.model import Base
@@ -31,8 +31,30 @@ SIDE_BY_SIDE = dataclasses.replace(
     norms="shared",
     residual_scale=0.5,
 )
+MIXED = Experts(
+    64,
+    count=8,
+    active=2,
+    normalized=True,
+    scores="sigmoid",
+    scale=1.5,
+    corrected=True,
+    groups=4,
+    active_groups=2,
+    float32=True,
+    shared=32,
+)
+LATENT = dataclasses.replace(
+    SPARSE,
+    mixer=Heads(8, 8, 24, Rope(1e4, interleaved=True), latent=Latent(rank=16, query_rank=32, rotated=8, value_dim=16)),
+    feed_forward=MIXED,
+)
+CLAMPED = Experts(64, count=4, active=2, normalized=True, activation=ClampedSilu(1.7, 0.5), router_bias=True, bias=True)
+SINKS = dataclasses.replace(SPARSE, mixer=dataclasses.replace(FUSED.mixer, sinks=True), feed_forward=CLAMPED)
 SCALED = {"norm": Norm(1e-5, centred=True, bias=True), "embedding_scale": 4.0, "logit_scale": 0.5, "logit_cap": 3.0}
 SPECS = {
+    "deepseek_v3": spec((LATENT, LATENT), family="deepseek_v3", hidden=64),
+    "gpt_oss": spec((SINKS, SINKS), family="gpt_oss", hidden=64, router_loss=0.1),
     "olmo2": spec((NORMED_AFTER, NORMED_AFTER), family="olmo2", hidden=64),
     "starcoder2": spec((SIDE_BY_SIDE, SIDE_BY_SIDE), family="starcoder2", hidden=64, **SCALED),
     "phi3": spec((FUSED, FUSED), family="phi3", hidden=64),
@@ -68,6 +90,9 @@ def train(family: str, lora: bool, mesh: Mesh, devices: int) -> tuple[np.ndarray
 @pytest.mark.parametrize(
     ("family", "lora", "mesh"),
     [
+        ("deepseek_v3", False, "fsdp=4 tensor=2"),
+        ("deepseek_v3", True, "fsdp=4 tensor=2"),
+        ("gpt_oss", False, "fsdp=4 tensor=2"),
         ("olmo2", False, "fsdp=4 tensor=2"),
         ("phi3", True, "fsdp=4 tensor=2"),
         ("starcoder2", True, "fsdp=4 tensor=2"),

@@ -17,8 +17,10 @@ NEW = 24
     "family",
     [
         "cohere2, shared layer norm",
+        "deepseek_v3, latent attention",
         "gemma2, soft caps",
         "gemma3_text, two ropes",
+        "gpt_oss, stacked experts",
         "llama, llama3 rope, untied, biases",
         "ministral3, growing queries",
         "olmo3, windows",

@@ -1,6 +1,7 @@
 """Every family against transformers on random weights: logits, loss, gradients, and the way back."""
 
-import re
+import copy
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +10,12 @@ import pytest
 from batches import logits, make_batch, tokens
 from tiny import FAMILIES, read, torch_model
 
-from jaxtune.config.schema import Config, Model
+from jaxtune.config.schema import Config, Model, Quant
 from jaxtune.errors import UserError
 from jaxtune.models.call import Call
 from jaxtune.models.decoder import bind
 from jaxtune.models.score import score
+from jaxtune.models.spec import Experts
 from jaxtune.run.assembly import objective_of
 from jaxtune.run.export import export_full
 
@@ -37,7 +39,7 @@ def test_logits(case, one_device):
     assert np.abs(logits(model, parameters, make_batch(rows, one_device)) - expected).max() <= 2e-5
 
 
-def test_loss_and_gradients(case, one_device):
+def test_loss_and_gradients(case, one_device, tmp_path):
     folder, reference, rows = case
     import torch
 
@@ -45,7 +47,7 @@ def test_loss_and_gradients(case, one_device):
     reference.zero_grad()
     expected = reference(torch.tensor(rows), labels=torch.tensor(rows)).loss
     expected.backward()
-    torch_gradients = {name: parameter.grad.numpy() for name, parameter in reference.named_parameters()}
+    torch_gradients = gradients_in_files(reference, tmp_path)
 
     @jax.jit
     @jax.value_and_grad
@@ -58,23 +60,25 @@ def test_loss_and_gradients(case, one_device):
 
     value, gradients = loss(parameters, make_batch(rows, one_device))
     assert abs(float(value) - expected.item()) <= 1e-6 * expected.item()
-    for name, parameter in model.parameters.items():
+    for name, parameter in model.trained.items():
         for index, place in parameter.elements():
-            found, expected = np.asarray(gradients[name])[index], in_torch(torch_gradients, place.name)
-            expected = expected[place.first :][: len(found)]
+            found = np.asarray(gradients[name])[index]
+            expected = place.rows_in(torch_gradients[place.name])[: len(found)]
             assert np.abs(found[: len(expected)] - expected).max() <= 1e-5 * np.abs(expected).max(), place
 
 
-def in_torch(values: dict, name: str) -> np.ndarray:
-    """A tensor by the name that it has in files: a model of transformers has experts in one."""
-    found = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)_proj\.weight", name)
-    if found is None:
-        return values[name]
-    experts, number, part = found[1], int(found[2]), found[3]
-    if part == "down":
-        return values[f"{experts}.down_proj"][number]
-    gate, up = np.split(values[f"{experts}.gate_up_proj"][number], 2)
-    return gate if part == "gate" else up
+def gradients_in_files(model, folder: Path) -> dict[str, np.ndarray]:
+    """The gradients of a torch model, by the names and in the layout that its parameters have in files."""
+    import torch
+    from safetensors.numpy import load_file
+
+    of_gradients = copy.deepcopy(model)
+    with torch.no_grad():
+        for ours, parameter in zip(of_gradients.parameters(), model.parameters(), strict=True):
+            if parameter.grad is not None:
+                ours.copy_(parameter.grad)
+    of_gradients.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
 
 
 def test_bfloat16_is_within_its_noise(case, one_device):
@@ -84,12 +88,16 @@ def test_bfloat16_is_within_its_noise(case, one_device):
     import transformers
 
     model, parameters, _ = read(folder, one_device, dtype="bfloat16")
+    noise = np.mean
+    if any(isinstance(layer.feed_forward, Experts) for layer in model.spec.layers):
+        # Where two experts are almost equal, rounding chooses between them, here as there, and moves all tokens after.
+        rows, noise = rows.reshape(-1, 8), np.median
     ours = logits(model, parameters, make_batch(rows, one_device), jnp.bfloat16)
     half = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager")
     with torch.no_grad():
         exact = reference(torch.tensor(rows)).logits.numpy()
         theirs = half(torch.tensor(rows)).logits.float().numpy()
-    assert np.abs(ours - exact).mean() <= 1.2 * np.abs(theirs - exact).mean()
+    assert noise(np.abs(ours - exact)) <= 1.2 * noise(np.abs(theirs - exact))
 
 
 def test_export_gives_back_every_bit(case, one_device, tmp_path):
@@ -100,12 +108,24 @@ def test_export_gives_back_every_bit(case, one_device, tmp_path):
     model, parameters, _ = read(folder, one_device)
     export_full(model, parameters, Config(model=Model(path=str(folder), dtype="float32")), tmp_path / "out")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    for (name, ours), (_, theirs) in zip(again.named_parameters(), reference.named_parameters(), strict=True):
-        assert torch.equal(ours, theirs), name
+    found = again.state_dict()
+    assert [name for name, value in reference.state_dict().items() if not torch.equal(found[name], value)] == []
     from safetensors import safe_open
 
     with safe_open(tmp_path / "out" / "model.safetensors", "np") as file:
         assert ("lm_head.weight" in file.keys()) == (not model.spec.tied)  # noqa: SIM118
+
+
+@pytest.mark.parametrize("name", ["gpt_oss, stacked experts", "mixtral"])
+def test_experts_can_be_quantized(tmp_path, one_device, name):
+    """In 8 bits the logits move little: each expert is read from its own place, however files hold it."""
+    torch_model(name, tmp_path)
+    batch = make_batch(tokens(BATCH, 8), one_device)
+    model, parameters, _ = read(tmp_path, one_device)
+    exact = logits(model, parameters, batch)
+    model, parameters, _ = read(tmp_path, one_device, quant=Quant(format="int8"))
+    assert any("experts" in name for name in model.quantized)
+    assert np.median(np.abs(logits(model, parameters, batch) - exact)) <= 0.05 * np.abs(exact).mean()
 
 
 def test_a_key_that_nobody_consumes_is_an_error(tmp_path, one_device):

@@ -14,7 +14,14 @@ from jaxtune.objectives.cross_entropy import cross_entropy
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3, a period of two", "llama, llama3 rope, untied, biases", "ministral3, growing queries"]
+    "family",
+    [
+        "deepseek_v3, latent attention",
+        "gpt_oss, stacked experts",
+        "llama, llama3 rope, untied, biases",
+        "ministral3, growing queries",
+        "qwen3, a period of two",
+    ],
 )
 def test_packed_equals_unpacked(family, one_device, tmp_path):
     torch_model(family, tmp_path)

@@ -13,7 +13,7 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
     """ModelSpec of a `Cohere2ForCausalLM` config.json."""
     config = DEFAULTS | config
     config = llama.every_nth_is_full(config, config.get("sliding_window_pattern", 4))
-    windows, rope = llama.windows(config, used=True), llama.read_rope(config, interleaved=True)
+    windows, rope = llama.windows(config), llama.read_rope(config, interleaved=True)
     return llama.common_spec(
         "cohere2",
         config,
@@ -22,5 +22,4 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
         norm=Norm(config["layer_norm_eps"], centred=True, rounded=False),
         layer={"norms": "shared"},
         model={"logit_scale": config["logit_scale"]},
-        bias=frozenset("qkvo" if config.get("attention_bias", False) else ""),
     )

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxtune.models.families import llama
-from jaxtune.models.spec import ModelSpec
+from jaxtune.models.spec import ModelSpec, Rope
 
 NAMES, IGNORABLE = llama.NAMES, llama.IGNORABLE
 DEFAULTS = {"head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
@@ -16,7 +16,12 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
     return llama.common_spec(
         "ernie4_5",
         config,
-        ropes=[llama.read_rope(config, theta=5e5, interleaved=True)] * config["num_hidden_layers"],
+        rope=rope(config),
         mlp_bias=bias,
         bias=frozenset("qkvo" if bias else ""),
     )
+
+
+def rope(config: dict[str, Any]) -> Rope:
+    """The rope of ERNIE 4.5, with experts or without."""
+    return llama.read_rope(config, theta=5e5, interleaved=True)

@@ -13,9 +13,7 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
     """ModelSpec of an `Exaone4ForCausalLM` config.json."""
     config = DEFAULTS | config
     rope, windowed = llama.read_rope(config), config["sliding_window"] is not None
-    if windowed:
-        config = llama.every_nth_is_full(config, config.get("sliding_window_pattern", 4))
-    windows = llama.windows(config, used=windowed)
+    windows = llama.windows(llama.every_nth_is_full(config, config.get("sliding_window_pattern") or 4))
     return llama.common_spec(
         "exaone4",
         config,

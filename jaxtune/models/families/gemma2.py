@@ -33,24 +33,23 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
     return common_spec("gemma2", llama.every_nth_is_full(DEFAULTS | config, 2))
 
 
-def common_spec(family: str, config: dict[str, Any], ropes: Sequence[Rope] | None = None, **heads: Any) -> ModelSpec:
-    """The fields that the families of Gemma share; `ropes` and `heads` as those of llama.common_spec."""
+def common_spec(family: str, config: dict[str, Any], rope: Sequence[Rope] | None = None, **heads: Any) -> ModelSpec:
+    """The fields that the families of Gemma share; `rope` and `heads` as those of llama.common_spec."""
     if config.get("use_bidirectional_attention"):
         raise UserError("config.json: use_bidirectional_attention=true is not supported: attention here is causal")
     feed_forward = FeedForward(config["intermediate_size"], activation=llama.activation(config, "hidden_activation"))
     return llama.common_spec(
         family,
         config,
-        llama.windows(config, used=True),
-        ropes,
-        [feed_forward] * config["num_hidden_layers"],
+        llama.windows(config),
+        rope,
+        feed_forward,
         norm=Norm(config["rms_norm_eps"], offset=True, rounded=False),
         layer={"norms": "both"},
         model={
             "embedding_scale": config["hidden_size"] ** 0.5,
             "logit_cap": config.get("final_logit_softcapping"),
         },
-        bias=frozenset("qkvo" if config.get("attention_bias", False) else ""),
         scale=config["query_pre_attn_scalar"] ** -0.5,
         soft_cap=config.get("attn_logit_softcapping"),
         **heads,

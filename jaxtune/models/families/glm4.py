@@ -27,7 +27,7 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
     return llama.common_spec(
         "glm4",
         config,
-        ropes=[rope] * config["num_hidden_layers"],
+        rope=rope,
         layer={"norms": "both"},
         bias=frozenset("qkv" if config["attention_bias"] else ""),
     )

@@ -1,5 +1,6 @@
 """Granite 3: Llama whose embeddings, residual additions, attention logits and logits are scaled."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from jaxtune.models.families import llama
@@ -10,15 +11,20 @@ NAMES, IGNORABLE = llama.NAMES, llama.IGNORABLE
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:
     """ModelSpec of a `GraniteForCausalLM` config.json."""
+    return common_spec("granite", config, mlp_bias=config.get("mlp_bias", False))
+
+
+def common_spec(family: str, config: dict[str, Any], model: Mapping[str, Any] = {}, **fields: Any) -> ModelSpec:
+    """The fields that the families of Granite share; `model` and `fields` as those of llama.common_spec."""
     return llama.common_spec(
-        "granite",
+        family,
         {"rms_norm_eps": 1e-6} | config,
-        mlp_bias=config.get("mlp_bias", False),
         layer={"residual_scale": config.get("residual_multiplier", 1.0)},
         model={
             "embedding_scale": config.get("embedding_multiplier", 1.0),
             "logit_scale": 1 / config.get("logits_scaling", 1.0),
+            **model,
         },
-        bias=frozenset("qkvo" if config.get("attention_bias", False) else ""),
         scale=config.get("attention_multiplier", 1.0),
+        **fields,
     )

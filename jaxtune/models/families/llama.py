@@ -27,16 +27,15 @@ IGNORABLE = r"\.rotary_emb\.inv_freq$"  # in old checkpoints, and computed here
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:
     """ModelSpec of a `LlamaForCausalLM` config.json."""
-    bias = frozenset("qkvo" if config.get("attention_bias", False) else "")
-    return common_spec("llama", config, bias=bias, mlp_bias=config.get("mlp_bias", False))
+    return common_spec("llama", config, mlp_bias=config.get("mlp_bias", False))
 
 
 def common_spec(
     family: str,
     config: dict[str, Any],
-    windows: Sequence[int | None] | None = None,
-    ropes: Sequence[Rope | None] | None = None,
-    feed_forwards: Sequence[FeedForward | Experts] | None = None,
+    window: int | Sequence[int | None] | None = None,
+    rope: Rope | Sequence[Rope | None] | None = None,
+    feed_forward: FeedForward | Experts | Sequence[FeedForward | Experts] | None = None,
     mlp_bias: bool = False,
     norm: Norm | None = None,
     layer: Mapping[str, Any] = {},
@@ -45,18 +44,22 @@ def common_spec(
 ) -> ModelSpec:
     """The fields that these families share.
 
-    windows, ropes and feed_forwards: of each layer; without them no window, that of `read_rope`, and a gated layer with
-    the config's activation. layer, model, heads: more fields of `Layer`, `ModelSpec` and `Heads`.
+    window, rope and feed_forward: of all layers, or a list with that of each; without them no window, that of
+    `read_rope`, and a gated layer with the config's activation. layer, model, heads: more fields of `Layer`,
+    `ModelSpec` and `Heads`, whose biases are those that `attention_bias` asks for unless they are given.
     """
     count, queries = config["num_hidden_layers"], config["num_attention_heads"]
-    dense = FeedForward(config["intermediate_size"], mlp_bias, activation(config))
     head_dim = config.get("head_dim") or config["hidden_size"] // queries
+    heads = {"bias": frozenset("qkvo" if config.get("attention_bias", False) else "")} | heads
+
+    def each(value: Any) -> Sequence[Any]:
+        return value if isinstance(value, Sequence) else [value] * count
 
     def mixer(window: int | None, rope: Rope | None) -> Heads:
         return Heads(queries, config.get("num_key_value_heads") or queries, head_dim, rope, window, **heads)
 
-    mixers = map(mixer, windows or [None] * count, ropes or [read_rope(config)] * count)
-    slots = zip(mixers, feed_forwards or [dense] * count, strict=True)
+    mixers = map(mixer, each(window), each(rope or read_rope(config)))
+    slots = zip(mixers, each(feed_forward or dense(config, mlp_bias)), strict=True)
     return ModelSpec(
         family=family,
         vocabulary=config["vocab_size"],
@@ -68,6 +71,11 @@ def common_spec(
         initializer_range=config.get("initializer_range", 0.02),
         **model,
     )
+
+
+def dense(config: dict[str, Any], bias: bool = False) -> FeedForward:
+    """The gated feed-forward layer of a config."""
+    return FeedForward(config["intermediate_size"], bias, activation(config))
 
 
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -155,16 +163,16 @@ def every_nth_is_full(config: dict[str, Any], period: int) -> dict[str, Any]:
     return config | {"layer_types": config.get("layer_types") or kinds}
 
 
-def windows(config: dict[str, Any], used: bool | None = None) -> list[int | None]:
-    """The window of each layer, by `layer_types` (or `max_window_layers`, before transformers 4.53).
-
-    used: whether there are any; None: by `use_sliding_window`.
-    """
-    count, window = config["num_hidden_layers"], config.get("sliding_window")
-    if not (config.get("use_sliding_window", False) if used is None else used):
-        window = None
-    if not config.get("layer_types"):
-        first = config.get("max_window_layers", 28)
-        kinds = ["sliding_attention" if window is not None and n >= first else "full_attention" for n in range(count)]
-        config = config | {"layer_types": kinds}
+def windows(config: dict[str, Any]) -> list[int | None]:
+    """The window of each layer, by `layer_types`."""
+    window = config.get("sliding_window")
     return [window if kind == "sliding_attention" else None for kind in layer_types(config)]
+
+
+def optional_windows(config: dict[str, Any]) -> list[int | None]:
+    """`windows` where `use_sliding_window` asks for them; by `max_window_layers`, before transformers 4.53."""
+    count, first = config["num_hidden_layers"], config.get("max_window_layers", 28)
+    if not config.get("use_sliding_window", False):
+        config = config | {"sliding_window": None}
+    kinds = ["sliding_attention" if number >= first else "full_attention" for number in range(count)]
+    return windows(config | {"layer_types": config.get("layer_types") or kinds})

@@ -20,6 +20,5 @@ ROPE = {
 def read_spec(config: dict[str, Any]) -> ModelSpec:
     """ModelSpec of a `Ministral3ForCausalLM` config.json."""
     config = {"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_parameters": ROPE} | config
-    count = config["num_hidden_layers"]
     rope = llama.read_rope(config, query_growth=config["rope_parameters"].get("llama_4_scaling_beta", 0.0))
-    return llama.common_spec("ministral3", config, [config.get("sliding_window")] * count, [rope] * count)
+    return llama.common_spec("ministral3", config, config.get("sliding_window"), rope)

@@ -10,5 +10,4 @@ NAMES, IGNORABLE = llama.NAMES_WITHOUT_BIAS, llama.IGNORABLE
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:
     """ModelSpec of a `MistralForCausalLM` config.json."""
-    windows = [config.get("sliding_window", 4096)] * config["num_hidden_layers"]
-    return llama.common_spec("mistral", config, windows)
+    return llama.common_spec("mistral", config, config.get("sliding_window", 4096))

@@ -21,7 +21,6 @@ def common_spec(family: str, config: dict[str, Any], **fields: Any) -> ModelSpec
         config,
         norm=Norm(config.get("rms_norm_eps", 1e-5), rounded=False),
         layer={"norms": "after"},
-        bias=frozenset("qkvo" if config.get("attention_bias", False) else ""),
         qk_norm="whole",
         **fields,
     )

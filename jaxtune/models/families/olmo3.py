@@ -13,4 +13,4 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
     config = llama.every_nth_is_full({"sliding_window": 4096} | config, 4)
     theta = config.get("rope_theta", 5e5)
     ropes = llama.ropes_by_kind(config, theta, theta)
-    return olmo2.common_spec("olmo3", config, windows=llama.windows(config, used=True), ropes=ropes)
+    return olmo2.common_spec("olmo3", config, window=llama.windows(config), rope=ropes)

@@ -13,5 +13,5 @@ NAMES, IGNORABLE = llama.NAMES_WITHOUT_BIAS | FUSED, llama.IGNORABLE
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:
     """ModelSpec of a `Phi3ForCausalLM` config.json."""
-    count, rope = config["num_hidden_layers"], llama.read_rope(config, fraction=llama.partial_rotary(config))
-    return llama.common_spec("phi3", config, [config.get("sliding_window")] * count, [rope] * count)
+    rope = llama.read_rope(config, fraction=llama.partial_rotary(config))
+    return llama.common_spec("phi3", config, config.get("sliding_window"), rope)

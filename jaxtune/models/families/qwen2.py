@@ -11,4 +11,4 @@ IGNORABLE = llama.IGNORABLE
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:
     """ModelSpec of a `Qwen2ForCausalLM` config.json."""
-    return llama.common_spec("qwen2", config, llama.windows(config), bias=frozenset("qkv"))
+    return llama.common_spec("qwen2", config, llama.optional_windows(config), bias=frozenset("qkv"))

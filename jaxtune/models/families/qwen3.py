@@ -16,6 +16,5 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
 
 def common_spec(family: str, config: dict[str, Any], **fields: Any) -> ModelSpec:
     """The fields that the families of Qwen3 share; `fields` as those of llama.common_spec."""
-    bias = frozenset("qkvo" if config.get("attention_bias", False) else "")
     config = {"head_dim": 128} | config
-    return llama.common_spec(family, config, llama.windows(config), bias=bias, qk_norm="head", **fields)
+    return llama.common_spec(family, config, llama.optional_windows(config), qk_norm="head", **fields)

@@ -9,19 +9,19 @@ MLP = "model.layers.{layer}.mlp"
 EXPERTS = {
     f"mlp.experts.{name}.weight": f"{MLP}.experts.{{expert}}.{name}_proj.weight" for name in ("gate", "up", "down")
 }
-NAMES, IGNORABLE = qwen3.NAMES | {"mlp.router.weight": f"{MLP}.gate.weight"} | EXPERTS, qwen3.IGNORABLE
+MIXTURE = {"mlp.router.weight": f"{MLP}.gate.weight"} | EXPERTS
+NAMES, IGNORABLE = qwen3.NAMES | MIXTURE, qwen3.IGNORABLE
 
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:
     """ModelSpec of a `Qwen3MoeForCausalLM` config.json."""
-    activation = llama.activation(config)
-    dense = FeedForward(config["intermediate_size"], activation=activation)
+    dense = llama.dense(config)
     experts = Experts(
         size=config["moe_intermediate_size"],
         count=config.get("num_experts") or config["num_local_experts"],
         active=config["num_experts_per_tok"],
         normalized=config.get("norm_topk_prob", False),
-        activation=activation,
+        activation=llama.activation(config),
     )
 
     def feed_forward(layer: int) -> FeedForward | Experts:
@@ -29,6 +29,10 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
         return dense if is_dense or not experts.count else experts
 
     layers = [feed_forward(layer) for layer in range(config["num_hidden_layers"])]
-    # transformers adds it where the router's logits are asked for, and only then.
-    weight = config.get("router_aux_loss_coef", 0.001) if config.get("output_router_logits", False) else 0.0
-    return qwen3.common_spec("qwen3_moe", config, feed_forwards=layers, model={"router_loss": weight})
+    return qwen3.common_spec("qwen3_moe", config, feed_forward=layers, model=router_loss(config, 0.001))
+
+
+def router_loss(config: dict[str, Any], coefficient: float) -> dict[str, float]:
+    """The field of ModelSpec: transformers adds it where the router's logits are asked for, and only then."""
+    asked = config.get("output_router_logits", False)
+    return {"router_loss": config.get("router_aux_loss_coef", coefficient) if asked else 0.0}

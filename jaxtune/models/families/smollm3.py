@@ -22,8 +22,7 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
     return llama.common_spec(
         "smollm3",
         config,
-        llama.windows(config),
+        llama.optional_windows(config),
         [rope if has else None for has in has_rope],
         mlp_bias=config.get("mlp_bias", False),
-        bias=frozenset("qkvo" if config.get("attention_bias", False) else ""),
     )

@@ -19,13 +19,13 @@ DEFAULTS = {"hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5, "tie_word_e
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:
     """ModelSpec of a `Starcoder2ForCausalLM` config.json."""
-    config, count = DEFAULTS | config, config["num_hidden_layers"]
+    config = DEFAULTS | config
     feed_forward = FeedForward(config["intermediate_size"], config["use_bias"], llama.activation(config), gated=False)
     return llama.common_spec(
         "starcoder2",
         config,
-        [config.get("sliding_window")] * count,
-        feed_forwards=[feed_forward] * count,
+        config.get("sliding_window"),
+        feed_forward=feed_forward,
         norm=Norm(config["norm_epsilon"], centred=True, bias=True, rounded=False),
         bias=frozenset("qkvo" if config["use_bias"] else ""),
     )

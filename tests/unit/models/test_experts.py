@@ -56,6 +56,33 @@ def test_experts_have_adapters_of_their_own(one_device):
     assert not any("router" in name for name in start)
 
 
+@pytest.mark.parametrize(("dtype", "optimizer"), [("bfloat16", "adamw_8bit"), ("float32", "adamw")])
+def test_what_corrects_the_choice_is_never_trained_and_in_float32(one_device, dtype, optimizer):
+    experts = dataclasses.replace(SPARSE.feed_forward, scores="sigmoid", corrected=True, shared=16)
+    base = Base(spec((dataclasses.replace(SPARSE, feed_forward=experts),) * 2, family="glm4_moe"))
+    config = Config(model=Model(dtype=dtype), data=Data(seq_len=32), optim=Optim(optimizer))
+    model = assemble(base, config, one_device).model
+    (name,) = (name for name, parameter in model.parameters.items() if parameter.kind == "correction")
+    assert name in model.frozen and model.parameters[name].dtype == "float32"
+    assert [place.name for place in model.parameters[name].places] == [
+        f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in range(2)
+    ]
+
+
+def test_experts_in_one_tensor_have_no_adapter(one_device, caplog):
+    sparse = dataclasses.replace(SPARSE, mixer=dataclasses.replace(SPARSE.mixer, qk_norm=None))
+    base = Base(spec((sparse, sparse), family="granitemoe"))
+
+    def declared(**fields):
+        lora = Lora(enabled=True, rank=2, **fields)
+        return assemble(base, Config(data=Data(seq_len=32), lora=lora), one_device).model
+
+    assert not any("experts" in name for name in declared().trained)
+    assert "experts in one tensor have no adapter, such as model.layers.0.block_sparse_moe.input_linear" in caplog.text
+    with pytest.raises(UserError, match=r"layers\.0\.block_sparse_moe\.output_linear holds all experts"):
+        declared(target_modules=("q_proj", "output_linear"))
+
+
 def test_low_precision_has_a_scale_of_every_expert(one_device):
     program, _, _, rows = trained(one_device, precision=Precision("fp8_hybrid", exclude="self_attn"))
     assert program.state.scaling.amax[EXPERTS].shape[:3] == (2, 4, 2)

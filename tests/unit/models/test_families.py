@@ -46,6 +46,9 @@ OLD_GEMMA3 = {
 }
 
 
+OLD_YARN = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 64}
+
+
 @pytest.mark.parametrize(
     ("kind", "old"),
     [
@@ -63,6 +66,15 @@ OLD_GEMMA3 = {
         ("cohere2", {"sliding_window_pattern": 4, "rope_theta": 5e4}),
         ("exaone4", {"sliding_window_pattern": 4, "rope_theta": 1e6}),
         ("smollm3", {"no_rope_layers": [1, 1, 1, 0] * 2, "rope_theta": 5e6}),
+        ("deepseek_v3", {"rope_theta": 1e4, "rope_scaling": OLD_YARN, "topk_method": "noaux_tc"}),
+        ("deepseek_v3", {"rope_theta": 1e4, "rope_scaling": None, "q_lora_rank": None}),
+        ("gpt_oss", {"rope_theta": 15e4, "rope_scaling": OLD_YARN | {"truncate": False}, "experts_per_token": 4}),
+        ("gpt_oss", {"layer_types": ["sliding_attention"] * 8}),
+        ("glm4_moe", {"partial_rotary_factor": 0.5, "rope_theta": 1e6, "use_qk_norm": True}),
+        ("ernie4_5_moe", {"rope_theta": 5e5, "moe_layer_start_index": 2, "moe_layer_end_index": 5}),
+        ("mixtral", {"rope_theta": 1e6, "sliding_window": None}),
+        ("olmoe", {"rope_theta": 1e4, "rope_scaling": None, "clip_qkv": None}),
+        ("granitemoe", {"rope_theta": 1e4, "rope_scaling": None, "num_local_experts": 40}),
     ],
 )
 def test_fields_of_older_transformers(kind, old):
@@ -81,6 +93,9 @@ def test_fields_of_older_transformers(kind, old):
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported for this family"),
         ("gemma2", {"hidden_activation": "tanh"}, "hidden_activation='tanh'"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 .* set it to 0"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias=true"),
         ("olmo3", {"layer_types": ["linear_attention"] * 8}, "layer_types .'linear_attention'. for 8 layers"),
     ],
 )

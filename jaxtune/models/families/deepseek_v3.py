@@ -1,0 +1,66 @@
+"""DeepSeek-V3 and R1: latent attention; experts chosen in groups by corrected sigmoid scores, one shared."""
+
+import math
+from typing import Any
+
+from jaxtune.models.families import glm4_moe, llama, qwen3_moe
+from jaxtune.models.spec import Latent, ModelSpec, Rope
+
+ATTENTION = "model.layers.{layer}.self_attn"
+LATENTS = {
+    f"attention.{name}.{part}": f"{ATTENTION}.{hf}.{part}"
+    for name, hf in (
+        ("q_down", "q_a_proj"),
+        ("q_up", "q_b_proj"),
+        ("kv_down", "kv_a_proj_with_mqa"),
+        ("kv_up", "kv_b_proj"),
+    )
+    for part in ("weight", "bias")
+}
+NORMS = {f"attention.{x}_norm.weight": f"{ATTENTION}.{x}_a_layernorm.weight" for x in ("q", "kv")}
+NAMES = llama.NAMES | qwen3_moe.MIXTURE | glm4_moe.SHARED | glm4_moe.CORRECTION | LATENTS | NORMS
+# The layer that predicts more tokens, which transformers leaves out.
+IGNORABLE = rf"{llama.IGNORABLE}|^model\.layers\.61\."
+DEFAULTS = {
+    "rms_norm_eps": 1e-6,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "rope_interleave": True,
+    "moe_intermediate_size": 2048,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 3,
+    "norm_topk_prob": True,
+}
+
+
+def read_spec(config: dict[str, Any]) -> ModelSpec:
+    """ModelSpec of a `DeepseekV3ForCausalLM` config.json."""
+    config = DEFAULTS | config
+    rotated = config["qk_rope_head_dim"]
+    head_dim = config["qk_nope_head_dim"] + rotated
+    rope = llama.read_rope(config, interleaved=config["rope_interleave"])
+    bias = ("q_down", "kv_down", "o") if config.get("attention_bias", False) else ()
+    return llama.common_spec(
+        "deepseek_v3",
+        config | {"head_dim": head_dim, "num_key_value_heads": config["num_attention_heads"]},
+        rope=rope,
+        feed_forward=glm4_moe.feed_forwards(config),
+        bias=frozenset(bias),
+        scale=head_dim**-0.5 * stretched_magnitude(rope) ** 2,
+        latent=Latent(config["kv_lora_rank"], config["q_lora_rank"], rotated, config["v_head_dim"]),
+    )
+
+
+def stretched_magnitude(rope: Rope) -> float:
+    """What a stretched rope multiplies queries and keys by, as `yarn_apply_mscale` of transformers."""
+    if rope.kind == "default" or not rope.mscale_all_dim or rope.factor <= 1:
+        return 1.0
+    return 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1

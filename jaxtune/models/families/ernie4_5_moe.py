@@ -1,0 +1,53 @@
+"""ERNIE 4.5 with experts: chosen by corrected scores, some shared; by default a dense first layer."""
+
+from typing import Any
+
+from jaxtune.errors import UserError
+from jaxtune.models.families import ernie4_5, glm4_moe, llama, qwen3_moe
+from jaxtune.models.places import Tensor
+from jaxtune.models.spec import Experts, ModelSpec
+
+CORRECTION = Tensor("model.layers.{layer}.mlp.moe_statics.e_score_correction_bias", stacked=True)
+NAMES = llama.NAMES | qwen3_moe.MIXTURE | glm4_moe.SHARED | {"mlp.router.correction": CORRECTION}
+IGNORABLE = rf"{llama.IGNORABLE}|mtp"  # layers that predict more tokens, which transformers leaves out
+DEFAULTS = {
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "moe_intermediate_size": 1536,
+    "moe_k": 6,
+    "moe_num_experts": 64,
+    "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 1,
+    "moe_layer_interval": 1,
+}
+
+
+def read_spec(config: dict[str, Any]) -> ModelSpec:
+    """ModelSpec of an `Ernie4_5_MoeForCausalLM` config.json."""
+    config = DEFAULTS | config
+    count = config["num_hidden_layers"]
+    if config.get("use_bias"):
+        raise UserError("config.json: use_bias=true is not supported for this family")
+    end = config.get("moe_layer_end_index", -1)
+    sparse = range(config["moe_layer_start_index"], count if end == -1 else end + 1)
+    dense = llama.dense(config)
+    experts = Experts(
+        size=config["moe_intermediate_size"],
+        count=config["moe_num_experts"],
+        active=config["moe_k"],
+        normalized=True,
+        activation=llama.activation(config),
+        corrected=True,
+        float32=True,
+        shared=config["moe_intermediate_size"] * config["moe_num_shared_experts"],
+    )
+    return llama.common_spec(
+        "ernie4_5_moe",
+        config,
+        rope=ernie4_5.rope(config),
+        feed_forward=[
+            experts if n in sparse and (n + 1) % config["moe_layer_interval"] == 0 else dense for n in range(count)
+        ],
+        model=qwen3_moe.router_loss(config, 0.001),
+    )
