@@ -4,6 +4,7 @@ from jaxtune.hf.card import write_card
 from jaxtune.hf.folder import read_config, read_generation_config, resolve, write_config
 from jaxtune.hf.peft import SavedAdapter, read_adapter, write_adapter
 from jaxtune.hf.prequantized import Scheme, read_quantized, read_scheme
+from jaxtune.hf.sources import weight_files
 from jaxtune.hf.tokenizer import copy_tokenizer_files, load_tokenizer, write_chat_template
 from jaxtune.hf.weights import (
     Conversion,
@@ -13,6 +14,5 @@ from jaxtune.hf.weights import (
     check_weights,
     read,
     read_tensors,
-    weight_files,
     write,
 )

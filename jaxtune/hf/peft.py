@@ -13,7 +13,8 @@ import jax
 from jaxtune.config.schema import Lora
 from jaxtune.errors import UserError
 from jaxtune.hf.folder import read_json, staged
-from jaxtune.hf.weights import DTYPES, Source, Tensor, open_sources, write
+from jaxtune.hf.sources import DTYPES, Source, open_sources
+from jaxtune.hf.weights import Tensor, write
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

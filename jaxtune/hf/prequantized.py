@@ -19,7 +19,8 @@ from jaxtyping import Float, Shaped, UInt8
 from jaxtune.config.schema import Quant
 from jaxtune.errors import UserError
 from jaxtune.hf.folder import read_config
-from jaxtune.hf.weights import Source, Target, bytes_of_chunks, fill, open_sources, weight_files
+from jaxtune.hf.sources import Source, open_sources, weight_files
+from jaxtune.hf.weights import Target, bytes_of_chunks, fill
 from jaxtune.models.places import Place
 from jaxtune.quant import QuantizedArray, format_of
 from jaxtune.quant.array import SCALES_PER_OUTER
@@ -28,7 +29,9 @@ from pallas_kernels.quant_matmul import ELEMENTS
 
 log = logging.getLogger("jaxtune")
 
-_SUPPORTED = "bitsandbytes in 4 bits, fp8 in square blocks of 64, 128 or 256, compressed-tensors nvfp4-pack-quantized"
+_SUPPORTED = (
+    "bitsandbytes in 4 bits, fp8 in square blocks of 64, 128 or 256, compressed-tensors nvfp4-pack-quantized, mxfp4"
+)
 _WAY_OUT = "take the checkpoint that is not quantized: quant.format quantizes it while it is read"
 # Fields of quantization_config that an error quotes, to say which scheme it is.
 _TELLING = ("load_in_8bit", "bits", "format", "transform_config", "fmt", "weight_block_size", "quant_algo")
@@ -70,14 +73,14 @@ def read_scheme(folder: Path) -> Scheme | None:
     """How the weights of a Hugging Face folder are quantized, from its config.json and the headers of its files.
 
     Returns:
-        None if config.json has no quantization_config.
+        None if config.json has no quantization_config, or says MXFP4, which is dequantized while it is read.
 
     Raises:
         UserError: the scheme is not supported; a tensor that a quantized weight needs is missing or has the wrong
             dtype; the blocks do not divide a weight.
     """
     config = read_config(folder).get("quantization_config")
-    if config is None:
+    if config is None or (isinstance(config, dict) and config.get("quant_method") == "mxfp4"):
         return None
     _check_config(folder / "config.json", config)
     sources = open_sources(weight_files(folder))

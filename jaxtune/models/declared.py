@@ -11,12 +11,17 @@ from jaxtyping import Array
 Init = Callable[[Array, tuple[int, ...], Any], Array]
 # linear: a matrix (out, in) that activations are multiplied by, which can be quantized, adapted and orthogonalised.
 # router: one that chooses experts, which stays as it is. correction: what is added to its scores to balance them, which
-# no gradient reaches; in float32, as differences decide. table: rows that are looked up, and the head. vector: a bias,
-# the weight of a norm. adapter: what is trained beside a linear layer.
+# no gradient reaches. table: rows that are looked up, and the head. vector: a bias, the weight of a norm. adapter: what
+# is trained beside a linear layer.
 Kind = Literal["linear", "router", "correction", "table", "vector", "adapter"]
 
 
-def declared(shape: tuple[int, ...], axes: tuple[str | None, ...], init: Init, kind: Kind) -> Any:
-    """A parameter with a logical name for each dimension; `decoder.bind` puts a value in its place."""
+def declared(
+    shape: tuple[int, ...], axes: tuple[str | None, ...], init: Init, kind: Kind, float32: bool = False
+) -> Any:
+    """A parameter with a logical name for each dimension; `decoder.bind` puts a value in its place.
+
+    float32: that is what it is stored as, whatever the model's dtype.
+    """
     variable = nnx.LoRAParam if kind == "adapter" else nnx.Param
-    return variable(jax.ShapeDtypeStruct(shape, jnp.float32), axes=axes, init=init, kind=kind)
+    return variable(jax.ShapeDtypeStruct(shape, jnp.float32), axes=axes, init=init, kind=kind, float32=float32)

@@ -33,10 +33,10 @@ class Router(nnx.Module):
 
     def __init__(self, spec: specs.ModelSpec, options: specs.Experts):
         init = nnx.initializers.normal(spec.initializer_range)
-        self.weight = declared((options.count, spec.hidden), (None, "embed"), init, "router")
+        self.weight = declared((options.count, spec.hidden), (None, "embed"), init, "router", options.float32)
         zeros = nnx.initializers.zeros
         self.bias = declared((options.count,), (None,), zeros, "vector") if options.router_bias else None
-        self.correction = declared((options.count,), (None,), zeros, "correction") if options.corrected else None
+        self.correction = declared((options.count,), (None,), zeros, "correction", True) if options.corrected else None
         self.options = options
 
     def __call__(self, x: Float[Array, "b s d"]) -> Routing:

@@ -53,6 +53,7 @@ class Parameter:
         treatment: how it is treated; of an adapter, that of the weight that it is beside.
         storage: what it is stored as; None: an array.
         dtype: of its elements; of a quantized one, that of the dequantized elements.
+        float32: that is its dtype, whatever the model's.
     """
 
     shape: tuple[int, ...]
@@ -66,6 +67,7 @@ class Parameter:
     treatment: Treatment
     storage: Storage | None = None
     dtype: Any = jnp.float32
+    float32: bool = False
 
     @property
     def trained(self) -> bool:
@@ -113,13 +115,14 @@ class _Declared(NamedTuple):
     axes: tuple[str | None, ...]
     init: Init
     kind: Kind
+    float32: bool
 
 
 def _declared(module: nnx.Module) -> dict[str, _Declared]:
     """By dotted name."""
     return {
         ".".join(map(str, path)): _Declared(
-            variable.get_value().shape, *(variable.get_metadata(name) for name in ("axes", "init", "kind"))
+            variable.get_value().shape, *(variable.get_metadata(name) for name in _Declared._fields[1:])
         )
         for path, variable in nnx.to_flat_state(nnx.state(module))
     }
@@ -146,6 +149,7 @@ def declare(spec: ModelSpec) -> tuple[nnx.GraphDef, dict[str, Parameter]]:
                 axes=(*("layers", "experts")[: len(lead)], *one.axes),
                 init=one.init,
                 kind=one.kind,
+                float32=one.float32,
                 local=local,
                 layers=layers,
                 lead=lead,

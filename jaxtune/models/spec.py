@@ -139,7 +139,7 @@ class Experts:
         scale: of the weights, afterwards.
         corrected: a number of each expert is added to its score to choose, not to weigh (DeepSeek-V3).
         groups, active_groups: experts are chosen from so many of so many groups, those whose best two scores are best.
-        float32: the router multiplies in float32.
+        float32: the router is stored, and multiplies, in float32.
         router_bias, bias: the router, and the linear layers of experts, have one.
         shared: hidden features of a feed-forward layer that every token passes besides; 0: there is none.
     """

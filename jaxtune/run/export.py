@@ -101,7 +101,7 @@ def _tensors(
 
 def _exported_as(parameter: Parameter, dtype: jnp.dtype) -> jnp.dtype:
     """The dtype in which a parameter of a model in `dtype` is written."""
-    return parameter.dtype if parameter.kind == "correction" else dtype
+    return jnp.dtype(jnp.float32) if parameter.float32 else dtype
 
 
 def export_adapter(model: Model, parameters: Parameters, config: Config, output: Path) -> None:

@@ -131,7 +131,7 @@ def declare_model(
 
     def chosen(parameter: Parameter) -> Parameter:
         dtype = config.precision.master_dtype if train and parameter.trained else config.model.dtype
-        dtype = {"adapter": config.lora.dtype, "correction": "float32"}.get(parameter.kind, dtype)
+        dtype = "float32" if parameter.float32 else config.lora.dtype if parameter.kind == "adapter" else dtype
         # Only the storage changes, not the treatment: the stacks stay those of training, whose checkpoints are read.
         storage = parameter.storage if low_precision or parameter.kind == "adapter" else parameter.treatment.stored
         return dataclasses.replace(parameter, dtype=jnp.dtype(dtype), storage=storage)

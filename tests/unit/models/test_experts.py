@@ -22,10 +22,10 @@ SPEC = spec((layer(), SPARSE, SPARSE), family="qwen3_moe", router_loss=0.01)
 EXPERTS = "stacks.1.blocks.0.mlp.experts.up.weight"
 
 
-def trained(mesh, **sections):
+def trained(mesh, spec=SPEC, dtype="float32", **sections):
     """(program, parameters before, after three steps, metrics of each)."""
-    config = Config(model=Model(dtype="float32"), data=Data(seq_len=32), memory=Memory("none"), **sections)
-    program = assemble(Base(SPEC), config, mesh)
+    config = Config(model=Model(dtype=dtype), data=Data(seq_len=32), memory=Memory("none"), **sections)
+    program = assemble(Base(spec), config, mesh)
     batch = jax.tree.map(lambda x: x[None], make_batch(tokens(2, 32), mesh))
     start, frozen = (randomize(of, 0) for of in (program.model.trained, program.model.frozen))
     state, rows = program.start(start), []
@@ -57,16 +57,21 @@ def test_experts_have_adapters_of_their_own(one_device):
 
 
 @pytest.mark.parametrize(("dtype", "optimizer"), [("bfloat16", "adamw_8bit"), ("float32", "adamw")])
-def test_what_corrects_the_choice_is_never_trained_and_in_float32(one_device, dtype, optimizer):
-    experts = dataclasses.replace(SPARSE.feed_forward, scores="sigmoid", corrected=True, shared=16)
-    base = Base(spec((dataclasses.replace(SPARSE, feed_forward=experts),) * 2, family="glm4_moe"))
-    config = Config(model=Model(dtype=dtype), data=Data(seq_len=32), optim=Optim(optimizer))
-    model = assemble(base, config, one_device).model
-    (name,) = (name for name, parameter in model.parameters.items() if parameter.kind == "correction")
-    assert name in model.frozen and model.parameters[name].dtype == "float32"
-    assert [place.name for place in model.parameters[name].places] == [
-        f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in range(2)
-    ]
+def test_a_router_is_in_float32_and_what_corrects_it_is_never_trained(one_device, dtype, optimizer):
+    experts = dataclasses.replace(SPARSE.feed_forward, scores="sigmoid", corrected=True, shared=16, float32=True)
+    corrected = spec((dataclasses.replace(SPARSE, feed_forward=experts),) * 2, family="glm4_moe")
+    program, start, after, rows = trained(
+        one_device,
+        corrected,
+        dtype,
+        optim=Optim(optimizer, learning_rate=1e-2),
+        precision=Precision(master_dtype=dtype),
+    )
+    router, correction = (f"stacks.0.blocks.0.mlp.router.{part}" for part in ("weight", "correction"))
+    assert correction in program.model.frozen
+    assert {program.model.parameters[name].dtype for name in (router, correction)} == {jnp.dtype("float32")}
+    assert after[router].dtype == jnp.float32 and np.asarray(after[router] != start[router]).any(-1).all()
+    assert rows[-1]["loss"] < rows[0]["loss"]
 
 
 def test_experts_in_one_tensor_have_no_adapter(one_device, caplog):

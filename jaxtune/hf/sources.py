@@ -1,0 +1,155 @@
+"""The tensors of safetensors files: found by the headers alone, and read in part.
+
+Safetensors only: a pickle can run code, so .bin weights are refused.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import ml_dtypes
+import numpy as np
+from jaxtyping import Shaped
+from safetensors import SafetensorError, safe_open
+
+from jaxtune.errors import UserError
+from jaxtune.hf.folder import read_json
+from jaxtune.models.places import Place
+
+DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+_READ_AS = DTYPES | dict.fromkeys(("U8", "F8_E4M3"), np.dtype(np.uint8))  # raw bytes; only quantized weights have these
+_LFS_POINTER = b"version https://git-lfs"
+
+
+class Rows(Protocol):
+    """A source of a parameter, or of one layer of a stack: a matrix of which any rows can be read."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element in the file."""
+        ...
+
+    def rows(self, first: int, count: int, rest: tuple[slice, ...]) -> Shaped[np.ndarray, "..."]:
+        """Rows [first, first + count) and a part of the other dimensions."""
+        ...
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor in a file, of which any part can be read; F8_E4M3 is read as its bits, uint8."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str  # as safetensors calls it
+    begin: int  # of its bytes in the file
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element; KeyError for a dtype that cannot be read."""
+        return _READ_AS[self.dtype].itemsize
+
+    def rows(
+        self, first: int, count: int, rest: tuple[slice, ...], place: Place = Place("")
+    ) -> Shaped[np.ndarray, "..."]:
+        """Read rows [first, first + count) of the tensor, or of a part of it, and a part of the other dimensions.
+
+        Zeros beyond the last row.
+        """
+        with damage(self.file):
+            tensor = np.memmap(self.file, _READ_AS[self.dtype], "r", self.begin, self.shape)
+            found = np.array(place.rows_in(tensor)[(slice(first, first + count), *rest)])
+        missing = count - len(found)
+        return np.pad(found, [(0, missing)] + [(0, 0)] * len(rest)) if missing else found
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a tensor that is at a place, such as the key projection in a fused qkv weight."""
+
+    source: Source
+    place: Place
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element in the file."""
+        return self.source.itemsize
+
+    def rows(self, first: int, count: int, rest: tuple[slice, ...]) -> Shaped[np.ndarray, "..."]:
+        """Rows [first, first + count) of the part."""
+        return self.source.rows(first, count, rest, self.place)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a Hugging Face folder; a single file takes precedence over an index.
+
+    Raises:
+        UserError: there are none, a file that the index names is missing, or its name leads out of the folder.
+    """
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.exists():
+        return [_inside(folder, single.name)]
+    if not index.exists():
+        problem = f"{folder} has no model.safetensors and no {index.name}"
+        if pickles := sorted(file.name for file in folder.glob("*.bin")):
+            problem += f", only {pickles[0]}: pickled weights can run code and are not read; "
+            problem += "convert them with transformers' save_pretrained"
+        raise UserError(problem)
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+        raise UserError(f"{index}: weight_map must be an object, tensor name to file name")
+    return [_inside(folder, name) for name in sorted(set(weight_map.values()))]
+
+
+def open_sources(files: Iterable[Path]) -> dict[str, Source]:
+    """The tensors of safetensors files by name; only the headers are read.
+
+    Raises:
+        UserError: a file is damaged, or two files hold the same tensor.
+    """
+    sources: dict[str, Source] = {}
+    for file in files:
+        with damage(file), file.open("rb") as start:
+            if start.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                raise UserError(
+                    f"{file} is a git-lfs pointer, not the file itself; run `git lfs pull` in {file.parent}"
+                )
+        with damage(file):
+            # safe_open checks the header, but cannot read F8_E4M3 into numpy: tensors are read by offset instead.
+            safe_open(file, framework="numpy")
+            with file.open("rb") as handle:
+                length = int.from_bytes(handle.read(8), "little")
+                header = json.loads(handle.read(length))
+            header.pop("__metadata__", None)
+            for name, entry in header.items():
+                if name in sources:
+                    raise UserError(f"tensor {name} is in both {sources[name].file} and {file}")
+                begin = 8 + length + entry["data_offsets"][0]
+                sources[name] = Source(file, tuple(entry["shape"]), entry["dtype"], begin)
+    return sources
+
+
+@contextmanager
+def damage(file: Path) -> Iterator[None]:
+    """Turn errors about a damaged or unreadable safetensors file into a UserError that names the file."""
+    try:
+        yield
+    except (SafetensorError, OSError, ValueError, OverflowError) as error:
+        raise UserError(f"{file} is damaged or not a safetensors file: {error}") from error
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """The file of this name in a folder; UserError if it would lie anywhere else."""
+    if name != Path(name).name or "\\" in name or not name.endswith(".safetensors") or not name.isprintable():
+        raise UserError(f"{folder}: {name!r} is not a name for a weight file; it must be plain and end in .safetensors")
+    file = folder / name
+    if not file.is_file():
+        raise UserError(f"{folder} has no {name}, which its index names")
+    home = folder.resolve()
+    if home.parent.name == "snapshots":  # the hub's cache: <model>/snapshots/<commit> links into <model>/blobs
+        home = home.parent.parent
+    if not file.resolve().is_relative_to(home):
+        raise UserError(f"{file} is a link to {file.resolve()}, out of its folder; put the file itself there")
+    return file
