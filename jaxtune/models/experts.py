@@ -44,7 +44,8 @@ class Router(nnx.Module):
         options = self.options
         x = x.astype(jnp.float32) if options.float32 else x
         weight = gather(self.weight.get_value().astype(x.dtype))
-        logits = jnp.einsum("bsd,ed->bse", x, weight)
+        precision = "highest" if options.float32 else None  # no TF32 on a GPU, nor in the backward pass
+        logits = jnp.einsum("bsd,ed->bse", x, weight, precision=precision)
         if self.bias is not None:
             logits += jax.reshard(self.bias.get_value().astype(x.dtype), P())
         logits = logits.astype(jnp.float32)
@@ -56,7 +57,7 @@ class Router(nnx.Module):
         return Routing(probability, chosen, weights * options.scale)
 
     def _ranked(self, scores: Float[Array, "b s e"]) -> Float[Array, "b s e"]:
-        """Scores to choose by: corrected, and -inf outside the chosen groups."""
+        """Scores to choose by: corrected; outside the groups whose two best experts score highest, -inf."""
         options = self.options
         if self.correction is not None:
             scores += jax.reshard(self.correction.get_value(), P())
