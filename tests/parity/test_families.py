@@ -145,5 +145,5 @@ def test_a_key_that_nobody_consumes_is_an_error(tmp_path, one_device):
 
 def test_a_family_that_is_not_known_is_an_error(tmp_path, one_device):
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
-    with pytest.raises(UserError, match="model_type='mamba'.*cohere2, ernie4_5.*starcoder2"):
+    with pytest.raises(UserError, match="model_type='mamba'.*cohere2, deepseek_v3.*starcoder2"):
         read(tmp_path, one_device)
