@@ -90,6 +90,15 @@ LLAMA3_ROPE = dict(
     rope_theta=5e5,
 )
 YARN_ROPE = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, rope_theta=1e6)
+DEEPSEEK_V3 = dict(
+    moe_intermediate_size=32,
+    num_experts_per_tok=2,
+    num_key_value_heads=4,
+    kv_lora_rank=16,
+    qk_rope_head_dim=8,
+    bos_token_id=None,
+    eos_token_id=None,
+)
 # name: (class of the config in transformers, fields). The embedding of a padding token would get no gradient in torch.
 FAMILIES = {
     "llama, llama3 rope, untied, biases": (
@@ -224,43 +233,31 @@ FAMILIES = {
     ),
     "deepseek_v3, latent attention": (
         "DeepseekV3Config",
-        dict(
-            moe_intermediate_size=32,
+        DEEPSEEK_V3
+        | dict(
             n_routed_experts=8,
-            num_experts_per_tok=2,
             n_group=4,
             topk_group=2,
-            num_key_value_heads=4,
             q_lora_rank=24,
-            kv_lora_rank=16,
             qk_nope_head_dim=16,
-            qk_rope_head_dim=8,
             v_head_dim=12,
             first_k_dense_replace=1,
             rope_parameters=YARN_ROPE | dict(mscale=1.0, mscale_all_dim=0.7),
-            bos_token_id=None,
-            eos_token_id=None,
         ),
     ),
     "deepseek_v3, queries without a latent": (
         "DeepseekV3Config",
-        dict(
-            moe_intermediate_size=32,
+        DEEPSEEK_V3
+        | dict(
             n_routed_experts=4,
-            num_experts_per_tok=2,
             n_group=1,
             topk_group=1,
-            num_key_value_heads=4,
             q_lora_rank=None,
-            kv_lora_rank=16,
             qk_nope_head_dim=8,
-            qk_rope_head_dim=8,
             v_head_dim=16,
             first_k_dense_replace=3,
             attention_bias=True,
             rope_interleave=False,
-            bos_token_id=None,
-            eos_token_id=None,
         ),
     ),
     "gpt_oss, stacked experts": (

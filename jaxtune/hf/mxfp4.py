@@ -5,7 +5,6 @@ the first in the low bits; X_scales (experts, out, in / 32) the exponents plus 1
 in bfloat16 exactly.
 """
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,8 +15,6 @@ from jaxtune.errors import UserError
 from jaxtune.hf.sources import Source
 from jaxtune.models.places import Place
 from pallas_kernels.quant_matmul import ELEMENTS
-
-log = logging.getLogger("jaxtune")
 
 BLOCK = 32
 _VALUES = np.asarray(ELEMENTS["e2m1"].values, np.float32)
@@ -55,8 +52,7 @@ class Mxfp4(Source):
 def with_mxfp4(sources: Mapping[str, Source]) -> dict[str, Source]:
     """The tensors, with X in place of X_blocks and X_scales. Raises UserError where these do not fit each other."""
     found = dict(sources)
-    names = sorted(name.removesuffix("_blocks") for name in sources if name.endswith("_blocks"))
-    for name in names:
+    for name in [name.removesuffix("_blocks") for name in sources if name.endswith("_blocks")]:
         blocks, scales = found.pop(f"{name}_blocks"), found.pop(f"{name}_scales", None)
         if scales is None:
             raise UserError(f"{blocks.file}: {name}_blocks has no {name}_scales, without which it cannot be read")
@@ -68,8 +64,4 @@ def with_mxfp4(sources: Mapping[str, Source]) -> dict[str, Source]:
             )
         experts, rows, count = scales.shape
         found[name] = Mxfp4(blocks.file, (experts, count * BLOCK, rows), "BF16", blocks.begin, scales)
-    if names:
-        log.info(
-            "%d tensors are MXFP4 in the files and dequantized here; quant.format quantizes them again", len(names)
-        )
     return found

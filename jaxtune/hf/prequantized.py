@@ -80,7 +80,10 @@ def read_scheme(folder: Path) -> Scheme | None:
             dtype; the blocks do not divide a weight.
     """
     config = read_config(folder).get("quantization_config")
-    if config is None or (isinstance(config, dict) and config.get("quant_method") == "mxfp4"):
+    if config is None:
+        return None
+    if isinstance(config, dict) and config.get("quant_method") == "mxfp4":
+        log.info("weights that are MXFP4 in the files are dequantized while they are read; quant.format quantizes them")
         return None
     _check_config(folder / "config.json", config)
     sources = open_sources(weight_files(folder))

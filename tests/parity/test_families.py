@@ -60,6 +60,7 @@ def test_loss_and_gradients(case, one_device, tmp_path):
 
     value, gradients = loss(parameters, make_batch(rows, one_device))
     assert abs(float(value) - expected.item()) <= 1e-6 * expected.item()
+    assert {parameter.kind for parameter in model.frozen.values()} <= {"correction"}
     for name, parameter in model.trained.items():
         for index, place in parameter.elements():
             found = np.asarray(gradients[name])[index]

@@ -2,14 +2,16 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 from batches import logits, make_batch, tokens
 from safetensors.numpy import load_file, save_file
 from tiny import read, torch_model
 
-from jaxtune.config.schema import Quant
+from jaxtune.config.schema import Mesh, Quant
 from jaxtune.errors import UserError
+from jaxtune.parallel.mesh import make_mesh
 
 BLOCK = 32
 
@@ -52,12 +54,7 @@ def test_logits_are_those_of_transformers(folder, one_device):
 
 @pytest.mark.parametrize("mesh", ["fsdp=2", "tensor=2"])
 def test_a_shard_has_its_part(folder, one_device, mesh):
-    """Shards of rows and of columns, whose bounds are inside a block of 32."""
-    import jax
-
-    from jaxtune.config.schema import Mesh
-    from jaxtune.parallel.mesh import make_mesh
-
+    """Shards of rows and of columns; tensor=2 cuts the 96 columns of `down` inside a block of 32."""
     _, whole, _ = read(folder, one_device)
     axis, size = mesh.split("=")
     _, parts, _ = read(folder, make_mesh(Mesh(**{"data": 1, axis: int(size)}), jax.devices()[: int(size)]))

@@ -22,10 +22,10 @@ SPEC = spec((layer(), SPARSE, SPARSE), family="qwen3_moe", router_loss=0.01)
 EXPERTS = "stacks.1.blocks.0.mlp.experts.up.weight"
 
 
-def trained(mesh, spec=SPEC, dtype="float32", **sections):
+def trained(mesh, model=SPEC, dtype="float32", **sections):
     """(program, parameters before, after three steps, metrics of each)."""
     config = Config(model=Model(dtype=dtype), data=Data(seq_len=32), memory=Memory("none"), **sections)
-    program = assemble(Base(spec), config, mesh)
+    program = assemble(Base(model), config, mesh)
     batch = jax.tree.map(lambda x: x[None], make_batch(tokens(2, 32), mesh))
     start, frozen = (randomize(of, 0) for of in (program.model.trained, program.model.frozen))
     state, rows = program.start(start), []
