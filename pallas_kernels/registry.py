@@ -15,7 +15,7 @@ ANY_CARD = None
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation of an op.
+    """One implementation of an op: `run` is its function, or a module of several.
 
     `refuses(device, request)` says why it cannot run this request there, or None if it can. `proofs` says where its
     numbers were checked, by compute capability (`ANY_CARD`: interpreted, or plain XLA); a backend without a proof for
@@ -23,7 +23,7 @@ class Backend:
     """
 
     name: str
-    run: Callable[..., Any]
+    run: Any
     refuses: Callable[[Device, Any], str | None]
     proofs: Mapping[Capability | None, str]
 

@@ -107,6 +107,9 @@ KERNELS: dict[str, dict[int, float]] = {
     "mosaic_flash_attention_forward": {9: 568 / 989},
     "mosaic_flash_attention_dq": {9: 408 * 7 / 5 / 989},
     "mosaic_flash_attention_dkdv": {9: 408 * 7 / 5 / 989},
+    "grouped_matmul": {8: 0.50, 9: 400 / 989, 10: 0.25, 12: 0.50},
+    "grouped_matmul_transposed": {8: 0.50, 9: 400 / 989, 10: 0.25, 12: 0.50},
+    "grouped_outer": {8: 0.50, 9: 725 / 989, 10: 0.25, 12: 0.50},
 }
 # Bytes a second that a GPU sends, in one direction: to GPUs of its host by NVLink or PCIe (data sheets); to other hosts
 # by one adapter of 400 Gb/s a GPU, 200 beside an A100, 100 beside an L40S, 10 Gb/s a host of GeForce GPUs (assumed).

@@ -1,0 +1,35 @@
+"""What grouped products are compiled with: an expert of Qwen3-30B-A3B, and adapters of rank 16 on them."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.case import Case, asked
+from pallas_kernels.grouped_matmul import triton
+from pallas_kernels.grouped_matmul.groups import Groups
+
+GROUPS, HIDDEN, SIZE, RANK = 128, 2048, 768, 16
+ROWS, BLOCK = 32768, 64  # of 2048 tokens that go to 8 experts each
+DTYPE = jnp.dtype("bfloat16")
+SHAPES = {"gate": (SIZE, HIDDEN), "adapter A": (2 * RANK, HIDDEN), "adapter B": (SIZE, RANK)}
+
+
+def _cases() -> Iterator[Case]:
+    blocks: Any = jax.ShapeDtypeStruct((ROWS // BLOCK,), jnp.int32)
+    first: Any = jax.ShapeDtypeStruct((GROUPS + 1,), jnp.int32)
+    groups = Groups(blocks, first)
+    for name, (out, into) in SHAPES.items():
+        weight = jax.ShapeDtypeStruct((GROUPS, out, into), DTYPE)
+        x, dy = (jax.ShapeDtypeStruct((ROWS, width), DTYPE) for width in (into, out))
+        refuses = asked(triton.refuses, weight)
+        multiply = partial(triton.multiply, transposed=False)
+        yield Case("grouped_matmul", "triton", "forward", name, multiply, (x, weight, groups), refuses)
+        transposed = partial(triton.multiply, transposed=True)
+        yield Case("grouped_matmul", "triton", "backward", f"dx {name}", transposed, (dy, weight, groups), refuses)
+        yield Case("grouped_matmul", "triton", "backward", f"dw {name}", triton.outer, (dy, x, groups), refuses)
+
+
+CASES = tuple(_cases())

@@ -1,0 +1,27 @@
+"""Grouped products in plain jnp: the reference that every backend is compared with."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.grouped_matmul.groups import Groups
+
+
+def multiply(
+    x: Float[Array, "m k"], weight: Float[Array, "g o i"], groups: Groups, transposed: bool
+) -> Float[Array, "m n"]:
+    """x W^T of each row's group, or x W if `transposed`; zeros in rows of no group."""
+    group = _group_of_rows(groups, len(x))
+    weight = weight.swapaxes(1, 2) if transposed else weight
+    of_rows = jnp.take(weight, group, axis=0, mode="fill", fill_value=0)
+    return jnp.einsum("mk,mnk->mn", x, of_rows)
+
+
+def outer(dy: Float[Array, "m o"], x: Float[Array, "m i"], groups: Groups) -> Float[Array, "g o i"]:
+    """The sum of dy x^T over the rows of each group."""
+    group = _group_of_rows(groups, len(x))
+    is_of = group[:, None] == jnp.arange(len(groups.first) - 1)
+    return jnp.einsum("mg,mo,mi->goi", is_of.astype(x.dtype), dy, x)
+
+
+def _group_of_rows(groups: Groups, rows: int) -> Array:
+    return jnp.repeat(groups.block_group, rows // len(groups.block_group))
