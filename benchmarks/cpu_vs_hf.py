@@ -1,10 +1,10 @@
 """The same steps by jaxtune and by transformers + peft on a CPU, interleaved: ratio of times, and both peak RSS.
 
-    python benchmarks/cpu_vs_hf.py [--steps 7]
+    python benchmarks/cpu_vs_hf.py [--model moe] [--steps 7]
 
 Every system has a process of its own, so that its peak memory is its own; steps alternate between the two, so that
-whatever else the machine does hits both. Both read one random Qwen3 and train on the same tokens with AdamW and
-gradient clipping in float32.
+whatever else the machine does hits both. Both read one random Qwen3, dense or with experts, and train on the same
+tokens with AdamW and gradient clipping in float32.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 MODEL = {
     "vocab_size": 32_000,
@@ -28,11 +29,14 @@ MODEL = {
     "max_position_embeddings": 1024,
     "tie_word_embeddings": True,
 }
+EXPERTS = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 256, "norm_topk_prob": True}
 ROWS, SEQUENCE, RANK, RATE = 4, 512, 16, 1e-4
-RESULTS = Path(__file__).parent / "results" / "cpu_vs_hf.json"
+# What has adapters: linear layers that transformers, too, keeps apart, as it does not keep experts.
+ADAPTED = {"dense": "all-linear", "moe": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+RESULTS = Path(__file__).parent / "results"
 
 
-def hf_step(folder: str, lora: bool, remat: bool):
+def hf_step(folder: str, model_kind: str, lora: bool, remat: bool):
     """A function that makes one step of transformers (+ peft) and returns the loss."""
     import numpy as np
     import torch
@@ -45,8 +49,9 @@ def hf_step(folder: str, lora: bool, remat: bool):
     if lora:
         import peft
 
+        targets = ADAPTED[model_kind]
         model = peft.get_peft_model(
-            model, peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+            model, peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=targets, task_type="CAUSAL_LM")
         )
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -64,7 +69,7 @@ def hf_step(folder: str, lora: bool, remat: bool):
     return step
 
 
-def jaxtune_step(folder: str, lora: bool, remat: bool):
+def jaxtune_step(folder: str, model_kind: str, lora: bool, remat: bool):
     """A function that makes one step of jaxtune and returns the loss."""
     import jax
     import jax.numpy as jnp
@@ -76,13 +81,13 @@ def jaxtune_step(folder: str, lora: bool, remat: bool):
     from jaxtune.run.model import read_base
     from jaxtune.run.values import frozen_parameters, initial_parameters
 
-    mesh = make_mesh(Mesh())
+    mesh, targets = make_mesh(Mesh()), ADAPTED[model_kind]
     config = Config(
         model=Model(path=folder, dtype="float32"),
         data=Data(seq_len=SEQUENCE),
         train=Train(micro_batch_size=ROWS),
         optim=Optim(weight_decay=0.01),
-        lora=Lora(enabled=lora, rank=RANK, alpha=2.0 * RANK),
+        lora=Lora(enabled=lora, rank=RANK, alpha=2.0 * RANK, target_modules=targets),
         memory=Memory("block" if remat else "none"),
         precision=Precision("fp32"),
     )
@@ -111,9 +116,9 @@ def jaxtune_step(folder: str, lora: bool, remat: bool):
     return step
 
 
-def serve(system: str, folder: str, lora: bool, remat: bool) -> None:
+def serve(system: str, *what: Any) -> None:
     """Make a step for each line on standard input; answer with seconds, loss and peak RSS in MB."""
-    step = (jaxtune_step if system == "jaxtune" else hf_step)(folder, lora, remat)
+    step = (jaxtune_step if system == "jaxtune" else hf_step)(*what)
     for _ in sys.stdin:
         begin = time.perf_counter()
         loss = step()
@@ -122,11 +127,11 @@ def serve(system: str, folder: str, lora: bool, remat: bool) -> None:
         print(json.dumps({"seconds": seconds, "loss": loss, "peak_rss_mb": peak}), flush=True)
 
 
-def compare(folder: str, lora: bool, remat: bool, steps: int) -> dict:
+def compare(folder: str, model: str, lora: bool, remat: bool, steps: int) -> dict:
     """Steps of both systems in turn; the first of each compiles or warms up, and is not counted."""
     systems = {}
     for system in ("jaxtune", "hf"):
-        command = [sys.executable, __file__, "--serve", system, "--folder", folder]
+        command = [sys.executable, __file__, "--serve", system, "--folder", folder, "--model", model]
         command += ["--lora"] * lora + ["--remat"] * remat
         environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
         systems[system] = subprocess.Popen(
@@ -158,6 +163,7 @@ def compare(folder: str, lora: bool, remat: bool, steps: int) -> dict:
 def main() -> None:
     """Print a row for each step and rematerialisation policy, and write them all as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=["dense", "moe"], default="dense")
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--only", choices=["lora", "full"])
     parser.add_argument("--serve")
@@ -166,14 +172,16 @@ def main() -> None:
     parser.add_argument("--remat", action="store_true")
     options = parser.parse_args()
     if options.serve:
-        serve(options.serve, options.folder, options.lora, options.remat)
+        serve(options.serve, options.folder, options.model, options.lora, options.remat)
         return
     import torch
     import transformers
 
+    shape = MODEL | (EXPERTS if options.model == "moe" else {})
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
-        transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**MODEL)).save_pretrained(folder)
+        config = {"dense": transformers.Qwen3Config, "moe": transformers.Qwen3MoeConfig}[options.model](**shape)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         print(f"{ROWS} x {SEQUENCE} tokens, load {os.getloadavg()[0]:.2f}; best of {options.steps}")
         columns = ("step", "remat", "jaxtune s", "hf s", "ratio", "jaxtune MB", "hf MB", "ratio")
         print("".join(f"{column:>11}" for column in columns))
@@ -182,15 +190,16 @@ def main() -> None:
             if options.only and lora != (options.only == "lora"):
                 continue
             for remat in (False, True):
-                row = compare(folder, lora, remat, options.steps)
+                row = compare(folder, options.model, lora, remat, options.steps)
                 results.append(row)
                 seconds, peak = row["seconds"], row["peak_rss_mb"]
                 times = f"{seconds['jaxtune']:>11.2f}{seconds['hf']:>11.2f}{row['time_ratio']:>11.2f}"
                 sizes = f"{peak['jaxtune']:>11.0f}{peak['hf']:>11.0f}{row['rss_ratio']:>11.2f}"
                 print(f"{row['step']:>11}{row['remat']!s:>11}{times}{sizes}", flush=True)
     if not options.only:
-        found = {"model": MODEL, "rows": ROWS, "sequence": SEQUENCE, "results": results}
-        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+        found = {"model": shape, "rows": ROWS, "sequence": SEQUENCE, "results": results}
+        name = "cpu_vs_hf.json" if options.model == "dense" else "cpu_vs_hf_moe.json"
+        (RESULTS / name).write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -21,27 +21,31 @@ SIZES = {
     "8B": (4096, 36, 12_288, 32),
     "32B": (5120, 64, 25_600, 64),
     "70B": (8192, 80, 28_672, 64),
+    "30B-A3B": (2048, 48, 6144, 32),
 }
+EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
 
 
 def model_config(size: str) -> dict:
     """config.json of a Qwen3; of Llama 3 for 70B."""
     hidden, layers, intermediate, heads = SIZES[size]
-    llama = size == "70B"
+    llama, sparse = size == "70B", "A" in size
+    family = ("llama", "Llama") if llama else ("qwen3_moe", "Qwen3Moe") if sparse else ("qwen3", "Qwen3")
     return {
-        "model_type": "llama" if llama else "qwen3",
-        "architectures": ["LlamaForCausalLM" if llama else "Qwen3ForCausalLM"],
+        "model_type": family[0],
+        "architectures": [f"{family[1]}ForCausalLM"],
         "vocab_size": 128_256 if llama else 151_936,
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "intermediate_size": intermediate,
         "num_attention_heads": heads,
-        "num_key_value_heads": 8,
+        "num_key_value_heads": 4 if sparse else 8,
         "head_dim": 128,
         "max_position_embeddings": 40_960,
         "rms_norm_eps": 1e-6,
         "rope_theta": 1e6,
         "tie_word_embeddings": size == "0.6B",
+        **(EXPERTS if sparse else {}),
     }
 
 

@@ -56,6 +56,7 @@ ALIASES = {
     "memory.remat": "gradient_checkpointing activation_checkpointing use_gradient_checkpointing recompute "
     "activation_offloading enable_activation_offload offload_residual tiled_mlp",
     "attention.backend": "attn_implementation flash_attention flash_attn use_flash_attention",
+    "experts.backend": "expert_backend moe_implementation experts_implementation moe_grouped_gemm",
     "precision.recipe": "bf16 fp16 fp8 tf32 mixed_precision",
     "ckpt.keep_last": "save_total_limit",
     "ckpt.resume": "resume_from_checkpoint auto_resume_from_checkpoints overwrite_output_dir overwrite",

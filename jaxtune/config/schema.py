@@ -290,6 +290,15 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """How a mixture of experts is computed."""
+
+    backend: Literal["auto", "dense", "loop", "kernel"] = option("auto",
+        "kernel: each token by the experts that it goes to, in GPU kernels; loop: the same by XLA alone; dense: every "
+        "token by every expert, which low precision needs; auto: the first of these that can run")
+
+
+@dataclass(frozen=True)
 class Fp16:
     """Dynamic loss scaling (Micikevicius et al. 2017)."""
 
@@ -425,6 +434,7 @@ class Config:
     mesh: Mesh = Mesh()
     memory: Memory = Memory()
     attention: Attention = Attention()
+    experts: Experts = Experts()
     precision: Precision = Precision()
     ckpt: Ckpt = Ckpt()
     eval: Eval = Eval()

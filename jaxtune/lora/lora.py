@@ -51,7 +51,8 @@ class LoRA:
         """
         lows = _low(linears, jax.lax.optimization_barrier(x), call)
         scaled = [low * jnp.asarray(linear.adapter.scale, low.dtype) for linear, low in zip(linears, lows)]
-        more = [matmul(low, linear.part("lora_b"), linear.out) for linear, low in zip(linears, scaled)]
+        multiply = partial(matmul, groups=call.groups)
+        more = [multiply(low, linear.part("lora_b"), linear.out) for linear, low in zip(linears, scaled)]
         return [y + jax.lax.optimization_barrier(extra) for y, extra in zip(ys, more)]
 
     def merged(self, weight: Float[Array, "o i"], values: Mapping[str, Array]) -> Float[Array, "o i"]:
@@ -63,13 +64,14 @@ class LoRA:
 def _low(linears: Sequence[Linear], x: Float[Array, "b s i"], call: Call) -> list[Float[Array, "b s r"]]:
     """x A^T of each layer, in one product where no elements of x are dropped."""
     owners = [linear for linear in linears if linear.adapter.owner is None]
+    multiply = partial(matmul, out=None, groups=call.groups)
     if call.noise is not None and any(linear.adapter.dropout for linear in owners):
         sites = [(linear, call.noise.site(linear.name)) for linear in owners]
         inputs = [dropout(x, linear.adapter.dropout, noise) for linear, noise in sites]
-        found = [matmul(dropped, linear.part("lora_a"), None) for linear, dropped in zip(owners, inputs)]
+        found = [multiply(dropped, linear.part("lora_a")) for linear, dropped in zip(owners, inputs)]
         found = [checkpoint_name(low, PRODUCT) for low in found]
     else:
-        product = matmul(x, jnp.concatenate([linear.part("lora_a") for linear in owners]), None)
+        product = multiply(x, jnp.concatenate([linear.part("lora_a") for linear in owners], axis=-2))
         ends = list(accumulate(linear.adapter.rank for linear in owners))
         found = jnp.split(checkpoint_name(product, PRODUCT), ends[:-1], axis=-1)
     by_name = {linear.name: low for linear, low in zip(owners, found)}

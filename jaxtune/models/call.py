@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxtune.models.dropout import Noise
+from pallas_kernels.grouped_matmul import Groups
 
 Remat = Literal["none", "dots", "block", "offload"]
 
@@ -18,7 +19,9 @@ class Call(NamedTuple):
     policy of a layer. unroll: whether layers are compiled one by one instead of in a loop. adapters: False computes
     with the base alone, as the reference of a preference loss does. backend: of attention, a name in
     pallas_kernels.flash_attention.BACKENDS or 'auto'; fallback: 'warn' takes 'auto' where that backend cannot run.
-    documents: the most that a row holds, for backends that must know; None: nothing bounds them.
+    documents: the most that a row holds, for backends that must know; None: nothing bounds them. experts: how those of
+    a mixture are computed, a name in BACKENDS of models.experts or 'auto'. groups: inside a mixture, which expert's
+    weights multiply each token; None: a weight is one matrix.
     """
 
     dtype: jnp.dtype
@@ -29,7 +32,9 @@ class Call(NamedTuple):
     backend: str = "auto"
     fallback: Literal["error", "warn"] = "error"
     documents: int | None = None
+    experts: str = "auto"
+    groups: Groups | None = None
 
     def layer(self, number: Int[Array, ""]) -> "Call":
-        """The call of a layer, from that of a decoder; of an expert, from that of a layer."""
+        """The call of a layer, from that of a decoder."""
         return self if self.noise is None else self._replace(noise=self.noise.layer(number))

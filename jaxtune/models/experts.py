@@ -1,79 +1,38 @@
 """A mixture of experts (Shazeer et al. 2017): a router chooses a few feed-forward layers for each token."""
 
+import math
+from dataclasses import fields
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
+from jaxtune.errors import UserError
 from jaxtune.models import spec as specs
 from jaxtune.models.call import Call
-from jaxtune.models.declared import declared
+from jaxtune.models.dispatch import from_rows, to_rows
+from jaxtune.models.dropout import Noise
 from jaxtune.models.mlp import MLP
-from jaxtune.parallel.layout import P, gather
+from jaxtune.models.router import Router, Routing
+from jaxtune.parallel.layout import RULES, Layout, P, Rules, axes_of, by_token, gather
+from jaxtune.precision.matmul import LowPrecision
+from jaxtune.quant.array import QuantizedArray
+from pallas_kernels import registry
+from pallas_kernels.gpus import Device, current_device
+from pallas_kernels.grouped_matmul import arrange, triton
+from pallas_kernels.registry import ANY_CARD, Backend, CannotRun
 
-TINY = 1e-20  # as in transformers
-
-
-class Routing(NamedTuple):
-    """Which experts a token goes to.
-
-    probability: of every expert. chosen, weights: the `active` ones, and what multiplies their outputs; float32.
-    """
-
-    probability: Float[Array, "b s e"]
-    chosen: Int[Array, "b s k"]
-    weights: Float[Array, "b s k"]
-
-
-class Router(nnx.Module):
-    """Chooses experts for each token by their scores."""
-
-    def __init__(self, spec: specs.ModelSpec, options: specs.Experts):
-        init = nnx.initializers.normal(spec.initializer_range)
-        self.weight = declared((options.count, spec.hidden), (None, "embed"), init, "router", options.float32)
-        zeros = nnx.initializers.zeros
-        self.bias = declared((options.count,), (None,), zeros, "vector") if options.router_bias else None
-        self.correction = declared((options.count,), (None,), zeros, "correction", True) if options.corrected else None
-        self.options = options
-
-    def __call__(self, x: Float[Array, "b s d"]) -> Routing:
-        """In float32, of logits in the dtype of x or float32, as in transformers."""
-        options = self.options
-        x = x.astype(jnp.float32) if options.float32 else x
-        weight = gather(self.weight.get_value().astype(x.dtype))
-        precision = "highest" if options.float32 else None  # no TF32 on a GPU, nor in the backward pass
-        logits = jnp.einsum("bsd,ed->bse", x, weight, precision=precision)
-        if self.bias is not None:
-            logits += jax.reshard(self.bias.get_value().astype(x.dtype), P())
-        logits = logits.astype(jnp.float32)
-        probability = jax.nn.sigmoid(logits) if options.scores == "sigmoid" else jax.nn.softmax(logits, axis=-1)
-        chosen = jax.lax.top_k(self._ranked(probability), options.active)[1]
-        weights = jnp.take_along_axis(probability, chosen, axis=-1)
-        if options.normalized:
-            weights /= weights.sum(-1, keepdims=True) + TINY
-        return Routing(probability, chosen, weights * options.scale)
-
-    def _ranked(self, scores: Float[Array, "b s e"]) -> Float[Array, "b s e"]:
-        """Scores to choose by: corrected; outside the groups whose two best experts score highest, -inf."""
-        options = self.options
-        if self.correction is not None:
-            scores += jax.reshard(self.correction.get_value(), P())
-        if options.groups == 1:
-            return scores
-        by_group = scores.reshape(*scores.shape[:2], options.groups, -1)
-        best = jax.lax.top_k(by_group, 2)[0].sum(-1)
-        last = jax.lax.top_k(best, options.active_groups)[0][..., -1:]
-        return jnp.where((best >= last)[..., None], by_group, -jnp.inf).reshape(scores.shape)
+# Inside a shard_map nothing is sharded, nor is a weight gathered.
+ON_DEVICE = Rules(*[Layout(*[()] * len(fields(Layout)))] * 3, gathered=(), batch=(), positions=())
 
 
 class Experts(nnx.Module):
     """The sum of the chosen experts' outputs, each times its weight, and what all tokens pass.
 
-    Every expert computes every token, one expert after another, and most results are multiplied by zero: correct, and
-    as slow as all experts together. Each parameter of an expert has a leading axis of experts, which is scanned.
+    Each parameter of an expert has a leading axis of experts.
     """
 
     def __init__(self, spec: specs.ModelSpec, layer: specs.Layer, options: specs.Experts):
@@ -88,32 +47,113 @@ class Experts(nnx.Module):
     def __call__(
         self, x: Float[Array, "b s d"], call: Call, valid: Bool[Array, "b s"]
     ) -> tuple[Float[Array, "b s d"], dict[str, Float[Array, "..."]]]:
-        """The output, and sums over the tokens that are `valid` for `objectives.balanced`.
+        """The output, and sums over layers for `objectives.balanced`, of the tokens that are `valid`.
 
         router_choices (e): how often each expert is chosen. router_probability (e): the sum of its probabilities.
-        router_tokens: the number of these tokens.
+        router_tokens: the number of these tokens. expert_load_max: tokens of the busiest expert, times those of an even
+        load. expert_load_entropy: of the experts' shares of the load, 1 if even. expert_layers: 1.
         """
-        probability, chosen, weights = self.router(x)
-        is_chosen = jax.nn.one_hot(chosen, self.options.count, dtype=jnp.float32)  # (b, s, active, e)
-        by_expert = jnp.moveaxis((is_chosen * weights.astype(x.dtype).astype(jnp.float32)[..., None]).sum(-2), -1, 0)
-        graph, values = nnx.split(self.experts)
-
-        # No activation of an expert is saved for the backward pass: those of all experts would be several times those
-        # of a layer.
-        @jax.checkpoint
-        def add(total: Array, scanned: tuple) -> tuple[Array, None]:
-            values, weight, number = scanned
-            y = nnx.merge(graph, values)(x, call.layer(number))
-            return total + weight[..., None] * y.astype(jnp.float32), None
-
-        zeros = jnp.zeros_like(x, jnp.float32)
-        total, _ = jax.lax.scan(add, zeros, (values, by_expert, jnp.arange(self.options.count)))
+        routing = self.router(x)
+        routing = routing._replace(weights=routing.weights.astype(x.dtype).astype(jnp.float32))
+        try:
+            backend = registry.choose("experts", BACKENDS, current_device(), self.experts, call.experts)
+        except CannotRun as error:
+            raise UserError(f"experts.backend={call.experts!r}: {error}") from None
+        y = backend.run(self.experts, x, routing, call).astype(x.dtype)
+        is_chosen = jax.nn.one_hot(routing.chosen, self.options.count, dtype=jnp.float32)  # (b, s, active, e)
         over_tokens = partial(jnp.einsum, "bse,bs->e", out_sharding=P())
         counted = valid.astype(jnp.float32)
+        choices = over_tokens(is_chosen.sum(-2), counted)
+        shares = choices / jnp.maximum(choices.sum(), 1.0)
         sums = {
-            "router_choices": over_tokens(is_chosen.sum(-2), counted),
-            "router_probability": over_tokens(probability, counted),
+            "router_choices": choices,
+            "router_probability": over_tokens(routing.probability, counted),
             "router_tokens": jnp.sum(counted),
+            "expert_load_max": self.options.count * shares.max(),
+            "expert_load_entropy": jax.scipy.special.entr(shares).sum() / math.log(self.options.count),
+            "expert_layers": jnp.ones(()),
         }
-        y = total.astype(x.dtype)
         return (y if self.shared is None else y + self.shared(x, call)), sums
+
+
+def dense(experts: MLP, x: Float[Array, "b s d"], routing: Routing, call: Call) -> Float[Array, "b s d"]:
+    """Every token through every expert, one expert after another; most results are multiplied by zero."""
+    graph, values = nnx.split(experts)
+    count = routing.probability.shape[-1]
+    is_chosen = jax.nn.one_hot(routing.chosen, count, dtype=jnp.float32)
+    by_expert = jnp.moveaxis((is_chosen * routing.weights[..., None]).sum(-2), -1, 0)
+
+    # No activation of an expert is saved for the backward pass: those of all experts would be several times those of a
+    # layer.
+    @jax.checkpoint
+    def add(total: Array, scanned: tuple) -> tuple[Array, None]:
+        values, weight = scanned
+        y = nnx.merge(graph, values)(x, call)
+        return total + weight[..., None] * y.astype(jnp.float32), None
+
+    return jax.lax.scan(add, jnp.zeros_like(x, jnp.float32), (values, by_expert))[0]
+
+
+def grouped(
+    backend: str, experts: MLP, x: Float[Array, "b s d"], routing: Routing, call: Call
+) -> Float[Array, "b s d"]:
+    """Each token through the experts that it goes to: a device sorts its own tokens by expert.
+
+    `backend`: of `pallas_kernels.grouped_matmul`.
+    """
+    graph, values = nnx.split(experts)
+    values = jax.tree.map(gather, values)
+    values = jax.tree.map(_with_kernel_scales, values, is_leaf=_is_quantized)
+    summed_over = axes_of("mlp")
+    positions = jax.reshard(jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2]), by_token())
+
+    def on_device(values: Any, x: Array, routing: Routing, noise: Noise | None, positions: Array) -> Array:
+        rows = arrange(routing.chosen.reshape(-1), routing.probability.shape[-1], backend)
+        token_of = rows.item_of // routing.chosen.shape[-1]
+        inner = call._replace(groups=rows.groups, noise=noise and noise.of_tokens(positions, token_of))
+        here = nnx.merge(graph, values)
+        if summed_over and here.down.bias is not None:  # of the devices whose outputs are summed one adds it
+            is_first = jax.lax.axis_index(summed_over) == 0
+            here.down.bias.set_value(jnp.where(is_first, here.down.bias.get_value(), 0))
+        with RULES(ON_DEVICE):
+            y = here(to_rows(x, token_of, rows.row_of)[:, None], inner)[:, 0]
+        total = from_rows(y, rows.item_of, rows.row_of, routing.weights)
+        return jax.lax.psum(total, summed_over) if summed_over else total
+
+    arguments = values, x, routing, call.noise, positions
+    layouts = jax.tree.map(lambda array: jax.typeof(array).sharding.spec, arguments)
+    return jax.shard_map(on_device, in_specs=layouts, out_specs=by_token(None))(*arguments)
+
+
+def _is_quantized(value: Any) -> bool:
+    return isinstance(value, QuantizedArray)
+
+
+def _with_kernel_scales(value: Any) -> Any:
+    return value.with_kernel_scales() if _is_quantized(value) else value
+
+
+def refuses_grouped(device: Device, experts: MLP) -> str | None:
+    """Why the products of these experts cannot be grouped, or None."""
+    in_low_precision = any(isinstance(weight, LowPrecision) for weight in _weights(experts))
+    return "there are no grouped products in low precision" if in_low_precision else None
+
+
+def refuses_kernel(device: Device, experts: MLP) -> str | None:
+    """Why the kernels cannot run these experts on a device, or None."""
+    if reason := refuses_grouped(device, experts):
+        return reason
+    reasons = (triton.refuses(device, jax.ShapeDtypeStruct(w.shape, w.dtype)) for w in _weights(experts))
+    return next(filter(None, reasons), None)
+
+
+def _weights(experts: MLP) -> list[Any]:
+    return [linear.weight.get_value() for linear in experts.linears]
+
+
+# In order of preference.
+BACKENDS = (
+    Backend("kernel", partial(grouped, "triton"), refuses_kernel, {ANY_CARD: "interpreted tests"}),
+    Backend("loop", partial(grouped, "xla"), refuses_grouped, {ANY_CARD: "tests"}),
+    Backend("dense", dense, registry.never_refuses, {ANY_CARD: "tests"}),
+)

@@ -16,6 +16,7 @@ from jaxtune.models.spec import Layer, ModelSpec
 from jaxtune.parallel.layout import RULES, P, by_token, gather, shards, used
 from jaxtune.precision.matmul import LowPrecision
 from jaxtune.quant.array import QuantizedArray
+from pallas_kernels.grouped_matmul import Groups, by_row, grouped_matmul
 
 # The name of a linear layer's output in policies of jax.checkpoint.
 PRODUCT = "linear"
@@ -62,11 +63,21 @@ def matmul(
     weight: Float[Array, "o i"] | QuantizedArray | LowPrecision,
     out: str | None,
     noise: Noise | None = None,
+    groups: Groups | None = None,
 ) -> Float[Array, "b s o"]:
     """x W^T in the dtype of x, W in Hugging Face's (out, in) orientation; `out` is the logical name of o.
 
-    `noise`: source of randomness for stochastic rounding in a low-precision backward pass.
+    `noise`: source of randomness for stochastic rounding in a low-precision backward pass. `groups`: inside a
+    shard_map, which of the weights (experts, o, i) multiplies each token (b * s).
     """
+    if groups is not None:
+        assert not isinstance(weight, LowPrecision)  # models.experts computes those one after another
+        rows = x.reshape(-1, x.shape[-1])
+        if isinstance(weight, QuantizedArray):
+            product = weight.grouped_matmul(rows, groups)
+        else:
+            product = grouped_matmul(rows, weight, groups)
+        return product.reshape(*x.shape[:2], -1)
     if not isinstance(weight, jax.Array):  # a weight knows how it is multiplied
         return weight.matmul(x, used(out), noise)
     weight = gather(weight.astype(x.dtype))
@@ -113,10 +124,13 @@ class Linear(nnx.Module):
     def base(self, x: Float[Array, "b s i"], call: Call) -> Float[Array, "b s o"]:
         """y without the adapter."""
         noise = call.noise and call.noise.site(f"{self.name} rounding")
-        y = matmul(x, self.weight.get_value(), self.out, noise)
+        y = matmul(x, self.weight.get_value(), self.out, noise, call.groups)
         if self.bias is None:
             return y
-        bias = jax.reshard(self.bias.astype(y.dtype), P(jax.typeof(y).sharding.spec[-1]))
+        if call.groups is None:
+            bias = jax.reshard(self.bias.astype(y.dtype), P(jax.typeof(y).sharding.spec[-1]))
+        else:
+            bias = by_row(self.bias.astype(y.dtype), call.groups, len(y))[:, None]
         # In float32, so that the bias's gradient is summed over the tokens in float32.
         return (y.astype(jnp.float32) + bias.astype(jnp.float32)).astype(y.dtype)
 

@@ -45,13 +45,17 @@ class MLP(nnx.Module):
     def __call__(self, x: Float[Array, "b s d"], call: Call) -> Float[Array, "b s d"]:
         """The feed-forward of every token."""
         # The amax of a delayed scale is that of all tokens, and comes as a gradient: tiles would add theirs.
-        linears = [linear for linear in (self.gate, self.up, self.down) if linear is not None]
-        if call.remat != "offload" or any(map(_scale_is_delayed, linears)):
+        if call.remat != "offload" or call.groups is not None or any(map(_scale_is_delayed, self.linears)):
             return self._of(x, call)
         # Each tile adds to the gradient of the adapters: in float32.
         graph, adapters, weights = nnx.split(self, nnx.LoRAParam, ...)
         adapters = jax.tree.map(lambda a: a.astype(jnp.float32), adapters)
         return by_tiles(lambda tile, call: nnx.merge(graph, adapters, weights)._of(tile, call), x, call)
+
+    @property
+    def linears(self) -> list[Linear]:
+        """Its linear layers."""
+        return [linear for linear in (self.gate, self.up, self.down) if linear is not None]
 
     def _of(self, x: Float[Array, "b s d"], call: Call) -> Float[Array, "b s d"]:
         if self.gate is None:

@@ -239,6 +239,11 @@ class ModelSpec:
         return -(-self.vocabulary // 256) * 256
 
     @property
+    def has_experts(self) -> bool:
+        """Whether any layer is a mixture of experts."""
+        return any(isinstance(layer.feed_forward, Experts) for layer in self.layers)
+
+    @property
     def adapted(self) -> bool:
         """Whether any parameter has an adapter beside it."""
         return any(treatment.adapter is not None for layer in self.layers for _, treatment in layer.treatments)

@@ -1,4 +1,4 @@
-"""The load-balancing loss of a mixture of experts beside another objective."""
+"""The load of a mixture of experts, and the loss that balances it, beside another objective."""
 
 import dataclasses
 
@@ -8,18 +8,22 @@ from jaxtyping import Array, Float
 from jaxtune.models.score import Batch, Scores
 from jaxtune.objectives.objective import Objective, Sums
 
+LOAD = ("expert_load_max", "expert_load_entropy")
+
 
 def balanced(objective: Objective, coefficient: float) -> Objective:
     """The objective plus coefficient times the router's loss of each micro-batch, as transformers adds it.
 
-    The router's loss is a metric of its own too, router_loss.
+    Metrics: router_loss; and means over layers of expert_load_max and expert_load_entropy (`models.experts`).
     """
 
     def loss(scores: Scores, batch: Batch) -> Sums:
         sums = objective.loss(scores, batch)
         router, weight = router_loss(scores), sums.weight.astype(jnp.float32)
-        metrics = {**sums.metrics, "router_loss": (router * weight, weight)}
-        return Sums(sums.loss + coefficient * router * weight, sums.weight, metrics)
+        load = {name: scores.sums[name] / scores.sums["expert_layers"] for name in LOAD}
+        metrics = {name: (value * weight, weight) for name, value in {"router_loss": router, **load}.items()}
+        loss = sums.loss + coefficient * router * weight if coefficient else sums.loss
+        return Sums(loss, sums.weight, {**sums.metrics, **metrics})
 
     return dataclasses.replace(objective, loss=loss)
 

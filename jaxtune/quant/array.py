@@ -1,7 +1,7 @@
 """The one quantized array: codes, scales of blocks, and for some formats scales of the scales."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,9 @@ from jaxtyping import Array, Float, UInt8
 from jaxtune.parallel.layout import Entry, P, by_token, gather
 from pallas_kernels import quant_matmul
 from pallas_kernels.adamw_8bit.dynamic_map import DYNAMIC_MAP
+from pallas_kernels.grouped_matmul import Groups, grouped_matmul
 from pallas_kernels.quant_matmul.elements import ELEMENTS
+from pallas_kernels.quant_matmul.layout import block_scales
 
 SCALES_PER_OUTER = 256  # of bitsandbytes' double quantization
 
@@ -59,21 +61,41 @@ class QuantizedArray:
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     def kernel_scales(self) -> tuple[Array, Array | None]:
-        """The scales of one matrix as kernels take them: of blocks (float32, or e4m3 codes), and of the matrix or None.
+        """The scales as kernels take them: of blocks (float32, or e4m3 codes), and of each matrix or None.
 
         Kernels know no double quantization, so its scales are expanded to float32 first:
         scale[n] = DYNAMIC_MAP[code[n]] * outer_scales[n // 256] + offset, with n = row * (blocks in a row) + column.
         """
         if self.offset is None:
-            return self.scales, None if self.outer_scales is None else self.outer_scales[0]
+            return self.scales, None if self.outer_scales is None else self.outer_scales[..., 0]
         # A gather on a mesh with explicit axes must be told its sharding: that of the codes of the scales.
         spec = jax.typeof(self.scales).sharding.spec
-        rows, columns = self.scales.shape
+        rows, columns = self.scales.shape[-2:]
         outer = jnp.arange(rows)[:, None] * columns + jnp.arange(columns)[None, :]
         assert self.outer_scales is not None
-        scale_of_scale = self.outer_scales.at[outer // SCALES_PER_OUTER].get(out_sharding=spec)
+        scale_of_scale = self.outer_scales.at[..., outer // SCALES_PER_OUTER].get(out_sharding=spec)
         value = jnp.asarray(DYNAMIC_MAP).at[self.scales].get(out_sharding=spec)
-        return value * scale_of_scale + self.offset, None
+        return value * scale_of_scale + self.offset[..., None, None], None
+
+    def with_kernel_scales(self) -> "QuantizedArray":
+        """The same with float32 scales of blocks alone, of which a device can hold a part."""
+        scales, matrix_scale = self.kernel_scales()
+        scales = block_scales(scales, None if matrix_scale is None else matrix_scale[..., None, None])
+        return replace(self, scales=scales, outer_scales=None, offset=None)
+
+    def grouped_matmul(self, x: Float[Array, "m i"], groups: Groups) -> Float[Array, "m o"]:
+        """x W^T, with W the matrix of each row's group; of a stack `with_kernel_scales`, inside a shard_map.
+
+        All matrices are dequantized at each use, in one kernel, again in the backward pass.
+        """
+
+        @jax.checkpoint
+        def product(x: Array, codes: Array, scales: Array) -> Array:
+            by_rows = (array.reshape(-1, array.shape[-1]) for array in (codes, scales))
+            weight = quant_matmul.dequantize(*by_rows, elements=self.elements, dtype=x.dtype)
+            return grouped_matmul(x, weight.reshape(*codes.shape[:2], -1), groups)
+
+        return product(x, self.codes, self.scales)
 
     def dequantize(self) -> Float[Array, "*stack o i"]:
         """The matrix, or the stack, in `dtype`, sharded as the codes are."""

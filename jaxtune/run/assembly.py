@@ -71,8 +71,8 @@ def assemble(base: Base, config: Config, mesh: jax.sharding.Mesh, objective: Obj
 
 def objective_of(config: Config, model: Model) -> Objective:
     """What a run minimises."""
-    objective, router_loss = cross_entropy(config.train.z_loss), model.spec.router_loss
-    return balanced(objective, router_loss) if router_loss else objective
+    objective = cross_entropy(config.train.z_loss)
+    return balanced(objective, model.spec.router_loss) if model.spec.has_experts else objective
 
 
 def call_of(config: Config, recipe: Recipe) -> Call:
@@ -84,6 +84,7 @@ def call_of(config: Config, recipe: Recipe) -> Call:
         backend=config.attention.backend,
         fallback=config.attention.fallback,
         documents=config.attention.most_documents,
+        experts=config.experts.backend,
     )
 
 

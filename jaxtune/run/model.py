@@ -17,7 +17,7 @@ from jaxtune.errors import UserError
 from jaxtune.lora.inject import inject
 from jaxtune.models import families
 from jaxtune.models.parameters import Parameter, abstract, count, declare, undivided, undivided_blocks
-from jaxtune.models.spec import ModelSpec
+from jaxtune.models.spec import Experts, ModelSpec
 from jaxtune.models.treat import freeze, multiply, selected, treat_sites
 from jaxtune.models.treat import linears as linears_by_name
 from jaxtune.monitor.throughput import Work
@@ -91,20 +91,28 @@ class Model:
         return {name: (parameter.local, parameter.layers) for name, parameter in self.parameters.items()}
 
     def work(self, seq_len: int) -> Work:
-        """What a token costs: the head's product counts, the lookup of an embedding does not."""
+        """What a token costs: of experts those that it goes to; the head's product, but no lookup of an embedding."""
         matrices = {name: p for name, p in self.parameters.items() if len(p.matrix) == 2}
         if not self.spec.tied:
             matrices.pop("embed.weight")
         mixers = [layer.mixer for layer in self.spec.layers]
         windows = {mixer.window for mixer in mixers}
         return Work(
-            trained=count({name: p for name, p in matrices.items() if p.trained}),
-            frozen=count({name: p for name, p in matrices.items() if not p.trained}),
+            trained=sum(self._passed(p) for p in matrices.values() if p.trained),
+            frozen=sum(self._passed(p) for p in matrices.values() if not p.trained),
             layers=len(mixers),
             attention_width=mixers[0].heads * mixers[0].head_dim,
             seq_len=seq_len,
             window=windows.pop() if len(windows) == 1 else None,
         )
+
+    def _passed(self, parameter: Parameter) -> int:
+        """Elements of a parameter that a token is multiplied by."""
+        if len(parameter.lead) < 2:
+            return math.prod(parameter.shape)
+        experts = self.spec.layers[parameter.layers[0]].feed_forward
+        assert isinstance(experts, Experts)
+        return math.prod(parameter.shape) // experts.count * experts.active
 
 
 def read_base(config: Config) -> Base:
@@ -151,6 +159,8 @@ def _treated(base: Base, config: Config, train: bool) -> ModelSpec:
             f"data.seq_len={config.data.seq_len} is more than the model's {spec.max_positions} positions "
             "(max_position_embeddings); shorten the rows, or stretch them with rope_parameters in config.json"
         )
+    if config.experts.backend != "auto" and not spec.has_experts:
+        raise UserError(f"experts.backend={config.experts.backend!r}: the model, a {spec.family}, has no experts")
     names, options = frozenset(), config.quant
     if base.scheme is not None:
         _refuse_scheme(base, config, train)

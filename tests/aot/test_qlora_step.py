@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not installed")
 
-from compiled_steps import SIZES, check_readme, compiled_step
+from compiled_steps import CONFIGS, SIZES, check_readme, compiled_step
 
 # recipe, model, remat, rows of 2048 tokens, most gigabytes
 STEPS = [
@@ -31,6 +31,23 @@ def test_memory_is_within_the_bound_and_in_the_readme(recipe, size, remat, rows,
     assert memory.peak <= most * 1e9
     base = recipe.removeprefix("qwen_qlora_").upper()
     check_readme(f"| {base} | {size} | {rows} x 2048 | {remat} |", memory)
+
+
+@pytest.mark.every_jax
+def test_of_experts_only_the_products_that_tokens_need_are_compiled():
+    """Qwen3-30B-A3B: within 20 GB, and no array of tokens, experts and features."""
+    compiled = compiled_step("qwen3_30b_a3b_qlora", "30B-A3B", "block", rows=1)
+    assert compiled.memory.peak <= 20e9
+    check_readme("| NF4 | 30B-A3B | 1 x 2048 | block |", compiled.memory)
+    recipe = (CONFIGS / "qwen3_30b_a3b_qlora.py").read_text()
+    said = float(re.search(r"A row of 2048 tokens: ([\d.]+) GB", recipe)[1])
+    assert said == pytest.approx(compiled.memory.peak / 1e9, rel=0.05)
+    kernels = {kernel.name.partition("__")[0] for kernel in compiled.kernels}
+    assert {"grouped_matmul", "grouped_matmul_transposed", "dequantize"} <= kernels
+    assert all(kernel.spill_bytes == 0 for kernel in compiled.kernels)
+    assert not re.search(
+        r"\[(1,)?2048,128,(768|2048)\]|\[128,(1,)?2048,(768|2048)\]\S* (dot|custom-call)", compiled.hlo
+    )
 
 
 @pytest.mark.parametrize("remat", ["none", pytest.param("block", marks=pytest.mark.every_jax)])

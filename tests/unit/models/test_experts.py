@@ -44,6 +44,8 @@ def test_every_expert_of_every_layer_is_trained(one_device, name):
     moved = np.abs(np.asarray(after[EXPERTS] - start[EXPERTS])).max(axis=(2, 3))
     assert moved.shape == (2, 4) and (moved > 1e-4).all()
     assert rows[-1]["loss"] < rows[0]["loss"] and 0.9 < rows[0]["router_loss"] < 4.0
+    # A token goes to two of four experts: at least two share the load, and the busiest has at most twice the mean.
+    assert 1 < rows[0]["expert_load_max"] <= 2 and 0.5 <= rows[0]["expert_load_entropy"] < 1
 
 
 def test_experts_have_adapters_of_their_own(one_device):

@@ -1,0 +1,103 @@
+"""Backends of a mixture of experts give the same numbers, whatever experts are stored or adapted as."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny import layer, random_values, spec
+
+from jaxtune.config.schema import Config, Data, Lora, Mesh, Model, Precision, Quant
+from jaxtune.config.schema import Experts as Options
+from jaxtune.errors import UserError
+from jaxtune.models.call import Call
+from jaxtune.models.decoder import bind
+from jaxtune.models.dropout import Noise
+from jaxtune.models.spec import ClampedSilu, Experts
+from jaxtune.parallel.layout import by_token
+from jaxtune.parallel.mesh import make_mesh
+from jaxtune.run.model import Base, declare_model
+
+PLAIN = Experts(128, count=6, active=2, normalized=True)
+CLAMPED = dataclasses.replace(PLAIN, activation=ClampedSilu(1.7, 0.5), router_bias=True, bias=True)
+ADAPTERS = Lora(enabled=True, rank=4, dropout=0.3)
+ONE, EIGHT = Mesh(), Mesh(fsdp=4, tensor=2)
+
+
+def base_of(experts: Experts) -> Base:
+    family = "gpt_oss" if experts.bias else "qwen3_moe"
+    mixer = dataclasses.replace(layer().mixer, heads=4, kv_heads=2, qk_norm=None if experts.bias else "head")
+    return Base(spec((dataclasses.replace(layer(), mixer=mixer, feed_forward=experts),), family=family, hidden=256))
+
+
+def numbers(experts: Experts, backend: str, layout: Mesh = ONE, lora: Lora = Lora(), quant: Quant = Quant()):
+    """Output, and gradients of the input and of what is trained, of a layer's experts."""
+    quant = dataclasses.replace(quant, exclude="self_attn" if quant.format else None)
+    mesh = make_mesh(layout, jax.devices()[: 1 if layout == ONE else 8])
+    config = Config(Model(dtype="float32"), Data(seq_len=32), lora=lora, quant=quant, precision=Precision("fp32"))
+    model = declare_model(base_of(experts), config, mesh)
+    values = {name: stored(model.parameters[name], value) for name, value in random_values(model.parameters).items()}
+    module = bind(model.graph, values).stacks[0].blocks[0].mlp
+    graph, adapters, rest = nnx.split(module, nnx.LoRAParam, ...)
+    adapters, rest = jax.tree.map(lambda stack: stack[0], (adapters, rest))
+    rng = np.random.default_rng(1)
+    x, dy = (put(rng.normal(size=(8, 32, 256)).astype(np.float32), by_token(None)) for _ in range(2))
+    valid, rows = put(np.ones((8, 32), bool), by_token()), put(np.arange(8, dtype=np.int32), jax.P(by_token()[0]))
+
+    @jax.jit
+    def both(adapters, rest, x, dy, valid, rows):
+        call = Call(jnp.dtype("float32"), noise=Noise(jax.random.key(0), rows), experts=backend)
+
+        def output(trained, x):
+            parts = (trained, rest) if lora.enabled else (adapters, trained)
+            return nnx.merge(graph, *parts)(x, call, valid)[0]
+
+        y, back = jax.vjp(output, adapters if lora.enabled else rest, x)
+        return y, *back(dy)
+
+    return jax.device_get(jax.tree.leaves(both(adapters, rest, x, dy, valid, rows)))
+
+
+def put(value: np.ndarray, layout: jax.P) -> jax.Array:
+    return jax.device_put(value, jax.NamedSharding(jax.sharding.get_mesh(), layout))
+
+
+def stored(parameter, value):
+    """A parameter's value as it is stored, quantized or not."""
+    if parameter.storage is None:
+        return value
+    matrices = [
+        parameter.storage.make(matrix, parameter.matrix_axes) for matrix in value.reshape(-1, *parameter.matrix)
+    ]
+    whole = jax.tree.map(lambda *parts: jnp.stack(parts).reshape(*parameter.lead, *parts[0].shape), *matrices)
+    return jax.tree.map(lambda part, of: jax.device_put(part, of.sharding), whole, parameter.abstract())
+
+
+def assert_equal(found, expected):
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected):
+        assert np.abs(one - other).max() <= 1e-6 * np.abs(other).max()
+
+
+@pytest.mark.parametrize("experts", [PLAIN, CLAMPED], ids=["plain", "clamped, with biases"])
+def test_all_parameters_get_the_gradients_of_every_token_through_every_expert(experts):
+    expected = numbers(experts, "dense")
+    assert all(np.abs(gradient).max() > 0 for gradient in expected)
+    assert_equal(numbers(experts, "loop"), expected)
+    assert_equal(numbers(experts, "loop", EIGHT), expected)
+
+
+@pytest.mark.parametrize("quant", [Quant(), Quant("nf4"), Quant("nvfp4"), Quant("fp8", 64)], ids=lambda q: q.format)
+def test_adapters_drop_the_same_elements_on_any_mesh(quant):
+    expected = numbers(PLAIN, "dense", lora=ADAPTERS, quant=quant)
+    assert_equal(numbers(PLAIN, "loop", EIGHT, lora=ADAPTERS, quant=quant), expected)
+
+
+def test_what_cannot_run_is_refused(one_device):
+    with pytest.raises(UserError, match=r"experts.backend='kernel': .* cpu .*: it needs an NVIDIA GPU"):
+        numbers(PLAIN, "kernel")
+    config = Config(experts=Options("loop"))
+    with pytest.raises(UserError, match="experts.backend='loop': the model, a qwen3, has no experts"):
+        declare_model(Base(spec(1)), config, one_device)
