@@ -17,14 +17,15 @@ def named_key(key: Array, name: str) -> Array:
 
 
 class Noise(NamedTuple):
-    """Where random bits come from: a key, of a step or of a layer in it, and which tokens a batch has.
+    """Where random bits come from: a key, of a step or of a layer in it, and the global rows of the batch.
 
-    rows: the global row of each row of a batch. first: the position in it where that one begins; None: 0.
+    token_of: the token of each of the activations, counted over rows of `length` positions; None: all in their order.
     """
 
     key: Array
     rows: Int[Array, " b"]
-    first: Int[Array, " b"] | None = None
+    token_of: Int[Array, " m"] | None = None
+    length: int = 0
 
     def layer(self, number: Int[Array, ""]) -> "Noise":
         """The noise of a layer, from that of a step."""
@@ -34,26 +35,24 @@ class Noise(NamedTuple):
         """The noise of a named place in a layer."""
         return self._replace(key=named_key(self.key, name))
 
-    def of_tokens(self, positions: Int[Array, "b s"], token_of: Int[Array, " m"]) -> "Noise":
-        """The noise of rows of one token each, which have the bits of tokens (b * s) of this batch; no token: any."""
-        rows = jnp.broadcast_to(self.rows[:, None], positions.shape)
-        return Noise(self.key, *(jnp.take(numbers, token_of, mode="clip") for numbers in (rows, positions)))
-
 
 def dropout(x: Float[Array, "b s i"], rate: float, noise: Noise) -> Float[Array, "b s i"]:
-    """Zeros with probability `rate`, the rest scaled up; a token's bits come from its row in the batch and position."""
+    """Zeros with probability `rate`, the rest scaled up; a row's bits come from its global number in the batch.
+
+    With `token_of` x is (m, 1, i), and each of its rows has the bits of its token.
+    """
     divided_by = _axes_of_features(x, noise)
     width = x.shape[2] * shards(divided_by, jax.sharding.get_abstract_mesh())
+    length = x.shape[1] if noise.token_of is None else noise.length
 
-    def kept(row: Int[Array, ""], position: Int[Array, ""]) -> Array:
-        key = jax.random.fold_in(jax.random.fold_in(noise.key, row), position)
-        return jax.random.bernoulli(key, 1.0 - rate, (width,))
+    def kept(row: Int[Array, ""]) -> Array:
+        return jax.random.bernoulli(jax.random.fold_in(noise.key, row), 1.0 - rate, (length, width))
 
-    first = jnp.zeros_like(noise.rows) if noise.first is None else noise.first
-    keep = jax.vmap(jax.vmap(kept, (None, 0)))(noise.rows, first[:, None] + jnp.arange(x.shape[1]))
+    keep = jax.vmap(kept)(noise.rows)
     if divided_by:
-        start = jax.lax.axis_index(divided_by) * x.shape[2]
-        keep = jax.lax.dynamic_slice_in_dim(keep, start, x.shape[2], axis=2)
+        keep = jax.lax.dynamic_slice_in_dim(keep, jax.lax.axis_index(divided_by) * x.shape[2], x.shape[2], axis=2)
+    if noise.token_of is not None:
+        keep = jnp.take(keep.reshape(-1, x.shape[2]), noise.token_of, axis=0, mode="clip")[:, None]
     keep = jax.reshard(keep, jax.typeof(x).sharding.spec)
     return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)
 

@@ -105,22 +105,22 @@ def grouped(
     values = jax.tree.map(gather, values)
     values = jax.tree.map(_with_kernel_scales, values, is_leaf=_is_quantized)
     summed_over = axes_of("mlp")
-    positions = jax.reshard(jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2]), by_token())
 
-    def on_device(values: Any, x: Array, routing: Routing, noise: Noise | None, positions: Array) -> Array:
+    def on_device(values: Any, x: Array, routing: Routing, noise: Noise | None) -> Array:
         rows = arrange(routing.chosen.reshape(-1), routing.probability.shape[-1], backend)
         token_of = rows.item_of // routing.chosen.shape[-1]
-        inner = call._replace(groups=rows.groups, noise=noise and noise.of_tokens(positions, token_of))
+        noise = noise and noise._replace(token_of=token_of, length=x.shape[1])
         here = nnx.merge(graph, values)
         if summed_over and here.down.bias is not None:  # of the devices whose outputs are summed one adds it
             is_first = jax.lax.axis_index(summed_over) == 0
             here.down.bias.set_value(jnp.where(is_first, here.down.bias.get_value(), 0))
         with RULES(ON_DEVICE):
-            y = here(to_rows(x, token_of, rows.row_of)[:, None], inner)[:, 0]
+            inputs = to_rows(x, token_of, rows.row_of)[:, None]
+            y = here(inputs, call._replace(groups=rows.groups, noise=noise))[:, 0]
         total = from_rows(y, rows.item_of, rows.row_of, routing.weights)
         return jax.lax.psum(total, summed_over) if summed_over else total
 
-    arguments = values, x, routing, call.noise, positions
+    arguments = values, x, routing, call.noise
     layouts = jax.tree.map(lambda array: jax.typeof(array).sharding.spec, arguments)
     return jax.shard_map(on_device, in_specs=layouts, out_specs=by_token(None))(*arguments)
 

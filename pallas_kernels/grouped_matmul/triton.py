@@ -25,9 +25,13 @@ class Tile:
     stages: int = 3
 
     @staticmethod
-    def fitting(rows: int, columns: int, depth: int) -> "Tile":
-        """For a result of so many rows and columns: no larger than it, as the products of adapters are narrow."""
-        return Tile(_size(rows, 128), _size(columns, 128), _size(depth, 64))
+    def fitting(rows: int, columns: int, depth: int, block: int) -> "Tile":
+        """For a result of so many rows and columns, contracted over `depth` by at most `block` at a time.
+
+        No larger than that, and with no more loads ahead, as the products of adapters are narrow.
+        """
+        step = _size(block, 64)
+        return Tile(_size(rows, 128), _size(columns, 128), step, stages=min(3, pl.cdiv(depth, step)))
 
 
 def _size(extent: int, most: int) -> int:
@@ -46,7 +50,7 @@ def multiply(
     """x W^T of each row's group, or x W if `transposed`, accumulated in float32."""
     block = len(x) // len(groups.block_group)
     width = weight.shape[2 if transposed else 1]
-    tile = tile or Tile.fitting(block, width, x.shape[1])
+    tile = tile or Tile.fitting(block, width, x.shape[1], x.shape[1])
     out = jax.ShapeDtypeStruct((len(x), width), x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
     call = pl.pallas_call(
         partial(_kernel, tile=tile, transposed=transposed),
@@ -96,7 +100,7 @@ def outer(
 ) -> Float[Array, "g o i"]:
     """The sum of dy x^T over the rows of each group, accumulated in float32 in the order of the rows."""
     block = len(x) // len(groups.block_group)
-    tile = tile or Tile.fitting(dy.shape[1], x.shape[1], block)
+    tile = tile or Tile.fitting(dy.shape[1], x.shape[1], len(x), block)
     shape = (len(groups.first) - 1, dy.shape[1], x.shape[1])
     out = jax.ShapeDtypeStruct(shape, x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
     call = pl.pallas_call(
