@@ -1,4 +1,4 @@
-"""Loss and perplexity of a model on validation data.
+"""Loss and perplexity of a model on validation data; of a classifier loss and accuracy.
 
     python -m jaxtune.evaluate --run=runs/quickstart_lora
     python -m jaxtune.evaluate --config=quickstart_lora --model=runs/quickstart/export
@@ -7,9 +7,9 @@ The model is that of a run (with the run's own options unless --config is given)
 or adapter), or the model that a recipe starts from. --config.SECTION.OPTION=VALUE changes an option.
 """
 
+import dataclasses
 import logging
 import sys
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -22,8 +22,10 @@ from jaxtune.errors import UserError
 from jaxtune.models.decoder import Parameters
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.run import process
+from jaxtune.run.assembly import task_of
 from jaxtune.run.evaluation import make_evaluate
 from jaxtune.run.folder import RunFolder
+from jaxtune.run.labels import labelled
 from jaxtune.run.memory import out_of_memory_is_answered
 from jaxtune.run.model import Model, declare_model, read_base
 from jaxtune.run.resume import differences
@@ -49,17 +51,18 @@ def _open(
     if values.run is None:
         if values.step is not None:
             raise UserError(f"--step={values.step}: without --run there are no checkpoints")
-        config = config if values.model is None else of_model(values.model, config)
+        config = labelled(config if values.model is None else of_model(values.model, config))
         model = declare_model(read_base(config), config, mesh, train=values.model is None)
         return config, model, initial_parameters(model, config), frozen_parameters(model, config)
     if values.model is not None:
         raise UserError("--run and --model: one at a time")
     run = open_run(RunFolder(Path(values.run)), mesh, values.step, low_precision=True)
-    if config.model.path != run.config.model.path:
-        raise UserError(
-            f"the run trained model.path={run.config.model.path}, not {config.model.path}; give its own recipe"
-        )
-    then, now = asdict(run.config), asdict(config)
+    for option in ("path", "head"):
+        trained, asked = getattr(run.config.model, option), getattr(config.model, option)
+        if trained != asked:
+            raise UserError(f"the run trained model.{option}={trained}, not {asked}; give its own recipe")
+    config = dataclasses.replace(config, model=run.config.model)  # with the labels that it was trained with
+    then, now = dataclasses.asdict(run.config), dataclasses.asdict(config)
     changed = [
         f"  {key}: {before!r} then, {after!r} now"
         for section in ("quant", "precision")
@@ -87,7 +90,7 @@ def _evaluate(values: flags.FlagValues, config: Config) -> None:
     _, documents = data.open_documents(config, tokenizer, model.spec.vocabulary)
     if documents is None:
         raise UserError("no validation data: set data.eval_datasets or data.validation_split")
-    rows = data.Rows(documents, config.data, epochs=1, most_documents=config.attention.most_documents)
+    rows = data.Rows(documents, config.data, 1, task_of(model).columns, config.attention.most_documents)
     log.info("validation: %s", rows.counts)
     for name, value in make_evaluate(config, model, rows, mesh)(trained, frozen).items():
         print(f"{name} {value:.6f}")

@@ -42,12 +42,19 @@ def _define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("step", None, "checkpoint of a run; default: the newest good one", flag_values=values)
 
 
+def _refuse_classifier(name: str, config: Config) -> None:
+    """Raises UserError for a run or an adapter whose model has labels; `read_base` does for a whole model."""
+    if config.model.head == "classification":
+        raise UserError(f"{name} is a classifier: it gives a text one of {config.model.num_labels} labels, and no text")
+
+
 def _main(values: flags.FlagValues, _: None) -> None:
     if not math.isfinite(values.temperature):
         raise UserError(f"--temperature={values.temperature}: must be a finite number, at least 0")
     mesh = make_mesh(Mesh(), jax.devices()[:1])  # decoding is not sharded
     folder = RunFolder(Path(values.model))
     if folder.checkpoints.is_dir():
+        _refuse_classifier(values.model, folder.read_config())
         run = open_run(folder, mesh, values.step)
         config, model, parameters = run.config, run.model, {**run.frozen, **run.trained}
         home = model.folder
@@ -56,6 +63,7 @@ def _main(values: flags.FlagValues, _: None) -> None:
     else:
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
         config = of_model(values.model, Config(model=ModelOptions(dtype=dtype), data=Data(seq_len=1)))
+        _refuse_classifier(values.model, config)
         # Nothing is trained, so everything is stored as model.dtype says.
         model = declare_model(read_base(config), config, mesh, train=False)
         home = tokenizer_folder(model, config)

@@ -18,7 +18,9 @@ from rich.text import Text
 from jaxtune import command, hf
 from jaxtune.config.schema import Config
 from jaxtune.data import Documents, Rows, open_documents
+from jaxtune.data.columns import LABELLED, NEXT_TOKEN
 from jaxtune.data.formats import IGNORED_LABEL
+from jaxtune.run.labels import labelled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -26,8 +28,18 @@ if TYPE_CHECKING:
 STYLES = {True: "green", False: "bright_black"}  # trained or not
 
 
-def describe(documents: Documents, i: int, tokenizer: "PreTrainedTokenizerFast", length: int, ids: bool) -> Text:
-    """The first `length` tokens of the i-th document: trained and context parts in turn, or each token and its loss."""
+def describe(
+    documents: Documents,
+    i: int,
+    tokenizer: "PreTrainedTokenizerFast",
+    length: int,
+    ids: bool,
+    labels: tuple[str, ...] = (),
+) -> Text:
+    """The first `length` tokens of the i-th document: trained and context parts in turn, or each token and its loss.
+
+    Where documents have labels, with the name of its own; with one label alone, with its value.
+    """
     whole = int(documents.lengths[i])
     read, weights = documents.read(i, 0, min(whole, length))
     tokens = list(zip(read.tolist(), [0.0, *weights.tolist()[1:]]))  # the first is never predicted
@@ -41,7 +53,13 @@ def describe(documents: Documents, i: int, tokenizer: "PreTrainedTokenizerFast",
         for token, weight in span:
             text.append(_in_a_line(tokenizer, [token]), style)
             text.append(f"({token}|{token if trained else IGNORED_LABEL}|{weight:g}) ", f"{style} dim")
-    return text.append(f"\n  ... and {whole - length} tokens more" if whole > length else "", "dim")
+    text.append(f"\n  ... and {whole - length} tokens more" if whole > length else "", "dim")
+    if labels:
+        label = documents.values("label", i, 0, whole)
+        text.append("\n  label   | ", "dim").append(
+            f"{label:g}" if len(labels) == 1 else labels[int(label)], STYLES[True]
+        )
+    return text
 
 
 def _in_a_line(tokenizer: "PreTrainedTokenizerFast", tokens: list[int]) -> str:
@@ -54,6 +72,7 @@ def _define_flags(values: flags.FlagValues):
 
 
 def _main(values: flags.FlagValues, config: Config):
+    config = labelled(config)
     assert config.model.path is not None
     folder = hf.resolve(config.model.path, config.model.revision, weights=False)
     tokenizer = hf.load_tokenizer(folder, config.data.chat_template, config.data.special_tokens)
@@ -61,11 +80,13 @@ def _main(values: flags.FlagValues, config: Config):
     console = Console(soft_wrap=True, highlight=False)
     for note in dict.fromkeys(config.left_out + train.notes + (validation.notes if validation else ())):
         console.print(note, markup=False)
-    console.print(f"training: {Rows(train, config.data, epochs=1).counts}")
+    columns = LABELLED if config.model.head == "classification" else NEXT_TOKEN
+    console.print(f"training: {Rows(train, config.data, 1, columns).counts}")
     if validation:
-        console.print(f"validation: {Rows(validation, config.data, epochs=1).counts}")
+        console.print(f"validation: {Rows(validation, config.data, 1, columns).counts}")
     for i in range(min(values.show, len(train))):
-        console.print(Text(f"\nsample {i}: ") + describe(train, i, tokenizer, config.data.seq_len, values.ids))
+        shown = describe(train, i, tokenizer, config.data.seq_len, values.ids, config.model.id2label)
+        console.print(Text(f"\nsample {i}: ") + shown)
 
 
 main = partial(command.run, _define_flags, _main)

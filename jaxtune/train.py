@@ -25,6 +25,7 @@ from jaxtune.run.evaluation import make_evaluate
 from jaxtune.run.export import export
 from jaxtune.run.folder import RunFolder, closing, resume_command, run_folder
 from jaxtune.run.generation import continue_text
+from jaxtune.run.labels import labelled
 from jaxtune.run.lock import locked
 from jaxtune.run.model import describe_layout, read_base
 from jaxtune.run.values import check_files, frozen_parameters, initial_parameters
@@ -46,7 +47,7 @@ def train(config: Config) -> bool:
 
 
 def _train(config: Config, folder: RunFolder) -> bool:
-    goodput = Goodput()
+    goodput, config = Goodput(), labelled(config)
     mesh = make_mesh(config.mesh)
     checkpoints = CheckpointManager(folder.checkpoints, config.ckpt.keep_last)
     saved = resume.saved_run(config, folder, checkpoints)

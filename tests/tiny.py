@@ -385,14 +385,20 @@ def model_folder(folder: Path, **sizes) -> Path:
 
 
 def torch_model(name: str, folder: Path, **sizes):
-    """A random float32 model of transformers with no parameter at its default, saved to `folder`."""
+    """A random float32 model of transformers with no parameter at its default, saved to `folder`.
+
+    A language model, or with num_labels a classifier.
+    """
     torch = pytest.importorskip("torch", reason="parity needs torch, whose CPU build exists for Python 3.11 only")
     transformers = pytest.importorskip("transformers")
     kind, fields = FAMILIES[name]
     fields = {**SIZES, **fields, **sizes}
     torch.manual_seed(0)
     config = getattr(transformers, kind)(**fields)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    auto = (
+        transformers.AutoModelForSequenceClassification if "num_labels" in sizes else transformers.AutoModelForCausalLM
+    )
+    model = auto.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if "norm" in parameter_name or "bias" in parameter_name:

@@ -13,7 +13,7 @@ NOT_YET = ("stage", "expert", "sequence")  # axes of the mesh that nothing uses
 
 def check(config: Config) -> list[Problem]:
     """Every problem of a config whose types are correct."""
-    parts = (broken, _data, _train, _attention, _optim, _precision, _lora, _quant, _mesh)
+    parts = (broken, _data, _classification, _train, _attention, _optim, _precision, _lora, _quant, _mesh)
     return [problem for part in parts for problem in part(config)]
 
 
@@ -28,6 +28,25 @@ def _data(config: Config) -> Iterator[Problem]:
             if not entry.path:
                 key = f"data.{name}[{i}].path"
                 yield Problem((key,), f"{key} = {entry.path!r}: must name a file, folder, or hub id")
+
+
+def _classification(config: Config) -> Iterator[Problem]:
+    model, classifier = config.model, config.model.head == "classification"
+    for name in ("datasets", "eval_datasets"):
+        for i, entry in enumerate(getattr(config.data, name)):
+            if (entry.type == "classification") != classifier:
+                key, reason = f"data.{name}[{i}].type", "labels are learnt with model.head = 'classification'"
+                if classifier:
+                    reason = "model.head = 'classification' needs type='classification', whose target_column is a label"
+                yield Problem((key, "model.head"), f"{key} = {entry.type!r}: {reason}")
+    if classifier and config.data.truncation == "split":
+        reason = "a document has one label, which its parts may not have; choose 'right' or 'delete'"
+        yield _problem(config, "data.truncation", reason, "model.head")
+    if model.id2label and model.num_labels not in (None, len(model.id2label)):
+        reason = f"model.id2label names {len(model.id2label)} labels; leave one of the two out"
+        yield _problem(config, "model.num_labels", reason, "model.id2label")
+    if len(set(model.id2label)) < len(model.id2label):
+        yield _problem(config, "model.id2label", "names one label twice")
 
 
 def _train(config: Config) -> Iterator[Problem]:

@@ -30,8 +30,11 @@ class Option:
 ALIASES = {
     "model.path": "base_model model_name_or_path model_name pretrained_model_name_or_path",
     "model.dtype": "torch_dtype",
+    "model.num_labels": "num_classes",
+    "model.id2label": "label2id class_names",
     "data.datasets": "dataset dataset_name train_dataset train_file data_path",
     "data.datasets[i].samples": "max_samples max_train_samples",
+    "data.datasets[i].target_column": "label_column label_field target_field",
     "data.datasets[i].system_prompt": "default_system system_message",
     "data.validation_split": "val_size val_set_size test_size validation_split_percentage",
     "data.seq_len": "max_length max_seq_length cutoff_len sequence_len sequence_length context_length model_max_length",

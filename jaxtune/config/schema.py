@@ -45,6 +45,7 @@ READ_BY_TYPE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("input_field", "system_field", "system_prompt", "prompt_format", "prompt_format_no_input"),
     ),
     "text": (("text_field",), ()),
+    "classification": (("text_field", "target_column"), ("text_pair_field",)),
 }
 
 
@@ -57,6 +58,14 @@ class Model:
     from_scratch: bool = option(False, "random weights; only config.json and the tokenizer are read from model.path")
     dtype: Literal["bfloat16", "float16", "float32"] = option("bfloat16",
         "dtype in which weights that are not trained are stored, and full models exported")
+    head: Literal["lm", "classification"] = option("lm",
+        "what the decoder ends in: a token after each, or a label of the document, after its last token")
+    num_labels: int | None = option(None,
+        "labels; 1: regression; unset: those of model.id2label, of the classifier in model.path, or in the data",
+        "[1, inf)", when="model.head == 'classification'")
+    id2label: tuple[str, ...] = option((),
+        "names of the labels by number; unset: those of the classifier in model.path, the texts in the data sorted, or "
+        "LABEL_0 and so on", when="model.head == 'classification'")
 
 
 @dataclass(frozen=True)
@@ -64,15 +73,19 @@ class Dataset:
     """One entry of data.datasets or data.eval_datasets."""
 
     path: str | None = option(None, "file, folder, or hub id")
-    type: Literal["auto", "text", "instruction", "conversation", "tokenized"] = option("auto",
-        "how a sample becomes tokens; auto decides by the columns and says what it chose")
+    type: Literal["auto", "text", "instruction", "conversation", "tokenized", "classification"] = option("auto",
+        "how a sample becomes tokens; auto decides by the columns and says what it chose, never classification")
     split: str = option("train", "split of a hub dataset")
     subset: str | None = option(None, "subset (configuration name) of a hub dataset")
     revision: str | None = option(None, "branch, tag or commit on the hub")
     glob: str | None = option(None, "in a folder, only files that match, for example '**/*.py'")
     samples: int | None = option(None, "use only the first N samples", "samples [1, inf)")
     encoding: str = option("utf-8", "of text, CSV and JSON files; one in which a newline is one byte, such as cp1252")
-    text_field: str = option("text", "column of type text")
+    text_field: str = option("text", "column of types text and classification")
+    text_pair_field: str | None = option(None, "column of a second text, which follows the first on a line of its own",
+        when="type == 'classification'")
+    target_column: str = option("label", "column of the label: its name or number, or the value of a regression",
+        when="type == 'classification'")
     instruction_field: str = option("instruction", "column of the instruction")
     input_field: str | None = option("input", "column of the optional input")
     output_field: str = option("output", "column of the answer, the part that is trained")
@@ -101,7 +114,8 @@ class Data:
     seq_len: int = option(2048, "tokens in a row", "tokens [2, inf)")
     packing: bool = option(True, "several documents per row; attention never crosses from one document into another")
     truncation: Literal["auto", "delete", "right", "split"] = option("auto",
-        "documents longer than a row: delete, cut at the right, or split into rows; auto: split for text, else delete")
+        "documents longer than a row: delete, cut at the right, or split into rows; auto: split for text, cut for "
+        "classification, else delete")
     shuffle: bool = option(True, "a new order each epoch, from data.seed")
     seed: int = option(1234, "seed of the order", "[0, inf)")
     on_bad_row: Literal["error", "skip"] = option("error",
@@ -125,7 +139,7 @@ class Train:
     freeze: str | None = option(None, "parameters that are not trained, by Hugging Face name", "regex",
         when="not lora.enabled")
     z_loss: float = option(0.0, "adds this times log(sum(exp(logits)))^2 to the training loss of a token (PaLM, 2022)",
-        "[0, inf)")
+        "[0, inf)", when="model.head == 'lm'")
 
 
 @dataclass(frozen=True)
@@ -372,7 +386,8 @@ class Eval:
         when="data.validation_split or data.eval_datasets")
     max_batches: int | None = option(None, "batches per evaluation; unset: all", "batches [1, inf)",
         when="data.validation_split or data.eval_datasets")
-    sample_prompt: str | None = option(None, "text that the trained model continues at the end of the run")
+    sample_prompt: str | None = option(None, "text that the trained model continues at the end of the run",
+        when="model.head == 'lm'")
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,15 @@ SEGMENT_IDS = Column("segment_ids", np.int32, "document")  # 1, 2, ... in a row
 UNIT_IDS = Column("unit_ids", np.int32, "unit")  # 1, 2, ... in a row
 # The first position that a token may attend to. Padding attends to nothing.
 KEY_START = Column("key_start", np.int32, "document", "seq_len")
-MADE = frozenset(column.name for column in (TOKENS, TARGETS, POSITIONS, SEGMENT_IDS, UNIT_IDS, KEY_START))
+LAST = Column("last", np.bool_)  # whether it is the last token of its document
+MADE = frozenset(column.name for column in (TOKENS, TARGETS, POSITIONS, SEGMENT_IDS, UNIT_IDS, KEY_START, LAST))
 
 LOSS_WEIGHT = Column("loss_weight", np.float32)  # weight of the loss of predicting the target
+# Which label a document has, counted from 0; of a regression, the value.
+LABEL = Column("label", np.float32, "document")
 
 NEXT_TOKEN = (TOKENS, TARGETS, POSITIONS, SEGMENT_IDS, KEY_START, LOSS_WEIGHT)
 """The columns that next-token prediction on packed rows reads."""
+
+LABELLED = (TOKENS, POSITIONS, SEGMENT_IDS, KEY_START, LAST, LABEL)
+"""The columns that classification of the documents in packed rows reads."""

@@ -24,6 +24,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from jaxtune.config.schema import Dataset
 from jaxtune.data import cache, formats, sources
+from jaxtune.data.columns import LABEL
 from jaxtune.data.encoding import Encoded, Encoder, Refused, Rendered
 from jaxtune.data.units import Documents, Unit
 from jaxtune.errors import UserError
@@ -52,8 +53,11 @@ def tokenize(
     tokenizer: "PreTrainedTokenizerFast",
     cache_dir: Path,
     on_bad_row: Literal["error", "skip"] = "error",
+    labels: tuple[str, ...] = (),
 ) -> Documents:
     """Tokenises data.datasets (or data.eval_datasets), or loads them from the cache, where each entry has a folder.
+
+    `labels`: the names of a classifier's labels, by number.
 
     Raises:
         UserError: a source does not exist; a sample cannot be read or trained on and may not be skipped; no sample is
@@ -62,7 +66,7 @@ def tokenize(
     if not entries:
         raise UserError("data.datasets is empty; add an entry with jaxtune.config.dataset(path=...)")
     found = [sources.open_source(entry) for entry in entries]
-    shaping = _shaping(tokenizer, on_bad_row)
+    shaping = _shaping(tokenizer, on_bad_row, labels)
     cache_dir.mkdir(parents=True, exist_ok=True)
     parts = []
     for source, entry in zip(found, entries):
@@ -72,7 +76,7 @@ def tokenize(
                 for left_by_a_kill in cache_dir.glob(f"{folder.name}.{socket.gethostname()}.*.tmp"):
                     shutil.rmtree(left_by_a_kill, ignore_errors=True)
             if not folder.exists():
-                _write(folder, source, entry, tokenizer, on_bad_row)
+                _write(folder, source, entry, tokenizer, on_bad_row, labels)
             parts.append(cache.load(folder))
     return Documents.joined(parts)
 
@@ -99,12 +103,13 @@ def _folder_name(source: sources.Source, entry: Dataset, shaping: str) -> str:
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:32]
 
 
-def _shaping(tokenizer: "PreTrainedTokenizerFast", on_bad_row: str) -> str:
-    """A hash of what shapes the tokens of every entry."""
+def _shaping(tokenizer: "PreTrainedTokenizerFast", on_bad_row: str, labels: tuple[str, ...]) -> str:
+    """A hash of what shapes the tokens and labels of every entry."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     # Set by whoever used the tokenizer last; the encoder here does not use them.
     del backend["truncation"], backend["padding"]
     parts = [cache.FORMAT, on_bad_row, backend, tokenizer.chat_template, tokenizer.special_tokens_map]
+    parts += labels
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 
 
@@ -133,7 +138,14 @@ class _Problems:
             )
 
 
-def _write(folder: Path, source: sources.Source, entry: Dataset, tokenizer: "PreTrainedTokenizerFast", on_bad_row: str):
+def _write(
+    folder: Path,
+    source: sources.Source,
+    entry: Dataset,
+    tokenizer: "PreTrainedTokenizerFast",
+    on_bad_row: str,
+    labels: tuple[str, ...],
+):
     """Tokenises into a temporary folder beside `folder`, then renames it."""
     problems, said = _Problems(on_bad_row), {}
     temporary = folder.with_name(f"{folder.name}.{socket.gethostname()}.{os.getpid()}.tmp")
@@ -142,14 +154,14 @@ def _write(folder: Path, source: sources.Source, entry: Dataset, tokenizer: "Pre
         with Progress(*_PROGRESS, console=Console(stderr=True), transient=True) as progress:
             line = progress.add_task(source.name, total=None, documents=0)
             encode = Encoder(tokenizer, partial(progress.advance, line))
-            converted = _converted(source, entry, tokenizer, problems, said.setdefault)
+            converted = _converted(source, entry, tokenizer, problems, said.setdefault, labels)
 
             def units() -> Iterator[Unit]:
-                for count, (document, continuous) in enumerate(_encoded(converted, encode, problems), start=1):
+                for count, unit in enumerate(_encoded(converted, encode, problems), start=1):
                     progress.update(line, documents=count)
-                    yield Unit((document,), continuous)
+                    yield unit
 
-            summary = cache.write(temporary, units())
+            summary = cache.write(temporary, units(), (LABEL,) if entry.type == "classification" else ())
         problems.raise_refused()
         if not summary["documents"]:
             first = f"; the first problem: {problems.first[0]}" if problems.first else ""
@@ -170,8 +182,8 @@ def _write(folder: Path, source: sources.Source, entry: Dataset, tokenizer: "Pre
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _encoded(converted: Iterable[_Converted], encode: Encoder, problems: _Problems) -> Iterator[tuple[Encoded, bool]]:
-    """The documents of a source, and whether each is running text."""
+def _encoded(converted: Iterable[_Converted], encode: Encoder, problems: _Problems) -> Iterator[Unit]:
+    """The documents of a source, each a unit."""
     pending, chars = [], 0
     for item in converted:
         pending.append(item)
@@ -183,7 +195,12 @@ def _encoded(converted: Iterable[_Converted], encode: Encoder, problems: _Proble
 
 
 def _converted(
-    source: sources.Source, entry: Dataset, tokenizer: "PreTrainedTokenizerFast", problems: _Problems, say: formats.Say
+    source: sources.Source,
+    entry: Dataset,
+    tokenizer: "PreTrainedTokenizerFast",
+    problems: _Problems,
+    say: formats.Say,
+    labels: tuple[str, ...],
 ) -> Iterator[_Converted]:
     """The samples of a source as documents. The first decides the type; the type and unused columns are reported."""
     convert, continuous, columns_seen = None, False, set()
@@ -194,7 +211,8 @@ def _converted(
             except UserError as error:
                 problems.report(UserError(f"{where}: {error}"))
                 continue
-            convert, continuous = formats.make_format(settled, tokenizer, say), settled.type in ("text", "tokenized")
+            convert = formats.make_format(settled, tokenizer, say, labels)
+            continuous = settled.type in ("text", "tokenized")
             say(f"{settled.type} from {columns}")
         if not sample.keys() <= columns_seen:
             for line in formats.unused(settled, sample):
@@ -212,12 +230,15 @@ def _converted(
             yield where, document, continuous
 
 
-def _finished(pending: list[_Converted], encode: Encoder, problems: _Problems) -> Iterator[tuple[Encoded, bool]]:
-    """Tokenises the rendered documents; leaves out, and reports, documents without a target."""
+def _finished(pending: list[_Converted], encode: Encoder, problems: _Problems) -> Iterator[Unit]:
+    """Tokenises the rendered documents; leaves out, and reports, documents without a target or label."""
     texts = iter(encode([document for _, document, _ in pending if isinstance(document, Rendered)]))
     for where, document, continuous in pending:
         encoded = next(texts) if isinstance(document, Rendered) else document
-        if encoded.loss_weights[1:].any():
-            yield encoded, continuous
+        label = document.label if isinstance(document, Rendered) else None
+        if label is not None and len(encoded.tokens):
+            yield Unit((encoded,), values={LABEL.name: label})
+        elif encoded.loss_weights[1:].any():
+            yield Unit((encoded,), continuous)
         else:
             problems.report(Refused(f"{where}: no token of it is a target"))

@@ -34,11 +34,13 @@ class Rendered:
         text: the whole document.
         spans: (start, end) of each trained part, in characters; None: the whole text is trained.
         append_eos: whether to append the end-of-sequence token, trained, unless the text ends with it.
+        label: of the document, where it is classified: no token is trained then.
     """
 
     text: str
     spans: tuple[Span, ...] | None = None
     append_eos: bool = False
+    label: float | None = None
 
 
 @dataclass(frozen=True)

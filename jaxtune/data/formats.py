@@ -1,4 +1,4 @@
-"""How a sample becomes a document: text, instruction, conversation or tokenized, recognised by its columns."""
+"""How a sample becomes a document of its type, which is recognised by its columns."""
 
 import dataclasses
 import string
@@ -11,6 +11,7 @@ import numpy as np
 from jaxtune.config.schema import READ_BY_TYPE, Dataset
 from jaxtune.data.chat import ChatTemplate
 from jaxtune.data.encoding import Encoded, Refused, Rendered
+from jaxtune.data.labels import label_of
 from jaxtune.data.messages import check_messages, check_tools, clip
 from jaxtune.errors import UserError
 
@@ -43,7 +44,9 @@ def detect(entry: Dataset, columns: list[str]) -> tuple[Dataset, str]:
         UserError: the columns fit no type, or not the type that the entry gives.
     """
     fields = {
-        type_: {field: getattr(entry, field) for field in columns} for type_, (columns, _) in READ_BY_TYPE.items()
+        type_: {field: getattr(entry, field) for field in columns}
+        for type_, (columns, _) in READ_BY_TYPE.items()
+        if type_ != "classification" or entry.type == type_  # never by auto: text beside other columns is text
     }
     fields["tokenized"][""] = "input_ids"
     forms = list(fields.items())
@@ -72,7 +75,7 @@ def detect(entry: Dataset, columns: list[str]) -> tuple[Dataset, str]:
 def unused(entry: Dataset, columns: Iterable[str]) -> Iterator[str]:
     """A line for each column that is not used; the entry is one returned by `detect`."""
     needed, more = READ_BY_TYPE[entry.type]
-    read = {getattr(entry, option) for option in (*needed, *more) if option.endswith("_field")}
+    read = {getattr(entry, option) for option in (*needed, *more) if option.endswith(("_field", "_column"))}
     if entry.type == "tokenized":
         read |= {"input_ids", "labels", "attention_mask"}
     for column in columns:
@@ -81,8 +84,10 @@ def unused(entry: Dataset, columns: Iterable[str]) -> Iterator[str]:
             yield f"column {column!r} is not used" + (f"; {option}={column!r} would" if option else "")
 
 
-def make_format(entry: Dataset, tokenizer: "PreTrainedTokenizerFast", say: Say = lambda line: None) -> Format:
-    """The function from a sample to a document, for an entry returned by `detect`.
+def make_format(
+    entry: Dataset, tokenizer: "PreTrainedTokenizerFast", say: Say = lambda line: None, labels: tuple[str, ...] = ()
+) -> Format:
+    """The function from a sample to a document, for an entry returned by `detect`; `labels` of its classes, by number.
 
     `say` is called with a line about each part of a conversation that the chat template leaves out.
 
@@ -106,6 +111,8 @@ def make_format(entry: Dataset, tokenizer: "PreTrainedTokenizerFast", say: Say =
             if entry.prompt_format is None:
                 return partial(_chat_instruction, entry, ChatTemplate(tokenizer, say))
             return _formatted_instruction(entry, entry.prompt_format, tokenizer)
+        case "classification":
+            return partial(_classification, entry, labels, _ends_texts(tokenizer))
     raise ValueError(entry.type)
 
 
@@ -153,6 +160,21 @@ def _check_prompt_format(option: str, form: str):
         raise UserError(f"{option}: {error}; write {{{{ and }}}} for plain braces") from None
     if unknown := names - {"system", "instruction", "input"}:
         raise UserError(f"{option}: unknown {{{unknown.pop()}}}; known are {{system}}, {{instruction}} and {{input}}")
+
+
+def _classification(entry: Dataset, labels: tuple[str, ...], append_eos: bool, sample: Sample) -> Rendered:
+    text = _text(sample, entry.text_field)
+    if entry.text_pair_field is not None:
+        text = f"{text}\n{_text(sample, entry.text_pair_field)}"
+    if not text:
+        raise Refused(f"column {entry.text_field!r} is empty")
+    return Rendered(text, (), append_eos, label_of(sample, entry.target_column, labels))
+
+
+def _ends_texts(tokenizer: "PreTrainedTokenizerFast") -> bool:
+    """Whether tokenizer(text) ends with an end-of-sequence token that transformers does not take for padding."""
+    end = tokenizer.eos_token_id
+    return tokenizer("a").input_ids[-1] == end != tokenizer.pad_token_id
 
 
 def _tokenized(vocabulary: int, sample: Sample) -> Encoded:

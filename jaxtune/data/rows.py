@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 import numpy as np
 
 from jaxtune.config.schema import Data
-from jaxtune.data.columns import MADE, NEXT_TOKEN, Column
+from jaxtune.data.columns import LAST, MADE, NEXT_TOKEN, Column
 from jaxtune.data.packing import RowPlan, cut_to_rows, plan
 from jaxtune.data.units import Documents
 from jaxtune.errors import UserError
@@ -26,7 +26,7 @@ class Counts:
 
     Attributes:
         documents, tokens: documents and tokens in the rows.
-        target_tokens: tokens in the rows that are trained.
+        target_tokens: tokens in the rows that are trained; 0 where documents have labels instead.
         split_documents: long documents that continue in another row.
         truncated_documents, truncated_tokens: long documents that are cut, and the tokens cut off.
         dropped_documents, dropped_tokens: documents left out because they are too long or the cut left no target.
@@ -48,9 +48,10 @@ class Counts:
     fill: float
 
     def __str__(self) -> str:
+        trained = f" ({self.target_tokens:,} trained)" if self.target_tokens else ""
         return (
-            f"{self.documents:,} documents, {self.tokens:,} tokens ({self.target_tokens:,} trained) in {self.rows:,} "
-            f"rows, {self.fill:.1%} full; {self.split_documents:,} documents split, {self.truncated_documents:,} "
+            f"{self.documents:,} documents, {self.tokens:,} tokens{trained} in {self.rows:,} rows, "
+            f"{self.fill:.1%} full; {self.split_documents:,} documents split, {self.truncated_documents:,} "
             f"truncated by {self.truncated_tokens:,} tokens, {self.dropped_documents:,} dropped "
             f"with {self.dropped_tokens:,} tokens, {self.skipped_samples:,} bad samples skipped"
         )
@@ -83,11 +84,14 @@ class Rows:
         self._documents, self._data, self._columns = documents, data, columns
         _check_columns(documents, columns)
         lengths = documents.lengths
-        pieces = cut_to_rows(lengths, data.seq_len, data.truncation, documents.continuous, documents.units)
+        labelled, truncation = LAST in columns, data.truncation
+        if labelled and truncation == "auto":
+            truncation = "right"  # the beginning of a document has its label too
+        pieces = cut_to_rows(lengths, data.seq_len, truncation, documents.continuous, documents.units)
         # Only a cut can take away all targets of a document, so only cut documents have their weights counted again.
         kept = np.ones(len(pieces.document), bool)
         dropped, targets = pieces.dropped.copy(), documents.targets.copy()
-        for piece in np.flatnonzero(pieces.cut[pieces.document]):
+        for piece in () if labelled else np.flatnonzero(pieces.cut[pieces.document]):
             document = pieces.document[piece]
             targets[document] = np.count_nonzero(documents.values("loss_weight", document, 1, data.seq_len + 1))
             kept[piece] = targets[document] > 0
@@ -96,7 +100,7 @@ class Rows:
             why = "the cut leaves no trained token in any of them" if pieces.cut.any() else "all of them are dropped"
             raise UserError(
                 f"data: the {len(lengths)} documents are longer than data.seq_len={data.seq_len} tokens, and with "
-                f"data.truncation={data.truncation!r} {why}; raise data.seq_len, or choose another data.truncation"
+                f"data.truncation={truncation!r} {why}; raise data.seq_len, or choose another data.truncation"
             )
         self._document, self._start, self._length = pieces.document[kept], pieces.start[kept], pieces.length[kept]
         opens = np.flatnonzero(np.diff(pieces.parcel[kept], prepend=-1))
@@ -199,6 +203,8 @@ class Rows:
                     row["unit_ids"][whole] = unit
                 case "key_start":
                     row["key_start"][whole] = begin
+                case "last":
+                    row["last"][begin + length - 1] = True
                 case name:
                     at = predicting if column.per == "token" else whole
                     row[name][at] = self._documents.values(name, document, start + 1, stop)

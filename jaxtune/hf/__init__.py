@@ -1,7 +1,7 @@
 """Hugging Face folders, read and written: config, weights, tokenizer, PEFT adapters, model card."""
 
 from jaxtune.hf.card import write_card
-from jaxtune.hf.folder import read_config, read_generation_config, resolve, write_config
+from jaxtune.hf.folder import label_names, read_config, read_generation_config, resolve, write_config
 from jaxtune.hf.peft import SavedAdapter, read_adapter, write_adapter
 from jaxtune.hf.prequantized import Scheme, read_quantized, read_scheme
 from jaxtune.hf.sources import weight_files

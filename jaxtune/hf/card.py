@@ -10,7 +10,14 @@ from jaxtune.hf.folder import is_hub_id
 
 
 def write_card(
-    folder: Path, *, title: str, base_model: str | None, adapter: bool, rows: Mapping[str, str], curve: Path
+    folder: Path,
+    *,
+    title: str,
+    base_model: str | None,
+    adapter: bool,
+    classifier: bool = False,
+    rows: Mapping[str, str],
+    curve: Path,
 ) -> None:
     """Write README.md, and copy the loss curve beside it if there is one.
 
@@ -20,6 +27,7 @@ def write_card(
         base_model: hub id or path of the model that was fine-tuned; None: trained from random weights. Of a local path
             only the last part is written.
         adapter: whether the folder holds a PEFT adapter instead of a whole model.
+        classifier: whether it has labels instead of a vocabulary to speak in.
         rows: the rows of the card's table, label and value.
         curve: a picture of the losses; skipped if the file does not exist.
     """
@@ -28,10 +36,10 @@ def write_card(
     data = ModelCardData(
         base_model=None if local else base_model,
         library_name="peft" if adapter else "transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag="text-classification" if classifier else "text-generation",
         tags=["jaxtune", *(["lora"] if adapter else [])],
     )
-    kind = "LoRA adapter" if adapter else "language model"
+    kind = "LoRA adapter" if adapter else "text classifier" if classifier else "language model"
     origin = f"fine-tuned from {base}" if base else "trained from random weights"
     table = "".join("| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |\n" for row in rows.items())
     text = f"---\n{data.to_yaml()}\n---\n\n# {title}\n\nA {kind}, {origin} with jaxtune.\n\n| | |\n|---|---|\n{table}"

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -63,15 +63,26 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json(folder / "config.json")
 
 
-def write_config(source: Path, target: Path, dtype: str, vocabulary: int) -> None:
-    """Copy config.json from one model folder to another, byte for byte unless the dtype or vocabulary size differ.
+def label_names(config: dict[str, Any]) -> tuple[str, ...] | None:
+    """The labels of the classifier that a config.json describes, by number; None: it describes another model."""
+    if not any(str(name).endswith("ForSequenceClassification") for name in config.get("architectures") or ()):
+        return None
+    names = config.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}  # which transformers does not write
+    return tuple(str(names[number]) for number in sorted(names, key=int))
 
-    `quantization_config` is left out, because exported weights are never quantized.
+
+def write_config(
+    source: Path, target: Path, dtype: str, vocabulary: int, changes: Mapping[str, Any] | None = None
+) -> None:
+    """Copy config.json from one model folder to another, byte for byte unless dtype, vocabulary size or more differ.
+
+    `changes`: other keys, and their values. `quantization_config` is left out, because exported weights are never
+    quantized.
     """
     config = read_config(source)
     keys = {"dtype", "torch_dtype"} & config.keys() or {"dtype"}  # transformers before 4.56 says torch_dtype
     written = {key: value for key, value in config.items() if key != "quantization_config"}
-    written |= dict.fromkeys(keys, dtype) | {"vocab_size": vocabulary}
+    written |= dict.fromkeys(keys, dtype) | {"vocab_size": vocabulary} | dict(changes or {})
     target.mkdir(parents=True, exist_ok=True)
     if written == config:
         shutil.copyfile(source / "config.json", target / "config.json")

@@ -17,6 +17,7 @@ from jaxtune.hf.sources import DTYPES, Source, open_sources
 from jaxtune.hf.weights import Tensor, write
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+HEAD = "score.weight"  # of a classifier, which is trained in full beside the adapters
 _PREFIX = "base_model.model."
 _KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 
@@ -26,6 +27,7 @@ _UNDERSTOOD = {
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "r", "lora_alpha", "lora_dropout", "use_rslora", "bias", "init_lora_weights", "target_modules", "exclude_modules",
     "layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size", "runtime_config",
+    "modules_to_save",
 }  # fmt: skip
 # Initialisations that leave the base model as it is; the others (PiSSA, OLoRA, ...) subtract the adapter from it.
 _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
@@ -42,7 +44,8 @@ class SavedAdapter:
         use_rslora: whether the scale is alpha / sqrt(rank).
         base_model: name or path of the model it was trained on; None: not recorded.
         revision: branch, tag or commit of that model on the hub; None: its main branch, or a local folder.
-        tensors: by name ("model.layers.0.self_attn.q_proj.lora_A.weight"): A (rank, in) and B (out, rank).
+        tensors: by name ("model.layers.0.self_attn.q_proj.lora_A.weight"): A (rank, in) and B (out, rank); and of a
+            classifier its head, score.weight (labels, in).
     """
 
     rank: int
@@ -56,7 +59,12 @@ class SavedAdapter:
     @property
     def modules(self) -> frozenset[str]:
         """Hugging Face names of the modules that have an adapter."""
-        return frozenset(name.rsplit(".", 2)[0] for name in self.tensors)
+        return frozenset(name.rsplit(".", 2)[0] for name in self.tensors if name != HEAD)
+
+    @property
+    def labels(self) -> int:
+        """Of a classifier; 0: it is an adapter of a language model."""
+        return self.tensors[HEAD].shape[0] if HEAD in self.tensors else 0
 
 
 def write_adapter(
@@ -80,13 +88,15 @@ def write_adapter(
         UserError: the folder cannot be written to.
     """
     tensors = [tensor._replace(name=f"{_PREFIX}{tensor.name}") for tensor in tensors]
+    adapters = [tensor.name for tensor in tensors if tensor.name != f"{_PREFIX}{HEAD}"]
+    classifier = len(adapters) < len(tensors)
     ends = tuple(f".{target}" for target in target_modules)
-    strays = [tensor.name for tensor in tensors if not tensor.name.rsplit(".", 2)[0].endswith(ends)]
+    strays = [name for name in adapters if not name.rsplit(".", 2)[0].endswith(ends)]
     if strays:
         raise ValueError(f"target_modules {list(target_modules)} do not match {strays}")
     config = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if classifier else "CAUSAL_LM",
         "base_model_name_or_path": base_model,
         "revision": revision,
         "r": lora.rank,
@@ -97,7 +107,8 @@ def write_adapter(
         "bias": "none",
         "init_lora_weights": True,
         "inference_mode": True,
-        **dict.fromkeys(("modules_to_save", "exclude_modules", "layers_to_transform", "auto_mapping")),
+        "modules_to_save": [HEAD.removesuffix(".weight")] if classifier else None,
+        **dict.fromkeys(("exclude_modules", "layers_to_transform", "auto_mapping")),
         **dict.fromkeys(("fan_in_fan_out", "use_dora"), False),
         "rank_pattern": {},
         "alpha_pattern": {},
@@ -123,6 +134,9 @@ def read_adapter(folder: Path) -> SavedAdapter:
         raise UserError(f"{folder} has no {WEIGHTS}; an adapter in another format must be saved as safetensors")
     rank, tensors = config["r"], {}
     for key, source in open_sources([file]).items():
+        if key == f"{_PREFIX}{HEAD}":
+            tensors[HEAD] = source
+            continue
         match = _KEY.fullmatch(key)
         if match is None:
             raise UserError(f"{file}: {key} is not understood; tensors are base_model.model.<module>.lora_A|B.weight")
@@ -133,9 +147,9 @@ def read_adapter(folder: Path) -> SavedAdapter:
                 f"with r = {rank}, of {', '.join(DTYPES)}"
             )
         tensors[key.removeprefix(_PREFIX)] = source
-    pairs = {name.rsplit(".", 2)[0] for name in tensors}
+    pairs = {name.rsplit(".", 2)[0] for name in tensors if name != HEAD}
     lone = [module for module in pairs if not {f"{module}.lora_{half}.weight" for half in "AB"} <= tensors.keys()]
-    if lone or not tensors:
+    if lone or not pairs:
         raise UserError(f"{file}: " + (f"lora_A or lora_B is missing for {lone[0]}" if lone else "it holds no tensors"))
     return SavedAdapter(
         rank=rank,
@@ -162,6 +176,8 @@ def _check_config(path: Path, config: dict[str, Any]) -> None:
         "base_model_name_or_path": (isinstance(config.get("base_model_name_or_path"), str | None), "a name"),
         "revision": (isinstance(config.get("revision"), str | None), "a name"),
         "bias": (config.get("bias") in ("none", None), "'none'"),
+        # Both, as peft has it for every classifier: the head of a decoder is called score.
+        "modules_to_save": (set(config.get("modules_to_save") or ()) <= {"classifier", "score"}, "empty, or ['score']"),
         "init_lora_weights": (config.get("init_lora_weights") in _PLAIN_STARTS, "true (convert it with peft)"),
     }
     for key, (right, must) in wrong.items():

@@ -15,7 +15,7 @@ log = logging.getLogger("jaxtune")
 
 
 def inject(spec: ModelSpec, lora: Lora) -> ModelSpec:
-    """The spec with adapters on the selected linear layers and all else frozen.
+    """The spec with adapters on the selected linear layers and all else frozen, but for the head of a classifier.
 
     Raises UserError where a target cannot have one.
     """
@@ -35,7 +35,8 @@ def inject(spec: ModelSpec, lora: Lora) -> ModelSpec:
         )
     # alpha / rank (Hu et al. 2021), or alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023).
     adapter = LoRA(lora.rank, lora.alpha / (lora.rank**0.5 if lora.use_rslora else lora.rank), lora.dropout)
-    spec = treat_linears(treat(spec, sites(spec), trained=False), chosen, adapter=adapter)
+    frozen = [name for name, (site, *_) in sites(spec).items() if site.kind != "score"]
+    spec = treat_linears(treat(spec, frozen, trained=False), chosen, adapter=adapter)
     for first, *others in {known[name] for name in chosen}:
         if others:  # parts of one fused module, which has one adapter: the first part holds what they share
             owned = dataclasses.replace(adapter, owner=first.local.removesuffix(".weight"))

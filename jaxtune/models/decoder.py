@@ -141,19 +141,27 @@ class Embedding(nnx.Module):
         return lookup(jax.reshard(self.weight.astype(dtype), P(None, None)), tokens)
 
 
+class Score(nnx.Module):
+    """The head of a classifier, a row for each label."""
+
+    def __init__(self, spec: ModelSpec):
+        init = nnx.initializers.normal(spec.initializer_range)
+        self.weight = declared((spec.labels, spec.hidden), (None, "embed"), init, "score")
+
+
 class Decoder(nnx.Module):
-    """A language model up to the hidden states that its head multiplies."""
+    """A language model or a classifier, up to the hidden states that its head multiplies."""
 
     def __init__(self, spec: ModelSpec):
         self.spec = spec
         self.embed = Embedding(spec)
         self.stacks = nnx.List([Stack(spec, stack) for stack in stacks(spec.layers)])
         self.norm = Norm(spec.hidden, spec.norm)
-        self.head = None if spec.tied else Embedding(spec)
+        self.head = Score(spec) if spec.labels else None if spec.tied else Embedding(spec)
 
     @property
     def head_weight(self) -> Float[Array, "v d"]:
-        """The head, which may be the embedding; rows past the vocabulary are padding."""
+        """The head, which may be the embedding; of a language model, rows past the vocabulary are padding."""
         return (self.embed if self.head is None else self.head).weight
 
     def inputs(self, positions: Int[Array, "b s"], attend: Attend, valid: Bool[Array, "b s"]) -> Inputs:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from jaxtune.models.declared import Init, Kind
 from jaxtune.models.decoder import Block, Decoder, Parameters
 from jaxtune.models.dropout import named_key
-from jaxtune.models.families import FAMILIES
+from jaxtune.models.families import names_of
 from jaxtune.models.places import Place, Tensor
 from jaxtune.models.spec import Experts, Layer, ModelSpec, Treatment, stacks
 from jaxtune.parallel.layout import RULES, sharding
@@ -130,7 +130,7 @@ def _declared(module: nnx.Module) -> dict[str, _Declared]:
 
 def declare(spec: ModelSpec) -> tuple[nnx.GraphDef, dict[str, Parameter]]:
     """The decoder's graph, for `bind`, and every parameter by its dotted name."""
-    decoder, names = Decoder(spec), FAMILIES[spec.family].NAMES
+    decoder, names = Decoder(spec), names_of(spec)
     declared, adapted = _declared(decoder), spec.adapted
     inside = [
         (f"stacks.{number}.blocks.{position}.", tuple(stack.layer_numbers(position)), layer)
@@ -228,7 +228,7 @@ def _storage(treatment: Treatment, adapted: bool) -> Storage | None:
 def sites(spec: ModelSpec) -> dict[str, tuple[Site, ...]]:
     """The parameters in each Hugging Face tensor of the model, several where it is fused; without adapters."""
     found: dict[str, tuple[Site, ...]] = {}
-    names = FAMILIES[spec.family].NAMES
+    names = names_of(spec)
     outside = _declared(Decoder(dataclasses.replace(spec, layers=())))
     inside = {layer: _declared(Block(spec, layer)) for layer in set(spec.layers)}
     every = [(None, None, outside), *((number, layer, inside[layer]) for number, layer in enumerate(spec.layers))]
@@ -246,7 +246,7 @@ def sites(spec: ModelSpec) -> dict[str, tuple[Site, ...]]:
 
 def stacked(spec: ModelSpec) -> frozenset[str]:
     """The Hugging Face tensors that hold the experts of a layer, all in one."""
-    names = FAMILIES[spec.family].NAMES
+    names = names_of(spec)
     return frozenset(name for name, (site, *_) in sites(spec).items() if _tensor(names[site.local]).stacked)
 
 

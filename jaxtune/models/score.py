@@ -1,4 +1,4 @@
-"""What a decoder makes of a batch, for objectives: the log-probability of each target, and what its layers emit."""
+"""What a decoder makes of a batch, for objectives: the log-probability of each target, or logits of labels."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -30,14 +30,20 @@ class Scores(NamedTuple):
     reference: Float[Array, "b s"] | None = None
 
 
+class LabelScores(NamedTuple):
+    """Of a micro-batch: the float32 logits of each label after each token, and what layers emit, as in `Scores`."""
+
+    logits: Float[Array, "b s labels"]
+    sums: Mapping[str, Array]
+
+
 def score(decoder: Decoder, batch: Batch, call: Call, *, head_gradient: bool = False, z_loss: float = 0.0) -> Scores:
     """Scores of a batch of packed rows, whose columns are (rows, positions).
 
     `head_gradient`: whether the head is trained; without, its gradient is zero and costs nothing. `z_loss`: the penalty
     z_loss * logsumexp(logits)^2 (PaLM, arXiv:2204.02311).
     """
-    inputs = decoder.inputs(batch["positions"], attend_packed(batch["key_start"], call), batch["segment_ids"] > 0)
-    hidden, _, sums = decoder(batch["tokens"], inputs, call)
+    hidden, sums = _hidden(decoder, batch, call)
     head = gather(decoder.head_weight.astype(call.dtype))
 
     def kernel(hidden, head, targets, weight):
@@ -58,6 +64,23 @@ def score(decoder: Decoder, batch: Batch, call: Call, *, head_gradient: bool = F
     by_device = (by_token(None), P(used("vocabulary"), None), by_token(), by_token())
     mapped = jax.shard_map(kernel, in_specs=by_device, out_specs=by_token())
     return Scores(*mapped(hidden, head, batch["targets"], batch["loss_weight"]), sums)
+
+
+def score_labels(decoder: Decoder, batch: Batch, call: Call) -> LabelScores:
+    """Scores of a batch of packed rows by a classifier.
+
+    After every token, though few are the last of a document: the head is small, and nothing is gathered.
+    """
+    hidden, sums = _hidden(decoder, batch, call)
+    head = gather(decoder.head_weight.astype(call.dtype))
+    logits = jnp.einsum("bsd,ld->bsl", hidden, head, preferred_element_type=jnp.float32, out_sharding=by_token(None))
+    return LabelScores(logits, sums)
+
+
+def _hidden(decoder: Decoder, batch: Batch, call: Call) -> tuple[Float[Array, "b s d"], Mapping[str, Array]]:
+    inputs = decoder.inputs(batch["positions"], attend_packed(batch["key_start"], call), batch["segment_ids"] > 0)
+    hidden, _, sums = decoder(batch["tokens"], inputs, call)
+    return hidden, sums
 
 
 def logits(decoder: Decoder, hidden: Float[Array, "*b d"], dtype: jnp.dtype) -> Float[Array, "*b v"]:

@@ -1,5 +1,6 @@
 """What a decoder is made of: a frozen description, computed from a Hugging Face config.json by a family."""
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -217,6 +218,7 @@ class ModelSpec:
         embedding_scale: multiplies the embeddings, rounded to their dtype (Gemma).
         logit_scale: multiplies the logits; here, what the head multiplies.
         logit_cap: bounds the logits to cap * tanh(logits / cap) (Gemma 2).
+        labels: that the head scores, in place of the tokens of the vocabulary; 0: it is a language model.
     """
 
     family: str
@@ -232,6 +234,7 @@ class ModelSpec:
     logit_scale: float = 1.0
     logit_cap: float | None = None
     router_loss: float = 0.0  # weight of the load-balancing loss, where there are experts
+    labels: int = 0
 
     @property
     def padded_vocabulary(self) -> int:
@@ -247,6 +250,14 @@ class ModelSpec:
     def adapted(self) -> bool:
         """Whether any parameter has an adapter beside it."""
         return any(treatment.adapter is not None for layer in self.layers for _, treatment in layer.treatments)
+
+
+def classifier(spec: ModelSpec, labels: int) -> ModelSpec:
+    """The decoder with a head of so many labels, as transformers' GenericForSequenceClassification.
+
+    It leaves out what a family does to the logits of tokens, and the router's loss.
+    """
+    return dataclasses.replace(spec, labels=labels, tied=False, logit_scale=1.0, logit_cap=None, router_loss=0.0)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxtune.models.score import Batch, Scores
+from jaxtune.models.score import Batch, LabelScores, Scores
 from jaxtune.objectives.objective import Objective, Sums
 
 LOAD = ("expert_load_max", "expert_load_entropy")
@@ -17,7 +17,7 @@ def balanced(objective: Objective, coefficient: float) -> Objective:
     Metrics: router_loss; and means over layers of expert_load_max and expert_load_entropy (`models.experts`).
     """
 
-    def loss(scores: Scores, batch: Batch) -> Sums:
+    def loss(scores: Scores | LabelScores, batch: Batch) -> Sums:
         sums = objective.loss(scores, batch)
         router, weight = router_loss(scores), sums.weight.astype(jnp.float32)
         load = {name: scores.sums[name] / scores.sums["expert_layers"] for name in LOAD}
@@ -28,7 +28,7 @@ def balanced(objective: Objective, coefficient: float) -> Objective:
     return dataclasses.replace(objective, loss=loss)
 
 
-def router_loss(scores: Scores) -> Float[Array, ""]:
+def router_loss(scores: Scores | LabelScores) -> Float[Array, ""]:
     """How unevenly experts are chosen (Switch Transformer, arXiv:2101.03961), over tokens and layers.
 
     As transformers' load_balancing_loss_func: (number of experts) * sum over experts of (choices per token * mean

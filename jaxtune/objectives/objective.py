@@ -7,7 +7,6 @@ from typing import NamedTuple
 from jaxtyping import Array, Float, Num
 
 from jaxtune.data.columns import NEXT_TOKEN, Column
-from jaxtune.models.score import Batch, Scores
 
 
 class Sums(NamedTuple):
@@ -27,14 +26,14 @@ class Objective:
     """What is minimised: a function of scores, which never sees the decoder.
 
     Attributes:
-        loss: (scores, micro-batch) -> sums.
+        loss: (scores, micro-batch) -> sums; of a classifier the scores are `LabelScores`, else `Scores`.
         columns: of the batch, that it reads.
         reference: whether scores must also hold the log-probabilities of the base alone, without adapters.
         z_loss: the penalty of `models.score.score`.
         counts: name of the metric under which a step reports the weight.
     """
 
-    loss: Callable[[Scores, Batch], Sums]
+    loss: Callable[..., Sums]
     columns: tuple[Column, ...] = NEXT_TOKEN
     reference: bool = False
     z_loss: float = 0.0

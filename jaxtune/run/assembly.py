@@ -14,6 +14,7 @@ from jaxtune.models.call import Call
 from jaxtune.models.decoder import Parameters
 from jaxtune.models.parameters import abstract
 from jaxtune.objectives.balanced import balanced
+from jaxtune.objectives.classification import classification
 from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.objectives.objective import Objective
 from jaxtune.optim.adamw_8bit import float32_moments, undivided_moments
@@ -71,8 +72,13 @@ def assemble(base: Base, config: Config, mesh: jax.sharding.Mesh, objective: Obj
 
 def objective_of(config: Config, model: Model) -> Objective:
     """What a run minimises."""
-    objective = cross_entropy(config.train.z_loss)
+    objective = task_of(model, config.train.z_loss)
     return balanced(objective, model.spec.router_loss) if model.spec.has_experts else objective
+
+
+def task_of(model: Model, z_loss: float = 0.0) -> Objective:
+    """What a model is evaluated by: the next token, or the label of a document."""
+    return classification(model.spec.labels) if model.spec.labels else cross_entropy(z_loss)
 
 
 def call_of(config: Config, recipe: Recipe) -> Call:

@@ -16,7 +16,8 @@ def card_rows(config: Config, folder: RunFolder, steps: int, tokens: int) -> dic
     counts = folder.path / "data.json"
     if counts.is_file():
         found = json.loads(counts.read_text())
-        rows["documents"] = f"{found['documents']:,}, {found['target_tokens']:,} of {found['tokens']:,} tokens trained"
+        trained = f"{found['target_tokens']:,} of " if found["target_tokens"] else ""
+        rows["documents"] = f"{found['documents']:,}, {trained}{found['tokens']:,} tokens trained"
     rows |= {
         "steps": f"{steps:,}",
         "tokens": f"{tokens:,}, in rows of {data.seq_len:,}",
@@ -26,7 +27,12 @@ def card_rows(config: Config, folder: RunFolder, steps: int, tokens: int) -> dic
     if lora.enabled:
         rows["LoRA"] = f"rank {lora.rank}, alpha {lora.alpha:g}, {_targets(lora.target_modules)}"
     seen = [row for row in metrics.read(folder.metrics) if row["step"] <= steps] if folder.metrics.is_file() else []
-    for name, label in (("loss", "training loss, last step"), ("eval_loss", "validation loss")):
+    shown = {
+        "loss": "training loss, last step",
+        "eval_loss": "validation loss",
+        "eval_accuracy": "validation accuracy",
+    }
+    for name, label in shown.items():
         if values := [row[name] for row in seen if name in row and math.isfinite(row[name])]:
             rows[label] = f"{values[-1]:.4f}"
     return rows

@@ -1,4 +1,4 @@
-"""Loss and perplexity of a model over rows of data."""
+"""Loss and perplexity, or accuracy, of a model over rows of data."""
 
 import math
 from collections.abc import Callable
@@ -8,11 +8,10 @@ import jax
 from jaxtune import data
 from jaxtune.config.schema import Config
 from jaxtune.models.decoder import Parameters
-from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.parallel.layout import by_token
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.precision.recipes import recipe_of
-from jaxtune.run.assembly import call_of
+from jaxtune.run.assembly import call_of, task_of
 from jaxtune.run.model import Model
 from jaxtune.run.process import compiler_options
 from jaxtune.run.step import make_eval_step
@@ -21,10 +20,13 @@ from jaxtune.run.step import make_eval_step
 def make_evaluate(
     config: Config, model: Model, rows: data.Rows, mesh: jax.sharding.Mesh
 ) -> Callable[[Parameters, Parameters], dict[str, float]]:
-    """(trained, frozen) -> eval_loss in nats a token and eval_perplexity, over all of `rows` or eval.max_batches."""
+    """(trained, frozen) -> eval_loss and more, over all of `rows` or eval.max_batches.
+
+    Of a language model in nats a token, and eval_perplexity; of a classifier that of a document, and eval_accuracy.
+    """
     recipe = recipe_of(config.precision, model.linears)
     step = jax.jit(
-        make_eval_step(model.graph, cross_entropy(), recipe, call_of(config, recipe)._replace(remat="none")),
+        make_eval_step(model.graph, task_of(model), recipe, call_of(config, recipe)._replace(remat="none")),
         compiler_options=compiler_options(config.train.deterministic),
     )
     rows_per_batch = config.train.micro_batch_size * data_shards(mesh)
@@ -34,11 +36,14 @@ def make_evaluate(
     sharding = jax.NamedSharding(mesh, jax.P(None, *by_token()))
 
     def evaluate(trained: Parameters, frozen: Parameters) -> dict[str, float]:
-        total, tokens = 0.0, 0
+        sums = []
         for _, batch in data.batches(rows, (1, rows_per_batch, config.data.seq_len), sharding, 0, stop_row):
-            sums = jax.device_get(step(trained, frozen, batch))
-            total, tokens = total + float(sums.loss), tokens + int(sums.weight)
-        loss = total / max(tokens, 1)
-        return {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0))}
+            # In Python's numbers, which neither round nor wrap however many batches there are.
+            sums.append(jax.tree.map(lambda value: value.item(), jax.device_get(step(trained, frozen, batch))))
+        total = jax.tree.map(lambda *values: sum(values), *sums)
+        loss = total.loss / max(total.weight, 1)
+        means = {f"eval_{name}": value / max(weight, 1) for name, (value, weight) in total.metrics.items()}
+        perplexity = {} if model.spec.labels else {"eval_perplexity": math.exp(min(loss, 700.0))}
+        return {"eval_loss": loss, **perplexity, **means}
 
     return evaluate

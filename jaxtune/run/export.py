@@ -14,6 +14,7 @@ import numpy as np
 from jaxtune import data, hf
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
+from jaxtune.models import families
 from jaxtune.models.attend import attend_packed
 from jaxtune.models.call import Call
 from jaxtune.models.decoder import Parameters, bind
@@ -56,8 +57,22 @@ def export_full(model: Model, parameters: Parameters, config: Config, output: Pa
 
     hf.write(output, _tensors(model, model.whole, dtype, merged), config.export.max_shard_bytes)
     if multihost.is_main():
-        hf.write_config(model.folder, output, dtype=config.model.dtype, vocabulary=model.spec.vocabulary)
+        changes = _classifier_config(model, config) if model.spec.labels else {}
+        hf.write_config(model.folder, output, config.model.dtype, model.spec.vocabulary, changes)
         _write_tokenizer(model, config, output)
+
+
+def _classifier_config(model: Model, config: Config) -> dict[str, Any]:
+    """What config.json says of a classifier: its class, its labels, and which token is padding, as batches need it."""
+    names, tokenizer = config.model.id2label, hf.load_tokenizer(model.folder, None, config.data.special_tokens)
+    padding = hf.read_config(model.folder).get("pad_token_id")
+    padding = tokenizer.pad_token_id if padding is None else padding
+    return {
+        "architectures": [f"{families.CLASSIFIERS[model.spec.family]}ForSequenceClassification"],
+        "id2label": {str(number): name for number, name in enumerate(names)},
+        "label2id": {name: number for number, name in enumerate(names)},
+        "pad_token_id": tokenizer.eos_token_id if padding is None else padding,
+    }
 
 
 def _beside(model: Model, name: str, owner: str | None) -> dict[str, str]:
@@ -111,7 +126,8 @@ def export_adapter(model: Model, parameters: Parameters, config: Config, output:
         return _gather(parameters[name], index)
 
     tensors = list(_tensors(model, model.trained, jnp.dtype(config.lora.dtype), value))
-    targets = _targets(model, {tensor.name.rsplit(".", 2)[0] for tensor in tensors})
+    adapters = [parameter for parameter in model.trained.values() if parameter.kind == "adapter"]
+    targets = _targets(model, {place.name.rsplit(".", 2)[0] for parameter in adapters for place in parameter.places})
     base = _absolute(config.model.path or "")
     hf.write_adapter(output, tensors, config.lora, base, config.model.revision, targets)
     if multihost.is_main():
@@ -168,6 +184,7 @@ def export(
             title=config.train.run_name or output.name,
             base_model=None if config.model.from_scratch else config.model.path,
             adapter=kind == "peft",
+            classifier=bool(model.spec.labels),
             rows=card_rows(config, run, steps, tokens),
             curve=run.loss_curve,
         )

@@ -87,7 +87,9 @@ def closing(config: Config, folder: RunFolder, chat: bool) -> str:
     lines += [
         f"resume:   {resume_command(folder)}",
         f"export:   python -m jaxtune.export --run={run} --output={output}{merge}",
-        f"generate: python -m jaxtune.generate --model={shlex.quote(str(model))} --prompt={prompt}",
+        f"generate: python -m jaxtune.generate --model={shlex.quote(str(model))} --prompt={prompt}"
+        if config.model.head == "lm"
+        else f"evaluate: python -m jaxtune.evaluate --run={run}",
     ]
     if config.log.next_command:
         lines.append(f"next:     {config.log.next_command}")

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jaxtune.errors import UserError
 from jaxtune.lora.inject import inject
 from jaxtune.models import families
 from jaxtune.models.parameters import Parameter, abstract, count, declare, undivided, undivided_blocks
-from jaxtune.models.spec import Experts, ModelSpec
+from jaxtune.models.spec import Experts, ModelSpec, classifier
 from jaxtune.models.treat import freeze, multiply, selected, treat_sites
 from jaxtune.models.treat import linears as linears_by_name
 from jaxtune.monitor.throughput import Work
@@ -41,12 +42,14 @@ class Base:
         folder: holds config.json, the tokenizer and, unless from scratch, the weights; None: there is none.
         scheme: how the files quantize the weights; None: they do not, and quant.format quantizes them while reading.
         saved_vocabulary: number of tokens with embeddings in the files; the spec may have more. 0: there are no files.
+        new_head: whether the files have another head than the model: a classifier starts from a language model.
     """
 
     spec: ModelSpec
     folder: Path | None = None
     scheme: hf.Scheme | None = None
     saved_vocabulary: int = 0
+    new_head: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,15 @@ class Model:
     def whole(self) -> dict[str, Parameter]:
         """The parameters of the model itself, without adapters."""
         return {name: parameter for name, parameter in self.parameters.items() if parameter.kind != "adapter"}
+
+    @property
+    def started(self) -> dict[str, Parameter]:
+        """The parameters that no file of the model holds, so that they start random."""
+        return {
+            name: parameter
+            for name, parameter in self.parameters.items()
+            if parameter.kind == "adapter" or (parameter.kind == "score" and self.base.new_head)
+        }
 
     @property
     def quantized(self) -> dict[str, Parameter]:
@@ -118,12 +130,13 @@ class Model:
 def read_base(config: Config) -> Base:
     """The model of a config, from its folder, downloaded from the hub; no weight is read. Raises UserError."""
     folder = hf.resolve(config.model.path or "", config.model.revision, weights=not config.model.from_scratch)
-    spec = families.read_spec(hf.read_config(folder))
+    described = hf.read_config(folder)
+    spec, new_head = _with_head(families.read_spec(described), described, config)
     saved_vocabulary = spec.vocabulary
     if config.data.special_tokens:
         spec = _with_special_tokens(spec, folder, config)
     scheme = None if config.model.from_scratch else hf.read_scheme(folder)
-    return Base(spec, folder, scheme, saved_vocabulary)
+    return Base(spec, folder, scheme, saved_vocabulary, new_head)
 
 
 def declare_model(
@@ -139,7 +152,8 @@ def declare_model(
 
     def chosen(parameter: Parameter) -> Parameter:
         dtype = config.precision.master_dtype if train and parameter.trained else config.model.dtype
-        dtype = "float32" if parameter.float32 else config.lora.dtype if parameter.kind == "adapter" else dtype
+        beside = parameter.kind == "adapter" or (parameter.kind == "score" and config.lora.enabled)
+        dtype = "float32" if parameter.float32 else config.lora.dtype if beside else dtype
         # Only the storage changes, not the treatment: the stacks stay those of training, whose checkpoints are read.
         storage = parameter.storage if low_precision or parameter.kind == "adapter" else parameter.treatment.stored
         return dataclasses.replace(parameter, dtype=jnp.dtype(dtype), storage=storage)
@@ -194,6 +208,36 @@ def _check_mesh(model: Model, config: Config, mesh: jax.sharding.Mesh) -> None:
     if complaints:
         raise UserError("\n  ".join(["the mesh does not divide the model:", *complaints]))
     _refuse_unsharded(parameters, mesh)
+
+
+def _with_head(spec: ModelSpec, described: dict[str, Any], config: Config) -> tuple[ModelSpec, bool]:
+    """With the head that model.head asks for, and whether it is new: not that of the config.json.
+
+    Raises UserError where a classifier would be a language model; where transformers would have no such classifier.
+    """
+    model, saved = config.model, hf.label_names(described)
+    if model.head == "lm":
+        if saved is not None and not model.from_scratch:
+            raise UserError(
+                f"{model.path} is a classifier, {described['architectures'][0]}, with a head of {len(saved)} labels in "
+                "place of the vocabulary: it is trained and evaluated with model.head='classification', and generates "
+                "nothing"
+            )
+        return spec, False
+    if spec.family not in families.CLASSIFIERS:
+        raise UserError(
+            f"model.head='classification': transformers has no sequence classifier for model_type={spec.family!r}, so "
+            f"none could load it; it has one for {', '.join(families.CLASSIFIERS)}"
+        )
+    if model.num_labels is None:
+        raise UserError("model.num_labels: nothing says how many labels there are; set it, as no data is read here")
+    task = "regression" if model.num_labels == 1 else "single_label_classification"
+    if saved is not None and described.get("problem_type") not in (None, task):
+        raise UserError(
+            f"config.json: problem_type={described['problem_type']!r} is not supported with {model.num_labels} labels; "
+            f"it must be {task!r}, which is cross-entropy, or the squared error of one label"
+        )
+    return classifier(spec, model.num_labels), saved is None
 
 
 def _with_special_tokens(spec: ModelSpec, folder: Path, config: Config) -> ModelSpec:

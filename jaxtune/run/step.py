@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from jaxtune.models.call import Call
 from jaxtune.models.decoder import Decoder, Parameters, bind
 from jaxtune.models.dropout import Noise, named_key
-from jaxtune.models.score import Batch, Scores, score
+from jaxtune.models.score import Batch, LabelScores, Scores, score, score_labels
 from jaxtune.objectives.objective import Objective, Sums
 from jaxtune.optim import build
 from jaxtune.optim.build import Optimizer
@@ -88,8 +88,12 @@ def _zero(leaf: jax.ShapeDtypeStruct) -> Array:
     return jnp.zeros(leaf.shape, leaf.dtype)
 
 
-def _scores(decoder: Decoder, batch: Batch, objective: Objective, call: Call, head_gradient: bool) -> Scores:
+def _scores(
+    decoder: Decoder, batch: Batch, objective: Objective, call: Call, head_gradient: bool
+) -> Scores | LabelScores:
     """Scores of a micro-batch, with those of the base alone where the objective compares with them."""
+    if decoder.spec.labels:
+        return score_labels(decoder, batch, call)
     scores = score(decoder, batch, call, head_gradient=head_gradient, z_loss=objective.z_loss)
     if not objective.reference:
         return scores

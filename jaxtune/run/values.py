@@ -27,7 +27,8 @@ def check_files(model: Model, config: Config) -> None:
     if config.lora.path is not None:
         _adapter_tensors(model, config)
     if not config.model.from_scratch:
-        hf.check_weights(model.folder, *_wanted(model, model.whole))
+        saved = {name: p for name, p in model.parameters.items() if name not in model.started}
+        hf.check_weights(model.folder, *_wanted(model, saved))
 
 
 def read_parameters(model: Model, wanted: Mapping[str, Parameter]) -> Parameters:
@@ -112,16 +113,20 @@ def initial_parameters(model: Model, config: Config) -> Parameters:
     if config.lora.path is not None:
         targets, tensors = _adapter_tensors(model, config)
         return hf.read_tensors(tensors, targets)
-    if config.lora.enabled or config.model.from_scratch:
-        return randomize(model.trained, config.train.seed)
-    return read_parameters(model, model.trained)
+    return _values(model, model.trained, config)
 
 
 def frozen_parameters(model: Model, config: Config) -> Parameters:
     """The parameters that are not trained; random ones where a model from scratch has some."""
-    if config.model.from_scratch:
-        return randomize(model.frozen, config.train.seed)
-    return read_parameters(model, model.frozen) if model.frozen else {}
+    return _values(model, model.frozen, config)
+
+
+def _values(model: Model, wanted: Mapping[str, Parameter], config: Config) -> Parameters:
+    """These parameters from the model's folder; random ones where it has none."""
+    random = wanted if config.model.from_scratch else {name: wanted[name] for name in wanted if name in model.started}
+    saved = {name: parameter for name, parameter in wanted.items() if name not in random}
+    found = randomize(random, config.train.seed) if random else {}
+    return found | (read_parameters(model, saved) if saved else {})
 
 
 def _adapter_tensors(model: Model, config: Config) -> tuple[dict[str, hf.Target], Mapping[str, Any]]:
@@ -132,7 +137,8 @@ def _adapter_tensors(model: Model, config: Config) -> tuple[dict[str, hf.Target]
             raise UserError(
                 f"lora.{key}={getattr(config.lora, key)}, but the adapter in {config.lora.path} has {found}"
             )
-    modules = {place.name.rsplit(".", 2)[0] for p in model.trained.values() for place in p.places}
+    adapters = [parameter for parameter in model.trained.values() if parameter.kind == "adapter"]
+    modules = {place.name.rsplit(".", 2)[0] for parameter in adapters for place in parameter.places}
     if modules != adapter.modules:
         difference = sorted(modules ^ adapter.modules)
         raise UserError(
@@ -178,7 +184,7 @@ def of_model(name: str, config: Config) -> Config:
     Raises UserError where an adapter does not say what it is an adapter of.
     """
     folder = Path(name).expanduser()
-    lora, quant, base, revision = Lora(), Quant(), name, None
+    lora, quant, base, revision, model = Lora(), Quant(), name, None, config.model
     if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
         adapter = hf.read_adapter(folder)
         if adapter.base_model is None:
@@ -186,7 +192,9 @@ def of_model(name: str, config: Config) -> Config:
         modules, base, revision = tuple(sorted(adapter.modules)), adapter.base_model, adapter.revision
         lora = Lora(True, adapter.rank, adapter.alpha, 0.0, modules, use_rslora=adapter.use_rslora, path=name)
         quant = config.quant
-    model = dataclasses.replace(config.model, path=base, revision=revision, from_scratch=False)
+        if adapter.labels:
+            model = dataclasses.replace(model, head="classification", num_labels=adapter.labels)
+    model = dataclasses.replace(model, path=base, revision=revision, from_scratch=False)
     return dataclasses.replace(config, model=model, lora=lora, quant=quant)
 
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 
 import datasets
 import numpy as np
@@ -12,6 +13,7 @@ from tiny import byte_tokenizer
 from jaxtune.config.schema import Dataset
 from jaxtune.data import sources
 from jaxtune.data.documents import tokenize
+from jaxtune.data.labels import names_in
 from jaxtune.errors import UserError
 
 
@@ -90,6 +92,55 @@ def test_a_bad_line_is_named_or_skipped_and_counted(tokenizer, tmp_path, good, b
     assert "1 samples skipped" in found.notes[-1] and f"{file}:3" in found.notes[-1]
     again = tokenize(entries, tokenizer, tmp_path / "cache", "skip")  # from the cache
     assert again.skipped == 1 and again.notes == found.notes
+
+
+LABELS = {
+    "another name": ("good", "meh", "'meh' is not one of the 2 labels: bad, good"),
+    "another number": (1, 2, "2 is not one of the 2 labels: bad, good"),
+    "a negative number": (1, -1, "-1 is not one of the 2 labels"),
+    "a number that is not whole": (0, 0.5, "0.5 is not one of the 2 labels"),
+    "nothing": ("bad", None, "'label' must be the name or the number of a label, found None"),
+    "several": ("bad", ["bad", "good"], "several labels of a sample are not supported"),
+}
+
+
+@pytest.mark.parametrize("good, bad, message", LABELS.values(), ids=LABELS)
+def test_a_label_that_is_not_one_is_named_or_skipped(tokenizer, tmp_path, good, bad, message):
+    """In validation data too, which does not say what the labels are."""
+    file = tmp_path / "data.jsonl"
+    file.write_bytes(b"\n".join(line(text="a", label=label) for label in (good, good, bad)))
+    arguments = (Dataset(path=str(file), type="classification"),), tokenizer, tmp_path / "cache"
+    with pytest.raises(UserError, match=rf"{file}:3: .*{re.escape(message)}"):
+        tokenize(*arguments, labels=("bad", "good"))
+    assert len(tokenize(*arguments, "skip", ("bad", "good"))) == 2
+
+
+@pytest.mark.parametrize(
+    "labels, count, message",
+    [
+        ([0, 1, 3], None, r":3: label 3, but no sample has label 2: integers count from 0 without a gap"),
+        ([1, 2, 2], None, r":1: label 1, but no sample has label 0"),
+        ([0, "a", 1], None, r":1: label 0 is a number, but 'a' at .*:2 is text"),
+        ([0, 1, 0.5], None, r":3: label 0.5 is not an integer; model.num_labels=1 is regression"),
+        (["a", "a", "a"], None, r"all samples have the same label, 'a'"),
+        (["a", "b", "c"], 2, r"model.num_labels=2, but the data has 3 labels: a, b, c"),
+    ],
+)
+def test_labels_that_are_not_those_of_a_classifier_are_named(tmp_path, labels, count, message):
+    file = tmp_path / "data.jsonl"
+    file.write_bytes(b"\n".join(line(text="a", label=label) for label in labels))
+    with pytest.raises(UserError, match=message):
+        names_in((Dataset(path=str(file), type="classification"),), count)
+
+
+def test_a_sample_without_its_label_or_text_is_named(tokenizer, tmp_path):
+    file = tmp_path / "data.jsonl"
+    file.write_bytes(line(text="a", label="good") + b"\n" + line(text="a") + b"\n" + line(label="bad"))
+    entries = (Dataset(path=str(file), type="classification"),)
+    with pytest.raises(UserError, match=rf"{file}:2: missing column 'label' \(target_column\); it has text"):
+        names_in(entries)
+    assert names_in(entries, on_bad_row="skip") == ("bad", "good")
+    assert tokenize(entries, tokenizer, tmp_path / "cache", "skip", ("bad", "good")).skipped == 2
 
 
 def test_the_first_of_the_skipped_samples_are_listed(tokenizer, tmp_path):

@@ -1,6 +1,8 @@
 """The other recipes, a row each: trained, resumed to equal bits, evaluated, exported, loaded."""
 
 import itertools
+import json
+import random
 
 import pytest
 from journey import loads_in_transformers, row
@@ -35,6 +37,30 @@ def test_trains_resumes_exactly_exports_and_loads(home, recipe):
     call("jaxtune.export", f"--run={folder}", f"--output={exported}", *(["--merge"] if adapter else []))
     # Merged onto the weights of the file, not onto those that were rounded to multiply.
     loads_in_transformers(exported, home / "model", folder / "export" if adapter else None, within=1e-4)
+
+
+def test_a_classifier_trains_resumes_exactly_is_evaluated_and_exported(home):
+    """Of texts whose labels are names, which go with the model; it is not a model to generate with."""
+    file, rng = home / "labels.jsonl", random.Random(0)
+    words = {"fruit": ["apple", "pear", "plum"], "animal": ["ox", "hen", "fox"], "metal": ["tin", "zinc", "gold"]}
+    samples = [{"text": " ".join(rng.choices(words[kind], k=4)), "label": kind} for kind in [*words] * 20]
+    file.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    options = {"model.head": "classification", "data.datasets[0].path": file, "data.datasets[0].type": "classification"}
+    folder, _ = row(home, "qwen_lora.py", "classifier", **ADAPTER, **options)
+    rows = metrics(folder)
+    assert all(row["documents"] > 0 and 0 <= row["accuracy"] <= 1 for row in rows if "loss" in row)
+    said = call("jaxtune.evaluate", f"--run={folder}")
+    assert f"eval_accuracy {rows[-1]['eval_accuracy']:.6f}" in said and "perplexity" not in said
+    exported = home / "classifier-exported"
+    call("jaxtune.export", f"--run={folder}", f"--output={exported}", "--merge")
+    said = call("jaxtune.evaluate", f"--config={folder / 'config.json'}", f"--model={exported}")
+    assert f"eval_accuracy {rows[-1]['eval_accuracy']:.6f}" in said
+    for model in (folder, exported, folder / "export"):
+        assert "is a classifier" in call("jaxtune.generate", f"--model={model}", "--prompt=a", code=2)
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("torch", reason="loading the results needs torch (Python 3.11 here)")
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(exported)
+    assert loaded.config.id2label == {0: "animal", 1: "fruit", 2: "metal"}
 
 
 def test_float16_scales_its_loss_and_says_what_it_skips(home):

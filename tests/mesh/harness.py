@@ -58,6 +58,7 @@ LOW_PRECISION = 5e-3  # the same for recipes that round activations to bfloat16
 NORM = 1e-5  # of the first gradient, which no update has moved yet
 PARAMETERS = 1e-4  # of the largest, where the optimizer does not jump
 OBJECTIVES = {"cross_entropy": 0.0, "z-loss": 1e-2}
+CLASSIFICATION = "classification"  # in place of an objective: another head, whose test is its own
 REMAT = ("none", "dots", "block", "offload")
 HELD = tempfile.TemporaryDirectory()  # of models, until the process ends
 
@@ -155,11 +156,14 @@ def config_of(case: Case, mesh: Mesh, length: Train, whole: bool) -> Config:
     sections = {name: dataclasses.replace(section, exclude=others) for name, section in STORAGE[case.storage].items()}
     # AdamW would move an element whose gradient is nearly 0 by what the rounding of that gradient happens to be.
     rate = RATES.get(case.optimizer, RATE)
+    head: Any = {"head": "classification", "num_labels": 3} if case.objective == CLASSIFICATION else {}
     epsilon = {"epsilon": 1e-4} if case.optimizer in ("adamw", "schedule_free") else {}
     return Config(
-        model=Model(path=str(folder(not adapters, whole)), dtype="float32"),
+        model=Model(path=str(folder(not adapters, whole)), dtype="float32", **head),
         data=Data(datasets=(Dataset(path="made here"),), seq_len=SEQUENCE),
-        train=dataclasses.replace(length, z_loss=OBJECTIVES[case.objective], freeze=None if adapters else others),
+        train=dataclasses.replace(
+            length, z_loss=OBJECTIVES.get(case.objective, 0.0), freeze=None if adapters else others
+        ),
         optim=Optim(case.optimizer, learning_rate=rate, schedule="constant", weight_decay=0.1, **epsilon),
         lora=Lora(enabled=True, rank=16, dropout=0.2, target_modules=targets) if adapters else Lora(),
         mesh=mesh,
@@ -206,5 +210,7 @@ def fields(steps: int) -> dict[str, np.ndarray]:
         "segment_ids": (1 + (index >= length)).astype(np.int32),
         "key_start": start.astype(np.int32),
         "loss_weight": (index < length - 1).astype(np.float32),
+        "last": (index == length - 1) | (index == SEQUENCE - 1),
+        "label": ((tokens[..., :1] + (index >= length)) % 3).astype(np.float32),
         "row": np.arange(steps * ROWS, dtype=np.int32).reshape(steps, ROWS),
     }

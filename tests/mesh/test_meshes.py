@@ -13,6 +13,7 @@ import jax
 import pytest
 from mesh.harness import (
     ADAPTERS,
+    CLASSIFICATION,
     MESHES,
     OBJECTIVES,
     OPTIMIZERS,
@@ -74,6 +75,11 @@ def is_wanted(pair: Pair) -> bool:
         return False
     levels = {factor: level for factor, level in pair if factor != "axis"}
     return not is_refused(Case("fsdp=8", adapter="lora")._replace(**levels))
+
+
+def test_a_classifier_equals_one_device():
+    """Its head is trained in full beside adapters."""
+    equal(Case("data=2 fsdp=2 tensor=2", adapter="lora", objective=CLASSIFICATION))
 
 
 @pytest.mark.parametrize("case", CASES, ids=", ".join)

@@ -37,6 +37,7 @@ from jaxtune.models.families import (
     smollm3,
     starcoder2,
 )
+from jaxtune.models.places import Tensor
 from jaxtune.models.spec import ModelSpec
 
 FAMILIES: dict[str, ModuleType] = {
@@ -68,6 +69,30 @@ FAMILIES: dict[str, ModuleType] = {
     "starcoder2": starcoder2,
 }
 
+# The class in transformers that each becomes with a head of labels, without "ForSequenceClassification"; of the others
+# transformers has none.
+CLASSIFIERS = {
+    "deepseek_v3": "DeepseekV3",
+    "exaone4": "Exaone4",
+    "gemma2": "Gemma2",
+    "gemma3_text": "Gemma3Text",
+    "glm4": "Glm4",
+    "gpt_oss": "GptOss",
+    "llama": "Llama",
+    "ministral3": "Ministral3",
+    "mistral": "Mistral",
+    "mixtral": "Mixtral",
+    "olmo2": "Olmo2",
+    "olmo3": "Olmo3",
+    "phi3": "Phi3",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
+    "seed_oss": "SeedOss",
+    "smollm3": "SmolLM3",
+    "starcoder2": "Starcoder2",
+}
+
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:
     """ModelSpec of a config.json. Raises UserError for a family or a field that is not supported."""
@@ -80,6 +105,13 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
         raise UserError(f"config.json: {error} is missing; a {kind} model has it") from None
 
 
+def names_of(spec: ModelSpec) -> dict[str, str | Tensor]:
+    """The family's table of names, with that of a classifier's head where the model has one."""
+    names = FAMILIES[spec.family].NAMES
+    return names | {"head.weight": "score.weight"} if spec.labels else names
+
+
 def is_ignorable(spec: ModelSpec, name: str) -> bool:
-    """True for a checkpoint's keys that carry nothing: computed buffers, and a head that is the embedding."""
-    return bool(re.search(FAMILIES[spec.family].IGNORABLE, name)) or (spec.tied and name == "lm_head.weight")
+    """True for a checkpoint's keys that carry nothing: computed buffers, a head that is the embedding or replaced."""
+    headless = spec.tied or bool(spec.labels)
+    return bool(re.search(FAMILIES[spec.family].IGNORABLE, name)) or (headless and name == "lm_head.weight")

@@ -352,6 +352,12 @@ def test_no_nearest_key_for_something_unlike_any():
 
 # Combinations
 
+LABELS = {
+    "model.head": "classification",
+    "data.datasets[0].type": "classification",
+    "data.datasets[1].type": "classification",
+}
+
 
 @pytest.mark.parametrize(
     ("given_settings", "key", "reason"),
@@ -370,6 +376,15 @@ def test_no_nearest_key_for_something_unlike_any():
             "optim.warmup_ratio",
             "no effect.*not optim.warmup_steps.*optim.warmup_steps = 5",
         ),
+        ({"model.num_labels": "2"}, "model.num_labels", "only when model.head == 'classification'"),
+        ({**LABELS, "data.datasets[1].type": "text"}, r"data.datasets\[1\].type", "needs type='classification'"),
+        ({"data.datasets[0].type": "classification"}, r"data.datasets\[0\].type", "with model.head = 'classification'"),
+        ({"data.datasets[0].target_column": "x"}, r"data.datasets\[0\].target_column", "no effect"),
+        ({**LABELS, "train.z_loss": "0.1"}, "train.z_loss", "only when model.head == 'lm'"),
+        ({**LABELS, "eval.sample_prompt": "x"}, "eval.sample_prompt", "only when model.head == 'lm'"),
+        ({**LABELS, "data.truncation": "split"}, "data.truncation", "a document has one label"),
+        ({**LABELS, "model.num_labels": "3", "model.id2label": "a,b"}, "model.num_labels", "names 2 labels"),
+        ({**LABELS, "model.id2label": "a,a"}, "model.id2label", "one label twice"),
         ({"optim.warmup_ratio": "1.5"}, "optim.warmup_ratio", "from 0 to 1"),
         ({"optim.final_lr_fraction": "-0.1"}, "optim.final_lr_fraction", "from 0 to 1"),
         ({"data.validation_split": "1"}, "data.validation_split", "below 1"),

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from tiny import numbered_documents
 
 from jaxtune.config.schema import Data
+from jaxtune.data.columns import LABELLED, Column
 from jaxtune.data.rows import Rows
 from jaxtune.data.splits import hold_out
+from jaxtune.data.units import Documents
 from jaxtune.errors import UserError
 
 SEQ_LEN = 16
@@ -143,3 +145,22 @@ def test_rows_of_a_part_of_the_documents_hold_only_those():
     assert not tokens[0] & tokens[1] and tokens[0] | tokens[1] == set(range(1, 101))
     with pytest.raises(UserError, match="only one document"):
         hold_out(numbered_documents([5]), 0.1, seed=1)
+
+
+def test_a_document_with_a_label_is_cut_and_never_split_and_its_last_token_is_known():
+    label = Column("label", np.float32, "document")
+    documents = numbered_documents([3, 2 * SEQ_LEN, 1], weights=[np.zeros(n) for n in (3, 2 * SEQ_LEN, 1)])
+    (part,) = documents.parts
+    values = {**part.values, "label": np.array([2, 0, 1], np.float32)}
+    documents = Documents.joined([replace(part, columns={**part.columns, "label": label}, values=values)])
+    rows = Rows(documents, Data(seq_len=SEQ_LEN, shuffle=False), 1, LABELLED)
+    found = {rows[i]["tokens"][0]: rows[i] for i in range(rows.stop)}
+    assert np.flatnonzero(found[1]["last"]).tolist() == [2, 3]
+    assert found[1]["label"][:5].tolist() == [2, 2, 2, 1, 0]
+    assert np.flatnonzero(found[4]["last"]).tolist() == [SEQ_LEN - 1]
+    assert (rows.counts.documents, rows.counts.truncated_documents, rows.counts.truncated_tokens) == (3, 1, SEQ_LEN)
+    assert "20 tokens in 2 rows" in str(rows.counts)
+    kept = Rows(documents, Data(seq_len=SEQ_LEN, truncation="delete"), 1, LABELLED)
+    assert (kept.counts.documents, kept.counts.dropped_documents) == (2, 1)
+    with pytest.raises(UserError, match=r"numbers has no column 'label' with a value for each document"):
+        Rows(numbered_documents([3]), Data(seq_len=SEQ_LEN), 1, LABELLED)

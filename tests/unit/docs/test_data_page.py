@@ -26,8 +26,12 @@ def test_a_layout_is_rendered_and_masked_as_the_page_says(tokenizer, tmp_path, m
     config = new_config()
     config.model.path = "model"
     config.data.datasets = (eval(entry, {"dataset": dataset}),)
-    documents = tokenize(resolve(config, "docs/data.md").data.datasets, tokenizer, tmp_path / "cache")
-    found = str(describe(documents, 0, tokenizer, 10_000, ids=False)).strip().splitlines()
+    labels = ()
+    if "classification" in entry:
+        config.model.head = "classification"
+        labels = ("bad", "good") if "bad" in sample else ("LABEL_0",)
+    documents = tokenize(resolve(config, "docs/data.md").data.datasets, tokenizer, tmp_path / "cache", labels=labels)
+    found = str(describe(documents, 0, tokenizer, 10_000, ids=False, labels=labels)).strip().splitlines()
     assert [line.strip() for line in found] == [line.rstrip() for line in shown.splitlines()]
 
 

@@ -1,0 +1,30 @@
+"""The label of a document, from the scores after its last token, as transformers' ForSequenceClassificationLoss."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxtune.data.columns import LABELLED
+from jaxtune.models.score import Batch, LabelScores
+from jaxtune.objectives.objective import Objective, Sums
+
+
+def classification(labels: int) -> Objective:
+    """-log softmax(logits)[label] of each document, over the number of documents; metric: accuracy.
+
+    Of one label, (logit - value)^2.
+    """
+    return Objective(_squared_error if labels == 1 else _cross_entropy, LABELLED, counts="documents")
+
+
+def _cross_entropy(scores: LabelScores, batch: Batch) -> Sums:
+    logits, label = scores.logits, batch["label"].astype(jnp.int32)
+    right = label[..., None] == jnp.arange(logits.shape[-1])
+    loss = jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(right, logits, 0.0), axis=-1)
+    last, documents = batch["last"], jnp.sum(batch["last"], dtype=jnp.int32)
+    correct = jnp.sum((jnp.argmax(logits, axis=-1) == label) & last, dtype=jnp.int32)
+    return Sums(jnp.sum(jnp.where(last, loss, 0.0)), documents, {"accuracy": (correct, documents)})
+
+
+def _squared_error(scores: LabelScores, batch: Batch) -> Sums:
+    loss, last = jnp.square(scores.logits[..., 0] - batch["label"]), batch["last"]
+    return Sums(jnp.sum(jnp.where(last, loss, 0.0)), jnp.sum(last, dtype=jnp.int32))
