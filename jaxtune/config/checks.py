@@ -66,7 +66,7 @@ def _attention(config: Config) -> Iterator[Problem]:
 
 def _optim(config: Config) -> Iterator[Problem]:
     optim = config.optim
-    if optim.name in ("muon", "normuon") and config.lora.enabled:
+    if optim.name in ("muon", "normuon") and config.lora.enabled and config.model.head == "lm":
         reason = f"has no effect: AdamW reads it, but {optim.name} trains all adapters, which are matrices"
         for moment in ("beta1", "beta2", "epsilon"):
             if getattr(optim, moment) != getattr(type(optim)(), moment):

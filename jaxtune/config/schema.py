@@ -225,7 +225,7 @@ class Optim:
 
 @dataclass(frozen=True)
 class Lora:
-    """Low-rank adapters (Hu et al. 2021); everything else is frozen."""
+    """Low-rank adapters (Hu et al. 2021); everything else is frozen, but the head of a classifier."""
 
     enabled: bool = option(False, "train adapters instead of the model")
     rank: int = option(16, "rank of an adapter", "[1, inf)")
@@ -233,7 +233,7 @@ class Lora:
     dropout: float = option(0.0, "dropout before the adapter", "fraction [0, 1)")
     target_modules: str | tuple[str, ...] = option("all-linear",
         "all-linear (all but the head), a list of module names, or a regex over Hugging Face names", "regex")
-    dtype: Literal["float32", "bfloat16"] = option("float32", "dtype of the adapters")
+    dtype: Literal["float32", "bfloat16"] = option("float32", "dtype of the adapters, and of the head of a classifier")
     use_rslora: bool = option(False, "rank-stabilised scale (Kalajdzievski 2023)")
     path: str | None = option(None, "PEFT adapter folder to start from")
 

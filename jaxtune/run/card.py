@@ -16,8 +16,9 @@ def card_rows(config: Config, folder: RunFolder, steps: int, tokens: int) -> dic
     counts = folder.path / "data.json"
     if counts.is_file():
         found = json.loads(counts.read_text())
-        trained = f"{found['target_tokens']:,} of " if found["target_tokens"] else ""
-        rows["documents"] = f"{found['documents']:,}, {trained}{found['tokens']:,} tokens trained"
+        counted = f"{found['target_tokens']:,} of {found['tokens']:,} tokens trained"
+        counted = counted if config.model.head == "lm" else f"{found['tokens']:,} tokens"
+        rows["documents"] = f"{found['documents']:,}, {counted}"
     rows |= {
         "steps": f"{steps:,}",
         "tokens": f"{tokens:,}, in rows of {data.seq_len:,}",

@@ -84,7 +84,7 @@ class Model:
         return {name: parameter for name, parameter in self.parameters.items() if parameter.kind != "adapter"}
 
     @property
-    def started(self) -> dict[str, Parameter]:
+    def new(self) -> dict[str, Parameter]:
         """The parameters that no file of the model holds, so that they start random."""
         return {
             name: parameter

@@ -27,7 +27,7 @@ def check_files(model: Model, config: Config) -> None:
     if config.lora.path is not None:
         _adapter_tensors(model, config)
     if not config.model.from_scratch:
-        saved = {name: p for name, p in model.parameters.items() if name not in model.started}
+        saved = {name: p for name, p in model.parameters.items() if name not in model.new}
         hf.check_weights(model.folder, *_wanted(model, saved))
 
 
@@ -123,7 +123,7 @@ def frozen_parameters(model: Model, config: Config) -> Parameters:
 
 def _values(model: Model, wanted: Mapping[str, Parameter], config: Config) -> Parameters:
     """These parameters from the model's folder; random ones where it has none."""
-    random = wanted if config.model.from_scratch else {name: wanted[name] for name in wanted if name in model.started}
+    random = wanted if config.model.from_scratch else {name: wanted[name] for name in wanted if name in model.new}
     saved = {name: parameter for name, parameter in wanted.items() if name not in random}
     found = randomize(random, config.train.seed) if random else {}
     return found | (read_parameters(model, saved) if saved else {})
