@@ -99,6 +99,24 @@ DEEPSEEK_V3 = dict(
     bos_token_id=None,
     eos_token_id=None,
 )
+# Where a state holds almost nothing for a key, the norm of what is read makes rounding as large as its epsilon lets it.
+DELTA_NET = dict(
+    rms_norm_eps=1e-2,
+    head_dim=16,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    tie_word_embeddings=False,
+)
+SHARED_EXPERT = dict(
+    moe_intermediate_size=32,
+    shared_expert_intermediate_size=24,
+    num_experts=4,
+    num_experts_per_tok=2,
+    output_router_logits=True,
+    router_aux_loss_coef=0.1,
+)
 # name: (class of the config in transformers, fields). The embedding of a padding token would get no gradient in torch.
 FAMILIES = {
     "llama, llama3 rope, untied, biases": (
@@ -155,6 +173,9 @@ FAMILIES = {
             tie_word_embeddings=False,
         ),
     ),
+    "qwen3_next, a dense layer": ("Qwen3NextConfig", DELTA_NET | SHARED_EXPERT | dict(mlp_only_layers=[1])),
+    "qwen3_5_text, delta nets": ("Qwen3_5TextConfig", DELTA_NET),
+    "qwen3_5_moe_text, delta nets": ("Qwen3_5MoeTextConfig", DELTA_NET | SHARED_EXPERT),
     "cohere2, shared layer norm": (
         "Cohere2Config",
         dict(sliding_window=16, logit_scale=0.3, pad_token_id=None, eos_token_id=None, bos_token_id=None),
@@ -397,6 +418,8 @@ def torch_model(name: str, folder: Path, **sizes):
         for parameter_name, parameter in model.named_parameters():
             if "norm" in parameter_name or "bias" in parameter_name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+            if "A_log" in parameter_name:  # slow: where states forget at once, gradients of decays are but rounding
+                parameter.sub_(5)
         for buffer_name, buffer in model.named_buffers():
             if "correction" in buffer_name:
                 buffer.add_(torch.randn_like(buffer) * 0.1)

@@ -17,7 +17,7 @@ from jaxtune.errors import UserError
 from jaxtune.lora.inject import inject
 from jaxtune.models import families
 from jaxtune.models.parameters import Parameter, abstract, count, declare, undivided, undivided_blocks
-from jaxtune.models.spec import Experts, ModelSpec
+from jaxtune.models.spec import DeltaNet, Experts, Heads, ModelSpec
 from jaxtune.models.treat import freeze, multiply, selected, treat_sites
 from jaxtune.models.treat import linears as linears_by_name
 from jaxtune.monitor.throughput import Work
@@ -95,13 +95,16 @@ class Model:
         matrices = {name: p for name, p in self.parameters.items() if len(p.matrix) == 2}
         if not self.spec.tied:
             matrices.pop("embed.weight")
-        mixers = [layer.mixer for layer in self.spec.layers]
+        mixers = [layer.mixer for layer in self.spec.layers if isinstance(layer.mixer, Heads)]
+        # A state is read twice and written once by each token: products of activations, as if it were trained.
+        states = [layer.mixer for layer in self.spec.layers if isinstance(layer.mixer, DeltaNet)]
+        recurrence = sum(3 * net.value_heads * net.key_dim * net.value_dim for net in states)
         windows = {mixer.window for mixer in mixers}
         return Work(
-            trained=sum(self._passed(p) for p in matrices.values() if p.trained),
+            trained=recurrence + sum(self._passed(p) for p in matrices.values() if p.trained),
             frozen=sum(self._passed(p) for p in matrices.values() if not p.trained),
             layers=len(mixers),
-            attention_width=mixers[0].heads * mixers[0].head_dim,
+            attention_width=max((mixer.heads * mixer.head_dim for mixer in mixers), default=0),
             seq_len=seq_len,
             window=windows.pop() if len(windows) == 1 else None,
         )

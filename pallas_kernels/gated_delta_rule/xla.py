@@ -56,9 +56,7 @@ def _chunk(
     between, carried = _decays(log_decay, starts)
     held = carried[..., None] * _product("bhik,bhkv->bhiv", k, state)
     overlap = beta[..., None] * between * _product("bhik,bhjk->bhij", k, k)
-    written = jax.lax.linalg.triangular_solve(
-        overlap, beta[..., None] * (v - held), left_side=True, lower=True, unit_diagonal=True
-    )
+    written = _product("bhij,bhjv->bhiv", _unit_lower_inverse(overlap), beta[..., None] * (v - held))
     out = carried[..., None] * _product("bhik,bhkv->bhiv", q, state)
     out += _product("bhij,bhjv->bhiv", between * _product("bhik,bhjk->bhij", q, k), written)
     state = carried[..., -1, None, None] * state
@@ -79,6 +77,25 @@ def _decays(
     # Before the exponential, as that of a later token may be infinite, and its gradient NaN.
     between = jnp.exp(jnp.where(seen, total[..., :, None] - total[..., None, :], -jnp.inf))
     return between, jnp.exp(jnp.where(begun == 0, total, -jnp.inf))
+
+
+def _unit_lower_inverse(matrix: Float[Array, "b h c c"]) -> Float[Array, "b h c c"]:
+    """The inverse of a lower triangular matrix with ones on its diagonal, whatever is on it and above.
+
+    Of blocks of twice the size at a time: that of [[A, 0], [C, B]] is [[A', 0], [-B' C A', B']]. Not a triangular
+    solve: on a CPU with more devices than cores XLA's waits forever for those of other devices.
+    """
+    size = matrix.shape[-1]
+    inverse = jnp.ones((*matrix.shape[:2], size, 1, 1), matrix.dtype)
+    inverse += 0 * matrix[..., :1, :1, None]  # varies over the mesh as the matrix does
+    for half in (2**n for n in range(size.bit_length() - 1)):
+        in_blocks = matrix.reshape(*matrix.shape[:2], size // half // 2, 2 * half, -1, 2 * half)
+        diagonal = jnp.moveaxis(jnp.diagonal(in_blocks, axis1=2, axis2=4), -1, 2)
+        a, b, c = inverse[:, :, ::2], inverse[:, :, 1::2], diagonal[..., half:, :half]
+        below = -_product("bhnij,bhnjk->bhnik", _product("bhnij,bhnjk->bhnik", b, c), a)
+        upper = jnp.concatenate([a, jnp.zeros_like(a)], axis=-1)
+        inverse = jnp.concatenate([upper, jnp.concatenate([below, b], axis=-1)], axis=-2)
+    return inverse[:, :, 0]
 
 
 def _product(subscripts: str, a: Array, b: Array) -> Array:

@@ -103,6 +103,7 @@ def test_an_adapter_made_by_peft_loads_here(base, one_device, tmp_path):
         ("deepseek_v3, latent attention", ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")),
         ("gemma2, soft caps", "all-linear"),
         ("gpt_oss, stacked experts", "all-linear"),
+        ("qwen3_5_text, delta nets", "all-linear"),
         ("starcoder2, layer norm, no gate", "all-linear"),
     ],
 )

@@ -75,6 +75,8 @@ OLD_YARN = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, 
         ("mixtral", {"rope_theta": 1e6, "sliding_window": None}),
         ("olmoe", {"rope_theta": 1e4, "rope_scaling": None, "clip_qkv": None}),
         ("granitemoe", {"rope_theta": 1e4, "rope_scaling": None, "num_local_experts": 40}),
+        ("qwen3_next", {"rope_theta": 1e7, "partial_rotary_factor": 0.5, "full_attention_interval": 3}),
+        ("qwen3_5_text", {"rope_theta": 1e7, "full_attention_interval": 2}),
     ],
 )
 def test_fields_of_older_transformers(kind, old):
@@ -97,6 +99,7 @@ def test_fields_of_older_transformers(kind, old):
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 .* set it to 0"),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias=true"),
         ("olmo3", {"layer_types": ["linear_attention"] * 8}, "layer_types .'linear_attention'. for 8 layers"),
+        ("qwen3_next", {"layer_types": ["sliding_attention"] * 8}, "layer_types .'sliding_attention'. for 8 layers"),
     ],
 )
 def test_what_is_not_computed_is_refused(kind, fields, message):
