@@ -201,6 +201,7 @@ def _converted(
                 say(line)
             columns_seen |= sample.keys()
         try:
+            formats.refuse_images(sample)
             document = convert(sample)
             if isinstance(document, Rendered):
                 document.text.encode()

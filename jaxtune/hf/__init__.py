@@ -4,7 +4,7 @@ from jaxtune.hf.card import write_card
 from jaxtune.hf.folder import read_config, read_generation_config, resolve, write_config
 from jaxtune.hf.peft import SavedAdapter, read_adapter, write_adapter
 from jaxtune.hf.prequantized import Scheme, read_quantized, read_scheme
-from jaxtune.hf.sources import weight_files
+from jaxtune.hf.sources import open_weights, weight_files
 from jaxtune.hf.tokenizer import copy_tokenizer_files, load_tokenizer, write_chat_template
 from jaxtune.hf.weights import (
     Conversion,
@@ -12,6 +12,7 @@ from jaxtune.hf.weights import (
     Tensor,
     check_tensors,
     check_weights,
+    in_place,
     read,
     read_tensors,
     write,

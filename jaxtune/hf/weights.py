@@ -22,7 +22,18 @@ from jaxtyping import Array, Int, Shaped
 from jaxtune.errors import UserError
 from jaxtune.hf.folder import staged
 from jaxtune.hf.mxfp4 import with_mxfp4
-from jaxtune.hf.sources import DTYPES, Part, Rows, Source, open_sources, weight_files
+from jaxtune.hf.sources import (
+    ALL_DTYPES,
+    DTYPES,
+    Part,
+    Rows,
+    Source,
+    current_name,
+    older_name,
+    open_sources,
+    open_weights,
+    weight_files,
+)
 from jaxtune.models.places import Place
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -125,7 +136,7 @@ def check_weights(
     folder: Path, targets: Mapping[str, Target], ignorable: Callable[[str], bool]
 ) -> Mapping[str, Source]:
     """The tensors of a Hugging Face folder. Reads only the file headers; raises UserError as `read` does."""
-    sources = with_mxfp4(open_sources(weight_files(folder)))
+    sources = with_mxfp4(open_weights(folder))
     check_tensors(
         f"the tensors in {folder} are not those of the model in its config.json:", sources, targets, ignorable
     )
@@ -249,6 +260,20 @@ def _place(
     return jax.shard_map(place, mesh=sharding.mesh, in_specs=specs, out_specs=sharding.spec)(array, chunk, start)
 
 
+def in_place(folder: Path, tensors: Iterable[Tensor], untouched: Callable[[str], bool]) -> Iterator[Tensor]:
+    """Tensors in place of those of a Hugging Face folder, by the names that these have there; then the untouched ones.
+
+    Those are read, each when it is written, and are what they are in the folder, bit by bit.
+    """
+    sources = open_sources(weight_files(folder))
+    older = any(current_name(name) != name for name in sources)
+    for tensor in tensors:
+        yield tensor._replace(name=older_name(tensor.name) if older else tensor.name)
+    for name, source in sources.items():
+        if untouched(name):
+            yield Tensor(name, source.shape, ALL_DTYPES[source.dtype], source.whole)
+
+
 def write(
     folder: Path, tensors: Iterable[Tensor], max_shard_bytes: int | None = MAX_SHARD_BYTES, stem: str = "model"
 ) -> None:
@@ -301,7 +326,7 @@ def _write_file(path: Path, tensors: list[Tensor]) -> None:
 
     The format: length of the header (8 bytes), the header (JSON, padded with spaces), the data.
     """
-    names = {dtype: name for name, dtype in DTYPES.items()}
+    names = {dtype: name for name, dtype in ALL_DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:

@@ -54,7 +54,16 @@ BAD_LINES = {
         chat({"role": "user", "content": 3}),
         r"message 0 \(user\): content must be text",
     ),
-    "an image": (GOOD_CHAT, chat({"role": "user", "content": [{"type": "image"}]}), "content must be text"),
+    "an image": (
+        GOOD_CHAT,
+        chat({"role": "user", "content": [{"type": "text", "text": "See"}, {"type": "image"}]}),
+        r"message 0 \(user\): content has a part of type 'image': training on images is not supported",
+    ),
+    "a column of images": (
+        GOOD_CHAT,
+        line(messages=[USER, {"role": "assistant", "content": "Yo"}], images=["cat.png"]),
+        "column 'images' holds images: training on images is not supported",
+    ),
     "input_ids outside": (
         GOOD_TOKENS,
         line(input_ids=[1, 259]),
