@@ -2,6 +2,7 @@
 
 from jaxtune.hf.card import write_card
 from jaxtune.hf.folder import read_config, read_generation_config, resolve, write_config
+from jaxtune.hf.larger_model import in_place
 from jaxtune.hf.peft import SavedAdapter, read_adapter, write_adapter
 from jaxtune.hf.prequantized import Scheme, read_quantized, read_scheme
 from jaxtune.hf.sources import open_weights, weight_files
@@ -12,7 +13,6 @@ from jaxtune.hf.weights import (
     Tensor,
     check_tensors,
     check_weights,
-    in_place,
     read,
     read_tensors,
     write,

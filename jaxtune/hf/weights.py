@@ -22,18 +22,7 @@ from jaxtyping import Array, Int, Shaped
 from jaxtune.errors import UserError
 from jaxtune.hf.folder import staged
 from jaxtune.hf.mxfp4 import with_mxfp4
-from jaxtune.hf.sources import (
-    ALL_DTYPES,
-    DTYPES,
-    Part,
-    Rows,
-    Source,
-    current_name,
-    older_name,
-    open_sources,
-    open_weights,
-    weight_files,
-)
+from jaxtune.hf.sources import ALL_DTYPES, DTYPES, Part, Rows, Source, open_weights
 from jaxtune.models.places import Place
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -258,20 +247,6 @@ def _place(
 
     specs = (sharding.spec, sharding.spec, jax.P())
     return jax.shard_map(place, mesh=sharding.mesh, in_specs=specs, out_specs=sharding.spec)(array, chunk, start)
-
-
-def in_place(folder: Path, tensors: Iterable[Tensor], untouched: Callable[[str], bool]) -> Iterator[Tensor]:
-    """Tensors in place of those of a Hugging Face folder, by the names that these have there; then the untouched ones.
-
-    Those are read, each when it is written, and are what they are in the folder, bit by bit.
-    """
-    sources = open_sources(weight_files(folder))
-    older = any(current_name(name) != name for name in sources)
-    for tensor in tensors:
-        yield tensor._replace(name=older_name(tensor.name) if older else tensor.name)
-    for name, source in sources.items():
-        if untouched(name):
-            yield Tensor(name, source.shape, ALL_DTYPES[source.dtype], source.whole)
 
 
 def write(

@@ -140,12 +140,14 @@ def _absolute(path: str) -> str:
 
 
 def _targets(model: Model, modules: set[str]) -> list[str]:
-    """Names that peft finds exactly these modules by: q_proj where every layer's is meant, else whole names."""
+    """Names that peft finds exactly these modules by: q_proj where every layer's is meant, else whole names.
+
+    Whole names inside a larger model, too, whose other parts may have a q_proj of their own.
+    """
     linears = linears_by_name(model.base.spec)
     kinds = {module.rsplit(".", 1)[1] for module in modules}
     whole_kinds = {linear for linear in linears if linear.rsplit(".", 1)[1] in kinds} == modules
-    whole_kinds = whole_kinds and model.spec.untouched is None  # other parts of a larger model may have a q_proj, too
-    return sorted(kinds if whole_kinds else modules)
+    return sorted(kinds if whole_kinds and model.spec.untouched is None else modules)
 
 
 def export(

@@ -64,6 +64,7 @@ BAD_LINES = {
         line(messages=[USER, {"role": "assistant", "content": "Yo"}], images=["cat.png"]),
         "column 'images' holds images: training on images is not supported",
     ),
+    "an image of another layout": (GOOD_TEXT, line(image="cat.png", caption="a cat"), "column 'image' holds images"),
     "input_ids outside": (
         GOOD_TOKENS,
         line(input_ids=[1, 259]),
