@@ -66,12 +66,18 @@ def read_config(folder: Path) -> dict[str, Any]:
 def write_config(source: Path, target: Path, dtype: str, vocabulary: int) -> None:
     """Copy config.json from one model folder to another, byte for byte unless the dtype or vocabulary size differ.
 
-    `quantization_config` is left out, because exported weights are never quantized.
+    A decoder inside a larger model has its own in `text_config`. `quantization_config` is left out, because exported
+    weights are never quantized.
     """
     config = read_config(source)
-    keys = {"dtype", "torch_dtype"} & config.keys() or {"dtype"}  # transformers before 4.56 says torch_dtype
+    dtypes = {"dtype", "torch_dtype"}  # transformers before 4.56 says torch_dtype
     written = {key: value for key, value in config.items() if key != "quantization_config"}
-    written |= dict.fromkeys(keys, dtype) | {"vocab_size": vocabulary}
+    written |= dict.fromkeys(dtypes & config.keys() or {"dtype"}, dtype)
+    if "text_config" in config:
+        text = config["text_config"]
+        written["text_config"] = text | dict.fromkeys(dtypes & text.keys(), dtype) | {"vocab_size": vocabulary}
+    else:
+        written["vocab_size"] = vocabulary
     target.mkdir(parents=True, exist_ok=True)
     if written == config:
         shutil.copyfile(source / "config.json", target / "config.json")

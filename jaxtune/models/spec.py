@@ -245,6 +245,7 @@ class ModelSpec:
         embedding_scale: multiplies the embeddings, rounded to their dtype (Gemma).
         logit_scale: multiplies the logits; here, what the head multiplies.
         logit_cap: bounds the logits to cap * tanh(logits / cap) (Gemma 2).
+        untouched: a regex of the tensors in the files that are no part of it, where it is a part of a larger model.
     """
 
     family: str
@@ -260,6 +261,7 @@ class ModelSpec:
     logit_scale: float = 1.0
     logit_cap: float | None = None
     router_loss: float = 0.0  # weight of the load-balancing loss, where there are experts
+    untouched: str | None = None
 
     @property
     def padded_vocabulary(self) -> int:

@@ -119,9 +119,16 @@ class Model:
 
 
 def read_base(config: Config) -> Base:
-    """The model of a config, from its folder, downloaded from the hub; no weight is read. Raises UserError."""
+    """The model of a config, from its folder, downloaded from the hub; no weight is loaded. Raises UserError."""
     folder = hf.resolve(config.model.path or "", config.model.revision, weights=not config.model.from_scratch)
     spec = families.read_spec(hf.read_config(folder))
+    if config.model.from_scratch and spec.untouched is not None:
+        raise UserError(
+            f"model.from_scratch: {spec.family} is more than the decoder that is trained here, and the rest would stay "
+            "random; give a folder whose config.json is the text_config of this one"
+        )
+    if spec.tied and not config.model.from_scratch and _has_own_head(spec, folder):
+        spec = dataclasses.replace(spec, tied=False)
     saved_vocabulary = spec.vocabulary
     if config.data.special_tokens:
         spec = _with_special_tokens(spec, folder, config)
@@ -197,6 +204,18 @@ def _check_mesh(model: Model, config: Config, mesh: jax.sharding.Mesh) -> None:
     if complaints:
         raise UserError("\n  ".join(["the mesh does not divide the model:", *complaints]))
     _refuse_unsharded(parameters, mesh)
+
+
+def _has_own_head(spec: ModelSpec, folder: Path) -> bool:
+    """Whether the files hold a head that is not the embedding, though config.json says that the two are tied.
+
+    transformers does not tie them then, either; so it is in Mistral Small 3.1, which leaves the default of its class.
+    """
+    if not any(folder.glob("*.safetensors")):  # to plan needs none
+        return False
+    sources, names = hf.open_weights(folder), families.FAMILIES[spec.family].NAMES
+    head, embedding = (sources.get(names[name]) for name in ("head.weight", "embed.weight"))
+    return head is not None and embedding is not None and not head.equals(embedding)
 
 
 def _with_special_tokens(spec: ModelSpec, folder: Path, config: Config) -> ModelSpec:

@@ -16,6 +16,7 @@ from jaxtune.models.families import (
     ernie4_5_moe,
     exaone4,
     gemma2,
+    gemma3,
     gemma3_text,
     glm4,
     glm4_moe,
@@ -25,6 +26,7 @@ from jaxtune.models.families import (
     llama,
     ministral3,
     mistral,
+    mistral3,
     mixtral,
     olmo2,
     olmo3,
@@ -32,6 +34,8 @@ from jaxtune.models.families import (
     phi3,
     qwen2,
     qwen3,
+    qwen3_5,
+    qwen3_5_moe,
     qwen3_5_moe_text,
     qwen3_5_text,
     qwen3_moe,
@@ -49,6 +53,7 @@ FAMILIES: dict[str, ModuleType] = {
     "ernie4_5_moe": ernie4_5_moe,
     "exaone4": exaone4,
     "gemma2": gemma2,
+    "gemma3": gemma3,
     "gemma3_text": gemma3_text,
     "glm4": glm4,
     "glm4_moe": glm4_moe,
@@ -58,6 +63,7 @@ FAMILIES: dict[str, ModuleType] = {
     "llama": llama,
     "ministral3": ministral3,
     "mistral": mistral,
+    "mistral3": mistral3,
     "mixtral": mixtral,
     "olmo2": olmo2,
     "olmo3": olmo3,
@@ -65,6 +71,8 @@ FAMILIES: dict[str, ModuleType] = {
     "phi3": phi3,
     "qwen2": qwen2,
     "qwen3": qwen3,
+    "qwen3_5": qwen3_5,
+    "qwen3_5_moe": qwen3_5_moe,
     "qwen3_5_moe_text": qwen3_5_moe_text,
     "qwen3_5_text": qwen3_5_text,
     "qwen3_moe": qwen3_moe,
@@ -87,5 +95,11 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
 
 
 def is_ignorable(spec: ModelSpec, name: str) -> bool:
-    """True for a checkpoint's keys that carry nothing: computed buffers, and a head that is the embedding."""
-    return bool(re.search(FAMILIES[spec.family].IGNORABLE, name)) or (spec.tied and name == "lm_head.weight")
+    """True for a checkpoint's keys that are not read: computed buffers, a head that is the embedding, untouched."""
+    computed = bool(re.search(FAMILIES[spec.family].IGNORABLE, name))
+    return computed or (spec.tied and name == "lm_head.weight") or is_untouched(spec, name)
+
+
+def is_untouched(spec: ModelSpec, name: str) -> bool:
+    """True for a checkpoint's keys that are no part of the decoder: they are exported as they are."""
+    return spec.untouched is not None and bool(re.search(spec.untouched, name))
