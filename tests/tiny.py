@@ -99,6 +99,38 @@ DEEPSEEK_V3 = dict(
     bos_token_id=None,
     eos_token_id=None,
 )
+# Where a state holds almost nothing for a key, the norm of what is read makes rounding as large as its epsilon lets it.
+DELTA_NET = dict(
+    rms_norm_eps=1e-2,
+    head_dim=16,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    tie_word_embeddings=False,
+)
+SHARED_EXPERT = dict(
+    moe_intermediate_size=32,
+    shared_expert_intermediate_size=24,
+    num_experts=4,
+    num_experts_per_tok=2,
+    output_router_logits=True,
+    router_aux_loss_coef=0.1,
+)
+SIGLIP = dict(
+    model_type="siglip_vision_model",
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    image_size=28,
+    patch_size=14,
+)
+PIXTRAL = SIGLIP | dict(model_type="pixtral")
+QWEN_VISION = dict(
+    depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=64, num_position_embeddings=16
+)
+TWO_KINDS = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
 # name: (class of the config in transformers, fields). The embedding of a padding token would get no gradient in torch.
 FAMILIES = {
     "llama, llama3 rope, untied, biases": (
@@ -155,6 +187,9 @@ FAMILIES = {
             tie_word_embeddings=False,
         ),
     ),
+    "qwen3_next, a dense layer": ("Qwen3NextConfig", DELTA_NET | SHARED_EXPERT | dict(mlp_only_layers=[1])),
+    "qwen3_5_text, delta nets": ("Qwen3_5TextConfig", DELTA_NET),
+    "qwen3_5_moe_text, delta nets": ("Qwen3_5MoeTextConfig", DELTA_NET | SHARED_EXPERT),
     "cohere2, shared layer norm": (
         "Cohere2Config",
         dict(sliding_window=16, logit_scale=0.3, pad_token_id=None, eos_token_id=None, bos_token_id=None),
@@ -317,6 +352,39 @@ FAMILIES = {
         "Ernie4_5_MoeConfig",
         dict(moe_intermediate_size=32, moe_num_experts=4, moe_k=2, moe_layer_interval=2, pad_token_id=None),
     ),
+    "gemma3, inside a model that sees": (
+        "Gemma3Config",
+        dict(
+            vision_config=SIGLIP,
+            mm_tokens_per_image=4,
+            text_config=dict(
+                model_type="gemma3_text",
+                num_hidden_layers=2,
+                head_dim=16,
+                pad_token_id=None,
+                query_pre_attn_scalar=16,
+                sliding_window=16,
+                final_logit_softcapping=3.0,
+                layer_types=["sliding_attention", "full_attention"],
+            ),
+        ),
+    ),
+    "qwen3_5, inside a model that sees": (
+        "Qwen3_5Config",
+        dict(vision_config=QWEN_VISION, text_config=DELTA_NET | TWO_KINDS),
+    ),
+    "qwen3_5_moe, inside a model that sees": (
+        "Qwen3_5MoeConfig",
+        dict(vision_config=QWEN_VISION, text_config=DELTA_NET | SHARED_EXPERT | TWO_KINDS),
+    ),
+    "mistral3, inside a model that sees, untied": (
+        "Mistral3Config",
+        dict(
+            vision_config=PIXTRAL,
+            tie_word_embeddings=False,
+            text_config=dict(model_type="mistral", num_hidden_layers=2, head_dim=16, sliding_window=24),
+        ),
+    ),
     "mistral, sliding window": ("MistralConfig", dict(head_dim=16, sliding_window=24, tie_word_embeddings=False)),
 }
 
@@ -392,17 +460,21 @@ def torch_model(name: str, folder: Path, **sizes):
     torch = pytest.importorskip("torch", reason="parity needs torch, whose CPU build exists for Python 3.11 only")
     transformers = pytest.importorskip("transformers")
     kind, fields = FAMILIES[name]
-    fields = {**SIZES, **fields, **sizes}
+    if "text_config" in fields:
+        auto = transformers.AutoModelForImageTextToText
+        fields = fields | {"text_config": {**SIZES, **fields["text_config"], **sizes}}
+    else:
+        auto, fields = transformers.AutoModelForCausalLM, {**SIZES, **fields, **sizes}
+        auto = transformers.AutoModelForSequenceClassification if "num_labels" in sizes else auto
     torch.manual_seed(0)
     config = getattr(transformers, kind)(**fields)
-    auto = (
-        transformers.AutoModelForSequenceClassification if "num_labels" in sizes else transformers.AutoModelForCausalLM
-    )
     model = auto.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if "norm" in parameter_name or "bias" in parameter_name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+            if "A_log" in parameter_name:  # slow: where states forget at once, gradients of decays are but rounding
+                parameter.sub_(5)
         for buffer_name, buffer in model.named_buffers():
             if "correction" in buffer_name:
                 buffer.add_(torch.randn_like(buffer) * 0.1)

@@ -205,12 +205,14 @@ def _converted(
     """The samples of a source as documents. The first decides the type; the type and unused columns are reported."""
     convert, continuous, columns_seen = None, False, set()
     for where, sample in source.read(problems.report):
-        if convert is None:
-            try:
+        try:
+            formats.refuse_images(sample)
+            if convert is None:
                 settled, columns = formats.detect(entry, list(sample))
-            except UserError as error:
-                problems.report(UserError(f"{where}: {error}"))
-                continue
+        except UserError as error:
+            problems.report(UserError(f"{where}: {error}"))
+            continue
+        if convert is None:
             convert = formats.make_format(settled, tokenizer, say, labels)
             continuous = settled.type in ("text", "tokenized")
             say(f"{settled.type} from {columns}")

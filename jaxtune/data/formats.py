@@ -12,7 +12,7 @@ from jaxtune.config.schema import READ_BY_TYPE, Dataset
 from jaxtune.data.chat import ChatTemplate
 from jaxtune.data.encoding import Encoded, Refused, Rendered
 from jaxtune.data.labels import label_of
-from jaxtune.data.messages import check_messages, check_tools, clip
+from jaxtune.data.messages import NO_IMAGES, check_messages, check_tools, clip
 from jaxtune.errors import UserError
 
 if TYPE_CHECKING:
@@ -82,6 +82,12 @@ def unused(entry: Dataset, columns: Iterable[str]) -> Iterator[str]:
         if column not in read:
             option = next((option for option, name in BESIDE.items() if name == column and option in more), None)
             yield f"column {column!r} is not used" + (f"; {option}={column!r} would" if option else "")
+
+
+def refuse_images(sample: Sample) -> None:
+    """Raise UserError for a sample with images: without them, its text would be another one."""
+    if column := next((column for column in ("image", "images") if sample.get(column)), None):
+        raise UserError(f"column {column!r} holds images: {NO_IMAGES}; remove the column if the text needs none")
 
 
 def make_format(

@@ -8,6 +8,8 @@ from jaxtune.errors import UserError
 
 Message = dict[str, Any]
 
+NO_IMAGES = "training on images is not supported; data.on_bad_row='skip' leaves such samples out"
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -19,7 +21,7 @@ def check_messages(raw: Any) -> list[Message]:
     are removed.
 
     Raises:
-        UserError: not a list of such objects, an unknown role, or content that is not text.
+        UserError: not a list of such objects, an unknown role, or content that is not text, such as an image.
     """
     if not isinstance(raw, list) or not raw:
         raise UserError(f"expected a list of {{role, content}} messages, found {clip(repr(raw))}")
@@ -53,6 +55,8 @@ def _check_message(raw: Any, i: int) -> Message:
     content = message.get("content")
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         content = "".join(str(part.get("text", "")) for part in content)
+    if isinstance(content, list) and (kind := next(filter(None, map(_kind_of_image, content)), None)):
+        raise UserError(f"message {i} ({message['role']}): content has a part of type {kind!r}: {NO_IMAGES}")
     if content is None and message.get("tool_calls"):
         content = ""
     if not isinstance(content, str):
@@ -69,6 +73,12 @@ def _check_message(raw: Any, i: int) -> Message:
     if "tool_calls" in message:
         message["tool_calls"] = [_check_tool_call(call, i) for call in message["tool_calls"]]
     return message
+
+
+def _kind_of_image(part: Any) -> str | None:
+    """The type of a part of content that is an image, of those that chat templates and APIs know, or a video."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    return kind if kind in ("image", "image_url", "input_image", "video") else None
 
 
 def _check_tool_call(call: Any, i: int) -> Any:

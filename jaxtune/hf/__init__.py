@@ -2,9 +2,10 @@
 
 from jaxtune.hf.card import write_card
 from jaxtune.hf.folder import label_names, read_config, read_generation_config, resolve, write_config
+from jaxtune.hf.larger_model import in_place
 from jaxtune.hf.peft import SavedAdapter, read_adapter, write_adapter
 from jaxtune.hf.prequantized import Scheme, read_quantized, read_scheme
-from jaxtune.hf.sources import weight_files
+from jaxtune.hf.sources import open_weights, weight_files
 from jaxtune.hf.tokenizer import copy_tokenizer_files, load_tokenizer, write_chat_template
 from jaxtune.hf.weights import (
     Conversion,

@@ -76,13 +76,19 @@ def write_config(
 ) -> None:
     """Copy config.json from one model folder to another, byte for byte unless dtype, vocabulary size or more differ.
 
-    `changes`: other keys, and their values. `quantization_config` is left out, because exported weights are never
-    quantized.
+    `changes`: other keys, and their values. A decoder inside a larger model has its own in `text_config`.
+    `quantization_config` is left out, because exported weights are never quantized.
     """
     config = read_config(source)
-    keys = {"dtype", "torch_dtype"} & config.keys() or {"dtype"}  # transformers before 4.56 says torch_dtype
+    dtypes = {"dtype", "torch_dtype"}  # transformers before 4.56 says torch_dtype
     written = {key: value for key, value in config.items() if key != "quantization_config"}
-    written |= dict.fromkeys(keys, dtype) | {"vocab_size": vocabulary} | dict(changes or {})
+    written |= dict.fromkeys(dtypes & config.keys() or {"dtype"}, dtype)
+    if "text_config" in config:
+        text = config["text_config"]
+        written["text_config"] = text | dict.fromkeys(dtypes & text.keys(), dtype) | {"vocab_size": vocabulary}
+    else:
+        written["vocab_size"] = vocabulary
+    written |= changes or {}
     target.mkdir(parents=True, exist_ok=True)
     if written == config:
         shutil.copyfile(source / "config.json", target / "config.json")

@@ -13,7 +13,7 @@ import jax
 from jaxtune.config.schema import Lora
 from jaxtune.errors import UserError
 from jaxtune.hf.folder import read_json, staged
-from jaxtune.hf.sources import DTYPES, Source, open_sources
+from jaxtune.hf.sources import DTYPES, Source, current_name, open_sources
 from jaxtune.hf.weights import Tensor, write
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -146,7 +146,7 @@ def read_adapter(folder: Path) -> SavedAdapter:
                 f"{file}: {key} is {source.dtype} {shape}; it must be {'(in, r)' if axis else '(r, in)'} "
                 f"with r = {rank}, of {', '.join(DTYPES)}"
             )
-        tensors[key.removeprefix(_PREFIX)] = source
+        tensors[current_name(key.removeprefix(_PREFIX))] = source
     pairs = {name.rsplit(".", 2)[0] for name in tensors if name != HEAD}
     lone = [module for module in pairs if not {f"{module}.lora_{half}.weight" for half in "AB"} <= tensors.keys()]
     if lone or not pairs:

@@ -19,7 +19,7 @@ from jaxtyping import Float, Shaped, UInt8
 from jaxtune.config.schema import Quant
 from jaxtune.errors import UserError
 from jaxtune.hf.folder import read_config
-from jaxtune.hf.sources import Source, open_sources, weight_files
+from jaxtune.hf.sources import Source, open_weights
 from jaxtune.hf.weights import Target, bytes_of_chunks, fill
 from jaxtune.models.places import Place
 from jaxtune.quant import QuantizedArray, format_of
@@ -86,7 +86,7 @@ def read_scheme(folder: Path) -> Scheme | None:
         log.info("weights that are MXFP4 in the files are dequantized while they are read; quant.format quantizes them")
         return None
     _check_config(folder / "config.json", config)
-    sources = open_sources(weight_files(folder))
+    sources = open_weights(folder)
     match config["quant_method"]:
         case "bitsandbytes":  # read from the first weight; `_check_header` compares the others with it
             name = min((name for name in sources if f".{_STATE}" in name), default=None)
@@ -129,7 +129,7 @@ def read_quantized(
             ones (both found before any weight is read); a weight or a scale is NaN or infinite, or a float32 scale of
             FP8 or NVFP4 is not positive. The message names the file and the tensor.
     """
-    sources = open_sources(weight_files(folder))
+    sources = open_weights(folder)
     leaves: dict[tuple[str, str], tuple[Target, list[_Part]]] = {}
     offsets: dict[str, list[float | None]] = {}
     for name, (array, weights) in targets.items():

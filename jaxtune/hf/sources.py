@@ -4,6 +4,7 @@ Safetensors only: a pickle can run code, so .bin weights are refused.
 """
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,21 @@ from jaxtune.hf.folder import read_json
 from jaxtune.models.places import Place
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-_READ_AS = DTYPES | dict.fromkeys(("U8", "F8_E4M3"), np.dtype(np.uint8))  # raw bytes; only quantized weights have these
+# What tensors that are no parameters may have besides; of quantized weights, U8 and F8_E4M3 are read as their bits.
+ALL_DTYPES = DTYPES | {
+    "BOOL": np.dtype(np.bool_),
+    **{f"{kind.upper()}{8 * size}": np.dtype(f"{kind}{size}") for kind in "iu" for size in (1, 2, 4, 8)},
+    "F64": np.dtype(np.float64),
+    "C64": np.dtype(np.complex64),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+}
+_READ_AS = DTYPES | dict.fromkeys(("U8", "F8_E4M3"), np.dtype(np.uint8))
+# The decoder of a vision-language model: what its files call its modules if transformers before 4.52 wrote them, or a
+# later one that had read such files; and what transformers and peft call them now.
+_OLDER = {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head."}
+_COMPARED = 2**24  # bytes that are compared at a time
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -64,6 +79,24 @@ class Source:
         missing = count - len(found)
         return np.pad(found, [(0, missing)] + [(0, 0)] * len(rest)) if missing else found
 
+    def whole(self) -> Shaped[np.ndarray, "..."]:
+        """The tensor as it is, of any of `ALL_DTYPES`."""
+        dtype = ALL_DTYPES[self.dtype]
+        with damage(self.file), self.file.open("rb") as file:
+            file.seek(self.begin)
+            return np.frombuffer(file.read(math.prod(self.shape) * dtype.itemsize), dtype).reshape(self.shape)
+
+    def equals(self, other: "Source") -> bool:
+        """Whether both are the same, bit by bit; they are read until they differ."""
+        if (self.shape, self.dtype) != (other.shape, other.dtype):
+            return False
+        size = math.prod(self.shape) * ALL_DTYPES[self.dtype].itemsize
+        with damage(self.file), self.file.open("rb") as ours, damage(other.file), other.file.open("rb") as theirs:
+            ours.seek(self.begin)
+            theirs.seek(other.begin)
+            parts = (min(_COMPARED, size - first) for first in range(0, size, _COMPARED))
+            return all(ours.read(part) == theirs.read(part) for part in parts)
+
 
 @dataclass(frozen=True)
 class Part:
@@ -103,11 +136,32 @@ def weight_files(folder: Path) -> list[Path]:
     return [_inside(folder, name) for name in sorted(set(weight_map.values()))]
 
 
+def open_weights(folder: Path) -> dict[str, Source]:
+    """The tensors of a Hugging Face folder, by the names that transformers has for them now.
+
+    Raises:
+        UserError: as `weight_files` and `open_sources` do.
+    """
+    return {current_name(name): source for name, source in open_sources(weight_files(folder)).items()}
+
+
+def current_name(name: str) -> str:
+    """What transformers calls a tensor that may have an older name in files."""
+    older = next((prefix for prefix in _OLDER if name.startswith(prefix)), "")
+    return _OLDER.get(older, "") + name.removeprefix(older)
+
+
+def older_name(name: str) -> str:
+    """What a tensor is called in a folder of older names."""
+    older = next((prefix for prefix, now in _OLDER.items() if name.startswith(now)), "")
+    return older + name.removeprefix(_OLDER.get(older, ""))
+
+
 def open_sources(files: Iterable[Path]) -> dict[str, Source]:
     """The tensors of safetensors files by name; only the headers are read.
 
     Raises:
-        UserError: a file is damaged, or two files hold the same tensor.
+        UserError: a file is damaged, has a dtype that is not known, or two files hold the same tensor.
     """
     sources: dict[str, Source] = {}
     for file in files:
@@ -126,6 +180,8 @@ def open_sources(files: Iterable[Path]) -> dict[str, Source]:
             for name, entry in header.items():
                 if name in sources:
                     raise UserError(f"tensor {name} is in both {sources[name].file} and {file}")
+                if entry["dtype"] not in ALL_DTYPES:
+                    raise UserError(f"{file}: {name} is {entry['dtype']}, not one of {', '.join(ALL_DTYPES)}")
                 begin = 8 + length + entry["data_offsets"][0]
                 sources[name] = Source(file, tuple(entry["shape"]), entry["dtype"], begin)
     return sources

@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING
 
 from jaxtune.errors import UserError
 from jaxtune.hf.chat_templates import find_template
-from jaxtune.hf.folder import read_generation_config
+from jaxtune.hf.folder import read_generation_config, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+_OLDER_TEMPLATE = "chat_template.json"  # of processors, before they had chat_template.jinja
 FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model", "generation_config.json"),
+    # of a model that sees images
+    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", _OLDER_TEMPLATE),
 )
 
 
@@ -41,6 +44,8 @@ def load_tokenizer(
             f"the tokenizer in {folder} has no fast version; convert it with "
             "transformers' convert_slow_tokenizer, so that the folder has a tokenizer.json"
         )
+    if tokenizer.chat_template is None and (folder / _OLDER_TEMPLATE).is_file():
+        tokenizer.chat_template = read_json(folder / _OLDER_TEMPLATE).get("chat_template")
     tokenizer.add_tokens(list(special_tokens), special_tokens=True)
     if chat_template is not None:
         tokenizer.chat_template = find_template(chat_template, tokenizer.get_vocab())
@@ -48,7 +53,7 @@ def load_tokenizer(
 
 
 def copy_tokenizer_files(source: Path, target: Path) -> list[str]:
-    """Copy tokenizer, chat template and generation defaults byte for byte; return the names of the files copied.
+    """Copy tokenizer, processors, chat template and generation defaults byte for byte; return the names of the files.
 
     Such files that only the target has are removed: they belong to an earlier export.
     """
@@ -64,6 +69,7 @@ def copy_tokenizer_files(source: Path, target: Path) -> list[str]:
 def write_chat_template(target: Path, template: str, end: int | None) -> None:
     """Give an exported folder another chat template, and add the token that ends its turns to the generation config."""
     (target / "chat_template.jinja").write_text(template, encoding="utf-8")
+    (target / _OLDER_TEMPLATE).unlink(missing_ok=True)
     config = read_generation_config(target)
     listed = config.get("eos_token_id")
     ends = [] if listed is None else listed if isinstance(listed, list) else [listed]

@@ -22,7 +22,7 @@ from jaxtyping import Array, Int, Shaped
 from jaxtune.errors import UserError
 from jaxtune.hf.folder import staged
 from jaxtune.hf.mxfp4 import with_mxfp4
-from jaxtune.hf.sources import DTYPES, Part, Rows, Source, open_sources, weight_files
+from jaxtune.hf.sources import ALL_DTYPES, DTYPES, Part, Rows, Source, open_weights
 from jaxtune.models.places import Place
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -125,7 +125,7 @@ def check_weights(
     folder: Path, targets: Mapping[str, Target], ignorable: Callable[[str], bool]
 ) -> Mapping[str, Source]:
     """The tensors of a Hugging Face folder. Reads only the file headers; raises UserError as `read` does."""
-    sources = with_mxfp4(open_sources(weight_files(folder)))
+    sources = with_mxfp4(open_weights(folder))
     check_tensors(
         f"the tensors in {folder} are not those of the model in its config.json:", sources, targets, ignorable
     )
@@ -301,7 +301,7 @@ def _write_file(path: Path, tensors: list[Tensor]) -> None:
 
     The format: length of the header (8 bytes), the header (JSON, padded with spaces), the data.
     """
-    names = {dtype: name for name, dtype in DTYPES.items()}
+    names = {dtype: name for name, dtype in ALL_DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxtune.models.call import Call
 from jaxtune.models.declared import declared
@@ -23,25 +24,27 @@ Attend = Callable[[Array, Array, Array, Heads, Array | None, Any], tuple[Array, 
 class Inputs(NamedTuple):
     """What every layer sees besides its own activations; made once a batch.
 
-    rotations: of each rope and width of heads. valid: False where a token is padding.
+    rotations: of each rope and width of heads. positions: in the document. valid: False where a token is padding.
     """
 
     rotations: Mapping[tuple[Rope, int], Rotation]
     attend: Attend
+    positions: Int[Array, "b s"]
     valid: Bool[Array, "b s"]
 
 
 class Attention(nnx.Module):
     """softmax(QK^T)V between projections."""
 
-    def __init__(self, spec: ModelSpec, layer: Layer):
-        self.mixer = mixer = layer.mixer
+    def __init__(self, spec: ModelSpec, layer: Layer, mixer: Heads):
+        self.mixer = mixer
         queries, keys = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
 
         def linear(name: str, shape: tuple[int, int], axes: tuple[str, str]) -> Linear:
             return Linear(spec, layer, f"attention.{name}", shape, axes, bias=name in mixer.bias)
 
-        self.q = linear("q", (queries, spec.hidden), ("heads", "embed"))
+        # With gates, the features of a head's query are followed by those of its gate.
+        self.q = linear("q", (queries * (1 + mixer.gated), spec.hidden), ("heads", "embed"))
         self.k = linear("k", (keys, spec.hidden), ("kv_heads", "embed"))
         self.v = linear("v", (keys, spec.hidden), ("kv_heads", "embed"))
         self.o = linear("o", (spec.hidden, queries), ("embed", "heads"))
@@ -59,6 +62,10 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "b s d"], Any]:
         """Attended activations and this layer's cache afterwards."""
         q, k, v = jointly([self.q, self.k, self.v], x, call)
+        gate = None
+        if self.mixer.gated:
+            both = jnp.reshape(q, (*x.shape[:2], -1, 2 * self.mixer.head_dim), out_sharding=by_token("heads", None))
+            q, gate = map(merged, jnp.split(both, 2, axis=-1))
         q, k, v = self._by_head(q, self.q_norm), self._by_head(k, self.k_norm), self._by_head(v)
         if (rope := self.mixer.rope) is not None:
             rotation = inputs.rotations[rope, self.mixer.head_dim]
@@ -67,11 +74,16 @@ class Attention(nnx.Module):
                 q *= rotation.query_scale.astype(q.dtype)
         sinks = None if self.sinks is None else self.sinks.get_value()
         attended, cache = inputs.attend(q, k, v, self.mixer, sinks, cache)
-        merged = jnp.reshape(attended, (*x.shape[:2], -1), out_sharding=by_token("heads"))
-        return self.o(merged, call), cache
+        y = merged(attended)
+        return self.o(y if gate is None else y * jax.nn.sigmoid(gate), call), cache
 
     def _by_head(self, x: Float[Array, "b s hd"], norm: Norm | None = None) -> Float[Array, "b s h d"]:
         if norm is not None and self.mixer.qk_norm == "whole":
             x, norm = norm(x), None
         heads = jnp.reshape(x, (*x.shape[:2], -1, self.mixer.head_dim), out_sharding=by_token("heads", None))
         return heads if norm is None else norm(heads)
+
+
+def merged(by_head: Float[Array, "b s h d"]) -> Float[Array, "b s hd"]:
+    """The features of all heads, one head after another."""
+    return jnp.reshape(by_head, (*by_head.shape[:2], -1), out_sharding=by_token("heads"))

@@ -9,15 +9,18 @@ from jaxtyping import Array, Float, Int
 from jaxtune.models.attend import attend_cached
 from jaxtune.models.call import Call
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.delta_net import memory
 from jaxtune.models.score import logits
-from jaxtune.models.spec import Heads, ModelSpec, stacks
+from jaxtune.models.spec import DeltaNet, Heads, ModelSpec, stacks
 from jaxtune.parallel.layout import P, by_token
 
 
 def empty_cache(spec: ModelSpec, batch: int, length: int, dtype: jnp.dtype) -> Any:
-    """Zeros for `length` keys and values a layer, in the decoder's stacks."""
+    """Zeros for `length` keys and values a layer, or for its state, in the decoder's stacks."""
 
-    def zeros(repeats: int, mixer: Heads) -> tuple[Array, Array]:
+    def zeros(repeats: int, mixer: Heads | DeltaNet) -> Any:
+        if isinstance(mixer, DeltaNet):
+            return jax.tree.map(lambda leaf: jnp.zeros((repeats, *leaf.shape), leaf.dtype), memory(mixer, batch, dtype))
         shape = (repeats, batch, length, mixer.kv_heads, mixer.head_dim)
         return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
 
@@ -35,11 +38,12 @@ def next_logits(
 ) -> tuple[Float[Array, "b v"], Any]:
     """Logits after tokens[:, last], and the cache with the keys and values of the tokens, at `index` and following.
 
-    Tokens after `last` are padding: no query sees their keys before they are overwritten.
+    Tokens after `last` are padding: no query sees their keys before they are overwritten, and no state changes.
     """
     tokens = jax.reshard(tokens, by_token())
     positions = jax.reshard(index + jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), by_token())
-    inputs = decoder.inputs(positions, attend_cached(index), jnp.ones_like(tokens, bool))
+    valid = jax.reshard(jnp.broadcast_to(jnp.arange(tokens.shape[1]) <= last, tokens.shape), by_token())
+    inputs = decoder.inputs(positions, attend_cached(index), valid)
     hidden, cache, _ = decoder(tokens, inputs, Call(dtype), cache)
     at_last = jax.lax.dynamic_index_in_dim(jax.reshard(hidden, P()), last, axis=1, keepdims=False)
     return logits(decoder, at_last, dtype), cache

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxtune.models.attention import Attend, Attention, Inputs
 from jaxtune.models.call import Call, Remat
 from jaxtune.models.declared import declared
+from jaxtune.models.delta_net import GatedDeltaNet
 from jaxtune.models.experts import Experts
 from jaxtune.models.latent_attention import LatentAttention
 from jaxtune.models.linear import PRODUCT
@@ -22,7 +23,7 @@ from jaxtune.models.lookup import lookup
 from jaxtune.models.mlp import MLP
 from jaxtune.models.norm import Norm
 from jaxtune.models.rope import rotation
-from jaxtune.models.spec import FeedForward, Layer, ModelSpec, StackSpec, stacks
+from jaxtune.models.spec import DeltaNet, FeedForward, Heads, Layer, ModelSpec, StackSpec, stacks
 from jaxtune.parallel.layout import P
 from jaxtune.precision.matmul import MAXIMA
 from pallas_kernels.flash_attention import RESIDUALS
@@ -49,8 +50,9 @@ class Block(nnx.Module):
             return Norm(spec.hidden, spec.norm) if layer.norms in places else None
 
         self.attention_norm = norm("before", "both", "shared")
-        latent = layer.mixer.latent
-        self.attention = Attention(spec, layer) if latent is None else LatentAttention(spec, layer, layer.mixer, latent)
+        mixer = layer.mixer
+        self.attention = _attention(spec, layer, mixer) if isinstance(mixer, Heads) else None
+        self.delta_net = GatedDeltaNet(spec, layer, mixer) if isinstance(mixer, DeltaNet) else None
         self.attention_out_norm = norm("after", "both")
         self.mlp_norm = norm("before", "both")
         slot = layer.feed_forward
@@ -63,8 +65,9 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "b s d"], Any, Sums]:
         """Activations after the layer, its cache, and what its experts emit."""
         normed = _normalized(x, self.attention_norm)
-        attended, cache = self.attention(normed, inputs, cache, call)
-        x = self._added(x, attended, self.attention_out_norm)
+        mixer: Any = self.attention or self.delta_net  # one of them
+        mixed, cache = mixer(normed, inputs, cache, call)
+        x = self._added(x, mixed, self.attention_out_norm)
         if self.layer.norms != "shared":
             normed = _normalized(x, self.mlp_norm)
         fed, sums = (self.mlp(normed, call), {}) if isinstance(self.mlp, MLP) else self.mlp(normed, call, inputs.valid)
@@ -73,6 +76,11 @@ class Block(nnx.Module):
     def _added(self, x: Array, y: Array, norm: Norm | None) -> Array:
         y = _normalized(y, norm)
         return x + (y if self.layer.residual_scale == 1 else y * self.layer.residual_scale)
+
+
+def _attention(spec: ModelSpec, layer: Layer, heads: Heads) -> Attention | LatentAttention:
+    latent = heads.latent
+    return Attention(spec, layer, heads) if latent is None else LatentAttention(spec, layer, heads, latent)
 
 
 def _normalized(x: Array, norm: Norm | None) -> Array:
@@ -166,9 +174,10 @@ class Decoder(nnx.Module):
 
     def inputs(self, positions: Int[Array, "b s"], attend: Attend, valid: Bool[Array, "b s"]) -> Inputs:
         """What every layer sees; each rope is computed once."""
-        mixers = dict.fromkeys(layer.mixer for layer in self.spec.layers)
+        mixers = dict.fromkeys(layer.mixer for layer in self.spec.layers if isinstance(layer.mixer, Heads))
         ropes = dict.fromkeys((mixer.rope, mixer.rotated) for mixer in mixers if mixer.rope is not None)
-        return Inputs({(rope, width): rotation(rope, width, positions) for rope, width in ropes}, attend, valid)
+        rotations = {(rope, width): rotation(rope, width, positions) for rope, width in ropes}
+        return Inputs(rotations, attend, positions, valid)
 
     def run(
         self, x: Float[Array, "b s d"], inputs: Inputs, call: Call, cache: Any = None, part: slice = slice(None)

@@ -15,6 +15,7 @@ from jaxtune.models import spec as specs
 from jaxtune.models.call import Call
 from jaxtune.models.dispatch import from_rows, to_rows
 from jaxtune.models.dropout import Noise
+from jaxtune.models.linear import Linear
 from jaxtune.models.mlp import MLP
 from jaxtune.models.router import Router, Routing
 from jaxtune.parallel.layout import RULES, Layout, P, Rules, axes_of, by_token, gather
@@ -42,6 +43,8 @@ class Experts(nnx.Module):
         self.router = Router(spec, options)
         self.experts = feed_forward(options.size, "experts")
         self.shared = feed_forward(options.shared, "shared") if options.shared else None
+        gate = Linear(spec, layer, "mlp.shared_gate", (1, spec.hidden), (None, "embed"), kind="gate")
+        self.shared_gate = gate if options.shared_gate else None
         self.options = options
 
     def __call__(
@@ -73,7 +76,11 @@ class Experts(nnx.Module):
             "expert_load_entropy": jax.scipy.special.entr(shares).sum() / math.log(self.options.count),
             "expert_layers": jnp.ones(()),
         }
-        return (y if self.shared is None else y + self.shared(x, call)), sums
+        return (y if self.shared is None else y + self._of_all_tokens(self.shared, x, call)), sums
+
+    def _of_all_tokens(self, shared: MLP, x: Float[Array, "b s d"], call: Call) -> Float[Array, "b s d"]:
+        y = shared(x, call)
+        return y if self.shared_gate is None else y * jax.nn.sigmoid(self.shared_gate(x, call))
 
 
 def dense(experts: MLP, x: Float[Array, "b s d"], routing: Routing, call: Call) -> Float[Array, "b s d"]:

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxtune.models.call import Call
-from jaxtune.models.declared import declared
+from jaxtune.models.declared import Kind, declared
 from jaxtune.models.dropout import Noise
 from jaxtune.models.spec import Layer, ModelSpec
 from jaxtune.parallel.layout import RULES, P, by_token, gather, shards, used
@@ -93,7 +93,7 @@ def matmul(
 class Linear(nnx.Module):
     """y = x W^T + bias, with an adapter if there is one.
 
-    `name` is its place in the layer ("mlp.down"), by which the layer says how it is treated.
+    `name` is its place in the layer ("mlp.down"), by which the layer says how it is treated; `kind` that of its weight.
     """
 
     def __init__(
@@ -104,11 +104,12 @@ class Linear(nnx.Module):
         shape: tuple[int, int],
         axes: tuple[str | None, ...],
         bias: bool = False,
+        kind: Kind = "linear",
     ):
         treatment = layer.treatment(f"{name}.weight")
         self.name, self.out = name, axes[0]
         self.float32, self.adapter = treatment.float32, treatment.adapter
-        self.weight = declared(shape, axes, nnx.initializers.normal(spec.initializer_range), "linear")
+        self.weight = declared(shape, axes, nnx.initializers.normal(spec.initializer_range), kind)
         self.bias = declared(shape[:1], axes[:1], nnx.initializers.zeros, "vector") if bias else None
         for part, variable in self.adapter.declare(shape, axes).items() if self.adapter else ():
             setattr(self, part, variable)

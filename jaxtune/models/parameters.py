@@ -18,7 +18,7 @@ from jaxtune.models.decoder import Block, Decoder, Parameters
 from jaxtune.models.dropout import named_key
 from jaxtune.models.families import names_of
 from jaxtune.models.places import Place, Tensor
-from jaxtune.models.spec import Experts, Layer, ModelSpec, Treatment, stacks
+from jaxtune.models.spec import DeltaNet, Experts, Heads, Layer, ModelSpec, Treatment, stacks
 from jaxtune.parallel.layout import RULES, sharding
 from jaxtune.parallel.mesh import misfit
 from jaxtune.precision.linears import Frozen
@@ -280,13 +280,19 @@ def randomize(parameters: Mapping[str, Parameter], seed: int) -> Parameters:
 
 def undivided(spec: ModelSpec, parameters: Mapping[str, Parameter], mesh: jax.sharding.Mesh) -> list[str]:
     """Complaints about dimensions that the mesh does not divide, each with the sizes that would."""
-    mixers = {layer.mixer for layer in spec.layers}
     # A head is never split.
-    sizes = {("heads", mixer.heads) for mixer in mixers} | {("kv_heads", mixer.kv_heads) for mixer in mixers}
+    sizes = {size for mixer in {layer.mixer for layer in spec.layers} for size in _heads(mixer)}
     sizes |= {(name, size) for p in parameters.values() for name, size in zip(p.axes, p.shape) if name is not None}
     layouts = dict.fromkeys((RULES.value.parameters, RULES.value.gradients, RULES.value.optimizer))
     found = (misfit(mesh, name, size, f"{name}={size}", layout) for name, size in sorted(sizes) for layout in layouts)
     return [complaint for complaint in found if complaint]
+
+
+def _heads(mixer: Heads | DeltaNet) -> list[tuple[str, int]]:
+    """The logical names of a mixer's heads, and how many there are."""
+    if isinstance(mixer, DeltaNet):
+        return [("heads", mixer.key_heads), ("heads", mixer.value_heads)]
+    return [("heads", mixer.heads), ("kv_heads", mixer.kv_heads)]
 
 
 def undivided_blocks(

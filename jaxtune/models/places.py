@@ -14,12 +14,14 @@ class Tensor:
         stacked: in a leading dimension are all experts of a layer; or one, where the parameter has none.
         transposed: a matrix is stored as (in, out).
         interleaved: the rows of parameters with this name take turns; otherwise one's rows follow another's.
+        adaptable: where it is stacked, transformers has a parameter of this name, to which peft can add an adapter.
     """
 
     name: str
     stacked: bool = False
     transposed: bool = False
     interleaved: bool = False
+    adaptable: bool = False
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Place:
         element, stack: number of the matrix in the tensor's leading dimension, and how many there are; None: the
             tensor is one matrix.
         transposed: the matrix is stored as (in, out).
+        column, columns: of the matrix, the first column of the part; and from one to the next.
     """
 
     name: str
@@ -43,14 +46,18 @@ class Place:
     element: int | None = None
     stack: int | None = None
     transposed: bool = False
+    column: int = 0
+    columns: int = 1
 
     def shape_in_file(self, part: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the tensor, by that of the part."""
-        matrix = (self.of or part[0], *part[1:])
+        rows, *rest = part
+        matrix = (self.of or rows, *(size * self.columns for size in rest))
         matrix = matrix[::-1] if self.transposed else matrix
         return matrix if self.stack is None else (self.stack, *matrix)
 
     def rows_in(self, tensor: np.ndarray) -> np.ndarray:
         """A view of the tensor, whose first rows are those of the part."""
         matrix = tensor if self.element is None else tensor[self.element]
-        return (matrix.T if self.transposed else matrix)[self.first :: self.step]
+        rows = (matrix.T if self.transposed else matrix)[self.first :: self.step]
+        return rows if self.columns == 1 else rows[:, self.column :: self.columns]

@@ -81,6 +81,7 @@ class Heads:
         scale: of the logits; None: head_dim^-0.5.
         soft_cap: bounds the logits to cap * tanh(logits / cap) (Gemma 2).
         sinks: a trained logit a head, in the denominator alone (gpt-oss).
+        gated: what a head attends to is multiplied by a sigmoid of the layer's input (Qwen3-Next).
         latent: keys and values are expanded from a latent, and the projections are those of `LatentAttention`; `bias`
             names them.
     """
@@ -95,12 +96,37 @@ class Heads:
     scale: float | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    gated: bool = False
     latent: Latent | None = None
+
+    def __post_init__(self):
+        grows = self.rope is not None and self.rope.query_growth
+        if self.latent is not None and (self.qk_norm or self.sinks or self.gated or grows):
+            raise ValueError(f"latent attention has no norms of heads, sinks, gates or growing queries: {self}")
 
     @property
     def rotated(self) -> int:
         """Features of a head among which `rope` rotates some."""
         return self.head_dim if self.latent is None else self.latent.rotated
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """Gated delta net (Yang et al. 2024, arXiv:2412.06464): what mixes positions in a layer, through a state.
+
+    Attributes:
+        key_heads: of queries and keys, each key_dim wide.
+        value_heads: of values, each value_dim wide; consecutive ones share a key head.
+        kernel: tokens that the convolution of queries, keys and values sees, itself included.
+        fused: the projections are two matrices, whose rows are grouped by key head (Qwen3-Next), and not six.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    fused: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,6 +169,7 @@ class Experts:
         float32: the router is stored, and multiplies, in float32.
         router_bias, bias: the router, and the linear layers of experts, have one.
         shared: hidden features of a feed-forward layer that every token passes besides; 0: there is none.
+        shared_gate: its output is multiplied by a sigmoid of the token (Qwen3-Next).
     """
 
     size: int
@@ -159,6 +186,7 @@ class Experts:
     router_bias: bool = False
     bias: bool = False
     shared: int = 0
+    shared_gate: bool = False
 
 
 class Treatment(NamedTuple):
@@ -199,7 +227,7 @@ class Layer:
         residual_scale: multiplies what both add to the residual stream (Granite).
     """
 
-    mixer: Heads
+    mixer: Heads | DeltaNet
     feed_forward: FeedForward | Experts
     treatments: Treatments = ()
     norms: Literal["before", "after", "both", "shared"] = "before"
@@ -219,6 +247,7 @@ class ModelSpec:
         logit_scale: multiplies the logits; here, what the head multiplies.
         logit_cap: bounds the logits to cap * tanh(logits / cap) (Gemma 2).
         labels: that the head scores, in place of the tokens of the vocabulary; 0: it is a language model.
+        untouched: a regex of the tensors in the files that are no part of it, where it is a part of a larger model.
     """
 
     family: str
@@ -235,6 +264,7 @@ class ModelSpec:
     logit_cap: float | None = None
     router_loss: float = 0.0  # weight of the load-balancing loss, where there are experts
     labels: int = 0
+    untouched: str | None = None
 
     @property
     def padded_vocabulary(self) -> int:

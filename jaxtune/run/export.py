@@ -40,8 +40,8 @@ def export_full(model: Model, parameters: Parameters, config: Config, output: Pa
     Quantized weights are written dequantized, never quantized again: an adapter merged into 4 bits would mostly be
     rounded away.
 
-    Tensors are gathered and written one at a time. A tied head is not written; padded rows are cut; config.json and
-    the tokenizer's files are copied byte for byte.
+    Tensors are gathered and written one at a time. A tied head is not written; padded rows are cut; config.json, the
+    tokenizer's files and the tensors that are no part of the decoder are copied byte for byte.
     """
     dtype = jnp.dtype(config.model.dtype)
 
@@ -55,7 +55,10 @@ def export_full(model: Model, parameters: Parameters, config: Config, output: Pa
             weight = adapter.merged(weight.astype(jnp.float32), values)
         return weight.astype(_exported_as(parameter, dtype))
 
-    hf.write(output, _tensors(model, model.whole, dtype, merged), config.export.max_shard_bytes)
+    tensors = _tensors(model, model.whole, dtype, merged)
+    if model.spec.untouched is not None:
+        tensors = hf.in_place(model.folder, tensors, partial(families.is_untouched, model.spec))
+    hf.write(output, tensors, config.export.max_shard_bytes)
     if multihost.is_main():
         changes = _classifier_config(model, config) if model.spec.labels else {}
         hf.write_config(model.folder, output, config.model.dtype, model.spec.vocabulary, changes)
@@ -152,11 +155,14 @@ def _absolute(path: str) -> str:
 
 
 def _targets(model: Model, modules: set[str]) -> list[str]:
-    """Names that peft finds exactly these modules by: q_proj where every layer's is meant, else whole names."""
+    """Names that peft finds exactly these modules by: q_proj where every layer's is meant, else whole names.
+
+    Whole names inside a larger model, too, whose other parts may have a q_proj of their own.
+    """
     linears = linears_by_name(model.base.spec)
     kinds = {module.rsplit(".", 1)[1] for module in modules}
     whole_kinds = {linear for linear in linears if linear.rsplit(".", 1)[1] in kinds} == modules
-    return sorted(kinds if whole_kinds else modules)
+    return sorted(kinds if whole_kinds and model.spec.untouched is None else modules)
 
 
 def export(

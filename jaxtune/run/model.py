@@ -18,7 +18,7 @@ from jaxtune.errors import UserError
 from jaxtune.lora.inject import inject
 from jaxtune.models import families
 from jaxtune.models.parameters import Parameter, abstract, count, declare, undivided, undivided_blocks
-from jaxtune.models.spec import Experts, ModelSpec, classifier
+from jaxtune.models.spec import DeltaNet, Experts, Heads, ModelSpec, classifier
 from jaxtune.models.treat import freeze, multiply, selected, treat_sites
 from jaxtune.models.treat import linears as linears_by_name
 from jaxtune.monitor.throughput import Work
@@ -107,13 +107,16 @@ class Model:
         matrices = {name: p for name, p in self.parameters.items() if len(p.matrix) == 2}
         if not self.spec.tied:
             matrices.pop("embed.weight")
-        mixers = [layer.mixer for layer in self.spec.layers]
+        mixers = [layer.mixer for layer in self.spec.layers if isinstance(layer.mixer, Heads)]
+        # A state is read twice and written once by each token: products of activations, as if it were trained.
+        states = [layer.mixer for layer in self.spec.layers if isinstance(layer.mixer, DeltaNet)]
+        recurrence = sum(3 * net.value_heads * net.key_dim * net.value_dim for net in states)
         windows = {mixer.window for mixer in mixers}
         return Work(
-            trained=sum(self._passed(p) for p in matrices.values() if p.trained),
+            trained=recurrence + sum(self._passed(p) for p in matrices.values() if p.trained),
             frozen=sum(self._passed(p) for p in matrices.values() if not p.trained),
             layers=len(mixers),
-            attention_width=mixers[0].heads * mixers[0].head_dim,
+            attention_width=max((mixer.heads * mixer.head_dim for mixer in mixers), default=0),
             seq_len=seq_len,
             window=windows.pop() if len(windows) == 1 else None,
         )
@@ -128,10 +131,17 @@ class Model:
 
 
 def read_base(config: Config) -> Base:
-    """The model of a config, from its folder, downloaded from the hub; no weight is read. Raises UserError."""
+    """The model of a config, from its folder, downloaded from the hub; no weight is loaded. Raises UserError."""
     folder = hf.resolve(config.model.path or "", config.model.revision, weights=not config.model.from_scratch)
     described = hf.read_config(folder)
     spec, new_head = _with_head(families.read_spec(described), described, config)
+    if config.model.from_scratch and spec.untouched is not None:
+        raise UserError(
+            f"model.from_scratch: {spec.family} is more than the decoder that is trained here, and the rest would stay "
+            "random; give a folder whose config.json is the text_config of this one"
+        )
+    if spec.tied and not config.model.from_scratch and _has_own_head(spec, folder):
+        spec = dataclasses.replace(spec, tied=False)
     saved_vocabulary = spec.vocabulary
     if config.data.special_tokens:
         spec = _with_special_tokens(spec, folder, config)
@@ -226,8 +236,8 @@ def _with_head(spec: ModelSpec, described: dict[str, Any], config: Config) -> tu
         return spec, False
     if spec.family not in families.CLASSIFIERS:
         raise UserError(
-            f"model.head='classification': transformers has no sequence classifier for model_type={spec.family!r}, so "
-            f"none could load it; it has one for {', '.join(families.CLASSIFIERS)}"
+            f"model.head='classification': transformers has no sequence classifier of the decoder alone for "
+            f"model_type={spec.family!r}, so none could load it; it has one for {', '.join(families.CLASSIFIERS)}"
         )
     if model.num_labels is None:
         raise UserError("model.num_labels: nothing says how many labels there are; set it, as no data is read here")
@@ -238,6 +248,18 @@ def _with_head(spec: ModelSpec, described: dict[str, Any], config: Config) -> tu
             f"it must be {task!r}, which is cross-entropy, or the squared error of one label"
         )
     return classifier(spec, model.num_labels), saved is None
+
+
+def _has_own_head(spec: ModelSpec, folder: Path) -> bool:
+    """Whether the files hold a head that is not the embedding, though config.json says that the two are tied.
+
+    transformers does not tie them then, either; so it is in Mistral Small 3.1, which leaves the default of its class.
+    """
+    if not any(folder.glob("*.safetensors")):  # to plan needs none
+        return False
+    sources, names = hf.open_weights(folder), families.FAMILIES[spec.family].NAMES
+    head, embedding = (sources.get(names[name]) for name in ("head.weight", "embed.weight"))
+    return head is not None and embedding is not None and not head.equals(embedding)
 
 
 def _with_special_tokens(spec: ModelSpec, folder: Path, config: Config) -> ModelSpec:

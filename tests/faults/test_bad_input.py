@@ -56,7 +56,17 @@ BAD_LINES = {
         chat({"role": "user", "content": 3}),
         r"message 0 \(user\): content must be text",
     ),
-    "an image": (GOOD_CHAT, chat({"role": "user", "content": [{"type": "image"}]}), "content must be text"),
+    "an image": (
+        GOOD_CHAT,
+        chat({"role": "user", "content": [{"type": "text", "text": "See"}, {"type": "image"}]}),
+        r"message 0 \(user\): content has a part of type 'image': training on images is not supported",
+    ),
+    "a column of images": (
+        GOOD_CHAT,
+        line(messages=[USER, {"role": "assistant", "content": "Yo"}], images=["cat.png"]),
+        "column 'images' holds images: training on images is not supported",
+    ),
+    "an image of another layout": (GOOD_TEXT, line(image="cat.png", caption="a cat"), "column 'image' holds images"),
     "input_ids outside": (
         GOOD_TOKENS,
         line(input_ids=[1, 259]),

@@ -11,7 +11,7 @@ from tiny import layer, spec
 
 from jaxtune.config.schema import Config, Data, Lora, Mesh, Model, Precision, Train
 from jaxtune.models.parameters import randomize
-from jaxtune.models.spec import ClampedSilu, Experts, FeedForward, Heads, Latent, Norm, Rope
+from jaxtune.models.spec import ClampedSilu, DeltaNet, Experts, FeedForward, Heads, Latent, Norm, Rope
 from jaxtune.parallel.mesh import data_shards, make_mesh
 from jaxtune.run.assembly import assemble
 from jaxtune.run.model import Base
@@ -51,6 +51,12 @@ LATENT = dataclasses.replace(
 )
 CLAMPED = Experts(64, count=4, active=2, normalized=True, activation=ClampedSilu(1.7, 0.5), router_bias=True, bias=True)
 SINKS = dataclasses.replace(SPARSE, mixer=dataclasses.replace(FUSED.mixer, sinks=True), feed_forward=CLAMPED)
+GATED = dataclasses.replace(FUSED, mixer=dataclasses.replace(HEADS, gated=True))
+NET = DeltaNet(key_heads=4, value_heads=8, key_dim=8, value_dim=8, kernel=4)
+NETS = dataclasses.replace(
+    FUSED, mixer=NET, feed_forward=Experts(64, count=4, active=2, normalized=True, shared=32, shared_gate=True)
+)
+FUSED_NETS = dataclasses.replace(NETS, mixer=dataclasses.replace(NET, fused=True), feed_forward=FUSED.feed_forward)
 SCALED = {"norm": Norm(1e-5, centred=True, bias=True), "embedding_scale": 4.0, "logit_scale": 0.5, "logit_cap": 3.0}
 SPECS = {
     "deepseek_v3": spec((LATENT, LATENT), family="deepseek_v3", hidden=64),
@@ -58,6 +64,8 @@ SPECS = {
     "olmo2": spec((NORMED_AFTER, NORMED_AFTER), family="olmo2", hidden=64),
     "starcoder2": spec((SIDE_BY_SIDE, SIDE_BY_SIDE), family="starcoder2", hidden=64, **SCALED),
     "phi3": spec((FUSED, FUSED), family="phi3", hidden=64),
+    "qwen3_5_moe_text": spec((NETS, GATED), family="qwen3_5_moe_text", hidden=64),
+    "qwen3_next": spec((FUSED_NETS, GATED), family="qwen3_next", hidden=64),
     "qwen3_moe": spec((SPARSE, SPARSE), family="qwen3_moe", hidden=64, router_loss=0.1),
 }
 
@@ -95,6 +103,8 @@ def train(family: str, lora: bool, mesh: Mesh, devices: int) -> tuple[np.ndarray
         ("gpt_oss", False, "fsdp=4 tensor=2"),
         ("olmo2", False, "fsdp=4 tensor=2"),
         ("phi3", True, "fsdp=4 tensor=2"),
+        ("qwen3_5_moe_text", False, "fsdp=4 tensor=2"),
+        ("qwen3_next", True, "fsdp=4 tensor=2"),
         ("starcoder2", True, "fsdp=4 tensor=2"),
         ("qwen3_moe", False, "fsdp=4 tensor=2"),
         ("qwen3_moe", True, "data=2 fsdp=4"),

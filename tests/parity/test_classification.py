@@ -165,8 +165,12 @@ def test_a_classifier_is_not_a_language_model(one_device, tmp_path):
 def test_the_families_that_can_classify_are_those_of_transformers(tmp_path):
     names = transformers.models.auto.modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
     known = {kind: name.removesuffix("ForSequenceClassification") for kind, name in names.items()}
-    assert {kind: known[kind] for kind in families.FAMILIES if kind in known} == families.CLASSIFIERS
+    decoders = set(families.FAMILIES) - {
+        "gemma3",
+        "qwen3_5",
+    }  # which transformers classifies with the images that they see
+    assert {kind: known[kind] for kind in decoders if kind in known} == families.CLASSIFIERS
     kind, fields = FAMILIES["granite, scaled"]
     getattr(transformers, kind)(**fields).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"no sequence classifier for model_type='granite'"):
+    with pytest.raises(UserError, match=r"no sequence classifier of the decoder alone for model_type='granite'"):
         read_base(Config(model=Model(path=str(tmp_path), from_scratch=True, head="classification", num_labels=2)))

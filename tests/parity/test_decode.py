@@ -25,6 +25,8 @@ NEW = 24
         "ministral3, growing queries",
         "olmo3, windows",
         "qwen3, a period of two",
+        "qwen3_next, a dense layer",
+        "qwen3_5_text, delta nets",
         "starcoder2, layer norm, no gate",
     ],
 )

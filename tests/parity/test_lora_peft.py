@@ -103,6 +103,8 @@ def test_an_adapter_made_by_peft_loads_here(base, one_device, tmp_path):
         ("deepseek_v3, latent attention", ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")),
         ("gemma2, soft caps", "all-linear"),
         ("gpt_oss, stacked experts", "all-linear"),
+        ("qwen3_5_text, delta nets", "all-linear"),
+        ("gemma3, inside a model that sees", "all-linear"),
         ("starcoder2, layer norm, no gate", "all-linear"),
     ],
 )
@@ -122,9 +124,7 @@ def test_adapters_go_to_peft_and_back(family, targets, one_device, tmp_path):
         export(model, parameters, config, RunFolder(tmp_path), tmp_path / kind, kind, merge=merge, steps=1, tokens=1)
     rows = tokens(2, 48)
     ours = logits(model, parameters, make_batch(rows, one_device))
-    import transformers
-
-    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    merged = type(reference).from_pretrained(tmp_path / "hf").eval()
     theirs = peft.PeftModel.from_pretrained(reference, tmp_path / "peft").eval()
     with torch.no_grad():
         assert np.abs(merged(torch.tensor(rows)).logits.numpy() - ours).max() <= 2e-5

@@ -21,6 +21,7 @@ from jaxtune.objectives.cross_entropy import cross_entropy
         "llama, llama3 rope, untied, biases",
         "ministral3, growing queries",
         "qwen3, a period of two",
+        "qwen3_next, a dense layer",
     ],
 )
 def test_packed_equals_unpacked(family, one_device, tmp_path):

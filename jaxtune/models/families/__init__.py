@@ -16,6 +16,7 @@ from jaxtune.models.families import (
     ernie4_5_moe,
     exaone4,
     gemma2,
+    gemma3,
     gemma3_text,
     glm4,
     glm4_moe,
@@ -25,6 +26,7 @@ from jaxtune.models.families import (
     llama,
     ministral3,
     mistral,
+    mistral3,
     mixtral,
     olmo2,
     olmo3,
@@ -32,7 +34,12 @@ from jaxtune.models.families import (
     phi3,
     qwen2,
     qwen3,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_5_moe_text,
+    qwen3_5_text,
     qwen3_moe,
+    qwen3_next,
     seed_oss,
     smollm3,
     starcoder2,
@@ -47,6 +54,7 @@ FAMILIES: dict[str, ModuleType] = {
     "ernie4_5_moe": ernie4_5_moe,
     "exaone4": exaone4,
     "gemma2": gemma2,
+    "gemma3": gemma3,
     "gemma3_text": gemma3_text,
     "glm4": glm4,
     "glm4_moe": glm4_moe,
@@ -56,6 +64,7 @@ FAMILIES: dict[str, ModuleType] = {
     "llama": llama,
     "ministral3": ministral3,
     "mistral": mistral,
+    "mistral3": mistral3,
     "mixtral": mixtral,
     "olmo2": olmo2,
     "olmo3": olmo3,
@@ -63,14 +72,19 @@ FAMILIES: dict[str, ModuleType] = {
     "phi3": phi3,
     "qwen2": qwen2,
     "qwen3": qwen3,
+    "qwen3_5": qwen3_5,
+    "qwen3_5_moe": qwen3_5_moe,
+    "qwen3_5_moe_text": qwen3_5_moe_text,
+    "qwen3_5_text": qwen3_5_text,
     "qwen3_moe": qwen3_moe,
+    "qwen3_next": qwen3_next,
     "seed_oss": seed_oss,
     "smollm3": smollm3,
     "starcoder2": starcoder2,
 }
 
 # The class in transformers that each becomes with a head of labels, without "ForSequenceClassification"; of the others
-# transformers has none.
+# transformers has none, or none of the decoder alone.
 CLASSIFIERS = {
     "deepseek_v3": "DeepseekV3",
     "exaone4": "Exaone4",
@@ -87,7 +101,9 @@ CLASSIFIERS = {
     "phi3": "Phi3",
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
+    "qwen3_5_text": "Qwen3_5Text",
     "qwen3_moe": "Qwen3Moe",
+    "qwen3_next": "Qwen3Next",
     "seed_oss": "SeedOss",
     "smollm3": "SmolLM3",
     "starcoder2": "Starcoder2",
@@ -112,6 +128,12 @@ def names_of(spec: ModelSpec) -> dict[str, str | Tensor]:
 
 
 def is_ignorable(spec: ModelSpec, name: str) -> bool:
-    """True for a checkpoint's keys that carry nothing: computed buffers, a head that is the embedding or replaced."""
+    """True for a checkpoint's keys that are not read: computed buffers, a head that is not its own, untouched."""
     headless = spec.tied or bool(spec.labels)
-    return bool(re.search(FAMILIES[spec.family].IGNORABLE, name)) or (headless and name == "lm_head.weight")
+    computed = bool(re.search(FAMILIES[spec.family].IGNORABLE, name))
+    return computed or (headless and name == "lm_head.weight") or is_untouched(spec, name)
+
+
+def is_untouched(spec: ModelSpec, name: str) -> bool:
+    """True for a checkpoint's keys that are no part of the decoder: they are exported as they are."""
+    return spec.untouched is not None and bool(re.search(spec.untouched, name))

@@ -8,6 +8,10 @@ from jaxtune.models.spec import ModelSpec
 NAMES, IGNORABLE = gemma2.NAMES | qwen3.QK_NORMS, llama.IGNORABLE
 DEFAULTS = gemma2.DEFAULTS | {
     "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
     "max_position_embeddings": 131_072,
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,

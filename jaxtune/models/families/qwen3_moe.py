@@ -15,8 +15,13 @@ NAMES, IGNORABLE = qwen3.NAMES | MIXTURE, qwen3.IGNORABLE
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:
     """ModelSpec of a `Qwen3MoeForCausalLM` config.json."""
-    dense = llama.dense(config)
-    experts = Experts(
+    layers = feed_forwards(config, experts(config))
+    return qwen3.common_spec("qwen3_moe", config, feed_forward=layers, model=router_loss(config, 0.001))
+
+
+def experts(config: dict[str, Any]) -> Experts:
+    """The experts of a layer."""
+    return Experts(
         size=config["moe_intermediate_size"],
         count=config.get("num_experts") or config["num_local_experts"],
         active=config["num_experts_per_tok"],
@@ -24,12 +29,15 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
         activation=llama.activation(config),
     )
 
-    def feed_forward(layer: int) -> FeedForward | Experts:
-        is_dense = layer in config.get("mlp_only_layers", ()) or (layer + 1) % config.get("decoder_sparse_step", 1)
-        return dense if is_dense or not experts.count else experts
 
-    layers = [feed_forward(layer) for layer in range(config["num_hidden_layers"])]
-    return qwen3.common_spec("qwen3_moe", config, feed_forward=layers, model=router_loss(config, 0.001))
+def feed_forwards(config: dict[str, Any], experts: Experts) -> list[FeedForward | Experts]:
+    """Of each layer; some are dense."""
+
+    def is_dense(layer: int) -> bool:
+        sparse_step = config.get("decoder_sparse_step", 1)
+        return layer in (config.get("mlp_only_layers") or ()) or (layer + 1) % sparse_step != 0 or not experts.count
+
+    return [llama.dense(config) if is_dense(layer) else experts for layer in range(config["num_hidden_layers"])]
 
 
 def router_loss(config: dict[str, Any], coefficient: float) -> dict[str, float]:

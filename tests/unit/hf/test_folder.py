@@ -93,6 +93,15 @@ def test_config_is_copied_byte_for_byte_unless_dtype_or_vocabulary_change(model,
     assert read_config(tmp_path / "other") == {"model_type": "qwen3", "vocab_size": 300, "dtype": "bfloat16"}
 
 
+def test_the_config_of_a_decoder_inside_a_larger_model_changes_where_it_is(tmp_path):
+    text = {"model_type": "gemma3_text", "torch_dtype": "bfloat16"}
+    config = {"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": text, "vision_config": {"dtype": "a"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_config(tmp_path, tmp_path / "out", "float32", 300)
+    changed = text | {"torch_dtype": "float32", "vocab_size": 300}
+    assert read_config(tmp_path / "out") == config | {"torch_dtype": "float32", "text_config": changed}
+
+
 def test_generation_config_is_optional(model):
     assert read_generation_config(model) == {}
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))

@@ -55,6 +55,11 @@ def test_what_is_written_is_read_back(adapter):
         np.testing.assert_array_equal(half, written)
 
 
+def test_an_adapter_of_older_names_is_of_the_modules_of_now(tmp_path):
+    write(tmp_path, {"language_model.model.layers.0.self_attn.q_proj": pair(6, 5)})
+    assert hf.read_adapter(tmp_path).modules == {"model.language_model.layers.0.self_attn.q_proj"}
+
+
 def test_every_module_is_among_the_targets(tmp_path):
     with pytest.raises(ValueError, match="q_proj"):
         write(tmp_path, {MODULE: pair(6, 5)}, targets=["v_proj"])

@@ -17,15 +17,25 @@ def test_a_tokenizer_is_loaded_with_its_chat_template(tmp_path):
     assert "im_start" in tokenizer.chat_template
 
 
+def test_the_chat_template_of_an_older_processor_is_found(tmp_path):
+    byte_tokenizer(tmp_path, chat_template=None)
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "{{ messages }}"}')
+    assert hf.load_tokenizer(tmp_path).chat_template == "{{ messages }}"
+    hf.write_chat_template(tmp_path, "{{ tools }}", None)
+    assert hf.load_tokenizer(tmp_path).chat_template == "{{ tools }}"
+    assert not (tmp_path / "chat_template.json").exists()
+
+
 def test_files_are_copied_byte_for_byte_and_nothing_else_is(tmp_path):
     source, target = tmp_path / "source", tmp_path / "target"
     byte_tokenizer(source)
     (source / "generation_config.json").write_text('{"eos_token_id":   258}')
+    (source / "preprocessor_config.json").write_text('{"image_processor_type":   "Gemma3ImageProcessor"}')
     (source / "tokenization.py").write_text("raise SystemExit")
     target.mkdir()
     (target / "added_tokens.json").write_text("{}")  # of what was exported there before
     names = hf.copy_tokenizer_files(source, target)
-    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"} <= set(names)
+    assert {"tokenizer.json", "chat_template.jinja", "preprocessor_config.json", "generation_config.json"} <= set(names)
     assert {file.name for file in target.iterdir()} == set(names)
     for name in names:
         assert (target / name).read_bytes() == (source / name).read_bytes()

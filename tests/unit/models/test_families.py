@@ -1,5 +1,8 @@
 """config.json of each family: defaults, older forms, and what is refused."""
 
+import copy
+import dataclasses
+
 import pytest
 import transformers
 from tiny import FAMILIES as ROWS
@@ -75,6 +78,8 @@ OLD_YARN = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, 
         ("mixtral", {"rope_theta": 1e6, "sliding_window": None}),
         ("olmoe", {"rope_theta": 1e4, "rope_scaling": None, "clip_qkv": None}),
         ("granitemoe", {"rope_theta": 1e4, "rope_scaling": None, "num_local_experts": 40}),
+        ("qwen3_next", {"rope_theta": 1e7, "partial_rotary_factor": 0.5, "full_attention_interval": 3}),
+        ("qwen3_5_text", {"rope_theta": 1e7, "full_attention_interval": 2}),
     ],
 )
 def test_fields_of_older_transformers(kind, old):
@@ -83,6 +88,30 @@ def test_fields_of_older_transformers(kind, old):
     newest = CLASSES[kind](**{**SIZES, **old}).to_dict()
     assert newest.keys() & {"rope_parameters"}
     assert read_spec(written) == read_spec(newest)
+
+
+GEMMA3 = {"hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024}
+
+
+@pytest.mark.parametrize(
+    ("kind", "decoder", "text", "tied"),
+    [
+        ("gemma3", "gemma3_text", GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, None),
+        ("gemma3", "gemma3_text", GEMMA3 | {"tie_word_embeddings": True}, False),
+        ("mistral3", "mistral", {"sliding_window": None, "rope_theta": 1e9, "head_dim": 128}, None),
+        ("mistral3", "ministral3", {"num_hidden_layers": 26, "tie_word_embeddings": False}, True),
+    ],
+)
+def test_a_decoder_inside_a_larger_model(kind, decoder, text, tied):
+    """What text_config leaves out is the default of its class; whether the head is tied, config.json alone says."""
+    written = {"model_type": kind, "text_config": text | {"model_type": decoder}}
+    written |= {} if tied is None else {"tie_word_embeddings": tied}
+    newest = CLASSES[kind](**copy.deepcopy(written)).to_dict()
+    spec = read_spec(written)
+    assert spec == read_spec(newest)
+    assert spec.tied == newest["tie_word_embeddings"]
+    whole = CLASSES[decoder](**copy.deepcopy(text) | {"tie_word_embeddings": spec.tied}).to_dict()
+    assert dataclasses.replace(spec, family=decoder, untouched=None) == read_spec(whole)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +125,14 @@ def test_fields_of_older_transformers(kind, old):
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 .* set it to 0"),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias=true"),
+        (
+            "mistral3",
+            {"text_config": {"model_type": "llama"}},
+            "'llama' is not supported inside mistral3; .*: mistral, m",
+        ),
+        ("gemma3", {"text_config": None}, "text_config=None; a gemma3 model has the config of its decoder there"),
         ("olmo3", {"layer_types": ["linear_attention"] * 8}, "layer_types .'linear_attention'. for 8 layers"),
+        ("qwen3_next", {"layer_types": ["sliding_attention"] * 8}, "layer_types .'sliding_attention'. for 8 layers"),
     ],
 )
 def test_what_is_not_computed_is_refused(kind, fields, message):

@@ -1,0 +1,15 @@
+"""Mistral Small 3.1 and 3.2, and Ministral 3, which see images: their decoder, that of `mistral` or `ministral3`."""
+
+from typing import Any
+
+from jaxtune.models.families import inside, ministral3, mistral
+from jaxtune.models.spec import ModelSpec
+
+NAMES, IGNORABLE = inside.names(mistral.NAMES), mistral.IGNORABLE
+UNTOUCHED = r"^(model\.)?(vision_tower|multi_modal_projector)\."
+
+
+def read_spec(config: dict[str, Any]) -> ModelSpec:
+    """ModelSpec of the decoder of a `Mistral3ForConditionalGeneration` config.json."""
+    decoders = {"mistral": mistral, "ministral3": ministral3}
+    return inside.read_spec("mistral3", config, decoders, untouched=UNTOUCHED, tied=True)

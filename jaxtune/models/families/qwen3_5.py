@@ -1,0 +1,14 @@
+"""Qwen3.5, which sees images: its decoder, that of `qwen3_5_text`."""
+
+from typing import Any
+
+from jaxtune.models.families import inside, qwen3_5_text
+from jaxtune.models.spec import ModelSpec
+
+NAMES, IGNORABLE = inside.names(qwen3_5_text.NAMES), qwen3_5_text.IGNORABLE
+UNTOUCHED = r"^(model\.visual|mtp)\."
+
+
+def read_spec(config: dict[str, Any]) -> ModelSpec:
+    """ModelSpec of the decoder of a `Qwen3_5ForConditionalGeneration` config.json."""
+    return inside.read_spec("qwen3_5", config, {"qwen3_5_text": qwen3_5_text}, untouched=UNTOUCHED, tied=False)

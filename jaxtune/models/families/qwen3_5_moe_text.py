@@ -1,0 +1,21 @@
+"""Qwen3.5's text model with experts, of which one gated one sees all tokens, in every layer."""
+
+from typing import Any
+
+from jaxtune.models.families import qwen3_5_text, qwen3_moe, qwen3_next
+from jaxtune.models.spec import ModelSpec
+
+NAMES, IGNORABLE = qwen3_5_text.NAMES | qwen3_next.MIXTURE, qwen3_next.IGNORABLE
+DEFAULTS = qwen3_next.DEFAULTS | {"num_experts": 256, "num_experts_per_tok": 8}
+
+
+def read_spec(config: dict[str, Any]) -> ModelSpec:
+    """ModelSpec of a `Qwen3_5MoeForCausalLM` config.json."""
+    config = DEFAULTS | config
+    return qwen3_next.common_spec(
+        "qwen3_5_moe_text",
+        config,
+        fused=False,
+        feed_forward=qwen3_next.with_shared(config),
+        model=qwen3_moe.router_loss(config, 0.001),
+    )

@@ -1,0 +1,19 @@
+"""Qwen3.5's text model: Qwen3-Next with a projection each of a delta net's inputs, and dense layers."""
+
+from typing import Any
+
+from jaxtune.models.families import llama, qwen3, qwen3_next
+from jaxtune.models.spec import ModelSpec
+
+NET = qwen3_next.NET
+PROJECTIONS = {f"delta_net.{name}.weight": f"{NET}.in_proj_qkv.weight" for name in "qkv"} | {
+    f"delta_net.{name}.weight": f"{NET}.in_proj_{name}.weight" for name in "zba"
+}
+NAMES = llama.NAMES | qwen3.QK_NORMS | qwen3_next.DELTA_NET | PROJECTIONS
+IGNORABLE = qwen3_next.IGNORABLE
+DEFAULTS = qwen3_next.MIXERS | {"num_key_value_heads": 4}
+
+
+def read_spec(config: dict[str, Any]) -> ModelSpec:
+    """ModelSpec of a `Qwen3_5ForCausalLM` config.json."""
+    return qwen3_next.common_spec("qwen3_5_text", DEFAULTS | config, fused=False)

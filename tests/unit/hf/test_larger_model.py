@@ -1,0 +1,46 @@
+"""What is no part of the decoder is copied as it is, under the names that its folder has."""
+
+import numpy as np
+import pytest
+from safetensors import deserialize
+
+from jaxtune import hf
+from jaxtune.errors import UserError
+from jaxtune.hf.sources import ALL_DTYPES, open_sources
+
+NOW = ("model.language_model.layers.0.mlp.down_proj.weight", "model.language_model.norm.weight", "lm_head.weight")
+OLDER = tuple(f"language_model.{name.replace('model.language_model', 'model')}" for name in NOW)
+
+
+def tensor(name: str, value: np.ndarray) -> hf.Tensor:
+    return hf.Tensor(name, value.shape, value.dtype, lambda: value)
+
+
+def contents(folder) -> dict:
+    """Dtype, shape and bytes of each tensor, by the library of the format."""
+    found = deserialize((folder / "model.safetensors").read_bytes())
+    return {name: (entry["dtype"], tuple(entry["shape"]), bytes(entry["data"])) for name, entry in found}
+
+
+@pytest.mark.parametrize("names", [NOW, OLDER], ids=["names of now", "older names"])
+def test_tensors_of_every_dtype_and_shape_are_copied_bit_by_bit(tmp_path, names):
+    rng = np.random.default_rng(0)
+    rest = {f"vision_tower.{name}": rng.integers(0, 2, (3, 5)).astype(dtype) for name, dtype in ALL_DTYPES.items()}
+    rest |= {"vision_tower.scalar": np.float32(2.5).reshape(()), "vision_tower.empty": np.zeros((0, 3), np.int64)}
+    decoder = {name: np.full((2, 2), number, np.float32) for number, name in enumerate(names)}
+    hf.write(tmp_path, [tensor(*item) for item in (rest | decoder).items()])
+    assert {dtype for dtype, _, _ in contents(tmp_path).values()} == ALL_DTYPES.keys()
+
+    changed = [tensor(name, np.full((2, 2), -1.0, np.float32)) for name in NOW]
+    hf.write(tmp_path / "out", hf.in_place(tmp_path, changed, lambda name: name.startswith("vision_tower.")))
+    before, after = contents(tmp_path), contents(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert {name for name in before if before[name] != after[name]} == set(names)
+    assert hf.open_weights(tmp_path).keys() == {*NOW, *rest}
+
+
+def test_a_dtype_that_is_not_known_is_an_error_before_anything_is_trained(tmp_path):
+    header = b'{"w":{"dtype":"F4","shape":[2],"data_offsets":[0,1]}}'
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"a")
+    with pytest.raises(UserError, match="w is F4, not one of F32, F16"):
+        open_sources([tmp_path / "model.safetensors"])
