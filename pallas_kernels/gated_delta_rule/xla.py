@@ -1,0 +1,91 @@
+"""The gated delta rule by XLA alone, a chunk of tokens after another, on any device."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+CHUNK = 64
+
+
+def gated_delta_rule(
+    q: Float[Array, "b s hk dk"],
+    k: Float[Array, "b s hk dk"],
+    v: Float[Array, "b s hv dv"],
+    log_decay: Float[Array, "b s hv"],
+    beta: Float[Array, "b s hv"],
+    starts: Bool[Array, "b s"],
+    state: Float[Array, "b hv dk dv"],
+    scale: float,
+) -> tuple[Float[Array, "b s hv dv"], Float[Array, "b hv dk dv"]]:
+    """Outputs in the dtype of v, and the last state; computed in the dtype of the state.
+
+    The backward pass keeps the inputs and the state before each chunk, and computes a chunk again.
+    """
+
+    group = v.shape[2] // k.shape[2]
+
+    @jax.checkpoint
+    def chunk(state: Array, given: tuple[Array, ...]) -> tuple[Array, Array]:
+        *arrays, starts = given
+        q, k, v, log_decay, beta = (x.astype(state.dtype) for x in arrays)
+        q, k = (jnp.repeat(x, group, axis=1) for x in (q * scale, k))
+        state, out = _chunk(q, k, v, log_decay, beta, starts, state)
+        return state, out.astype(given[2].dtype)
+
+    by_head = (x.swapaxes(1, 2) for x in (q, k, v, log_decay, beta, starts[..., None]))
+    state, out = jax.lax.scan(chunk, state, tuple(map(_by_chunk, by_head)))
+    out = jnp.moveaxis(out, 0, 2).reshape(*out.shape[1:3], -1, out.shape[-1])
+    return out[:, :, : v.shape[1]].swapaxes(1, 2), state
+
+
+def _chunk(
+    q: Float[Array, "b h c dk"],
+    k: Float[Array, "b h c dk"],
+    v: Float[Array, "b h c dv"],
+    log_decay: Float[Array, "b h c"],
+    beta: Float[Array, "b h c"],
+    starts: Bool[Array, "b 1 c"],
+    state: Float[Array, "b h dk dv"],
+) -> tuple[Float[Array, "b h dk dv"], Float[Array, "b h c dv"]]:
+    """The state after a chunk, and its outputs.
+
+    A token adds k (outer) written to the state, where written = beta (v - what the state held for k). What it held is
+    the state before the chunk and what earlier tokens of the document wrote, both decayed: a triangular system of
+    equations for what all tokens of the chunk write (Yang et al. 2024, arXiv:2412.06464, section 3.3).
+    """
+    between, carried = _decays(log_decay, starts)
+    held = carried[..., None] * _product("bhik,bhkv->bhiv", k, state)
+    overlap = beta[..., None] * between * _product("bhik,bhjk->bhij", k, k)
+    written = jax.lax.linalg.triangular_solve(
+        overlap, beta[..., None] * (v - held), left_side=True, lower=True, unit_diagonal=True
+    )
+    out = carried[..., None] * _product("bhik,bhkv->bhiv", q, state)
+    out += _product("bhij,bhjv->bhiv", between * _product("bhik,bhjk->bhij", q, k), written)
+    state = carried[..., -1, None, None] * state
+    return state + _product("bhik,bhiv->bhkv", between[..., -1, :, None] * k, written), out
+
+
+def _decays(
+    log_decay: Float[Array, "b h c"], starts: Bool[Array, "b 1 c"]
+) -> tuple[Float[Array, "b h c c"], Float[Array, "b h c"]]:
+    """What is left at a token (second to last axis) of what another wrote, and of the state before the chunk.
+
+    Exactly nothing from a later token and from another document.
+    """
+    begun = jnp.cumsum(starts, axis=-1)  # documents, in this chunk
+    seen = jnp.tril(begun[..., :, None] == begun[..., None, :])
+    log_decay = jnp.where(starts, 0, log_decay)
+    total = jnp.sum(jnp.where(seen, log_decay[..., None, :], 0), axis=-1)
+    # Before the exponential, as that of a later token may be infinite, and its gradient NaN.
+    between = jnp.exp(jnp.where(seen, total[..., :, None] - total[..., None, :], -jnp.inf))
+    return between, jnp.exp(jnp.where(begun == 0, total, -jnp.inf))
+
+
+def _product(subscripts: str, a: Array, b: Array) -> Array:
+    return jnp.einsum(subscripts, a, b, precision="highest")
+
+
+def _by_chunk(x: Array) -> Array:
+    """(b, h, s, ...) as (chunks, b, h, chunk, ...), filled up with tokens that change nothing: zeros."""
+    filled = jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % CHUNK), *((0, 0),) * (x.ndim - 3)))
+    return jnp.moveaxis(filled.reshape(*x.shape[:2], -1, CHUNK, *x.shape[3:]), 2, 0)
