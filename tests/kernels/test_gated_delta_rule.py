@@ -148,8 +148,8 @@ def test_any_documents_equal_float64(backend, documents, seed):
 @pytest.mark.every_jax
 @every_backend
 def test_packed_documents_equal_the_documents_alone(backend):
-    """Lengths repeat, as each is compiled."""
-    lengths = (64, 1, 1, 64, 20)
+    """Of one length, as each is compiled; the recurrence in float64 stands for any others."""
+    lengths = (75, 75)
     packed = arguments(Case((lengths, lengths)))
     packed = packed._replace(d_state=jnp.zeros_like(packed.d_state), starts=packed.starts.at[:, 0].set(True))
     together = outputs_and_gradients(BACKENDS[backend], packed)
