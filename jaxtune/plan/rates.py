@@ -98,6 +98,8 @@ SCENARIOS = {
 # docs/source/blog/cp_benchmark.md), which has 662 forward; flash-attn3-jax's own README has 469 and 498. Mosaic: not of
 # our kernels but of tokamax's (0.0.17, its autotuning data), of the same design, in the same language: 568 forward and
 # 408 backward, that counted as 5 products where 7 are executed.
+#
+# The gated delta rule: guesses. Its products are small, and two of its kernels carry a state from chunk to chunk.
 KERNELS: dict[str, dict[int, float]] = {
     "flash_attention_forward": {8: 0.50, 9: 0.334, 10: 0.25, 12: 0.50},
     "flash_attention_dq": {8: 0.42, 9: 0.369, 10: 0.22, 12: 0.42},
@@ -110,6 +112,11 @@ KERNELS: dict[str, dict[int, float]] = {
     "grouped_matmul": {8: 0.50, 9: 400 / 989, 10: 0.25, 12: 0.50},
     "grouped_matmul_transposed": {8: 0.50, 9: 400 / 989, 10: 0.25, 12: 0.50},
     "grouped_outer": {8: 0.50, 9: 725 / 989, 10: 0.25, 12: 0.50},
+    "gated_delta_forward": {8: 0.15, 9: 0.08, 10: 0.05, 12: 0.15},
+    "gated_delta_backward": {8: 0.15, 9: 0.08, 10: 0.05, 12: 0.15},
+    "gated_delta_within": {8: 0.25, 9: 0.15, 10: 0.10, 12: 0.25},
+    "gated_delta_pairs": {8: 0.25, 9: 0.15, 10: 0.10, 12: 0.25},
+    "gated_delta_heads": {8: 0.25, 9: 0.15, 10: 0.10, 12: 0.25},
 }
 # Bytes a second that a GPU sends, in one direction: to GPUs of its host by NVLink or PCIe (data sheets); to other hosts
 # by one adapter of 400 Gb/s a GPU, 200 beside an A100, 100 beside an L40S, 10 Gb/s a host of GeForce GPUs (assumed).

@@ -6,14 +6,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels import registry
-from pallas_kernels.gated_delta_rule import xla
+from pallas_kernels.gated_delta_rule import triton, xla
 from pallas_kernels.gpus import current_device
 from pallas_kernels.manual_axes import vary_over, varying_axes
 from pallas_kernels.registry import ANY_CARD, Backend
 
 __all__ = ["BACKENDS", "gated_delta_rule"]
 
-BACKENDS = (Backend("xla", xla.gated_delta_rule, registry.never_refuses, {ANY_CARD: "tests"}),)
+BACKENDS = (
+    Backend("triton", triton.gated_delta_rule, triton.refuses, {ANY_CARD: "interpreted tests"}),
+    Backend("xla", xla.gated_delta_rule, registry.never_refuses, {ANY_CARD: "tests"}),
+)
 
 
 def gated_delta_rule(

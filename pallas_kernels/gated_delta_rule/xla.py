@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-CHUNK = 64
+from pallas_kernels.gated_delta_rule.chunks import CHUNK, decays, summed, whole_chunks
 
 
 def gated_delta_rule(
@@ -21,7 +21,6 @@ def gated_delta_rule(
 
     The backward pass keeps the inputs and the state before each chunk, and computes a chunk again.
     """
-
     group = v.shape[2] // k.shape[2]
 
     @jax.checkpoint
@@ -53,7 +52,7 @@ def _chunk(
     the state before the chunk and what earlier tokens of the document wrote, both decayed: a triangular system of
     equations for what all tokens of the chunk write (Yang et al. 2024, arXiv:2412.06464, section 3.3).
     """
-    between, carried = _decays(log_decay, starts)
+    between, carried = decays(*summed(log_decay, starts))
     held = carried[..., None] * _product("bhik,bhkv->bhiv", k, state)
     overlap = beta[..., None] * between * _product("bhik,bhjk->bhij", k, k)
     written = _product("bhij,bhjv->bhiv", _unit_lower_inverse(overlap), beta[..., None] * (v - held))
@@ -61,22 +60,6 @@ def _chunk(
     out += _product("bhij,bhjv->bhiv", between * _product("bhik,bhjk->bhij", q, k), written)
     state = carried[..., -1, None, None] * state
     return state + _product("bhik,bhiv->bhkv", between[..., -1, :, None] * k, written), out
-
-
-def _decays(
-    log_decay: Float[Array, "b h c"], starts: Bool[Array, "b 1 c"]
-) -> tuple[Float[Array, "b h c c"], Float[Array, "b h c"]]:
-    """What is left at a token (second to last axis) of what another wrote, and of the state before the chunk.
-
-    Exactly nothing from a later token and from another document.
-    """
-    begun = jnp.cumsum(starts, axis=-1)  # documents, in this chunk
-    seen = jnp.tril(begun[..., :, None] == begun[..., None, :])
-    log_decay = jnp.where(starts, 0, log_decay)
-    total = jnp.sum(jnp.where(seen, log_decay[..., None, :], 0), axis=-1)
-    # Before the exponential, as that of a later token may be infinite, and its gradient NaN.
-    between = jnp.exp(jnp.where(seen, total[..., :, None] - total[..., None, :], -jnp.inf))
-    return between, jnp.exp(jnp.where(begun == 0, total, -jnp.inf))
 
 
 def _unit_lower_inverse(matrix: Float[Array, "b h c c"]) -> Float[Array, "b h c c"]:
@@ -103,6 +86,5 @@ def _product(subscripts: str, a: Array, b: Array) -> Array:
 
 
 def _by_chunk(x: Array) -> Array:
-    """(b, h, s, ...) as (chunks, b, h, chunk, ...), filled up with tokens that change nothing: zeros."""
-    filled = jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % CHUNK), *((0, 0),) * (x.ndim - 3)))
-    return jnp.moveaxis(filled.reshape(*x.shape[:2], -1, CHUNK, *x.shape[3:]), 2, 0)
+    """(b, h, s, ...) as (chunks, b, h, chunk, ...)."""
+    return jnp.moveaxis(whole_chunks(x, 2).reshape(*x.shape[:2], -1, CHUNK, *x.shape[3:]), 2, 0)

@@ -1,0 +1,271 @@
+"""The five kernels of triton.py: what a program does. A chunk's arrays are (tokens, ...); d_x is the gradient of x.
+
+What the tokens of a chunk write is `inverse` times beta (v - held), where held is what the state before it holds for k;
+their outputs are `attention` times that, and q times the state. Products are made in the inputs' dtype.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float
+
+from pallas_kernels.gated_delta_rule.chunks import CHUNK, decays
+
+HALF = CHUNK // 2  # by elimination; with quarters, the products that join them spill on sm_80
+
+
+def within(q_ref, k_ref, total_ref, begun_ref, beta_ref, inverse_ref, attention_ref, *, scale, columns):
+    """Inverse and attention of a chunk, for the tokens of a chunk each."""
+    rows = _rows(pl.program_id(0))
+
+    def block(j, products):
+        q, k = (plgpu.load(ref.at[rows, pl.ds(j * columns, columns)]) for ref in (q_ref, k_ref))
+        return products[0] + _dot(q, k.T), products[1] + _dot(k, k.T)
+
+    zeros = jnp.zeros((CHUNK, CHUNK), jnp.float32)
+    qk, kk = jax.lax.fori_loop(0, q_ref.shape[1] // columns, block, (zeros, zeros))
+    between, _ = decays(plgpu.load(total_ref.at[rows]), plgpu.load(begun_ref.at[rows]))
+    plgpu.store(attention_ref.at[rows], (scale * between * qk).astype(attention_ref.dtype))
+    row, column = _pair()
+    overlap = jnp.where(row > column, plgpu.load(beta_ref.at[rows])[:, None] * between * kk, 0.0)
+    plgpu.store(inverse_ref.at[rows], _inverse(overlap).astype(inverse_ref.dtype))
+
+
+def forward(
+    q_ref,
+    k_ref,
+    v_ref,
+    inverse_ref,
+    attention_ref,
+    total_ref,
+    begun_ref,
+    beta_ref,
+    state_ref,
+    out_ref,
+    last_ref,
+    states_ref,
+    *,
+    scale,
+    columns,
+):
+    """Some columns of the state before each chunk, of the outputs, and of the last state."""
+    column = pl.ds(pl.program_id(0) * columns, columns)
+
+    def chunk(n, state):
+        rows = _rows(n)
+        q, k, beta = (plgpu.load(ref.at[rows]) for ref in (q_ref, k_ref, beta_ref))
+        inverse, attention = (plgpu.load(ref.at[rows]) for ref in (inverse_ref, attention_ref))
+        carried, to_end, through = _ends(total_ref, begun_ref, n)
+        before = state.astype(q.dtype)
+        plgpu.store(states_ref.at[n, :, column], before)
+        held = carried[:, None] * _dot(k, before)
+        missing = plgpu.load(v_ref.at[rows, column]).astype(jnp.float32) - held
+        written = _dot(inverse, beta[:, None] * missing)
+        out = (scale * carried)[:, None] * _dot(q, before) + _dot(attention, written)
+        plgpu.store(out_ref.at[rows, column], out.astype(out_ref.dtype))
+        return through * state + _dot(k.T, to_end[:, None] * written)
+
+    chunks = states_ref.shape[0]
+    state = jax.lax.fori_loop(0, chunks, chunk, plgpu.load(state_ref.at[:, column]))
+    plgpu.store(last_ref.at[:, column], state)
+
+
+def backward(
+    q_ref,
+    k_ref,
+    d_out_ref,
+    inverse_ref,
+    attention_ref,
+    total_ref,
+    begun_ref,
+    beta_ref,
+    d_last_ref,
+    d_states_ref,
+    d_missing_ref,
+    d_state_ref,
+    *,
+    scale,
+    columns,
+):
+    """Some columns of d_state after each chunk and before the first, and of d_missing: of beta (v - held)."""
+    column = pl.ds(pl.program_id(0) * columns, columns)
+    chunks = d_states_ref.shape[0]
+
+    def chunk(done, d_state):
+        n = chunks - 1 - done
+        rows = _rows(n)
+        q, k, beta = (plgpu.load(ref.at[rows]) for ref in (q_ref, k_ref, beta_ref))
+        inverse, attention = (plgpu.load(ref.at[rows]) for ref in (inverse_ref, attention_ref))
+        d_out = plgpu.load(d_out_ref.at[rows, column])
+        carried, to_end, through = _ends(total_ref, begun_ref, n)
+        after = d_state.astype(q.dtype)
+        plgpu.store(d_states_ref.at[n, :, column], after)
+        d_written = _dot(attention.T, d_out) + to_end[:, None] * _dot(k, after)
+        d_missing = _dot(inverse.T, d_written)  # times beta, as what is multiplied by the inverse
+        plgpu.store(d_missing_ref.at[rows, column], d_missing.astype(d_missing_ref.dtype))
+        d_held = (beta * carried)[:, None] * d_missing
+        return through * d_state + _dot(q.T, (scale * carried)[:, None] * d_out) - _dot(k.T, d_held)
+
+    d_state = jax.lax.fori_loop(0, chunks, chunk, plgpu.load(d_last_ref.at[:, column]))
+    plgpu.store(d_state_ref.at[:, column], d_state)
+
+
+def pairs(
+    k_ref,
+    v_ref,
+    d_out_ref,
+    inverse_ref,
+    attention_ref,
+    states_ref,
+    d_missing_ref,
+    total_ref,
+    begun_ref,
+    beta_ref,
+    written_ref,
+    d_qk_ref,
+    d_kk_ref,
+    d_total_ref,
+    d_beta_ref,
+    *,
+    scale,
+    columns,
+):
+    """What a chunk wrote, the gradients of q k^T, of k k^T (and its transpose) and of beta, and a part of d_total."""
+    n = pl.program_id(0)
+    rows = _rows(n)
+    k, beta = (plgpu.load(ref.at[rows]) for ref in (k_ref, beta_ref))
+    carried, *_ = _ends(total_ref, begun_ref, n)
+
+    def block(j, sums):
+        d_attention, d_overlap, d_beta, d_held = sums
+        column = pl.ds(j * columns, columns)
+        v, d_out, d_missing = (plgpu.load(ref.at[rows, column]) for ref in (v_ref, d_out_ref, d_missing_ref))
+        held = carried[:, None] * _dot(k, plgpu.load(states_ref.at[n, :, column]))
+        missing = v.astype(jnp.float32) - held
+        written = _dot(plgpu.load(inverse_ref.at[rows]), beta[:, None] * missing).astype(k.dtype)
+        plgpu.store(written_ref.at[rows, column], written)
+        d_attention += _dot(d_out, written.T)
+        d_overlap -= _dot(d_missing, written.T)
+        d_beta += jnp.sum(d_missing * missing, axis=1)
+        d_held -= jnp.sum(d_missing * held, axis=1)
+        return d_attention, d_overlap, d_beta, d_held
+
+    square, narrow = (jnp.zeros(shape, jnp.float32) for shape in ((CHUNK, CHUNK), (CHUNK,)))
+    sums = jax.lax.fori_loop(0, v_ref.shape[1] // columns, block, (square, square, narrow, narrow))
+    d_attention, d_overlap, d_beta, d_held = sums
+
+    row, column = _pair()
+    between, _ = decays(plgpu.load(total_ref.at[rows]), plgpu.load(begun_ref.at[rows]))
+    d_qk = scale * between * d_attention
+    plgpu.store(d_qk_ref.at[rows], d_qk.astype(d_qk_ref.dtype))
+    below = jnp.where(row > column, between * d_overlap, 0.0)
+    overlap = below * _dot(k, k.T)
+    d_kk = beta[:, None] * below
+    plgpu.store(d_kk_ref.at[rows], (d_kk + d_kk.T).astype(d_kk_ref.dtype))
+    plgpu.store(d_beta_ref.at[rows], d_beta + jnp.sum(overlap, axis=1))
+    # Of the logarithms of what is left between two tokens, and of the state before the chunk where it is held.
+    d_between = d_attention * plgpu.load(attention_ref.at[rows]) + beta[:, None] * overlap
+    d_total = jnp.sum(d_between, axis=1) - jnp.sum(d_between, axis=0) + beta * d_held
+    plgpu.store(d_total_ref.at[rows], d_total)
+
+
+def heads(
+    q_ref,
+    k_ref,
+    d_out_ref,
+    written_ref,
+    states_ref,
+    d_states_ref,
+    d_missing_ref,
+    d_qk_ref,
+    d_kk_ref,
+    total_ref,
+    begun_ref,
+    beta_ref,
+    dq_ref,
+    dk_ref,
+    d_total_ref,
+    *,
+    scale,
+    columns,
+):
+    """Gradients of the q and k of a chunk, and the other part of d_total."""
+    n = pl.program_id(0)
+    rows = _rows(n)
+    carried, to_end, through = _ends(total_ref, begun_ref, n)
+    beta = plgpu.load(beta_ref.at[rows])
+
+    def block(j, sums):
+        dq, dk, d_held, d_through = sums
+        column = pl.ds(j * columns, columns)
+        state, d_state = (plgpu.load(ref.at[n, :, column]) for ref in (states_ref, d_states_ref))
+        d_out, written, d_missing = (
+            plgpu.load(ref.at[rows, column]) for ref in (d_out_ref, written_ref, d_missing_ref)
+        )
+        dq += _dot(d_out, state.T)
+        dk += _dot(written, d_state.T)
+        d_held += _dot(d_missing, state.T)
+        d_through += jnp.sum(state.astype(jnp.float32) * d_state, axis=1)
+        return dq, dk, d_held, d_through
+
+    wide = jnp.zeros((CHUNK, q_ref.shape[1]), jnp.float32)
+    sums = wide, wide, wide, jnp.zeros(q_ref.shape[1], jnp.float32)
+    dq, dk, d_held, d_through = jax.lax.fori_loop(0, d_out_ref.shape[1] // columns, block, sums)
+    q, k = (plgpu.load(ref.at[rows]) for ref in (q_ref, k_ref))
+    dq = (scale * carried)[:, None] * dq
+    dk = to_end[:, None] * dk
+    d_to_end = jnp.sum(k * dk, axis=1)
+    at_end = jnp.sum(d_to_end) + through * jnp.sum(d_through)
+    d_total = jnp.sum(q * dq, axis=1) - d_to_end + jnp.where(jnp.arange(CHUNK) == CHUNK - 1, at_end, 0.0)
+    d_qk, d_kk = (plgpu.load(ref.at[rows]) for ref in (d_qk_ref, d_kk_ref))
+    dq += _dot(d_qk, k)
+    dk += _dot(d_qk.T, q) + _dot(d_kk, k) - (beta * carried)[:, None] * d_held
+    plgpu.store(dq_ref.at[rows], dq.astype(dq_ref.dtype))
+    plgpu.store(dk_ref.at[rows], dk.astype(dk_ref.dtype))
+    plgpu.store(d_total_ref.at[rows], d_total)
+
+
+def _rows(chunk) -> pl.Slice:
+    return pl.Slice(chunk * CHUNK, CHUNK)
+
+
+def _pair() -> tuple[Array, Array]:
+    row, column = (jax.lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis) for axis in (0, 1))
+    return row, column
+
+
+def _ends(total_ref, begun_ref, chunk) -> tuple[Array, Array, Array]:
+    """What is left of the state before the chunk at each token, and at its end of what each wrote and of the state."""
+    total, begun = (plgpu.load(ref.at[_rows(chunk)]) for ref in (total_ref, begun_ref))
+    last, documents = (plgpu.load(ref.at[chunk * CHUNK + CHUNK - 1]) for ref in (total_ref, begun_ref))
+    _, carried = decays(total, begun)
+    to_end = jnp.exp(jnp.where(begun == documents, last - total, -jnp.inf))
+    return carried, to_end, jnp.exp(jnp.where(documents == 0, last, -jnp.inf))
+
+
+def _inverse(overlap: Float[Array, "c c"]) -> Float[Array, "c c"]:
+    """Of one plus a strictly lower triangular matrix: of its two halves, then of what is between.
+
+    By elimination, as by powers of the matrix the numbers would grow out of all bounds where keys are alike.
+    """
+    row, column = _pair()
+    same = row // HALF == column // HALF
+
+    def eliminate(pivot, inverse):
+        factor = jnp.sum(jnp.where(column == row // HALF * HALF + pivot, overlap, 0.0), axis=1)
+        known = jnp.sum(jnp.where(row % HALF == pivot, inverse, 0.0), axis=0)
+        return inverse - jnp.where(same, factor[:, None] * known[None, :], 0.0)
+
+    inverse = jax.lax.fori_loop(0, HALF - 1, eliminate, jnp.where(row == column, 1.0, 0.0))
+    # Three products of bfloat16, as what comes out is rounded to 16 bits.
+    product = partial(plgpu.dot, precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3)
+    return inverse - product(product(inverse, jnp.where(same, 0.0, overlap)), inverse)
+
+
+def _dot(a: Array, b: Array) -> Array:
+    """a b in the dtype of the one that is not float32, accumulated in float32."""
+    dtype = a.dtype if b.dtype == jnp.float32 else b.dtype
+    return plgpu.dot(a.astype(dtype), b.astype(dtype))

@@ -1,0 +1,50 @@
+"""The gated delta rule compiled for GPUs that are not there: every product on the matrix unit, nothing spilled."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from aot.test_kernels import ARCHITECTURES, MATRIX_UNIT
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels import aot, report
+from pallas_kernels.gated_delta_rule import gated_delta_rule
+from pallas_kernels.gpus import GPUS
+
+
+@pytest.mark.parametrize("gpu", ARCHITECTURES)
+def test_every_kernel_uses_the_matrix_unit(gpu):
+    instruction = MATRIX_UNIT[GPUS[gpu].capability[0]]
+    for case in report.cases_for(gpu):
+        if case.op == "gated_delta_rule" and case.inputs == "Qwen3-Next":
+            kernels = report.compiled(case, gpu).kernels
+            names = {kernel.name.removeprefix("gated_delta_").partition("__")[0] for kernel in kernels}
+            backward = {"backward", "pairs", "heads"} if case.direction == "backward" else set()
+            assert names == {"within", "forward"} | backward
+            for kernel in kernels:
+                assert getattr(kernel, instruction) > 0 and kernel.spill_bytes == 0, kernel
+
+
+def test_inside_a_shard_map():
+    """Batch and heads sharded, which the interpreter cannot run: the kernels of a shard, and nothing to send."""
+    devices = np.array(aot.devices("h100", per_host=4)).reshape(2, 2)
+    mesh = Mesh(devices, ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
+    tokens, heads, rows = P("data", None, "tensor"), P("data", "tensor"), P("data")
+    specs = (tokens,) * 5 + (rows,)
+    op = jax.shard_map(gated_delta_rule, in_specs=specs, out_specs=(tokens, heads))
+
+    def loss(*arrays):
+        out, last = op(*arrays)
+        return jnp.sum(out.astype(jnp.float32) ** 2) + jnp.sum(last**2)
+
+    shapes = ((2, 100, 2, 64),) * 2 + ((2, 100, 4, 64),) + ((2, 100, 4),) * 2 + ((2, 100),)
+    dtypes = (jnp.bfloat16,) * 3 + (jnp.float32,) * 2 + (jnp.bool_,)
+    arrays = (
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for shape, dtype, spec in zip(shapes, dtypes, specs)
+    )
+    compiled = aot.compile_for("h100", jax.grad(loss, argnums=range(5)), *arrays, mesh=mesh)
+    grids = {kernel.name: kernel.grid for kernel in compiled.kernels}
+    assert grids["gated_delta_heads"] == (2, 2, 1) and grids["gated_delta_backward"] == (2, 2, 1)
+    assert not compiled.collectives
