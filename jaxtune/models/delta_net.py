@@ -76,7 +76,7 @@ class GatedDeltaNet(nnx.Module):
         qkv, z, b, a = self._projected(x, call)
         kernels = tuple(conv.get_value() for conv in (self.q_conv, self.k_conv, self.v_conv))
         rates = self.log_rate.get_value(), self.step_bias.get_value()
-        arguments = qkv, b, a, kernels, rates, inputs.positions, inputs.valid, cache
+        arguments: Any = (qkv, b, a, kernels, rates, inputs.positions, inputs.valid, cache)
         if cache is not None:  # decoding is not sharded: the mesh is one device
             arguments = jax.tree.map(lambda array: jax.reshard(array, P()), arguments)
         specs = jax.tree.map(lambda array: jax.typeof(array).sharding.spec, arguments)
