@@ -305,11 +305,24 @@ class Attention:
 
 @dataclass(frozen=True)
 class Experts:
-    """How a mixture of experts is computed."""
+    """How a mixture of experts is computed, and the load of its experts evened out."""
 
     backend: Literal["auto", "dense", "loop", "kernel"] = option("auto",
         "kernel: each token by the experts that it goes to, in GPU kernels; loop: the same by XLA alone; dense: every "
         "token by every expert, which low precision needs; auto: the first of these that can run")
+    router_loss: float | None = option(None,
+        "adds this times how uneven the load is (Switch Transformer, 2021), a mean over layers, to the training loss; "
+        "unset: what config.json says", "[0, inf)")
+    router_loss_over: Literal["batch", "sequence"] = option("batch",
+        "the load is that of a micro-batch on all devices, as in transformers, or of each row (DeepSeek-V3, 2024)",
+        when="experts.router_loss")
+    router_z_loss: float = option(0.0,
+        "adds this times the mean of log(sum(exp(logits of the router)))^2 to the training loss (ST-MoE, 2022)",
+        "[0, inf)")
+    bias_update_rate: float = option(0.0,
+        "balances without a loss (DeepSeek-V3, 2024): a step adds this to the correction of an expert's score if it "
+        "was chosen less often than the mean of its layer, else takes it off; 0: corrections stay as they are",
+        "[0, inf)", when="not lora.enabled")
 
 
 @dataclass(frozen=True)

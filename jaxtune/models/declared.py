@@ -11,9 +11,9 @@ from jaxtyping import Array
 Init = Callable[[Array, tuple[int, ...], Any], Array]
 # linear: a matrix (out, in) that activations are multiplied by, which can be quantized, adapted and orthogonalised.
 # gate: one whose few outputs multiply activations, and router: one that chooses experts, which stay as they are.
-# convolution: a kernel of each channel. correction: what is added to its scores to balance them, which
-# no gradient reaches. table: rows that are looked up, and the head. score: a classifier's head. vector: a bias, the
-# weight of a norm. adapter: what is trained beside a linear layer.
+# convolution: a kernel of each channel. correction: what is added to a router's scores to balance them: no gradient
+# reaches it, but the load may move it. table: rows that are looked up, and the head. score: a classifier's head.
+# vector: a bias, the weight of a norm. adapter: what is trained beside a linear layer.
 Kind = Literal["linear", "gate", "convolution", "router", "correction", "table", "score", "vector", "adapter"]
 
 

@@ -4,6 +4,7 @@ Modules declare (shapes, layout, forward pass); the values are a flat dict of ar
 puts in their place inside a pure function.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -39,7 +40,8 @@ KEPT: dict[Remat, tuple[str, ...]] = {
 }
 INPUT = "input"  # the name of a layer's input
 Parameters = dict[str, Any]
-Sums = dict[str, Array]  # what layers emit besides activations, summed over layers and tokens
+# What layers emit besides activations: sums over the tokens of each row, (layers that emit it, rows, ...).
+Sums = dict[str, Array]
 
 
 class Block(nnx.Module):
@@ -63,7 +65,7 @@ class Block(nnx.Module):
     def __call__(
         self, x: Float[Array, "b s d"], inputs: Inputs, cache: Any, call: Call
     ) -> tuple[Float[Array, "b s d"], Any, Sums]:
-        """Activations after the layer, its cache, and what its experts emit."""
+        """Activations after the layer, its cache, and what its experts emit, without the axis of layers."""
         normed = _normalized(x, self.attention_norm)
         mixer: Any = self.attention or self.delta_net  # one of them
         mixed, cache = mixer(normed, inputs, cache, call)
@@ -109,12 +111,12 @@ class Stack(nnx.Module):
         def repeat(x, scanned):
             adapters, weights, cache, number = scanned
             x = checkpoint_name(x, INPUT)
-            after, sums = [], {}
+            after, sums = [], []
             for position, block in enumerate(nnx.merge(graph, adapters, weights)):
                 x, layer_cache, emitted = block(x, inputs, cache and cache[position], call.layer(number + position))
                 after.append(layer_cache)
-                sums = added(sums, emitted)
-            return x, (tuple(after) if cache else None, sums)
+                sums.append(emitted)
+            return x, (tuple(after) if cache else None, joined(sums, jnp.stack))
 
         numbers = self.first + period * jnp.arange(self.repeats)
         kept = jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -129,12 +131,18 @@ class Stack(nnx.Module):
         repeat = jax.checkpoint(repeat, policy=kept, prevent_cse=apart)
         unroll = self.repeats if call.unroll else 1
         x, (cache, sums) = jax.lax.scan(repeat, x, (adapters, weights, cache, numbers), unroll=unroll)
-        return x, cache, {name: value.sum(0) for name, value in sums.items()}
+        return x, cache, {name: _by_layer(value) for name, value in sums.items()}
 
 
-def added(sums: Sums, more: Sums) -> Sums:
-    """Sums of layers, each of which may emit other names."""
-    return sums | {name: sums[name] + value if name in sums else value for name, value in more.items()}
+def joined(sums: list[Sums], join: Callable[[list[Array]], Array]) -> Sums:
+    """Those of layers that follow one another, each of which may emit other names."""
+    names = dict.fromkeys(name for emitted in sums for name in emitted)
+    return {name: join([emitted[name] for emitted in sums if name in emitted]) for name in names}
+
+
+def _by_layer(value: Float[Array, "repeats period ..."]) -> Float[Array, "layers ..."]:
+    out = P(None, *jax.typeof(value).sharding.spec[2:])
+    return jnp.reshape(value, (-1, *value.shape[2:]), out_sharding=out)
 
 
 class Embedding(nnx.Module):
@@ -183,12 +191,12 @@ class Decoder(nnx.Module):
         self, x: Float[Array, "b s d"], inputs: Inputs, call: Call, cache: Any = None, part: slice = slice(None)
     ) -> tuple[Float[Array, "b s d"], Any, Sums]:
         """Activations after the stacks in `part`, their caches, and the sums that they emit."""
-        after, sums = [], {}
+        after, sums = [], []
         for number in range(len(self.stacks))[part]:
             x, stack_cache, emitted = self.stacks[number](x, inputs, cache and cache[number], call)
             after.append(stack_cache)
-            sums = added(sums, emitted)
-        return x, (tuple(after) if cache else None), sums
+            sums.append(emitted)
+        return x, (tuple(after) if cache else None), joined(sums, jnp.concatenate)
 
     def __call__(
         self, tokens: Int[Array, "b s"], inputs: Inputs, call: Call, cache: Any = None

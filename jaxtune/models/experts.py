@@ -1,6 +1,5 @@
 """A mixture of experts (Shazeer et al. 2017): a router chooses a few feed-forward layers for each token."""
 
-import math
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -50,11 +49,10 @@ class Experts(nnx.Module):
     def __call__(
         self, x: Float[Array, "b s d"], call: Call, valid: Bool[Array, "b s"]
     ) -> tuple[Float[Array, "b s d"], dict[str, Float[Array, "..."]]]:
-        """The output, and sums over layers for `objectives.balanced`, of the tokens that are `valid`.
+        """The output, and sums over the tokens of each row that are `valid`, for `objectives.balanced`.
 
-        router_choices (e): how often each expert is chosen. router_probability (e): the sum of its probabilities.
-        router_tokens: the number of these tokens. expert_load_max: tokens of the busiest expert, times those of an even
-        load. expert_load_entropy: of the experts' shares of the load, 1 if even. expert_layers: 1.
+        router_choices (b, e): how often each expert is chosen. router_probability (b, e): of its probabilities.
+        router_z (b): of squares of `Routing.log_sum`.
         """
         routing = self.router(x)
         routing = routing._replace(weights=routing.weights.astype(x.dtype).astype(jnp.float32))
@@ -64,17 +62,15 @@ class Experts(nnx.Module):
             raise UserError(f"experts.backend={call.experts!r}: {error}") from None
         y = backend.run(self.experts, x, routing, call).astype(x.dtype)
         is_chosen = jax.nn.one_hot(routing.chosen, self.options.count, dtype=jnp.float32)  # (b, s, active, e)
-        over_tokens = partial(jnp.einsum, "bse,bs->e", out_sharding=P())
-        counted = valid.astype(jnp.float32)
-        choices = over_tokens(is_chosen.sum(-2), counted)
-        shares = choices / jnp.maximum(choices.sum(), 1.0)
+        counted, by_row = valid.astype(jnp.float32), by_token()[:1]
+
+        def over_tokens(values: Float[Array, "b s *of"]) -> Float[Array, "b *of"]:
+            return jnp.einsum("bs...,bs->b...", values, counted, out_sharding=P(*by_row, *[None] * (values.ndim - 2)))
+
         sums = {
-            "router_choices": choices,
-            "router_probability": over_tokens(routing.probability, counted),
-            "router_tokens": jnp.sum(counted),
-            "expert_load_max": self.options.count * shares.max(),
-            "expert_load_entropy": jax.scipy.special.entr(shares).sum() / math.log(self.options.count),
-            "expert_layers": jnp.ones(()),
+            "router_choices": over_tokens(is_chosen.sum(-2)),
+            "router_probability": over_tokens(routing.probability),
+            "router_z": over_tokens(routing.log_sum**2),
         }
         return (y if self.shared is None else y + self._of_all_tokens(self.shared, x, call)), sums
 

@@ -71,8 +71,8 @@ class Parameter:
 
     @property
     def trained(self) -> bool:
-        """Whether it gets gradients."""
-        return self.kind == "adapter" or (self.treatment.trained and self.kind != "correction")
+        """Whether a step changes it."""
+        return self.kind == "adapter" or self.treatment.trained
 
     @property
     def matrix(self) -> tuple[int, ...]:

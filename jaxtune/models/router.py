@@ -17,12 +17,14 @@ TINY = 1e-20  # as in transformers
 class Routing(NamedTuple):
     """Which experts a token goes to.
 
-    probability: of every expert. chosen, weights: the `active` ones, and what multiplies their outputs; float32.
+    probability: of every expert, its score over the sum of all. chosen, weights: the `active` ones, and what multiplies
+    their outputs. log_sum: the logarithm of the sum of the exponentials of all logits. All float32.
     """
 
     probability: Float[Array, "b s e"]
     chosen: Int[Array, "b s k"]
     weights: Float[Array, "b s k"]
+    log_sum: Float[Array, "b s"]
 
 
 class Router(nnx.Module):
@@ -47,12 +49,13 @@ class Router(nnx.Module):
         if self.bias is not None:
             logits += jax.reshard(self.bias.get_value().astype(x.dtype), P())
         logits = logits.astype(jnp.float32)
-        probability = jax.nn.sigmoid(logits) if options.scores == "sigmoid" else jax.nn.softmax(logits, axis=-1)
-        chosen = jax.lax.top_k(self._ranked(probability), options.active)[1]
-        weights = jnp.take_along_axis(probability, chosen, axis=-1)
+        scores = jax.nn.sigmoid(logits) if options.scores == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+        chosen = jax.lax.top_k(self._ranked(scores), options.active)[1]
+        weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if options.normalized:
             weights /= weights.sum(-1, keepdims=True) + TINY
-        return Routing(probability, chosen, weights * options.scale)
+        probability = scores if options.scores == "softmax" else scores / (scores.sum(-1, keepdims=True) + TINY)
+        return Routing(probability, chosen, weights * options.scale, jax.nn.logsumexp(logits, axis=-1))
 
     def _ranked(self, scores: Float[Array, "b s e"]) -> Float[Array, "b s e"]:
         """Scores to choose by: corrected; outside the groups whose two best experts score highest, -inf."""

@@ -192,9 +192,9 @@ class Experts:
 class Treatment(NamedTuple):
     """How a parameter is treated, whatever it computes; layers that differ in a field are in different stacks.
 
-    trained: gets gradients. stored: its format, a `quant.Format`. multiplied: the low-precision format of its products,
-    a `precision.Numbers`. float32: its products are in float32, as in recipe fp32. adapter: what is trained beside it,
-    an `Adapter` of models.linear.
+    trained: a step changes it. stored: its format, a `quant.Format`. multiplied: the low-precision format of its
+    products, a `precision.Numbers`. float32: its products are in float32, as in recipe fp32. adapter: what is trained
+    beside it, an `Adapter` of models.linear.
     """
 
     trained: bool = True

@@ -95,6 +95,11 @@ def multiply(spec: ModelSpec, precision: Precision) -> ModelSpec:
     return treat_linears(spec, chosen, multiplied=numbers)
 
 
+def freeze_corrections(spec: ModelSpec) -> ModelSpec:
+    """The spec with what is added to routers' scores as it is, however uneven the load."""
+    return treat(spec, (name for name, (site, *_) in sites(spec).items() if site.kind == "correction"), trained=False)
+
+
 def freeze(spec: ModelSpec, pattern: str) -> ModelSpec:
     """The spec with the parameters frozen whose Hugging Face name the regex matches. Raises UserError if all do."""
     known = sites(spec)

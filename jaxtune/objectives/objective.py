@@ -13,12 +13,13 @@ class Sums(NamedTuple):
     """Sums over a micro-batch; the step adds up those of all micro-batches and devices, and divides once.
 
     weight: of the loss, such as the number of target tokens or of pairs, in any number dtype. metrics: by name, (sum,
-    its own weight).
+    its own weight). directions: by the name of a parameter that no gradient reaches, what its rule takes for one.
     """
 
     loss: Float[Array, ""]
     weight: Num[Array, ""]
     metrics: Mapping[str, tuple[Array, Array]] = {}
+    directions: Mapping[str, Array] = {}
 
 
 @dataclass(frozen=True)

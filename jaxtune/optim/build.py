@@ -44,6 +44,7 @@ class Trained(NamedTuple):
     lead: tuple[int, ...] = ()  # sizes of its leading axes: (layers,), or (layers, experts)
     is_matrix: bool = False  # a matrix inside the layers: those Muon and NorMuon orthogonalise
     place: jax.P | None = None  # PartitionSpec of its state and its update; None: the parameter's own
+    rule: Rule | None = None  # None: that of optim.name
 
     def joined(self, leaf: Array) -> Array:
         """Leading axes (layers, experts) merged into one, as rules know only one."""
@@ -68,7 +69,7 @@ def build(optim: Optim, trained: Mapping[str, Trained], layers: int, dtype: DTyp
     names = {name: parameter.names for name, parameter in trained.items()}
     rates, decays = multipliers.rates(optim, names, layers), multipliers.decays(optim, names)
 
-    of = {name: _rule(optim, parameter.is_matrix, dtype) for name, parameter in trained.items()}
+    of = {name: own.rule or _rule(optim, own.is_matrix, dtype) for name, own in trained.items()}
 
     def stored_at(name: str, parameter: Array) -> jax.P | None:
         return None if trained[name].place is None else jax.typeof(parameter).sharding.spec

@@ -97,6 +97,15 @@ def sgd(momentum: float) -> Rule:
     return Rule(lambda parameter: {"trace": jnp.zeros_like(parameter)}, update)
 
 
+def balancing(rate: float) -> Rule:
+    """What is added to a router's scores to choose experts, moved by their load alone (arXiv:2408.15664, algorithm 1).
+
+    Up by `rate` where an expert is chosen less often than the mean, down where it is more often. The gradient is by how
+    much it is more, summed over the batch; learning rate and decay are not read.
+    """
+    return Rule(lambda _: {}, lambda excess, state, correction, at: (correction - rate * jnp.sign(excess), state))
+
+
 def lion(beta1: float, beta2: float) -> Rule:
     """Lion (Chen et al. 2023, arXiv:2302.06675)."""
     sign: Any = optax.scale_by_lion(beta1, beta2)

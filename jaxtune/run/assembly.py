@@ -13,12 +13,14 @@ from jaxtune.errors import UserError
 from jaxtune.models.call import Call
 from jaxtune.models.decoder import Parameters
 from jaxtune.models.parameters import abstract
+from jaxtune.models.spec import Experts
 from jaxtune.objectives.balanced import balanced
 from jaxtune.objectives.classification import classification
 from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.objectives.objective import Objective
 from jaxtune.optim.adamw_8bit import float32_moments, undivided_moments
 from jaxtune.optim.build import Optimizer, Trained, build
+from jaxtune.optim.rules import balancing
 from jaxtune.parallel.layout import RULES, Layout, P, by_token, spec
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.precision.recipes import Recipe, recipe_of
@@ -73,7 +75,17 @@ def assemble(base: Base, config: Config, mesh: jax.sharding.Mesh, objective: Obj
 def objective_of(config: Config, model: Model) -> Objective:
     """What a run minimises."""
     objective = task_of(model, config.train.z_loss)
-    return balanced(objective, model.spec.router_loss) if model.spec.has_experts else objective
+    if not model.spec.has_experts:
+        return objective
+    experts = config.experts
+    weight = model.spec.router_loss if experts.router_loss is None else experts.router_loss
+    mixtures = [number for number, layer in enumerate(model.spec.layers) if isinstance(layer.feed_forward, Experts)]
+    corrections = {
+        name: [mixtures.index(layer) for layer in parameter.layers]
+        for name, parameter in model.trained.items()
+        if parameter.kind == "correction"
+    }
+    return balanced(objective, weight, experts.router_loss_over, experts.router_z_loss, corrections)
 
 
 def task_of(model: Model, z_loss: float = 0.0) -> Objective:
@@ -105,14 +117,20 @@ def _optimizer(model: Model, config: Config) -> Optimizer:
             )
     # Muon's own code multiplies in bfloat16; float16 would lose gradients before they are divided by their norm.
     dtype = jnp.float32 if config.precision.recipe == "fp32" else jnp.bfloat16
-    return build(config.optim, trained_of(model), len(model.spec.layers), dtype)
+    return build(config.optim, trained_of(model, config), len(model.spec.layers), dtype)
 
 
-def trained_of(model: Model) -> dict[str, Trained]:
+def trained_of(model: Model, config: Config) -> dict[str, Trained]:
     """What the optimizer must know of the trained parameters."""
-    places = places_of(model, RULES.value.optimizer)
+    places, moved_by_load = places_of(model, RULES.value.optimizer), balancing(config.experts.bias_update_rate)
     return {
-        name: Trained(tuple(one.name for one in p.places), p.lead, p.kind in ("linear", "adapter"), places.get(name))
+        name: Trained(
+            tuple(one.name for one in p.places),
+            p.lead,
+            p.kind in ("linear", "adapter"),
+            places.get(name),
+            moved_by_load if p.kind == "correction" else None,
+        )
         for name, p in model.trained.items()
     }
 

@@ -19,7 +19,7 @@ from jaxtune.lora.inject import inject
 from jaxtune.models import families
 from jaxtune.models.parameters import Parameter, abstract, count, declare, undivided, undivided_blocks
 from jaxtune.models.spec import DeltaNet, Experts, Heads, ModelSpec, classifier
-from jaxtune.models.treat import freeze, multiply, selected, treat_sites
+from jaxtune.models.treat import freeze, freeze_corrections, multiply, selected, treat_sites
 from jaxtune.models.treat import linears as linears_by_name
 from jaxtune.monitor.throughput import Work
 from jaxtune.parallel.layout import RULES, Layout, axes_of, shards, spec
@@ -171,6 +171,11 @@ def declare_model(
     parameters = {name: chosen(parameter) for name, parameter in parameters.items()}
     linears = linears_of(config.precision, parameters) if low_precision else None
     model = Model(base, spec, graph, parameters, linears)
+    if (rate := config.experts.bias_update_rate) and not any(p.kind == "correction" for p in model.trained.values()):
+        raise UserError(
+            f"experts.bias_update_rate={rate}: of this {spec.family} no correction of a router is trained; "
+            "experts.router_loss balances the experts of any model"
+        )
     _check_mesh(model, config, mesh)
     return model
 
@@ -183,8 +188,9 @@ def _treated(base: Base, config: Config, train: bool) -> ModelSpec:
             f"data.seq_len={config.data.seq_len} is more than the model's {spec.max_positions} positions "
             "(max_position_embeddings); shorten the rows, or stretch them with rope_parameters in config.json"
         )
-    if config.experts.backend != "auto" and not spec.has_experts:
-        raise UserError(f"experts.backend={config.experts.backend!r}: the model, a {spec.family}, has no experts")
+    for field in dataclasses.fields(config.experts):
+        if not spec.has_experts and (value := getattr(config.experts, field.name)) != field.default:
+            raise UserError(f"experts.{field.name}={value!r}: the model, a {spec.family}, has no experts")
     names, options = frozenset(), config.quant
     if base.scheme is not None:
         _refuse_scheme(base, config, train)
@@ -199,6 +205,8 @@ def _treated(base: Base, config: Config, train: bool) -> ModelSpec:
     spec = multiply(spec, config.precision)
     if config.lora.enabled:
         return inject(spec, config.lora)
+    if not config.experts.bias_update_rate:
+        spec = freeze_corrections(spec)
     return spec if config.train.freeze is None else freeze(spec, config.train.freeze)
 
 

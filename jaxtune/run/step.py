@@ -143,7 +143,8 @@ def make_train_step(
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         update = build.Step(rate, factor, finite, named_key(key, "rounding"))
         with jax.default_matmul_precision(recipe.matmul_precision):
-            trained, optimizer_state = optimizer.update(summed.gradients, state.optimizer, state.trained, update)
+            directed = {**summed.gradients, **summed.sums.directions}
+            trained, optimizer_state = optimizer.update(directed, state.optimizer, state.trained, update)
         metrics = {
             "loss": loss,
             "grad_norm": norm,

@@ -10,6 +10,7 @@ from mesh.harness import MESHES, ROWS, SEQUENCE, fetched, fields
 from tiny import layer, spec
 
 from jaxtune.config.schema import Config, Data, Lora, Mesh, Model, Precision, Train
+from jaxtune.config.schema import Experts as Options
 from jaxtune.models.parameters import randomize
 from jaxtune.models.spec import ClampedSilu, DeltaNet, Experts, FeedForward, Heads, Latent, Norm, Rope
 from jaxtune.parallel.mesh import data_shards, make_mesh
@@ -68,6 +69,8 @@ SPECS = {
     "qwen3_next": spec((FUSED_NETS, GATED), family="qwen3_next", hidden=64),
     "qwen3_moe": spec((SPARSE, SPARSE), family="qwen3_moe", hidden=64, router_loss=0.1),
 }
+# Beside what config.json says, where all parameters are trained.
+OPTIONS = {"deepseek_v3": Options("auto", 0.1, "sequence", router_z_loss=0.01, bias_update_rate=0.1)}
 
 
 def train(family: str, lora: bool, mesh: Mesh, devices: int) -> tuple[np.ndarray, dict]:
@@ -79,6 +82,7 @@ def train(family: str, lora: bool, mesh: Mesh, devices: int) -> tuple[np.ndarray
         train=Train(micro_batch_size=ROWS // data_shards(made)),
         lora=Lora(enabled=lora, rank=4, dropout=0.1),
         precision=Precision("fp32"),
+        experts=Options() if lora else OPTIONS.get(family, Options()),
     )
     program = assemble(Base(SPECS[family]), config, made)
     trained, frozen = (randomize(of, 0) for of in (program.model.trained, program.model.frozen))
@@ -111,6 +115,9 @@ def train(family: str, lora: bool, mesh: Mesh, devices: int) -> tuple[np.ndarray
     ],
 )
 def test_equals_one_device(family, lora, mesh):
-    expected, _ = train(family, lora, Mesh(), 1)
-    found, _ = train(family, lora, MESHES[mesh], 8)
+    expected, on_one = train(family, lora, Mesh(), 1)
+    found, on_eight = train(family, lora, MESHES[mesh], 8)
     assert np.abs(found / expected - 1).max() <= 1e-6
+    corrections = [name for name in on_one if "correction" in name]
+    assert bool(corrections) == (family == "deepseek_v3" and not lora)
+    assert all(np.array_equal(on_eight[name], on_one[name]) for name in corrections)

@@ -98,6 +98,10 @@ def test_adapters_drop_the_same_elements_on_any_mesh(quant):
 def test_what_cannot_run_is_refused(one_device):
     with pytest.raises(UserError, match=r"experts.backend='kernel': .* cpu .*: it needs an NVIDIA GPU"):
         numbers(PLAIN, "kernel")
-    config = Config(experts=Options("loop"))
-    with pytest.raises(UserError, match="experts.backend='loop': the model, a qwen3, has no experts"):
-        declare_model(Base(spec(1)), config, one_device)
+    for asked, named in (
+        (Options("loop"), "backend='loop'"),
+        (Options(router_loss=0.0), "router_loss=0.0"),
+        (Options(router_z_loss=0.1), "router_z_loss=0.1"),
+    ):
+        with pytest.raises(UserError, match=f"experts.{named}: the model, a qwen3, has no experts"):
+            declare_model(Base(spec(1)), Config(experts=asked), one_device)

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from batches import make_batch, tokens
-from tiny import layer, spec
+from tiny import layer, random_values, spec
 
-from jaxtune.config.schema import Config, Data, Lora, Memory, Model, Optim, Precision
+from jaxtune.config.schema import Config, Data, Lora, Memory, Model, Optim, Precision, Train
+from jaxtune.config.schema import Experts as Options
 from jaxtune.errors import UserError
 from jaxtune.models.parameters import randomize
 from jaxtune.models.spec import Experts
@@ -74,6 +75,51 @@ def test_a_router_is_in_float32_and_what_corrects_it_is_never_trained(one_device
     assert {program.model.parameters[name].dtype for name in (router, correction)} == {jnp.dtype("float32")}
     assert after[router].dtype == jnp.float32 and np.asarray(after[router] != start[router]).any(-1).all()
     assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+def test_the_correction_of_each_layer_moves_by_its_own_load_alone(one_device):
+    """Experts that are always chosen go down and the others up, by the rate; a step that is not finite moves none."""
+    experts = dataclasses.replace(SPARSE.feed_forward, scores="sigmoid", corrected=True, float32=True)
+    sparse = dataclasses.replace(SPARSE, feed_forward=experts)
+    config = Config(
+        model=Model(dtype="float32"),
+        data=Data(seq_len=16),
+        train=Train(grad_accum_steps=2),
+        optim=Optim(weight_decay=0.1, no_decay="norm"),
+        experts=Options("dense", bias_update_rate=0.25),
+    )
+    layers = (sparse, layer(), sparse, layer(), sparse)  # a period of two, and a stack of one
+    program = assemble(Base(spec(layers, family="glm4_moe")), config, one_device)
+    trained = random_values(program.model.trained)
+    favoured = {0: (0, 1), 2: (1, 3), 4: (0, 2)}  # 10 is more than any score
+    found = {name: p.layers for name, p in program.model.trained.items() if p.kind == "correction"}
+    assert sorted(layer for layers in found.values() for layer in layers) == [0, 2, 4]
+    for name, numbers in found.items():
+        start = [[10.0 * (expert in favoured[number]) for expert in range(4)] for number in numbers]
+        trained[name] = jax.device_put(np.array(start, np.float32), trained[name].sharding)
+    rows = make_batch(tokens(2, 16), one_device)
+    batch = {
+        n: jax.device_put(np.asarray(rows[n]).reshape(leaf.shape), leaf.sharding) for n, leaf in program.batch.items()
+    }
+    step, start = jax.jit(program.step), program.start(trained)
+    after, metrics = step(start, {}, batch, jnp.float32(1e-3))
+    for name, numbers in found.items():
+        expected = [[9.75 if expert in favoured[number] else 0.25 for expert in range(4)] for number in numbers]
+        assert np.array_equal(after.trained[name], expected)
+    assert metrics["expert_load_max"] == metrics["expert_load_worst"] == 2
+    broken, _ = step(start, {}, batch | {"loss_weight": batch["loss_weight"] * jnp.nan}, jnp.float32(1e-3))
+    assert all(np.array_equal(broken.trained[name], trained[name]) for name in found)
+
+
+def test_a_rate_that_moves_no_correction_is_refused(one_device):
+    for sections in ({}, {"train": Train(freeze="correction_bias")}):
+        corrected = "freeze" in str(sections)
+        experts = dataclasses.replace(SPARSE.feed_forward, scores="sigmoid", corrected=corrected)
+        sparse = (dataclasses.replace(SPARSE, feed_forward=experts),)
+        base = Base(spec(sparse, family="glm4_moe" if corrected else "qwen3_moe"))
+        config = Config(data=Data(seq_len=32), experts=Options(bias_update_rate=0.1), **sections)
+        with pytest.raises(UserError, match=r"experts\.bias_update_rate=0\.1: of this .* no correction of a router"):
+            assemble(base, config, one_device)
 
 
 def test_experts_in_one_tensor_have_no_adapter(one_device, caplog):

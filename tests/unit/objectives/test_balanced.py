@@ -1,0 +1,103 @@
+"""Losses that balance experts, against their definitions in numpy, of padded rows; float32 whatever activations are."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from batches import make_batch, tokens
+from flax import nnx
+from tiny import VOCABULARY, layer, random_values, spec
+
+from jaxtune.config.schema import Config, Data, Memory, Model, Precision, Train
+from jaxtune.config.schema import Experts as Options
+from jaxtune.models.call import Call
+from jaxtune.models.decoder import bind
+from jaxtune.models.score import Scores
+from jaxtune.models.spec import Experts
+from jaxtune.objectives.balanced import sequence_loss, z_loss
+from jaxtune.parallel.layout import P, by_token
+from jaxtune.run.assembly import assemble
+from jaxtune.run.model import Base, declare_model
+
+ROWS, POSITIONS, COUNT, ACTIVE = 3, 20, 6, 2
+SOFTMAX = Experts(16, COUNT, ACTIVE, normalized=True, float32=True)
+SIGMOID = dataclasses.replace(SOFTMAX, scores="sigmoid", corrected=True)
+TOKENS = (20, 13, 5)  # of each row
+
+
+def of_family(experts: Experts, layers: int = 2):
+    sparse = dataclasses.replace(layer(), feed_forward=experts)
+    return spec((sparse,) * layers, family="glm4_moe" if experts.corrected else "qwen3_moe")
+
+
+@pytest.mark.parametrize("experts", [SOFTMAX, SIGMOID], ids=["softmax", "sigmoid, corrected"])
+def test_a_row_balances_alone_and_padding_does_not_count(one_device, experts):
+    config = Config(Model(dtype="float32"), Data(seq_len=POSITIONS), precision=Precision("fp32"))
+    model = declare_model(Base(of_family(experts)), config, one_device)
+    random = np.random.default_rng(0)
+    values = {name: 10 * value for name, value in random_values(model.parameters).items()}
+    x = random.normal(size=(2, ROWS, POSITIONS, 16)).astype(jnp.bfloat16)
+    real = np.arange(POSITIONS) < np.array(TOKENS)[:, None]
+    graph, stacked = nnx.split(bind(model.graph, values).stacks[0].blocks[0].mlp)
+    x, valid = (
+        jax.device_put(a, jax.NamedSharding(one_device, p)) for a, p in ((x, P(None, *by_token())), (real, by_token()))
+    )
+
+    @jax.jit
+    @partial(jax.vmap, in_axes=(0, 0, None))
+    def emitted(stacked, x, valid):
+        return nnx.merge(graph, stacked)(x, Call(jnp.dtype("bfloat16"), experts="dense"), valid)[1]
+
+    scores = Scores(jnp.zeros(()), jnp.zeros(()), emitted(stacked, x, valid))
+    batch = {"segment_ids": jnp.asarray(real, jnp.int32)}
+
+    balance, z = np.zeros((2, ROWS)), []
+    for number in range(2):
+        router = {name.rsplit(".", 1)[1]: np.asarray(v)[number] for name, v in values.items() if "router" in name}
+        for row, count in enumerate(TOKENS):
+            logits = np.asarray(x[number, row, :count], np.float32) @ router["weight"].T
+            s = 1 / (1 + np.exp(-logits)) if experts.corrected else np.exp(logits)
+            chosen = np.argsort(-(s + router["correction"] if experts.corrected else s), axis=-1)[:, :ACTIVE]
+            f = np.bincount(chosen.ravel(), minlength=COUNT) * COUNT / (ACTIVE * count)
+            balance[number, row] = np.sum(f * (s / s.sum(-1, keepdims=True)).mean(0))
+            z.extend(np.log(np.exp(logits).sum(-1)) ** 2)
+    expected = np.average(balance.mean(0), weights=TOKENS)
+    assert abs(float(sequence_loss(scores, batch)) - expected) <= 1e-5 * expected
+    assert abs(float(z_loss(scores, batch)) - np.mean(z)) <= 1e-5 * np.mean(z)
+
+
+def summed(mesh, micro_batches: int, **options):
+    """(loss, metrics, gradient of the router) of two rows of unlike lengths, in one micro-batch or two."""
+    config = Config(
+        Model(dtype="float32"),
+        Data(seq_len=16),
+        Train(grad_accum_steps=micro_batches, micro_batch_size=2 // micro_batches),
+        memory=Memory("none"),
+        precision=Precision("fp32"),
+        experts=Options("dense", **options),
+    )
+    program = assemble(Base(of_family(SOFTMAX, layers=1)), config, mesh)
+    batch, kept = make_batch(tokens(2, 16), mesh), np.arange(16) < np.array([[15], [5]])
+    batch |= {name: batch[name] * kept for name in ("segment_ids", "loss_weight")}
+    batch = {
+        name: jax.device_put(np.asarray(batch[name]).reshape(leaf.shape), leaf.sharding)
+        for name, leaf in program.batch.items()
+    }
+    found = jax.jit(program.gradients)(random_values(program.model.trained), {}, batch, jnp.zeros((), jnp.int32))
+    metrics = {name: value / weight for name, (value, weight) in found.sums.metrics.items()}
+    assert found.sums.weight == 20
+    return found.sums.loss / 20, metrics, np.asarray(found.gradients["stacks.0.blocks.0.mlp.router.weight"])
+
+
+def test_losses_are_added_with_their_weights_and_a_row_may_be_in_any_micro_batch(one_device):
+    both = {"router_loss": 0.5, "router_loss_over": "sequence", "router_z_loss": 0.25}
+    loss, metrics, gradient = summed(one_device, 1, **both)
+    added = 0.5 * metrics["router_loss"] + 0.25 * metrics["router_z_loss"]
+    assert abs(loss - np.log(VOCABULARY) - added) <= 0.05 < added  # any token is as likely
+    apart, in_two, of_two = summed(one_device, 2, **both)
+    assert abs(loss - apart) <= 1e-6
+    assert all(abs(metrics[name] - in_two[name]) <= 1e-6 for name in ("router_loss", "router_z_loss"))
+    assert np.abs(gradient - of_two).max() <= 1e-5 * np.abs(gradient).max()
