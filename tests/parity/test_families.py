@@ -22,7 +22,8 @@ from jaxtune.run.export import export_full
 BATCH, SEQUENCE = 2, 96
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+# A group a family: its tests share a model, and the families are divided among processes where the lane groups.
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in FAMILIES])
 def case(request, tmp_path_factory):
     """(folder, torch model, tokens) of one family."""
     folder = tmp_path_factory.mktemp("model")
