@@ -16,7 +16,6 @@ RECIPES = [("gemma3_lora", "Gemma 3 4B", "none", 23.9), ("qwen3_5_lora", "Qwen3.
 def test_memory_is_within_the_bound_and_in_the_docstring(recipe, size, remat, most):
     compiled = compiled_step(recipe, size, remat)
     peak = compiled.memory.peak / 1e9
-    print(recipe, peak)
     assert peak <= most
     assert all(kernel.spill_bytes == 0 for kernel in compiled.kernels)
     found = re.search(rf"([\d.]+) GB with\s+--config\.memory\.remat={remat}", (CONFIGS / f"{recipe}.py").read_text())

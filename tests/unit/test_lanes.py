@@ -20,7 +20,7 @@ def test_every_test_is_in_a_lane():
     assert left_out == [str(file) for file in found if needs_a_gpu in file.parents]
 
 
-@pytest.mark.parametrize(("lane", "least"), [("nightly", 5), ("aot", 5), ("unit", 0)])
+@pytest.mark.parametrize(("lane", "least"), [("nightly", 5), ("aot", 5)])
 def test_a_lane_leaves_out_what_has_passed_as_it_is(tmp_path, monkeypatch, lane, least):
     """Not what is not on record, nor what has changed since. Another lane, or another jax, has a record of its own."""
     monkeypatch.setattr(lanes, "PASSED", tmp_path / "passed.json")
