@@ -1,11 +1,12 @@
 """Runs a lane of tests within its budget.
 
     python tests/lanes.py unit
-    python tests/lanes.py nightly                  what covers files that changed since it last passed
-    python tests/lanes.py nightly --all            everything; what passed is remembered
-    python tests/lanes.py nightly random_kills     the files with this in their names
+    python tests/lanes.py nightly                  all but the files on record
+    python tests/lanes.py nightly --all            everything
+    python tests/lanes.py nightly random_kills     the files on record that have this in their names
 
-The lanes and their minutes are in lanes.toml beside this file. What follows the name of a lane goes to pytest.
+The lanes and their minutes are in lanes.toml beside this file. Options that follow go to pytest. A file that says in
+COVERS what it covers is on record (passed.json) once it has passed, and is run again where that has changed.
 """
 
 import ast
@@ -15,11 +16,14 @@ import subprocess
 import sys
 import time
 import tomllib
+from functools import cache
+from importlib.metadata import version
+from itertools import takewhile
 from pathlib import Path
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
-PASSED = TESTS / "nightly" / "passed.json"
+PASSED = TESTS / "passed.json"
 
 
 def main(arguments: list[str]) -> int:
@@ -29,57 +33,78 @@ def main(arguments: list[str]) -> int:
         print(f"{__doc__}\nLanes: {', '.join(lanes)}", file=sys.stderr)
         return 2
     name, *more = arguments
-    lane = lanes[name]
-    chosen = []
-    if name == "nightly":
-        options = [argument for argument in more if argument.startswith("-") and argument != "--all"]
-        chosen = nightly_files([argument for argument in more if argument not in options])
+    lane, record = lanes[name], f"{name}, jax {version('jax')}"
+    parts = list(takewhile(lambda argument: argument == "--all" or not argument.startswith("-"), more))
+    options = more[len(parts) :]
+    known = recorded_files(lane["arguments"])
+    chosen = files_to_run(known, record, parts)
+    if parts and parts != ["--all"]:
         if not chosen:
-            print("nightly: nothing that it covers has changed since it last passed")
-            return 0
-        of_lane = [argument for argument in lane["arguments"] if argument.startswith("-")]
-        lane["arguments"], more = [str(file.relative_to(ROOT)) for file in chosen], [*of_lane, *options]
+            print(f"lane {name} has no files on record with {' or '.join(parts)} in their names", file=sys.stderr)
+            return 2
+        lane["arguments"] = [*map(str, chosen), *(each for each in lane["arguments"] if not path_of(each).exists())]
+    left_out = [f"--ignore={file}" for file in known if file not in chosen]
     start = time.monotonic()
-    command = [sys.executable, "-m", "pytest", "-q", "--durations=10", *lane["arguments"], *more]
+    command = [sys.executable, "-m", "pytest", "-q", "--durations=10", *lane["arguments"], *left_out, *options]
     code = subprocess.call(command, cwd=ROOT)
+    if code == NO_TESTS and left_out:
+        print(f"{name}: nothing that it covers has changed since it last passed")
+        return 0
     minutes = (time.monotonic() - start) / 60
     print(f"lane {name}: {minutes:.1f} of {lane['minutes']} minutes", flush=True)
     if code == 0 and minutes > lane["minutes"]:
         print(f"lane {name} is over its budget; the ten slowest are above. Make them quicker, or move them to nightly")
         return 1
-    if code == 0 and chosen:
-        PASSED.write_text(json.dumps(passed() | {file.name: digest(file) for file in chosen}, indent=1) + "\n")
+    if code == 0 and chosen and not options:
+        found = passed()
+        found[record] = found.get(record, {}) | {file.name: digest(file) for file in chosen}
+        PASSED.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
     return code
 
 
-def nightly_files(wanted: list[str]) -> list[Path]:
-    """The nightly files to run: all, those with one of these in their names, or those whose cover has changed."""
-    files = sorted((TESTS / "nightly").glob("test_*.py"))
-    if wanted:
-        return files if wanted == ["--all"] else [file for file in files if any(part in file.name for part in wanted)]
-    return [file for file in files if passed().get(file.name) != digest(file)]
+NO_TESTS = 5  # pytest's exit code where it has collected none
 
 
-def passed() -> dict[str, str]:
-    """The digest with which each nightly file last passed."""
+def recorded_files(arguments: list[str]) -> list[Path]:
+    """The files of a lane, by its arguments, that say what they cover, relative to the root."""
+    paths = [path for path in map(path_of, arguments) if path.exists()]
+    files = sorted({file for path in paths for file in (path.rglob("test_*.py") if path.is_dir() else [path])})
+    return [file.relative_to(ROOT) for file in files if covers(file)]
+
+
+def path_of(argument: str) -> Path:
+    """The file or folder that an argument of pytest names, if it names one."""
+    return ROOT / argument.partition("::")[0]
+
+
+def files_to_run(known: list[Path], record: str, parts: list[str]) -> list[Path]:
+    """Of the files that say what they cover all, those with one of these parts in their names, or what has changed."""
+    if parts:
+        return known if parts == ["--all"] else [file for file in known if any(part in file.name for part in parts)]
+    return [file for file in known if passed().get(record, {}).get(file.name) != digest(file)]
+
+
+def passed() -> dict[str, dict[str, str]]:
+    """By lane and jax the digest with which each file last passed."""
     return json.loads(PASSED.read_text()) if PASSED.exists() else {}
 
 
+def covers(test: Path) -> tuple[str, ...]:
+    """What a file of tests says that it covers, in COVERS; nothing where it does not say."""
+    assigned = (node for node in ast.parse((ROOT / test).read_text()).body if isinstance(node, ast.Assign))
+    return next((ast.literal_eval(node.value) for node in assigned if ast.unparse(node.targets[0]) == "COVERS"), ())
+
+
 def digest(test: Path) -> str:
-    """A hash of a nightly file and of all that it covers: of the files that git knows, as they are now."""
-    tree = ast.parse(test.read_text())
-    covers = next(
-        ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "COVERS"
-    )
-    listed = subprocess.check_output(["git", "ls-files", "--", *covers, str(test)], cwd=ROOT, text=True)
+    """A hash of a file of tests and of all that it covers: of the files that git knows, as they are now."""
+    listed = subprocess.check_output(["git", "ls-files", "--", *covers(test), str(test)], cwd=ROOT, text=True)
     found = hashlib.sha256()
     for name in sorted(listed.splitlines()):
         found.update(name.encode() + b"\0" + content(ROOT / name))
     return found.hexdigest()[:16]
 
 
+@cache
 def content(file: Path) -> bytes:
     """What counts as a change of a file: of Python all but comments and docstrings."""
     if file.suffix != ".py":

@@ -13,6 +13,8 @@ from pallas_kernels import aot, cost
 from pallas_kernels.flash_attention import RESIDUALS, MaskSpec, flash_attention
 from pallas_kernels.registry import CannotRun
 
+COVERS = ("pallas_kernels",)
+
 pytest.importorskip("flash_attn3_jax", reason="flash-attn3-jax is not installed: pip install 'jaxtune[hopper]'")
 pytestmark = pytest.mark.every_jax
 

@@ -14,6 +14,8 @@ from pallas_kernels import aot, report
 from pallas_kernels.gated_delta_rule import RESIDUALS, gated_delta_rule
 from pallas_kernels.gpus import GPUS
 
+COVERS = ("pallas_kernels", "tests/aot/test_kernels.py")
+
 
 @pytest.mark.parametrize("gpu", ARCHITECTURES)
 def test_every_kernel_uses_the_matrix_unit(gpu):

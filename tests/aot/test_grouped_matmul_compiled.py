@@ -6,6 +6,8 @@ from aot.test_kernels import ARCHITECTURES, MATRIX_UNIT
 from pallas_kernels import report
 from pallas_kernels.gpus import GPUS
 
+COVERS = ("pallas_kernels", "tests/aot/test_kernels.py")
+
 
 @pytest.mark.parametrize("gpu", ARCHITECTURES)
 def test_every_kernel_uses_the_matrix_unit(gpu):

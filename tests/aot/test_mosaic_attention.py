@@ -15,6 +15,8 @@ from pallas_kernels.flash_attention.differentiate import attention
 from pallas_kernels.flash_attention.variant import Variant
 from pallas_kernels.gpus import GPUS
 
+COVERS = ("pallas_kernels",)
+
 OP = attention(mosaic.forward, mosaic_backward.backward)
 
 

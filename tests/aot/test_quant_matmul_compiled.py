@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import aot
 from pallas_kernels.quant_matmul import quant_matmul
 
+COVERS = ("pallas_kernels",)
+
 ROWS, COLUMNS = 4096, 12288
 
 

@@ -5,6 +5,7 @@ import tomllib
 from pathlib import Path
 
 import lanes
+import pytest
 
 TESTS = Path(__file__).parents[1]
 
@@ -19,14 +20,16 @@ def test_every_test_is_in_a_lane():
     assert left_out == [str(file) for file in found if needs_a_gpu in file.parents]
 
 
-def test_nightly_runs_what_has_not_passed_as_it_is(tmp_path, monkeypatch):
-    """Never on record, or its cover has changed since; nothing, if all of it has passed."""
+@pytest.mark.parametrize(("lane", "least"), [("nightly", 5), ("aot", 5), ("unit", 0)])
+def test_a_lane_leaves_out_what_has_passed_as_it_is(tmp_path, monkeypatch, lane, least):
+    """Not what is not on record, nor what has changed since. Another lane, or another jax, has a record of its own."""
     monkeypatch.setattr(lanes, "PASSED", tmp_path / "passed.json")
-    files = lanes.nightly_files([])
-    assert len(files) >= 5
-    record = {file.name: lanes.digest(file) for file in files}
-    lanes.PASSED.write_text(json.dumps(record))
-    assert lanes.nightly_files([]) == []
-    lanes.PASSED.write_text(json.dumps(record | {files[0].name: "another"}))
-    assert lanes.nightly_files([]) == files[:1]
-    assert lanes.nightly_files(["--all"]) == files
+    files = lanes.recorded_files(tomllib.loads((TESTS / "lanes.toml").read_text())[lane]["arguments"])
+    assert len(files) >= least
+    assert lanes.files_to_run(files, "now", []) == files
+    digests = {file.name: lanes.digest(file) for file in files}
+    lanes.PASSED.write_text(json.dumps({"now": digests}))
+    assert lanes.files_to_run(files, "now", []) == []
+    assert lanes.files_to_run(files, "another", []) == lanes.files_to_run(files, "now", ["--all"]) == files
+    lanes.PASSED.write_text(json.dumps({"now": digests | {file.name: "changed" for file in files[:1]}}))
+    assert lanes.files_to_run(files, "now", []) == files[:1]
