@@ -22,12 +22,62 @@ SIZES = {
     "32B": (5120, 64, 25_600, 64),
     "70B": (8192, 80, 28_672, 64),
     "30B-A3B": (2048, 48, 6144, 32),
+    "235B-A22B": (4096, 94, 12_288, 64),
 }
-EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
+# What transformers takes where a config.json says nothing is the shape of Qwen3.5-9B and of GLM-4.5-Air; that of
+# Gemma 3 4B is in its convert_gemma3_weights.py.
+OTHERS = {
+    "Gemma 3 4B": {
+        "model_type": "gemma3",
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": {
+            "model_type": "gemma3_text",
+            "vocab_size": 262_208,
+            "hidden_size": 2560,
+            "num_hidden_layers": 34,
+            "intermediate_size": 10_240,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "sliding_window": 1024,
+        },
+    },
+    "Qwen3.5 9B": {
+        "model_type": "qwen3_5",
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "text_config": {
+            "model_type": "qwen3_5_text",
+            "vocab_size": 248_320,
+            "hidden_size": 4096,
+            "num_hidden_layers": 32,
+            "intermediate_size": 12_288,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32_768,
+        },
+    },
+    "GLM-4.5-Air": {
+        "model_type": "glm4_moe",
+        "architectures": ["Glm4MoeForCausalLM"],
+        "vocab_size": 151_552,
+        "hidden_size": 4096,
+        "num_hidden_layers": 46,
+        "intermediate_size": 10_944,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "attention_bias": True,
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": False,
+    },
+}
 
 
 def model_config(size: str) -> dict:
-    """config.json of a Qwen3; of Llama 3 for 70B."""
+    """config.json of a Qwen3; of Llama 3 for 70B; of another family by its name."""
+    if size in OTHERS:
+        return OTHERS[size]
     hidden, layers, intermediate, heads = SIZES[size]
     llama, sparse = size == "70B", "A" in size
     family = ("llama", "Llama") if llama else ("qwen3_moe", "Qwen3Moe") if sparse else ("qwen3", "Qwen3")
@@ -45,27 +95,35 @@ def model_config(size: str) -> dict:
         "rms_norm_eps": 1e-6,
         "rope_theta": 1e6,
         "tie_word_embeddings": size == "0.6B",
-        **(EXPERTS if sparse else {}),
+        **(EXPERTS | {"moe_intermediate_size": intermediate // 8} if sparse else {}),
     }
 
 
-def compiled_step(recipe: str, size: str, remat: str = "none", cards: int = 1, rows: int = 2) -> aot.Compiled:
-    """The step of configs/<recipe>.py with so many rows of 2048 tokens a GPU, compiled once a process."""
+def compiled_step(
+    recipe: str, size: str, remat: str = "none", cards: int = 1, rows: int = 2, **options: str
+) -> aot.Compiled:
+    """The step of configs/<recipe>.py with so many rows of 2048 tokens a GPU, compiled once a process.
+
+    options: others of the recipe's, as typed, with __ for a dot.
+    """
     # functools.cache would take a default that is given for another call than one that is left out.
-    return _compiled_step(recipe, size, remat, cards, rows)
+    return _compiled_step(recipe, size, remat, cards, rows, tuple(options.items()))
 
 
 @cache
-def _compiled_step(recipe: str, size: str, remat: str, cards: int, rows: int) -> aot.Compiled:
+def _compiled_step(
+    recipe: str, size: str, remat: str, cards: int, rows: int, options: tuple[tuple[str, str], ...]
+) -> aot.Compiled:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(model_config(size)))
         file = CONFIGS / f"{recipe}.py"
         overrides = {"memory.remat": remat, "mesh.fsdp": "-1", "train.micro_batch_size": str(rows)}
+        overrides |= {name.replace("__", "."): value for name, value in options}
         config = resolve(load_recipe(str(file), folder), file.name, list(overrides.items()))
         mesh = make_mesh(config.mesh, aot.devices("h100", per_host=cards))
         program = assemble(read_base(config), config, mesh)
-    options = {"donate_argnums": 0, "compiler_options": compiler_options()}
-    return aot.compile_for("h100", program.step, *program.arguments, mesh=mesh, **options)
+    jit = {"donate_argnums": 0, "compiler_options": compiler_options()}
+    return aot.compile_for("h100", program.step, *program.arguments, mesh=mesh, **jit)
 
 
 def check_readme(cells: str, memory: aot.Memory) -> None:

@@ -50,6 +50,24 @@ def test_of_experts_only_the_products_that_tokens_need_are_compiled():
     )
 
 
+MIXTURES = [
+    # base, model, GPUs, most gigabytes
+    ("BF16", "30B-A3B", 1, 64.0),
+    ("NF4", "GLM-4.5-Air", 8, 26.0),
+    ("NF4", "235B-A22B", 8, 43.0),
+]
+
+
+@pytest.mark.parametrize(("base", "size", "cards", "most"), MIXTURES)
+def test_a_large_mixture_fits_as_the_readme_says(base, size, cards, most):
+    """By the recipe of Qwen3-30B-A3B: on one GPU in bfloat16, or on eight, which share the weights."""
+    format = "None" if base == "BF16" else base.lower()
+    compiled = compiled_step("qwen3_30b_a3b_qlora", size, "block", cards, rows=1, quant__format=format)
+    assert compiled.memory.peak <= most * 1e9
+    assert all(kernel.spill_bytes == 0 for kernel in compiled.kernels)
+    check_readme(f"| {base} | {size} | {cards} | 1 x 2048 | block |", compiled.memory)
+
+
 @pytest.mark.parametrize("remat", ["none", pytest.param("block", marks=pytest.mark.every_jax)])
 def test_a_weight_is_dequantized_for_each_product_and_never_kept(remat):
     """Seven linear layers, each forward and backward: a recomputed forward shares the backward's dequantized weight."""

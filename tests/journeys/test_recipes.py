@@ -4,9 +4,12 @@ import itertools
 import json
 import random
 
+import numpy as np
 import pytest
 from journey import loads_in_transformers, row
-from runs import call, metrics, recipe_command
+from runs import call, conversations, metrics, recipe_command
+from safetensors.numpy import load_file
+from tiny import byte_tokenizer, torch_model
 
 TEXT = {
     "data.datasets[0].path": "{home}/text",
@@ -37,6 +40,21 @@ def test_trains_resumes_exactly_exports_and_loads(home, recipe):
     call("jaxtune.export", f"--run={folder}", f"--output={exported}", *(["--merge"] if adapter else []))
     # Merged onto the weights of the file, not onto those that were rounded to multiply.
     loads_in_transformers(exported, home / "model", folder / "export" if adapter else None, within=1e-4)
+
+
+def test_a_decoder_inside_a_model_that_sees_trains_resumes_exactly_exports_and_loads(tmp_path):
+    model = tmp_path / "model"
+    torch_model("gemma3, inside a model that sees", model)
+    byte_tokenizer(model)
+    conversations(tmp_path / "chat.jsonl")
+    folder, _ = row(tmp_path, "gemma3_lora.py", "gemma3", **ADAPTER)
+    exported = tmp_path / "exported"
+    call("jaxtune.export", f"--run={folder}", f"--output={exported}", "--merge")
+    loads_in_transformers(exported, model, folder / "export", within=1e-4)
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, exported))
+    others = [name for name in before if "vision" in name]
+    assert others and before.keys() == after.keys()
+    assert all(np.array_equal(before[name], after[name]) for name in others)
 
 
 def test_a_classifier_trains_resumes_exactly_is_evaluated_and_exported(home):

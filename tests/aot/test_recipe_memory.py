@@ -1,0 +1,23 @@
+"""The memory of a recipe's step, for an H100 that is not there, is what the recipe's docstring says."""
+
+import re
+
+import pytest
+
+pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not installed")
+
+from compiled_steps import CONFIGS, compiled_step
+
+# recipe, model, remat, most gigabytes: those of a 24 GB GPU that a process may use
+RECIPES = [("gemma3_lora", "Gemma 3 4B", "none", 23.9), ("qwen3_5_lora", "Qwen3.5 9B", "block", 23.9)]
+
+
+@pytest.mark.parametrize(("recipe", "size", "remat", "most"), RECIPES)
+def test_memory_is_within_the_bound_and_in_the_docstring(recipe, size, remat, most):
+    compiled = compiled_step(recipe, size, remat)
+    peak = compiled.memory.peak / 1e9
+    print(recipe, peak)
+    assert peak <= most
+    assert all(kernel.spill_bytes == 0 for kernel in compiled.kernels)
+    found = re.search(rf"([\d.]+) GB with\s+--config\.memory\.remat={remat}", (CONFIGS / f"{recipe}.py").read_text())
+    assert found and float(found[1]) == pytest.approx(peak, rel=0.02)
