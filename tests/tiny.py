@@ -1,6 +1,7 @@
 """Everything tiny: tokenizers, documents, decoders, and model folders with torch or without."""
 
 import json
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 
@@ -410,7 +411,7 @@ def spec(layers: int | tuple[Layer, ...] = 4, **changes) -> ModelSpec:
     return ModelSpec(**{**fields, **changes})
 
 
-def random_values(declared: dict[str, Parameter], seed: int = 0) -> dict[str, jax.Array]:
+def random_values(declared: Mapping[str, Parameter], seed: int = 0) -> dict[str, jax.Array]:
     """Float32 values of declared parameters, drawn by numpy: jax's own draws compile longer than most tests run."""
     rng = np.random.default_rng(seed)
 

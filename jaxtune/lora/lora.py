@@ -9,13 +9,12 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxtune.models.call import Call
 from jaxtune.models.declared import declared
 from jaxtune.models.dropout import dropout
-from jaxtune.models.linear import PRODUCT, Linear, matmul
+from jaxtune.models.linear import Linear, matmul, named
 
 
 @dataclass(frozen=True)
@@ -69,11 +68,11 @@ def _low(linears: Sequence[Linear], x: Float[Array, "b s i"], call: Call) -> lis
         sites = [(linear, call.noise.site(linear.name)) for linear in owners]
         inputs = [dropout(x, linear.adapter.dropout, noise) for linear, noise in sites]
         found = [multiply(dropped, linear.part("lora_a")) for linear, dropped in zip(owners, inputs)]
-        found = [checkpoint_name(low, PRODUCT) for low in found]
+        found = [named(low, call) for low in found]
     else:
         product = multiply(x, jnp.concatenate([linear.part("lora_a") for linear in owners], axis=-2))
         ends = list(accumulate(linear.adapter.rank for linear in owners))
-        found = jnp.split(checkpoint_name(product, PRODUCT), ends[:-1], axis=-1)
+        found = jnp.split(named(product, call), ends[:-1], axis=-1)
     by_name = {linear.name: low for linear, low in zip(owners, found)}
     return [by_name[linear.adapter.owner or linear.name] for linear in linears]
 

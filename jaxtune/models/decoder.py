@@ -19,7 +19,7 @@ from jaxtune.models.declared import declared
 from jaxtune.models.delta_net import GatedDeltaNet
 from jaxtune.models.experts import Experts
 from jaxtune.models.latent_attention import LatentAttention
-from jaxtune.models.linear import PRODUCT
+from jaxtune.models.linear import EXPERT_PRODUCT, PRODUCT
 from jaxtune.models.lookup import lookup
 from jaxtune.models.mlp import MLP
 from jaxtune.models.norm import Norm
@@ -27,14 +27,16 @@ from jaxtune.models.rope import rotation
 from jaxtune.models.spec import DeltaNet, FeedForward, Heads, Layer, ModelSpec, StackSpec, stacks
 from jaxtune.parallel.layout import P
 from jaxtune.precision.matmul import MAXIMA
-from pallas_kernels.flash_attention import RESIDUALS
+from pallas_kernels import flash_attention, gated_delta_rule
 
 # Activations of a layer that are saved for the backward pass, besides its input; the rest is recomputed. With 'none'
 # only elementwise results are (norms, rotation, SwiGLU, dropout): saving them as well took several times the memory.
 # Each amax is a scalar, but to recompute it takes the input again and an all-reduce.
+MIXED = (flash_attention.RESIDUALS, gated_delta_rule.RESIDUALS)
 KEPT: dict[Remat, tuple[str, ...]] = {
-    "none": (PRODUCT, RESIDUALS, MAXIMA),
-    "dots": (PRODUCT, MAXIMA),
+    "none": (PRODUCT, EXPERT_PRODUCT, *MIXED, MAXIMA),
+    "experts": (PRODUCT, *MIXED, MAXIMA),
+    "dots": (PRODUCT, EXPERT_PRODUCT, MAXIMA),
     "block": (MAXIMA,),
     "offload": (MAXIMA,),  # and the layer's input in the host's memory
 }

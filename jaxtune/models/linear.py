@@ -18,8 +18,8 @@ from jaxtune.precision.matmul import LowPrecision
 from jaxtune.quant.array import QuantizedArray
 from pallas_kernels.grouped_matmul import Groups, by_row, grouped_matmul
 
-# The name of a linear layer's output in policies of jax.checkpoint.
-PRODUCT = "linear"
+# The names of linear layers' outputs in policies of jax.checkpoint: of those of a mixture's experts, and of others.
+PRODUCT, EXPERT_PRODUCT = "linear", "linear of an expert"
 
 
 class Adapter(Protocol):
@@ -144,10 +144,15 @@ def jointly(linears: Sequence[Linear], x: Float[Array, "b s i"], call: Call) -> 
     if len({linear.float32 for linear in linears}) > 1:  # parts of one module never differ
         return [linear(x, call) for linear in linears]
     if not linears[0].float32:
-        return [checkpoint_name(y, PRODUCT) for y in _outputs(linears, x, call)]
+        return [named(y, call) for y in _outputs(linears, x, call)]
     with jax.default_matmul_precision("highest"):  # no TF32 on a GPU, nor in the backward pass
         ys = _outputs(linears, x.astype(jnp.float32), call)
-    return [checkpoint_name(y.astype(x.dtype), PRODUCT) for y in ys]
+    return [named(y.astype(x.dtype), call) for y in ys]
+
+
+def named(y: Float[Array, "..."], call: Call) -> Float[Array, "..."]:
+    """A product under the name by which rematerialisation policies know it."""
+    return checkpoint_name(y, PRODUCT if call.groups is None else EXPERT_PRODUCT)
 
 
 def _outputs(linears: Sequence[Linear], x: Float[Array, "b s i"], call: Call) -> list[Float[Array, "b s o"]]:

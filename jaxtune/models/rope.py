@@ -95,10 +95,6 @@ def _yarn(rope: Rope, base: np.ndarray, head_dim: int) -> np.ndarray:
 def _yarn_magnitude(rope: Rope) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
-
-    def magnitude(mscale: float) -> float:
-        return 1.0 if rope.factor <= 1 else 0.1 * mscale * math.log(rope.factor) + 1.0
-
     if rope.mscale and rope.mscale_all_dim:
-        return magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
-    return magnitude(1.0)
+        return rope.magnitude(rope.mscale) / rope.magnitude(rope.mscale_all_dim)
+    return rope.magnitude(1.0)

@@ -1,6 +1,7 @@
 """What a decoder is made of: a frozen description, computed from a Hugging Face config.json by a family."""
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -31,6 +32,10 @@ class Rope:
     interleaved: bool = False
     fraction: float = 1.0
     query_growth: float = 0.0
+
+    def magnitude(self, mscale: float) -> float:
+        """What yarn multiplies by, `yarn_get_mscale` of transformers: 1 where nothing is stretched."""
+        return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ CHAT_TEMPLATE = (
 
 def get_config():
     """The recipe; makes the model folder if it does not exist."""
-    make_model_folder(MODEL_FOLDER)
+    make_model_folder(MODEL_FOLDER, "Qwen3", MODEL)
     config = new_config()
     config.model.path = str(MODEL_FOLDER)
     config.model.from_scratch = True
@@ -65,15 +65,15 @@ def get_config():
     return config
 
 
-def make_model_folder(folder):
-    """Writes config.json and the byte-level tokenizer, unless the folder exists.
+def make_model_folder(folder, kind, sizes):
+    """Writes a config.json of transformers' `kind` and the byte-level tokenizer, unless the folder exists.
 
     Raises:
-        UserError: The folder was made with sizes other than those in this file.
+        UserError: The folder was made with other sizes.
     """
     if folder.exists():
         found = json.loads((folder / "config.json").read_text())
-        if changed := [name for name in MODEL if found.get(name) != MODEL[name]]:
+        if changed := [name for name in sizes if found.get(name) != sizes[name]]:
             raise UserError(
                 f"{folder} was made with another {', '.join(changed)}; remove it, and the runs that used it"
             )
@@ -84,8 +84,8 @@ def make_model_folder(folder):
     end = tokenizer.convert_tokens_to_ids(END)
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = pathlib.Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-    transformers.Qwen3Config(
-        vocab_size=len(tokenizer), eos_token_id=end, pad_token_id=end, architectures=["Qwen3ForCausalLM"], **MODEL
+    getattr(transformers, f"{kind}Config")(
+        vocab_size=len(tokenizer), eos_token_id=end, pad_token_id=end, architectures=[f"{kind}ForCausalLM"], **sizes
     ).save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
     temporary.chmod(0o755)

@@ -2,7 +2,7 @@
 
 Hardware: a GPU of 24 GB or more (RTX 4090).
 
-Qwen3.5-9B, 2 rows of 2048 tokens: 22.3 GB with --config.memory.remat=block, 33.2 GB with none, on an H100, according to
+Qwen3.5-9B, 2 rows of 2048 tokens: 22.3 GB with --config.memory.remat=block, 35.7 GB with none, on an H100, according to
 the compiler. The decoder alone is trained; the adapter is one of the whole model, which also sees images.
 
     python -m jaxtune.train --config=qwen3_5_lora

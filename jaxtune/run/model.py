@@ -191,6 +191,8 @@ def _treated(base: Base, config: Config, train: bool) -> ModelSpec:
     for field in dataclasses.fields(config.experts):
         if not spec.has_experts and (value := getattr(config.experts, field.name)) != field.default:
             raise UserError(f"experts.{field.name}={value!r}: the model, a {spec.family}, has no experts")
+    if config.memory.remat == "experts" and not spec.has_experts:
+        raise UserError(f"memory.remat='experts': the model, a {spec.family}, has no experts; 'dots' keeps less")
     names, options = frozenset(), config.quant
     if base.scheme is not None:
         _refuse_scheme(base, config, train)

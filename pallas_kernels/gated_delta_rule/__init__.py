@@ -7,11 +7,12 @@ from jaxtyping import Array, Bool, Float
 
 from pallas_kernels import registry
 from pallas_kernels.gated_delta_rule import triton, xla
+from pallas_kernels.gated_delta_rule.triton import RESIDUALS
 from pallas_kernels.gpus import current_device
 from pallas_kernels.manual_axes import vary_over, varying_axes
 from pallas_kernels.registry import ANY_CARD, Backend
 
-__all__ = ["BACKENDS", "gated_delta_rule"]
+__all__ = ["BACKENDS", "RESIDUALS", "gated_delta_rule"]
 
 BACKENDS = (
     Backend("triton", triton.gated_delta_rule, triton.refuses, {ANY_CARD: "interpreted tests"}),
@@ -41,7 +42,8 @@ def gated_delta_rule(
     is dk^-0.5 unless given. q and k are taken as they are: models with a norm apply it before. The state is
     `initial_state`, or zeros, before the first token, and zeros before each token that starts a document: what came
     before it reaches it neither forward nor backward. Differentiable in all but `starts`, through both results; the
-    backward pass keeps no more than a state for every 64 tokens.
+    backward pass keeps no more than a state for every 64 tokens. Under `jax.checkpoint` the forward kernels run again,
+    unless its policy saves what is named RESIDUALS (XLA's backend always runs again).
 
     Inside a `shard_map`, batch and heads may be sharded, hk and hv alike. `backend`: 'auto', or a name in BACKENDS.
     Raises ValueError for shapes that do not fit, and registry.CannotRun for a backend that cannot run.

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float
@@ -27,6 +28,8 @@ from pallas_kernels.gated_delta_rule import kernels
 from pallas_kernels.gated_delta_rule.chunks import CHUNK, summed, whole_chunks
 from pallas_kernels.gpus import Device, current_device
 
+# The name of the outputs and states in policies of jax.checkpoint: one that saves them spares a second run.
+RESIDUALS = "gated_delta_rule"
 COLUMNS, WARPS = 32, 8  # columns of a state that a program carries or reads at a time
 
 
@@ -75,7 +78,7 @@ def _undifferentiated(q, k, v, total, begun, beta, state, scale, interpret):
 
 
 def _rule_forward(q, k, v, total, begun, beta, state, scale, interpret):
-    out, last, states = _forward(q, k, v, total, begun, beta, state, scale, interpret)
+    out, last, states = checkpoint_name(_forward(q, k, v, total, begun, beta, state, scale, interpret), RESIDUALS)
     return (out, last), (q, k, v, total, begun, beta, states)
 
 

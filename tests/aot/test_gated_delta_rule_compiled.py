@@ -1,5 +1,7 @@
 """The gated delta rule compiled for GPUs that are not there: every product on the matrix unit, nothing spilled."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import aot, report
-from pallas_kernels.gated_delta_rule import gated_delta_rule
+from pallas_kernels.gated_delta_rule import RESIDUALS, gated_delta_rule
 from pallas_kernels.gpus import GPUS
 
 COVERS = ("pallas_kernels", "tests/aot/test_kernels.py")
@@ -50,3 +52,22 @@ def test_inside_a_shard_map():
     grids = {kernel.name: kernel.grid for kernel in compiled.kernels}
     assert grids["gated_delta_heads"] == (2, 2, 1) and grids["gated_delta_backward"] == (2, 2, 1)
     assert not compiled.collectives
+
+
+@pytest.mark.parametrize(("saved", "runs"), [((RESIDUALS,), 1), ((), 2)])
+def test_saved_residuals_spare_the_second_forward_pass(saved, runs):
+    """As a model calls it: in a loop over layers, which are rematerialised."""
+
+    @partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(*saved))
+    def layer(v, q, decay, starts):
+        return v + gated_delta_rule(q, q, v, decay, -decay, starts)[0]
+
+    def loss(v, q, decay, starts):
+        v, _ = jax.lax.scan(lambda v, q: (layer(v, q, decay, starts), None), v, q)
+        return jnp.sum(v.astype(jnp.float32) ** 2)
+
+    shapes = ((1, 128, 2, 64), jnp.bfloat16), ((3, 1, 128, 1, 64), jnp.bfloat16), ((1, 128, 2), jnp.float32)
+    arrays = (jax.ShapeDtypeStruct(*shape) for shape in (*shapes, ((1, 128), jnp.bool_)))
+    compiled = aot.compile_for("h100", jax.grad(loss, (0, 1)), *arrays)
+    assert compiled.hlo.count('name = "gated_delta_backward"') == 1
+    assert compiled.hlo.count('name = "gated_delta_forward"') == runs

@@ -9,7 +9,7 @@ import pytest
 from mesh.harness import MESHES, ROWS, SEQUENCE, fetched, fields
 from tiny import layer, spec
 
-from jaxtune.config.schema import Config, Data, Lora, Mesh, Model, Precision, Train
+from jaxtune.config.schema import Config, Data, Lora, Memory, Mesh, Model, Precision, Train
 from jaxtune.config.schema import Experts as Options
 from jaxtune.models.parameters import randomize
 from jaxtune.models.spec import ClampedSilu, DeltaNet, Experts, FeedForward, Heads, Latent, Norm, Rope
@@ -83,6 +83,7 @@ def train(family: str, lora: bool, mesh: Mesh, devices: int) -> tuple[np.ndarray
         lora=Lora(enabled=lora, rank=4, dropout=0.1),
         precision=Precision("fp32"),
         experts=Options() if lora else OPTIONS.get(family, Options()),
+        memory=Memory("experts" if family == "qwen3_moe" else "auto"),
     )
     program = assemble(Base(SPECS[family]), config, made)
     trained, frozen = (randomize(of, 0) for of in (program.model.trained, program.model.frozen))

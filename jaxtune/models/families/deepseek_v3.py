@@ -1,10 +1,9 @@
 """DeepSeek-V3 and R1: latent attention; experts chosen in groups by corrected sigmoid scores, one shared."""
 
-import math
 from typing import Any
 
 from jaxtune.models.families import glm4_moe, llama, qwen3_moe
-from jaxtune.models.spec import Latent, ModelSpec, Rope
+from jaxtune.models.spec import Latent, ModelSpec
 
 ATTENTION = "model.layers.{layer}.self_attn"
 LATENTS = {
@@ -54,13 +53,6 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
         rope=rope,
         feed_forward=glm4_moe.feed_forwards(config),
         bias=frozenset(bias),
-        scale=head_dim**-0.5 * stretched_magnitude(rope) ** 2,
+        scale=head_dim**-0.5 * rope.magnitude(rope.mscale_all_dim or 0) ** 2,
         latent=Latent(config["kv_lora_rank"], config["q_lora_rank"], rotated, config["v_head_dim"]),
     )
-
-
-def stretched_magnitude(rope: Rope) -> float:
-    """What a stretched rope multiplies queries and keys by, as `yarn_apply_mscale` of transformers."""
-    if rope.kind == "default" or not rope.mscale_all_dim or rope.factor <= 1:
-        return 1.0
-    return 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1

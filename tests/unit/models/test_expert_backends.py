@@ -1,24 +1,28 @@
 """Backends of a mixture of experts give the same numbers, whatever experts are stored or adapted as."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from batches import make_batch, tokens
 from flax import nnx
 from tiny import layer, random_values, spec
 
-from jaxtune.config.schema import Config, Data, Lora, Mesh, Model, Precision, Quant
+from jaxtune.config.schema import Config, Data, Lora, Memory, Mesh, Model, Precision, Quant
 from jaxtune.config.schema import Experts as Options
 from jaxtune.errors import UserError
 from jaxtune.models.call import Call
 from jaxtune.models.decoder import bind
 from jaxtune.models.dropout import Noise
+from jaxtune.models.score import score
 from jaxtune.models.spec import ClampedSilu, Experts
 from jaxtune.parallel.layout import by_token
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.run.model import Base, declare_model
+from pallas_kernels.grouped_matmul import arrange
 
 PLAIN = Experts(128, count=6, active=2, normalized=True)
 CLAMPED = dataclasses.replace(PLAIN, activation=ClampedSilu(1.7, 0.5), router_bias=True, bias=True)
@@ -105,3 +109,29 @@ def test_what_cannot_run_is_refused(one_device):
     ):
         with pytest.raises(UserError, match=f"experts.{named}: the model, a qwen3, has no experts"):
             declare_model(Base(spec(1)), Config(experts=asked), one_device)
+    with pytest.raises(UserError, match="memory.remat='experts': the model, a qwen3, has no experts"):
+        declare_model(Base(spec(1)), Config(memory=Memory("experts")), one_device)
+
+
+def test_products_of_experts_alone_can_be_computed_again(one_device):
+    """Less is saved for the backward pass, by those products alone, and the gradients are the same."""
+    rows, length = 2, 16
+    config = Config(Model(dtype="float32"), Data(seq_len=length), precision=Precision("fp32"))
+    model = declare_model(base_of(PLAIN), config, one_device)
+    values, batch = random_values(model.parameters), make_batch(tokens(rows, length), one_device)
+
+    def loss(values, remat):
+        call = Call(jnp.dtype("float32"), remat=remat, experts="loop")
+        return score(bind(model.graph, values), batch, call).loss.sum()
+
+    def saved(remat):
+        residuals = jax.eval_shape(lambda values: jax.vjp(partial(loss, remat=remat), values)[1], values)
+        return sum(array.size for array in jax.tree.leaves(residuals))
+
+    groups = arrange(jnp.zeros(rows * length * PLAIN.active, jnp.int32), PLAIN.count, "xla").item_of.size
+    gate_up_down = groups * (2 * PLAIN.size + base_of(PLAIN).spec.hidden)
+    assert saved("none") - saved("experts") == gate_up_down
+    assert saved("experts") > saved("block")
+    assert_equal(
+        *(jax.tree.leaves(jax.jit(jax.grad(partial(loss, remat=remat)))(values)) for remat in ("none", "experts"))
+    )
