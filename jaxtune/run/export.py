@@ -167,13 +167,16 @@ def _targets(model: Model) -> tuple[list[str], list[str]]:
     linears = {loaded[place.name]: p for p in model.parameters.values() if p.kind == "linear" for place in p.places}
     modules = {name.removesuffix(".weight"): p for name, p in linears.items() if name.endswith(".weight")}
     stacked = {name: p for name, p in linears.items() if not name.endswith(".weight")}
-    of_experts = {_ending(name) for name, p in modules.items() if _is_of_experts(p) and p.treatment.adapter}
-    alike = {
-        f"{name}.weight"
-        for name, p in modules.items()
-        if _ending(name) in of_experts and not _is_of_experts(p) and p.treatment.adapter
-    }
+    experts = {name: p for name, p in modules.items() if _is_of_experts(p)}
+    of_experts = {_ending(name) for name in _adapted(experts)}
+    alike = {f"{name}.weight" for name in _adapted(modules) - experts.keys() if _ending(name) in of_experts}
+    if bare := {_module(name) for name in experts.keys() - _adapted(experts)} & set(map(_module, _adapted(experts))):
+        log.warning("peft cannot load this adapter: gate, up and down of an expert (%s) must all have one", min(bare))
     return _names(modules, short, 1), [*_names(stacked, short, 2), *sorted(alike)]
+
+
+def _adapted(linears: Mapping[str, Parameter]) -> set[str]:
+    return {name for name, parameter in linears.items() if parameter.treatment.adapter}
 
 
 def _names(linears: Mapping[str, Parameter], short: bool, parts: int) -> list[str]:
@@ -181,7 +184,7 @@ def _names(linears: Mapping[str, Parameter], short: bool, parts: int) -> list[st
 
     Whole names inside a larger model, whose other parts may have a q_proj of their own.
     """
-    adapted = {name for name, parameter in linears.items() if parameter.treatment.adapter}
+    adapted = _adapted(linears)
     endings = {_ending(name, parts) for name in adapted}
     whole_kinds = {name for name in linears if _ending(name, parts) in endings} == adapted
     return sorted(endings if whole_kinds and short else adapted)
@@ -189,6 +192,10 @@ def _names(linears: Mapping[str, Parameter], short: bool, parts: int) -> list[st
 
 def _ending(name: str, parts: int = 1) -> str:
     return ".".join(name.split(".")[-parts:])
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _is_of_experts(parameter: Parameter) -> bool:

@@ -16,7 +16,7 @@ from jaxtune.run.assembly import assemble
 from jaxtune.run.export import export
 from jaxtune.run.folder import RunFolder
 from jaxtune.run.model import read_base
-from jaxtune.run.values import initial_parameters
+from jaxtune.run.values import initial_parameters, of_model
 
 QWEN = "qwen3, yarn rope, tied"
 
@@ -112,7 +112,10 @@ def test_an_adapter_made_by_peft_loads_here(base, one_device, tmp_path):
     ],
 )
 def test_adapters_go_to_peft_and_back(family, targets, one_device, tmp_path):
-    """Modules have other names here, or are several parameters: then A is one, and B is put together of theirs."""
+    """Modules have other names here, or are several parameters: then A is one, and B is put together of theirs.
+
+    Experts in one tensor are a parameter of a module, which peft's modules wrap.
+    """
     import torch
 
     peft = pytest.importorskip("peft")
@@ -136,6 +139,61 @@ def test_adapters_go_to_peft_and_back(family, targets, one_device, tmp_path):
     config = dataclasses.replace(config, lora=dataclasses.replace(lora, path=str(tmp_path / "again")))
     for name, value in initial_parameters(model, config).items():
         np.testing.assert_array_equal(value, parameters[name], err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["mixtral", "qwen3_moe, a dense layer, router loss", "glm4_moe, groups, a shared expert"],
+)
+def test_experts_that_are_modules_in_the_files_are_one_parameter_in_peft(family, one_device, tmp_path):
+    """peft makes the adapters of its parameters of those of the modules, and leaves other modules' as they are."""
+    import torch
+
+    peft = pytest.importorskip("peft")
+    reference = torch_model(family, tmp_path / "base", num_hidden_layers=2)
+    lora = Lora(enabled=True, rank=4, alpha=8.0, dropout=0.1)
+    model, parameters, config = adapted(tmp_path / "base", one_device, lora)
+    export(model, parameters, config, RunFolder(tmp_path), tmp_path / "peft", "peft", steps=1, tokens=1)
+    rows = tokens(2, 48)
+    ours = logits(model, parameters, make_batch(rows, one_device))
+    theirs = peft.PeftModel.from_pretrained(reference, tmp_path / "peft").eval()
+    with torch.no_grad():
+        assert np.abs(theirs(torch.tensor(rows)).logits.numpy() - ours).max() <= 1e-5
+    config = of_model(str(tmp_path / "peft"), config)
+    again, _, _ = read(tmp_path / "base", one_device, lora=config.lora)
+    for name, value in initial_parameters(again, config).items():
+        np.testing.assert_array_equal(value, parameters[name], err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("family", "parameters"),
+    [
+        ("gpt_oss, stacked experts", ["experts.down_proj", "mlp.experts.gate_up_proj"]),
+        ("gpt_oss, stacked experts", ["gate_up_proj"]),
+        ("granitemoe, stacked experts", ["down_proj", "model.layers.1.block_sparse_moe.experts.gate_up_proj"]),
+    ],
+)
+def test_an_adapter_of_experts_made_by_peft_loads_here(family, parameters, one_device, tmp_path):
+    import torch
+
+    peft = pytest.importorskip("peft")
+    reference = torch_model(family, tmp_path / "base", num_hidden_layers=2)
+    options = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj"], target_parameters=parameters)
+    options.base_model_name_or_path = str(tmp_path / "base")
+    theirs = peft.get_peft_model(reference, options).eval()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    theirs.save_pretrained(tmp_path / "peft")
+    config = of_model(str(tmp_path / "peft"), Config(data=Data(seq_len=64)))
+    model, frozen, config = read(tmp_path / "base", one_device, lora=config.lora)
+    rows = tokens(2, 48)
+    with torch.no_grad():
+        expected = theirs(torch.tensor(rows)).logits.numpy()
+    ours = logits(model, {**frozen, **initial_parameters(model, config)}, make_batch(rows, one_device))
+    assert np.abs(ours - expected).max() <= 1e-5
 
 
 def test_only_adapters_have_gradients_and_optimizer_state(base, one_device):
