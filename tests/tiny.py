@@ -421,8 +421,8 @@ def random_values(declared: Mapping[str, Parameter], seed: int = 0) -> dict[str,
     return {name: jax.device_put(draw(name, parameter), parameter.sharding) for name, parameter in declared.items()}
 
 
-def model_folder(folder: Path, **sizes) -> Path:
-    """A Qwen3 of random weights with a byte tokenizer, as transformers would save it; made without torch."""
+def model_folder(folder: Path, kind: str = "Qwen3", **sizes) -> Path:
+    """A model of random weights with a byte tokenizer, as transformers would save it; made without torch."""
     tokenizer = byte_tokenizer(folder)
     fields = dict(
         vocab_size=len(tokenizer),
@@ -435,10 +435,10 @@ def model_folder(folder: Path, **sizes) -> Path:
         max_position_embeddings=128,
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
-        architectures=["Qwen3ForCausalLM"],
+        architectures=[f"{kind}ForCausalLM"],
         dtype="float32",
     )
-    config = transformers.Qwen3Config(**{**fields, **sizes})
+    config = getattr(transformers, f"{kind}Config")(**{**fields, **sizes})
     config.save_pretrained(folder)
     spec = families.read_spec(json.loads((folder / "config.json").read_text()))
     rng, tensors = np.random.default_rng(0), {}
@@ -448,7 +448,8 @@ def model_folder(folder: Path, **sizes) -> Path:
             shape = (spec.vocabulary, *shape[1:])
         for place in parameter.places:
             values = rng.normal(scale=0.02, size=shape) + ("norm" in place.name)
-            tensors[place.name] = values.astype(np.float32)
+            whole = tensors.setdefault(place.name, np.zeros(place.shape_in_file(shape), np.float32))
+            place.rows_in(whole)[: len(values)] = values
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
 

@@ -27,7 +27,7 @@ _UNDERSTOOD = {
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "r", "lora_alpha", "lora_dropout", "use_rslora", "bias", "init_lora_weights", "target_modules", "exclude_modules",
     "layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size", "runtime_config",
-    "modules_to_save",
+    "modules_to_save", "target_parameters",
 }  # fmt: skip
 # Initialisations that leave the base model as it is; the others (PiSSA, OLoRA, ...) subtract the adapter from it.
 _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
@@ -44,8 +44,10 @@ class SavedAdapter:
         use_rslora: whether the scale is alpha / sqrt(rank).
         base_model: name or path of the model it was trained on; None: not recorded.
         revision: branch, tag or commit of that model on the hub; None: its main branch, or a local folder.
-        tensors: by name ("model.layers.0.self_attn.q_proj.lora_A.weight"): A (rank, in) and B (out, rank); and of a
-            classifier its head, score.weight (labels, in).
+        tensors: by name ("model.layers.0.self_attn.q_proj.lora_A.weight"): A (rank, in) and B (out, rank); of experts
+            in one tensor A (experts * rank, in) and B (out, rank * experts); and of a classifier its head,
+            score.weight (labels, in).
+        parameters: names or name endings of tensors that hold experts, in the model's own module.
     """
 
     rank: int
@@ -55,11 +57,19 @@ class SavedAdapter:
     base_model: str | None
     revision: str | None
     tensors: Mapping[str, Source]
+    parameters: tuple[str, ...] = ()
 
     @property
     def modules(self) -> frozenset[str]:
-        """Hugging Face names of the modules that have an adapter."""
+        """Hugging Face names of the modules that have an adapter, and peft's of what wraps experts in one tensor."""
         return frozenset(name.rsplit(".", 2)[0] for name in self.tensors if name != HEAD)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Names, or name endings, of the modules and the tensors of experts that have an adapter."""
+        ranks = {module: self.tensors[f"{module}.lora_A.weight"].shape[0] for module in self.modules}
+        modules = {module for module, rank in ranks.items() if rank == self.rank}
+        return tuple(sorted(modules if modules == self.modules else modules | set(self.parameters)))
 
     @property
     def labels(self) -> int:
@@ -74,6 +84,7 @@ def write_adapter(
     base_model: str,
     revision: str | None,
     target_modules: Sequence[str],
+    target_parameters: Sequence[str] = (),
 ) -> None:
     """Write an adapter that `peft` loads. Every process of a run calls it; process 0 writes.
 
@@ -83,6 +94,7 @@ def write_adapter(
         lora: rank, alpha, dropout and use_rslora.
         base_model, revision: the model it was trained on.
         target_modules: names or name endings of the modules; peft puts adapters into the modules that match.
+        target_parameters: of tensors that hold experts, likewise; peft has no dropout there.
 
     Raises:
         UserError: the folder cannot be written to.
@@ -90,10 +102,11 @@ def write_adapter(
     tensors = [tensor._replace(name=f"{_PREFIX}{tensor.name}") for tensor in tensors]
     adapters = [tensor.name for tensor in tensors if tensor.name != f"{_PREFIX}{HEAD}"]
     classifier = len(adapters) < len(tensors)
-    ends = tuple(f".{target}" for target in target_modules)
-    strays = [name for name in adapters if not name.rsplit(".", 2)[0].endswith(ends)]
+    wrapped = (target.rpartition(".")[0] for target in target_parameters)
+    ends = tuple(f".{target}" for target in (*target_modules, *wrapped))
+    strays = [name for name in adapters if not name.rsplit(".", 2)[0].removesuffix(".base_layer").endswith(ends)]
     if strays:
-        raise ValueError(f"target_modules {list(target_modules)} do not match {strays}")
+        raise ValueError(f"{list(target_modules)} and {list(target_parameters)} do not match {strays}")
     config = {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if classifier else "CAUSAL_LM",
@@ -104,6 +117,7 @@ def write_adapter(
         "lora_dropout": lora.dropout,
         "use_rslora": lora.use_rslora,
         "target_modules": sorted(target_modules),
+        "target_parameters": sorted(target_parameters) or None,
         "bias": "none",
         "init_lora_weights": True,
         "inference_mode": True,
@@ -132,7 +146,7 @@ def read_adapter(folder: Path) -> SavedAdapter:
     file = folder / WEIGHTS
     if not file.is_file():
         raise UserError(f"{folder} has no {WEIGHTS}; an adapter in another format must be saved as safetensors")
-    rank, tensors = config["r"], {}
+    rank, tensors, parameters = config["r"], {}, tuple(config.get("target_parameters") or ())
     for key, source in open_sources([file]).items():
         if key == f"{_PREFIX}{HEAD}":
             tensors[HEAD] = source
@@ -141,16 +155,21 @@ def read_adapter(folder: Path) -> SavedAdapter:
         if match is None:
             raise UserError(f"{file}: {key} is not understood; tensors are base_model.model.<module>.lora_A|B.weight")
         shape, axis = source.shape, "AB".index(match["half"])
-        if len(shape) != 2 or shape[axis] != rank or source.dtype not in DTYPES:
+        fits = len(shape) == 2 and (shape[axis] == rank or (parameters and shape[axis] and shape[axis] % rank == 0))
+        if not fits or source.dtype not in DTYPES:
             raise UserError(
-                f"{file}: {key} is {source.dtype} {shape}; it must be {'(in, r)' if axis else '(r, in)'} "
-                f"with r = {rank}, of {', '.join(DTYPES)}"
+                f"{file}: {key} is {source.dtype} {shape}; it must be {'(out, r)' if axis else '(r, in)'} "
+                f"with r = {rank}{', or r times the experts' if parameters else ''}, of {', '.join(DTYPES)}"
             )
         tensors[current_name(key.removeprefix(_PREFIX))] = source
     pairs = {name.rsplit(".", 2)[0] for name in tensors if name != HEAD}
     lone = [module for module in pairs if not {f"{module}.lora_{half}.weight" for half in "AB"} <= tensors.keys()]
     if lone or not pairs:
         raise UserError(f"{file}: " + (f"lora_A or lora_B is missing for {lone[0]}" if lone else "it holds no tensors"))
+    for module in pairs:
+        ranks = [tensors[f"{module}.lora_{half}.weight"].shape[axis] for axis, half in enumerate("AB")]
+        if ranks[0] != ranks[1]:
+            raise UserError(f"{file}: the rank of {module} is {ranks[0]} in lora_A and {ranks[1]} in lora_B")
     return SavedAdapter(
         rank=rank,
         alpha=float(config["lora_alpha"]),
@@ -159,6 +178,7 @@ def read_adapter(folder: Path) -> SavedAdapter:
         base_model=config.get("base_model_name_or_path"),
         revision=config.get("revision"),
         tensors=tensors,
+        parameters=parameters,
     )
 
 
@@ -167,6 +187,7 @@ def _check_config(path: Path, config: dict[str, Any]) -> None:
         value = config.get(key)
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
+    parameters = config.get("target_parameters") or []
     wrong = {
         "peft_type": (config.get("peft_type") == "LORA", "'LORA'"),
         "r": (isinstance(config.get("r"), int) and number("r") and config["r"] > 0, "a rank, 1 or more"),
@@ -178,6 +199,10 @@ def _check_config(path: Path, config: dict[str, Any]) -> None:
         "bias": (config.get("bias") in ("none", None), "'none'"),
         # Both, as peft has it for every classifier: the head of a decoder is called score.
         "modules_to_save": (set(config.get("modules_to_save") or ()) <= {"classifier", "score"}, "empty, or ['score']"),
+        "target_parameters": (
+            isinstance(parameters, list) and all(isinstance(name, str) for name in parameters),
+            "names of parameters",
+        ),
         "init_lora_weights": (config.get("init_lora_weights") in _PLAIN_STARTS, "true (convert it with peft)"),
     }
     for key, (right, must) in wrong.items():

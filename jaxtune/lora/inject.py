@@ -1,17 +1,14 @@
 """Put LoRA adapters into a ModelSpec: which linear layers, of which size and scale."""
 
 import dataclasses
-import logging
 
 from jaxtune.config.schema import Lora
 from jaxtune.errors import UserError
 from jaxtune.lora.lora import LoRA
-from jaxtune.models.parameters import sites, stacked
+from jaxtune.models.parameters import loaded_names, sites
 from jaxtune.models.selection import select
 from jaxtune.models.spec import ModelSpec
 from jaxtune.models.treat import linears, treat, treat_linears, treat_sites
-
-log = logging.getLogger("jaxtune")
 
 
 def inject(spec: ModelSpec, lora: Lora) -> ModelSpec:
@@ -21,18 +18,10 @@ def inject(spec: ModelSpec, lora: Lora) -> ModelSpec:
     """
     known, targets = linears(spec), lora.target_modules
     _refuse_head(spec, targets)
-    without = {name.removesuffix(".weight") for name in stacked(spec)} & known.keys()
-    if targets == "all-linear":
-        chosen = frozenset(known.keys() - without)
-        if without:
-            log.warning("lora.target_modules: experts in one tensor have no adapter, such as %s", min(without))
-    else:
-        chosen = select(targets, known, "lora.target_modules")
-    if refused := chosen & without:
-        raise UserError(
-            f"lora.target_modules: {min(refused)} holds all experts of a layer in one tensor, for which there are no "
-            "adapters yet; name others, or 'all-linear', which leaves it out"
-        )
+    named = {new.removesuffix(".weight"): name.removesuffix(".weight") for name, new in loaded_names(spec).items()}
+    named = {new: name for new, name in named.items() if name in known}
+    found = named if targets == "all-linear" else select(targets, named, "lora.target_modules")
+    chosen = frozenset(named[name] for name in found)
     # alpha / rank (Hu et al. 2021), or alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023).
     adapter = LoRA(lora.rank, lora.alpha / (lora.rank**0.5 if lora.use_rslora else lora.rank), lora.dropout)
     frozen = [name for name, (site, *_) in sites(spec).items() if site.kind != "score"]

@@ -184,10 +184,12 @@ def _places(
     Adapters have peft's names, "q_proj.lora_A.weight". `beside`: all that is declared in the layer.
     """
     weight, part = _weight_of(local, beside[local].kind), local.rsplit(".", 1)[-1]
-    tensor = _tensor(names[weight])
+    tensor, experts = _tensor(names[weight]), lead[1] if len(lead) > 1 else 1
     parts = [other for other in names if names[other] == names[weight] and other in beside]
+    of_stacked = weight != local and tensor.stacked
     if weight != local:
-        tensor = Tensor(tensor.name.removesuffix("weight") + treatment.adapter.peft_names[part])
+        module = _wrapper(names, tensor, beside) if of_stacked else tensor.name.removesuffix(".weight")
+        tensor = Tensor(f"{module}.{treatment.adapter.peft_names[part]}", interleaved=tensor.interleaved)
         parts = parts if part not in treatment.adapter.shared else []
     # Rows of the parts in the order of the family's names: of a fused qkv, k begins where the rows of q end. A tensor
     # that is a parameter of its own has one part, and no offset.
@@ -196,22 +198,38 @@ def _places(
     if len(parts) > 1:
         number, of = parts.index(weight), sum(rows)
         first, step = (number, len(parts)) if tensor.interleaved else (sum(rows[:number]), 1)
-    experts = lead[1] if len(lead) > 1 else 1
-    return tuple(
-        Place(
-            tensor.name.format(layer=layer, expert=expert),
-            first,
-            of,
-            step,
-            *((expert, experts) if tensor.stacked else (None, None)),
-            tensor.transposed,
-        )
-        for layer, expert in itertools.product(layers or (None,), range(experts))
-    )
+
+    def place(layer: int | None, expert: int) -> Place:
+        found = Place(tensor.name.format(layer=layer, expert=expert), first, of, step, transposed=tensor.transposed)
+        if not of_stacked:
+            return dataclasses.replace(found, element=expert, stack=experts) if tensor.stacked else found
+        # peft's matrices of all experts: A (experts * rank, in), B (out, rank * experts), a column of each in turn.
+        if (axis := beside[local].axes.index("rank")) == 0:
+            rank = beside[local].shape[axis]
+            return dataclasses.replace(found, first=expert * rank, of=experts * rank)
+        return dataclasses.replace(found, column=expert, columns=experts)
+
+    return tuple(place(layer, expert) for layer, expert in itertools.product(layers or (None,), range(experts)))
+
+
+def _wrapper(names: Mapping[str, str | Tensor], tensor: Tensor, beside: Mapping[str, _Declared]) -> str:
+    """What peft calls the module of a stacked tensor's adapter.
+
+    It wraps the tensor's module once for each tensor in it that has one, the first of them innermost.
+    """
+    adapted = {names[_weight_of(local, one.kind)] for local, one in beside.items() if one.kind == "adapter"}
+    module = _loaded(tensor).rpartition(".")[0]
+    inside = [one for one in map(_tensor, dict.fromkeys(names.values())) if one in adapted and one.stacked]
+    outer = [one for one in inside[inside.index(tensor) + 1 :] if _loaded(one).rpartition(".")[0] == module]
+    return module + ".base_layer" * len(outer)
 
 
 def _tensor(found: str | Tensor) -> Tensor:
     return Tensor(found) if isinstance(found, str) else found
+
+
+def _loaded(tensor: Tensor) -> str:
+    return tensor.name if tensor.loaded is None else tensor.loaded
 
 
 def _storage(treatment: Treatment, adapted: bool) -> Storage | None:
@@ -244,10 +262,14 @@ def sites(spec: ModelSpec) -> dict[str, tuple[Site, ...]]:
     return found
 
 
-def stacked(spec: ModelSpec) -> frozenset[str]:
-    """The Hugging Face tensors that hold the experts of a layer, all in one."""
+def loaded_names(spec: ModelSpec) -> dict[str, str]:
+    """What transformers calls each Hugging Face tensor once it is read: another name for some that are stacked."""
     names = names_of(spec)
-    return frozenset(name for name, (site, *_) in sites(spec).items() if _tensor(names[site.local]).stacked)
+    found = {name: _tensor(names[site.local]) for name, (site, *_) in sites(spec).items()}
+    return {
+        name: name if tensor.loaded is None else tensor.loaded.format(layer=sites(spec)[name][0].layer)
+        for name, tensor in found.items()
+    }
 
 
 def abstract(parameters: Mapping[str, Parameter]) -> Parameters:

@@ -14,14 +14,14 @@ class Tensor:
         stacked: in a leading dimension are all experts of a layer; or one, where the parameter has none.
         transposed: a matrix is stored as (in, out).
         interleaved: the rows of parameters with this name take turns; otherwise one's rows follow another's.
-        adaptable: where it is stacked, transformers has a parameter of this name, to which peft can add an adapter.
+        loaded: what transformers calls the parameter once it is read, and peft after it; None: as it is in the files.
     """
 
     name: str
     stacked: bool = False
     transposed: bool = False
     interleaved: bool = False
-    adaptable: bool = False
+    loaded: str | None = None
 
 
 @dataclass(frozen=True)

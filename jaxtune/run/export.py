@@ -1,6 +1,7 @@
 """A run's model as Hugging Face safetensors, or its adapter as PEFT; and how far a merged model is from its parts."""
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -18,10 +19,9 @@ from jaxtune.models import families
 from jaxtune.models.attend import attend_packed
 from jaxtune.models.call import Call
 from jaxtune.models.decoder import Parameters, bind
-from jaxtune.models.parameters import Parameter, count
+from jaxtune.models.parameters import Parameter, count, loaded_names
 from jaxtune.models.places import Place
 from jaxtune.models.score import logits
-from jaxtune.models.treat import linears as linears_by_name
 from jaxtune.parallel import multihost
 from jaxtune.parallel.layout import by_token
 from jaxtune.parallel.mesh import data_shards
@@ -30,6 +30,8 @@ from jaxtune.run.card import card_rows
 from jaxtune.run.folder import RunFolder
 from jaxtune.run.model import Model, declare_model, read_base
 from jaxtune.run.values import read_parameters
+
+log = logging.getLogger("jaxtune")
 
 PROBE = 64  # random tokens a row, to compare logits
 
@@ -129,10 +131,11 @@ def export_adapter(model: Model, parameters: Parameters, config: Config, output:
         return _gather(parameters[name], index)
 
     tensors = list(_tensors(model, model.trained, jnp.dtype(config.lora.dtype), value))
-    adapters = [parameter for parameter in model.trained.values() if parameter.kind == "adapter"]
-    targets = _targets(model, {place.name.rsplit(".", 2)[0] for parameter in adapters for place in parameter.places})
-    base = _absolute(config.model.path or "")
-    hf.write_adapter(output, tensors, config.lora, base, config.model.revision, targets)
+    lora, base = config.lora, _absolute(config.model.path or "")
+    if lora.dropout and any(map(_is_of_experts, model.trained.values())):
+        log.warning("lora.dropout=%s is written as 0: peft has no dropout for adapters of experts", lora.dropout)
+        lora = dataclasses.replace(lora, dropout=0.0)
+    hf.write_adapter(output, tensors, lora, base, config.model.revision, *_targets(model))
     if multihost.is_main():
         _write_tokenizer(model, config, output)
 
@@ -154,15 +157,49 @@ def _absolute(path: str) -> str:
     return str(Path(path).resolve()) if Path(path).is_dir() else path
 
 
-def _targets(model: Model, modules: set[str]) -> list[str]:
-    """Names that peft finds exactly these modules by: q_proj where every layer's is meant, else whole names.
+def _targets(model: Model) -> tuple[list[str], list[str]]:
+    """Names by which peft finds exactly the adapted modules, and parameters: the experts of a layer in one tensor.
 
-    Whole names inside a larger model, too, whose other parts may have a q_proj of their own.
+    transformers 5 makes such a parameter of experts that files have apart, and peft then takes every module of their
+    names for one of them. So others of these names are named as parameters: by their weights.
     """
-    linears = linears_by_name(model.base.spec)
-    kinds = {module.rsplit(".", 1)[1] for module in modules}
-    whole_kinds = {linear for linear in linears if linear.rsplit(".", 1)[1] in kinds} == modules
-    return sorted(kinds if whole_kinds and model.spec.untouched is None else modules)
+    loaded, short = loaded_names(model.base.spec), model.spec.untouched is None
+    linears = {loaded[place.name]: p for p in model.parameters.values() if p.kind == "linear" for place in p.places}
+    modules = {name.removesuffix(".weight"): p for name, p in linears.items() if name.endswith(".weight")}
+    stacked = {name: p for name, p in linears.items() if not name.endswith(".weight")}
+    experts = {name: p for name, p in modules.items() if _is_of_experts(p)}
+    of_experts = {_ending(name) for name in _adapted(experts)}
+    alike = {f"{name}.weight" for name in _adapted(modules) - experts.keys() if _ending(name) in of_experts}
+    if bare := {_module(name) for name in experts.keys() - _adapted(experts)} & set(map(_module, _adapted(experts))):
+        log.warning("peft cannot load this adapter: gate, up and down of an expert (%s) must all have one", min(bare))
+    return _names(modules, short, 1), [*_names(stacked, short, 2), *sorted(alike)]
+
+
+def _adapted(linears: Mapping[str, Parameter]) -> set[str]:
+    return {name for name, parameter in linears.items() if parameter.treatment.adapter}
+
+
+def _names(linears: Mapping[str, Parameter], short: bool, parts: int) -> list[str]:
+    """The endings of those that are adapted (q_proj), where all that end so are; else, or if not `short`, whole names.
+
+    Whole names inside a larger model, whose other parts may have a q_proj of their own.
+    """
+    adapted = _adapted(linears)
+    endings = {_ending(name, parts) for name in adapted}
+    whole_kinds = {name for name in linears if _ending(name, parts) in endings} == adapted
+    return sorted(endings if whole_kinds and short else adapted)
+
+
+def _ending(name: str, parts: int = 1) -> str:
+    return ".".join(name.split(".")[-parts:])
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _is_of_experts(parameter: Parameter) -> bool:
+    return len(parameter.lead) > 1
 
 
 def export(

@@ -189,8 +189,8 @@ def of_model(name: str, config: Config) -> Config:
         adapter = hf.read_adapter(folder)
         if adapter.base_model is None:
             raise UserError(f"{name} does not say which model it is an adapter of (base_model_name_or_path)")
-        modules, base, revision = tuple(sorted(adapter.modules)), adapter.base_model, adapter.revision
-        lora = Lora(True, adapter.rank, adapter.alpha, 0.0, modules, use_rslora=adapter.use_rslora, path=name)
+        base, revision = adapter.base_model, adapter.revision
+        lora = Lora(True, adapter.rank, adapter.alpha, 0.0, adapter.targets, use_rslora=adapter.use_rslora, path=name)
         quant = config.quant
         if adapter.labels:
             model = dataclasses.replace(model, head="classification", num_labels=adapter.labels)

@@ -16,7 +16,7 @@ from jaxtune.run.assembly import assemble
 from jaxtune.run.export import export
 from jaxtune.run.folder import RunFolder
 from jaxtune.run.model import read_base
-from jaxtune.run.values import initial_parameters
+from jaxtune.run.values import initial_parameters, of_model
 
 QWEN = "qwen3, yarn rope, tied"
 
@@ -103,13 +103,19 @@ def test_an_adapter_made_by_peft_loads_here(base, one_device, tmp_path):
         ("deepseek_v3, latent attention", ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")),
         ("gemma2, soft caps", "all-linear"),
         ("gpt_oss, stacked experts", "all-linear"),
+        ("gpt_oss, stacked experts", ("o_proj", "experts.down_proj")),
+        ("gpt_oss, stacked experts", r"layers\.[12]\..*(q_proj|gate_up_proj)"),
+        ("granitemoe, stacked experts", "all-linear"),
         ("qwen3_5_text, delta nets", "all-linear"),
         ("gemma3, inside a model that sees", "all-linear"),
         ("starcoder2, layer norm, no gate", "all-linear"),
     ],
 )
 def test_adapters_go_to_peft_and_back(family, targets, one_device, tmp_path):
-    """Modules have other names here, or are several parameters: then A is one, and B is put together of theirs."""
+    """Modules have other names here, or are several parameters: then A is one, and B is put together of theirs.
+
+    Experts in one tensor are a parameter of a module, which peft's modules wrap.
+    """
     import torch
 
     peft = pytest.importorskip("peft")
@@ -132,6 +138,30 @@ def test_adapters_go_to_peft_and_back(family, targets, one_device, tmp_path):
     theirs.save_pretrained(tmp_path / "again")
     config = dataclasses.replace(config, lora=dataclasses.replace(lora, path=str(tmp_path / "again")))
     for name, value in initial_parameters(model, config).items():
+        np.testing.assert_array_equal(value, parameters[name], err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["mixtral", "qwen3_moe, a dense layer, router loss", "glm4_moe, groups, a shared expert"],
+)
+def test_experts_that_are_modules_in_the_files_are_one_parameter_in_peft(family, one_device, tmp_path):
+    """peft makes the adapters of its parameters of those of the modules, and leaves other modules' as they are."""
+    import torch
+
+    peft = pytest.importorskip("peft")
+    reference = torch_model(family, tmp_path / "base", num_hidden_layers=2)
+    lora = Lora(enabled=True, rank=4, alpha=8.0, dropout=0.1)
+    model, parameters, config = adapted(tmp_path / "base", one_device, lora)
+    export(model, parameters, config, RunFolder(tmp_path), tmp_path / "peft", "peft", steps=1, tokens=1)
+    rows = tokens(2, 48)
+    ours = logits(model, parameters, make_batch(rows, one_device))
+    theirs = peft.PeftModel.from_pretrained(reference, tmp_path / "peft").eval()
+    with torch.no_grad():
+        assert np.abs(theirs(torch.tensor(rows)).logits.numpy() - ours).max() <= 1e-5
+    config = of_model(str(tmp_path / "peft"), config)
+    again, _, _ = read(tmp_path / "base", one_device, lora=config.lora)
+    for name, value in initial_parameters(again, config).items():
         np.testing.assert_array_equal(value, parameters[name], err_msg=name)
 
 

@@ -7,12 +7,13 @@ from jaxtune.models.places import Tensor
 from jaxtune.models.spec import Experts, ModelSpec
 
 MOE = "model.layers.{layer}.block_sparse_moe"
-GATE_UP = Tensor(f"{MOE}.input_linear.weight", stacked=True)
+GATE_UP = Tensor(f"{MOE}.input_linear.weight", stacked=True, loaded=f"{MOE}.experts.gate_up_proj")
+DOWN = Tensor(f"{MOE}.output_linear.weight", stacked=True, loaded=f"{MOE}.experts.down_proj")
 NAMES = llama.NAMES | {
     "mlp.router.weight": f"{MOE}.router.layer.weight",
     "mlp.experts.gate.weight": GATE_UP,
     "mlp.experts.up.weight": GATE_UP,
-    "mlp.experts.down.weight": Tensor(f"{MOE}.output_linear.weight", stacked=True),
+    "mlp.experts.down.weight": DOWN,
 }
 IGNORABLE = llama.IGNORABLE
 

@@ -84,6 +84,8 @@ def test_every_module_is_among_the_targets(tmp_path):
         ("lora_alpha", None),
         ("lora_alpha", float("nan")),
         ("use_rslora", "yes"),
+        ("target_parameters", "experts.down_proj"),
+        ("target_parameters", [1]),
     ],
 )
 def test_anything_but_plain_lora_is_named_and_refused(adapter, key, value):
@@ -91,6 +93,30 @@ def test_anything_but_plain_lora_is_named_and_refused(adapter, key, value):
     (adapter / "adapter_config.json").write_text(json.dumps(config | {key: value}))
     with pytest.raises(UserError, match=rf"adapter_config\.json: {key} is "):
         hf.read_adapter(adapter)
+
+
+def test_experts_in_one_tensor_are_known_by_their_ranks_and_the_names_of_parameters(tmp_path):
+    experts = "model.layers.0.mlp.experts"
+    modules = {MODULE: pair(6, 5), f"{experts}.base_layer": pair(6, 5, rank=12), experts: pair(5, 3, rank=12)}
+    tensors = [
+        hf.Tensor(f"{module}.lora_{half}.weight", array.shape, array.dtype, lambda array=array: array)
+        for module, halves in modules.items()
+        for half, array in zip("AB", halves)
+    ]
+    parameters = ["experts.down_proj", "experts.gate_up_proj"]
+    with pytest.raises(ValueError, match="do not match"):
+        hf.write_adapter(tmp_path, tensors, LORA, "owner/name", "v1", ["q_proj"])
+    hf.write_adapter(tmp_path, tensors, LORA, "owner/name", "v1", ["q_proj"], parameters)
+    found = hf.read_adapter(tmp_path)
+    assert found.modules == modules.keys() and found.targets == (*parameters, MODULE)
+
+    file = tmp_path / "adapter_model.safetensors"
+    save_file(load_file(file) | {f"base_model.model.{experts}.lora_B.weight": np.zeros((5, 8), np.float32)}, file)
+    with pytest.raises(UserError, match=f"the rank of {experts} is 12 in lora_A and 8 in lora_B"):
+        hf.read_adapter(tmp_path)
+    save_file(load_file(file) | {f"base_model.model.{experts}.lora_B.weight": np.zeros((5, 0), np.float32)}, file)
+    with pytest.raises(UserError, match=r"\(5, 0\); it must be \(out, r\) with r = 4, or r times the experts"):
+        hf.read_adapter(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,60 @@
+"""LoRA and QLoRA on the experts and the attention of a mixture: resumed, exported, merged, loaded elsewhere."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from batches import logits, make_batch
+from journey import loads_in_transformers, row
+from runs import call, conversations
+from tiny import model_folder, read
+
+from jaxtune.config.schema import Quant
+from jaxtune.run.export import export_full
+
+SIZES = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts_per_tok=2)
+# Experts that are modules in the files, and experts in one tensor.
+MIXTURES = {
+    "Qwen3Moe": dict(moe_intermediate_size=64, num_experts=4, norm_topk_prob=True),
+    "GptOss": dict(intermediate_size=64, num_local_experts=4, sliding_window=16, layer_types=["full_attention"] * 2),
+}
+OPTIONS = {"lora.rank": 4, "model.dtype": "float32", "precision.recipe": "fp32"}
+TOKENS = np.arange(40)[None]  # those of `loads_in_transformers`
+
+
+@pytest.fixture(scope="module", params=MIXTURES)
+def home(request, tmp_path_factory):
+    """A folder with a tiny mixture of experts and some conversations."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model_folder(folder / "model", request.param, **SIZES, **MIXTURES[request.param])
+    conversations(folder / "chat.jsonl")
+    return folder
+
+
+@pytest.mark.parametrize("format", [None, "nf4"])
+def test_resumes_exactly_exports_and_loads(home, one_device, format):
+    recipe = f"qwen_qlora_{format}.py" if format else "qwen_lora.py"
+    name = format or "lora"
+    folder, _ = row(home, recipe, name, **OPTIONS)
+    base, merged = home / "model", home / f"{name}-merged"
+    output = call("jaxtune.export", f"--run={folder}", f"--output={merged}", "--merge")
+    if format is not None:
+        largest, difference = (
+            float(output.split(part)[1].split()[0].rstrip(",")) for part in ("largest is ", "differ by ")
+        )
+        assert difference <= 1e-5 * largest
+        base = dequantized(home, one_device, Quant(format=format))
+    model, parameters, _ = read(merged, one_device)
+    ours = logits(model, parameters, make_batch(TOKENS, one_device))
+
+    torch = pytest.importorskip("torch", reason="loading the results needs torch (Python 3.11 here)")
+    theirs = loads_in_transformers(merged, base, folder / "export", within=1e-5)
+    with torch.no_grad():
+        assert np.abs(theirs(torch.tensor(TOKENS)).logits.numpy() - ours).max() <= 1e-5 * np.abs(ours).max()
+
+
+def dequantized(home: Path, mesh, quant: Quant) -> Path:
+    """The base of a run on a quantized base, as transformers loads it."""
+    model, parameters, config = read(home / "model", mesh, quant=quant)
+    export_full(model, parameters, config, home / "dequantized")
+    return home / "dequantized"
