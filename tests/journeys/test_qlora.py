@@ -19,7 +19,7 @@ SIZES = dict(hidden_size=128, intermediate_size=256, num_attention_heads=8, num_
 RANK = {"lora.rank": 4}
 
 
-@pytest.mark.parametrize("format", ["nf4", "fp8", "nvfp4", "int8"])
+@pytest.mark.parametrize("format", ["nf4", "fp8", "nvfp4", "mxfp4", "int8"])
 def test_resumes_exactly_exports_and_loads(home, one_device, format):
     folder, _ = row(home, f"qwen_qlora_{format}.py", format, **RANK)
     leads_to_an_adapter_and_a_merged_model(home, folder, format)
