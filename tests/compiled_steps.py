@@ -25,9 +25,43 @@ SIZES = {
 }
 EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
 
+# The published config.json of openai/gpt-oss-20b.
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+    "vocab_size": 201_088,
+    "hidden_size": 2880,
+    "num_hidden_layers": 24,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "attention_bias": True,
+    "max_position_embeddings": 131_072,
+    "initial_context_length": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150_000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+}
+
 
 def model_config(size: str) -> dict:
-    """config.json of a Qwen3; of Llama 3 for 70B."""
+    """config.json of a Qwen3; of Llama 3 for 70B, of gpt-oss for 20B."""
+    if size == "20B":
+        return GPT_OSS
     hidden, layers, intermediate, heads = SIZES[size]
     llama, sparse = size == "70B", "A" in size
     family = ("llama", "Llama") if llama else ("qwen3_moe", "Qwen3Moe") if sparse else ("qwen3", "Qwen3")

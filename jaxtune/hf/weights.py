@@ -226,9 +226,7 @@ def _as_it_is(target: Target, sources: Sequence[Part], chunk_bytes: int) -> Any:
     array = target.conversion.stacked
 
     def read(leaf: jax.ShapeDtypeStruct, part: type[Codes | Exponents]) -> jax.Array:
-        of_it = dataclasses.replace(
-            target, shape=leaf.shape, dtype=leaf.dtype, sharding=leaf.sharding, conversion=None
-        )
+        of_it = dataclasses.replace(target, shape=leaf.shape, dtype=leaf.dtype, sharding=leaf.sharding, conversion=None)
         return fill(of_it, [part(source.source, source.place) for source in sources], chunk_bytes)
 
     return dataclasses.replace(array, codes=read(array.codes, Codes), scales=read(array.scales, Exponents))

@@ -1,4 +1,4 @@
-"""MXFP4: e2m1 elements, a power of two per 32 of a row as its exponent in a byte (OCP Microscaling 1.0, section 6.3)."""
+"""MXFP4: e2m1 elements, a power of two per 32 of a row, its exponent in a byte (OCP Microscaling 1.0)."""
 
 import jax
 import jax.numpy as jnp
