@@ -242,11 +242,12 @@ class Lora:
 class Quant:
     """Frozen base weights in 4 or 8 bits under LoRA (QLoRA, Dettmers et al. 2023); not the embedding and the head."""
 
-    format: Literal["nf4", "fp4", "fp8", "nvfp4", "int8", "int4", "weight_only_mix"] | None = option(None,
+    format: Literal["nf4", "fp4", "fp8", "nvfp4", "mxfp4", "int8", "int4", "weight_only_mix"] | None = option(None,
         "format of the linear layers' weights; unset: model.dtype, or that of a checkpoint that is quantized")
     block_size: Literal["channel", "tensor"] | int | None = option(None,
         "weights that share a scale. nf4, fp4: 64 (unset), 128, 256 or 512 elements of a row; fp8: squares of 64, 128 "
-        "(unset) or 256, 'channel' (a row), 'tensor'; int8, int4: 'channel' (unset), or elements of a row; nvfp4: 16")
+        "(unset) or 256, 'channel' (a row), 'tensor'; int8, int4: 'channel' (unset), or elements of a row; nvfp4: 16; "
+        "mxfp4: 32")
     double_quant: bool = option(True, "nf4, fp4: the scales are quantized too, to 8 bits",
         when="quant.format in ('nf4', 'fp4')")
     four_over_six: bool = option(True, "nvfp4: scale a block to 4 instead of 6 where that makes its error smaller",

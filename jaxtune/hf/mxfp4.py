@@ -1,4 +1,4 @@
-"""MXFP4, the format of gpt-oss's experts in files (OCP Microscaling 1.0): dequantized while it is read.
+"""MXFP4, the format of gpt-oss's experts in files (OCP Microscaling 1.0): dequantized while it is read, or kept.
 
 e2m1 elements, 32 of a row with one scale, a power of two. X_blocks (experts, out, in / 32, 16) has two codes a byte,
 the first in the low bits; X_scales (experts, out, in / 32) the exponents plus 127. They stand for X (experts, in, out),
@@ -6,10 +6,10 @@ in bfloat16 exactly.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-from jaxtyping import Shaped
+from jaxtyping import Shaped, UInt8
 
 from jaxtune.errors import UserError
 from jaxtune.hf.sources import Source
@@ -32,21 +32,61 @@ class Mxfp4(Source):
         self, first: int, count: int, rest: tuple[slice, ...], place: Place = Place("")
     ) -> Shaped[np.ndarray, "..."]:
         """Rows of a matrix (out, in), float32. Raises UserError for a scale that is NaN."""
-        if not place.transposed or place.element is None:
-            raise ValueError(f"{place} is not one of several transposed matrices")
-        experts, width, rows = self.shape
-        # The file has the matrix as it is multiplied here, and not transposed as the tensor that it stands for.
-        matrix = Place("", place.first, place.of, place.step, place.element, experts)
-        (columns,) = (slice(*part.indices(width)) for part in rest)
+        (columns,) = (slice(*part.indices(self.shape[1])) for part in rest)
         blocks = slice(columns.start // BLOCK, -(-columns.stop // BLOCK))
-        codes = Source(self.file, (experts, rows, width // BLOCK, BLOCK // 2), "U8", self.begin)
-        found = codes.rows(first, count, (blocks, slice(None)), matrix)
-        exponents = self.scales.rows(first, count, (blocks,), matrix)
-        if (exponents == _NAN).any():
-            raise UserError(f"{self.scales.file}: a scale of MXFP4 is NaN; the file is damaged")
-        values = np.ldexp(_PAIRS[found].reshape(*exponents.shape, BLOCK), exponents.astype(np.int32)[..., None] - 127)
+        codes = self.codes(first, count, slice(blocks.start * BLOCK // 2, blocks.stop * BLOCK // 2), place)
+        exponents = self.exponents(first, count, blocks, place)
+        values = np.ldexp(_PAIRS[codes].reshape(*exponents.shape, BLOCK), exponents.astype(np.int32)[..., None] - 127)
         skipped = columns.start - blocks.start * BLOCK
         return values.reshape(count, -1)[:, skipped : skipped + columns.stop - columns.start]
+
+    def codes(self, first: int, count: int, part: slice, place: Place) -> UInt8[np.ndarray, "o i/2"]:
+        """Rows of a matrix (out, in / 2), two codes a byte, the first in the low bits."""
+        experts, width, rows = self.shape
+        codes = Source(self.file, (experts, rows, width // 2), "U8", self.begin)
+        return codes.rows(first, count, (part,), _as_stored(place))
+
+    def exponents(self, first: int, count: int, part: slice, place: Place) -> UInt8[np.ndarray, "o i/32"]:
+        """Rows of a matrix (out, in / 32). Raises UserError for a scale that is NaN."""
+        found = self.scales.rows(first, count, (part,), _as_stored(place))
+        if (found == _NAN).any():
+            raise UserError(f"{self.scales.file}: a scale of MXFP4 is NaN; the file is damaged")
+        return found
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """What stands for a matrix in the file, uint8."""
+
+    source: Mxfp4
+    place: Place
+    itemsize = 1
+
+
+class Codes(_Stored):
+    """Two codes a byte, the first in the high bits, as QuantizedArray has them."""
+
+    def rows(self, first: int, count: int, rest: tuple[slice, ...]) -> UInt8[np.ndarray, "o i/2"]:
+        """Rows of a matrix (out, in / 2)."""
+        (part,) = rest
+        found = self.source.codes(first, count, part, self.place)
+        return (found << 4) | (found >> 4)
+
+
+class Exponents(_Stored):
+    """The scales of blocks, e8m0."""
+
+    def rows(self, first: int, count: int, rest: tuple[slice, ...]) -> UInt8[np.ndarray, "o i/32"]:
+        """Rows of a matrix (out, in / 32). Raises UserError for a scale that is NaN."""
+        (part,) = rest
+        return self.source.exponents(first, count, part, self.place)
+
+
+def _as_stored(place: Place) -> Place:
+    """Where a matrix is in the file, which has it as it is multiplied here: the tensor it stands for is transposed."""
+    if not place.transposed or place.element is None:
+        raise ValueError(f"{place} is not one of several transposed matrices")
+    return replace(place, transposed=False)
 
 
 def with_mxfp4(sources: Mapping[str, Source]) -> dict[str, Source]:

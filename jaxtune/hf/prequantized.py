@@ -73,7 +73,7 @@ def read_scheme(folder: Path) -> Scheme | None:
     """How the weights of a Hugging Face folder are quantized, from its config.json and the headers of its files.
 
     Returns:
-        None if config.json has no quantization_config, or says MXFP4, which is dequantized while it is read.
+        None if config.json has no quantization_config, or says MXFP4, which quant.format='mxfp4' keeps as it is.
 
     Raises:
         UserError: the scheme is not supported; a tensor that a quantized weight needs is missing or has the wrong
@@ -83,7 +83,7 @@ def read_scheme(folder: Path) -> Scheme | None:
     if config is None:
         return None
     if isinstance(config, dict) and config.get("quant_method") == "mxfp4":
-        log.info("weights that are MXFP4 in the files are dequantized while they are read; quant.format quantizes them")
+        log.info("weights that are MXFP4 in the files stay so with quant.format='mxfp4', and are dequantized without")
         return None
     _check_config(folder / "config.json", config)
     sources = open_weights(folder)

@@ -4,6 +4,7 @@ Reading takes no more host memory than the parameters themselves and one chunk o
 sharding.
 """
 
+import dataclasses
 import functools
 import json
 import math
@@ -21,7 +22,7 @@ from jaxtyping import Array, Int, Shaped
 
 from jaxtune.errors import UserError
 from jaxtune.hf.folder import staged
-from jaxtune.hf.mxfp4 import with_mxfp4
+from jaxtune.hf.mxfp4 import Codes, Exponents, Mxfp4, with_mxfp4
 from jaxtune.hf.sources import ALL_DTYPES, DTYPES, Part, Rows, Source, open_weights
 from jaxtune.models.places import Place
 
@@ -37,10 +38,13 @@ class Conversion:
     Attributes:
         convert: (tensor in its shard, its Hugging Face name) -> pytree of arrays.
         stacked: shape, dtype and sharding of each of those arrays, with the target's leading axes in front.
+        to_mxfp4: whether it is converted to MXFP4; of a tensor that is so in the file, codes and scales are taken as
+            they are.
     """
 
     convert: Callable[[jax.Array, str], Any]
     stacked: Any
+    to_mxfp4: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,12 @@ def read_tensors(sources: Mapping[str, Source], targets: Mapping[str, Target]) -
 
     def one(target: Target) -> Any:
         parts = [Part(sources[place.name], place) for place in target.places]
-        return (fill if target.conversion is None else _converted)(target, parts, chunk_bytes)
+        if target.conversion is None:
+            return fill(target, parts, chunk_bytes)
+        stored = [(part.source, part.place) for part in parts if isinstance(part.source, Mxfp4)]
+        if target.conversion.to_mxfp4 and len(stored) == len(parts):
+            return _as_it_is(target, stored, chunk_bytes)
+        return _converted(target, parts, chunk_bytes)
 
     return {name: one(target) for name, target in targets.items()}
 
@@ -210,6 +219,18 @@ def _converted(target: Target, sources: Sequence[Rows], chunk_bytes: int) -> Any
         stacked = jax.tree.map(functools.partial(_place_element, index), stacked, converted)
         jax.block_until_ready(stacked)  # otherwise the next tensor would be read before this one is freed
     return stacked
+
+
+def _as_it_is(target: Target, sources: Sequence[tuple[Mxfp4, Place]], chunk_bytes: int) -> Any:
+    """Read a stack whose tensors are MXFP4 in the files and stay so."""
+    assert target.conversion is not None
+    array = target.conversion.stacked
+
+    def read(leaf: jax.ShapeDtypeStruct, part: type[Codes | Exponents]) -> jax.Array:
+        of_it = dataclasses.replace(target, shape=leaf.shape, dtype=leaf.dtype, sharding=leaf.sharding, conversion=None)
+        return fill(of_it, [part(*source) for source in sources], chunk_bytes)
+
+    return dataclasses.replace(array, codes=read(array.codes, Codes), scales=read(array.scales, Exponents))
 
 
 def _place_element(

@@ -6,13 +6,13 @@ Its README says how to add a format.
 from types import ModuleType
 
 from jaxtune.config.schema import Quant
-from jaxtune.quant import four_bit_floats, fp8, integers, nvfp4
+from jaxtune.quant import four_bit_floats, fp8, integers, mxfp4, nvfp4
 from jaxtune.quant.array import QuantizedArray
 from jaxtune.quant.format import ANY_SIZE, Format
 
 __all__ = ["ANY_SIZE", "Format", "QuantizedArray", "format_module", "format_of"]
 
-MODULES = {"nf4": four_bit_floats, "fp4": four_bit_floats, "fp8": fp8, "nvfp4": nvfp4}
+MODULES = {"nf4": four_bit_floats, "fp4": four_bit_floats, "fp8": fp8, "nvfp4": nvfp4, "mxfp4": mxfp4}
 MODULES |= dict.fromkeys(("int8", "int4", "weight_only_mix"), integers)
 
 

@@ -36,7 +36,8 @@ class QuantizedArray:
         scales: one a block of r x c elements, the blocks in the order of the matrix: float32; or 8-bit codes.
         outer_scales: of 8-bit scales. With `offset` (bitsandbytes' double quantization, Dettmers et al. 2023) the
             scales are codes of the dynamic map, and each 256 of them, in row-major order, have one outer scale;
-            without, they are e4m3 and the matrix has one outer scale (NVFP4).
+            without, they are e4m3 and the matrix has one outer scale (NVFP4). 8-bit scales that have none are e8m0
+            (MXFP4).
         offset: added to doubly quantized scales.
         elements: the kind of element, a name in ELEMENTS of `pallas_kernels.quant_matmul`.
         dtype: of the matrix when it is dequantized.
@@ -63,16 +64,17 @@ class QuantizedArray:
     def kernel_scales(self) -> tuple[Array, Array | None]:
         """The scales as kernels take them: of blocks (float32, or e4m3 codes), and of each matrix or None.
 
-        Kernels know no double quantization, so its scales are expanded to float32 first:
+        Kernels know neither e8m0 nor double quantization, so such scales are expanded to float32 first; the latter are
         scale[n] = DYNAMIC_MAP[code[n]] * outer_scales[n // 256] + offset, with n = row * (blocks in a row) + column.
         """
+        if self.outer_scales is None:
+            return e8m0(self.scales) if self.scales.dtype == jnp.uint8 else self.scales, None
         if self.offset is None:
-            return self.scales, None if self.outer_scales is None else self.outer_scales[..., 0]
+            return self.scales, self.outer_scales[..., 0]
         # A gather on a mesh with explicit axes must be told its sharding: that of the codes of the scales.
         spec = jax.typeof(self.scales).sharding.spec
         rows, columns = self.scales.shape[-2:]
         outer = jnp.arange(rows)[:, None] * columns + jnp.arange(columns)[None, :]
-        assert self.outer_scales is not None
         scale_of_scale = self.outer_scales.at[..., outer // SCALES_PER_OUTER].get(out_sharding=spec)
         value = jnp.asarray(DYNAMIC_MAP).at[self.scales].get(out_sharding=spec)
         return value * scale_of_scale + self.offset[..., None, None], None
@@ -150,6 +152,11 @@ TINY = float(np.finfo(np.float32).tiny)  # XLA flushes smaller numbers, the subn
 def divisors(scales: Float[Array, "*shape"], least: float = TINY) -> Float[Array, "*shape"]:
     """Scales to divide by: 1 in place of a scale of zero, or of one below `least`, which would become zero."""
     return jnp.where(scales < least, 1.0, scales)
+
+
+def e8m0(exponents: UInt8[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Float32 powers of two, 2^(exponent - 127), of the bytes of float8_e8m0fnu; 0 is zero, 255 infinite."""
+    return jax.lax.bitcast_convert_type(exponents.astype(jnp.uint32) << 23, jnp.float32)
 
 
 def by_block(scales: Float[Array, "o/r i/c"]) -> Float[Array, "o/r 1 i/c 1"]:

@@ -18,6 +18,7 @@ from jaxtune.models import families
 from jaxtune.models.decoder import Parameters
 from jaxtune.models.parameters import Parameter, abstract, randomize
 from jaxtune.precision.linears import Frozen
+from jaxtune.quant.mxfp4 import Mxfp4
 from jaxtune.run.folder import RunFolder
 from jaxtune.run.model import Model, declare_model, read_base
 
@@ -98,7 +99,9 @@ def _target(model: Model, parameter: Parameter) -> hf.Target:
         places=parameter.places,
         lead=len(parameter.lead),
         rows=model.base.saved_vocabulary if parameter.kind == "table" else None,
-        conversion=None if parameter.storage is None else hf.Conversion(convert, parameter.abstract()),
+        conversion=None
+        if parameter.storage is None
+        else hf.Conversion(convert, parameter.abstract(), isinstance(parameter.storage, Mxfp4)),
     )
 
 

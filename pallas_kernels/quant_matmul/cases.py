@@ -13,32 +13,33 @@ from pallas_kernels.quant_matmul.layout import Layout, Request, layout_of
 
 ROWS, COLUMNS = 4096, 12288
 DTYPE = jnp.dtype("bfloat16")
-# Rows and columns of a block with one scale.
-BLOCKS = {
-    "nf4": (1, 64),
-    "fp4": (1, 64),
-    "e2m1": (1, 16),
-    "int4": (1, 128),
-    "e4m3": (128, 128),
-    "int8": (1, COLUMNS),
-}
-# A table of values, scales of 8 bits, blocks of several rows, one scale a row: the others decode like one of these.
-MULTIPLIED = ("nf4", "e2m1", "e4m3", "int8")
+# Elements, and rows and columns of a block with one scale.
+BLOCKS = (
+    ("nf4", 1, 64),
+    ("fp4", 1, 64),
+    ("e2m1", 1, 16),  # NVFP4: scales in E4M3 with one float32 on top
+    ("e2m1", 1, 32),  # MXFP4
+    ("int4", 1, 128),
+    ("e4m3", 128, 128),
+    ("int8", 1, COLUMNS),
+)
+# A table of values, scales of 8 bits, two scales for a row of a tile, blocks of several rows, one scale a row: the
+# others decode like one of these.
+MULTIPLIED = tuple(block for block in BLOCKS if block[0] not in ("fp4", "int4"))
 
 
-def _weight(elements: str) -> tuple[Layout, tuple[jax.ShapeDtypeStruct | None, ...], str]:
+def _weight(elements: str, height: int, width: int) -> tuple[Layout, tuple[jax.ShapeDtypeStruct | None, ...], str]:
     """Its layout, its arrays (codes, scales, the scale of the tensor) and its name."""
-    height, width = BLOCKS[elements]
     codes = jax.ShapeDtypeStruct((ROWS, COLUMNS // ELEMENTS[elements].packed), jnp.uint8)
-    narrow = elements == "e2m1"  # NVFP4: scales in E4M3 with one float32 on top
+    narrow = (elements, width) == ("e2m1", 16)
     scales = jax.ShapeDtypeStruct((ROWS // height, COLUMNS // width), jnp.uint8 if narrow else jnp.float32)
     arrays = codes, scales, jax.ShapeDtypeStruct((), jnp.float32) if narrow else None
     return layout_of(*arrays, elements), arrays, f"{elements} {height}x{width} {DTYPE}"
 
 
 def _dequantize() -> Iterator[Case]:
-    for elements in BLOCKS:
-        layout, weight, inputs = _weight(elements)
+    for block in BLOCKS:
+        layout, weight, inputs = _weight(*block)
         function = partial(triton.dequantize, layout=layout, dtype=DTYPE)
         refuses = asked(triton.refuses, Request(layout, DTYPE))
         yield Case("dequantize", "triton", "forward", inputs, function, weight, refuses)
@@ -46,8 +47,8 @@ def _dequantize() -> Iterator[Case]:
 
 def _quant_matmul() -> Iterator[Case]:
     """Products with 16 and 256 rows, and of their gradients."""
-    for elements in MULTIPLIED:
-        layout, weight, name = _weight(elements)
+    for block in MULTIPLIED:
+        layout, weight, name = _weight(*block)
         for rows in (16, 256):
             refuses = asked(fused.refuses, Request(layout, DTYPE, rows))
             for direction, size in (("forward", COLUMNS), ("backward", ROWS)):

@@ -34,19 +34,25 @@ def test_memory_is_within_the_bound_and_in_the_readme(recipe, size, remat, rows,
 
 
 @pytest.mark.every_jax
-def test_of_experts_only_the_products_that_tokens_need_are_compiled():
-    """Qwen3-30B-A3B: within 20 GB, and no array of tokens, experts and features."""
-    compiled = compiled_step("qwen3_30b_a3b_qlora", "30B-A3B", "block", rows=1)
-    assert compiled.memory.peak <= 20e9
-    check_readme("| NF4 | 30B-A3B | 1 x 2048 | block |", compiled.memory)
-    recipe = (CONFIGS / "qwen3_30b_a3b_qlora.py").read_text()
-    said = float(re.search(r"A row of 2048 tokens: ([\d.]+) GB", recipe)[1])
+@pytest.mark.parametrize(
+    ("recipe", "base", "size", "experts", "widths", "most"),
+    [
+        ("qwen3_30b_a3b_qlora", "NF4", "30B-A3B", 128, "768|2048", 20),
+        ("gpt_oss_20b_lora", "MXFP4", "gpt-oss-20b", 32, "2880", 18),
+    ],
+)
+def test_of_experts_only_the_products_that_tokens_need_are_compiled(recipe, base, size, experts, widths, most):
+    """Within so many GB, and no array of tokens, experts and features."""
+    compiled = compiled_step(recipe, size, "block", rows=1)
+    assert compiled.memory.peak <= most * 1e9
+    check_readme(f"| {base} | {size} | 1 x 2048 | block |", compiled.memory)
+    said = float(re.search(r"A row of 2048 tokens: ([\d.]+) GB", (CONFIGS / f"{recipe}.py").read_text())[1])
     assert said == pytest.approx(compiled.memory.peak / 1e9, rel=0.05)
     kernels = {kernel.name.partition("__")[0] for kernel in compiled.kernels}
     assert {"grouped_matmul", "grouped_matmul_transposed", "dequantize"} <= kernels
     assert all(kernel.spill_bytes == 0 for kernel in compiled.kernels)
     assert not re.search(
-        r"\[(1,)?2048,128,(768|2048)\]|\[128,(1,)?2048,(768|2048)\]\S* (dot|custom-call)", compiled.hlo
+        rf"\[(1,)?2048,{experts},({widths})\]|\[{experts},(1,)?2048,({widths})\]\S* (dot|custom-call)", compiled.hlo
     )
 
 

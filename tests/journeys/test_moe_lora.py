@@ -9,6 +9,7 @@ from journey import loads_in_transformers, row
 from runs import call, conversations
 from tiny import model_folder, read
 
+from jaxtune.config import load_recipe, resolve
 from jaxtune.config.schema import Quant
 from jaxtune.run.export import export_full
 
@@ -18,32 +19,33 @@ MIXTURES = {
     "Qwen3Moe": dict(moe_intermediate_size=64, num_experts=4, norm_topk_prob=True),
     "GptOss": dict(intermediate_size=64, num_local_experts=4, sliding_window=16, layer_types=["full_attention"] * 2),
 }
-OPTIONS = {"lora.rank": 4, "model.dtype": "float32", "precision.recipe": "fp32"}
+QUANTIZED = {"Qwen3Moe": "qwen_qlora_nf4", "GptOss": "gpt_oss_20b_lora"}
+OPTIONS = {"lora.rank": 4, "lora.target_modules": "all-linear", "model.dtype": "float32", "precision.recipe": "fp32"}
 TOKENS = np.arange(40)[None]  # those of `loads_in_transformers`
 
 
 @pytest.fixture(scope="module", params=MIXTURES)
 def home(request, tmp_path_factory):
-    """A folder with a tiny mixture of experts and some conversations."""
-    folder = tmp_path_factory.mktemp(request.param)
+    """A folder, by the mixture's name, with a tiny one and some conversations."""
+    folder = tmp_path_factory.mktemp("home") / request.param
+    folder.mkdir()
     model_folder(folder / "model", request.param, **SIZES, **MIXTURES[request.param])
     conversations(folder / "chat.jsonl")
     return folder
 
 
-@pytest.mark.parametrize("format", [None, "nf4"])
-def test_resumes_exactly_exports_and_loads(home, one_device, format):
-    recipe = f"qwen_qlora_{format}.py" if format else "qwen_lora.py"
-    name = format or "lora"
-    folder, _ = row(home, recipe, name, **OPTIONS)
-    base, merged = home / "model", home / f"{name}-merged"
+@pytest.mark.parametrize("quantized", [False, True], ids=["lora", "qlora"])
+def test_resumes_exactly_exports_and_loads(home, one_device, quantized):
+    recipe = QUANTIZED[home.name] if quantized else "qwen_lora"
+    folder, _ = row(home, f"{recipe}.py", recipe, **OPTIONS)
+    base, merged = home / "model", home / f"{recipe}-merged"
     output = call("jaxtune.export", f"--run={folder}", f"--output={merged}", "--merge")
-    if format is not None:
+    if quantized:
         largest, difference = (
             float(output.split(part)[1].split()[0].rstrip(",")) for part in ("largest is ", "differ by ")
         )
         assert difference <= 1e-5 * largest
-        base = dequantized(home, one_device, Quant(format=format))
+        base = dequantized(home, one_device, resolve(load_recipe(recipe), recipe).quant)
     model, parameters, _ = read(merged, one_device)
     ours = logits(model, parameters, make_batch(TOKENS, one_device))
 

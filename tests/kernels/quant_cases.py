@@ -36,6 +36,7 @@ class Weight:
 
 WEIGHTS = {
     "bitsandbytes": Weight(70, 192, (1, 64)),
+    "MXFP4": Weight(37, 96, (1, 32)),
     "NVFP4": Weight(37, 96, (1, 16), low_scales=True),
     "square": Weight(64, 256, (32, 128)),
     "per channel": Weight(66, 138, (1, 138)),

@@ -52,7 +52,7 @@ def test_equals_bitsandbytes(elements, block):
 
 # Every kind of element in one shape, and every other shape with the kind that has it.
 KINDS = [("NVFP4", elements) for elements in ELEMENTS]
-KINDS += [("bitsandbytes", "fp4"), ("square", "e4m3"), ("per channel", "int4"), ("wide", "int8")]
+KINDS += [("bitsandbytes", "fp4"), ("MXFP4", "e2m1"), ("square", "e4m3"), ("per channel", "int4"), ("wide", "int8")]
 
 
 @pytest.mark.parametrize(("weight", "elements"), KINDS)

@@ -35,6 +35,7 @@ STORAGE: dict[str, dict[str, Any]] = {
     "nf4": {"quant": Quant("nf4")},
     "fp8": {"quant": Quant("fp8", block_size=64)},
     "nvfp4": {"quant": Quant("nvfp4")},
+    "mxfp4": {"quant": Quant("mxfp4")},
     "int8": {"quant": Quant("int8")},
     "fp8 operands": {"precision": Precision("fp8_hybrid")},
     "nvfp4 operands": {"precision": Precision("nvfp4")},

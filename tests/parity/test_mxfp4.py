@@ -3,15 +3,20 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from batches import logits, make_batch, tokens
 from safetensors.numpy import load_file, save_file
 from tiny import read, torch_model
 
-from jaxtune.config.schema import Mesh, Quant
+from jaxtune.config.schema import Lora, Mesh, Quant
 from jaxtune.errors import UserError
+from jaxtune.models.call import Call
+from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.precision.recipes import RECIPES
+from jaxtune.run.step import accumulated_gradients
 
 BLOCK = 32
 
@@ -26,7 +31,8 @@ def folder(tmp_path_factory):
     for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
         experts, columns, rows = tensors.pop(name).shape
         shape = (experts, rows, columns // BLOCK)
-        tensors[f"{name}_blocks"] = rng.integers(0, 256, (*shape, BLOCK // 2), np.uint8)
+        blocks = tensors[f"{name}_blocks"] = rng.integers(0, 256, (*shape, BLOCK // 2), np.uint8)
+        blocks[:, ::5] &= 0x33  # at most 1.5: quantized again, it would get another scale
         tensors[f"{name}_scales"] = rng.integers(120, 124, shape, np.uint8)
     save_file(tensors, file, {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
@@ -61,6 +67,58 @@ def test_a_shard_has_its_part(folder, one_device, mesh):
     for name in whole:
         if "experts" in name:
             np.testing.assert_array_equal(parts[name], whole[name])
+
+
+ADAPTERS = Lora(enabled=True, rank=4, alpha=8.0, target_modules="q_proj|k_proj|v_proj|o_proj")
+KEPT = Quant(format="mxfp4", exclude="self_attn")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_codes_and_scales_are_kept_as_they_are(folder, size):
+    """Two shards are of columns of gate and up, of rows of down."""
+    _, parameters, _ = read(folder, make_mesh(Mesh(fsdp=size), jax.devices()[:size]), quant=KEPT)
+    tensors = load_file(folder / "model.safetensors")
+    rows = {"gate": ("gate_up", slice(0, None, 2)), "up": ("gate_up", slice(1, None, 2)), "down": ("down", slice(None))}
+    found = {name: value for name, value in parameters.items() if "experts" in name and name.endswith("weight")}
+    assert len(found) == 2 * len(rows)
+    for name, array in found.items():
+        hf_name, part = rows[name.split(".")[-2]]
+        for number in range(2):  # two layers of each kind: with a window, and without
+            layer = 2 * number + int(name.split(".")[3])
+            stored = f"model.layers.{layer}.mlp.experts.{hf_name}_proj"
+            blocks = tensors[f"{stored}_blocks"][:, part]
+            codes = blocks.reshape(*blocks.shape[:2], -1)
+            np.testing.assert_array_equal(array.codes[number], codes << 4 | codes >> 4)
+            np.testing.assert_array_equal(array.scales[number], tensors[f"{stored}_scales"][:, part])
+
+
+def test_kept_codes_stand_for_what_transformers_makes_of_them(folder, one_device):
+    torch = pytest.importorskip("torch")
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    _, parameters, _ = read(folder, one_device, dtype="bfloat16", quant=KEPT)
+    down = parameters["stacks.0.blocks.1.mlp.experts.down.weight"].dequantize()
+    tensors = load_file(folder / "model.safetensors")
+    stored = (tensors[f"model.layers.3.mlp.experts.down_proj_{part}"] for part in ("blocks", "scales"))
+    expected = convert_moe_packed_tensors(*map(torch.from_numpy, stored), dtype=torch.bfloat16)
+    np.testing.assert_array_equal(np.asarray(down[1], np.float32), expected.float().numpy().swapaxes(1, 2))
+
+
+def test_adapters_learn_the_same_as_over_dequantized_experts(folder, one_device):
+    batch, found = jax.tree.map(lambda x: x[None], make_batch(tokens(2, 32), one_device)), []
+    for quant in (Quant(), KEPT):
+        model, frozen, _ = read(folder, one_device, lora=ADAPTERS, quant=quant)
+        assert len(model.quantized) == (2 * 3 if quant.format else 0)
+        rng, shapes = np.random.default_rng(0), {name: p.shape for name, p in model.trained.items()}
+        adapters = {name: rng.normal(size=shape).astype(np.float32) * 0.1 for name, shape in shapes.items()}
+        call = Call(jnp.dtype("float32"))
+        gradients = accumulated_gradients(model.graph, cross_entropy(), RECIPES["fp32"], call, 0)
+        found.append(jax.device_get(jax.jit(gradients)(jax.device_put(adapters), frozen, batch, jnp.int32(0))))
+    expected, kept = found
+    np.testing.assert_array_equal(kept.sums.loss, expected.sums.loss)
+    for name, gradient in expected.gradients.items():
+        assert np.abs(gradient).max() > 0
+        np.testing.assert_array_equal(kept.gradients[name], gradient)
 
 
 def test_it_can_be_quantized_again(folder, one_device):

@@ -93,7 +93,11 @@ def test_all_parameters_get_the_gradients_of_every_token_through_every_expert(ex
     assert_equal(numbers(experts, "loop", EIGHT), expected)
 
 
-@pytest.mark.parametrize("quant", [Quant(), Quant("nf4"), Quant("nvfp4"), Quant("fp8", 64)], ids=lambda q: q.format)
+@pytest.mark.parametrize(
+    "quant",
+    [Quant(), Quant("nf4"), Quant("nvfp4"), Quant("mxfp4"), Quant("fp8", 64)],
+    ids=lambda q: q.format,
+)
 def test_adapters_drop_the_same_elements_on_any_mesh(quant):
     expected = numbers(PLAIN, "dense", lora=ADAPTERS, quant=quant)
     assert_equal(numbers(PLAIN, "loop", EIGHT, lora=ADAPTERS, quant=quant), expected)

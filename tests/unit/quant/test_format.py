@@ -13,7 +13,7 @@ from jaxtune.config.schema import Quant
 from jaxtune.quant import format_of
 from pallas_kernels.adamw_8bit.dynamic_map import DYNAMIC_MAP
 
-FORMATS = ("nf4", "fp4", "fp8", "nvfp4", "int8", "int4")
+FORMATS = ("nf4", "fp4", "fp8", "nvfp4", "mxfp4", "int8", "int4")
 
 
 def weights(shape=(64, 512), seed=0) -> np.ndarray:
@@ -67,7 +67,8 @@ def test_any_size_of_weights_stays_finite_and_what_is_too_small_becomes_zero(one
     for exponent in (-44, -38, -36, -35, -30, -10, 0, 10, 29):
         weight = (ordinary * 10.0**exponent).astype(np.float32)
         error = np.abs(np.asarray(dequantize(quantize(jnp.asarray(weight))), np.float64) - weight)
-        assert (error <= (0.2 if exponent > -33 else 1) * np.abs(weight).max()).all(), exponent
+        most = 0.25 if format == "mxfp4" else 0.2  # of MXFP4, 8 times a scale becomes 6 times it
+        assert (error <= (most if exponent > -33 else 1) * np.abs(weight).max()).all(), exponent
 
 
 def test_what_has_no_whole_blocks_or_bytes_says_so():
@@ -129,13 +130,37 @@ def test_nvfp4_is_its_definition_and_four_over_six_is_never_worse(one_device):
     assert block_error(adaptive).sum() < 0.98 * block_error(plain).sum()
 
 
+def test_mxfp4_is_its_definition(one_device):
+    weight = weights(seed=1)
+    array = quantize(weight, format="mxfp4")
+    blocks = weight.reshape(len(weight), -1, 32).astype(np.float64)
+    amax = np.abs(blocks).max(-1, keepdims=True)
+    scale = 2.0 ** np.where(amax > 0, np.frexp(amax)[1] - 1 - 2, -126)
+    values = np.clip(blocks / scale, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float64) * scale
+    assert np.array_equal(np.asarray(array.scales).view(ml_dtypes.float8_e8m0fnu).astype(np.float64), scale[..., 0])
+    assert np.array_equal(jax.jit(type(array).dequantize)(array), values.reshape(weight.shape))
+    assert (np.abs(blocks) > 6 * scale).any()  # what saturates is among them
+
+
+def test_what_is_mxfp4_keeps_its_values(one_device):
+    """Also where the largest of a block is not of e2m1's largest exponent, so that the scale becomes another."""
+    rng = np.random.default_rng(0)
+    elements = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    for most in (16, 7, 6, 4, 2):  # the largest magnitude is 6, 4, 3, 1.5 and 0.5
+        codes = rng.integers(0, 16, (64, 8, 32)) if most == 16 else rng.integers(0, most, (64, 8, 32))
+        weight = (elements[codes] * 2.0 ** rng.integers(-20, 20, (64, 8, 1))).reshape(64, -1).astype(np.float32)
+        array = quantize(weight, format="mxfp4")
+        assert np.array_equal(jax.jit(type(array).dequantize)(array), weight)
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30, deadline=None)
 @given(st.sampled_from(FORMATS), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**16))
 def test_shapes_sizes_and_stacks(one_device, format, rows, columns, seed):
     shape = (128 * rows, 128 * columns)
     array = quantize(np.random.default_rng(seed).normal(size=shape).astype(ml_dtypes.bfloat16), format=format)
     assert array.shape == shape and array.dtype == jnp.bfloat16
-    bytes_per_weight = {"nf4": 0.52, "fp4": 0.52, "nvfp4": 0.5627, "fp8": 1.001, "int8": 1.04, "int4": 0.54}
+    bytes_per_weight = {"nf4": 0.52, "fp4": 0.52, "nvfp4": 0.5627, "mxfp4": 0.5313, "fp8": 1.001}
+    bytes_per_weight |= {"int8": 1.04, "int4": 0.54}
     assert array.nbytes <= bytes_per_weight[format] * array.codes.shape[0] * shape[1] + 8
     abstract = format_of(Quant(format=format), "").abstract((3, *shape), jnp.bfloat16, ("layers", "mlp", "embed"))
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), array)
