@@ -99,7 +99,8 @@ SCENARIOS = {
 # our kernels but of tokamax's (0.0.17, its autotuning data), of the same design, in the same language: 568 forward and
 # 408 backward, that counted as 5 products where 7 are executed.
 #
-# The gated delta rule: guesses. Its products are small, and two of its kernels carry a state from chunk to chunk.
+# Grouped products with quantized weights: guesses, less than of weights that need no decoding. The gated delta rule:
+# guesses too. Its products are small, and two of its kernels carry a state from chunk to chunk.
 KERNELS: dict[str, dict[int, float]] = {
     "flash_attention_forward": {8: 0.50, 9: 0.334, 10: 0.25, 12: 0.50},
     "flash_attention_dq": {8: 0.42, 9: 0.369, 10: 0.22, 12: 0.42},
@@ -112,6 +113,8 @@ KERNELS: dict[str, dict[int, float]] = {
     "grouped_matmul": {8: 0.50, 9: 400 / 989, 10: 0.25, 12: 0.50},
     "grouped_matmul_transposed": {8: 0.50, 9: 400 / 989, 10: 0.25, 12: 0.50},
     "grouped_outer": {8: 0.50, 9: 725 / 989, 10: 0.25, 12: 0.50},
+    "grouped_quant_matmul": {8: 0.35, 9: 0.25, 10: 0.15, 12: 0.35},
+    "grouped_quant_matmul_transposed": {8: 0.35, 9: 0.25, 10: 0.15, 12: 0.35},
     "gated_delta_forward": {8: 0.15, 9: 0.08, 10: 0.05, 12: 0.15},
     "gated_delta_backward": {8: 0.15, 9: 0.08, 10: 0.05, 12: 0.15},
     "gated_delta_within": {8: 0.25, 9: 0.15, 10: 0.10, 12: 0.25},

@@ -13,7 +13,8 @@ from jaxtyping import Array, Float, UInt8
 from jaxtune.parallel.layout import Entry, P, by_token, gather
 from pallas_kernels import quant_matmul
 from pallas_kernels.adamw_8bit.dynamic_map import DYNAMIC_MAP
-from pallas_kernels.grouped_matmul import Groups, grouped_matmul
+from pallas_kernels.grouped_matmul import Groups
+from pallas_kernels.grouped_quant_matmul import grouped_quant_matmul
 from pallas_kernels.quant_matmul.elements import ELEMENTS
 from pallas_kernels.quant_matmul.layout import block_scales
 
@@ -86,18 +87,8 @@ class QuantizedArray:
         return replace(self, scales=scales, outer_scales=None, offset=None)
 
     def grouped_matmul(self, x: Float[Array, "m i"], groups: Groups) -> Float[Array, "m o"]:
-        """x W^T, with W the matrix of each row's group; of a stack `with_kernel_scales`, inside a shard_map.
-
-        All matrices are dequantized at each use, in one kernel, again in the backward pass.
-        """
-
-        @jax.checkpoint
-        def product(x: Array, codes: Array, scales: Array) -> Array:
-            by_rows = (array.reshape(-1, array.shape[-1]) for array in (codes, scales))
-            weight = quant_matmul.dequantize(*by_rows, elements=self.elements, dtype=x.dtype)
-            return grouped_matmul(x, weight.reshape(*codes.shape[:2], -1), groups)
-
-        return product(x, self.codes, self.scales)
+        """x W^T, with W the matrix of each row's group; of a stack `with_kernel_scales`, inside a shard_map."""
+        return grouped_quant_matmul(x, self.codes, self.scales, groups, elements=self.elements)
 
     def dequantize(self) -> Float[Array, "*stack o i"]:
         """The matrix, or the stack, in `dtype`, sharded as the codes are."""

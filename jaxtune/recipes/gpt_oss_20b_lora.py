@@ -2,7 +2,7 @@
 
 Hardware: a GPU of 24 GB or more (RTX 4090).
 
-A row of 2048 tokens: 16.8 GB on an H100, according to the compiler. 13.7 GB of it are the weights as they are
+A row of 2048 tokens: 15.7 GB on an H100, according to the compiler. 13.7 GB of it are the weights as they are
 published: 10.2 GB of experts, the rest in bfloat16. Adapters are on attention alone.
 
     python -m jaxtune.train --config=gpt_oss_20b_lora

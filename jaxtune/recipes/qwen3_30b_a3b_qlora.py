@@ -2,8 +2,8 @@
 
 Hardware: a GPU of 24 GB or more (RTX 4090).
 
-A row of 2048 tokens: 18.9 GB on an H100, according to the compiler. Adapters are on attention alone; with
---config.lora.target_modules=all-linear each expert has its own, and a row takes 35.6 GB.
+A row of 2048 tokens: 18.3 GB on an H100, according to the compiler. Adapters are on attention alone; with
+--config.lora.target_modules=all-linear each expert has its own, and a row takes 35.1 GB.
 
     python -m jaxtune.train --config=qwen3_30b_a3b_qlora
     python -m jaxtune.train --config=qwen3_30b_a3b_qlora '--config.data.datasets[0].path=my.jsonl'

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from pallas_kernels.gpus import Device
 from pallas_kernels.quant_matmul import triton
@@ -74,23 +74,26 @@ def multiply(
 def _kernel(x_ref, *refs, layout: Layout, tile: Tile, steps: int):
     *stored, out_ref = refs
     parts, m, width = x_ref.shape
-    block, first = pl.program_id(0), pl.program_id(2) * steps
-    mine = span(pl.program_id(1), tile.block_m)
+    first = pl.program_id(2) * steps
+    mine, row = span(pl.program_id(1), tile.block_m), span(pl.program_id(0), tile.block_rows)
+
+    def read(column_block):
+        return read_tile(row, row < layout.rows, column_block, stored, layout, tile.block_columns)
 
     def step(k, carry):
         held, total = carry
         # The next tile is loaded before this one is multiplied, so that its latency is hidden.
-        following = _read(block, first + k + 1, stored, layout, tile)
+        following = read(first + k + 1)
         byte = span(first + k, tile.block_columns // parts)
         mask = (mine < m)[:, None] & (byte < width)[None, :]
-        for part, weight in enumerate(_weights(held, stored, layout, x_ref.dtype)):
+        for part, weight in enumerate(decoded_tile(held, stored, layout, x_ref.dtype)):
             x = plgpu.load(x_ref.at[part, mine[:, None], byte[None, :]], mask=mask, other=0)
             total += plgpu.dot(weight, x.T)
         return following, total
 
     zeros = jnp.zeros((tile.block_rows, tile.block_m), jnp.float32)
-    _, total = jax.lax.fori_loop(0, steps, step, (_read(block, first, stored, layout, tile), zeros))
-    _store(out_ref, mine, span(block, tile.block_rows), total.T)
+    _, total = jax.lax.fori_loop(0, steps, step, (read(first), zeros))
+    _store(out_ref, mine, row, total.T)
 
 
 def _transposed_kernel(x_ref, *refs, layout: Layout, tile: Tile, steps: int):
@@ -99,41 +102,48 @@ def _transposed_kernel(x_ref, *refs, layout: Layout, tile: Tile, steps: int):
     block, first = pl.program_id(0), pl.program_id(2) * steps
     mine = span(pl.program_id(1), tile.block_m)
 
+    def read(row_block):
+        row = span(row_block, tile.block_rows)
+        return read_tile(row, row < layout.rows, block, stored, layout, tile.block_columns)
+
     def step(k, carry):
         held, totals = carry
-        following = _read(first + k + 1, block, stored, layout, tile)
+        following = read(first + k + 1)
         row = span(first + k, tile.block_rows)
         mask = (mine < m)[:, None] & (row < height)[None, :]
         x = plgpu.load(x_ref.at[mine[:, None], row[None, :]], mask=mask, other=0)
-        weights = _weights(held, stored, layout, x_ref.dtype)
+        weights = decoded_tile(held, stored, layout, x_ref.dtype)
         return following, tuple(total + plgpu.dot(x, weight) for total, weight in zip(totals, weights))
 
     parts = layout.elements.packed
     zeros = (jnp.zeros((tile.block_m, tile.block_columns // parts), jnp.float32),) * parts
-    _, totals = jax.lax.fori_loop(0, steps, step, (_read(first, block, stored, layout, tile), zeros))
+    _, totals = jax.lax.fori_loop(0, steps, step, (read(first), zeros))
     total = totals[0] if parts == 1 else jnp.stack(totals, axis=-1).reshape(tile.block_m, -1)
     _store(out_ref, mine, span(block, tile.block_columns), total)
 
 
-def _read(row_block, column_block, stored, layout: Layout, tile: Tile) -> tuple[Array, Array]:
-    """Codes and scales of a tile, read a step before they are used. Zero where the tile reaches beyond the weight."""
+def read_tile(
+    row: Int[Array, " r"], in_rows: Bool[Array, " r"], column_block: Array, stored, layout: Layout, columns: int
+) -> tuple[Array, Array]:
+    """Codes and scales of rows of a weight in a block of so many columns; zeros in others, and beyond the weight.
+
+    stored: refs of `kernel_operands`.
+    """
     codes_ref, scales_ref, *_ = stored
-    block_bytes = tile.block_columns // layout.elements.packed
-    row, byte = span(row_block, tile.block_rows), span(column_block, block_bytes)
-    inside = (row < codes_ref.shape[0])[:, None] & (byte < codes_ref.shape[1])[None, :]
+    byte = span(column_block, columns // layout.elements.packed)
+    inside = in_rows[:, None] & (byte < codes_ref.shape[1])[None, :]
     code = plgpu.load(codes_ref.at[row[:, None], byte[None, :]], mask=inside, other=0)
     blocks = layout.columns // layout.block_columns
     scale_row = jax.lax.div(row, layout.block_rows) * blocks
-    if layout.block_columns % tile.block_columns == 0:  # one scale a row
-        column = jax.lax.div(column_block * tile.block_columns, layout.block_columns)
-        mask = (row < codes_ref.shape[0]) & (column < blocks)
-        return code, plgpu.load(scales_ref.at[scale_row + column], mask=mask, other=0)
+    if layout.block_columns % columns == 0:  # one scale a row
+        column = jax.lax.div(column_block * columns, layout.block_columns)
+        return code, plgpu.load(scales_ref.at[scale_row + column], mask=in_rows & (column < blocks), other=0)
     column = jax.lax.div(byte, layout.block_columns // layout.elements.packed)
     return code, plgpu.load(scales_ref.at[scale_row[:, None] + column[None, :]], mask=inside, other=0)
 
 
-def _weights(held: tuple[Array, Array], stored, layout: Layout, dtype) -> tuple[Array, ...]:
-    """The weight of a tile of codes, (rows, bytes): one array, or one of the high and one of the low four bits."""
+def decoded_tile(held: tuple[Array, Array], stored, layout: Layout, dtype) -> tuple[Array, ...]:
+    """The weight of `read_tile`, (rows, bytes): one array, or one of the high and one of the low four bits."""
     _, _, tensor_scale_ref, *table = stored
     code, scale = held
     factor = block_scales(scale, tensor_scale_ref[0])

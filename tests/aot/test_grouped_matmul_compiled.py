@@ -13,6 +13,6 @@ COVERS = ("pallas_kernels", "tests/aot/test_kernels.py")
 def test_every_kernel_uses_the_matrix_unit(gpu):
     instruction = MATRIX_UNIT[GPUS[gpu].capability[0]]
     for case in report.cases_for(gpu):
-        if case.op == "grouped_matmul" and case.inputs.endswith("gate"):
+        if case.op == "grouped_quant_matmul" or (case.op == "grouped_matmul" and case.inputs.endswith("gate")):
             for kernel in report.compiled(case, gpu).kernels:
                 assert getattr(kernel, instruction) > 0 and kernel.spill_bytes == 0, kernel
