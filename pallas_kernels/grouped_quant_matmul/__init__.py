@@ -31,7 +31,8 @@ def _forward(x: Array, codes: Array, scales: Array, groups: Groups, layout: Layo
 
 
 def _backward(layout: Layout, residuals: tuple, dy: Array) -> tuple[Array, None, None, None]:
-    return fused.multiply(dy, *residuals, layout, transposed=True), None, None, None
+    codes, scales, groups = residuals
+    return fused.multiply(dy, codes, scales, groups, layout, transposed=True), None, None, None
 
 
 _decoded_within.defvjp(_forward, _backward)
@@ -77,8 +78,8 @@ def grouped_quant_matmul(
     check(x.dtype in FLOATS, f"x has dtype {x.dtype}; bfloat16, float16 and float32 can run")
     check(codes.shape[1] % layout.block_rows == 0, f"blocks of {layout.block_rows} rows are of several weights")
     arrays = (x, codes, scales, groups.block_group, groups.first)
-    x, codes, scales, *of_groups = vary_over(varying_axes(*arrays), *arrays)
-    groups = Groups(*of_groups, groups.backend)
+    x, codes, scales, block_group, first = vary_over(varying_axes(*arrays), *arrays)
+    groups = Groups(block_group, first, groups.backend)
     rows = len(x) // len(codes)
     # XLA multiplies by whole weights.
     able = BACKENDS if groups.backend != "xla" and rows <= FUSED_ROWS else BACKENDS[1:]
