@@ -6,9 +6,9 @@
     python benchmarks/gpu_suite.py --smoke                           # every part, tiny, on a CPU; measures nothing
 
 Pieces: assumptions, correctness, correct_step, low_precision_correct, attention, loss, dequantize, quant_matmul,
-fp8_matmul, optimizers, train_step, precision_step. `--only` takes any of them, or a part of one as
-piece/contender/case. Each has a share of the time and measures what tells most first. precision_step needs a run or two
-of its own; a part of a piece replaces the whole in the file, so the second run takes another --out.
+fp8_matmul, grouped_matmul, gated_delta_rule, optimizers, train_step, precision_step. `--only` takes any of them, or a
+part of one as piece/contender/case. Each has a share of the time and measures what tells most first. precision_step
+needs a run or two of its own; a part of a piece replaces the whole in the file, so the second run takes another --out.
 The file is a calibration of `python -m jaxtune.plan`: what `assumptions` measured replaces what the plan assumes.
 A job that fails, crashes or hangs is recorded with its error and the rest goes on; one that a kernel refuses is
 recorded with the reason. The exit status is 1 if a job failed or no time was left for one.
@@ -39,6 +39,8 @@ from gpu import (  # noqa: E402
     correctness,
     dequantize,
     fp8_matmul,
+    gated_delta_rule,
+    grouped_matmul,
     loss,
     low_precision_correct,
     optimizers,
@@ -50,7 +52,7 @@ from gpu.workers import FAILURES, REASONS, Job, Piece, Row, run  # noqa: E402
 
 MODULES = (
     *(assumptions, correctness, correct_step, low_precision_correct, attention, loss, dequantize, quant_matmul),
-    *(fp8_matmul, optimizers, train_step, precision_step),
+    *(fp8_matmul, grouped_matmul, gated_delta_rule, optimizers, train_step, precision_step),
 )
 RESULTS = Path(__file__).parent / "results"
 MINUTES = 8.7

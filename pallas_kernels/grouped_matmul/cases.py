@@ -13,17 +13,21 @@ from pallas_kernels.grouped_matmul.groups import Groups
 
 GROUPS, HIDDEN, SIZE, RANK = 128, 2048, 768, 16
 ROWS, BLOCK = 32768, 64  # of 2048 tokens that go to 8 experts each
-DTYPE = jnp.dtype("bfloat16")
-SHAPES = {"gate": (SIZE, HIDDEN), "adapter A": (2 * RANK, HIDDEN), "adapter B": (SIZE, RANK)}
+SHAPES = {
+    "gate": ((SIZE, HIDDEN), jnp.bfloat16),
+    "adapter A": ((2 * RANK, HIDDEN), jnp.bfloat16),
+    "adapter B": ((SIZE, RANK), jnp.bfloat16),
+    "gate float32": ((SIZE, HIDDEN), jnp.float32),
+}
 
 
 def _cases() -> Iterator[Case]:
     blocks: Any = jax.ShapeDtypeStruct((ROWS // BLOCK,), jnp.int32)
     first: Any = jax.ShapeDtypeStruct((GROUPS + 1,), jnp.int32)
     groups = Groups(blocks, first)
-    for name, (out, into) in SHAPES.items():
-        weight = jax.ShapeDtypeStruct((GROUPS, out, into), DTYPE)
-        x, dy = (jax.ShapeDtypeStruct((ROWS, width), DTYPE) for width in (into, out))
+    for name, ((out, into), dtype) in SHAPES.items():
+        weight = jax.ShapeDtypeStruct((GROUPS, out, into), dtype)
+        x, dy = (jax.ShapeDtypeStruct((ROWS, width), dtype) for width in (into, out))
         refuses = asked(triton.refuses, weight)
         multiply = partial(triton.multiply, transposed=False)
         yield Case("grouped_matmul", "triton", "forward", name, multiply, (x, weight, groups), refuses)

@@ -25,13 +25,14 @@ class Tile:
     stages: int = 3
 
     @staticmethod
-    def fitting(rows: int, columns: int, depth: int, block: int) -> "Tile":
+    def fitting(rows: int, columns: int, depth: int, block: int, itemsize: int) -> "Tile":
         """For a result of so many rows and columns, contracted over `depth` by at most `block` at a time.
 
-        No larger than that, and with no more loads ahead, as the products of adapters are narrow.
+        No larger than that, and with no more loads ahead, as the products of adapters are narrow. A step is of 128
+        bytes, so that three fit into any GPU's shared memory; float32 has narrower results, so that none spills.
         """
-        step = _size(block, 64)
-        return Tile(_size(rows, 128), _size(columns, 128), step, stages=min(3, pl.cdiv(depth, step)))
+        step = _size(block, 128 // itemsize)
+        return Tile(_size(rows, 128), _size(columns, 256 // itemsize), step, stages=min(3, pl.cdiv(depth, step)))
 
 
 def _size(extent: int, most: int) -> int:
@@ -50,7 +51,7 @@ def multiply(
     """x W^T of each row's group, or x W if `transposed`, accumulated in float32."""
     block = len(x) // len(groups.block_group)
     width = weight.shape[2 if transposed else 1]
-    tile = tile or Tile.fitting(block, width, x.shape[1], x.shape[1])
+    tile = tile or Tile.fitting(block, width, x.shape[1], x.shape[1], x.dtype.itemsize)
     out = jax.ShapeDtypeStruct((len(x), width), x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
     call = pl.pallas_call(
         partial(_kernel, tile=tile, transposed=transposed),
@@ -100,7 +101,7 @@ def outer(
 ) -> Float[Array, "g o i"]:
     """The sum of dy x^T over the rows of each group, accumulated in float32 in the order of the rows."""
     block = len(x) // len(groups.block_group)
-    tile = tile or Tile.fitting(dy.shape[1], x.shape[1], len(x), block)
+    tile = tile or Tile.fitting(dy.shape[1], x.shape[1], len(x), block, x.dtype.itemsize)
     shape = (len(groups.first) - 1, dy.shape[1], x.shape[1])
     out = jax.ShapeDtypeStruct(shape, x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
     call = pl.pallas_call(
