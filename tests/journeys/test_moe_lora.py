@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from batches import logits, make_batch
-from journey import loads_in_transformers, row
+from journey import journey, loads_in_transformers, row
 from runs import call, conversations
 from tiny import model_folder, read
 
@@ -20,6 +20,7 @@ MIXTURES = {
     "GptOss": dict(intermediate_size=64, num_local_experts=4, sliding_window=16, layer_types=["full_attention"] * 2),
 }
 QUANTIZED = {"Qwen3Moe": "qwen_qlora_nf4", "GptOss": "gpt_oss_20b_lora"}
+KILLED = (("Qwen3Moe", "qwen_lora"), ("GptOss", "gpt_oss_20b_lora"))  # the others only lose their newest checkpoint
 OPTIONS = {"lora.rank": 4, "lora.target_modules": "all-linear", "model.dtype": "float32", "precision.recipe": "fp32"}
 TOKENS = np.arange(40)[None]  # those of `loads_in_transformers`
 
@@ -37,7 +38,10 @@ def home(request, tmp_path_factory):
 @pytest.mark.parametrize("quantized", [False, True], ids=["lora", "qlora"])
 def test_resumes_exactly_exports_and_loads(home, one_device, quantized):
     recipe = QUANTIZED[home.name] if quantized else "qwen_lora"
-    folder, _ = row(home, f"{recipe}.py", recipe, **OPTIONS)
+    if (home.name, recipe) in KILLED:
+        folder = journey(home, f"{recipe}.py", **OPTIONS)
+    else:
+        folder, _ = row(home, f"{recipe}.py", recipe, **OPTIONS)
     base, merged = home / "model", home / f"{recipe}-merged"
     output = call("jaxtune.export", f"--run={folder}", f"--output={merged}", "--merge")
     if quantized:

@@ -165,6 +165,37 @@ def test_experts_that_are_modules_in_the_files_are_one_parameter_in_peft(family,
         np.testing.assert_array_equal(value, parameters[name], err_msg=name)
 
 
+@pytest.mark.parametrize(
+    ("family", "parameters"),
+    [
+        ("gpt_oss, stacked experts", ["experts.down_proj", "mlp.experts.gate_up_proj"]),
+        ("gpt_oss, stacked experts", ["gate_up_proj"]),
+        ("granitemoe, stacked experts", ["down_proj", "model.layers.1.block_sparse_moe.experts.gate_up_proj"]),
+    ],
+)
+def test_an_adapter_of_experts_made_by_peft_loads_here(family, parameters, one_device, tmp_path):
+    import torch
+
+    peft = pytest.importorskip("peft")
+    reference = torch_model(family, tmp_path / "base", num_hidden_layers=2)
+    options = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj"], target_parameters=parameters)
+    theirs = peft.get_peft_model(reference, options).eval()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    options.base_model_name_or_path = str(tmp_path / "base")  # which get_peft_model took from the model
+    theirs.save_pretrained(tmp_path / "peft")
+    config = of_model(str(tmp_path / "peft"), Config(data=Data(seq_len=64)))
+    model, frozen, config = read(tmp_path / "base", one_device, lora=config.lora)
+    rows = tokens(2, 48)
+    with torch.no_grad():
+        expected = theirs(torch.tensor(rows)).logits.numpy()
+    ours = logits(model, {**frozen, **initial_parameters(model, config)}, make_batch(rows, one_device))
+    assert np.abs(ours - expected).max() <= 1e-5
+
+
 def test_only_adapters_have_gradients_and_optimizer_state(base, one_device):
     """No array of the compiled step but the frozen inputs has the shape of a base weight."""
     folder, _ = base
