@@ -122,18 +122,24 @@ def test_a_rate_that_moves_no_correction_is_refused(one_device):
             assemble(base, config, one_device)
 
 
-def test_experts_in_one_tensor_have_no_adapter(one_device, caplog):
+def test_experts_in_one_tensor_are_adapted_by_the_names_that_transformers_gives_them(one_device):
     sparse = dataclasses.replace(SPARSE, mixer=dataclasses.replace(SPARSE.mixer, qk_norm=None))
     base = Base(spec((sparse, sparse), family="granitemoe"))
 
-    def declared(**fields):
-        lora = Lora(enabled=True, rank=2, **fields)
-        return assemble(base, Config(data=Data(seq_len=32), lora=lora), one_device).model
+    def adapted(*modules: str) -> dict[str, str]:
+        """The place of each A."""
+        lora = Lora(enabled=True, rank=2, target_modules=modules)
+        trained = assemble(base, Config(data=Data(seq_len=32), lora=lora), one_device).model.trained
+        return {name: p.places[0].name for name, p in trained.items() if name.endswith("lora_a")}
 
-    assert not any("experts" in name for name in declared().trained)
-    assert "experts in one tensor have no adapter, such as model.layers.0.block_sparse_moe.input_linear" in caplog.text
-    with pytest.raises(UserError, match=r"layers\.0\.block_sparse_moe\.output_linear holds all experts"):
-        declared(target_modules=("q_proj", "output_linear"))
+    layer = "model.layers.0"
+    assert adapted("q_proj", "down_proj") == {
+        "stacks.0.blocks.0.attention.q.lora_a": f"{layer}.self_attn.q_proj.lora_A.weight",
+        "stacks.0.blocks.0.mlp.experts.down.lora_a": f"{layer}.block_sparse_moe.experts.lora_A.weight",
+    }
+    assert set(adapted("gate_up_proj").values()) == {f"{layer}.block_sparse_moe.experts.lora_A.weight"}
+    with pytest.raises(UserError, match="output_linear"):  # as the files call it
+        adapted("output_linear")
 
 
 def test_low_precision_has_a_scale_of_every_expert(one_device):
