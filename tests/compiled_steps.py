@@ -25,8 +25,8 @@ SIZES = {
     "235B-A22B": (4096, 94, 12_288, 64),
 }
 EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
-# What transformers takes where a config.json says nothing is the shape of Qwen3.5-9B and of GLM-4.5-Air; that of
-# Gemma 3 4B is in its convert_gemma3_weights.py; gpt-oss-20b's config.json is published.
+# What transformers takes where a config.json says nothing is the shape of Qwen3.5-9B, of GLM-4.5-Air, and but for
+# layers and experts of gpt-oss; that of Gemma 3 4B is in its convert_gemma3_weights.py.
 OTHERS = {
     "Gemma 3 4B": {
         "model_type": "gemma3",
@@ -79,27 +79,8 @@ OTHERS = {
         "num_hidden_layers": 24,
         "intermediate_size": 2880,
         "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
         "num_local_experts": 32,
-        "num_experts_per_tok": 4,
-        "sliding_window": 128,
-        "layer_types": ["sliding_attention", "full_attention"] * 12,
-        "attention_bias": True,
         "max_position_embeddings": 131_072,
-        "initial_context_length": 4096,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 150_000,
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 32.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 4096,
-        },
-        "swiglu_limit": 7.0,
-        "tie_word_embeddings": False,
     },
 }
 

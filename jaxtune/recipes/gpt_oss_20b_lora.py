@@ -9,16 +9,12 @@ published: 10.2 GB of experts, the rest in bfloat16. Adapters are on attention a
     python -m jaxtune.train --config=gpt_oss_20b_lora '--config.data.datasets[0].path=my.jsonl'
 """
 
-from jaxtune.recipes import qwen_lora
+from jaxtune.recipes import qwen3_30b_a3b_qlora
 
 
 def get_config(model="openai/gpt-oss-20b"):
-    """The LoRA recipe, a row at a time, with adapters on attention, which is not quantized."""
-    config = qwen_lora.get_config(model)
+    """The recipe of Qwen3-30B-A3B, with experts in MXFP4 and attention as it is stored."""
+    config = qwen3_30b_a3b_qlora.get_config(model)
     config.quant.format = "mxfp4"
     config.quant.exclude = "self_attn"
-    config.lora.target_modules = "q_proj|k_proj|v_proj|o_proj"
-    config.memory.remat = "block"
-    config.train.micro_batch_size = 1
-    config.train.grad_accum_steps *= 2
     return config
