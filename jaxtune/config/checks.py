@@ -8,7 +8,7 @@ from typing import Any
 from jaxtune.config.rules import Problem, broken
 from jaxtune.config.schema import Config
 
-NOT_YET = ("stage", "expert", "sequence")  # axes of the mesh that nothing uses
+NOT_YET = ("stage", "expert")  # axes of the mesh that nothing uses
 
 
 def check(config: Config) -> list[Problem]:
@@ -143,7 +143,7 @@ def _mesh(config: Config) -> Iterator[Problem]:
     for axis, size in axes.items():
         if axis in NOT_YET:
             if size != 1:
-                yield _problem(config, f"mesh.{axis}", "not available yet, must be 1; data, fsdp and tensor work")
+                yield _problem(config, f"mesh.{axis}", "not available yet, must be 1; the other axes work")
         elif size < 1 and size != -1:
             yield _problem(config, f"mesh.{axis}", "must be at least 1, or -1 for what is left")
     rest = [f"mesh.{axis}" for axis, size in axes.items() if size == -1 and axis not in NOT_YET]

@@ -9,13 +9,15 @@ from jaxtune.errors import UserError
 from jaxtune.models.attention import Attend
 from jaxtune.models.call import Call
 from jaxtune.models.spec import Heads
-from jaxtune.parallel.layout import P, by_token, spec
+from jaxtune.parallel.layout import P, by_head
+from jaxtune.parallel.sequence import from_heads, to_heads
 from pallas_kernels.flash_attention import MaskSpec, flash_attention
 from pallas_kernels.registry import CannotRun
 
 
 def attend_packed(key_start: Int[Array, "b s"], call: Call) -> Attend:
     """Causal attention within the documents of packed rows, by the backend that the call names."""
+    key_start = jax.reshard(key_start, P(*by_head()[:2]))
 
     def attend(q: Array, k: Array, v: Array, mixer: Heads, sinks: Array | None, cache: Any) -> tuple[Array, Any]:
         def kernel(q, k, v, key_start, sinks):
@@ -26,9 +28,11 @@ def attend_packed(key_start: Int[Array, "b s"], call: Call) -> Attend:
             except CannotRun as error:
                 raise UserError(f"attention.backend={call.backend!r}: {error}; or attention.fallback='warn'") from None
 
-        heads = by_token("heads", None)
-        specs = (heads, heads, heads, by_token(), None if sinks is None else spec("heads"))
-        return jax.shard_map(kernel, in_specs=specs, out_specs=heads)(q, k, v, key_start, sinks), cache
+        q, k, v = (to_heads(x, x.shape[2]) for x in (q, k, v))
+        sinks = None if sinks is None else to_heads(sinks, mixer.heads, axis=0)
+        arguments = (q, k, v, key_start, sinks)
+        specs = jax.tree.map(lambda array: jax.typeof(array).sharding.spec, arguments)
+        return from_heads(jax.shard_map(kernel, in_specs=specs, out_specs=by_head())(*arguments)), cache
 
     return attend
 

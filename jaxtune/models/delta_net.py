@@ -15,7 +15,8 @@ from jaxtune.models.linear import Linear, jointly
 from jaxtune.models.norm import Norm
 from jaxtune.models.spec import DeltaNet, Layer, ModelSpec
 from jaxtune.models.spec import Norm as NormSpec
-from jaxtune.parallel.layout import P, by_token
+from jaxtune.parallel.layout import P, by_head, by_token
+from jaxtune.parallel.sequence import from_heads, to_heads
 from pallas_kernels.gated_delta_rule import gated_delta_rule
 
 LEAST_NORM = 1e-6  # squared and added: of queries and keys, as in transformers and flash-linear-attention
@@ -77,16 +78,27 @@ class GatedDeltaNet(nnx.Module):
         kernels = tuple(conv.get_value() for conv in (self.q_conv, self.k_conv, self.v_conv))
         rates = self.log_rate.get_value(), self.step_bias.get_value()
         arguments: Any = (qkv, b, a, kernels, rates, inputs.positions, inputs.valid, cache)
-        if cache is not None:  # decoding is not sharded: the mesh is one device
+        if cache is None:
+            arguments = self._to_heads(*arguments)
+        else:  # decoding is not sharded: the mesh is one device
             arguments = jax.tree.map(lambda array: jax.reshard(array, P()), arguments)
         specs = jax.tree.map(lambda array: jax.typeof(array).sharding.spec, arguments)
-        outs = (by_token("heads", None), None) if cache is None else P()
+        outs = (by_head(), None) if cache is None else P()
         read, cache = jax.shard_map(partial(_on_device, self.net), in_specs=specs, out_specs=outs)(*arguments)
-        read = jax.reshard(read, by_token("heads", None))
+        read = from_heads(read)
         gated = self.norm(read).astype(jnp.float32) * jax.nn.silu(
             _by_group(z, self.net.value_heads).astype(jnp.float32)
         )
         return self.o(merged(gated.astype(x.dtype)), call), cache
+
+    def _to_heads(self, qkv: Any, b: Array, a: Array, kernels: Any, rates: Any, *of_rows: Array | None) -> tuple:
+        """The arguments of `_on_device` with whole rows of some heads on each device."""
+        keys, values = self.net.key_heads, self.net.value_heads
+        qkv = tuple(to_heads(x, heads) for x, heads in zip(qkv, (keys, keys, values)))
+        kernels = tuple(to_heads(kernel, heads, axis=0) for kernel, heads in zip(kernels, (keys, keys, values)))
+        rates = tuple(to_heads(rate, values, axis=0) for rate in rates)
+        of_rows = jax.tree.map(lambda array: jax.reshard(array, P(*by_head()[:2])), of_rows)
+        return (qkv, to_heads(b, values), to_heads(a, values), kernels, rates, *of_rows)
 
     def _projected(self, x: Array, call: Call) -> tuple[tuple[Array, Array, Array], Array, Array, Array]:
         """q, k and v before the convolution; z, of the gate; b, of what is corrected; and a, of the decay."""

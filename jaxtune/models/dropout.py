@@ -59,5 +59,5 @@ def dropout(x: Float[Array, "b s i"], rate: float, noise: Noise) -> Float[Array,
 
 def _axes_of_features(x: Array, noise: Noise) -> tuple[str, ...]:
     """Inside a shard_map: the mesh axes that divide the features of x, over which x differs and its tokens do not."""
-    axes = varying_axes(x) - varying_axes(noise.rows)
+    axes = varying_axes(x) - varying_axes(noise.rows, noise.token_of)
     return tuple(axis for axis in jax.sharding.get_abstract_mesh().axis_names if axis in axes)

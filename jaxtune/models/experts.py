@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxtune.errors import UserError
 from jaxtune.models import spec as specs
@@ -17,7 +17,7 @@ from jaxtune.models.dropout import Noise
 from jaxtune.models.linear import Linear
 from jaxtune.models.mlp import MLP
 from jaxtune.models.router import Router, Routing
-from jaxtune.parallel.layout import RULES, Layout, P, Rules, axes_of, by_token, gather
+from jaxtune.parallel.layout import RULES, Layout, P, Rules, axes_of, by_token, gather, shards
 from jaxtune.precision.matmul import LowPrecision
 from jaxtune.quant.array import QuantizedArray
 from pallas_kernels import registry
@@ -112,7 +112,7 @@ def grouped(
     def on_device(values: Any, x: Array, routing: Routing, noise: Noise | None) -> Array:
         rows = arrange(routing.chosen.reshape(-1), routing.probability.shape[-1], backend)
         token_of = rows.item_of // routing.chosen.shape[-1]
-        noise = noise and noise._replace(token_of=token_of, length=x.shape[1])
+        noise = noise and _of_rows(noise, token_of, x.shape[1])
         here = nnx.merge(graph, values)
         if summed_over and here.down.bias is not None:  # of the devices whose outputs are summed one adds it
             is_first = jax.lax.axis_index(summed_over) == 0
@@ -126,6 +126,15 @@ def grouped(
     arguments = values, x, routing, call.noise
     layouts = jax.tree.map(lambda array: jax.typeof(array).sharding.spec, arguments)
     return jax.shard_map(on_device, in_specs=layouts, out_specs=by_token(None))(*arguments)
+
+
+def _of_rows(noise: Noise, token_of: Int[Array, " m"], positions: int) -> Noise:
+    """The noise of the rows of a grouped product, on a device with so many of the positions of its rows."""
+    axes = RULES.value.positions
+    length = positions * shards(axes, jax.sharding.get_abstract_mesh())
+    row, position = jnp.divmod(token_of, positions)
+    position += jax.lax.axis_index(axes) * positions
+    return noise._replace(token_of=row * length + position, length=length)
 
 
 def _is_quantized(value: Any) -> bool:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from jaxtune.models.call import Call
 from jaxtune.models.linear import Linear, jointly
 from jaxtune.models.spec import Activation, ClampedSilu, FeedForward, Layer, ModelSpec
-from jaxtune.parallel.layout import RULES, P, by_token, shards
+from jaxtune.parallel.layout import P, axes_in, by_token, shards
 from jaxtune.precision.matmul import LowPrecision
 
 # Tokens of a device at once, where memory is short: enough for products to be as fast as those of more.
@@ -72,22 +72,27 @@ def _scale_is_delayed(linear: Linear) -> bool:
 def by_tiles(function: Callable[[Array, Call], Array], x: Float[Array, "b s d"], call: Call) -> Float[Array, "b s d"]:
     """A function of each token alone, of one tile of positions after another; recomputed so in the backward pass.
 
-    Tiles are equal parts of the positions, the largest with at most TILE tokens a device. Each has its own noise.
+    Tiles are equal parts of a device's positions, the largest with at most TILE tokens. Each has its own noise.
     """
-    rows = x.shape[0] // shards(RULES.value.batch, jax.sharding.get_abstract_mesh())
-    tiles = equal_parts(x.shape[1], max(1, TILE // rows))
+    mesh, (batch, positions) = jax.sharding.get_abstract_mesh(), by_token()
+    rows, parts = x.shape[0] // shards(axes_in(batch), mesh), shards(axes_in(positions), mesh)
+    tiles = equal_parts(x.shape[1] // parts, max(1, TILE // rows))
     if tiles == 1:
         return function(x, call)
-    batch, positions = by_token()
-    apart = jnp.reshape(x, (x.shape[0], tiles, -1, x.shape[2]), out_sharding=P(batch, None, positions, None))
+    size = x.shape[1] // parts // tiles
+    apart = jnp.reshape(
+        x, (x.shape[0], parts, tiles, size, x.shape[2]), out_sharding=P(batch, positions, None, None, None)
+    )
 
     @jax.checkpoint
     def of_tile(_, numbered: tuple) -> tuple[None, Array]:
         number, tile = numbered
-        return None, function(tile, call.layer(number))
+        of_devices = jnp.reshape(tile, (x.shape[0], parts * size, x.shape[2]), out_sharding=by_token(None))
+        y = function(of_devices, call.layer(number))
+        return None, jnp.reshape(y, tile.shape, out_sharding=P(batch, positions, None, None))
 
-    _, ys = jax.lax.scan(of_tile, None, (jnp.arange(tiles), jnp.moveaxis(apart, 1, 0)))
-    return jnp.reshape(jnp.moveaxis(ys, 0, 1), x.shape, out_sharding=by_token(None))
+    _, ys = jax.lax.scan(of_tile, None, (jnp.arange(tiles), jnp.moveaxis(apart, 2, 0)))
+    return jnp.reshape(jnp.moveaxis(ys, 0, 2), x.shape, out_sharding=by_token(None))
 
 
 def equal_parts(positions: int, most: int) -> int:

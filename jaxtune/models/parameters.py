@@ -19,7 +19,7 @@ from jaxtune.models.dropout import named_key
 from jaxtune.models.families import names_of
 from jaxtune.models.places import Place, Tensor
 from jaxtune.models.spec import DeltaNet, Experts, Heads, Layer, ModelSpec, Treatment, stacks
-from jaxtune.parallel.layout import RULES, sharding
+from jaxtune.parallel.layout import RULES, axes_in, axes_of, by_head, sharding
 from jaxtune.parallel.mesh import misfit
 from jaxtune.precision.linears import Frozen
 from jaxtune.precision.operands import Numbers
@@ -302,12 +302,15 @@ def randomize(parameters: Mapping[str, Parameter], seed: int) -> Parameters:
 
 def undivided(spec: ModelSpec, parameters: Mapping[str, Parameter], mesh: jax.sharding.Mesh) -> list[str]:
     """Complaints about dimensions that the mesh does not divide, each with the sizes that would."""
-    # A head is never split.
-    sizes = {size for mixer in {layer.mixer for layer in spec.layers} for size in _heads(mixer)}
-    sizes |= {(name, size) for p in parameters.values() for name, size in zip(p.axes, p.shape) if name is not None}
     layouts = dict.fromkeys((RULES.value.parameters, RULES.value.gradients, RULES.value.optimizer))
-    found = (misfit(mesh, name, size, f"{name}={size}", layout) for name, size in sorted(sizes) for layout in layouts)
-    return [complaint for complaint in found if complaint]
+    # A head is never split.
+    named = {dimension for mixer in {layer.mixer for layer in spec.layers} for dimension in _heads(mixer)}
+    named |= {(name, size) for p in parameters.values() for name, size in zip(p.axes, p.shape) if name is not None}
+    divided = [(axes_of(name, layout), name, size) for name, size in sorted(named) for layout in layouts]
+    over = axes_in(by_head()[2])
+    divided += [(over, "heads", size) for size in sorted({_mixed_apart(layer.mixer) for layer in spec.layers})]
+    found = (misfit(mesh, axes, size, f"{name}={size}") for axes, name, size in divided)
+    return list(dict.fromkeys(complaint for complaint in found if complaint))
 
 
 def _heads(mixer: Heads | DeltaNet) -> list[tuple[str, int]]:
@@ -315,6 +318,11 @@ def _heads(mixer: Heads | DeltaNet) -> list[tuple[str, int]]:
     if isinstance(mixer, DeltaNet):
         return [("heads", mixer.key_heads), ("heads", mixer.value_heads)]
     return [("heads", mixer.heads), ("kv_heads", mixer.kv_heads)]
+
+
+def _mixed_apart(mixer: Heads | DeltaNet) -> int:
+    """Heads that are mixed each on its own; of keys and values there may be fewer, which are repeated."""
+    return mixer.value_heads if isinstance(mixer, DeltaNet) else mixer.heads
 
 
 def undivided_blocks(
@@ -328,7 +336,9 @@ def undivided_blocks(
         for axis_name, size, elements in zip(parameter.matrix_axes, parameter.matrix, block):
             blocks, what = size // elements, f"the {size} features of {axis_name} in blocks of {elements}"
             # A stored matrix of one block can be split, as its scale is on every device; a block of a product cannot.
-            if (blocks > 1 or isinstance(format, Numbers)) and (found := misfit(mesh, axis_name, blocks, what)):
+            if (blocks > 1 or isinstance(format, Numbers)) and (
+                found := misfit(mesh, axes_of(axis_name), blocks, what)
+            ):
                 complaints.add(f"{found} (mesh.data takes the rest); or {remedy}")
     return sorted(complaints)
 

@@ -23,7 +23,7 @@ class Layout:
     """Mesh axes that shard each logical dimension of a parameter, the outermost first; (): not sharded."""
 
     vocabulary: Axes = ("tensor",)
-    embed: Axes = ("fsdp",)
+    embed: Axes = ("fsdp", "sequence")
     heads: Axes = ("tensor",)
     kv_heads: Axes = ("tensor",)
     mlp: Axes = ("tensor",)
@@ -43,7 +43,7 @@ class Rules:
         parameters: layout of the stored parameters.
         gradients: layout of the gradients summed over micro-batches.
         optimizer: layout of the optimizer state.
-        gathered: axes over which a weight is all-gathered where it is used; all of them must shard the batch.
+        gathered: axes over which a weight is all-gathered where it is used; all of them must shard the tokens.
         batch: axes that shard the rows of a batch.
         positions: axes that shard the positions of a row.
     """
@@ -51,13 +51,15 @@ class Rules:
     parameters: Layout = Layout()
     gradients: Layout = Layout()
     optimizer: Layout = Layout()
-    gathered: Axes = ("fsdp",)
+    gathered: Axes = ("fsdp", "sequence")
     batch: Axes = ("data", "fsdp")
     positions: Axes = ("sequence",)
 
     def __post_init__(self):
-        if idle := set(self.gathered) - set(self.batch):
-            raise ValueError(f"weights are gathered over {sorted(idle)}, whose devices would all compute the same rows")
+        if idle := set(self.gathered) - {*self.batch, *self.positions}:
+            raise ValueError(
+                f"weights are gathered over {sorted(idle)}, whose devices would all compute the same tokens"
+            )
         for axes in astuple(self.parameters):
             if list(axes) != sorted(axes, key=self.gathered.__contains__):
                 raise ValueError(f"of {axes} the axes that are gathered, {self.gathered}, must come last")
@@ -92,6 +94,15 @@ def by_token(*names: str | None) -> jax.P:
     """PartitionSpec of activations (rows, positions, *names); a name is that of the weight dimension that made it."""
     rules = RULES.value
     return P(_entry(rules.batch), _entry(rules.positions), *map(used, names))
+
+
+def by_head() -> jax.P:
+    """PartitionSpec of activations (rows, positions, heads, features) of which a device has whole rows of some heads.
+
+    The axes that shard positions elsewhere shard heads, the innermost.
+    """
+    rules = RULES.value
+    return P(_entry(rules.batch), None, _entry((*axes_in(used("heads")), *rules.positions)), None)
 
 
 def used(name: str | None) -> Entry:

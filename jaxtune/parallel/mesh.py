@@ -9,7 +9,7 @@ import jax
 
 from jaxtune.config.schema import Mesh
 from jaxtune.errors import UserError
-from jaxtune.parallel.layout import AXES, RULES, Layout, axes_of, shards
+from jaxtune.parallel.layout import AXES, RULES, Axes, shards
 
 
 def make_mesh(mesh: Mesh, devices: "Sequence[Any] | None" = None) -> jax.sharding.Mesh:
@@ -39,14 +39,8 @@ def data_shards(mesh: jax.sharding.Mesh) -> int:
     return shards(RULES.value.batch, mesh)
 
 
-def misfit(
-    mesh: jax.sharding.Mesh, dimension: str | None, parts: int, what: str, layout: Layout | None = None
-) -> str | None:
-    """An error text, with the sizes that fit, if the mesh axes of a logical dimension do not divide `parts`; else None.
-
-    The axes are those of stored parameters, or of another layout.
-    """
-    axes = axes_of(dimension, layout)
+def misfit(mesh: jax.sharding.Mesh, axes: Axes, parts: int, what: str) -> str | None:
+    """An error text, with the sizes that fit, if these axes of the mesh together do not divide `parts`; else None."""
     if parts % shards(axes, mesh) == 0:
         return None
     divided = " * ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in axes if mesh.shape[axis] > 1)

@@ -23,6 +23,7 @@ from jaxtune.models.treat import freeze, freeze_corrections, multiply, selected,
 from jaxtune.models.treat import linears as linears_by_name
 from jaxtune.monitor.throughput import Work
 from jaxtune.parallel.layout import RULES, Layout, axes_of, shards, spec
+from jaxtune.parallel.mesh import misfit
 from jaxtune.precision.linears import Linears
 from jaxtune.precision.operands import Numbers
 from jaxtune.precision.recipes import check_device, linears_of
@@ -218,6 +219,8 @@ def _check_mesh(model: Model, config: Config, mesh: jax.sharding.Mesh) -> None:
     formats = {name: p.treatment.stored for name, p in model.quantized.items()}
     _refuse_misfits(model, formats, f"quant.format={quant.format!r}", "quant", quant.exclude)
     complaints = undivided(model.spec, parameters, mesh)
+    if found := misfit(mesh, RULES.value.positions, config.data.seq_len, f"data.seq_len={config.data.seq_len}"):
+        complaints.append(found)
     complaints += undivided_blocks(parameters, formats, mesh, "choose a smaller quant.block_size")
     if model.linears is not None:
         if note := check_device(precision.recipe, current_device()):
@@ -226,7 +229,7 @@ def _check_mesh(model: Model, config: Config, mesh: jax.sharding.Mesh) -> None:
         _refuse_misfits(model, numbers, f"precision.recipe={precision.recipe!r}", "precision", precision.exclude)
         complaints += undivided_blocks(parameters, numbers, mesh, "leave them out with precision.exclude")
     if complaints:
-        raise UserError("\n  ".join(["the mesh does not divide the model:", *complaints]))
+        raise UserError("\n  ".join(["the mesh does not divide the model or its rows:", *complaints]))
     _refuse_unsharded(parameters, mesh)
 
 

@@ -28,6 +28,9 @@ MESHES = {
     "data=2 fsdp=4": Mesh(data=2, fsdp=4),
     "fsdp=4 tensor=2": Mesh(fsdp=4, tensor=2),
     "data=2 fsdp=2 tensor=2": Mesh(data=2, fsdp=2, tensor=2),
+    "sequence=8": Mesh(fsdp=1, sequence=8),
+    "data=2 sequence=2 tensor=2": Mesh(data=2, fsdp=1, sequence=2, tensor=2),
+    "fsdp=2 sequence=2 tensor=2": Mesh(fsdp=2, sequence=2, tensor=2),
 }
 # How the linear layers of the base are stored; operands are what their products take, in training without adapters too.
 STORAGE: dict[str, dict[str, Any]] = {

@@ -104,15 +104,15 @@ def train(family: str, lora: bool, mesh: Mesh, devices: int) -> tuple[np.ndarray
     ("family", "lora", "mesh"),
     [
         ("deepseek_v3", False, "fsdp=4 tensor=2"),
-        ("deepseek_v3", True, "fsdp=4 tensor=2"),
-        ("gpt_oss", False, "fsdp=4 tensor=2"),
+        ("deepseek_v3", True, "sequence=8"),
+        ("gpt_oss", False, "fsdp=2 sequence=2 tensor=2"),
         ("olmo2", False, "fsdp=4 tensor=2"),
         ("phi3", True, "fsdp=4 tensor=2"),
-        ("qwen3_5_moe_text", False, "fsdp=4 tensor=2"),
-        ("qwen3_next", True, "fsdp=4 tensor=2"),
+        ("qwen3_5_moe_text", False, "fsdp=2 sequence=2 tensor=2"),
+        ("qwen3_next", True, "sequence=8"),
         ("starcoder2", True, "fsdp=4 tensor=2"),
         ("qwen3_moe", False, "fsdp=4 tensor=2"),
-        ("qwen3_moe", True, "data=2 fsdp=4"),
+        ("qwen3_moe", True, "data=2 sequence=2 tensor=2"),
     ],
 )
 def test_equals_one_device(family, lora, mesh):

@@ -38,7 +38,7 @@ with (Path(__file__).parent / "rows.csv").open(newline="") as file:
     CASES = [Case(**row) for row in csv.DictReader(file)]
 
 LEVELS = {
-    "axis": ("data", "fsdp", "tensor"),  # a mesh has every level that it spreads over
+    "axis": ("data", "fsdp", "sequence", "tensor"),  # a mesh has every level that it spreads over
     # Products in NVFP4 are emulated here, for which XLA takes a minute to compile a step: nightly trains with them, and
     # test_low_precision_meshes has the products themselves.
     "storage": tuple(STORAGE.keys() - {"nvfp4 operands"}),
@@ -124,7 +124,7 @@ def test_a_dimension_that_does_not_divide_is_told_with_sizes_that_would():
     with pytest.raises(UserError) as told:
         declare_model(read_base(config), config, make_mesh(mesh))
     assert str(told.value).splitlines() == [
-        "the mesh does not divide the model:",
+        "the mesh does not divide the model or its rows:",
         "  mesh.tensor=8 does not divide kv_heads=4; these would: [1, 2, 4]",
     ]
 

@@ -408,7 +408,7 @@ LABELS = {
         ({"mesh.data": "-1"}, "mesh.data and mesh.fsdp", "only one axis"),
         ({"mesh.tensor": "0"}, "mesh.tensor", "at least 1"),
         ({"mesh.stage": "2"}, "mesh.stage", "not available yet"),
-        ({"mesh.sequence": "-1"}, "mesh.sequence", "not available yet"),
+        ({"mesh.sequence": "-1"}, "mesh.fsdp and mesh.sequence", "only one axis"),
         (
             {"optim.schedule": "cosine", "optim.cooldown_steps": "5", "optim.decay_ratio": "0.5"},
             "optim.cooldown_steps",

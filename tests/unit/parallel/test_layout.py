@@ -5,18 +5,19 @@ import numpy as np
 import pytest
 
 from jaxtune.config.schema import Mesh
-from jaxtune.parallel.layout import RULES, Layout, P, Rules, axes_of, by_token, gather, shards, spec, used
+from jaxtune.parallel.layout import RULES, Layout, P, Rules, axes_of, by_head, by_token, gather, shards, spec, used
 from jaxtune.parallel.mesh import data_shards, make_mesh, misfit
 
 BOTH = Layout(embed=("tensor", "fsdp", "expert"))
 RULES_OF_BOTH = Rules(BOTH, BOTH, BOTH, gathered=("fsdp", "expert"), batch=("data", "fsdp", "expert"))
 
 
-def test_the_default_shards_a_dimension_by_one_axis_which_is_no_tuple():
-    assert axes_of("embed") == ("fsdp",) and axes_of("rank") == axes_of(None) == ()
-    assert spec("layers", "mlp", "embed", None) == P(None, "tensor", "fsdp", None)
+def test_a_dimension_that_one_axis_shards_has_no_tuple():
+    assert axes_of("embed") == ("fsdp", "sequence") and axes_of("rank") == axes_of(None) == ()
+    assert spec("layers", "mlp", "embed", None) == P(None, "tensor", ("fsdp", "sequence"), None)
     assert by_token() == P(("data", "fsdp"), "sequence")
     assert by_token("heads", "embed", None) == P(("data", "fsdp"), "sequence", "tensor", None, None)
+    assert by_head() == P(("data", "fsdp"), None, ("tensor", "sequence"), None)
 
 
 def test_other_rules_hold_inside_their_context_alone():
@@ -30,26 +31,26 @@ def test_other_rules_hold_inside_their_context_alone():
     laid_out(0.0)
     with pytest.raises(ZeroDivisionError), RULES(RULES_OF_BOTH):
         assert axes_of("embed") == ("tensor", "fsdp", "expert")
-        assert spec("embed", layout=Layout()) == P("fsdp")
+        assert spec("embed", layout=Layout()) == P(("fsdp", "sequence"))
         assert used("embed") == "tensor" and used("mlp") == "tensor"
         assert by_token(None) == P(("data", "fsdp", "expert"), "sequence", None)
         laid_out(1.0)
         raise ZeroDivisionError
     laid_out(2.0)
-    assert traced == [P("fsdp"), P(("tensor", "fsdp", "expert"))]
+    assert traced == [P(("fsdp", "sequence")), P(("tensor", "fsdp", "expert"))]
     assert RULES.value == Rules()
 
 
 def test_a_complaint_names_all_axes_of_a_dimension():
     mesh = make_mesh(Mesh(fsdp=2, expert=2, tensor=2))
     assert data_shards(mesh) == 2 and shards((), mesh) == 1
-    assert misfit(mesh, "embed", 6, "embed=6") is None
+    assert misfit(mesh, axes_of("embed"), 6, "embed=6") is None
     with RULES(RULES_OF_BOTH):
         assert data_shards(mesh) == 4
-        assert misfit(mesh, "embed", 16, "embed=16") is None
-        assert misfit(mesh, "rank", 3, "rank=3") is None
-        assert misfit(mesh, "embed", 6, "embed=6", Layout()) is None
-        assert misfit(mesh, "embed", 6, "embed=6") == (
+        assert misfit(mesh, axes_of("embed"), 16, "embed=16") is None
+        assert misfit(mesh, axes_of("rank"), 3, "rank=3") is None
+        assert misfit(mesh, axes_of("embed", Layout()), 6, "embed=6") is None
+        assert misfit(mesh, axes_of("embed"), 6, "embed=6") == (
             "mesh.tensor=2 * mesh.fsdp=2 * mesh.expert=2 does not divide embed=6; these would: [1, 2, 3, 6]"
         )
 
@@ -67,7 +68,7 @@ def test_a_weight_is_gathered_over_several_axes_and_its_gradient_comes_back_shar
         np.testing.assert_array_equal(gradient, 2 * values)
 
 
-def test_rules_that_would_compute_the_same_rows_twice_or_permute_a_weight_are_refused():
+def test_rules_that_would_compute_the_same_tokens_twice_or_permute_a_weight_are_refused():
     with pytest.raises(ValueError, match=r"gathered over \['expert'\]"):
         Rules(gathered=("fsdp", "expert"))
     with pytest.raises(ValueError, match="must come last"):
