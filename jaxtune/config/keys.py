@@ -71,8 +71,9 @@ ALIASES = {
     "log.every": "logging_steps",
     "log.wandb.enabled": "report_to use_wandb",
     "mesh.fsdp": "fsdp_config deepspeed",
+    "parallel.zero": "zero_level zero_stage sharding_stage",
     "mesh.tensor": "tensor_parallel_size tp tensor_parallel",
-    "mesh.sequence": "context_parallel_size sequence_parallel_degree cp",
+    "mesh.sequence": "context_parallel_size sequence_parallel_degree cp sequence_parallel_size ulysses_parallel_size",
 }
 _BY_ALIAS = {alias: key for key, aliases in ALIASES.items() for alias in aliases.split()}
 

@@ -270,6 +270,15 @@ class Mesh:
 
 
 @dataclass(frozen=True)
+class Parallel:
+    """What is sharded over the axes of the mesh, and when devices communicate."""
+
+    zero: Literal[1, 2, 3] = option(3,
+        "what the devices that compute other tokens share (ZeRO, Rajbhandari et al. 2020): 1: the optimizer's state; "
+        "2: gradients too; 3: weights too")
+
+
+@dataclass(frozen=True)
 class Memory:
     """Rematerialisation, and the check that the run fits into memory."""
 
@@ -461,6 +470,7 @@ class Config:
     lora: Lora = section(Lora(), when="lora.enabled")
     quant: Quant = section(Quant(), when="quant.format is not None")
     mesh: Mesh = Mesh()
+    parallel: Parallel = Parallel()
     memory: Memory = Memory()
     attention: Attention = Attention()
     experts: Experts = Experts()

@@ -65,8 +65,8 @@ class Rules:
                 raise ValueError(f"of {axes} the axes that are gathered, {self.gathered}, must come last")
 
 
-# The rules in use are RULES.value. `with RULES(other):` uses others, in this thread. A user context is part of jax's
-# tracing cache key, so that programs are then traced again.
+# The rules in use are RULES.value, as `make_mesh` sets them. `with RULES(other):` uses others, in this thread. A user
+# context is part of jax's tracing cache key, so that programs are then traced again.
 RULES = jax.make_user_context(Rules())
 
 

@@ -1,4 +1,4 @@
-"""The device mesh: it always has every axis, in explicit sharding mode, and is set once."""
+"""The device mesh and what it shards: it always has every axis, in explicit sharding mode, and is set once."""
 
 import dataclasses
 import math
@@ -7,13 +7,20 @@ from typing import Any
 
 import jax
 
-from jaxtune.config.schema import Mesh
+from jaxtune.config.schema import Mesh, Parallel
 from jaxtune.errors import UserError
-from jaxtune.parallel.layout import AXES, RULES, Axes, shards
+from jaxtune.parallel.layout import AXES, RULES, Axes, Layout, Rules, shards
 
 
-def make_mesh(mesh: Mesh, devices: "Sequence[Any] | None" = None) -> jax.sharding.Mesh:
-    """Make a mesh over all devices of all processes (or the given ones) and set it as the current mesh.
+_WHOLE = Layout(embed=())
+# Rules by the level of ZeRO.
+ZERO = {1: Rules(parameters=_WHOLE, gradients=_WHOLE), 2: Rules(parameters=_WHOLE), 3: Rules()}
+
+
+def make_mesh(
+    mesh: Mesh, devices: "Sequence[Any] | None" = None, parallel: Parallel = Parallel()
+) -> jax.sharding.Mesh:
+    """Make a mesh over all devices of all processes (or the given ones); set it, and the rules, as the current ones.
 
     Raises UserError where the sizes do not fit.
     """
@@ -31,6 +38,7 @@ def make_mesh(mesh: Mesh, devices: "Sequence[Any] | None" = None) -> jax.shardin
         )
     made = jax.make_mesh([sizes[axis] for axis in AXES], AXES, devices=devices)
     jax.set_mesh(made)
+    RULES.set_global(ZERO[parallel.zero])
     return made
 
 

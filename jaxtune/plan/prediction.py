@@ -132,7 +132,7 @@ def _predict(config: Config, where: Where, measured: calibration.Calibration | N
     if where.gpu not in GPUS:
         raise UserError(f"--gpu={where.gpu}: there are {', '.join(GPUS)}")
     began = time.monotonic()
-    mesh = make_mesh(config.mesh, aot.devices(where.gpu, where.hosts, where.gpus))
+    mesh = make_mesh(config.mesh, aot.devices(where.gpu, where.hosts, where.gpus), config.parallel)
     run = assemble(base_of(config), config, mesh)
     options = process.compiler_options(config.train.deterministic) | xla_options(where.gpu)
     compiled = aot.compile_for(

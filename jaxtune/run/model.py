@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -341,12 +341,21 @@ def _refuse_unsharded(parameters: Mapping[str, Parameter], mesh: jax.sharding.Me
             raise UserError(f"{parameter.local} {parameter.shape} came out unsharded on {dict(mesh.shape)}")
 
 
+def _divided(layout: Layout, axes: Set[str]) -> dict[str, Any]:
+    """By logical dimension, the mesh axes that divide it."""
+    names = (field.name for field in dataclasses.fields(layout))
+    return {name: spec(name, layout=layout)[0] for name in names if not axes.isdisjoint(axes_of(name, layout))}
+
+
 def describe_layout(model: Model, mesh: jax.sharding.Mesh) -> str:
     """What the model is and where its parameters live, one line."""
     spread = {axis: size for axis, size in mesh.shape.items() if size > 1}
-    names = (field.name for field in dataclasses.fields(Layout))
-    laid_out = {name: spec(name)[0] for name in names if not spread.keys().isdisjoint(axes_of(name))}
-    where = f"mesh {spread}, sharded {laid_out}" if spread else "one device"
+    rules = RULES.value
+    layouts = {"weights": rules.parameters, "gradients": rules.gradients, "optimizer state": rules.optimizer}
+    laid_out = {what: _divided(layout, spread.keys()) for what, layout in layouts.items()}
+    if laid_out["weights"] == laid_out["optimizer state"]:
+        laid_out = {"all": laid_out["weights"]}
+    where = f"mesh {spread}, sharded: {laid_out}" if spread else "one device"
     stored = ""
     if model.quantized:
         arrays = jax.tree.leaves(abstract(model.quantized))
