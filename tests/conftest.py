@@ -37,9 +37,12 @@ def quick_to_compile(request):
 
 @pytest.fixture(autouse=True)
 def no_mesh_left_behind():
-    """The current mesh is global: each test starts and ends without one."""
+    """The current mesh and the rules that come with it are global: each test starts and ends without."""
+    from jaxtune.parallel.layout import RULES, Rules
+
     yield
     jax.set_mesh(None)
+    RULES.set_global(Rules())
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,8 +36,9 @@ class Conversion:
     """What each tensor of a target becomes as soon as it is read, so at most one unconverted tensor is in memory.
 
     Attributes:
-        convert: (tensor in its shard, its Hugging Face name) -> pytree of arrays.
-        stacked: shape, dtype and sharding of each of those arrays, with the target's leading axes in front.
+        convert: (tensor in its shard, its Hugging Face name) -> pytree of arrays. It has the target's leading axes, of
+            one element each, or where such an axis is sharded one a shard.
+        stacked: shape, dtype and sharding of each of those arrays, whole.
         to_mxfp4: whether it is converted to MXFP4; of a tensor that is so in the file, codes and scales are taken as
             they are.
     """
@@ -54,7 +55,7 @@ class Target:
     Attributes:
         shape: of the parameter, at least one dimension.
         dtype: of the parameter; values are converted from the file's dtype.
-        sharding: of the parameter; its leading axes are unsharded.
+        sharding: of the parameter.
         places: the Hugging Face tensors, or parts of them, that it is made of.
         lead: number of leading axes (layers, or layers and experts) whose elements are the `places`, the last axis
             running fastest; 0: a single place.
@@ -72,15 +73,23 @@ class Target:
     conversion: Conversion | None = None
 
     def __post_init__(self):
-        lead = self.shape[: self.lead]
-        if len(self.places) != math.prod(lead):
+        if len(self.places) != math.prod(self.shape[: self.lead]):
             raise ValueError(f"{len(self.places)} places for a target of shape {self.shape}, lead={self.lead}")
-        if self.sharding.shard_shape(self.shape)[: self.lead] != lead:
-            raise ValueError(f"leading axes of {self.places[0]} ... must be unsharded, not {self.sharding.spec}")
 
-    def elements(self) -> Iterator[tuple[tuple[int, ...], Place]]:
-        """(index in the leading axes, place) of each place."""
-        return zip(np.ndindex(self.shape[: self.lead]), self.places)
+    @property
+    def held(self) -> tuple[int, ...]:
+        """How many elements of each leading axis a device holds."""
+        return self.sharding.shard_shape(self.shape)[: self.lead]
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """Into how many parts each leading axis is sharded."""
+        return tuple(size // held for size, held in zip(self.shape, self.held))
+
+    def number(self, holder: Sequence[int], index: Sequence[int]) -> int:
+        """Which of the places a part of the leading axes has at an index in it."""
+        whole = [part * held + at for part, held, at in zip(holder, self.held, index)]
+        return int(np.ravel_multi_index(whole, self.shape[: self.lead])) if whole else 0
 
     def source_shape(self, place: Place) -> tuple[int, ...]:
         """Shape of a Hugging Face tensor, before any padding."""
@@ -177,21 +186,24 @@ def _list(names: list[str]) -> str:
 
 def fill(target: Target, sources: Sequence[Rows], chunk_bytes: int) -> jax.Array:
     """Read a parameter from one source per place, the same few rows of every shard at a time."""
-    lead = target.lead
+    lead, holders = target.lead, target.holders
     rows, *rest = target.sharding.shard_shape(target.shape)[lead:]
     itemsize = max(np.dtype(target.dtype).itemsize, *(source.itemsize for source in sources))
     row_bytes = math.prod(rest) * itemsize * len(target.sharding.addressable_devices)
     step = min(max(chunk_bytes // row_bytes, 1), rows)
     # A chunk is sharded like the parameter, so placing it moves nothing between devices: it is not `step` consecutive
     # rows, but `step` rows of every shard. With 8 rows on 2 devices and step 2, the chunks hold rows 0 1 | 4 5 and
-    # 2 3 | 6 7 (left and right of the bar: first and second device).
-    chunk_shape = (1,) * lead + (target.shape[lead] // rows * step, *target.shape[lead + 1 :])
+    # 2 3 | 6 7 (left and right of the bar: first and second device). So it is with experts that are sharded: a chunk
+    # has rows of one expert of every shard.
+    chunk_shape = (*holders, target.shape[lead] // rows * step, *target.shape[lead + 1 :])
 
-    def chunk(source: Rows, row: int) -> jax.Array:
-        """Rows [row, row + step) of every shard."""
+    def chunk(element: tuple[int, ...], row: int) -> jax.Array:
+        """Rows [row, row + step) of an element of every shard."""
 
         def part(index: Any) -> np.ndarray:
-            at, *others = [slice(*bound.indices(size)) for bound, size in zip(index, chunk_shape)][lead:]
+            bounds = [slice(*bound.indices(size)) for bound, size in zip(index, chunk_shape)]
+            source = sources[target.number([bound.start for bound in bounds[:lead]], element)]
+            at, *others = bounds[lead:]
             # at.start // step is the shard's number along the rows, and rows * that its first row in the parameter.
             found = source.rows(at.start // step * rows + row, step, tuple(others))
             return found.reshape((1,) * lead + found.shape)
@@ -199,24 +211,26 @@ def fill(target: Target, sources: Sequence[Rows], chunk_bytes: int) -> jax.Array
         return jax.make_array_from_callback(chunk_shape, target.sharding, part)
 
     array = _zeros(target.shape, target.dtype, target.sharding)
-    for (index, _), source in zip(target.elements(), sources):
+    for element in np.ndindex(target.held):
         for row in range(0, rows, step):
             row = min(row, rows - step)  # the last chunk overlaps the one before, so that only one shape is compiled
-            start = np.array([*index, row] + [0] * len(rest), np.int32)
-            array = _place(array, chunk(source, row), start, target.sharding)
+            start = np.array([*element, row] + [0] * len(rest), np.int32)
+            array = _place(array, chunk(element, row), start, target.sharding)
             array.block_until_ready()  # otherwise chunks would pile up in host memory
     return array
 
 
 def _converted(target: Target, sources: Sequence[Rows], chunk_bytes: int) -> Any:
-    """Read a stack one tensor after the other, converting each before the next is read."""
+    """Read a stack one tensor of every shard after the other, converting each before the next is read."""
     assert target.conversion is not None
-    place = jax.NamedSharding(target.sharding.mesh, jax.P(*target.sharding.spec[target.lead :]))
     stacked = jax.tree.map(lambda leaf: _zeros(leaf.shape, leaf.dtype, leaf.sharding), target.conversion.stacked)
-    for (index, at), source in zip(target.elements(), sources):
-        one = Target(target.shape[target.lead :], target.dtype, place, (at,))
-        converted = target.conversion.convert(fill(one, [source], chunk_bytes), at.name)
-        stacked = jax.tree.map(functools.partial(_place_element, index), stacked, converted)
+    shape = (*target.holders, *target.shape[target.lead :])
+    for element in np.ndindex(target.held):
+        numbers = [target.number(holder, element) for holder in np.ndindex(target.holders)]
+        places, parts = zip(*((target.places[number], sources[number]) for number in numbers))
+        one = fill(Target(shape, target.dtype, target.sharding, places, target.lead), parts, chunk_bytes)
+        converted = target.conversion.convert(one, " or ".join(place.name for place in places))
+        stacked = jax.tree.map(functools.partial(_place_element, element), stacked, converted)
         jax.block_until_ready(stacked)  # otherwise the next tensor would be read before this one is freed
     return stacked
 
@@ -234,11 +248,11 @@ def _as_it_is(target: Target, sources: Sequence[tuple[Mxfp4, Place]], chunk_byte
 
 
 def _place_element(
-    index: tuple[int, ...], stack: Shaped[Array, "*stack"], element: Shaped[Array, "*one"]
-) -> Shaped[Array, "*stack"]:
-    """Put an array into a stack of them."""
-    start = np.array([*index] + [0] * element.ndim, np.int32)
-    return _place(stack, element[(None,) * len(index)], start, stack.sharding)
+    index: tuple[int, ...], stack: Shaped[Array, "*stack o i"], element: Shaped[Array, "*one o i"]
+) -> Shaped[Array, "*stack o i"]:
+    """Put an element of every shard into a stack of them."""
+    start = np.array([*index] + [0] * (element.ndim - len(index)), np.int32)
+    return _place(stack, element, start, stack.sharding)
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any, sharding: jax.NamedSharding) -> Shaped[Array, "..."]:

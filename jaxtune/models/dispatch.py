@@ -11,8 +11,8 @@ from pallas_kernels.manual_axes import vary_over, varying_axes
 def to_rows(x: Float[Array, "b s d"], token_of: Int[Array, " m"], row_of: Int[Array, " a"]) -> Float[Array, "m d"]:
     """The token of each row, zeros where there is none.
 
-    token_of: of each row, a number of tokens or more where there is none. row_of: of each item; those of a token follow
-    one another.
+    token_of: of each row, a number of tokens or more where there is none. row_of: of each item, a number of rows or
+    more where it has none; those of a token follow one another.
     """
     return jnp.take(x.reshape(-1, x.shape[-1]), token_of, axis=0, mode="fill", fill_value=0)
 
@@ -52,4 +52,5 @@ _from_rows.defvjp(lambda *arguments: (_from_rows(*arguments), arguments), _from_
 
 def _rows_of_tokens(rows: Float[Array, "m d"], row_of: Int[Array, " a"], tokens: tuple[int, ...]) -> Array:
     """The rows of each token (b, s, k, d), float32."""
-    return jnp.take(rows, row_of, axis=0).reshape(*tokens, -1, rows.shape[1]).astype(jnp.float32)
+    found = jnp.take(rows, row_of, axis=0, mode="fill", fill_value=0)
+    return found.reshape(*tokens, -1, rows.shape[1]).astype(jnp.float32)

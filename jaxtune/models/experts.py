@@ -17,12 +17,12 @@ from jaxtune.models.dropout import Noise
 from jaxtune.models.linear import Linear
 from jaxtune.models.mlp import MLP
 from jaxtune.models.router import Router, Routing
-from jaxtune.parallel.layout import RULES, Layout, P, Rules, axes_of, by_token, gather, shards
+from jaxtune.parallel.layout import RULES, Axes, Layout, P, Rules, axes_of, by_token, gather, shards
 from jaxtune.precision.matmul import LowPrecision
 from jaxtune.quant.array import QuantizedArray
 from pallas_kernels import registry
 from pallas_kernels.gpus import Device, current_device
-from pallas_kernels.grouped_matmul import arrange, triton
+from pallas_kernels.grouped_matmul import Arrangement, arrange, block_of, triton
 from pallas_kernels.registry import ANY_CARD, Backend, CannotRun
 
 # Inside a shard_map nothing is sharded, nor is a weight gathered.
@@ -105,12 +105,15 @@ def grouped(
     `backend`: of `pallas_kernels.grouped_matmul`.
     """
     graph, values = nnx.split(experts)
-    values = jax.tree.map(gather, values)
+    values = jax.tree.map(partial(gather, stacked=1), values)
     values = jax.tree.map(_with_kernel_scales, values, is_leaf=_is_quantized)
-    summed_over = axes_of("mlp")
+    summed_over, apart = axes_of("mlp"), axes_of("experts")
 
     def on_device(values: Any, x: Array, routing: Routing, noise: Noise | None) -> Array:
-        rows = arrange(routing.chosen.reshape(-1), routing.probability.shape[-1], backend)
+        if apart:
+            # Of the tokens of all devices among which experts are divided, each computes what its own experts add.
+            x, routing, noise = _of_all(apart, x, routing, noise)
+        rows = _arranged(routing, apart, backend)
         token_of = rows.item_of // routing.chosen.shape[-1]
         noise = noise and _of_rows(noise, token_of, x.shape[1])
         here = nnx.merge(graph, values)
@@ -121,11 +124,31 @@ def grouped(
             inputs = to_rows(x, token_of, rows.row_of)[:, None]
             y = here(inputs, call._replace(groups=rows.groups, noise=noise))[:, 0]
         total = from_rows(y, rows.item_of, rows.row_of, routing.weights)
-        return jax.lax.psum(total, summed_over) if summed_over else total
+        total = jax.lax.psum(total, summed_over) if summed_over else total
+        return jax.lax.psum_scatter(total, apart, scatter_dimension=0, tiled=True) if apart else total
 
     arguments = values, x, routing, call.noise
     layouts = jax.tree.map(lambda array: jax.typeof(array).sharding.spec, arguments)
     return jax.shard_map(on_device, in_specs=layouts, out_specs=by_token(None))(*arguments)
+
+
+def _of_all(axes: Axes, x: Array, routing: Routing, noise: Noise | None) -> tuple[Array, Routing, Noise | None]:
+    """The tokens of all devices along these axes, where they go to, and the numbers of their rows."""
+    gathered = partial(jax.lax.all_gather, axis_name=axes, tiled=True)
+    noise = noise and noise._replace(rows=gathered(noise.rows))
+    return gathered(x), jax.tree.map(gathered, routing), noise
+
+
+def _arranged(routing: Routing, apart: Axes, backend: str) -> Arrangement:
+    """Rows for the tokens of the experts that a device has: all, or its part of those that these axes divide."""
+    chosen, count = routing.chosen.reshape(-1), routing.probability.shape[-1]
+    if not apart:
+        return arrange(chosen, count, backend)
+    parts = shards(apart, jax.sharding.get_abstract_mesh())
+    here = count // parts
+    number = chosen - jax.lax.axis_index(apart) * here
+    group_of = jnp.where((number >= 0) & (number < here), number, here)
+    return arrange(group_of, here, backend, block_of(len(chosen) // parts, here))
 
 
 def _of_rows(noise: Noise, token_of: Int[Array, " m"], positions: int) -> Noise:
@@ -159,6 +182,12 @@ def refuses_kernel(device: Device, experts: MLP) -> str | None:
     return next(filter(None, reasons), None)
 
 
+def refuses_dense(device: Device, experts: MLP) -> str | None:
+    """Why not every device can compute every expert, or None."""
+    parts = shards(axes_of("experts"), jax.sharding.get_abstract_mesh())
+    return "mesh.expert gives each device some experts, and dense computes all: take mesh.fsdp" if parts > 1 else None
+
+
 def _weights(experts: MLP) -> list[Any]:
     return [linear.weight.get_value() for linear in experts.linears]
 
@@ -167,5 +196,5 @@ def _weights(experts: MLP) -> list[Any]:
 BACKENDS = (
     Backend("kernel", partial(grouped, "triton"), refuses_kernel, {ANY_CARD: "interpreted tests"}),
     Backend("loop", partial(grouped, "xla"), refuses_grouped, {ANY_CARD: "tests"}),
-    Backend("dense", dense, registry.never_refuses, {ANY_CARD: "tests"}),
+    Backend("dense", dense, refuses_dense, {ANY_CARD: "tests"}),
 )

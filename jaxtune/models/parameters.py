@@ -20,6 +20,7 @@ from jaxtune.models.families import names_of
 from jaxtune.models.places import Place, Tensor
 from jaxtune.models.spec import DeltaNet, Experts, Heads, Layer, ModelSpec, Treatment, stacks
 from jaxtune.parallel.layout import RULES, axes_in, axes_of, by_head, sharding
+from jaxtune.parallel.layout import spec as partition_spec
 from jaxtune.parallel.mesh import misfit
 from jaxtune.precision.linears import Frozen
 from jaxtune.precision.operands import Numbers
@@ -33,8 +34,8 @@ class Storage(Protocol):
         """Shapes, dtypes and shardings of a stack of matrices (..., o, i) on the current mesh."""
         ...
 
-    def make(self, weight: Float[Array, "o i"], axes: tuple[str | None, ...]) -> Any:
-        """One matrix, on the devices that hold it."""
+    def make(self, weight: Float[Array, "*stack o i"], axes: tuple[str | None, ...]) -> Any:
+        """A matrix, or a stack of them, on the devices that hold it."""
         ...
 
 
@@ -303,13 +304,19 @@ def randomize(parameters: Mapping[str, Parameter], seed: int) -> Parameters:
 def undivided(spec: ModelSpec, parameters: Mapping[str, Parameter], mesh: jax.sharding.Mesh) -> list[str]:
     """Complaints about dimensions that the mesh does not divide, each with the sizes that would."""
     layouts = dict.fromkeys((RULES.value.parameters, RULES.value.gradients, RULES.value.optimizer))
+    mixers, over = {layer.mixer for layer in spec.layers}, axes_in(by_head()[2])
     # A head is never split.
-    named = {dimension for mixer in {layer.mixer for layer in spec.layers} for dimension in _heads(mixer)}
-    named |= {(name, size) for p in parameters.values() for name, size in zip(p.axes, p.shape) if name is not None}
-    divided = [(axes_of(name, layout), name, size) for name, size in sorted(named) for layout in layouts]
-    over = axes_in(by_head()[2])
-    divided += [(over, "heads", size) for size in sorted({_mixed_apart(layer.mixer) for layer in spec.layers})]
-    found = (misfit(mesh, axes, size, f"{name}={size}") for axes, name, size in divided)
+    named = {
+        (name, size, axes_of(name, layout)) for mixer in mixers for name, size in _heads(mixer) for layout in layouts
+    }
+    named |= {("heads", _mixed_apart(mixer), over) for mixer in mixers}
+    for parameter in parameters.values():
+        for layout in layouts:
+            places = partition_spec(*parameter.axes, layout=layout)
+            named |= {
+                (name, size, axes_in(place)) for name, size, place in zip(parameter.axes, parameter.shape, places)
+            }
+    found = (misfit(mesh, axes, size, f"{name}={size}") for name, size, axes in sorted(named, key=str))
     return list(dict.fromkeys(complaint for complaint in found if complaint))
 
 
@@ -333,12 +340,11 @@ def undivided_blocks(
     for name, format in formats.items():
         parameter = parameters[name]
         block = format.block_of(parameter.matrix)
-        for axis_name, size, elements in zip(parameter.matrix_axes, parameter.matrix, block):
+        places = partition_spec(*parameter.axes)[len(parameter.lead) :]
+        for axis_name, size, elements, place in zip(parameter.matrix_axes, parameter.matrix, block, places):
             blocks, what = size // elements, f"the {size} features of {axis_name} in blocks of {elements}"
             # A stored matrix of one block can be split, as its scale is on every device; a block of a product cannot.
-            if (blocks > 1 or isinstance(format, Numbers)) and (
-                found := misfit(mesh, axes_of(axis_name), blocks, what)
-            ):
+            if (blocks > 1 or isinstance(format, Numbers)) and (found := misfit(mesh, axes_in(place), blocks, what)):
                 complaints.add(f"{found} (mesh.data takes the rest); or {remedy}")
     return sorted(complaints)
 

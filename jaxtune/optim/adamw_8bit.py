@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Float32
 from jaxtune.optim import rules
 from jaxtune.optim.driver import updated
 from jaxtune.optim.rules import At, Rule, RuleState, Step, Updated
-from jaxtune.parallel.layout import RULES, axes_of
+from jaxtune.parallel.layout import RULES, axes_in, spec
 from jaxtune.parallel.mesh import misfit
 from pallas_kernels import adamw_8bit as kernel
 from pallas_kernels.adamw_8bit import Adam, Moment
@@ -132,10 +132,12 @@ def undivided_moments(parameters: Mapping[str, "Parameter"], mesh: jax.sharding.
     """Complaints about trained parameters of which the mesh would split a block."""
     complaints = set()
     for parameter in parameters.values():
-        shape, axes = parameter.matrix, parameter.matrix_axes
-        for axis_name, size, elements in zip(axes, shape, (block_of(shape) or ())[-len(shape) :]):
+        shape, lead = parameter.matrix, len(parameter.lead)
+        places = spec(*parameter.axes, layout=RULES.value.optimizer)[lead:]
+        blocks = (block_of(shape) or ())[-len(shape) :]
+        for axis_name, size, elements, place in zip(parameter.matrix_axes, shape, blocks, places):
             what = f"{axis_name}={size} in blocks of {elements}, which optim.name='adamw_8bit' has"
-            if found := misfit(mesh, axes_of(axis_name, RULES.value.optimizer), size // elements, what):
+            if found := misfit(mesh, axes_in(place), size // elements, what):
                 complaints.add(f"{found} (mesh.data takes the rest)")
     return sorted(complaints)
 

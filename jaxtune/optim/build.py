@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -47,18 +48,28 @@ class Trained(NamedTuple):
     rule: Rule | None = None  # None: that of optim.name
 
     def joined(self, leaf: Array) -> Array:
-        """Leading axes (layers, experts) merged into one, as rules know only one."""
-        if len(self.lead) < 2:
+        """Leading axes (layers, experts) merged into one, as rules know only one; experts first if they are sharded."""
+        if len(self.lead) < 2 or not leaf.ndim:
             return leaf
-        spec = jax.typeof(leaf).sharding.spec
-        return jnp.reshape(leaf, (-1, *leaf.shape[2:]), out_sharding=jax.P(None, *spec[2:]))
+        _, experts, *rest = jax.typeof(leaf).sharding.spec
+        leaf = leaf if experts is None else jnp.moveaxis(leaf, 1, 0)
+        return jnp.reshape(leaf, (-1, *leaf.shape[2:]), out_sharding=jax.P(experts, *rest))
 
     def parted(self, leaf: Array) -> Array:
         """`joined` undone."""
-        if len(self.lead) < 2:
+        if len(self.lead) < 2 or not leaf.ndim:
             return leaf
-        spec = jax.typeof(leaf).sharding.spec
-        return jnp.reshape(leaf, (*self.lead, *leaf.shape[1:]), out_sharding=jax.P(None, None, *spec[1:]))
+        experts, *rest = jax.typeof(leaf).sharding.spec
+        if experts is None:
+            return jnp.reshape(leaf, (*self.lead, *leaf.shape[1:]), out_sharding=jax.P(None, None, *rest))
+        by_expert = (*self.lead[::-1], *leaf.shape[1:])
+        return jnp.moveaxis(jnp.reshape(leaf, by_expert, out_sharding=jax.P(experts, None, *rest)), 0, 1)
+
+    def in_order(self, factor: multipliers.Factor, joined: Array) -> multipliers.Factor:
+        """A factor of each element of the leading axes, in the order of the joined parameter."""
+        if len(self.lead) < 2 or np.ndim(factor) == 0 or jax.typeof(joined).sharding.spec[0] is None:
+            return factor
+        return np.reshape(factor, self.lead).T.reshape(-1)
 
 
 def build(optim: Optim, trained: Mapping[str, Trained], layers: int, dtype: DTypeLike = jnp.bfloat16) -> Optimizer:
@@ -80,7 +91,7 @@ def build(optim: Optim, trained: Mapping[str, Trained], layers: int, dtype: DTyp
             if rule.by_layer and trained[name].lead:
                 # Their first state depends on no value: that of one layer of zeros serves all.
                 of_layer = rule.init(_zeros_of_a_layer(parameter))
-                state = jax.tree.map(lambda leaf: _repeated(leaf, len(parameter)), of_layer)
+                state = jax.tree.map(lambda leaf: _repeated(leaf, parameter), of_layer)
             else:
                 state = rule.init(parameter.astype(jnp.float32))
             return jax.tree.map(lambda leaf: trained[name].parted(_as_stored(leaf, parameter)), state)
@@ -98,12 +109,12 @@ def build(optim: Optim, trained: Mapping[str, Trained], layers: int, dtype: DTyp
             rate = step.rate
             if optim.name == "muon" and optim.muon.learning_rate and own.is_matrix:
                 rate *= optim.muon.learning_rate / optim.learning_rate
-            at = At(state.count, rate, rates[name], decays[name])
             own_step = step._replace(key=named_key(step.key, name))
             # With a layout of its own (ZeRO) the state stays where it is: parameter and gradient come to it, and the
             # new parameter goes back.
             moments, (here, gradient) = state.rules[name], (moved(x, own.place) for x in (parameter, gradients[name]))
             before, gradient = jax.tree.map(own.joined, ((here, moments), gradient))
+            at = At(state.count, rate, *(own.in_order(factors[name], gradient) for factors in (rates, decays)))
             if rule.whole is not None:
                 now = rule.whole(before, gradient, at, own_step, bool(own.lead))
             else:
@@ -131,10 +142,10 @@ def _zeros_of_a_layer(stacked: Array) -> Array:
     return jnp.zeros(stacked.shape[1:], jnp.float32, out_sharding=jax.P(*spec[1:]))
 
 
-def _repeated(leaf: Array, layers: int) -> Array:
-    """A layer's state for each of them."""
-    spec = jax.typeof(leaf).sharding.spec
-    return jnp.broadcast_to(leaf, (layers, *leaf.shape), out_sharding=jax.P(None, *spec))
+def _repeated(leaf: Array, stacked: Array) -> Array:
+    """A layer's state for each layer of a stacked parameter."""
+    place = jax.P(jax.typeof(stacked).sharding.spec[0], *jax.typeof(leaf).sharding.spec)
+    return jnp.broadcast_to(leaf, (len(stacked), *leaf.shape), out_sharding=place)
 
 
 def _rule(optim: Optim, is_matrix: bool, dtype: DTypeLike) -> Rule:

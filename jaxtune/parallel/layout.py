@@ -81,8 +81,16 @@ def shards(axes: Iterable[str], mesh: jax.sharding.Mesh | jax.sharding.AbstractM
 
 
 def spec(*names: str | None, layout: Layout | None = None) -> jax.P:
-    """PartitionSpec of a parameter whose dimensions have these logical names, as it is stored or in another layout."""
-    return P(*(_entry(axes_of(name, layout)) for name in names))
+    """PartitionSpec of a parameter whose dimensions have these logical names, as it is stored or in another layout.
+
+    An axis that shards one dimension shards no later one: of a mixture's experts, not what it shards of other weights.
+    """
+    places, taken = [], set[str]()
+    for name in names:
+        axes = tuple(axis for axis in axes_of(name, layout) if axis not in taken)
+        taken.update(axes)
+        places.append(_entry(axes))
+    return P(*places)
 
 
 def sharding(*names: str | None) -> jax.NamedSharding:
@@ -120,13 +128,14 @@ def axes_in(entry: Entry) -> Axes:
     return (entry,) if isinstance(entry, str) else entry or ()
 
 
-def gather(weight: Array) -> Array:
-    """All-gather a weight over the axes that the rules gather; other axes stay sharded.
+def gather(weight: Array, stacked: int = 0) -> Array:
+    """All-gather a weight over the axes that the rules gather; other axes, and so many leading ones, stay sharded.
 
     Called where the weight is used, inside the rematerialised block: the gathered copy is not saved but made again in
     the backward pass, and the gradient is reduce-scattered.
     """
-    return jax.reshard(weight, P(*map(ungathered, jax.typeof(weight).sharding.spec)))
+    places = tuple(jax.typeof(weight).sharding.spec)
+    return jax.reshard(weight, P(*places[:stacked], *map(ungathered, places[stacked:])))
 
 
 def moved(array: Array, place: jax.P | None) -> Array:

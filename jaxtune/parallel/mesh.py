@@ -12,14 +12,7 @@ from jaxtune.errors import UserError
 from jaxtune.parallel.layout import AXES, RULES, Axes, Layout, Rules, shards
 
 
-_WHOLE = Layout(embed=())
-# Rules by the level of ZeRO.
-ZERO = {1: Rules(parameters=_WHOLE, gradients=_WHOLE), 2: Rules(parameters=_WHOLE), 3: Rules()}
-
-
-def make_mesh(
-    mesh: Mesh, devices: "Sequence[Any] | None" = None, parallel: Parallel = Parallel()
-) -> jax.sharding.Mesh:
+def make_mesh(mesh: Mesh, devices: "Sequence[Any] | None" = None, parallel: Parallel = Parallel()) -> jax.sharding.Mesh:
     """Make a mesh over all devices of all processes (or the given ones); set it, and the rules, as the current ones.
 
     Raises UserError where the sizes do not fit.
@@ -38,8 +31,22 @@ def make_mesh(
         )
     made = jax.make_mesh([sizes[axis] for axis in AXES], AXES, devices=devices)
     jax.set_mesh(made)
-    RULES.set_global(ZERO[parallel.zero])
+    RULES.set_global(rules_of(parallel, sizes["expert"] > 1))
     return made
+
+
+def rules_of(parallel: Parallel, experts_apart: bool = False) -> Rules:
+    """How arrays are sharded, where the axis of experts divides them or does not."""
+    apart = ("expert",) if experts_apart else ()
+    shared = ("fsdp", *apart, "sequence")
+    sharded, whole = Layout(embed=shared, experts=apart), Layout(embed=(), experts=apart)
+    return Rules(
+        parameters=sharded if parallel.zero == 3 else whole,
+        gradients=whole if parallel.zero == 1 else sharded,
+        optimizer=sharded,
+        gathered=shared,
+        batch=("data", "fsdp", *apart),
+    )
 
 
 def data_shards(mesh: jax.sharding.Mesh) -> int:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
-from jaxtune.parallel.layout import P, sharding
+from jaxtune.parallel.layout import Entry, P, sharding
 from jaxtune.parallel.layout import spec as layout_spec
 from pallas_kernels.manual_axes import varying_axes
 
@@ -101,46 +101,50 @@ class Numbers(ABC):
     def abstract(self, shape: tuple[int, ...], dtype: Any, axes: tuple[str | None, ...]) -> Operands:
         """Shapes, dtypes and shardings of the operands of a weight, or of a stack of them, on the current mesh."""
         *stack, rows, columns = shape
-        stack_axes = axes[:-2]
 
         def leaf(array: jax.ShapeDtypeStruct, names: P) -> jax.ShapeDtypeStruct:
-            place = sharding(*stack_axes, *names)
-            return jax.ShapeDtypeStruct((*stack, *array.shape), array.dtype, sharding=place)
+            return jax.ShapeDtypeStruct((*stack, *array.shape), array.dtype, sharding=sharding(*names))
 
         matrix = _shapes(self, (rows, columns), dtype)
-        return jax.tree.map(leaf, matrix, _names(matrix, axes[-2:]))
+        return jax.tree.map(leaf, matrix, _names(matrix, axes))
 
-    def make(self, weight: Float[Array, "o i"], axes: tuple[str | None, ...]) -> Operands:
-        """The operands of a weight with these logical axes, made where it is: eagerly, or inside a jit."""
+    def make(self, weight: Float[Array, "*stack o i"], axes: tuple[str | None, ...]) -> Operands:
+        """Of a weight, or a stack, with these logical axes, made where it is: eagerly, or inside a jit."""
         return operands_at(weight, self, layout_spec(*axes))
 
 
-def operands_at(weight: Float[Array, "o i"], numbers: Numbers, place: P) -> Operands:
-    """The operands of a weight with this PartitionSpec. They have no gradient."""
-    places = _names(_shapes(numbers, weight.shape, weight.dtype), tuple(place))
+def operands_at(weight: Float[Array, "*stack o i"], numbers: Numbers, place: P) -> Operands:
+    """The operands of a weight, or of a stack, with this PartitionSpec. They have no gradient."""
+    places = _names(_shapes(numbers, weight.shape[-2:], weight.dtype), tuple(place))
     return _made(jax.lax.stop_gradient(weight), numbers, places)
 
 
 @partial(jax.jit, static_argnames=("numbers", "places"))
-def _made(weight: Float[Array, "o i"], numbers: Numbers, places: Operands) -> Operands:
+def _made(weight: Float[Array, "*stack o i"], numbers: Numbers, places: Operands) -> Operands:
+    make = numbers.operands
+    for _ in range(weight.ndim - 2):
+        make = jax.vmap(make)
     # Formats say nothing of shardings: XLA chooses those inside.
-    return cast(Operands, jax.sharding.auto_axes(numbers.operands, out_sharding=places)(weight))
+    return cast(Operands, jax.sharding.auto_axes(make, out_sharding=places)(weight))
 
 
 def _shapes(numbers: Numbers, shape: tuple[int, ...], dtype: Any) -> Operands:
     return jax.eval_shape(numbers.operands, jax.ShapeDtypeStruct(shape, dtype))
 
 
-def _names(operands: Operands, axes: tuple[str | None, ...]) -> Operands:
-    """The axis of each dimension of each array; None for a dimension of one element."""
+def _names(operands: Operands, axes: tuple[Entry, ...]) -> Operands:
+    """The axis of each dimension of each array of a stack of operands; None for a dimension of one element."""
+    *stack, out, inner = axes
 
-    def of(operand: Operand | None, axes: tuple[str | None, ...]) -> Operand | None:
-        named = lambda array: P(*(axis if size > 1 else None for axis, size in zip(axes, array.shape)))  # noqa: E731
+    def of(operand: Operand | None, *axes: Entry) -> Operand | None:
+        def named(array: jax.ShapeDtypeStruct) -> P:
+            return P(*stack, *(axis if size > 1 else None for axis, size in zip(axes, array.shape)))
+
         return jax.tree.map(named, operand)
 
-    forward = of(operands.forward, axes)
+    forward = of(operands.forward, out, inner)
     assert forward is not None
-    return Operands(forward, of(operands.backward, axes[::-1]))
+    return Operands(forward, of(operands.backward, inner, out))
 
 
 # No jnp.where with a constant below: jax would save that constant, broadcast to the size of x, through a rematerialised

@@ -57,14 +57,17 @@ class Format(ABC):
 
         return jax.tree.map(leaf, matrix)
 
-    def make(self, weight: Float[Array, "o i"], axes: tuple[str | None, ...]) -> QuantizedArray:
-        """A matrix with these logical axes, quantized on the devices that hold it."""
+    def make(self, weight: Float[Array, "*stack o i"], axes: tuple[str | None, ...]) -> QuantizedArray:
+        """A matrix, or a stack, with these logical axes, quantized on the devices that hold it."""
         place = jax.tree.map(lambda leaf: leaf.sharding.spec, self.abstract(weight.shape, weight.dtype, axes))
         return _quantized(weight, self, place)
 
 
 @partial(jax.jit, static_argnames=("format", "place"))
-def _quantized(weight: Float[Array, "o i"], format: Format, place: QuantizedArray) -> QuantizedArray:
+def _quantized(weight: Float[Array, "*stack o i"], format: Format, place: QuantizedArray) -> QuantizedArray:
     """`place`: the PartitionSpec of each array."""
+    quantize = format.quantize
+    for _ in range(weight.ndim - 2):
+        quantize = jax.vmap(quantize)
     # Formats say nothing of shardings: XLA chooses those inside.
-    return cast(QuantizedArray, jax.sharding.auto_axes(format.quantize, out_sharding=place)(weight))
+    return cast(QuantizedArray, jax.sharding.auto_axes(quantize, out_sharding=place)(weight))

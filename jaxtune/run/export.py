@@ -23,7 +23,7 @@ from jaxtune.models.parameters import Parameter, count, loaded_names
 from jaxtune.models.places import Place
 from jaxtune.models.score import logits
 from jaxtune.parallel import multihost
-from jaxtune.parallel.layout import by_token
+from jaxtune.parallel.layout import axes_in, by_token
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.quant import QuantizedArray
 from jaxtune.run.card import card_rows
@@ -258,9 +258,23 @@ def _gather(parameter: Any, index: tuple[int, ...]) -> jax.Array:
 def _gather_element(parameter: Any, index: tuple[int, ...]) -> jax.Array:
     """Compiled once a shape: the index is an argument of the program."""
     for number in index:
-        at = partial(jax.lax.dynamic_index_in_dim, index=number, keepdims=False)
-        parameter = jax.tree.map(at, parameter)
+        parameter = jax.tree.map(partial(_element, number=number), parameter)
     return jax.reshard(parameter.dequantize() if isinstance(parameter, QuantizedArray) else parameter, jax.P())
+
+
+def _element(stack: jax.Array, number: jax.Array) -> jax.Array:
+    """An element of the leading axis, from the devices that hold it."""
+    first, *rest = jax.typeof(stack).sharding.spec
+
+    def on_device(stack: jax.Array, number: jax.Array) -> jax.Array:
+        number -= jax.lax.axis_index(axes_in(first)) * len(stack)
+        found = jax.lax.dynamic_index_in_dim(stack, jnp.clip(number, 0, len(stack) - 1), keepdims=False)
+        # What is added to another device's element must be -0: 0 would make 0 of -0.
+        return jax.lax.psum(jnp.where((number >= 0) & (number < len(stack)), found, -jnp.zeros_like(found)), first)
+
+    if first is None:
+        return jax.lax.dynamic_index_in_dim(stack, number, keepdims=False)
+    return jax.shard_map(on_device, in_specs=(jax.P(first, *rest), jax.P()), out_specs=jax.P(*rest))(stack, number)
 
 
 def merge_difference(model: Model, parameters: Parameters, config: Config, output: Path) -> str:

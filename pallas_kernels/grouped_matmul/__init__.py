@@ -10,11 +10,11 @@ from jaxtyping import Array, Float
 from pallas_kernels import registry
 from pallas_kernels.gpus import current_device
 from pallas_kernels.grouped_matmul import triton, xla
-from pallas_kernels.grouped_matmul.groups import Arrangement, Groups, arrange
+from pallas_kernels.grouped_matmul.groups import Arrangement, Groups, arrange, block_of
 from pallas_kernels.manual_axes import vary_over, varying_axes
 from pallas_kernels.registry import ANY_CARD, Backend
 
-__all__ = ["BACKENDS", "Arrangement", "Groups", "arrange", "by_row", "grouped_matmul"]
+__all__ = ["BACKENDS", "Arrangement", "Groups", "arrange", "block_of", "by_row", "grouped_matmul"]
 
 
 BACKENDS = (

@@ -28,7 +28,8 @@ class Groups:
 class Arrangement(NamedTuple):
     """Items put in rows, by group.
 
-    row_of: the row of each item. item_of: the item in each row; the number of items where there is none.
+    row_of: the row of each item; past the last row where its group is not one of these. item_of: the item in each row;
+    the number of items where there is none.
     """
 
     groups: Groups
@@ -38,6 +39,8 @@ class Arrangement(NamedTuple):
 
 def arrange(group_of: Int[Array, " a"], groups: int, backend: str = "auto", block: int | None = None) -> Arrangement:
     """Rows for items of these groups, in blocks of `block` rows; None: as many as suit so many items and groups.
+
+    An item whose group is the number of groups has no row.
 
     Items of a group keep their order. The number of rows is the most that any items need: a group fills its last block
     in part, so there are `groups` blocks more than full ones.
@@ -50,9 +53,11 @@ def arrange(group_of: Int[Array, " a"], groups: int, backend: str = "auto", bloc
     order = jnp.argsort(group_of, stable=True).astype(jnp.int32)
     ordered = group_of[order]
     before = jnp.cumsum(counts) - counts  # items of the groups before
-    row = (first[ordered] * block + jnp.arange(items) - before[ordered]).astype(jnp.int32)
+    place = jnp.arange(items)
+    row = first[ordered] * block + place - before[ordered]
+    row = jnp.where(ordered < groups, row, blocks * block + place).astype(jnp.int32)
     row_of = jnp.zeros(items, jnp.int32).at[order].set(row, unique_indices=True)
-    item_of = jnp.full(blocks * block, items, jnp.int32).at[row].set(order, unique_indices=True)
+    item_of = jnp.full(blocks * block, items, jnp.int32).at[row].set(order, mode="drop", unique_indices=True)
     block_group = jnp.searchsorted(first[1:], jnp.arange(blocks), side="right").astype(jnp.int32)
     return Arrangement(Groups(block_group, first, backend), row_of, item_of)
 

@@ -1,20 +1,23 @@
 """What families have beside Qwen3, on eight devices: parts of fused modules, other norms and ropes, and experts."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from mesh.harness import MESHES, ROWS, SEQUENCE, fetched, fields
-from tiny import layer, spec
+from safetensors.numpy import load_file
+from tiny import layer, model_folder, read, spec
 
-from jaxtune.config.schema import Config, Data, Lora, Memory, Mesh, Model, Precision, Train
+from jaxtune.config.schema import Config, Data, Lora, Memory, Mesh, Model, Precision, Quant, Train
 from jaxtune.config.schema import Experts as Options
 from jaxtune.models.parameters import randomize
 from jaxtune.models.spec import ClampedSilu, DeltaNet, Experts, FeedForward, Heads, Latent, Norm, Rope
 from jaxtune.parallel.mesh import data_shards, make_mesh
 from jaxtune.run.assembly import assemble
+from jaxtune.run.export import export_full
 from jaxtune.run.model import Base
 
 HEADS = dataclasses.replace(layer().mixer, heads=8, kv_heads=4)
@@ -73,8 +76,15 @@ SPECS = {
 OPTIONS = {"deepseek_v3": Options("auto", 0.1, "sequence", router_z_loss=0.01, bias_update_rate=0.1)}
 
 
-def train(family: str, lora: bool, mesh: Mesh, devices: int) -> tuple[np.ndarray, dict]:
-    """Losses of two steps, and the trained parameters afterwards."""
+EXPERTS_APART = {
+    "expert=4 tensor=2": Mesh(fsdp=1, expert=4, tensor=2),
+    "data=2 expert=4": Mesh(data=2, fsdp=1, expert=4),
+    "fsdp=2 expert=2 sequence=2": Mesh(fsdp=2, expert=2, sequence=2),
+}
+
+
+def train(family: str, lora: bool, mesh: Mesh, devices: int, collapsed: bool = False) -> tuple[np.ndarray, dict]:
+    """Losses of two steps, and the trained parameters afterwards; `collapsed`: all tokens go to the first experts."""
     made = make_mesh(mesh, jax.devices()[:devices])
     config = Config(
         model=Model(dtype="float32"),
@@ -87,6 +97,10 @@ def train(family: str, lora: bool, mesh: Mesh, devices: int) -> tuple[np.ndarray
     )
     program = assemble(Base(SPECS[family]), config, made)
     trained, frozen = (randomize(of, 0) for of in (program.model.trained, program.model.frozen))
+    if collapsed:  # of equal scores the first are the largest
+        routers = {name: p for name, p in program.model.frozen.items() if p.kind == "router"}
+        assert routers
+        frozen |= {name: jnp.zeros_like(frozen[name]) for name in routers}
     shardings = jax.tree.map(lambda leaf: leaf.sharding, program.state)
     state, step = jax.jit(program.start, out_shardings=shardings)(trained), jax.jit(program.step)
     losses = []
@@ -103,22 +117,50 @@ def train(family: str, lora: bool, mesh: Mesh, devices: int) -> tuple[np.ndarray
 @pytest.mark.parametrize(
     ("family", "lora", "mesh"),
     [
-        ("deepseek_v3", False, "fsdp=4 tensor=2"),
+        ("deepseek_v3", False, "data=2 expert=4"),
         ("deepseek_v3", True, "sequence=8"),
-        ("gpt_oss", False, "fsdp=2 sequence=2 tensor=2"),
+        ("gpt_oss", False, "fsdp=2 expert=2 sequence=2"),
         ("olmo2", False, "fsdp=4 tensor=2"),
         ("phi3", True, "fsdp=4 tensor=2"),
         ("qwen3_5_moe_text", False, "fsdp=2 sequence=2 tensor=2"),
         ("qwen3_next", True, "sequence=8"),
         ("starcoder2", True, "fsdp=4 tensor=2"),
-        ("qwen3_moe", False, "fsdp=4 tensor=2"),
+        ("qwen3_moe", False, "expert=4 tensor=2"),
         ("qwen3_moe", True, "data=2 sequence=2 tensor=2"),
     ],
 )
 def test_equals_one_device(family, lora, mesh):
     expected, on_one = train(family, lora, Mesh(), 1)
-    found, on_eight = train(family, lora, MESHES[mesh], 8)
+    found, on_eight = train(family, lora, {**MESHES, **EXPERTS_APART}[mesh], 8)
     assert np.abs(found / expected - 1).max() <= 1e-6
     corrections = [name for name in on_one if "correction" in name]
     assert bool(corrections) == (family == "deepseek_v3" and not lora)
     assert all(np.array_equal(on_eight[name], on_one[name]) for name in corrections)
+
+
+def test_devices_whose_experts_get_no_token_or_all_of_them_equal_one_device():
+    expected, _ = train("qwen3_moe", True, Mesh(), 1, collapsed=True)
+    found, _ = train("qwen3_moe", True, EXPERTS_APART["expert=4 tensor=2"], 8, collapsed=True)
+    assert np.abs(found / expected - 1).max() <= 1e-6
+
+
+@pytest.mark.parametrize(("kind", "format"), [("Qwen3Moe", None), ("Qwen3Moe", "nf4"), ("GptOss", "mxfp4")])
+def test_experts_are_read_where_they_are_divided_and_exported_as_from_one_device(tmp_path, kind, format):
+    width = {"moe_intermediate_size": 64, "num_experts": 4}
+    width = width if kind == "Qwen3Moe" else {"intermediate_size": 64, "num_local_experts": 4}
+    folder = model_folder(tmp_path / "model", kind, hidden_size=256, head_dim=32, **width)
+    lora = Lora(enabled=format is not None, rank=2)
+    held, written = [], []
+    for mesh, devices in ((Mesh(), 1), (Mesh(fsdp=2, expert=2), 4)):
+        made = make_mesh(mesh, jax.devices()[:devices])
+        model, parameters, config = read(folder, made, lora=lora, quant=Quant(format))
+        experts = [name for name in parameters if ".experts." in name]
+        assert experts
+        for leaf in jax.tree.leaves([parameters[name] for name in experts]) if devices > 1 else ():
+            assert leaf.sharding.shard_shape(leaf.shape)[1] == 2
+        held.append(fetched(parameters))
+        export_full(model, {**parameters, **randomize(model.new, 0)}, config, tmp_path / str(devices))
+        written.append(load_file(tmp_path / str(devices) / "model.safetensors"))
+    # Codes are the same; a mean of NF4's scales is summed in another order.
+    for before, after in (held, written):
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), before, after)

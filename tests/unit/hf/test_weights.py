@@ -61,19 +61,20 @@ def test_every_shard_holds_its_part(tmp_path, spec, stacked):
             np.testing.assert_array_equal(shard.data, wanted[name][shard.index])
 
 
-@pytest.mark.parametrize("spec", [(), ("fsdp",), (None, "fsdp")])
+@pytest.mark.parametrize("spec", [(), ("fsdp",), (None, "fsdp"), ("expert", None, "fsdp")])
 def test_parts_of_fused_tensors_and_of_layers_and_experts(tmp_path, spec):
-    """Rows of one tensor are two parameters; a parameter of 2 layers x 3 experts is read from 6 tensors."""
+    """Rows of one tensor are two parameters; a parameter of 2 layers x 4 experts is read from 8 tensors."""
     fused = {
-        f"l.{layer}.e.{expert}": random(24, 16, seed=3 * layer + expert) for layer in range(2) for expert in range(3)
+        f"l.{layer}.e.{expert}": random(24, 16, seed=4 * layer + expert) for layer in range(2) for expert in range(4)
     }
     save_file(fused, tmp_path / "model.safetensors")
-    whole = np.stack(list(fused.values())).reshape(2, 3, 24, 16)
-    sharding = jax.NamedSharding(mesh_of(fsdp=4), jax.P(None, None, *spec))
+    whole = np.stack(list(fused.values())).reshape(2, 4, 24, 16)
+    experts, *rest = spec if "expert" in spec else (None, *spec)
+    sharding = jax.NamedSharding(mesh_of(expert=2, fsdp=4), jax.P(None, experts, *rest))
 
     def part(first, rows):
         places = tuple(Place(name, first, of=24) for name in fused)
-        return hf.Target((2, 3, rows, 16), "float32", sharding, places, lead=2)
+        return hf.Target((2, 4, rows, 16), "float32", sharding, places, lead=2)
 
     found = read(tmp_path, {"up": part(0, 8), "down": part(8, 16)})
     np.testing.assert_array_equal(found["up"], whole[:, :, :8])
@@ -137,11 +138,6 @@ def test_pickled_weights_are_refused(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(UserError, match=r"pytorch_model\.bin.*pickle"):
         hf.weight_files(tmp_path)
-
-
-def test_a_stack_axis_is_never_sharded():
-    with pytest.raises(ValueError, match="leading axes .* must be unsharded"):
-        target(mesh_of(fsdp=2), (2, 4), "float32", "a", "b", spec=("fsdp",), stacked=True)
 
 
 def as_written(tensors):
