@@ -276,6 +276,9 @@ class Parallel:
     zero: Literal[1, 2, 3] = option(3,
         "what the devices that compute other tokens share (ZeRO, Rajbhandari et al. 2020): 1: the optimizer's state; "
         "2: gradients too; 3: weights too")
+    reshard_after_forward: bool = option(True,
+        "gather a layer's weights again in the backward pass; False: keep them whole until then, which takes the "
+        "memory of all of them", when="parallel.zero == 3 and precision.recipe in ('bf16', 'fp16', 'fp32')")
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ class Call(NamedTuple):
     pallas_kernels.flash_attention.BACKENDS or 'auto'; fallback: 'warn' takes 'auto' where that backend cannot run.
     documents: the most that a row holds, for backends that must know; None: nothing bounds them. experts: how those of
     a mixture are computed, a name in BACKENDS of models.experts or 'auto'. groups: inside a mixture, which expert's
-    weights multiply each token; None: a weight is one matrix.
+    weights multiply each token; None: a weight is one matrix. keep_gathered: whether weights stay whole from the
+    forward to the backward pass.
     """
 
     dtype: jnp.dtype
@@ -34,6 +35,7 @@ class Call(NamedTuple):
     documents: int | None = None
     experts: str = "auto"
     groups: Groups | None = None
+    keep_gathered: bool = False
 
     def layer(self, number: Int[Array, ""]) -> "Call":
         """The call of a layer, from that of a decoder."""

@@ -25,7 +25,7 @@ from jaxtune.models.mlp import MLP
 from jaxtune.models.norm import Norm
 from jaxtune.models.rope import rotation
 from jaxtune.models.spec import DeltaNet, FeedForward, Heads, Layer, ModelSpec, StackSpec, stacks
-from jaxtune.parallel.layout import P
+from jaxtune.parallel.layout import GATHERED, P
 from jaxtune.precision.matmul import MAXIMA
 from pallas_kernels import flash_attention, gated_delta_rule
 
@@ -122,7 +122,7 @@ class Stack(nnx.Module):
 
         numbers = self.first + period * jnp.arange(self.repeats)
         kept = jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=KEPT[call.remat],
+            names_which_can_be_saved=[*KEPT[call.remat], *[GATHERED] * call.keep_gathered],
             names_which_can_be_offloaded=[INPUT] if call.remat == "offload" else [],
             offload_src="device",
             offload_dst="pinned_host",

@@ -10,8 +10,10 @@ from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
+GATHERED = "gathered weight"  # in policies of jax.checkpoint
 AXES = ("data", "fsdp", "stage", "expert", "sequence", "tensor")
 P = jax.P
 Axes = tuple[str, ...]
@@ -132,10 +134,11 @@ def gather(weight: Array, stacked: int = 0) -> Array:
     """All-gather a weight over the axes that the rules gather; other axes, and so many leading ones, stay sharded.
 
     Called where the weight is used, inside the rematerialised block: the gathered copy is not saved but made again in
-    the backward pass, and the gradient is reduce-scattered.
+    the backward pass, unless the policy names GATHERED, and the gradient is reduce-scattered.
     """
     places = tuple(jax.typeof(weight).sharding.spec)
-    return jax.reshard(weight, P(*places[:stacked], *map(ungathered, places[stacked:])))
+    whole = jax.reshard(weight, P(*places[:stacked], *map(ungathered, places[stacked:])))
+    return checkpoint_name(whole, GATHERED)
 
 
 def moved(array: Array, place: jax.P | None) -> Array:

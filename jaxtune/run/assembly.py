@@ -103,6 +103,7 @@ def call_of(config: Config, recipe: Recipe) -> Call:
         fallback=config.attention.fallback,
         documents=config.attention.most_documents,
         experts=config.experts.backend,
+        keep_gathered=not config.parallel.reshard_after_forward,
     )
 
 

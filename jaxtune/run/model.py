@@ -219,7 +219,7 @@ def _check_mesh(model: Model, config: Config, mesh: jax.sharding.Mesh) -> None:
     formats = {name: p.treatment.stored for name, p in model.quantized.items()}
     _refuse_misfits(model, formats, f"quant.format={quant.format!r}", "quant", quant.exclude)
     complaints = undivided(model.spec, parameters, mesh)
-    if mesh.shape["expert"] > 1 and not model.spec.has_experts:
+    if axes_of("experts") and not model.spec.has_experts:
         complaints.append(
             f"mesh.expert={mesh.shape['expert']}: the model, a {model.spec.family}, has no experts; take mesh.fsdp"
         )

@@ -11,7 +11,20 @@ import numpy as np
 from runs import model_folder
 
 from jaxtune.config.checks import check
-from jaxtune.config.schema import Config, Data, Dataset, Lora, Memory, Mesh, Model, Optim, Precision, Quant, Train
+from jaxtune.config.schema import (
+    Config,
+    Data,
+    Dataset,
+    Lora,
+    Memory,
+    Mesh,
+    Model,
+    Optim,
+    Parallel,
+    Precision,
+    Quant,
+    Train,
+)
 from jaxtune.optim.schedules import learning_rates
 from jaxtune.parallel.mesh import data_shards, make_mesh
 from jaxtune.run.assembly import assemble, compile_step
@@ -119,12 +132,19 @@ def one_device(
 
 
 def train(
-    case: Case, mesh: Mesh, devices: int, steps: int = STEPS, whole: bool = False, accumulate: int = 1
+    case: Case,
+    mesh: Mesh,
+    devices: int,
+    steps: int = STEPS,
+    whole: bool = False,
+    accumulate: int = 1,
+    parallel: Parallel = Parallel(),
 ) -> Trained:
     """The program of a run, on so many devices."""
-    made = make_mesh(mesh, jax.devices()[:devices])
+    made = make_mesh(mesh, jax.devices()[:devices], parallel)
     rows = ROWS // accumulate // data_shards(made)
     config = config_of(case, mesh, Train(max_steps=steps, micro_batch_size=rows, grad_accum_steps=accumulate), whole)
+    config = dataclasses.replace(config, parallel=parallel)
     program = assemble(read_base(config), config, made)
     compiled = compile_step(program, deterministic=False)
     frozen, start = frozen_parameters(program.model, config), initial_parameters(program.model, config)

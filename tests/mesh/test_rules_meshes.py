@@ -1,5 +1,6 @@
-"""Rules that are not options yet train as one device does: a dimension over two axes, ZeRO 1 and ZeRO 2."""
+"""Other rules than the default train as one device does: ZeRO 1 and 2, weights that stay whole, two axes at once."""
 
+import dataclasses
 import math
 
 import jax
@@ -7,33 +8,48 @@ import pytest
 from mesh.harness import OPTIMIZERS, Case, assert_equal, config_of, one_device, train
 from mesh.products import NUMBERS, SHAPES, assert_eight_devices_equal_one
 
-from jaxtune.config.schema import Mesh, Train
+from jaxtune.config.schema import Mesh, Parallel, Train
 from jaxtune.errors import UserError
 from jaxtune.parallel.layout import RULES, Layout, Rules
-from jaxtune.parallel.mesh import make_mesh
-from jaxtune.run.assembly import assemble
+from jaxtune.parallel.mesh import make_mesh, rules_of
+from jaxtune.run.assembly import assemble, compile_step
 from jaxtune.run.model import declare_model, read_base
 
-TWO, WHOLE = Layout(embed=("fsdp", "expert")), Layout(embed=())
+TWO = Layout(embed=("fsdp", "expert"))
 OVER_TWO = Rules(TWO, TWO, TWO, gathered=("fsdp", "expert"), batch=("data", "fsdp", "expert"))
-ZERO_2 = Rules(parameters=WHOLE)
-ZERO_1 = Rules(parameters=WHOLE, gradients=WHOLE)
 
 
 @pytest.mark.parametrize(
-    ("rules", "mesh", "optimizer"),
+    ("parallel", "mesh", "optimizer"),
     [
-        (OVER_TWO, Mesh(fsdp=2, expert=2, tensor=2), "adamw"),
-        (ZERO_1, Mesh(fsdp=4, tensor=2), "adamw"),
-        (ZERO_2, Mesh(data=2, fsdp=4), "schedule_free"),
+        (Parallel(zero=1), Mesh(fsdp=4, tensor=2), "adamw"),
+        (Parallel(zero=2), Mesh(fsdp=4, sequence=2), "schedule_free"),
+        (Parallel(reshard_after_forward=False), Mesh(data=2, fsdp=4), "adamw"),
     ],
-    ids=["embed over two axes", "ZeRO 1", "ZeRO 2"],
+    ids=["ZeRO 1", "ZeRO 2", "weights stay whole"],
 )
-def test_equals_one_device(rules, mesh, optimizer):
+def test_an_option_equals_one_device(parallel, mesh, optimizer):
     case = Case("", optimizer=optimizer)
-    with RULES(rules):
-        found = train(case, mesh, 8)
-    assert_equal(found, one_device(*case[1:5]), OPTIMIZERS[optimizer])
+    assert_equal(train(case, mesh, 8, parallel=parallel), one_device(*case[1:5]), OPTIMIZERS[optimizer])
+
+
+def test_a_dimension_over_two_axes_equals_one_device():
+    case = Case("")
+    with RULES(OVER_TWO):
+        found = train(case, Mesh(fsdp=2, expert=2, tensor=2), 8)
+    assert_equal(found, one_device(*case[1:5]), OPTIMIZERS["adamw"])
+
+
+def test_weights_that_stay_whole_are_gathered_once():
+    """Of two layers in a loop, the seven weights of one in the forward pass, and again in the backward pass or not."""
+    config = config_of(Case("", remat="block"), Mesh(), Train(micro_batch_size=1), False)
+
+    def gathers(parallel: Parallel) -> int:
+        made = make_mesh(Mesh(), jax.devices(), parallel)
+        own = dataclasses.replace(config, parallel=parallel)
+        return compile_step(assemble(read_base(own), own, made), deterministic=False).as_text().count(" all-gather(")
+
+    assert gathers(Parallel()) - gathers(Parallel(reshard_after_forward=False)) == 7
 
 
 @pytest.mark.parametrize("axes", SHAPES, ids=["out", "in"])
@@ -57,7 +73,7 @@ def test_each_layout_says_where_its_arrays_are():
 
     assert parts(Rules()) == (4, 4)
     assert parts(OVER_TWO) == (8, 8)
-    assert parts(ZERO_2) == (1, 4)
+    assert parts(rules_of(Parallel(zero=2))) == (1, 4)
 
 
 def test_a_dimension_that_the_optimizers_layout_does_not_divide_is_told():

@@ -409,6 +409,8 @@ LABELS = {
         ({"mesh.tensor": "0"}, "mesh.tensor", "at least 1"),
         ({"mesh.stage": "2"}, "mesh.stage", "not available yet"),
         ({"mesh.sequence": "-1"}, "mesh.fsdp and mesh.sequence", "only one axis"),
+        ({"mesh.expert": "2", "optim.name": "muon"}, "mesh.expert", "not available with optim.name = 'muon' yet"),
+        ({"parallel.zero": "2", "parallel.reshard_after_forward": "false"}, "parallel.reshard", "parallel.zero == 3"),
         (
             {"optim.schedule": "cosine", "optim.cooldown_steps": "5", "optim.decay_ratio": "0.5"},
             "optim.cooldown_steps",
