@@ -25,7 +25,7 @@ from jaxtune.models.mlp import MLP
 from jaxtune.models.norm import Norm
 from jaxtune.models.rope import rotation
 from jaxtune.models.spec import DeltaNet, FeedForward, Heads, Layer, ModelSpec, StackSpec, stacks
-from jaxtune.parallel.layout import GATHERED, P
+from jaxtune.parallel.layout import GATHERED, P, by_residual, by_token
 from jaxtune.precision.matmul import MAXIMA
 from pallas_kernels import flash_attention, gated_delta_rule
 
@@ -68,17 +68,17 @@ class Block(nnx.Module):
         self, x: Float[Array, "b s d"], inputs: Inputs, cache: Any, call: Call
     ) -> tuple[Float[Array, "b s d"], Any, Sums]:
         """Activations after the layer, its cache, and what its experts emit, without the axis of layers."""
-        normed = _normalized(x, self.attention_norm)
+        normed = jax.reshard(_normalized(x, self.attention_norm), by_token(None))
         mixer: Any = self.attention or self.delta_net  # one of them
         mixed, cache = mixer(normed, inputs, cache, call)
         x = self._added(x, mixed, self.attention_out_norm)
         if self.layer.norms != "shared":
-            normed = _normalized(x, self.mlp_norm)
+            normed = jax.reshard(_normalized(x, self.mlp_norm), by_token(None))
         fed, sums = (self.mlp(normed, call), {}) if isinstance(self.mlp, MLP) else self.mlp(normed, call, inputs.valid)
         return self._added(x, fed, self.mlp_out_norm), cache, sums
 
     def _added(self, x: Array, y: Array, norm: Norm | None) -> Array:
-        y = _normalized(y, norm)
+        y = _normalized(jax.reshard(y, by_residual()), norm)
         return x + (y if self.layer.residual_scale == 1 else y * self.layer.residual_scale)
 
 
@@ -207,8 +207,8 @@ class Decoder(nnx.Module):
         x = self.embed(tokens, call.dtype)
         if self.spec.embedding_scale != 1:
             x *= jnp.asarray(self.spec.embedding_scale, x.dtype)
-        x, cache, sums = self.run(x, inputs, call, cache)
-        x = self.norm(x)
+        x, cache, sums = self.run(jax.reshard(x, by_residual()), inputs, call, cache)
+        x = jax.reshard(self.norm(x), by_token(None))
         return (x if self.spec.logit_scale == 1 else x * self.spec.logit_scale), cache, sums
 
 

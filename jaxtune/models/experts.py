@@ -26,7 +26,7 @@ from pallas_kernels.grouped_matmul import Arrangement, arrange, block_of, triton
 from pallas_kernels.registry import ANY_CARD, Backend, CannotRun
 
 # Inside a shard_map nothing is sharded, nor is a weight gathered.
-ON_DEVICE = Rules(*[Layout(*[()] * len(fields(Layout)))] * 3, gathered=(), batch=(), positions=())
+ON_DEVICE = Rules(*[Layout(*[()] * len(fields(Layout)))] * 3, gathered=(), batch=(), positions=(), residual=())
 
 
 class Experts(nnx.Module):

@@ -48,6 +48,8 @@ class Rules:
         gathered: axes over which a weight is all-gathered where it is used; all of them must shard the tokens.
         batch: axes that shard the rows of a batch.
         positions: axes that shard the positions of a row.
+        residual: axes that shard them between mixers and feed-forwards, where norms and sums are of one position: also
+            over the axis whose devices share the features elsewhere (Korthikanti et al. 2022, arXiv:2205.05198).
     """
 
     parameters: Layout = Layout()
@@ -56,6 +58,7 @@ class Rules:
     gathered: Axes = ("fsdp", "sequence")
     batch: Axes = ("data", "fsdp")
     positions: Axes = ("sequence",)
+    residual: Axes = ("sequence", "tensor")
 
     def __post_init__(self):
         if idle := set(self.gathered) - {*self.batch, *self.positions}:
@@ -104,6 +107,11 @@ def by_token(*names: str | None) -> jax.P:
     """PartitionSpec of activations (rows, positions, *names); a name is that of the weight dimension that made it."""
     rules = RULES.value
     return P(_entry(rules.batch), _entry(rules.positions), *map(used, names))
+
+
+def by_residual() -> jax.P:
+    """PartitionSpec of activations (rows, positions, embed) between mixers and feed-forwards."""
+    return P(_entry(RULES.value.batch), _entry(RULES.value.residual), None)
 
 
 def by_head() -> jax.P:

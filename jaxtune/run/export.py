@@ -262,7 +262,7 @@ def _gather_element(parameter: Any, index: tuple[int, ...]) -> jax.Array:
     return jax.reshard(parameter.dequantize() if isinstance(parameter, QuantizedArray) else parameter, jax.P())
 
 
-def _element(stack: jax.Array, number: jax.Array) -> jax.Array:
+def _element(stack: jax.Array, number: int | jax.Array) -> jax.Array:
     """An element of the leading axis, from the devices that hold it."""
     first, *rest = jax.typeof(stack).sharding.spec
 

@@ -223,7 +223,7 @@ def _check_mesh(model: Model, config: Config, mesh: jax.sharding.Mesh) -> None:
         complaints.append(
             f"mesh.expert={mesh.shape['expert']}: the model, a {model.spec.family}, has no experts; take mesh.fsdp"
         )
-    if found := misfit(mesh, RULES.value.positions, config.data.seq_len, f"data.seq_len={config.data.seq_len}"):
+    if found := misfit(mesh, RULES.value.residual, config.data.seq_len, f"data.seq_len={config.data.seq_len}"):
         complaints.append(found)
     complaints += undivided_blocks(parameters, formats, mesh, "choose a smaller quant.block_size")
     if model.linears is not None:
