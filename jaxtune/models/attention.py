@@ -39,22 +39,23 @@ class Attention(nnx.Module):
     def __init__(self, spec: ModelSpec, layer: Layer, mixer: Heads):
         self.mixer = mixer
         queries, keys = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
+        self.kv_axis = None if mixer.kv_whole else "kv_heads"
 
-        def linear(name: str, shape: tuple[int, int], axes: tuple[str, str]) -> Linear:
+        def linear(name: str, shape: tuple[int, int], axes: tuple[str | None, str]) -> Linear:
             return Linear(spec, layer, f"attention.{name}", shape, axes, bias=name in mixer.bias)
 
         # With gates, the features of a head's query are followed by those of its gate.
         self.q = linear("q", (queries * (1 + mixer.gated), spec.hidden), ("heads", "embed"))
-        self.k = linear("k", (keys, spec.hidden), ("kv_heads", "embed"))
-        self.v = linear("v", (keys, spec.hidden), ("kv_heads", "embed"))
+        self.k = linear("k", (keys, spec.hidden), (self.kv_axis, "embed"))
+        self.v = linear("v", (keys, spec.hidden), (self.kv_axis, "embed"))
         self.o = linear("o", (spec.hidden, queries), ("embed", "heads"))
 
-        def norm(size: int, axis: str) -> Norm | None:
+        def norm(size: int, axis: str | None) -> Norm | None:
             if mixer.qk_norm is None:
                 return None
             return Norm(size, spec.norm, axis) if mixer.qk_norm == "whole" else Norm(mixer.head_dim, spec.norm)
 
-        self.q_norm, self.k_norm = norm(queries, "heads"), norm(keys, "kv_heads")
+        self.q_norm, self.k_norm = norm(queries, "heads"), norm(keys, self.kv_axis)
         self.sinks = declared((mixer.heads,), ("heads",), nnx.initializers.zeros, "vector") if mixer.sinks else None
 
     def __call__(
@@ -66,7 +67,8 @@ class Attention(nnx.Module):
         if self.mixer.gated:
             both = jnp.reshape(q, (*x.shape[:2], -1, 2 * self.mixer.head_dim), out_sharding=by_token("heads", None))
             q, gate = map(merged, jnp.split(both, 2, axis=-1))
-        q, k, v = self._by_head(q, self.q_norm), self._by_head(k, self.k_norm), self._by_head(v)
+        q = self._by_head(q, "heads", self.q_norm)
+        k, v = self._by_head(k, self.kv_axis, self.k_norm), self._by_head(v, self.kv_axis)
         if (rope := self.mixer.rope) is not None:
             rotation = inputs.rotations[rope, self.mixer.head_dim]
             q, k = rotate(q, rope, rotation), rotate(k, rope, rotation)
@@ -77,10 +79,12 @@ class Attention(nnx.Module):
         y = merged(attended)
         return self.o(y if gate is None else y * jax.nn.sigmoid(gate), call), cache
 
-    def _by_head(self, x: Float[Array, "b s hd"], norm: Norm | None = None) -> Float[Array, "b s h d"]:
+    def _by_head(
+        self, x: Float[Array, "b s hd"], axis: str | None, norm: Norm | None = None
+    ) -> Float[Array, "b s h d"]:
         if norm is not None and self.mixer.qk_norm == "whole":
             x, norm = norm(x), None
-        heads = jnp.reshape(x, (*x.shape[:2], -1, self.mixer.head_dim), out_sharding=by_token("heads", None))
+        heads = jnp.reshape(x, (*x.shape[:2], -1, self.mixer.head_dim), out_sharding=by_token(axis, None))
         return heads if norm is None else norm(heads)
 
 

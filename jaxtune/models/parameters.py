@@ -303,20 +303,16 @@ def randomize(parameters: Mapping[str, Parameter], seed: int) -> Parameters:
 
 def undivided(spec: ModelSpec, parameters: Mapping[str, Parameter], mesh: jax.sharding.Mesh) -> list[str]:
     """Complaints about dimensions that the mesh does not divide, each with the sizes that would."""
-    layouts = dict.fromkeys((RULES.value.parameters, RULES.value.gradients, RULES.value.optimizer))
-    mixers, over = {layer.mixer for layer in spec.layers}, axes_in(by_head()[2])
-    # A head is never split.
-    named = {
-        (name, size, axes_of(name, layout)) for mixer in mixers for name, size in _heads(mixer) for layout in layouts
-    }
-    named |= {("heads", _mixed_apart(mixer), over) for mixer in mixers}
-    for parameter in parameters.values():
-        for layout in layouts:
+    rules, mixers = RULES.value, {layer.mixer for layer in spec.layers}
+    divided = {("heads", _mixed_apart(mixer), axes_in(by_head()[2])) for mixer in mixers}
+    for layout in {rules.parameters, rules.gradients, rules.optimizer}:
+        # A head is never split, so that their number counts, not that of their features.
+        divided |= {(name, size, axes_of(name, layout)) for mixer in mixers for name, size in _heads(mixer)}
+        for parameter in parameters.values():
             places = partition_spec(*parameter.axes, layout=layout)
-            named |= {
-                (name, size, axes_in(place)) for name, size, place in zip(parameter.axes, parameter.shape, places)
-            }
-    found = (misfit(mesh, axes, size, f"{name}={size}") for name, size, axes in sorted(named, key=str))
+            named = zip(parameter.axes, parameter.shape, map(axes_in, places))
+            divided |= {(name, size, axes) for name, size, axes in named if name not in ("heads", "kv_heads")}
+    found = (misfit(mesh, axes, size, f"{name}={size}") for name, size, axes in sorted(divided, key=str))
     return list(dict.fromkeys(complaint for complaint in found if complaint))
 
 
@@ -324,7 +320,7 @@ def _heads(mixer: Heads | DeltaNet) -> list[tuple[str, int]]:
     """The logical names of a mixer's heads, and how many there are."""
     if isinstance(mixer, DeltaNet):
         return [("heads", mixer.key_heads), ("heads", mixer.value_heads)]
-    return [("heads", mixer.heads), ("kv_heads", mixer.kv_heads)]
+    return [("heads", mixer.heads), *[("kv_heads", mixer.kv_heads)] * (not mixer.kv_whole)]
 
 
 def _mixed_apart(mixer: Heads | DeltaNet) -> int:

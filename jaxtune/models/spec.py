@@ -89,6 +89,8 @@ class Heads:
         gated: what a head attends to is multiplied by a sigmoid of the layer's input (Qwen3-Next).
         latent: keys and values are expanded from a latent, and the projections are those of `LatentAttention`; `bias`
             names them.
+        kv_whole: every device has all keys and values, though queries are sharded: there are more devices than heads
+            of them.
     """
 
     heads: int
@@ -103,6 +105,7 @@ class Heads:
     sinks: bool = False
     gated: bool = False
     latent: Latent | None = None
+    kv_whole: bool = False
 
     def __post_init__(self):
         grows = self.rope is not None and self.rope.query_growth

@@ -266,8 +266,8 @@ def _element(stack: jax.Array, number: int | jax.Array) -> jax.Array:
     """An element of the leading axis, from the devices that hold it."""
     first, *rest = jax.typeof(stack).sharding.spec
 
-    def on_device(stack: jax.Array, number: jax.Array) -> jax.Array:
-        number -= jax.lax.axis_index(axes_in(first)) * len(stack)
+    def on_device(stack: jax.Array, number: int | jax.Array) -> jax.Array:
+        number = number - jax.lax.axis_index(axes_in(first)) * len(stack)
         found = jax.lax.dynamic_index_in_dim(stack, jnp.clip(number, 0, len(stack) - 1), keepdims=False)
         # What is added to another device's element must be -0: 0 would make 0 of -0.
         return jax.lax.psum(jnp.where((number >= 0) & (number < len(stack)), found, -jnp.zeros_like(found)), first)

@@ -18,7 +18,7 @@ from jaxtune.errors import UserError
 from jaxtune.lora.inject import inject
 from jaxtune.models import families
 from jaxtune.models.parameters import Parameter, abstract, count, declare, undivided, undivided_blocks
-from jaxtune.models.spec import DeltaNet, Experts, Heads, ModelSpec, classifier
+from jaxtune.models.spec import DeltaNet, Experts, Heads, Layer, ModelSpec, classifier
 from jaxtune.models.treat import freeze, freeze_corrections, multiply, selected, treat_sites
 from jaxtune.models.treat import linears as linears_by_name
 from jaxtune.monitor.throughput import Work
@@ -158,7 +158,7 @@ def declare_model(
     Without `low_precision` no linear layer is multiplied in low precision, whatever precision.recipe says. No file is
     read. Raises UserError.
     """
-    spec = _treated(base, config, train)
+    spec = _on_mesh(_treated(base, config, train), mesh)
     graph, parameters = declare(spec)
 
     def chosen(parameter: Parameter) -> Parameter:
@@ -211,6 +211,19 @@ def _treated(base: Base, config: Config, train: bool) -> ModelSpec:
     if not config.experts.bias_update_rate:
         spec = freeze_corrections(spec)
     return spec if config.train.freeze is None else freeze(spec, config.train.freeze)
+
+
+def _on_mesh(spec: ModelSpec, mesh: jax.sharding.Mesh) -> ModelSpec:
+    """With keys and values whole on each device where there are more devices to shard their heads than heads."""
+    parts = shards(axes_of("kv_heads"), mesh)
+
+    def placed(layer: Layer) -> Layer:
+        mixer = layer.mixer
+        if not isinstance(mixer, Heads) or mixer.latent or mixer.kv_heads >= parts or parts % mixer.kv_heads:
+            return layer
+        return dataclasses.replace(layer, mixer=dataclasses.replace(mixer, kv_whole=True))
+
+    return dataclasses.replace(spec, layers=tuple(map(placed, spec.layers)))
 
 
 def _check_mesh(model: Model, config: Config, mesh: jax.sharding.Mesh) -> None:

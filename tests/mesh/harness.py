@@ -41,6 +41,7 @@ MESHES = {
     "data=2 fsdp=4": Mesh(data=2, fsdp=4),
     "fsdp=4 tensor=2": Mesh(fsdp=4, tensor=2),
     "data=2 fsdp=2 tensor=2": Mesh(data=2, fsdp=2, tensor=2),
+    "tensor=8": Mesh(fsdp=1, tensor=8),  # more devices than heads of keys and values
     "sequence=8": Mesh(fsdp=1, sequence=8),
     "data=2 sequence=2 tensor=2": Mesh(data=2, fsdp=1, sequence=2, tensor=2),
     "fsdp=2 sequence=2 tensor=2": Mesh(fsdp=2, sequence=2, tensor=2),

@@ -119,13 +119,16 @@ def test_a_batch_accumulated_row_by_row_equals_it_at_once():
 
 
 def test_a_dimension_that_does_not_divide_is_told_with_sizes_that_would():
-    mesh = Mesh(tensor=8)
+    mesh = Mesh(tensor=3)
     config = config_of(Case(""), mesh, schema.Train(), False)
     with pytest.raises(UserError) as told:
-        declare_model(read_base(config), config, make_mesh(mesh))
+        declare_model(read_base(config), config, make_mesh(mesh, jax.devices()[:6]))
     assert str(told.value).splitlines() == [
         "the mesh does not divide the model or its rows:",
-        "  mesh.tensor=8 does not divide kv_heads=4; these would: [1, 2, 4]",
+        "  mesh.tensor=3 does not divide heads=8; these would: [1, 2, 4]",
+        "  mesh.tensor=3 does not divide kv_heads=4; these would: [1, 2, 4]",
+        "  mesh.tensor=3 does not divide mlp=128; these would: [1, 2, 4]",
+        "  mesh.tensor=3 does not divide vocabulary=512; these would: [1, 2, 4]",
     ]
 
 
