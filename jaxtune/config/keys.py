@@ -71,6 +71,7 @@ ALIASES = {
     "log.every": "logging_steps",
     "log.wandb.enabled": "report_to use_wandb",
     "mesh.fsdp": "fsdp_config deepspeed",
+    "parallel.shard_residual": "sequence_parallel",
     "parallel.zero": "zero_level zero_stage sharding_stage enable_full_shard shard_gradients",
     "mesh.tensor": "tensor_parallel_size tp tensor_parallel",
     "mesh.sequence": "context_parallel_size sequence_parallel_degree cp sequence_parallel_size ulysses_parallel_size",

@@ -279,6 +279,9 @@ class Parallel:
     reshard_after_forward: bool = option(True,
         "gather a layer's weights again in the backward pass; False: keep them whole until then, which takes the "
         "memory of all of them", when="parallel.zero == 3 and precision.recipe in ('bf16', 'fp16', 'fp32')")
+    shard_residual: bool = option(True,
+        "between attention and feed-forward, shard positions over mesh.tensor (sequence parallelism of Megatron-LM, "
+        "2022): activations take less memory; with quantized or low-precision weights, half as much again is sent")
 
 
 @dataclass(frozen=True)

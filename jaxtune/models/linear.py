@@ -82,8 +82,8 @@ def matmul(
         return weight.matmul(x, used(out), noise)
     weight = gather(weight.astype(x.dtype))
     # Products over two dimensions are several times faster on a CPU, so rows and positions are merged where no position
-    # is sharded: merging a sharded dimension would move every token.
-    if shards(RULES.value.positions, jax.sharding.get_abstract_mesh()) > 1:
+    # is sharded: merging a sharded dimension would move every token, and keep XLA from scattering a sum over positions.
+    if shards(RULES.value.residual, jax.sharding.get_abstract_mesh()) > 1:
         return jnp.einsum("bsi,oi->bso", x, weight, out_sharding=by_token(out))
     rows = x.reshape(-1, x.shape[-1])
     product = jnp.einsum("ti,oi->to", rows, weight, out_sharding=P(by_token()[0], used(out)))

@@ -45,6 +45,7 @@ def rules_of(parallel: Parallel, experts_apart: bool = False) -> Rules:
         gradients=whole if parallel.zero == 1 else sharded,
         optimizer=sharded,
         gathered=shared,
+        residual=("sequence", "tensor") if parallel.shard_residual else ("sequence",),
         batch=("data", "fsdp", *apart),
     )
 

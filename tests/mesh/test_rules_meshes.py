@@ -25,8 +25,9 @@ OVER_TWO = Rules(TWO, TWO, TWO, gathered=("fsdp", "expert"), batch=("data", "fsd
         (Parallel(zero=1), Mesh(fsdp=4, tensor=2), "adamw"),
         (Parallel(zero=2), Mesh(fsdp=4, sequence=2), "schedule_free"),
         (Parallel(reshard_after_forward=False), Mesh(data=2, fsdp=4), "adamw"),
+        (Parallel(shard_residual=False), Mesh(fsdp=2, sequence=2, tensor=2), "sgd"),
     ],
-    ids=["ZeRO 1", "ZeRO 2", "weights stay whole"],
+    ids=["ZeRO 1", "ZeRO 2", "weights stay whole", "residual stream whole over the tensor axis"],
 )
 def test_an_option_equals_one_device(parallel, mesh, optimizer):
     case = Case("", optimizer=optimizer)
