@@ -57,6 +57,7 @@ ALIASES = {
     "quant.format": "load_in_4bit load_in_8bit quantization_bit bnb_4bit_quant_type",
     "quant.double_quant": "bnb_4bit_use_double_quant double_quantization",
     "memory.remat": "gradient_checkpointing activation_checkpointing use_gradient_checkpointing recompute "
+    "recompute_ffn recompute_qkv recompute_att recompute_block recompute_modules recompute_granularity "
     "activation_offloading enable_activation_offload offload_residual tiled_mlp",
     "attention.backend": "attn_implementation flash_attention flash_attn use_flash_attention",
     "experts.backend": "expert_backend moe_implementation experts_implementation moe_grouped_gemm",

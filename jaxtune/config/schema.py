@@ -288,11 +288,13 @@ class Parallel:
 class Memory:
     """Rematerialisation, and the check that the run fits into memory."""
 
-    remat: Literal["auto", "none", "experts", "dots", "block", "offload"] = option("auto",
-        "rematerialisation policy: what is recomputed besides norms and activations: nothing, a mixture's experts, "
-        "attention, or each block; offload: each block, the inputs of blocks are kept in the host's memory, and long "
-        "rows pass the feed-forward tile by tile (not with delayed FP8 scales); auto: the first of none, dots, block "
-        "and offload whose step fits into the GPU's memory; on a CPU, where it is fastest, block")
+    remat: Literal["auto", "none", "experts", "ffn", "qkv", "dots", "attention+qkv", "block", "offload"] = option(
+        "auto",
+        "rematerialisation policy: what is recomputed besides norms and activations: nothing; a mixture's experts; "
+        "feed-forwards; projections of queries, keys and values; attention (dots); it and those projections; or each "
+        "block; offload: each block, the inputs of blocks are kept in the host's memory, and long rows pass the "
+        "feed-forward tile by tile (not with delayed FP8 scales); auto: the first of none, dots, block and offload "
+        "whose step fits into the GPU's memory; on a CPU, where it is fastest, block")
     unroll: bool = option(False,
         "compile each layer on its own, not a loop over equal ones: a faster step, which takes several times as long "
         "to compile and needs more memory")

@@ -8,7 +8,7 @@ from jaxtyping import Array, Int
 from jaxtune.models.dropout import Noise
 from pallas_kernels.grouped_matmul import Groups
 
-Remat = Literal["none", "experts", "dots", "block", "offload"]
+Remat = Literal["none", "experts", "ffn", "qkv", "dots", "attention+qkv", "block", "offload"]
 
 
 class Call(NamedTuple):

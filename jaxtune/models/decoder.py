@@ -19,7 +19,7 @@ from jaxtune.models.declared import declared
 from jaxtune.models.delta_net import GatedDeltaNet
 from jaxtune.models.experts import Experts
 from jaxtune.models.latent_attention import LatentAttention
-from jaxtune.models.linear import EXPERT_PRODUCT, PRODUCT
+from jaxtune.models.linear import EXPERT_PRODUCT, FFN_PRODUCT, PRODUCT, QKV_PRODUCT
 from jaxtune.models.lookup import lookup
 from jaxtune.models.mlp import MLP
 from jaxtune.models.norm import Norm
@@ -34,9 +34,12 @@ from pallas_kernels import flash_attention, gated_delta_rule
 # Each amax is a scalar, but to recompute it takes the input again and an all-reduce.
 MIXED = (flash_attention.RESIDUALS, gated_delta_rule.RESIDUALS)
 KEPT: dict[Remat, tuple[str, ...]] = {
-    "none": (PRODUCT, EXPERT_PRODUCT, *MIXED, MAXIMA),
-    "experts": (PRODUCT, *MIXED, MAXIMA),
-    "dots": (PRODUCT, EXPERT_PRODUCT, MAXIMA),
+    "none": (PRODUCT, QKV_PRODUCT, FFN_PRODUCT, EXPERT_PRODUCT, *MIXED, MAXIMA),
+    "experts": (PRODUCT, QKV_PRODUCT, FFN_PRODUCT, *MIXED, MAXIMA),
+    "ffn": (PRODUCT, QKV_PRODUCT, *MIXED, MAXIMA),
+    "qkv": (PRODUCT, FFN_PRODUCT, EXPERT_PRODUCT, *MIXED, MAXIMA),
+    "dots": (PRODUCT, QKV_PRODUCT, FFN_PRODUCT, EXPERT_PRODUCT, MAXIMA),
+    "attention+qkv": (PRODUCT, FFN_PRODUCT, EXPERT_PRODUCT, MAXIMA),
     "block": (MAXIMA,),
     "offload": (MAXIMA,),  # and the layer's input in the host's memory
 }

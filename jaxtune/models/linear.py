@@ -18,8 +18,10 @@ from jaxtune.precision.matmul import LowPrecision
 from jaxtune.quant.array import QuantizedArray
 from pallas_kernels.grouped_matmul import Groups, by_row, grouped_matmul
 
-# The names of linear layers' outputs in policies of jax.checkpoint: of those of a mixture's experts, and of others.
-PRODUCT, EXPERT_PRODUCT = "linear", "linear of an expert"
+# The names of linear layers' outputs in policies of jax.checkpoint: of those before attention or a delta net, of a
+# feed-forward, of a mixture's experts, and of others.
+QKV_PRODUCT, FFN_PRODUCT, EXPERT_PRODUCT = "linear before a mixer", "linear of a feed-forward", "linear of an expert"
+PRODUCT = "linear"
 
 
 class Adapter(Protocol):
@@ -144,15 +146,17 @@ def jointly(linears: Sequence[Linear], x: Float[Array, "b s i"], call: Call) -> 
     if len({linear.float32 for linear in linears}) > 1:  # parts of one module never differ
         return [linear(x, call) for linear in linears]
     if not linears[0].float32:
-        return [named(y, call) for y in _outputs(linears, x, call)]
+        return [named(y, call, linear) for y, linear in zip(_outputs(linears, x, call), linears)]
     with jax.default_matmul_precision("highest"):  # no TF32 on a GPU, nor in the backward pass
         ys = _outputs(linears, x.astype(jnp.float32), call)
-    return [named(y.astype(x.dtype), call) for y in ys]
+    return [named(y.astype(x.dtype), call, linear) for y, linear in zip(ys, linears)]
 
 
-def named(y: Float[Array, "..."], call: Call) -> Float[Array, "..."]:
-    """A product under the name by which rematerialisation policies know it."""
-    return checkpoint_name(y, PRODUCT if call.groups is None else EXPERT_PRODUCT)
+def named(y: Float[Array, "..."], call: Call, linear: Linear | None = None) -> Float[Array, "..."]:
+    """The output of a linear layer, or a product of adapters, under the name by which policies know it."""
+    part, _, of_part = ("", "", "") if linear is None else linear.name.partition(".")
+    name = FFN_PRODUCT if part == "mlp" else PRODUCT if of_part in ("", "o") else QKV_PRODUCT
+    return checkpoint_name(y, name if call.groups is None else EXPERT_PRODUCT)
 
 
 def _outputs(linears: Sequence[Linear], x: Float[Array, "b s i"], call: Call) -> list[Float[Array, "b s o"]]:

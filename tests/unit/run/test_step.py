@@ -85,7 +85,17 @@ def test_every_remat_policy_in_a_loop_or_without_gives_the_same_gradients(one_de
 
     expected = gradients("none")
     assert all(jnp.abs(gradient).max() > 0 for gradient in expected.values())
-    for policy in (("dots",), ("block",), ("offload",), ("none", True), ("block", True), ("offload", True)):
+    for policy in (
+        ("ffn",),
+        ("qkv",),
+        ("dots",),
+        ("attention+qkv",),
+        ("block",),
+        ("offload",),
+        ("none", True),
+        ("block", True),
+        ("offload", True),
+    ):
         for name, gradient in gradients(*policy).items():
             assert jnp.abs(gradient - expected[name]).max() <= 1e-6 * jnp.abs(expected[name]).max(), (policy, name)
 
@@ -108,9 +118,13 @@ def equations(jaxpr):
 
 
 ACTIVATIONS = {(2, 24, 16): 2, (2, 24, 8): 2, (2, 24, 32): 2, (2, 24, 2): 7}  # of q and o, k and v, gate and up, x A^T
+WITHOUT_QKV = {(2, 24, 16): 1, (2, 24, 8): 0}
 KEPT = {
     "none": {"bfloat16": ACTIVATIONS | {(2, 24, 2, 8): 1}, "float32": {(2, 2, 24): 1}},
+    "ffn": {"bfloat16": ACTIVATIONS | {(2, 24, 32): 0, (2, 24, 2, 8): 1}, "float32": {(2, 2, 24): 1}},
+    "qkv": {"bfloat16": ACTIVATIONS | WITHOUT_QKV | {(2, 24, 2, 8): 1}, "float32": {(2, 2, 24): 1}},
     "dots": {"bfloat16": ACTIVATIONS},
+    "attention+qkv": {"bfloat16": ACTIVATIONS | WITHOUT_QKV},
     "block": {},
     "offload": {},
 }
