@@ -110,7 +110,7 @@ def run(*arguments: str, devices: int = 1, code: int = 0, environment: dict[str,
 def call(module: str, *arguments, devices: int = 1, code: int = 0) -> str:
     """What a command prints, called in this process on so many devices; its exit code must be `code`."""
     command = importlib.import_module(module)
-    make = lambda mesh, chosen=None: meshes.make_mesh(mesh, (chosen or jax.devices())[:devices])  # noqa: E731
+    make = lambda mesh, chosen=None, **more: meshes.make_mesh(mesh, (chosen or jax.devices())[:devices], **more)  # noqa: E731
     with contextlib.ExitStack() as stack:
         printed = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         stack.enter_context(contextlib.redirect_stderr(printed))

@@ -50,7 +50,7 @@ def test_a_mesh_that_splits_a_block_of_16_is_refused():
         stack = "linear", "attention.k.weight", (0, 1), (2,), places, Treatment()
         return Parameter((2, rows, columns), axes, zeros, *stack)
 
-    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"))
+    mesh = make_mesh(Mesh(fsdp=4, tensor=2))
     for numbers in NUMBERS.values():
         assert undivided_blocks({"k": parameter(32, 64)}, {"k": numbers}, mesh, "another mesh") == []
         (complaint,) = undivided_blocks({"k": parameter(16, 64)}, {"k": numbers}, mesh, "another mesh")

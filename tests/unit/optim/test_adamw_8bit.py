@@ -193,7 +193,7 @@ def declared(shape, axes, layers) -> Parameter:
 
 def test_a_mesh_that_splits_a_block_is_refused():
     """300 columns are 2 blocks: 8 devices cannot share them."""
-    mesh = jax.make_mesh((8, 1), ("fsdp", "tensor"))
+    mesh = make_mesh(Mesh(fsdp=8))
     wide = declared((2, 64, 300), ("layers", "mlp", "embed"), (0, 1))
     small = declared((2, 3, 300), ("layers", None, None), (0, 1))
     assert undivided_moments({"small": small}, mesh) == []

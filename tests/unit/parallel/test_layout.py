@@ -43,8 +43,10 @@ def test_other_rules_hold_inside_their_context_alone():
 
 def test_a_complaint_names_all_axes_of_a_dimension():
     mesh = make_mesh(Mesh(fsdp=2, expert=2, tensor=2))
-    assert data_shards(mesh) == 2 and shards((), mesh) == 1
-    assert misfit(mesh, axes_of("embed"), 6, "embed=6") is None
+    assert data_shards(mesh) == 4 and shards((), mesh) == 1
+    with RULES(Rules()):
+        assert data_shards(mesh) == 2
+        assert misfit(mesh, axes_of("embed"), 6, "embed=6") is None
     with RULES(RULES_OF_BOTH):
         assert data_shards(mesh) == 4
         assert misfit(mesh, axes_of("embed"), 16, "embed=16") is None

@@ -1,0 +1,89 @@
+"""The axes of a mesh of eight H100s that are not there: memory, and what devices exchange, as the README has it."""
+
+import re
+
+import pytest
+
+pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not installed")
+
+from compiled_steps import README, SIZES, compiled_step
+
+from jaxtune.plan.launches import COLLECTIVES, read_program
+
+GPUS, MILLION = 8, 2**20
+FULL_AT_MOST = 56e9  # bytes a GPU, of the same row of the same model in TRL's guide to long contexts
+
+# recipe, model, mesh: one row of 2048 tokens a GPU, or as many tokens on a mesh that computes fewer rows at once
+MESHES = [
+    ("qwen_full", "8B", "fsdp=8"),
+    ("qwen_full", "8B", "fsdp=4 tensor=2"),
+    ("qwen_full", "8B", "sequence=8"),
+    ("qwen_qlora_nf4", "70B", "fsdp=8"),
+    ("qwen3_30b_a3b_qlora", "30B-A3B", "fsdp=8"),
+    ("qwen3_30b_a3b_qlora", "30B-A3B", "expert=8"),
+    ("qwen3_30b_a3b_qlora", "235B-A22B", "fsdp=8"),
+    ("qwen3_30b_a3b_qlora", "235B-A22B", "expert=8"),
+]
+
+
+def compiled_on(recipe: str, size: str, mesh: str):
+    """A step of 16,384 tokens in rows of 2048; in one row where its positions are sharded."""
+    axes = {f"mesh__{axis}": count for axis, count in (part.split("=") for part in mesh.split()) if axis != "fsdp"}
+    apart = int(axes.get("mesh__tensor", 1))
+    if "mesh__sequence" in axes:
+        return compiled_step(recipe, size, "block", GPUS, 1, data__seq_len=str(2048 * GPUS), **axes)
+    return compiled_step(recipe, size, "block", GPUS, apart, **axes)
+
+
+@pytest.mark.parametrize(("recipe", "size", "mesh"), MESHES)
+def test_memory_and_exchanges_are_in_the_readme(recipe, size, mesh):
+    compiled = compiled_on(recipe, size, mesh)
+    assert all(kernel.spill_bytes == 0 for kernel in compiled.kernels)
+    launches = [launch for launch in read_program(compiled.hlo).launches if launch.kind in COLLECTIVES]
+    exchanged = sum(launch.written * launch.count for launch in launches) / 1e9
+    memory = compiled.memory
+    own = [memory.arguments / 1e9, memory.peak / 1e9, exchanged]
+    cells = f"| `{recipe}` | {size} | {mesh} |"
+    print(cells, " | ".join(f"{value:.1f}" for value in own), "|")
+    found = re.search(re.escape(cells) + r" ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", README.read_text())
+    assert found, own
+    assert own == pytest.approx([float(value) for value in found.groups()], rel=0.05, abs=0.06)
+
+
+@pytest.mark.parametrize("recipe", ["qwen_full", "qwen_full_8bit"])
+def test_a_row_of_a_million_tokens_fits_and_is_in_the_readme(recipe):
+    options = {"mesh__sequence": str(GPUS), "data__seq_len": str(MILLION)}
+    memory = compiled_step(recipe, "8B", "offload", GPUS, 1, **options).memory
+    assert memory.peak <= FULL_AT_MOST
+    row = re.search(rf"\| `{recipe}` \| 1,048,576 \| ([\d.]+) \| ([\d.]+) \|", README.read_text())
+    assert row, f"| `{recipe}` | 1,048,576 | {memory.peak / 1e9:.1f} | {memory.host / 1e9:.1f} |"
+    assert [memory.peak / 1e9, memory.host / 1e9] == pytest.approx([float(row[1]), float(row[2])], rel=0.05)
+
+
+@pytest.mark.every_jax
+def test_devices_exchange_positions_for_heads_and_nothing_else_of_a_row():
+    """Queries, keys, values and outputs, forward, again in the block's recomputation, and their gradients."""
+    options = {"mesh__sequence": str(GPUS), "data__seq_len": "65536"}
+    compiled = compiled_step("qwen_lora", "8B", "block", GPUS, 1, **options)
+    exchanges, size = compiled.collectives["all-to-all"]
+    assert exchanges == 12
+    heads = SIZES["8B"][3] + 2 * 8 + SIZES["8B"][3]
+    assert size == 3 * 65536 // GPUS * heads * 128 * 2
+    gathered = re.findall(r"= \(?(\w+\[[\d,]+\]).* all-gather", compiled.hlo)
+    assert not [shape for shape in gathered if "65536" in shape and not shape.startswith("s32")], gathered
+
+
+def test_sums_over_the_tensor_axis_are_scattered_over_positions():
+    """After attention and feed-forward, forward, backward and recomputed: no sum goes to every device in a layer."""
+    compiled = compiled_step("qwen_full", "8B", "block", GPUS, 8, mesh__tensor="8")
+    assert compiled.collectives["reduce-scatter"][0] == 5
+    sums = re.findall(r"= \(?\(?(\w+)\[([\d,]+)\].* all-reduce(?:-start)?\(", compiled.hlo)
+    large = [(dtype, shape) for dtype, shape in sums if shape.count(",")]
+    assert large == [("f32", "8192,4096")], "but that of the loss, over the vocabulary"
+
+
+def test_tokens_go_to_the_experts_and_no_weight_of_an_expert_is_gathered():
+    compiled = compiled_on("qwen3_30b_a3b_qlora", "30B-A3B", "expert=8")
+    experts = re.findall(r"= \(?\w+\[(?:128,)[\d,]+\].* all-gather", compiled.hlo)
+    assert not experts
+    assert compiled.collectives["reduce-scatter"][0] >= 2
