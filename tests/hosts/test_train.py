@@ -1,4 +1,4 @@
-"""Two processes train together, are killed, and one process goes on: the losses are those of a single-process run."""
+"""Two processes train together, one hangs, and one process goes on: the losses are those of a single-process run."""
 
 import os
 import signal
@@ -20,14 +20,15 @@ def wait_for(file: Path, text: str, process: subprocess.Popen) -> None:
         time.sleep(0.02)
 
 
-def test_two_processes_killed_and_resumed_as_one(tmp_path):
+def test_two_processes_that_hang_are_ended_and_resumed_as_one(tmp_path):
     path = recipe(tmp_path)
     run("jaxtune.train", f"--config={path}", "--config.train.run_name=one")
     expected = {row["step"]: row["loss"] for row in metrics(tmp_path / "runs/one") if "loss" in row}
 
     together = ("jaxtune.train", f"--config={path}", "--config.train.run_name=two", "--config.train.micro_batch_size=1")
+    together += ("--config.train.hang_seconds=8",)
     launcher = subprocess.Popen(
-        [*LAUNCH, "--processes", "2", "--devices-per-process", "2", "--log-dir", tmp_path / "logs", "--"]
+        [*LAUNCH, "--processes=2", "--devices-per-process=2", "--grace=1", "--log-dir", tmp_path / "logs", "--"]
         + [sys.executable, "-m", *together],
         env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
     )
@@ -36,11 +37,14 @@ def test_two_processes_killed_and_resumed_as_one(tmp_path):
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text()
     workers = [int(child) for child in children.split()]
     assert len(workers) == 2
-    for worker in workers:
-        os.kill(worker, signal.SIGKILL)
-    assert launcher.wait(timeout=60) != 0
-    logs = sorted((tmp_path / "logs").iterdir())
-    assert "step 1/24" in logs[0].read_text() and "step 1/24" not in logs[1].read_text(), "only process 0 reports"
+    os.kill(workers[1], signal.SIGSTOP)  # process 0 waits for it
+    assert launcher.wait(timeout=60) == 1
+    assert not Path(f"/proc/{workers[1]}").exists(), "a stopped process is ended too"
+    logs = [log.read_text() for log in sorted((tmp_path / "logs").iterdir())]
+    assert "step 1/24" in logs[0] and "step 1/24" not in logs[1], "only process 0 reports"
+    stacks = folder / "stacks-0.txt"
+    assert "process 0 hangs in 'step': nothing has ended for 8 s" in logs[0] and f"are in {stacks}\n" in logs[0]
+    assert "Thread 0x" in stacks.read_text() and "/jaxtune/run/loop.py" in stacks.read_text()
 
     output = run(*together, devices=4)
     assert "resumed from step" in output
