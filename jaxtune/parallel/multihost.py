@@ -11,6 +11,7 @@ A run is started by one of
 On CPU, processes communicate over Gloo, jax's default, and jax's own `JAX_NUM_CPU_DEVICES` gives each several devices.
 """
 
+import json
 import os
 import pathlib
 import re
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from jaxtune.errors import UserError
 
@@ -74,6 +77,33 @@ def initialize() -> None:
 def is_main() -> bool:
     """Whether this is process 0, which alone prints progress and writes the files of the run."""
     return jax.process_index() == 0
+
+
+def agree(facts: Mapping[str, str]) -> None:
+    """Compares what must be the same in all processes, by name; all of them must call it.
+
+    Raises UserError, in all of them, that says what differs and in which.
+    """
+    own = np.frombuffer(json.dumps(facts).encode(), np.uint8)
+    size = multihost_utils.process_allgather(np.int32(own.size)).max()
+    texts = multihost_utils.process_allgather(np.pad(own, (0, size - own.size), constant_values=ord(" ")))
+    if lines := differences([json.loads(text.tobytes()) for text in texts]):
+        raise UserError(
+            "\n".join(["the processes of this run differ:", *lines, "start all by one command, in one environment"])
+        )
+
+
+def differences(facts: list[dict[str, str]]) -> list[str]:
+    """A line for each name whose values differ between the processes."""
+    lines = []
+    for name in dict.fromkeys(name for one in facts for name in one):
+        processes: dict[str, list[str]] = {}
+        for index, one in enumerate(facts):
+            processes.setdefault(one.get(name, "unset"), []).append(str(index))
+        if len(processes) > 1:
+            values = [f"{value} in process {', '.join(where)}" for value, where in processes.items()]
+            lines.append(f"  {name}: {'; '.join(values)}")
+    return lines
 
 
 def init_arguments(environ: Mapping[str, str], gpus: int) -> dict[str, Any] | None:

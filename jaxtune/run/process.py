@@ -1,12 +1,18 @@
 """Settings of the process: its place among others, its log, its compilation cache, and XLA's options for a GPU."""
 
+import hashlib
 import logging
 import os
 import sys
+from collections.abc import Iterable
+from importlib.metadata import version
 from pathlib import Path
 
 import jax
 
+import jaxtune
+import pallas_kernels
+from jaxtune.config.loading import as_dict
 from jaxtune.config.schema import Config
 from jaxtune.parallel import multihost
 from pallas_kernels.gpus import current_device
@@ -56,7 +62,8 @@ MEMORY_FRACTION = "0.93"
 def configure(config: Config) -> None:
     """Before the first device is touched: join the other processes, keep compiled programs, show the log.
 
-    The first lines of the log are what the config left out because it could have no effect.
+    The first lines of the log are what the config left out because it could have no effect. Raises UserError where
+    other processes have other options, other code or another jax: they would compute something else, or hang.
     """
     if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # the same by its older name
         os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
@@ -64,8 +71,30 @@ def configure(config: Config) -> None:
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(Path(config.train.output_dir).absolute() / "cache" / "xla"))
     _show_log()
+    if jax.process_count() > 1:
+        multihost.agree(facts(config))
     for line in config.left_out:
         log.info(line)
+
+
+def facts(config: Config) -> dict[str, str]:
+    """What must be the same in all processes of a run, by name."""
+    options = jax.tree_util.tree_leaves_with_path(as_dict(config), is_leaf=lambda leaf: leaf is None)
+    code = (Path(str(package.__file__)).parent for package in (jaxtune, pallas_kernels))
+    return {
+        **{name: version(name) for name in ("jax", "jaxlib")},
+        "code of jaxtune": digest(code),
+        **{jax.tree_util.keystr(path, simple=True, separator="."): repr(value) for path, value in options},
+    }
+
+
+def digest(folders: Iterable[Path]) -> str:
+    """A short hash of the Python sources in folders: names and content."""
+    found = hashlib.sha256()
+    for folder in folders:
+        for file in sorted(folder.rglob("*.py")):
+            found.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes() + b"\0")
+    return found.hexdigest()[:12]
 
 
 class _Terminal(logging.StreamHandler):

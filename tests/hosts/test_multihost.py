@@ -1,4 +1,4 @@
-"""Processes find each other, compute together, and agree when one of them is asked to stop."""
+"""Processes find each other, compute together, and agree when one is asked to stop and on what they are to do."""
 
 import os
 import pathlib
@@ -9,7 +9,7 @@ import pytest
 
 from jaxtune.errors import UserError
 from jaxtune.parallel import multihost
-from jaxtune.parallel.multihost import init_arguments, visible_gpus
+from jaxtune.parallel.multihost import differences, init_arguments, visible_gpus
 
 ROOT = pathlib.Path(__file__).parents[2]
 EXPLICIT = {"JAXTUNE_COORDINATOR": "host:1", "JAXTUNE_NUM_PROCESSES": "4", "JAXTUNE_PROCESS_ID": "3"}
@@ -33,6 +33,7 @@ MPIRUN = {
 TOGETHER = """
 import os, signal, time
 import jax, jax.numpy as jnp, numpy as np
+from jaxtune.errors import UserError
 from jaxtune.monitor.signals import StopRequest
 from jaxtune.parallel import multihost
 
@@ -49,12 +50,17 @@ with StopRequest() as stop:
             while not stop.requested():
                 time.sleep(0.01)
         answers.append(stop.agree())
+multihost.agree({"jax": "0.10.2", "train.seed": "0"})
+try:
+    multihost.agree({"jax": "0.10.2", "train.seed": "0" * (1 + jax.process_index())})
+except UserError as error:
+    print("DIFFER", repr(str(error)))
 print("RESULT", jax.process_count(), jax.device_count(), multihost.is_main(), float(total), stop.requested(), answers)
 """
 
 
 @pytest.mark.every_jax
-def test_two_processes_compute_and_stop_together(tmp_path):
+def test_two_processes_compute_stop_and_compare_themselves(tmp_path):
     command = [sys.executable, "-m", "jaxtune.launch", "--processes=2", "--devices-per-process=2"]
     command += [f"--log-dir={tmp_path}", "--", sys.executable, "-c", TOGETHER]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -64,8 +70,19 @@ def test_two_processes_compute_and_stop_together(tmp_path):
     for index in range(2):
         lines = (tmp_path / f"process-{index}.log").read_text().splitlines()
         results += [line for line in lines if line.startswith("RESULT")]
+        (differ,) = [line for line in lines if line.startswith("DIFFER")]
+        assert "  train.seed: 0 in process 0; 00 in process 1" in eval(differ.partition(" ")[2]).splitlines()
     answers = [False, False, False, True, True, True]  # a step after the signal, in both
     assert results == [f"RESULT 2 4 True 6.0 False {answers}", f"RESULT 2 4 False 6.0 True {answers}"]
+
+
+def test_what_differs_is_named_with_its_processes():
+    facts = [{"jax": "1", "train.seed": "0"}] * 3 + [{"jax": "2", "train.seed": "0", "new": "3"}]
+    assert differences(facts) == [
+        "  jax: 1 in process 0, 1, 2; 2 in process 3",
+        "  new: unset in process 0, 1, 2; 3 in process 3",
+    ]
+    assert differences(facts[:3]) == []
 
 
 def test_nothing_is_joined_where_there_is_one_process(monkeypatch):
