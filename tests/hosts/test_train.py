@@ -1,4 +1,4 @@
-"""Two processes train together, one hangs, and one process goes on: the losses are those of a single-process run."""
+"""Two processes train, one is killed, both go on, one hangs, one goes on alone: the losses are those of one process."""
 
 import os
 import signal
@@ -20,7 +20,14 @@ def wait_for(file: Path, text: str, process: subprocess.Popen) -> None:
         time.sleep(0.02)
 
 
-def test_two_processes_that_hang_are_ended_and_resumed_as_one(tmp_path):
+def workers(launcher: subprocess.Popen) -> list[int]:
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text()
+    both = [int(child) for child in children.split()]
+    assert len(both) == 2
+    return both
+
+
+def test_two_processes_one_killed_then_hanging_and_resumed_as_one(tmp_path):
     path = recipe(tmp_path)
     run("jaxtune.train", f"--config={path}", "--config.train.run_name=one")
     expected = {row["step"]: row["loss"] for row in metrics(tmp_path / "runs/one") if "loss" in row}
@@ -28,18 +35,21 @@ def test_two_processes_that_hang_are_ended_and_resumed_as_one(tmp_path):
     together = ("jaxtune.train", f"--config={path}", "--config.train.run_name=two", "--config.train.micro_batch_size=1")
     together += ("--config.train.hang_seconds=8",)
     launcher = subprocess.Popen(
-        [*LAUNCH, "--processes=2", "--devices-per-process=2", "--grace=1", "--log-dir", tmp_path / "logs", "--"]
+        [*LAUNCH, "--processes=2", "--devices-per-process=2", "--restarts=1", "--grace=1"]
+        + ["--log-dir", tmp_path / "logs", "--"]
         + [sys.executable, "-m", *together],
         env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
     )
     folder = tmp_path / "runs" / "two"
-    wait_for(folder / "metrics.jsonl", '"step": 11,', launcher)
-    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text()
-    workers = [int(child) for child in children.split()]
-    assert len(workers) == 2
-    os.kill(workers[1], signal.SIGSTOP)  # process 0 waits for it
+    wait_for(folder / "checkpoints/4/manifest.json", "", launcher)
+    os.kill(workers(launcher)[1], signal.SIGKILL)
+
+    wait_for(tmp_path / "logs/process-0.log", "resumed from step", launcher)
+    wait_for(folder / "metrics.jsonl", '"step": 17,', launcher)
+    _, stopped = workers(launcher)
+    os.kill(stopped, signal.SIGSTOP)  # process 0 waits for it
     assert launcher.wait(timeout=60) == 1
-    assert not Path(f"/proc/{workers[1]}").exists(), "a stopped process is ended too"
+    assert not Path(f"/proc/{stopped}").exists(), "a stopped process is ended too"
     logs = [log.read_text() for log in sorted((tmp_path / "logs").iterdir())]
     assert "step 1/24" in logs[0] and "step 1/24" not in logs[1], "only process 0 reports"
     stacks = folder / "stacks-0.txt"
