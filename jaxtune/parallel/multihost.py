@@ -4,6 +4,7 @@ A run is started by one of
 
 - `JAXTUNE_COORDINATOR` (host:port of process 0), `JAXTUNE_NUM_PROCESSES` and `JAXTUNE_PROCESS_ID`, as jaxtune.launch
   sets them,
+- Kubeflow's TrainJob, whose runtime for jax says the same by other names,
 - `srun` or `mpirun`, which tell each task the number of tasks and its own number; a `JAXTUNE_*` variable takes
   precedence,
 - anything else: a single process, with nothing to join.
@@ -51,6 +52,14 @@ OPEN_MPI = Launcher(
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "OMPI_MCA_orte_hnp_uri",  # Open MPI 5 no longer sets it
 )
+
+
+# The variables of Kubeflow's TrainJob; one process in each pod, which takes all of its GPUs.
+KUBEFLOW = {
+    "JAXTUNE_COORDINATOR": "JAX_COORDINATOR_ADDRESS",
+    "JAXTUNE_NUM_PROCESSES": "JAX_NUM_PROCESSES",
+    "JAXTUNE_PROCESS_ID": "JAX_PROCESS_ID",
+}
 
 
 def initialize() -> None:
@@ -111,6 +120,8 @@ def init_arguments(environ: Mapping[str, str], gpus: int) -> dict[str, Any] | No
 
     `gpus` is the number of GPUs that this process sees. Raises UserError if the variables are incomplete or wrong.
     """
+    if environ.keys() >= set(KUBEFLOW.values()):
+        environ = {ours: environ[theirs] for ours, theirs in KUBEFLOW.items()} | dict(environ)
     launcher = next((one for one in (SLURM, OPEN_MPI) if int(environ.get(one.num_processes, 1)) > 1), None)
     coordinator = environ.get("JAXTUNE_COORDINATOR")
     processes = _number(environ, "JAXTUNE_NUM_PROCESSES", launcher and launcher.num_processes)

@@ -109,6 +109,13 @@ def test_what_is_said_explicitly_holds():
     assert init_arguments(EXPLICIT | {"JAXTUNE_INIT_TIMEOUT": "60"}, 8) == expected | {"initialization_timeout": 60}
 
 
+def test_kubeflow_says_it_by_names_of_its_own():
+    trainjob = {"JAX_COORDINATOR_ADDRESS": "host:1", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
+    assert init_arguments(trainjob, 8) == init_arguments(EXPLICIT, 8)
+    assert init_arguments(trainjob | {"JAXTUNE_PROCESS_ID": "2"}, 8)["process_id"] == 2
+    assert init_arguments({"JAX_COORDINATOR_ADDRESS": "host:1"}, 8) is None, "jax's own variable, alone"
+
+
 @pytest.mark.parametrize("missing", list(EXPLICIT))
 def test_a_part_is_an_error_that_names_what_is_missing(missing):
     environ = {name: value for name, value in EXPLICIT.items() if name != missing}

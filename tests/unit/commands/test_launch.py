@@ -159,7 +159,3 @@ def test_what_cannot_be_started_is_refused(monkeypatch, capsys, arguments, reaso
     with pytest.raises(SystemExit) as ended:
         launch_module.parse(["--processes=2", *arguments])
     assert ended.value.code == 2 and reason in capsys.readouterr().err
-
-
-def test_the_slurm_script_is_a_shell_script():
-    subprocess.run(["bash", "-n", str(ROOT / "launch/slurm.sbatch")], check=True, timeout=30)
