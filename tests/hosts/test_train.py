@@ -1,5 +1,6 @@
 """Two processes train, one is killed, both go on, one hangs, one goes on alone: the losses are those of one process."""
 
+import json
 import os
 import signal
 import subprocess
@@ -7,9 +8,10 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
+import pytest
 from runs import metrics, recipe, run
 
+ROOT = Path(__file__).parents[2]
 LAUNCH = (sys.executable, "-m", "jaxtune.launch")
 
 
@@ -27,20 +29,34 @@ def workers(launcher: subprocess.Popen) -> list[int]:
     return both
 
 
-def test_two_processes_one_killed_then_hanging_and_resumed_as_one(tmp_path):
-    path = recipe(tmp_path)
-    run("jaxtune.train", f"--config={path}", "--config.train.run_name=one")
-    expected = {row["step"]: row["loss"] for row in metrics(tmp_path / "runs/one") if "loss" in row}
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """Has the recipe, and its run in one process, undisturbed: `one`."""
+    home = tmp_path_factory.mktemp("home")
+    run("jaxtune.train", f"--config={recipe(home)}", "--config.train.run_name=one")
+    return home
 
-    together = ("jaxtune.train", f"--config={path}", "--config.train.run_name=two", "--config.train.micro_batch_size=1")
-    together += ("--config.train.hang_seconds=8",)
+
+def losses_are_those_of_one(home: Path, name: str) -> None:
+    expected, found = (
+        {row["step"]: row["loss"] for row in metrics(home / "runs" / run) if "loss" in row} for run in ("one", name)
+    )
+    assert found.keys() == expected.keys()
+    difference = {step: abs(loss / expected[step] - 1) for step, loss in found.items()}
+    assert max(difference[step] for step in range(1, 21)) <= 1e-6, difference
+    assert max(difference.values()) <= 1e-4, difference
+
+
+def test_two_processes_one_killed_then_hanging_and_resumed_as_one(home, tmp_path):
+    together = ("jaxtune.train", f"--config={recipe(home)}", "--config.train.run_name=two")
+    together += ("--config.train.micro_batch_size=1", "--config.train.hang_seconds=8")
     launcher = subprocess.Popen(
         [*LAUNCH, "--processes=2", "--devices-per-process=2", "--restarts=1", "--grace=1"]
         + ["--log-dir", tmp_path / "logs", "--"]
         + [sys.executable, "-m", *together],
         env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
     )
-    folder = tmp_path / "runs" / "two"
+    folder = home / "runs" / "two"
     wait_for(folder / "checkpoints/4/manifest.json", "", launcher)
     os.kill(workers(launcher)[1], signal.SIGKILL)
 
@@ -58,8 +74,23 @@ def test_two_processes_one_killed_then_hanging_and_resumed_as_one(tmp_path):
 
     output = run(*together, devices=4)
     assert "resumed from step" in output
-    losses = {row["step"]: row["loss"] for row in metrics(folder) if "loss" in row}
-    assert losses.keys() == expected.keys()
-    difference = {step: abs(loss / expected[step] - 1) for step, loss in losses.items()}
-    assert max(difference[step] for step in range(1, 21)) <= 1e-6, difference
-    assert np.max(list(difference.values())) <= 1e-4
+    losses_are_those_of_one(home, "two")
+
+
+def test_ray_starts_its_workers_again_and_they_go_on(home, tmp_path):
+    pytest.importorskip("ray", reason="needs Ray: pip install 'jaxtune[ray]'")
+    output, folder = tmp_path / "output", home / "runs" / "ray"
+    environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    with output.open("w") as file:
+        driver = subprocess.Popen(
+            [sys.executable, ROOT / "launch/ray_train.py", "--workers=2", "--restarts=1", f"--config={recipe(home)}"]
+            + ["--config.train.run_name=ray", "--config.train.micro_batch_size=1"],
+            env={**os.environ, **environment, "PYTHONPATH": str(ROOT)},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    wait_for(folder / "checkpoints/4/manifest.json", "", driver)
+    os.kill(json.loads((folder / "lock").read_text())["process"], signal.SIGKILL)
+    assert driver.wait(timeout=300) == 0, output.read_text()
+    assert "resumed from step" in output.read_text()
+    losses_are_those_of_one(home, "ray")
