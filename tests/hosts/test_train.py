@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import metrics, recipe, run
+from runs import call, metrics, recipe, run
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = (sys.executable, "-m", "jaxtune.launch")
@@ -31,10 +31,16 @@ def workers(launcher: subprocess.Popen) -> list[int]:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """Has the recipe, and its run in one process, undisturbed: `one`."""
+    """Has the recipe, and its run on one device, undisturbed: `one`."""
     home = tmp_path_factory.mktemp("home")
-    run("jaxtune.train", f"--config={recipe(home)}", "--config.train.run_name=one")
+    call(*training(home, "one", rows=12))
     return home
+
+
+def training(home: Path, name: str, rows: int, *options: str) -> list[str]:
+    """The command of a run with so many rows on a device; a step has 12."""
+    settings = (f"train.run_name={name}", f"train.micro_batch_size={rows}", *options)
+    return ["jaxtune.train", f"--config={recipe(home)}", *(f"--config.{setting}" for setting in settings)]
 
 
 def losses_are_those_of_one(home: Path, name: str) -> None:
@@ -48,8 +54,7 @@ def losses_are_those_of_one(home: Path, name: str) -> None:
 
 
 def test_two_processes_one_killed_then_hanging_and_resumed_as_one(home, tmp_path):
-    together = ("jaxtune.train", f"--config={recipe(home)}", "--config.train.run_name=two")
-    together += ("--config.train.micro_batch_size=1", "--config.train.hang_seconds=8")
+    together = training(home, "two", 3, "train.hang_seconds=8")
     launcher = subprocess.Popen(
         [*LAUNCH, "--processes=2", "--devices-per-process=2", "--restarts=1", "--grace=1"]
         + ["--log-dir", tmp_path / "logs", "--"]
@@ -77,14 +82,28 @@ def test_two_processes_one_killed_then_hanging_and_resumed_as_one(home, tmp_path
     losses_are_those_of_one(home, "two")
 
 
+def test_hosts_may_change_in_number_between_starts(home):
+    """Four, then two, then three, as simulated devices; each start goes back to a checkpoint of the one before."""
+    data = ("mesh.fsdp=1", "mesh.data=-1", "ckpt.keep_last=9")
+    call(*training(home, "elastic", 3, *data), devices=4)
+    call(*training(home, "elastic", 6, *data, "ckpt.resume=8"), devices=2)
+    assert "resumed from step 16" in call(*training(home, "elastic", 4, *data, "ckpt.resume=16"), devices=3)
+    losses_are_those_of_one(home, "elastic")
+
+
 def test_ray_starts_its_workers_again_and_they_go_on(home, tmp_path):
     pytest.importorskip("ray", reason="needs Ray: pip install 'jaxtune[ray]'")
     output, folder = tmp_path / "output", home / "runs" / "ray"
     environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     with output.open("w") as file:
         driver = subprocess.Popen(
-            [sys.executable, ROOT / "launch/ray_train.py", "--workers=2", "--restarts=1", f"--config={recipe(home)}"]
-            + ["--config.train.run_name=ray", "--config.train.micro_batch_size=1"],
+            [
+                sys.executable,
+                ROOT / "launch/ray_train.py",
+                "--workers=2",
+                "--restarts=1",
+                *training(home, "ray", 3)[1:],
+            ],
             env={**os.environ, **environment, "PYTHONPATH": str(ROOT)},
             stdout=file,
             stderr=subprocess.STDOUT,
