@@ -42,7 +42,7 @@ def train(config: Config) -> bool:
         )
     process.configure(config)
     folder = run_folder(config)
-    with locked(folder.path), memory.out_of_memory_is_answered(config):
+    with process.leaving_after_failure(), locked(folder.path), memory.out_of_memory_is_answered(config):
         return _train(config, folder)
 
 

@@ -4,7 +4,9 @@ import hashlib
 import logging
 import os
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
@@ -12,8 +14,10 @@ import jax
 
 import jaxtune
 import pallas_kernels
+from jaxtune import command
 from jaxtune.config.loading import as_dict
 from jaxtune.config.schema import Config
+from jaxtune.errors import UserError
 from jaxtune.parallel import multihost
 from pallas_kernels.gpus import current_device
 
@@ -55,6 +59,7 @@ def compiler_options(deterministic: bool = False) -> Options:
     return {name: value for name, value in options.items() if name not in os.environ.get("XLA_FLAGS", "")}
 
 
+LEAVE_SECONDS = 10
 # Fraction of a GPU's memory that XLA takes at the start: by default 0.75, which leaves a quarter of it unused.
 MEMORY_FRACTION = "0.93"
 
@@ -95,6 +100,24 @@ def digest(folders: Iterable[Path]) -> str:
         for file in sorted(folder.rglob("*.py")):
             found.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes() + b"\0")
     return found.hexdigest()[:12]
+
+
+@contextmanager
+def leaving_after_failure() -> Iterator[None]:
+    """Where several processes run and this one fails, it ends, LEAVE_SECONDS later at the latest.
+
+    At exit jax would wait for the others, for minutes, while they may wait for this one in a collective. If all fail
+    alike, they end at once.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if jax.process_count() > 1:
+            code = command.REFUSED if isinstance(error, UserError) else 1
+            leave = threading.Timer(LEAVE_SECONDS, os._exit, (code,))
+            leave.daemon = True
+            leave.start()
+        raise
 
 
 class _Terminal(logging.StreamHandler):

@@ -76,6 +76,36 @@ def test_two_processes_compute_stop_and_compare_themselves(tmp_path):
     assert results == [f"RESULT 2 4 True 6.0 False {answers}", f"RESULT 2 4 False 6.0 True {answers}"]
 
 
+ALONE = """
+import jax
+from jax.experimental import multihost_utils
+from jaxtune import command
+from jaxtune.errors import UserError
+from jaxtune.parallel import multihost
+from jaxtune.run import process
+
+def train():
+    multihost.initialize()
+    process.LEAVE_SECONDS = 1
+    with process.leaving_after_failure():
+        if jax.process_index() == 1:
+            raise UserError("no such file on this host")
+        multihost_utils.sync_global_devices("never")
+
+raise SystemExit(command.guarded(train))
+"""
+
+
+def test_a_process_that_fails_alone_ends_and_so_do_the_others(tmp_path):
+    """It would wait at exit for process 0, which waits for it."""
+    command = [sys.executable, "-m", "jaxtune.launch", "--processes=2", "--devices-per-process=1", "--grace=0"]
+    command += [f"--log-dir={tmp_path}", "--", sys.executable, "-c", ALONE]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert "process 1 failed with exit code 2" in done.stderr and "no such file on this host" in done.stderr
+
+
 def test_what_differs_is_named_with_its_processes():
     facts = [{"jax": "1", "train.seed": "0"}] * 3 + [{"jax": "2", "train.seed": "0", "new": "3"}]
     assert differences(facts) == [
