@@ -1,5 +1,6 @@
 """The files of launch/: what they say is what jaxtune reads. No cluster, no Docker."""
 
+import os
 import pathlib
 import re
 import subprocess
@@ -34,8 +35,31 @@ def pod(job):
     return job["template"]["spec"]
 
 
-def test_the_slurm_script_is_a_shell_script():
-    subprocess.run(["bash", "-n", str(ROOT / "launch/slurm.sbatch")], check=True, timeout=30)
+@pytest.mark.parametrize(
+    ("codes", "code", "resumed", "queued_again"),
+    [
+        ([0], 0, 0, False),
+        ([75], 75, 0, True),
+        ([2], 2, 0, False),
+        ([137, 1, 75], 75, 2, True),
+        ([1, 1, 1, 1, 0], 1, 3, False),
+    ],
+    ids=["done", "asked to stop", "an error of the user's", "failures, then asked to stop", "restarts run out"],
+)
+def test_slurm_starts_again_after_failures_alone(tmp_path, codes, code, resumed, queued_again):
+    """With an `srun` that notes its arguments and ends with the next of the exit codes."""
+    (tmp_path / "codes").write_text("".join(f"{one}\n" for one in codes))
+    take = f'cd {tmp_path}; echo "$@" >> calls; code=$(head -n 1 codes); sed -i 1d codes; exit "$code"'
+    for name, body in (("srun", take), ("scontrol", f'echo "$@" > {tmp_path}/requeued')):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    script = ["bash", str(ROOT / "launch/slurm.sbatch"), "--config=qwen_full", "--config.ckpt.resume=overwrite"]
+    assert subprocess.run(script, env=environment, timeout=30).returncode == code
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert [call.count("--config.ckpt.resume=auto") for call in calls] == list(range(resumed + 1))
+    assert all("-m jaxtune.train --config=qwen_full --config.ckpt.resume=overwrite" in call for call in calls)
+    assert (tmp_path / "requeued").exists() == queued_again
 
 
 def test_pods_find_each_other(jobset, job, pod):
