@@ -46,14 +46,14 @@ def main(argv: list[str] | None = None) -> int:
     logs = [folder / f"process-{index}.log" for index in range(arguments.processes)]
     for log in logs:
         log.write_bytes(b"")  # a restart appends to it
-    restarts = arguments.restarts
     with logs[0].open("rb") as shown:
-        while (
-            (code := run(arguments, logs, shown, received)) not in (0, STOPPED, REFUSED) and restarts and not received
-        ):
-            restarts -= 1
-            print(f"\nstarting all again, {restarts} more times at most", file=sys.stderr, flush=True)
+        code = run(arguments, logs, shown, received)
+        for left in reversed(range(arguments.restarts)):
+            if code in (0, STOPPED, REFUSED) or received:
+                break
+            print(f"\nstarting all again, {left} more times at most", file=sys.stderr, flush=True)
             arguments.command += [RESUME]  # even if it says to overwrite an earlier run
+            code = run(arguments, logs, shown, received)
     return code
 
 
@@ -66,10 +66,9 @@ def run(arguments: argparse.Namespace, logs: list[pathlib.Path], shown: BinaryIO
         failed = watch(processes, shown, received)
     finally:
         end(processes, arguments.grace)
-    codes = [process.returncode for process in processes]
     if failed is None:
-        return max(codes)
-    code = codes[failed]
+        return max(process.returncode for process in processes)
+    code = processes[failed].returncode
     ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
     print(f"\nprocess {failed} {ended}; all were stopped. The end of {logs[failed]}:", file=sys.stderr)
     with logs[failed].open(errors="replace") as log:
