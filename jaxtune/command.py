@@ -20,6 +20,8 @@ from jaxtune.errors import UserError
 
 STOPPED = 75
 """Exit code of a run that was asked to stop and has saved: sysexits' EX_TEMPFAIL, so that schedulers restart it."""
+REFUSED = 2
+"""Exit code after a UserError, which the same command would only meet again."""
 
 _SETTING = re.compile(r"--?(?:no)?config\.([^=]+)")
 
@@ -80,7 +82,7 @@ def guarded(body: Callable[[], int | None]) -> int:
         print("jaxtune: interrupted", file=sys.stderr)
         return 130
     print(f"jaxtune: error: {message}", file=sys.stderr)
-    return 2
+    return REFUSED
 
 
 def _parse(

@@ -3,8 +3,9 @@
     python -m jaxtune.launch --processes 2 -- python -m jaxtune.train --config=quickstart
 
 Each process writes to its own log file; the output of the first process is shown as well. The first failure ends all
-processes, and its exit code is this program's. SIGTERM and Ctrl-C are passed on, once each: jaxtune saves and ends by
-itself, with exit code 75.
+processes, and its exit code is this program's. With --restarts=N all are then started again, at most N times, and go on
+from the last checkpoint; not after an error of the user's (exit code 2), which they would only meet again. SIGTERM and
+Ctrl-C are passed on, once each: jaxtune saves and ends by itself, with exit code 75.
 
 One process can drive all GPUs of a machine. Several are needed only to have one process per GPU (--gpus-per-process 1),
 or to try on CPU what will run on many hosts (--devices-per-process 2).
@@ -22,11 +23,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from typing import BinaryIO
 
-from jaxtune.command import STOPPED, guarded
+from jaxtune.command import REFUSED, STOPPED, guarded
 
 POLL_SECONDS = 0.1
 TAIL_LINES = 30
+RESUME = "--config.ckpt.resume=auto"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -41,11 +44,26 @@ def main(argv: list[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _frame: received.append(number))
     logs = [folder / f"process-{index}.log" for index in range(arguments.processes)]
+    for log in logs:
+        log.write_bytes(b"")  # a restart appends to it
+    with logs[0].open("rb") as shown:
+        code = run(arguments, logs, shown, received)
+        for left in reversed(range(arguments.restarts)):
+            if code in (0, STOPPED, REFUSED) or received:
+                break
+            print(f"\nstarting all again, {left} more times at most", file=sys.stderr, flush=True)
+            arguments.command += [RESUME]  # even if it says to overwrite an earlier run
+            code = run(arguments, logs, shown, received)
+    return code
+
+
+def run(arguments: argparse.Namespace, logs: list[pathlib.Path], shown: BinaryIO, received: list[int]) -> int:
+    """From the start of all processes to the end of all; says which one failed. Returns the exit code."""
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for process in start(arguments, logs):
             processes.append(process)
-        failed = watch(processes, logs[0], received)
+        failed = watch(processes, shown, received)
     finally:
         end(processes, arguments.grace)
     if failed is None:
@@ -68,12 +86,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--log-dir", help="folder of the log files; unset: a new temporary one")
     parser.add_argument(
+        "--restarts", type=int, default=0, help="after a failure, start all again at most so many times"
+    )
+    parser.add_argument(
         "--grace", type=float, default=10, help="after a failure, seconds from asking the others to end to killing them"
     )
     parser.add_argument("command", nargs="+", metavar="-- command", help="the command that each process runs")
     arguments = parser.parse_args(argv)
     if arguments.processes < 1:
         parser.error("--processes must be at least 1")
+    if arguments.restarts < 0:
+        parser.error("--restarts must be at least 0")
     if arguments.devices_per_process and arguments.gpus_per_process:
         parser.error("--devices-per-process is for CPU: leave out --gpus-per-process")
     if shutil.which(arguments.command[0]) is None:
@@ -104,29 +127,29 @@ def start(arguments: argparse.Namespace, logs: list[pathlib.Path]) -> Iterator[s
             environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(arguments.devices_per_process)}
         if arguments.gpus[index] is not None:
             environment["CUDA_VISIBLE_DEVICES"] = arguments.gpus[index]
-        with log.open("wb") as output:
+        with log.open("ab") as output:
             # In a new session, the terminal's Ctrl-C does not reach it: only the one that is passed on does.
             yield subprocess.Popen(
                 arguments.command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
 
 
-def watch(processes: list[subprocess.Popen[bytes]], shown: pathlib.Path, received: list[int]) -> int | None:
-    """Wait, show the first log and pass signals on; returns the first process that failed, or None."""
-    with shown.open("rb") as log:
-        while True:
-            codes = [process.poll() for process in processes]
-            sys.stdout.buffer.write(log.read())
-            sys.stdout.buffer.flush()
-            while received:
-                number = received.pop(0)
-                for process in processes:
-                    process.send_signal(number)
-            if failed := [index for index, code in enumerate(codes) if code not in (None, 0, STOPPED)]:
-                return failed[0]
-            if all(code is not None for code in codes):
-                return None
-            time.sleep(POLL_SECONDS)
+def watch(processes: list[subprocess.Popen[bytes]], shown: BinaryIO, received: list[int]) -> int | None:
+    """Wait, show what is new in a log and pass signals on; returns the first process that failed, or None."""
+    passed_on = 0
+    while True:
+        codes = [process.poll() for process in processes]
+        sys.stdout.buffer.write(shown.read())
+        sys.stdout.buffer.flush()
+        for number in received[passed_on:]:
+            passed_on += 1
+            for process in processes:
+                process.send_signal(number)
+        if failed := [index for index, code in enumerate(codes) if code not in (None, 0, STOPPED)]:
+            return failed[0]
+        if all(code is not None for code in codes):
+            return None
+        time.sleep(POLL_SECONDS)
 
 
 def end(processes: list[subprocess.Popen[bytes]], grace: float) -> None:

@@ -42,7 +42,7 @@ def train(config: Config) -> bool:
         )
     process.configure(config)
     folder = run_folder(config)
-    with locked(folder.path), memory.out_of_memory_is_answered(config):
+    with process.leaving_after_failure(), locked(folder.path), memory.out_of_memory_is_answered(config):
         return _train(config, folder)
 
 
@@ -95,7 +95,7 @@ def _train(config: Config, folder: RunFolder) -> bool:
         save = lambda state, at: checkpoints.save(at.step, state, record | at.to_json(), model.grouping)  # noqa: E731
         tasks = [loop.Task("save", loop.each(config.ckpt.save_steps, total_steps), save, at_stop=True)]
         if feed.eval_rows is not None:  # before saving: the rows of metrics after a checkpoint's step are cut on resume
-            evaluate = make_evaluate(config, model, feed.eval_rows, mesh)
+            evaluate = make_evaluate(config, model, feed.eval_rows, mesh, goodput.beat)
             show = lambda state, at: watch.evaluation(at.step, evaluate(state.trained, frozen))  # noqa: E731
             tasks.insert(0, loop.Task("eval", loop.each(config.eval.steps, total_steps), show))
         batches = feed.batches(position.feed, total_steps - position.step)

@@ -135,6 +135,10 @@ class Train:
     grad_accum_steps: int = option(1, "micro-batches summed before an optimizer step", "micro-batches [1, inf)")
     seed: int = option(0, "seed of random weights, adapters and dropout", "[0, inf)")
     max_bad_steps: int = option(5, "stop after this many non-finite steps in a row", "steps [1, inf)")
+    hang_seconds: int | None = option(None,
+        "once steps have begun, write the stacks of all threads to the run's folder and end where no step, batch of an "
+        "evaluation or checkpoint has ended for so long; unset: wait for ever, as how long these take differs",
+        "seconds [1, inf)")
     deterministic: bool = option(False, "bit-equal repeats on a GPU too, at some cost in speed")
     freeze: str | None = option(None, "parameters that are not trained, by Hugging Face name", "regex",
         when="not lora.enabled")

@@ -28,9 +28,18 @@ class Goodput:
         finally:
             self._switch(outer)
 
+    def beat(self) -> None:
+        """Says that what is being measured goes on: called between the parts of what takes long as a whole."""
+        self._switch(self._now_in)
+
+    @property
+    def now(self) -> tuple[str, float]:
+        """The category that is being measured, and when that began or last beat: what a hang leaves unchanged."""
+        return self._now_in, self._since
+
     def seconds(self) -> dict[str, float]:
         """Seconds by category up to now; they sum to the wall-clock time."""
-        self._switch(self._now_in)
+        self.beat()
         return dict(self._seconds)
 
     def report(self) -> str:

@@ -5,7 +5,7 @@ import signal
 import socket
 import sys
 import threading
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +20,13 @@ class StopRequest:
     """Records requests to stop while the context lasts: `with StopRequest() as stop:`.
 
     The first SIGTERM or Ctrl-C prints a line and records the request; a Ctrl-C after that ends the process at once,
-    with exit code 130. Enter it in the main thread and after `multihost.initialize`.
+    with exit code 130. Enter it after `multihost.initialize`. Python answers signals in the main thread alone: in
+    another one, as in a worker of Ray, none is heard.
     """
 
     def __init__(self) -> None:
         self._wished = threading.Event()
+        self._previous: dict[int, Any] = {}  # handlers, while signals are heard
         self._agreement: jax.Array | None = None  # from the previous step
 
     def requested(self) -> bool:
@@ -42,6 +44,8 @@ class StopRequest:
         return before is not None and bool(before)
 
     def __enter__(self) -> Self:
+        if threading.current_thread() is not threading.main_thread():
+            return self
         # Python runs signal handlers only between two bytecodes of the main thread, and XLA may compile for minutes
         # before the next one. The wake-up socket gets the signal's number at once, and a separate thread answers it.
         self._receiver, self._sender = socket.socketpair()
@@ -53,6 +57,8 @@ class StopRequest:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if not self._previous:
+            return
         for number, handler in self._previous.items():
             # None: the previous handler was not installed from Python, so that it cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

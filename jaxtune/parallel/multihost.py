@@ -4,6 +4,7 @@ A run is started by one of
 
 - `JAXTUNE_COORDINATOR` (host:port of process 0), `JAXTUNE_NUM_PROCESSES` and `JAXTUNE_PROCESS_ID`, as jaxtune.launch
   sets them,
+- Kubeflow's TrainJob, whose runtime for jax says the same by other names,
 - `srun` or `mpirun`, which tell each task the number of tasks and its own number; a `JAXTUNE_*` variable takes
   precedence,
 - anything else: a single process, with nothing to join.
@@ -11,6 +12,7 @@ A run is started by one of
 On CPU, processes communicate over Gloo, jax's default, and jax's own `JAX_NUM_CPU_DEVICES` gives each several devices.
 """
 
+import json
 import os
 import pathlib
 import re
@@ -19,6 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from jaxtune.errors import UserError
 
@@ -50,6 +54,14 @@ OPEN_MPI = Launcher(
 )
 
 
+# The variables of Kubeflow's TrainJob; one process in each pod, which takes all of its GPUs.
+KUBEFLOW = {
+    "JAXTUNE_COORDINATOR": "JAX_COORDINATOR_ADDRESS",
+    "JAXTUNE_NUM_PROCESSES": "JAX_NUM_PROCESSES",
+    "JAXTUNE_PROCESS_ID": "JAX_PROCESS_ID",
+}
+
+
 def initialize() -> None:
     """Join the other processes of this run, if there are any; call it before anything else touches a device.
 
@@ -76,11 +88,40 @@ def is_main() -> bool:
     return jax.process_index() == 0
 
 
+def agree(facts: Mapping[str, str]) -> None:
+    """Compares what must be the same in all processes, by name; all of them must call it.
+
+    Raises UserError, in all of them, that says what differs and in which.
+    """
+    own = np.frombuffer(json.dumps(facts).encode(), np.uint8)
+    size = multihost_utils.process_allgather(np.int32(own.size)).max()
+    texts = multihost_utils.process_allgather(np.pad(own, (0, size - own.size), constant_values=ord(" ")))
+    if lines := differences([json.loads(text.tobytes()) for text in texts]):
+        raise UserError(
+            "\n".join(["the processes of this run differ:", *lines, "start all by one command, in one environment"])
+        )
+
+
+def differences(facts: list[dict[str, str]]) -> list[str]:
+    """A line for each name whose values differ between the processes."""
+    lines = []
+    for name in dict.fromkeys(name for one in facts for name in one):
+        processes: dict[str, list[str]] = {}
+        for index, one in enumerate(facts):
+            processes.setdefault(one.get(name, "unset"), []).append(str(index))
+        if len(processes) > 1:
+            values = [f"{value} in process {', '.join(where)}" for value, where in processes.items()]
+            lines.append(f"  {name}: {'; '.join(values)}")
+    return lines
+
+
 def init_arguments(environ: Mapping[str, str], gpus: int) -> dict[str, Any] | None:
     """Arguments of `jax.distributed.initialize`, or None for a single process.
 
     `gpus` is the number of GPUs that this process sees. Raises UserError if the variables are incomplete or wrong.
     """
+    if environ.keys() >= set(KUBEFLOW.values()):
+        environ = {ours: environ[theirs] for ours, theirs in KUBEFLOW.items()} | dict(environ)
     launcher = next((one for one in (SLURM, OPEN_MPI) if int(environ.get(one.num_processes, 1)) > 1), None)
     coordinator = environ.get("JAXTUNE_COORDINATOR")
     processes = _number(environ, "JAXTUNE_NUM_PROCESSES", launcher and launcher.num_processes)

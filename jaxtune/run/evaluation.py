@@ -18,11 +18,12 @@ from jaxtune.run.step import make_eval_step
 
 
 def make_evaluate(
-    config: Config, model: Model, rows: data.Rows, mesh: jax.sharding.Mesh
+    config: Config, model: Model, rows: data.Rows, mesh: jax.sharding.Mesh, beat: Callable[[], None] = lambda: None
 ) -> Callable[[Parameters, Parameters], dict[str, float]]:
     """(trained, frozen) -> eval_loss and more, over all of `rows` or eval.max_batches.
 
     Of a language model in nats a token, and eval_perplexity; of a classifier that of a document, and eval_accuracy.
+    `beat` is called after each batch.
     """
     recipe = recipe_of(config.precision, model.linears)
     step = jax.jit(
@@ -40,6 +41,7 @@ def make_evaluate(
         for _, batch in data.batches(rows, (1, rows_per_batch, config.data.seq_len), sharding, 0, stop_row):
             # In Python's numbers, which neither round nor wrap however many batches there are.
             sums.append(jax.tree.map(lambda value: value.item(), jax.device_get(step(trained, frozen, batch))))
+            beat()
         total = jax.tree.map(lambda *values: sum(values), *sums)
         loss = total.loss / max(total.weight, 1)
         means = {f"eval_{name}": value / max(weight, 1) for name, (value, weight) in total.metrics.items()}

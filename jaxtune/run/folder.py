@@ -38,6 +38,10 @@ class RunFolder:
         """A picture of the metrics."""
         return self.path / "loss.png"
 
+    def stacks(self, process: int) -> Path:
+        """What every thread of a process was doing when it hung."""
+        return self.path / f"stacks-{process}.txt"
+
     @property
     def export(self) -> Path:
         """What the run made: a Hugging Face folder, or a PEFT adapter."""

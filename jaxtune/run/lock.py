@@ -13,6 +13,7 @@ import os
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,8 @@ log = logging.getLogger("jaxtune")
 TOUCH_SECONDS = 30
 POLL_SECONDS = 2
 TAKE_OVER_SECONDS = 600
+REFUSED = -1
+SEEN_SECONDS = 60  # NFS may show a new file to other hosts that much later
 
 
 @contextmanager
@@ -35,22 +38,31 @@ def locked(folder: Path) -> Iterator[None]:
     """Holds `folder`/lock, which is made if need be. The processes of one run share it: the main one takes it.
 
     Raises:
-        UserError: Another run holds it; says which process, where and since when.
+        UserError: Another run holds it; says which process, where and since when. Or a process of this run does not see
+            it: checkpoints need one folder for all.
     """
-    file, refusal = _take(folder / "lock") if multihost.is_main() else (None, None)
-    if multihost_utils.broadcast_one_to_all(np.bool_(refusal is not None)):
+    path = folder / "lock"
+    file, refusal = _take(path) if multihost.is_main() else (None, None)
+    mark = multihost_utils.broadcast_one_to_all(np.int32(REFUSED if file is None else _mark(path)))
+    if mark == REFUSED:
         raise refusal or UserError(f"{folder} is in use: process 0 says by whom")
     ended = threading.Event()
     touching = threading.Thread(target=_touch, args=(file, ended), daemon=True)
     if file is not None:
         touching.start()
     try:
+        blind = np.flatnonzero(multihost_utils.process_allgather(np.bool_(not _sees(path, mark))))
+        if blind.size:
+            raise UserError(
+                f"process {', '.join(map(str, blind))} does not see what process 0 has written to {folder}: "
+                "train.output_dir must be on storage that all hosts share"
+            )
         yield
     finally:
         ended.set()
         if file is not None:
             touching.join()  # or it would touch another file of that number
-            (folder / "lock").unlink(missing_ok=True)  # before its lock is released: who waits finds another file
+            path.unlink(missing_ok=True)  # before its lock is released: who waits finds another file
             os.close(file)
 
 
@@ -70,6 +82,7 @@ def _take(path: Path) -> tuple[int | None, UserError | None]:
             own = {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T %Z")}
             os.ftruncate(file, 0)
             os.pwrite(file, json.dumps(own).encode(), 0)
+            os.fsync(file)  # for the processes on other hosts, which read it while it is open here
             return file, None
         os.close(file)
         who = " ".join(f"{name} {value}" for name, value in holder.items()) or "a process that is just starting"
@@ -84,6 +97,21 @@ def _take(path: Path) -> tuple[int | None, UserError | None]:
             )
         seen = touched
         time.sleep(POLL_SECONDS)
+
+
+def _mark(path: Path) -> int:
+    """What a lock says, as a number that is not negative."""
+    return zlib.crc32(path.read_bytes()) >> 1
+
+
+def _sees(path: Path, mark: int) -> bool:
+    """Whether this process sees the lock that the main one holds."""
+    deadline = time.monotonic() + SEEN_SECONDS
+    while not (path.exists() and _mark(path) == mark):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_SECONDS)
+    return True
 
 
 def _holder(content: bytes) -> dict[str, Any]:

@@ -109,10 +109,10 @@ def train(
             state, results = train_step(state, frozen, batch, rates[position.step])
             watch.profiler.after_step(results)
             report()
+            stopping = watch.stop.agree()
         position.step, position.feed = position.step + 1, after
         pending = dataclasses.replace(position), results
 
-        stopping = watch.stop.agree()
         asked = stopping and position.step < total_steps
         due = [task for task in tasks if task.due(position.step) or (stopping and task.at_stop)]
         position.put_off = tuple(task.name for task in due if asked and not task.at_stop)

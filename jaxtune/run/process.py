@@ -1,13 +1,23 @@
 """Settings of the process: its place among others, its log, its compilation cache, and XLA's options for a GPU."""
 
+import hashlib
 import logging
 import os
 import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
 import jax
 
+import jaxtune
+import pallas_kernels
+from jaxtune import command
+from jaxtune.config.loading import as_dict
 from jaxtune.config.schema import Config
+from jaxtune.errors import UserError
 from jaxtune.parallel import multihost
 from pallas_kernels.gpus import current_device
 
@@ -49,6 +59,7 @@ def compiler_options(deterministic: bool = False) -> Options:
     return {name: value for name, value in options.items() if name not in os.environ.get("XLA_FLAGS", "")}
 
 
+LEAVE_SECONDS = 10
 # Fraction of a GPU's memory that XLA takes at the start: by default 0.75, which leaves a quarter of it unused.
 MEMORY_FRACTION = "0.93"
 
@@ -56,7 +67,8 @@ MEMORY_FRACTION = "0.93"
 def configure(config: Config) -> None:
     """Before the first device is touched: join the other processes, keep compiled programs, show the log.
 
-    The first lines of the log are what the config left out because it could have no effect.
+    The first lines of the log are what the config left out because it could have no effect. Raises UserError where
+    other processes have other options, other code or another jax: they would compute something else, or hang.
     """
     if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # the same by its older name
         os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
@@ -64,8 +76,48 @@ def configure(config: Config) -> None:
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(Path(config.train.output_dir).absolute() / "cache" / "xla"))
     _show_log()
+    if jax.process_count() > 1:
+        multihost.agree(facts(config))
     for line in config.left_out:
         log.info(line)
+
+
+def facts(config: Config) -> dict[str, str]:
+    """What must be the same in all processes of a run, by name."""
+    options = jax.tree_util.tree_leaves_with_path(as_dict(config), is_leaf=lambda leaf: leaf is None)
+    code = (Path(str(package.__file__)).parent for package in (jaxtune, pallas_kernels))
+    return {
+        **{name: version(name) for name in ("jax", "jaxlib")},
+        "code of jaxtune": digest(code),
+        **{jax.tree_util.keystr(path, simple=True, separator="."): repr(value) for path, value in options},
+    }
+
+
+def digest(folders: Iterable[Path]) -> str:
+    """A short hash of the Python sources in folders: names and content."""
+    found = hashlib.sha256()
+    for folder in folders:
+        for file in sorted(folder.rglob("*.py")):
+            found.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes() + b"\0")
+    return found.hexdigest()[:12]
+
+
+@contextmanager
+def leaving_after_failure() -> Iterator[None]:
+    """Where several processes run and this one fails, it ends, LEAVE_SECONDS later at the latest.
+
+    At exit jax would wait for the others, for minutes, while they may wait for this one in a collective. If all fail
+    alike, they end at once.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if jax.process_count() > 1:
+            code = command.REFUSED if isinstance(error, UserError) else 1
+            leave = threading.Timer(LEAVE_SECONDS, os._exit, (code,))
+            leave.daemon = True
+            leave.start()
+        raise
 
 
 class _Terminal(logging.StreamHandler):

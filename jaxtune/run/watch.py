@@ -11,6 +11,7 @@ from jaxtune.config.loading import as_dict
 from jaxtune.config.schema import Config
 from jaxtune.monitor import throughput
 from jaxtune.monitor.goodput import Goodput
+from jaxtune.monitor.hang import ended_when_hung
 from jaxtune.monitor.health import Health
 from jaxtune.monitor.metrics import MetricsLog
 from jaxtune.monitor.profiler import Profiler
@@ -64,7 +65,7 @@ def watching(
     work: throughput.Work,
     goodput: Goodput,
 ) -> Iterator[Watch]:
-    """Everything that watches a run from `step` on; requests to stop are heard meanwhile.
+    """Everything that watches a run from `step` on; requests to stop are heard meanwhile, and a hang ends it.
 
     `epoch`: position of the feed -> passes over the data before it.
     """
@@ -74,5 +75,6 @@ def watching(
         opened.enter_context(closing(metrics))
         profiler = opened.enter_context(closing(Profiler(folder.path, config.prof, main)))
         progress = opened.enter_context(closing(Progress(total_steps, step, config.log.every, main)))
+        opened.enter_context(ended_when_hung(goodput, config.train.hang_seconds, folder.stacks(jax.process_index())))
         health, stop = Health(config.optim.name), opened.enter_context(StopRequest())
         yield Watch(metrics, progress, profiler, goodput, health, stop, work, epoch)

@@ -1,4 +1,4 @@
-"""Processes find each other, compute together, and agree when one of them is asked to stop."""
+"""Processes find each other, compute together, and agree when one is asked to stop and on what they are to do."""
 
 import os
 import pathlib
@@ -9,7 +9,7 @@ import pytest
 
 from jaxtune.errors import UserError
 from jaxtune.parallel import multihost
-from jaxtune.parallel.multihost import init_arguments, visible_gpus
+from jaxtune.parallel.multihost import differences, init_arguments, visible_gpus
 
 ROOT = pathlib.Path(__file__).parents[2]
 EXPLICIT = {"JAXTUNE_COORDINATOR": "host:1", "JAXTUNE_NUM_PROCESSES": "4", "JAXTUNE_PROCESS_ID": "3"}
@@ -33,6 +33,7 @@ MPIRUN = {
 TOGETHER = """
 import os, signal, time
 import jax, jax.numpy as jnp, numpy as np
+from jaxtune.errors import UserError
 from jaxtune.monitor.signals import StopRequest
 from jaxtune.parallel import multihost
 
@@ -49,12 +50,17 @@ with StopRequest() as stop:
             while not stop.requested():
                 time.sleep(0.01)
         answers.append(stop.agree())
+multihost.agree({"jax": "0.10.2", "train.seed": "0"})
+try:
+    multihost.agree({"jax": "0.10.2", "train.seed": "0" * (1 + jax.process_index())})
+except UserError as error:
+    print("DIFFER", repr(str(error)))
 print("RESULT", jax.process_count(), jax.device_count(), multihost.is_main(), float(total), stop.requested(), answers)
 """
 
 
 @pytest.mark.every_jax
-def test_two_processes_compute_and_stop_together(tmp_path):
+def test_two_processes_compute_stop_and_compare_themselves(tmp_path):
     command = [sys.executable, "-m", "jaxtune.launch", "--processes=2", "--devices-per-process=2"]
     command += [f"--log-dir={tmp_path}", "--", sys.executable, "-c", TOGETHER]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -64,8 +70,49 @@ def test_two_processes_compute_and_stop_together(tmp_path):
     for index in range(2):
         lines = (tmp_path / f"process-{index}.log").read_text().splitlines()
         results += [line for line in lines if line.startswith("RESULT")]
+        (differ,) = [line for line in lines if line.startswith("DIFFER")]
+        assert "  train.seed: 0 in process 0; 00 in process 1" in eval(differ.partition(" ")[2]).splitlines()
     answers = [False, False, False, True, True, True]  # a step after the signal, in both
     assert results == [f"RESULT 2 4 True 6.0 False {answers}", f"RESULT 2 4 False 6.0 True {answers}"]
+
+
+ALONE = """
+import jax
+from jax.experimental import multihost_utils
+from jaxtune import command
+from jaxtune.errors import UserError
+from jaxtune.parallel import multihost
+from jaxtune.run import process
+
+def train():
+    multihost.initialize()
+    process.LEAVE_SECONDS = 1
+    with process.leaving_after_failure():
+        if jax.process_index() == 1:
+            raise UserError("no such file on this host")
+        multihost_utils.sync_global_devices("never")
+
+raise SystemExit(command.guarded(train))
+"""
+
+
+def test_a_process_that_fails_alone_ends_and_so_do_the_others(tmp_path):
+    """It would wait at exit for process 0, which waits for it."""
+    command = [sys.executable, "-m", "jaxtune.launch", "--processes=2", "--devices-per-process=1", "--grace=0"]
+    command += [f"--log-dir={tmp_path}", "--", sys.executable, "-c", ALONE]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert "process 1 failed with exit code 2" in done.stderr and "no such file on this host" in done.stderr
+
+
+def test_what_differs_is_named_with_its_processes():
+    facts = [{"jax": "1", "train.seed": "0"}] * 3 + [{"jax": "2", "train.seed": "0", "new": "3"}]
+    assert differences(facts) == [
+        "  jax: 1 in process 0, 1, 2; 2 in process 3",
+        "  new: unset in process 0, 1, 2; 3 in process 3",
+    ]
+    assert differences(facts[:3]) == []
 
 
 def test_nothing_is_joined_where_there_is_one_process(monkeypatch):
@@ -90,6 +137,13 @@ def test_what_is_said_explicitly_holds():
     }
     assert init_arguments(EXPLICIT, 8) == expected
     assert init_arguments(EXPLICIT | {"JAXTUNE_INIT_TIMEOUT": "60"}, 8) == expected | {"initialization_timeout": 60}
+
+
+def test_kubeflow_says_it_by_names_of_its_own():
+    trainjob = {"JAX_COORDINATOR_ADDRESS": "host:1", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
+    assert init_arguments(trainjob, 8) == init_arguments(EXPLICIT, 8)
+    assert init_arguments(trainjob | {"JAXTUNE_PROCESS_ID": "2"}, 8)["process_id"] == 2
+    assert init_arguments({"JAX_COORDINATOR_ADDRESS": "host:1"}, 8) is None, "jax's own variable, alone"
 
 
 @pytest.mark.parametrize("missing", list(EXPLICIT))

@@ -1,4 +1,4 @@
-"""Two processes train together, are killed, and one process goes on: the losses are those of a single-process run."""
+"""Two processes train, one is killed, both go on, one hangs, one goes on alone: the losses are those of one process."""
 
 import os
 import signal
@@ -7,9 +7,10 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
-from runs import metrics, recipe, run
+import pytest
+from runs import call, metrics, recipe, run
 
+ROOT = Path(__file__).parents[2]
 LAUNCH = (sys.executable, "-m", "jaxtune.launch")
 
 
@@ -20,32 +21,74 @@ def wait_for(file: Path, text: str, process: subprocess.Popen) -> None:
         time.sleep(0.02)
 
 
-def test_two_processes_killed_and_resumed_as_one(tmp_path):
-    path = recipe(tmp_path)
-    run("jaxtune.train", f"--config={path}", "--config.train.run_name=one")
-    expected = {row["step"]: row["loss"] for row in metrics(tmp_path / "runs/one") if "loss" in row}
+def workers(launcher: subprocess.Popen) -> list[int]:
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text()
+    both = [int(child) for child in children.split()]
+    assert len(both) == 2
+    return both
 
-    together = ("jaxtune.train", f"--config={path}", "--config.train.run_name=two", "--config.train.micro_batch_size=1")
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """Has the recipe, and its run on one device, undisturbed: `one`."""
+    return undisturbed(tmp_path_factory.mktemp("home"))
+
+
+def undisturbed(home: Path) -> Path:
+    """The folder, with the run on one device that others must equal."""
+    call(*training(home, "one", rows=12))
+    return home
+
+
+def training(home: Path, name: str, rows: int, *options: str) -> list[str]:
+    """The command of a run with so many rows on a device; a step has 12."""
+    settings = (f"train.run_name={name}", f"train.micro_batch_size={rows}", *options)
+    return ["jaxtune.train", f"--config={recipe(home)}", *(f"--config.{setting}" for setting in settings)]
+
+
+def losses_are_those_of_one(home: Path, name: str) -> None:
+    expected, found = (
+        {row["step"]: row["loss"] for row in metrics(home / "runs" / run) if "loss" in row} for run in ("one", name)
+    )
+    assert found.keys() == expected.keys()
+    difference = {step: abs(loss / expected[step] - 1) for step, loss in found.items()}
+    assert max(difference[step] for step in range(1, 21)) <= 1e-6, difference
+    assert max(difference.values()) <= 1e-4, difference
+
+
+def test_two_processes_one_killed_then_hanging_and_resumed_as_one(home, tmp_path):
+    together = training(home, "two", 3, "train.hang_seconds=8")
     launcher = subprocess.Popen(
-        [*LAUNCH, "--processes", "2", "--devices-per-process", "2", "--log-dir", tmp_path / "logs", "--"]
+        [*LAUNCH, "--processes=2", "--devices-per-process=2", "--restarts=1", "--grace=1"]
+        + ["--log-dir", tmp_path / "logs", "--"]
         + [sys.executable, "-m", *together],
         env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
     )
-    folder = tmp_path / "runs" / "two"
-    wait_for(folder / "metrics.jsonl", '"step": 11,', launcher)
-    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text()
-    workers = [int(child) for child in children.split()]
-    assert len(workers) == 2
-    for worker in workers:
-        os.kill(worker, signal.SIGKILL)
-    assert launcher.wait(timeout=60) != 0
-    logs = sorted((tmp_path / "logs").iterdir())
-    assert "step 1/24" in logs[0].read_text() and "step 1/24" not in logs[1].read_text(), "only process 0 reports"
+    folder = home / "runs" / "two"
+    wait_for(folder / "checkpoints/4/manifest.json", "", launcher)
+    os.kill(workers(launcher)[1], signal.SIGKILL)
+
+    wait_for(tmp_path / "logs/process-0.log", "resumed from step", launcher)
+    wait_for(folder / "metrics.jsonl", '"step": 17,', launcher)
+    _, stopped = workers(launcher)
+    os.kill(stopped, signal.SIGSTOP)  # process 0 waits for it
+    assert launcher.wait(timeout=60) == 1
+    assert not Path(f"/proc/{stopped}").exists(), "a stopped process is ended too"
+    logs = [log.read_text() for log in sorted((tmp_path / "logs").iterdir())]
+    assert "step 1/24" in logs[0] and "step 1/24" not in logs[1], "only process 0 reports"
+    stacks = folder / "stacks-0.txt"
+    assert "process 0 hangs in 'step': nothing has ended for 8 s" in logs[0] and f"are in {stacks}\n" in logs[0]
+    assert "Thread 0x" in stacks.read_text() and "/jaxtune/run/loop.py" in stacks.read_text()
 
     output = run(*together, devices=4)
     assert "resumed from step" in output
-    losses = {row["step"]: row["loss"] for row in metrics(folder) if "loss" in row}
-    assert losses.keys() == expected.keys()
-    difference = {step: abs(loss / expected[step] - 1) for step, loss in losses.items()}
-    assert max(difference[step] for step in range(1, 21)) <= 1e-6, difference
-    assert np.max(list(difference.values())) <= 1e-4
+    losses_are_those_of_one(home, "two")
+
+
+def test_hosts_may_change_in_number_between_starts(home):
+    """Four, then two, then three, as simulated devices; each start goes back to a checkpoint of the one before."""
+    data = ("mesh.fsdp=1", "mesh.data=-1", "ckpt.keep_last=9")
+    call(*training(home, "elastic", 3, *data), devices=4)
+    call(*training(home, "elastic", 6, *data, "ckpt.resume=8"), devices=2)
+    assert "resumed from step 16" in call(*training(home, "elastic", 4, *data, "ckpt.resume=16"), devices=3)
+    losses_are_those_of_one(home, "elastic")

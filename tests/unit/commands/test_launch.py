@@ -93,6 +93,36 @@ def test_a_process_that_is_killed_is_a_failure(tmp_path):
     assert process.returncode == 128 + 9 and "process 0 was ended by SIGKILL" in error
 
 
+def test_after_a_failure_all_start_again_and_resume(tmp_path):
+    script = """
+import os, sys, time
+print(sys.argv[1:], flush=True)
+if len(sys.argv) < 3:
+    os.environ["JAXTUNE_PROCESS_ID"] == "1" and os.kill(os.getpid(), 9)
+    time.sleep(60)
+"""
+    process = launch(tmp_path, script, "--restarts=3")
+    out, error = process.communicate(timeout=30)
+    assert process.returncode == 0
+    again = ["--config.ckpt.resume=auto"]
+    expected = "".join(f"{again * times}\n" for times in range(3))
+    assert [(tmp_path / f"process-{index}.log").read_text() for index in range(2)] == [expected] * 2
+    assert expected in out, "of every start"
+    assert error.count("process 1 was ended by SIGKILL") == 2 and "starting all again, 1 more times at most" in error
+
+
+@pytest.mark.parametrize(
+    ("last", "code", "starts"),
+    [("sys.exit('a bug')", 1, 2), ("sys.exit(2)", 2, 1), ("sys.exit(75)", 75, 1)],
+    ids=["restarts run out", "an error of the user's", "asked to stop"],
+)
+def test_restarts_have_an_end(tmp_path, last, code, starts):
+    process = launch(tmp_path, f"import sys; print('started', flush=True); {last}", "--restarts=1", processes=1)
+    process.communicate(timeout=30)
+    assert process.returncode == code
+    assert (tmp_path / "process-0.log").read_text().count("started") == starts
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_reaches_every_process_once(tmp_path, number):
     script = f"""
@@ -129,7 +159,3 @@ def test_what_cannot_be_started_is_refused(monkeypatch, capsys, arguments, reaso
     with pytest.raises(SystemExit) as ended:
         launch_module.parse(["--processes=2", *arguments])
     assert ended.value.code == 2 and reason in capsys.readouterr().err
-
-
-def test_the_slurm_script_is_a_shell_script():
-    subprocess.run(["bash", "-n", str(ROOT / "launch/slurm.sbatch")], check=True, timeout=30)

@@ -65,3 +65,17 @@ def test_the_second_ctrl_c_leaves_at_once_even_out_of_compiled_code():
         assert b"saving" in process.stderr.readline() + process.stderr.readline()
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=5) == 130
+
+
+def test_in_another_thread_no_signal_is_heard_and_nothing_fails():
+    answers = []
+
+    def train():
+        with StopRequest() as stop:
+            answers.append(stop.agree())
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join(10)
+    assert answers == [False] and signal.getsignal(signal.SIGTERM) == before

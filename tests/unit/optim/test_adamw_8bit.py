@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxtune.config.schema import Mesh
 from jaxtune.models.parameters import Parameter
 from jaxtune.models.places import Place
 from jaxtune.models.spec import Treatment
@@ -16,6 +17,7 @@ from jaxtune.optim import rules
 from jaxtune.optim.adamw_8bit import adamw_8bit, block_of, float32_moments, undivided_moments
 from jaxtune.optim.rules import At, Rule
 from jaxtune.parallel.layout import RULES, Layout, Rules
+from jaxtune.parallel.mesh import make_mesh
 from pallas_kernels.adamw_8bit.dynamic_map import DYNAMIC_MAP, TABLES, UNSIGNED_DYNAMIC_MAP, decode, encode
 
 BETA1, BETA2, EPSILON = 0.9, 0.99, 1e-8

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
 from jaxtune.errors import UserError
@@ -99,3 +100,20 @@ def test_the_holder_touches_the_lock(tmp_path, monkeypatch):
         while (tmp_path / "lock").stat().st_mtime < 1e9:
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+def test_a_process_that_does_not_see_the_lock_of_the_main_one_is_named(tmp_path, monkeypatch):
+    """Two hosts, each with a folder of its own: this process is the second, whose folder has a lock of another run."""
+    of_another_host(tmp_path, age=0)
+    own = lock._mark(tmp_path / "lock")
+    monkeypatch.setattr(lock.multihost, "is_main", lambda: False)
+    monkeypatch.setattr(lock.multihost_utils, "broadcast_one_to_all", lambda _: own + 1)
+    monkeypatch.setattr(lock.multihost_utils, "process_allgather", lambda blind: np.array([False, blind]))
+    monkeypatch.setattr(lock, "SEEN_SECONDS", 0)
+    monkeypatch.setattr(lock, "POLL_SECONDS", 0)
+    with pytest.raises(UserError, match=f"process 1 does not see .* to {tmp_path}"), lock.locked(tmp_path):
+        pass
+    monkeypatch.setattr(lock.multihost_utils, "broadcast_one_to_all", lambda _: own)
+    with lock.locked(tmp_path):
+        pass
+    assert (tmp_path / "lock").exists(), "it is the main process's to remove"

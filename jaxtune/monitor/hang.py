@@ -1,0 +1,60 @@
+"""Ending a process that hangs: whose main thread waits for ever, for a collective or for a file system.
+
+Where one process of a run has stopped, the others wait for it in the next collective, which no exception ends.
+"""
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+
+from jaxtune.monitor.goodput import Goodput
+
+TICK_SECONDS = 1
+LEAVE_SECONDS = 5
+
+
+@contextmanager
+def ended_when_hung(goodput: Goodput, seconds: int | None, stacks: Path) -> Iterator[None]:
+    """Ends the process, with exit code 1, once `goodput` has not moved for so many seconds; None: never.
+
+    One line on stderr says so, and the stacks of all threads are written to a file. Seconds in which this process is
+    stopped itself, as by Ctrl-Z, do not count.
+    """
+    ended = threading.Event()
+    if seconds is not None:
+        threading.Thread(target=_watch, args=(goodput, seconds, stacks, ended), name="hang watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
+def _watch(goodput: Goodput, seconds: int, stacks: Path, ended: threading.Event) -> None:
+    seen, quiet = goodput.now, 0
+    while quiet < seconds:
+        if ended.wait(TICK_SECONDS):
+            return
+        before, seen = seen, goodput.now
+        quiet = quiet + TICK_SECONDS if seen == before else 0
+    sys.stderr.write(
+        f"\njaxtune: process {jax.process_index()} hangs in {seen[0]!r}: nothing has ended for {seconds} s "
+        f"(train.hang_seconds); the stacks of its threads are in {stacks}\n"
+    )
+    sys.stderr.flush()
+    # In a thread of its own, as what hangs may be the file system.
+    threading.Thread(target=_write, args=(stacks,), daemon=True).start()
+    # The other processes hang as well and write theirs: when process 0 has ended, jax aborts them.
+    time.sleep(LEAVE_SECONDS)
+    os._exit(1)
+
+
+def _write(stacks: Path) -> None:
+    with stacks.open("w") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
