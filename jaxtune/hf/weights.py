@@ -228,12 +228,10 @@ def _converted(target: Target, sources: Sequence[Rows], chunk_bytes: int) -> Any
     for element in np.ndindex(target.held):
         numbers = [target.number(holder, element) for holder in np.ndindex(target.holders)]
         places, parts = zip(*((target.places[number], sources[number]) for number in numbers))
-        one, name = (
-            Target(shape, target.dtype, target.sharding, places, target.lead),
-            " or ".join(p.name for p in places),
-        )
-        # No variable holds what was read, or it would stay while the next is.
-        converted = target.conversion.convert(fill(one, parts, chunk_bytes), name)
+        one = Target(shape, target.dtype, target.sharding, places, target.lead)
+        names = " or ".join(place.name for place in places)
+        # No variable holds what was read, or it would stay while the next is read.
+        converted = target.conversion.convert(fill(one, parts, chunk_bytes), names)
         stacked = jax.tree.map(functools.partial(_place_element, element), stacked, converted)
         jax.block_until_ready(stacked)  # otherwise the next tensor would be read before this one is freed
     return stacked
