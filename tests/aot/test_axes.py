@@ -27,12 +27,11 @@ MESHES = [
 
 
 def compiled_on(recipe: str, size: str, mesh: str):
-    """A step of 16,384 tokens in rows of 2048; in one row where its positions are sharded."""
+    """A step of 16,384 tokens: in rows of 2048, or in one row where its positions are sharded."""
     axes = {f"mesh__{axis}": count for axis, count in (part.split("=") for part in mesh.split()) if axis != "fsdp"}
-    apart = int(axes.get("mesh__tensor", 1))
-    if "mesh__sequence" in axes:
-        return compiled_step(recipe, size, "block", GPUS, 1, data__seq_len=str(2048 * GPUS), **axes)
-    return compiled_step(recipe, size, "block", GPUS, apart, **axes)
+    length = {"data__seq_len": str(2048 * GPUS)} if "mesh__sequence" in axes else {}
+    rows = int(axes.get("mesh__tensor", 1))
+    return compiled_step(recipe, size, "block", GPUS, rows, train__grad_accum_steps="1", **length, **axes)
 
 
 @pytest.mark.parametrize(("recipe", "size", "mesh"), MESHES)
