@@ -36,9 +36,9 @@ class Conversion:
     """What each tensor of a target becomes as soon as it is read, so at most one unconverted tensor is in memory.
 
     Attributes:
-        convert: (tensor in its shard, its Hugging Face name) -> pytree of arrays. It has the target's leading axes, of
-            one element each, or where such an axis is sharded one a shard.
-        stacked: shape, dtype and sharding of each of those arrays, whole.
+        convert: (tensor in its shard, its Hugging Face name) -> pytree of arrays. Where leading axes are sharded, it
+            is a tensor of each shard, stacked.
+        stacked: shape, dtype and sharding of each of those arrays, with the target's leading axes in front.
         to_mxfp4: whether it is converted to MXFP4; of a tensor that is so in the file, codes and scales are taken as
             they are.
     """
@@ -224,11 +224,15 @@ def _converted(target: Target, sources: Sequence[Rows], chunk_bytes: int) -> Any
     """Read a stack one tensor of every shard after the other, converting each before the next is read."""
     assert target.conversion is not None
     stacked = jax.tree.map(lambda leaf: _zeros(leaf.shape, leaf.dtype, leaf.sharding), target.conversion.stacked)
-    shape = (*target.holders, *target.shape[target.lead :])
+    lead, spec = target.lead, target.sharding.spec
+    if math.prod(target.holders) == 1:  # not a stack of one, which XLA would compute by another program
+        lead, spec = 0, spec[target.lead :]
+    shape = (*target.holders[:lead], *target.shape[target.lead :])
+    sharding = jax.NamedSharding(target.sharding.mesh, jax.P(*spec))
     for element in np.ndindex(target.held):
         numbers = [target.number(holder, element) for holder in np.ndindex(target.holders)]
         places, parts = zip(*((target.places[number], sources[number]) for number in numbers))
-        one = Target(shape, target.dtype, target.sharding, places, target.lead)
+        one = Target(shape, target.dtype, sharding, places, lead)
         names = " or ".join(place.name for place in places)
         # No variable holds what was read, or it would stay while the next is read.
         converted = target.conversion.convert(fill(one, parts, chunk_bytes), names)
@@ -250,11 +254,11 @@ def _as_it_is(target: Target, sources: Sequence[tuple[Mxfp4, Place]], chunk_byte
 
 
 def _place_element(
-    index: tuple[int, ...], stack: Shaped[Array, "*stack o i"], element: Shaped[Array, "*one o i"]
-) -> Shaped[Array, "*stack o i"]:
+    index: tuple[int, ...], stack: Shaped[Array, "*stack"], element: Shaped[Array, "*one"]
+) -> Shaped[Array, "*stack"]:
     """Put an element of every shard into a stack of them."""
-    start = np.array([*index] + [0] * (element.ndim - len(index)), np.int32)
-    return _place(stack, element, start, stack.sharding)
+    start = np.array([*index] + [0] * (stack.ndim - len(index)), np.int32)
+    return _place(stack, element[(None,) * (stack.ndim - element.ndim)], start, stack.sharding)
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any, sharding: jax.NamedSharding) -> Shaped[Array, "..."]:

@@ -90,7 +90,7 @@ def _target(model: Model, parameter: Parameter) -> hf.Target:
                 "quantized; the file is damaged, or its training broke down: use another copy"
             )
         assert parameter.storage is not None
-        return parameter.storage.make(weight, parameter.axes)
+        return parameter.storage.make(weight, parameter.axes if weight.ndim > 2 else parameter.matrix_axes)
 
     return hf.Target(
         shape=parameter.shape,
