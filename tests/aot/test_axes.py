@@ -34,6 +34,12 @@ def compiled_on(recipe: str, size: str, mesh: str):
     return compiled_step(recipe, size, "block", GPUS, rows, train__grad_accum_steps="1", **length, **axes)
 
 
+def gathered(hlo: str) -> list[str]:
+    """Dtype and shape of every array that an all-gather takes or makes."""
+    lines = re.findall(r"= (.*) all-gather(?:-start)?\(", hlo)
+    return [shape for line in lines for shape in re.findall(r"\w+\[[\d,]+\]", line)]
+
+
 @pytest.mark.parametrize(("recipe", "size", "mesh"), MESHES)
 def test_memory_and_exchanges_are_in_the_readme(recipe, size, mesh):
     compiled = compiled_on(recipe, size, mesh)
@@ -68,8 +74,7 @@ def test_devices_exchange_positions_for_heads_and_nothing_else_of_a_row():
     assert exchanges == 12
     heads = SIZES["8B"][3] + 2 * 8 + SIZES["8B"][3]
     assert size == 3 * 65536 // GPUS * heads * 128 * 2
-    gathered = re.findall(r"= \(?(\w+\[[\d,]+\]).* all-gather", compiled.hlo)
-    assert not [shape for shape in gathered if "65536" in shape and not shape.startswith("s32")], gathered
+    assert not [shape for shape in gathered(compiled.hlo) if "65536" in shape and not shape.startswith("s32")]
 
 
 def test_sums_over_the_tensor_axis_are_scattered_over_positions():
@@ -82,7 +87,7 @@ def test_sums_over_the_tensor_axis_are_scattered_over_positions():
 
 
 def test_tokens_go_to_the_experts_and_no_weight_of_an_expert_is_gathered():
-    compiled = compiled_on("qwen3_30b_a3b_qlora", "30B-A3B", "expert=8")
-    experts = re.findall(r"= \(?\w+\[(?:128,)[\d,]+\].* all-gather", compiled.hlo)
-    assert not experts
-    assert compiled.collectives["reduce-scatter"][0] >= 2
+    shared, apart = (compiled_on("qwen3_30b_a3b_qlora", "30B-A3B", mesh) for mesh in ("fsdp=8", "expert=8"))
+    experts = re.compile(r"u8\[128,\d+,\d+\]")
+    assert any(map(experts.match, gathered(shared.hlo))) and not any(map(experts.match, gathered(apart.hlo)))
+    assert apart.collectives["reduce-scatter"][0] >= 2

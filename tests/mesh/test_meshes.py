@@ -31,6 +31,7 @@ from mesh.harness import (
 from jaxtune.config import schema
 from jaxtune.config.schema import Mesh
 from jaxtune.errors import UserError
+from jaxtune.models import mlp
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.run.model import declare_model, read_base
 
@@ -80,6 +81,12 @@ def is_wanted(pair: Pair) -> bool:
 def test_a_classifier_equals_one_device():
     """Its head is trained in full beside adapters."""
     equal(Case("data=2 fsdp=2 tensor=2", adapter="lora", objective=CLASSIFICATION))
+
+
+def test_tiles_of_positions_that_devices_share_equal_one_device(monkeypatch):
+    """Each device has 4 rows of 12 positions here: with 16 tokens at a time, three tiles of 4 positions."""
+    monkeypatch.setattr(mlp, "TILE", 16)
+    equal(Case("fsdp=2 sequence=2 tensor=2", remat="offload"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=", ".join)
