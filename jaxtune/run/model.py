@@ -158,7 +158,7 @@ def declare_model(
     Without `low_precision` no linear layer is multiplied in low precision, whatever precision.recipe says. No file is
     read. Raises UserError.
     """
-    spec = _on_mesh(_treated(base, config, train), mesh)
+    spec = _on_mesh(_treated(base, config, train), mesh, config.parallel.virtual_stages)
     graph, parameters = declare(spec)
 
     def chosen(parameter: Parameter) -> Parameter:
@@ -213,8 +213,8 @@ def _treated(base: Base, config: Config, train: bool) -> ModelSpec:
     return spec if config.train.freeze is None else freeze(spec, config.train.freeze)
 
 
-def _on_mesh(spec: ModelSpec, mesh: jax.sharding.Mesh) -> ModelSpec:
-    """With keys and values whole on each device where there are more devices to shard their heads than heads."""
+def _on_mesh(spec: ModelSpec, mesh: jax.sharding.Mesh, chunks: int) -> ModelSpec:
+    """With its pipeline; keys and values whole on each device where more devices than heads would share them."""
     parts = shards(axes_of("kv_heads"), mesh)
 
     def placed(layer: Layer) -> Layer:
@@ -223,7 +223,15 @@ def _on_mesh(spec: ModelSpec, mesh: jax.sharding.Mesh) -> ModelSpec:
             return layer
         return dataclasses.replace(layer, mixer=dataclasses.replace(mixer, kv_whole=True))
 
-    return dataclasses.replace(spec, layers=tuple(map(placed, spec.layers)))
+    stages = mesh.shape["stage"]
+    spec = dataclasses.replace(spec, layers=tuple(map(placed, spec.layers)), stages=stages, chunks=chunks)
+    if stages > 1 and all(stack.stages == 1 for stack in spec.stacks):
+        most = max(stack.repeats for stack in spec.stacks)
+        raise UserError(
+            f"mesh.stage={stages}, parallel.virtual_stages={chunks}: a pipeline of {stages * chunks} parts needs as many "
+            f"equal layers, or periods of layers, one after another, and the model, a {spec.family}, has {most}"
+        )
+    return spec
 
 
 def _check_mesh(model: Model, config: Config, mesh: jax.sharding.Mesh) -> None:
