@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Array, Bool, Int
 
 from jaxtune.parallel.layout import RULES
 
@@ -103,6 +104,16 @@ def _fewest(turn: np.ndarray, begin: np.ndarray, end: np.ndarray) -> int:
         return True
 
     return next(slots for slots in range(1, turn.max() + 2) if enough(slots))
+
+
+def from_one(x: Array, is_own: Bool[Array, ""]) -> Array:
+    """On the devices of each stage: the x of the one stage where `is_own`, or zeros where there is none.
+
+    A sum of the bits: XLA's code for CPUs has no sum of bfloat16 over an axis that is manual alone.
+    """
+    apart = jnp.reshape(jnp.where(is_own, x, 0), (*x.shape[:-1], -1, 4 // x.dtype.itemsize))
+    words = jax.lax.psum(jax.lax.bitcast_convert_type(apart, jnp.uint32), "stage")
+    return jnp.reshape(jax.lax.bitcast_convert_type(words, x.dtype), x.shape)
 
 
 def by_stage(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:

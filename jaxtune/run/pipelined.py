@@ -6,7 +6,6 @@ holds the inputs of its chunks, and computes a chunk again in its backward pass.
 
 import dataclasses
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +21,7 @@ from jaxtune.models.pipeline import STAGES, enter, in_order, leave, of_chunk, se
 from jaxtune.models.score import Batch
 from jaxtune.objectives.objective import Objective, Sums
 from jaxtune.parallel.layout import P, moved
-from jaxtune.parallel.pipeline import Order, by_stage, schedule
+from jaxtune.parallel.pipeline import Order, by_stage, from_one, schedule
 from jaxtune.precision.linears import Linears
 from jaxtune.precision.recipes import Recipe
 from jaxtune.run.state import Scaling
@@ -137,7 +136,7 @@ def pipelined_gradients(
             held = jnp.where(number >= 0, x, _at(inputs, slot))
             inputs = jax.lax.dynamic_update_index_in_dim(inputs, held, slot, 0)
             emitted = jax.tree.map(lambda all, own: _put(all, own, chunk, number), emitted, sums)
-            leaving = _of_all(row.leaving >= 0, jnp.where((here == last[0]) & (chunk == last[1]), y, 0))
+            leaving = _of_all(row.leaving >= 0, y, (here == last[0]) & (chunk == last[1]))
             return leaving, jax.tree.map(lambda leaf: leaf[None], (_sent(y, 1, stack.stages), inputs, emitted))
 
         def backward(
@@ -161,7 +160,7 @@ def pipelined_gradients(
                 return _with_chunk(total, _added(before, Total(*found), places_in), chunk, stack.chunks), dx
 
             total, dx = jax.lax.cond(number >= 0, compute, lambda total: (total, jnp.zeros_like(dy[0])), total)
-            back = _of_all(row.returning >= 0, jnp.where((here == 0) & (chunk == 0), dx, 0))
+            back = _of_all(row.returning >= 0, dx, (here == 0) & (chunk == 0))
             return back, total, _sent(dx, -1, stack.stages)[None]
 
         # ---- a tick of all stages, and of what comes before and after them ----
@@ -307,9 +306,9 @@ def _own(columns: Any) -> tuple[Any, Index]:
     return type(columns)(*(column[here] for column in columns)), here
 
 
-def _of_all(is_any: Array, x: Array) -> Array:
-    """The sum over the stages, of which one has other than zeros; zeros where there is nothing."""
-    return jax.lax.cond(is_any, partial(jax.lax.psum, axis_name="stage"), jnp.zeros_like, x)
+def _of_all(is_any: Array, x: Array, is_own: Array) -> Array:
+    """The x of the stage where `is_own`; zeros in ticks where nothing is taken from one."""
+    return jax.lax.cond(is_any, from_one, lambda x, _: jnp.zeros_like(x), x, is_own)
 
 
 def _sent(x: Array, by: int, stages: int) -> Array:
