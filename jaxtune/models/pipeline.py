@@ -107,9 +107,7 @@ def zeros_like(shapes: Any) -> Any:
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, out_sharding=leaf.sharding.spec), shapes)
 
 
-def in_turn(
-    decoder: Decoder, x: Float[Array, "b s d"], batch: Batch, call: Call
-) -> tuple[Float[Array, "b s d"], Sums]:
+def in_turn(decoder: Decoder, x: Float[Array, "b s d"], batch: Batch, call: Call) -> tuple[Float[Array, "b s d"], Sums]:
     """Through all chunks, one after the other: a forward pass, in which a stage waits while others compute."""
     assert decoder.pipeline is not None
     stack, spec = decoder.stacks[decoder.pipeline].stack, decoder.spec

@@ -68,7 +68,7 @@ class Trained(NamedTuple):
         by_expert = (self.lead[1], -1, *leaf.shape[1:])
         return jnp.moveaxis(jnp.reshape(leaf, by_expert, out_sharding=jax.P(experts, None, *rest)), 0, 1)
 
-    def in_order(self, factor: multipliers.Factor, joined: Array) -> multipliers.Factor:
+    def in_order(self, factor: Any, joined: Array) -> Any:
         """A factor of each element of the leading axes, in the order of the joined parameter."""
         if len(self.lead) < 2 or np.ndim(factor) == 0 or jax.typeof(joined).sharding.spec[0] is None:
             return factor

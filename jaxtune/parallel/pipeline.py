@@ -5,7 +5,6 @@ then one backward; what a chunk makes reaches the next chunk in the next tick.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -26,16 +25,11 @@ class Work(NamedTuple):
     slot: Int[np.ndarray, "ticks stages"]  # of the stage's input, among those that it holds
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """A step of a pipeline.
+class Ticks(NamedTuple):
+    """What happens in each tick.
 
-    Attributes:
-        forward, backward: the work of each tick.
-        entering, leaving, returning: (ticks,) micro-batches of which in this tick the first chunk takes the input, the
-            last one makes the output, and the first one makes the gradient of its input; -1: none.
-        slots: inputs that a stage holds at most, for its backward passes.
-        waiting: outputs of the last chunk that wait at most for its backward pass.
+    entering, leaving, returning: the micro-batch of which the first chunk takes the input, the last one makes the
+    output, and the first one makes the gradient of its input; -1: none.
     """
 
     forward: Work
@@ -43,14 +37,24 @@ class Schedule:
     entering: Int[np.ndarray, " ticks"]
     leaving: Int[np.ndarray, " ticks"]
     returning: Int[np.ndarray, " ticks"]
+
+
+class Schedule(NamedTuple):
+    """A step of a pipeline.
+
+    slots: inputs that a stage holds at most, for its backward passes. waiting: outputs of the last chunk that wait at
+    most for its backward pass.
+    """
+
+    ticks: Ticks
     slots: int
     waiting: int
 
     @property
     def bubble(self) -> float:
-        """The part of a stage's time in which it waits for others, if all its chunks take the same time."""
-        busy = (self.forward.micro_batch >= 0).any(1).sum()
-        return 1 - (self.forward.micro_batch >= 0).sum() / self.forward.micro_batch.shape[1] / busy
+        """The part of a stage's time in which it waits for others, if all chunks take the same time."""
+        forward = self.ticks.forward.micro_batch >= 0
+        return 1 - forward.mean(1)[forward.any(1)].mean().item()
 
 
 def schedule(stages: int, chunks: int, micro_batches: int, order: Order) -> Schedule:
@@ -87,7 +91,7 @@ def schedule(stages: int, chunks: int, micro_batches: int, order: Order) -> Sche
         return found
 
     ends = of(forward[0, 0]), of(forward[-1, -1]), of(backward[0, 0])
-    return Schedule(work(forward), work(backward), *ends, slots, waiting)
+    return Schedule(Ticks(work(forward), work(backward), *ends), slots, waiting)
 
 
 def _fewest(turn: np.ndarray, begin: np.ndarray, end: np.ndarray) -> int:

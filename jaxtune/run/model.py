@@ -228,8 +228,8 @@ def _on_mesh(spec: ModelSpec, mesh: jax.sharding.Mesh, chunks: int) -> ModelSpec
     if stages > 1 and all(stack.stages == 1 for stack in spec.stacks):
         most = max(stack.repeats for stack in spec.stacks)
         raise UserError(
-            f"mesh.stage={stages}, parallel.virtual_stages={chunks}: a pipeline of {stages * chunks} parts needs as many "
-            f"equal layers, or periods of layers, one after another, and the model, a {spec.family}, has {most}"
+            f"mesh.stage={stages}, parallel.virtual_stages={chunks}: a pipeline of {stages * chunks} parts needs as "
+            f"many equal layers, or periods of layers, in a row, and of the model, a {spec.family}, there are {most}"
         )
     return spec
 
