@@ -110,8 +110,9 @@ def equal(case: Case, steps: int = STEPS, whole: bool = False) -> np.ndarray:
     A `whole` model has two stacks, and adapters on every linear layer.
     """
     expected = one_device(case.storage, case.adapter, case.optimizer, case.objective, steps, whole)
-    accumulate = 4 if MESHES[case.mesh].stage > 1 else 1
-    found = train(case, MESHES[case.mesh], 8, steps, whole, accumulate)
+    mesh = MESHES[case.mesh]
+    accumulate = min(4, ROWS // (mesh.data * mesh.fsdp)) if mesh.stage > 1 else 1
+    found = train(case, mesh, 8, steps, whole, accumulate)
     bound = LOW_PRECISION if "precision" in STORAGE[case.storage] else OPTIMIZERS[case.optimizer]
     assert_equal(found, expected, bound)
     return found.losses
