@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxtune.errors import UserError
 from jaxtune.models.call import Call
 from jaxtune.models.decoder import Parameters, bind
 from jaxtune.models.decoder import Sums as Emitted
@@ -75,7 +76,10 @@ def pipelined_gradients(
     """Gradients of the objective, micro-batches one after the other through the stages; `call` without noise.
 
     places: PartitionSpecs in which gradients are summed, where they are not the parameters' own.
+    Raises UserError for an objective that compares with a reference.
     """
+    if objective.reference:
+        raise UserError("mesh.stage: not available yet for an objective that compares with a reference; take mesh.fsdp")
 
     def gradients(
         trained: Parameters, frozen: Parameters, batch: Batch, step: Array, scaling: Scaling = Scaling()

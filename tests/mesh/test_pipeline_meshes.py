@@ -1,5 +1,6 @@
 """A pipeline from its files to an export: each stage holds its own layers, and a run goes on with other stages."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -13,6 +14,7 @@ from tiny import model_folder
 from jaxtune.config.schema import Config, Data, Lora, Mesh, Model, Parallel, Quant, Train
 from jaxtune.errors import UserError
 from jaxtune.models.parameters import randomize
+from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.run.assembly import assemble
 from jaxtune.run.export import export_full
@@ -66,6 +68,13 @@ def test_more_stages_than_layers_are_refused():
     config = config_of(Case(""), Mesh(fsdp=1, stage=4), Train(), False)
     with pytest.raises(UserError, match="a pipeline of 4 parts needs as many equal layers.*there are 2"):
         assemble(read_base(config), config, make_mesh(config.mesh, jax.devices()[:4]))
+
+
+def test_an_objective_with_a_reference_is_refused():
+    config = config_of(Case(""), Mesh(fsdp=1, stage=2), Train(), False)
+    compared = dataclasses.replace(cross_entropy(), reference=True)
+    with pytest.raises(UserError, match="mesh.stage: not available yet for an objective"):
+        assemble(read_base(config), config, make_mesh(config.mesh, jax.devices()[:2]), compared)
 
 
 def test_the_log_says_how_long_a_stage_waits():
