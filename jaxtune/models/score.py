@@ -41,14 +41,20 @@ Hidden = tuple[Float[Array, "b s d"], Mapping[str, Array]]  # hidden states for 
 
 
 def score(
-    decoder: Decoder, hidden: Hidden, batch: Batch, call: Call, *, head_gradient: bool = False, z_loss: float = 0.0
+    decoder: Decoder,
+    batch: Batch,
+    call: Call,
+    hidden: Hidden | None = None,
+    *,
+    head_gradient: bool = False,
+    z_loss: float = 0.0,
 ) -> Scores:
-    """Scores of a batch of packed rows, whose columns are (rows, positions), from their `hidden_states`.
+    """Scores of a batch of packed rows, whose columns are (rows, positions); hidden: its `hidden_states`, if known.
 
     `head_gradient`: whether the head is trained; without, its gradient is zero and costs nothing. `z_loss`: the penalty
     z_loss * logsumexp(logits)^2 (PaLM, arXiv:2204.02311).
     """
-    states, sums = hidden
+    states, sums = hidden_states(decoder, batch, call) if hidden is None else hidden
     head = gather(decoder.head_weight.astype(call.dtype))
 
     def kernel(hidden, head, targets, weight):
@@ -71,12 +77,12 @@ def score(
     return Scores(*mapped(states, head, batch["targets"], batch["loss_weight"]), sums)
 
 
-def score_labels(decoder: Decoder, hidden: Hidden, call: Call) -> LabelScores:
-    """Scores of a batch of packed rows by a classifier, from their `hidden_states`.
+def score_labels(decoder: Decoder, batch: Batch, call: Call, hidden: Hidden | None = None) -> LabelScores:
+    """Scores of a batch of packed rows by a classifier; hidden: its `hidden_states`, if known.
 
     After every token, though few are the last of a document: the head is small, and nothing is gathered.
     """
-    states, sums = hidden
+    states, sums = hidden_states(decoder, batch, call) if hidden is None else hidden
     head = gather(decoder.head_weight.astype(call.dtype))
     logits = jnp.einsum("bsd,ld->bsl", states, head, preferred_element_type=jnp.float32, out_sharding=by_token(None))
     return LabelScores(logits, sums)

@@ -125,7 +125,7 @@ def pipelined_gradients(
             noisy = call._replace(noise=Noise(key, micro["row"]))
             whole = bind(graph, {**bound(trained, scales), **_named(prefix, inside)})
             hidden = leave(whole, x, [entered, in_order(emitted)], micro, noisy)
-            sums = objective.loss(scores_of(whole, hidden, micro, objective, noisy, head in trained), micro)
+            sums = objective.loss(scores_of(whole, micro, objective, noisy, head in trained, hidden), micro)
             return sums.loss * magnified, sums
 
         # ---- what a stage does in a tick ----

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from jaxtune.models.call import Call
 from jaxtune.models.decoder import Decoder, Parameters, bind
 from jaxtune.models.dropout import Noise, named_key
-from jaxtune.models.score import Batch, Hidden, LabelScores, Scores, hidden_states, score, score_labels
+from jaxtune.models.score import Batch, Hidden, LabelScores, Scores, score, score_labels
 from jaxtune.objectives.objective import Objective, Sums
 from jaxtune.optim import build
 from jaxtune.optim.build import Optimizer
@@ -65,8 +65,7 @@ def accumulated_gradients(
             decoder = bind(graph, weights_of(trained, scales))
             head = "embed.weight" if decoder.head is None else "head.weight"
             noisy = call._replace(noise=Noise(key, micro["row"]))
-            hidden = hidden_states(decoder, micro, noisy)
-            sums = objective.loss(scores_of(decoder, hidden, micro, objective, noisy, head in trained), micro)
+            sums = objective.loss(scores_of(decoder, micro, objective, noisy, head in trained), micro)
             return sums.loss * magnified, sums
 
         def add(total: Summed, micro: Batch) -> tuple[Summed, None]:
@@ -91,16 +90,18 @@ def _zero(leaf: jax.ShapeDtypeStruct) -> Array:
 
 
 def scores_of(
-    decoder: Decoder, hidden: Hidden, batch: Batch, objective: Objective, call: Call, head_gradient: bool
+    decoder: Decoder, batch: Batch, objective: Objective, call: Call, head_gradient: bool, hidden: Hidden | None = None
 ) -> Scores | LabelScores:
-    """Scores of a micro-batch, with those of the base alone where the objective compares with them."""
+    """Scores of a micro-batch, with those of the base alone where the objective compares with them.
+
+    hidden: its `hidden_states`, if known.
+    """
     if decoder.spec.labels:
-        return score_labels(decoder, hidden, call)
-    scores = score(decoder, hidden, batch, call, head_gradient=head_gradient, z_loss=objective.z_loss)
+        return score_labels(decoder, batch, call, hidden)
+    scores = score(decoder, batch, call, hidden, head_gradient=head_gradient, z_loss=objective.z_loss)
     if not objective.reference:
         return scores
-    alone = call._replace(adapters=False, noise=None)
-    reference = score(decoder, hidden_states(decoder, batch, alone), batch, alone).log_prob
+    reference = score(decoder, batch, call._replace(adapters=False, noise=None)).log_prob
     return scores._replace(reference=jax.lax.stop_gradient(reference))
 
 
@@ -185,8 +186,7 @@ def make_eval_step(
         def of_micro_batch(micro: Batch) -> Sums:
             with jax.default_matmul_precision(recipe.matmul_precision):
                 decoder = bind(graph, weights_of(trained, {}))
-                hidden = hidden_states(decoder, micro, call)
-                return objective.loss(scores_of(decoder, hidden, micro, objective, call, head_gradient=False), micro)
+                return objective.loss(scores_of(decoder, micro, objective, call, head_gradient=False), micro)
 
         def add(total: Sums, micro: Batch) -> tuple[Sums, None]:
             return jax.tree.map(jnp.add, total, of_micro_batch(micro)), None

@@ -24,7 +24,7 @@ from jaxtune.run.values import read_parameters
 
 @pytest.mark.parametrize("format", [None, "nf4"])
 def test_layers_are_read_where_their_stage_is_and_exported_as_from_one_device(tmp_path, format):
-    folder = model_folder(tmp_path / "model", num_hidden_layers=5, hidden_size=64, intermediate_size=64)
+    folder = model_folder(tmp_path / "model", num_hidden_layers=5, hidden_size=64, intermediate_size=64, head_dim=16)
     written = []
     for mesh, devices, chunks in ((Mesh(), 1, 1), (Mesh(fsdp=2, stage=2), 4, 2)):
         parallel = Parallel(virtual_stages=chunks)

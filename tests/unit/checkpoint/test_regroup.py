@@ -212,12 +212,11 @@ def test_a_run_goes_on_and_is_opened_in_other_stacks(tmp_path, monkeypatch):
             for index, layer in enumerate(layers or [None])
         }, set(values)
 
-    def one_each(layers):
-        return tuple(StackSpec(number, (layer,), 1) for number, layer in enumerate(layers))
+    def one_each(spec):
+        return tuple(StackSpec(number, (layer,), 1) for number, layer in enumerate(spec.layers))
 
     before, names = opened()
-    for module in ("decoder", "parameters"):
-        monkeypatch.setattr(f"jaxtune.models.{module}.stacks", one_each)
+    monkeypatch.setattr("jaxtune.models.spec.ModelSpec.stacks", property(one_each))
     after, other_names = opened()
     assert names < other_names and before.keys() == after.keys()
     jax.tree.map(np.testing.assert_array_equal, before, after)
