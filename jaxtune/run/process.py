@@ -41,6 +41,9 @@ GPU_OPTIONS: Options = {
     # The gradient of a weight is reduce-scattered as soon as it is there: those of a layer together would wait for the
     # last one, with no product left to hide them. In bytes of a device's part: the small ones of adapters go together.
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**18,
+    # Products run while weights are gathered and gradients scattered. By itself XLA has them so on Hopper and Blackwell
+    # alone; elsewhere all would wait for each collective.
+    "xla_gpu_enable_latency_hiding_scheduler": True,
     # What is recomputed is for memory.remat to say. Near the end of the GPU's memory XLA would compute products of the
     # backward pass three times over, and save next to nothing by it.
     "xla_disable_hlo_passes": "rematerialization",

@@ -11,6 +11,7 @@ from compiled_steps import README, SIZES, compiled_step
 from jaxtune.plan.launches import COLLECTIVES, read_program
 
 GPUS, MILLION = 8, 2**20
+LAYER = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 12_288  # weights of a layer of the 8B model
 FULL_AT_MOST = 56e9  # bytes a GPU, of the same row of the same model in TRL's guide to long contexts
 
 # recipe, model, mesh: one row of 2048 tokens a GPU, or as many tokens on a mesh that computes fewer rows at once
@@ -26,12 +27,12 @@ MESHES = [
 ]
 
 
-def compiled_on(recipe: str, size: str, mesh: str):
+def compiled_on(recipe: str, size: str, mesh: str, gpu: str = "h100"):
     """A step of 16,384 tokens: in rows of 2048, or in one row where its positions are sharded."""
     axes = {f"mesh__{axis}": count for axis, count in (part.split("=") for part in mesh.split()) if axis != "fsdp"}
     length = {"data__seq_len": str(2048 * GPUS)} if "mesh__sequence" in axes else {}
     rows = int(axes.get("mesh__tensor", 1))
-    return compiled_step(recipe, size, "block", GPUS, rows, train__grad_accum_steps="1", **length, **axes)
+    return compiled_step(recipe, size, "block", GPUS, rows, gpu, train__grad_accum_steps="1", **length, **axes)
 
 
 def gathered(hlo: str) -> list[str]:
@@ -75,6 +76,23 @@ def test_devices_exchange_positions_for_heads_and_nothing_else_of_a_row():
     heads = SIZES["8B"][3] + 2 * 8 + SIZES["8B"][3]
     assert size == 3 * 65536 // GPUS * heads * 128 * 2
     assert not [shape for shape in gathered(compiled.hlo) if "65536" in shape and not shape.startswith("s32")]
+
+
+@pytest.mark.every_jax
+@pytest.mark.parametrize("gpu", ["a100", "h100"])
+@pytest.mark.parametrize("recipe", ["qwen_full", "qwen_lora"])
+def test_weights_are_gathered_while_products_run(recipe, gpu):
+    """Most of a layer's, in the forward pass and again in the backward pass; its gradients are scattered so too."""
+    launches = read_program(compiled_on(recipe, "8B", "fsdp=8", gpu).hlo).launches
+    in_layers = [launch for launch in launches if launch.count == 36 and launch.kind in COLLECTIVES]
+    products = lambda launch: [other for other in launch.beside or () if other.kind == "product"]  # noqa: E731
+    for forward in (True, False):
+        gathers = [one for one in in_layers if one.kind == "all-gather" and (one.phase == "forward") == forward]
+        whole = sum(one.written for one in gathers)
+        assert whole == pytest.approx(2 * LAYER, rel=0.03), "bfloat16, of all devices; adapters are few"
+        assert sum(one.written for one in gathers if products(one)) > whole / 2, gathers
+    scatters = [one for one in in_layers if one.kind == "reduce-scatter"]
+    assert sum(one.written for one in scatters if products(one)) > sum(one.written for one in scatters) / 2
 
 
 def test_sums_over_the_tensor_axis_are_scattered_over_positions():
