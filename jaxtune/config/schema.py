@@ -263,7 +263,7 @@ class Quant:
 
 @dataclass(frozen=True)
 class Device:
-    """The devices that a run takes, and how XLA runs programs on them."""
+    """The devices that training and evaluation take, and how XLA runs programs on them."""
 
     platform: Literal["auto", "cuda", "cpu"] = option("auto",
         "where to run; auto: what JAX_PLATFORMS says, else GPUs if jax finds any; not with another JAX_PLATFORMS")

@@ -41,8 +41,8 @@ GPU_OPTIONS: Options = {
     # The gradient of a weight is reduce-scattered as soon as it is there: those of a layer together would wait for the
     # last one, with no product left to hide them. In bytes of a device's part: the small ones of adapters go together.
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**18,
-    # Products run while weights are gathered and gradients scattered. By itself XLA has them so on Hopper and Blackwell
-    # alone; elsewhere all would wait for each collective.
+    # Products run while weights are gathered and gradients scattered. By itself XLA has them so on Hopper alone; other
+    # GPUs would wait for each collective.
     "xla_gpu_enable_latency_hiding_scheduler": True,
     # What is recomputed is for memory.remat to say. Near the end of the GPU's memory XLA would compute products of the
     # backward pass three times over, and save next to nothing by it.
@@ -126,14 +126,15 @@ def choose_platform(device: Device) -> None:
             raise UserError(f"device.platform = {device.platform!r}: JAX_PLATFORMS is {said!r}; leave one of them out")
         jax.config.update("jax_platforms", said)
     if device.collective_timeout_seconds is not None:
-        flags = os.environ.get("XLA_FLAGS", "")
-        if named := [name for name in COLLECTIVE_TIMEOUTS if name in flags]:
+        flags = os.environ.get("XLA_FLAGS", "").split()
+        own = [f"--{name}={device.collective_timeout_seconds}" for name in COLLECTIVE_TIMEOUTS]
+        others = " ".join(flag for flag in flags if flag not in own)  # they are there where this is a second run
+        if named := [name for name in COLLECTIVE_TIMEOUTS if name in others]:
             raise UserError(
                 f"device.collective_timeout_seconds = {device.collective_timeout_seconds}: XLA_FLAGS says "
                 f"{' and '.join(named)} too; leave one of them out"
             )
-        own = (f"--{name}={device.collective_timeout_seconds}" for name in COLLECTIVE_TIMEOUTS)
-        os.environ["XLA_FLAGS"] = " ".join([flags, *own]).strip()
+        os.environ["XLA_FLAGS"] = " ".join([others, *own]).strip()
 
 
 def open_devices(device: Device) -> None:

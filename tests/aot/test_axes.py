@@ -78,9 +78,16 @@ def test_devices_exchange_positions_for_heads_and_nothing_else_of_a_row():
     assert not [shape for shape in gathered(compiled.hlo) if "65536" in shape and not shape.startswith("s32")]
 
 
-@pytest.mark.every_jax
-@pytest.mark.parametrize("gpu", ["a100", "h100"])
-@pytest.mark.parametrize("recipe", ["qwen_full", "qwen_lora"])
+@pytest.mark.parametrize(
+    ("recipe", "gpu"),
+    [
+        ("qwen_full", "h100"),
+        pytest.param("qwen_full", "a100", marks=pytest.mark.every_jax),
+        ("qwen_full", "b200"),
+        pytest.param("qwen_lora", "h100", marks=pytest.mark.every_jax),
+        ("qwen_lora", "a100"),
+    ],
+)
 def test_weights_are_gathered_while_products_run(recipe, gpu):
     """Most of a layer's, in the forward pass and again in the backward pass; its gradients are scattered so too."""
     launches = read_program(compiled_on(recipe, "8B", "fsdp=8", gpu).hlo).launches

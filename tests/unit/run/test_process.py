@@ -156,11 +156,12 @@ def test_gpus_that_a_run_does_not_take_are_not_opened(monkeypatch, visible, gpus
 
 def test_limits_of_collectives_reach_xla_and_do_not_replace_the_users(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/nowhere")
-    process.choose_platform(Device(collective_timeout_seconds=60))
+    for _ in range(2):  # another run of the same process says the same
+        process.choose_platform(Device(collective_timeout_seconds=60))
     flags = os.environ["XLA_FLAGS"].split()
     assert flags == ["--xla_dump_to=/nowhere", *(f"--{name}=60" for name in process.COLLECTIVE_TIMEOUTS)]
     with pytest.raises(UserError, match="XLA_FLAGS says xla_gpu_nccl_termination_timeout_seconds and .* leave one"):
-        process.choose_platform(Device(collective_timeout_seconds=60))
+        process.choose_platform(Device(collective_timeout_seconds=90))
 
 
 @pytest.mark.every_jax
