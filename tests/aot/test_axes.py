@@ -8,7 +8,7 @@ pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not
 
 from compiled_steps import README, SIZES, compiled_step
 
-from jaxtune.plan.launches import COLLECTIVES, read_program
+from jaxtune.plan.launches import COLLECTIVES, Launch, read_program
 
 GPUS, MILLION = 8, 2**20
 LAYER = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 12_288  # weights of a layer of the 8B model
@@ -89,17 +89,21 @@ def test_devices_exchange_positions_for_heads_and_nothing_else_of_a_row():
     ],
 )
 def test_weights_are_gathered_while_products_run(recipe, gpu):
-    """Most of a layer's, in the forward pass and again in the backward pass; its gradients are scattered so too."""
+    """Most of a layer's, in the forward pass and again in the backward pass; gradients are scattered so in part."""
     launches = read_program(compiled_on(recipe, "8B", "fsdp=8", gpu).hlo).launches
-    in_layers = [launch for launch in launches if launch.count == 36 and launch.kind in COLLECTIVES]
-    products = lambda launch: [other for other in launch.beside or () if other.kind == "product"]  # noqa: E731
-    for forward in (True, False):
-        gathers = [one for one in in_layers if one.kind == "all-gather" and (one.phase == "forward") == forward]
-        whole = sum(one.written for one in gathers)
-        assert whole == pytest.approx(2 * LAYER, rel=0.03), "bfloat16, of all devices; adapters are few"
-        assert sum(one.written for one in gathers if products(one)) > whole / 2, gathers
-    scatters = [one for one in in_layers if one.kind == "reduce-scatter"]
-    assert sum(one.written for one in scatters if products(one)) > sum(one.written for one in scatters) / 2
+    in_layers = [launch for launch in launches if launch.count == 36]
+    gathers = [launch for launch in in_layers if launch.kind == "all-gather"]
+    for one_pass in ([one for one in gathers if (one.phase == "forward") == forward] for forward in (True, False)):
+        assert sum(one.written for one in one_pass) == pytest.approx(2 * LAYER, rel=0.03), "in bfloat16"
+        assert beside_products(one_pass) > 1 / 2, one_pass
+    if recipe == "qwen_full":  # those of adapters are a megabyte
+        assert beside_products([launch for launch in in_layers if launch.kind == "reduce-scatter"]) > 1 / 3
+
+
+def beside_products(launches: list[Launch]) -> float:
+    """The part of what collectives write that is on its way while a matrix product runs."""
+    hidden = [one for one in launches if any(other.kind == "product" for other in one.beside or ())]
+    return sum(one.written for one in hidden) / sum(one.written for one in launches)
 
 
 def test_sums_over_the_tensor_axis_are_scattered_over_positions():
