@@ -8,8 +8,6 @@ from typing import Any
 from jaxtune.config.rules import Problem, broken
 from jaxtune.config.schema import Config
 
-NOT_YET = ("stage",)  # axes of the mesh that nothing uses
-
 WHOLE_EXPERTS = ("adafactor", "muon", "normuon")  # optimizers that go through a stack one matrix after another
 
 
@@ -143,15 +141,12 @@ def _quant(config: Config) -> Iterator[Problem]:
 def _mesh(config: Config) -> Iterator[Problem]:
     axes = {field.name: getattr(config.mesh, field.name) for field in dataclasses.fields(config.mesh)}
     for axis, size in axes.items():
-        if axis in NOT_YET:
-            if size != 1:
-                yield _problem(config, f"mesh.{axis}", "not available yet, must be 1; the other axes work")
-        elif size < 1 and size != -1:
+        if size < 1 and size != -1:
             yield _problem(config, f"mesh.{axis}", "must be at least 1, or -1 for what is left")
     if config.mesh.expert != 1 and config.optim.name in WHOLE_EXPERTS:
         reason = f"not available with optim.name = {config.optim.name!r} yet; shard experts with mesh.fsdp"
         yield _problem(config, "mesh.expert", reason, "optim.name")
-    rest = [f"mesh.{axis}" for axis, size in axes.items() if size == -1 and axis not in NOT_YET]
+    rest = [f"mesh.{axis}" for axis, size in axes.items() if size == -1]
     if len(rest) > 1:
         yield Problem(tuple(rest), f"{' and '.join(rest)} are -1: only one axis can take what is left")
 

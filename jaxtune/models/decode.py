@@ -8,10 +8,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxtune.models.attend import attend_cached
 from jaxtune.models.call import Call
-from jaxtune.models.decoder import Decoder
+from jaxtune.models.decoder import Decoder, inputs_of
 from jaxtune.models.delta_net import memory
 from jaxtune.models.score import logits
-from jaxtune.models.spec import DeltaNet, Heads, ModelSpec, stacks
+from jaxtune.models.spec import DeltaNet, Heads, ModelSpec
 from jaxtune.parallel.layout import P, by_token
 
 
@@ -24,8 +24,7 @@ def empty_cache(spec: ModelSpec, batch: int, length: int, dtype: jnp.dtype) -> A
         shape = (repeats, batch, length, mixer.kv_heads, mixer.head_dim)
         return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
 
-    grouped = stacks(spec.layers)
-    return tuple(tuple(zeros(stack.repeats, layer.mixer) for layer in stack.period) for stack in grouped)
+    return tuple(tuple(zeros(stack.repeats, layer.mixer) for layer in stack.period) for stack in spec.stacks)
 
 
 def next_logits(
@@ -43,7 +42,7 @@ def next_logits(
     tokens = jax.reshard(tokens, by_token())
     positions = jax.reshard(index + jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), by_token())
     valid = jax.reshard(jnp.broadcast_to(jnp.arange(tokens.shape[1]) <= last, tokens.shape), by_token())
-    inputs = decoder.inputs(positions, attend_cached(index), valid)
+    inputs = inputs_of(decoder.spec, positions, attend_cached(index), valid)
     hidden, cache, _ = decoder(tokens, inputs, Call(dtype), cache)
     at_last = jax.lax.dynamic_index_in_dim(jax.reshard(hidden, P()), last, axis=1, keepdims=False)
     return logits(decoder, at_last, dtype), cache

@@ -24,7 +24,7 @@ from jaxtune.models.lookup import lookup
 from jaxtune.models.mlp import MLP
 from jaxtune.models.norm import Norm
 from jaxtune.models.rope import rotation
-from jaxtune.models.spec import DeltaNet, FeedForward, Heads, Layer, ModelSpec, StackSpec, stacks
+from jaxtune.models.spec import DeltaNet, FeedForward, Heads, Layer, ModelSpec, StackSpec
 from jaxtune.parallel.layout import GATHERED, P, by_residual, by_token
 from jaxtune.precision.matmul import MAXIMA
 from pallas_kernels import flash_attention, gated_delta_rule
@@ -99,17 +99,20 @@ class Stack(nnx.Module):
 
     def __init__(self, spec: ModelSpec, stack: StackSpec):
         self.blocks = nnx.List([Block(spec, layer) for layer in stack.period])
-        self.first, self.repeats = stack.first, stack.repeats
+        self.stack = stack
         self.float32 = any(treatment.float32 for layer in stack.period for _, treatment in layer.treatments)
 
     def __call__(
-        self, x: Float[Array, "b s d"], inputs: Inputs, cache: Any, call: Call
+        self, x: Float[Array, "b s d"], inputs: Inputs, cache: Any, call: Call, numbers: Int[Array, " n"] | None = None
     ) -> tuple[Float[Array, "b s d"], Any, Sums]:
-        """Activations after the stack, its cache (leaves with a leading axis of `repeats`, a tuple a period), sums."""
+        """Activations after the stack, its cache (leaves with a leading axis of `repeats`, a tuple a period), sums.
+
+        numbers: of the first layer of each repeat; None: those of the whole stack.
+        """
+        numbers = jnp.array(self.stack.layer_numbers(0)) if numbers is None else numbers
         # The scan takes the arrays apart from the modules: a period is traced and compiled once, whatever `repeats`,
         # and each iteration merges its slice of the weights with the modules again.
         graph, adapters, weights = nnx.split(self.blocks, nnx.LoRAParam, ...)
-        period = len(self.blocks)
         if not self.float32:
             adapters = jax.tree.map(lambda a: a.astype(call.dtype), adapters)  # once, not in each layer of each pass
 
@@ -123,7 +126,6 @@ class Stack(nnx.Module):
                 sums.append(emitted)
             return x, (tuple(after) if cache else None, joined(sums, jnp.stack))
 
-        numbers = self.first + period * jnp.arange(self.repeats)
         kept = jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[*KEPT[call.remat], *[GATHERED] * call.keep_gathered],
             names_which_can_be_offloaded=[INPUT] if call.remat == "offload" else [],
@@ -134,7 +136,7 @@ class Stack(nnx.Module):
         # hinder fusion. Without a loop, and with nothing but elementwise results to recompute, merging saves time.
         apart = call.unroll and call.remat != "none"
         repeat = jax.checkpoint(repeat, policy=kept, prevent_cse=apart)
-        unroll = self.repeats if call.unroll else 1
+        unroll = len(numbers) if call.unroll else 1
         x, (cache, sums) = jax.lax.scan(repeat, x, (adapters, weights, cache, numbers), unroll=unroll)
         return x, cache, {name: _by_layer(value) for name, value in sums.items()}
 
@@ -176,7 +178,7 @@ class Decoder(nnx.Module):
     def __init__(self, spec: ModelSpec):
         self.spec = spec
         self.embed = Embedding(spec)
-        self.stacks = nnx.List([Stack(spec, stack) for stack in stacks(spec.layers)])
+        self.stacks = nnx.List([Stack(spec, stack) for stack in spec.stacks])
         self.norm = Norm(spec.hidden, spec.norm)
         self.head = Score(spec) if spec.labels else None if spec.tied else Embedding(spec)
 
@@ -185,12 +187,10 @@ class Decoder(nnx.Module):
         """The head, which may be the embedding; of a language model, rows past the vocabulary are padding."""
         return (self.embed if self.head is None else self.head).weight
 
-    def inputs(self, positions: Int[Array, "b s"], attend: Attend, valid: Bool[Array, "b s"]) -> Inputs:
-        """What every layer sees; each rope is computed once."""
-        mixers = dict.fromkeys(layer.mixer for layer in self.spec.layers if isinstance(layer.mixer, Heads))
-        ropes = dict.fromkeys((mixer.rope, mixer.rotated) for mixer in mixers if mixer.rope is not None)
-        rotations = {(rope, width): rotation(rope, width, positions) for rope, width in ropes}
-        return Inputs(rotations, attend, positions, valid)
+    @property
+    def pipeline(self) -> int | None:
+        """The number of the stack that is one."""
+        return next((number for number, one in enumerate(self.stacks) if one.stack.stages > 1), None)
 
     def run(
         self, x: Float[Array, "b s d"], inputs: Inputs, call: Call, cache: Any = None, part: slice = slice(None)
@@ -207,15 +207,31 @@ class Decoder(nnx.Module):
         self, tokens: Int[Array, "b s"], inputs: Inputs, call: Call, cache: Any = None
     ) -> tuple[Float[Array, "b s d"], Any, Sums]:
         """Hidden states for the head, the cache afterwards, and the sums that layers emit."""
-        x = self.embed(tokens, call.dtype)
+        x, cache, sums = self.run(self.embedded(tokens, call.dtype), inputs, call, cache)
+        return self.normed(x), cache, sums
+
+    def embedded(self, tokens: Int[Array, "b s"], dtype: jnp.dtype) -> Float[Array, "b s d"]:
+        """What the first layer takes."""
+        x = self.embed(tokens, dtype)
         if self.spec.embedding_scale != 1:
             x *= jnp.asarray(self.spec.embedding_scale, x.dtype)
-        x, cache, sums = self.run(jax.reshard(x, by_residual()), inputs, call, cache)
+        return jax.reshard(x, by_residual())
+
+    def normed(self, x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
+        """What the head multiplies, from what the last layer gives."""
         x = jax.reshard(self.norm(x), by_token(None))
-        return (x if self.spec.logit_scale == 1 else x * self.spec.logit_scale), cache, sums
+        return x if self.spec.logit_scale == 1 else x * self.spec.logit_scale
 
 
-def bind(graph: nnx.GraphDef, parameters: Parameters) -> Decoder:
-    """The decoder with these values in place of what it declares."""
+def inputs_of(spec: ModelSpec, positions: Int[Array, "b s"], attend: Attend, valid: Bool[Array, "b s"]) -> Inputs:
+    """What every layer of a decoder sees; each rope is computed once."""
+    mixers = dict.fromkeys(layer.mixer for layer in spec.layers if isinstance(layer.mixer, Heads))
+    ropes = dict.fromkeys((mixer.rope, mixer.rotated) for mixer in mixers if mixer.rope is not None)
+    rotations = {(rope, width): rotation(rope, width, positions) for rope, width in ropes}
+    return Inputs(rotations, attend, positions, valid)
+
+
+def bind(graph: nnx.GraphDef, parameters: Parameters) -> Any:
+    """The decoder, or a part of it, with these values in place of what it declares."""
     values: Any = {tuple(int(p) if p.isdigit() else p for p in name.split(".")): v for name, v in parameters.items()}
     return nnx.merge(graph, nnx.from_flat_state(values))

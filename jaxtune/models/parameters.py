@@ -18,7 +18,7 @@ from jaxtune.models.decoder import Block, Decoder, Parameters
 from jaxtune.models.dropout import named_key
 from jaxtune.models.families import names_of
 from jaxtune.models.places import Place, Tensor
-from jaxtune.models.spec import DeltaNet, Experts, Heads, Layer, ModelSpec, Treatment, stacks
+from jaxtune.models.spec import DeltaNet, Experts, Heads, Layer, ModelSpec, Treatment
 from jaxtune.parallel.layout import RULES, axes_in, axes_of, by_head, sharding
 from jaxtune.parallel.layout import spec as partition_spec
 from jaxtune.parallel.mesh import misfit
@@ -134,12 +134,12 @@ def declare(spec: ModelSpec) -> tuple[nnx.GraphDef, dict[str, Parameter]]:
     decoder, names = Decoder(spec), names_of(spec)
     declared, adapted = _declared(decoder), spec.adapted
     inside = [
-        (f"stacks.{number}.blocks.{position}.", tuple(stack.layer_numbers(position)), layer)
-        for number, stack in enumerate(stacks(spec.layers))
+        (f"stacks.{number}.blocks.{position}.", tuple(stack.layer_numbers(position)), layer, stack.stages > 1)
+        for number, stack in enumerate(spec.stacks)
         for position, layer in enumerate(stack.period)
     ]
     found = {}
-    for prefix, layers, layer in [("", (), None), *inside]:
+    for prefix, layers, layer, staged in [("", (), None, False), *inside]:
         of = {n.removeprefix(prefix): one for n, one in declared.items() if n.startswith(prefix or tuple(names))}
         treatments = dict(spec.treatments if layer is None else layer.treatments)
         for local, one in of.items():
@@ -147,7 +147,7 @@ def declare(spec: ModelSpec) -> tuple[nnx.GraphDef, dict[str, Parameter]]:
             treatment = treatments.get(_weight_of(local, one.kind), Treatment())
             found[prefix + local] = Parameter(
                 shape=(*lead, *one.shape),
-                axes=(*("layers", "experts")[: len(lead)], *one.axes),
+                axes=(*("stages" if staged else "layers", "experts")[: len(lead)], *one.axes),
                 init=one.init,
                 kind=one.kind,
                 float32=one.float32,
@@ -303,8 +303,10 @@ def randomize(parameters: Mapping[str, Parameter], seed: int) -> Parameters:
 
 def undivided(spec: ModelSpec, parameters: Mapping[str, Parameter], mesh: jax.sharding.Mesh) -> list[str]:
     """Complaints about dimensions that the mesh does not divide, each with the sizes that would."""
-    rules, mixers = RULES.value, {layer.mixer for layer in spec.layers}
-    divided = {("heads", _mixed_apart(mixer), axes_in(by_head()[2])) for mixer in mixers}
+    rules, mixers, divided = RULES.value, {layer.mixer for layer in spec.layers}, set()
+    for stack in spec.stacks:
+        with RULES(rules.within_a_stage() if stack.stages > 1 else rules):
+            divided |= {("heads", _mixed_apart(layer.mixer), axes_in(by_head()[2])) for layer in stack.period}
     for layout in {rules.parameters, rules.gradients, rules.optimizer}:
         # A head is never split, so that their number counts, not that of their features.
         divided |= {(name, size, axes_of(name, layout)) for mixer in mixers for name, size in _heads(mixer)}

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxtune.models.attend import attend_packed
+from jaxtune.models import pipeline
 from jaxtune.models.call import Call
 from jaxtune.models.decoder import Decoder
 from jaxtune.parallel.layout import P, by_token, gather, used
@@ -37,13 +37,18 @@ class LabelScores(NamedTuple):
     sums: Mapping[str, Array]
 
 
-def score(decoder: Decoder, batch: Batch, call: Call, *, head_gradient: bool = False, z_loss: float = 0.0) -> Scores:
-    """Scores of a batch of packed rows, whose columns are (rows, positions).
+Hidden = tuple[Float[Array, "b s d"], Mapping[str, Array]]  # hidden states for the head, and what layers emit
+
+
+def score(
+    decoder: Decoder, hidden: Hidden, batch: Batch, call: Call, *, head_gradient: bool = False, z_loss: float = 0.0
+) -> Scores:
+    """Scores of a batch of packed rows, whose columns are (rows, positions), from their `hidden_states`.
 
     `head_gradient`: whether the head is trained; without, its gradient is zero and costs nothing. `z_loss`: the penalty
     z_loss * logsumexp(logits)^2 (PaLM, arXiv:2204.02311).
     """
-    hidden, sums = _hidden(decoder, batch, call)
+    states, sums = hidden
     head = gather(decoder.head_weight.astype(call.dtype))
 
     def kernel(hidden, head, targets, weight):
@@ -63,24 +68,28 @@ def score(decoder: Decoder, batch: Batch, call: Call, *, head_gradient: bool = F
 
     by_device = (by_token(None), P(used("vocabulary"), None), by_token(), by_token())
     mapped = jax.shard_map(kernel, in_specs=by_device, out_specs=by_token())
-    return Scores(*mapped(hidden, head, batch["targets"], batch["loss_weight"]), sums)
+    return Scores(*mapped(states, head, batch["targets"], batch["loss_weight"]), sums)
 
 
-def score_labels(decoder: Decoder, batch: Batch, call: Call) -> LabelScores:
-    """Scores of a batch of packed rows by a classifier.
+def score_labels(decoder: Decoder, hidden: Hidden, call: Call) -> LabelScores:
+    """Scores of a batch of packed rows by a classifier, from their `hidden_states`.
 
     After every token, though few are the last of a document: the head is small, and nothing is gathered.
     """
-    hidden, sums = _hidden(decoder, batch, call)
+    states, sums = hidden
     head = gather(decoder.head_weight.astype(call.dtype))
-    logits = jnp.einsum("bsd,ld->bsl", hidden, head, preferred_element_type=jnp.float32, out_sharding=by_token(None))
+    logits = jnp.einsum("bsd,ld->bsl", states, head, preferred_element_type=jnp.float32, out_sharding=by_token(None))
     return LabelScores(logits, sums)
 
 
-def _hidden(decoder: Decoder, batch: Batch, call: Call) -> tuple[Float[Array, "b s d"], Mapping[str, Array]]:
-    inputs = decoder.inputs(batch["positions"], attend_packed(batch["key_start"], call), batch["segment_ids"] > 0)
-    hidden, _, sums = decoder(batch["tokens"], inputs, call)
-    return hidden, sums
+def hidden_states(decoder: Decoder, batch: Batch, call: Call) -> Hidden:
+    """What the head multiplies, of a batch of packed rows; through a pipeline, one stage after another."""
+    if decoder.pipeline is None:
+        hidden, _, sums = decoder(batch["tokens"], pipeline.seen(decoder.spec, batch, call), call)
+        return hidden, sums
+    x, before = pipeline.enter(decoder, batch, call)
+    x, inside = pipeline.in_turn(decoder, x, batch, call)
+    return pipeline.leave(decoder, x, [before, inside], batch, call)
 
 
 def logits(decoder: Decoder, hidden: Float[Array, "*b d"], dtype: jnp.dtype) -> Float[Array, "*b v"]:

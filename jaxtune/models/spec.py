@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -256,6 +258,7 @@ class ModelSpec:
         logit_cap: bounds the logits to cap * tanh(logits / cap) (Gemma 2).
         labels: that the head scores, in place of the tokens of the vocabulary; 0: it is a language model.
         untouched: a regex of the tensors in the files that are no part of it, where it is a part of a larger model.
+        stages, chunks: of a pipeline, and parts of each of its stages (`stacks`).
     """
 
     family: str
@@ -273,6 +276,8 @@ class ModelSpec:
     router_loss: float = 0.0  # weight of the load-balancing loss, where there are experts
     labels: int = 0
     untouched: str | None = None
+    stages: int = 1
+    chunks: int = 1
 
     @property
     def padded_vocabulary(self) -> int:
@@ -283,6 +288,11 @@ class ModelSpec:
     def has_experts(self) -> bool:
         """Whether any layer is a mixture of experts."""
         return any(isinstance(layer.feed_forward, Experts) for layer in self.layers)
+
+    @property
+    def stacks(self) -> "tuple[StackSpec, ...]":
+        """Its layers in stacks."""
+        return stacks(self.layers, self.stages, self.chunks)
 
     @property
     def adapted(self) -> bool:
@@ -300,22 +310,33 @@ def classifier(spec: ModelSpec, labels: int) -> ModelSpec:
 
 @dataclass(frozen=True)
 class StackSpec:
-    """`repeats` times a period of layers, starting at layer `first`."""
+    """`repeats` times a period of layers, starting at layer `first`.
+
+    With more than one of `stages` it is a pipeline. A token goes through the first chunk of each stage, then through
+    the second of each, and so on; stacked, the chunks of a stage follow one another.
+    """
 
     first: int
     period: tuple[Layer, ...]
     repeats: int
+    stages: int = 1
+    chunks: int = 1
 
     def layer_numbers(self, position: int) -> list[int]:
         """Layers at this position of the period, in the order in which they are stacked."""
-        return [self.first + position + i * len(self.period) for i in range(self.repeats)]
+        repeats = np.arange(self.repeats).reshape(self.chunks, self.stages, -1).swapaxes(0, 1)
+        return (self.first + position + len(self.period) * repeats).reshape(-1).tolist()
 
 
 MOST_UNLIKE_LAYERS = 8  # in a period: more would rather be several stacks
 
 
-def stacks(layers: tuple[Layer, ...]) -> tuple[StackSpec, ...]:
-    """Group layers into as few scanned stacks as a greedy walk finds: the period that covers most layers comes next."""
+def stacks(layers: tuple[Layer, ...], stages: int = 1, chunks: int = 1) -> tuple[StackSpec, ...]:
+    """Group layers into as few scanned stacks as a greedy walk finds: the period that covers most layers comes next.
+
+    With more than one of `stages`, as many repeats as they and their chunks divide of the stack that has most of them
+    are a pipeline; none is where there are fewer repeats than chunks.
+    """
     found, first = [], 0
     while first < len(layers):
         best = (1, 1)  # length of the period, repeats
@@ -328,4 +349,16 @@ def stacks(layers: tuple[Layer, ...]) -> tuple[StackSpec, ...]:
         length, repeats = best
         found.append(StackSpec(first, layers[first : first + length], repeats))
         first += length * repeats
-    return tuple(found)
+    return tuple(found) if stages == 1 else _with_pipeline(found, stages, chunks)
+
+
+def _with_pipeline(found: list[StackSpec], stages: int, chunks: int) -> tuple[StackSpec, ...]:
+    longest = max(found, key=lambda stack: len(stack.period) * stack.repeats)
+    left = longest.repeats % (stages * chunks)
+    inside = longest.repeats - left
+    if not inside:
+        return tuple(found)
+    pipeline = dataclasses.replace(longest, repeats=inside, stages=stages, chunks=chunks)
+    after = StackSpec(longest.first + inside * len(longest.period), longest.period, left)
+    number = found.index(longest)
+    return (*found[:number], pipeline, *[after] * bool(left), *found[number + 1 :])

@@ -30,6 +30,7 @@ class Layout:
     kv_heads: Axes = ("tensor",)
     mlp: Axes = ("tensor",)
     layers: Axes = ()
+    stages: Axes = ("stage",)  # layers that are divided over the stages of a pipeline
     experts: Axes = ()
     rank: Axes = ()
 
@@ -68,6 +69,20 @@ class Rules:
         for axes in astuple(self.parameters):
             if list(axes) != sorted(axes, key=self.gathered.__contains__):
                 raise ValueError(f"of {axes} the axes that are gathered, {self.gathered}, must come last")
+
+    def within_a_stage(self) -> "Rules":
+        """The rules of devices that are one stage of a pipeline: the axis of stages shards nothing there."""
+
+        def without(axes: Axes) -> Axes:
+            return tuple(axis for axis in axes if axis != "stage")
+
+        def inside(layout: Layout) -> Layout:
+            return Layout(*map(without, astuple(layout)))
+
+        return Rules(
+            *(inside(self.parameters), inside(self.gradients), inside(self.optimizer)),
+            *(without(self.gathered), without(self.batch), without(self.positions), without(self.residual)),
+        )
 
 
 # The rules in use are RULES.value, as `make_mesh` sets them. `with RULES(other):` uses others, in this thread. A user

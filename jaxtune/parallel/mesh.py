@@ -31,21 +31,27 @@ def make_mesh(mesh: Mesh, devices: "Sequence[Any] | None" = None, parallel: Para
         )
     made = jax.make_mesh([sizes[axis] for axis in AXES], AXES, devices=devices)
     jax.set_mesh(made)
-    RULES.set_global(rules_of(parallel, sizes["expert"] > 1))
+    RULES.set_global(rules_of(parallel, sizes["expert"] > 1, sizes["stage"] > 1))
     return made
 
 
-def rules_of(parallel: Parallel, experts_apart: bool = False) -> Rules:
-    """How arrays are sharded, where the axis of experts divides them or does not."""
+def rules_of(parallel: Parallel, experts_apart: bool = False, staged: bool = False) -> Rules:
+    """How arrays are sharded, where the axis of experts divides them or does not, and that of stages.
+
+    Outside of a pipeline, whose stages have whole rows, their axis shards positions: embedding, head and loss, and
+    layers that it leaves over, are computed by all of its devices.
+    """
     apart = ("expert",) if experts_apart else ()
-    shared = ("fsdp", *apart, "sequence")
+    positions = ("sequence", "stage") if staged else ("sequence",)
+    shared = ("fsdp", *apart, *positions)
     sharded, whole = Layout(embed=shared, experts=apart), Layout(embed=(), experts=apart)
     return Rules(
         parameters=sharded if parallel.zero == 3 else whole,
         gradients=whole if parallel.zero == 1 else sharded,
         optimizer=sharded,
         gathered=shared,
-        residual=("sequence", "tensor") if parallel.shard_residual else ("sequence",),
+        residual=(*positions, "tensor") if parallel.shard_residual else positions,
+        positions=positions,
         batch=("data", "fsdp", *apart),
     )
 

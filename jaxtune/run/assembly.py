@@ -25,6 +25,7 @@ from jaxtune.parallel.layout import RULES, Layout, P, by_token, spec
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.precision.recipes import Recipe, recipe_of
 from jaxtune.run.model import Base, Model, declare_model
+from jaxtune.run.pipelined import pipelined_gradients
 from jaxtune.run.process import compiler_options
 from jaxtune.run.state import State, initial_state
 from jaxtune.run.step import Gradients, accumulated_gradients, make_train_step
@@ -60,7 +61,11 @@ def assemble(base: Base, config: Config, mesh: jax.sharding.Mesh, objective: Obj
     optimizer, recipe = _optimizer(model, config), recipe_of(config.precision, model.linears)
     objective, seed = objective or objective_of(config, model), config.train.seed
     places = places_of(model, RULES.value.gradients)
-    gradients = accumulated_gradients(model.graph, objective, recipe, call_of(config, recipe), seed, places)
+    made = (model.graph, objective, recipe, call_of(config, recipe), seed)
+    if mesh.shape["stage"] == 1:
+        gradients = accumulated_gradients(*made, places)
+    else:
+        gradients = pipelined_gradients(*made, config.parallel.pipeline, places)
     step = make_train_step(gradients, optimizer, config.optim.max_grad_norm, recipe, seed, objective.counts)
 
     def start(trained: Parameters) -> State:

@@ -16,12 +16,11 @@ from jaxtune import data, hf
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 from jaxtune.models import families
-from jaxtune.models.attend import attend_packed
 from jaxtune.models.call import Call
 from jaxtune.models.decoder import Parameters, bind
 from jaxtune.models.parameters import Parameter, count, loaded_names
 from jaxtune.models.places import Place
-from jaxtune.models.score import logits
+from jaxtune.models.score import hidden_states, logits
 from jaxtune.parallel import multihost
 from jaxtune.parallel.layout import axes_in, by_token
 from jaxtune.parallel.mesh import data_shards
@@ -310,8 +309,8 @@ def _logits(model: Model, parameters: Parameters, tokens: jax.Array) -> jax.Arra
         tokens = jax.reshard(tokens, by_token())
         positions = jax.reshard(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), by_token())
         decoder, call = bind(model.graph, parameters), Call(jnp.dtype("float32"))
-        attend = attend_packed(jnp.zeros_like(tokens), call)
-        hidden, _, _ = decoder(tokens, decoder.inputs(positions, attend, jnp.ones_like(tokens, bool)), call)
+        of_one = {"key_start": jnp.zeros_like(tokens), "segment_ids": jnp.ones_like(tokens)}
+        hidden, _ = hidden_states(decoder, {"tokens": tokens, "positions": positions, **of_one}, call)
         return logits(decoder, hidden, call.dtype)
 
     with jax.default_matmul_precision("highest"):  # no TF32 on a GPU

@@ -11,12 +11,13 @@ from jaxtyping import Array, Float
 from jaxtune.models.call import Call
 from jaxtune.models.decoder import Decoder, Parameters, bind
 from jaxtune.models.dropout import Noise, named_key
-from jaxtune.models.score import Batch, LabelScores, Scores, score, score_labels
+from jaxtune.models.score import Batch, Hidden, LabelScores, Scores, hidden_states, score, score_labels
 from jaxtune.objectives.objective import Objective, Sums
 from jaxtune.optim import build
 from jaxtune.optim.build import Optimizer
 from jaxtune.parallel.layout import moved
 from jaxtune.precision import loss_scale
+from jaxtune.precision.linears import Amax, Linears
 from jaxtune.precision.recipes import Recipe
 from jaxtune.run.state import Scaling, State
 
@@ -56,7 +57,7 @@ def accumulated_gradients(
         trained: Parameters, frozen: Parameters, batch: Batch, step: Array, scaling: Scaling = Scaling()
     ) -> Summed:
         key = jax.random.fold_in(jax.random.key(seed), step)
-        weights_of, scales = _weights(recipe, trained, frozen, scaling, step)
+        weights_of, scales = weights_of_step(recipe.linears, trained, frozen, scaling.amax, step)
         # The loss scale is that of the mean loss, so that it means the same whatever the size of a micro-batch.
         magnified = 1.0 if scaling.loss is None else scaling.loss.scale / batch["tokens"][0].size
 
@@ -64,7 +65,8 @@ def accumulated_gradients(
             decoder = bind(graph, weights_of(trained, scales))
             head = "embed.weight" if decoder.head is None else "head.weight"
             noisy = call._replace(noise=Noise(key, micro["row"]))
-            sums = objective.loss(_scores(decoder, micro, objective, noisy, head in trained), micro)
+            hidden = hidden_states(decoder, micro, noisy)
+            sums = objective.loss(scores_of(decoder, hidden, micro, objective, noisy, head in trained), micro)
             return sums.loss * magnified, sums
 
         def add(total: Summed, micro: Batch) -> tuple[Summed, None]:
@@ -88,31 +90,31 @@ def _zero(leaf: jax.ShapeDtypeStruct) -> Array:
     return jnp.zeros(leaf.shape, leaf.dtype)
 
 
-def _scores(
-    decoder: Decoder, batch: Batch, objective: Objective, call: Call, head_gradient: bool
+def scores_of(
+    decoder: Decoder, hidden: Hidden, batch: Batch, objective: Objective, call: Call, head_gradient: bool
 ) -> Scores | LabelScores:
     """Scores of a micro-batch, with those of the base alone where the objective compares with them."""
     if decoder.spec.labels:
-        return score_labels(decoder, batch, call)
-    scores = score(decoder, batch, call, head_gradient=head_gradient, z_loss=objective.z_loss)
+        return score_labels(decoder, hidden, call)
+    scores = score(decoder, hidden, batch, call, head_gradient=head_gradient, z_loss=objective.z_loss)
     if not objective.reference:
         return scores
-    reference = score(decoder, batch, call._replace(adapters=False, noise=None)).log_prob
+    alone = call._replace(adapters=False, noise=None)
+    reference = score(decoder, hidden_states(decoder, batch, alone), batch, alone).log_prob
     return scores._replace(reference=jax.lax.stop_gradient(reference))
 
 
-def _weights(
-    recipe: Recipe, trained: Parameters, frozen: Parameters, scaling: Scaling, step: Array
+def weights_of_step(
+    linears: Linears | None, trained: Parameters, frozen: Parameters, amax: Amax, step: Array
 ) -> tuple[Callable[[Parameters, dict[str, Array]], Parameters], dict[str, Array]]:
     """(trained, scales) -> what the decoder is bound to; and the delayed scales of the step.
 
     Operands are made here, once for all micro-batches.
     """
-    linears = recipe.linears
     if linears is None:
         return lambda trained, _: {**frozen, **trained}, {}
     operands = linears.operands({**frozen, **trained})
-    scales = linears.scales(scaling.amax, step)
+    scales = linears.scales(amax, step)
     return lambda trained, scales: linears.wrapped({**frozen, **trained}, operands, scales), scales
 
 
@@ -178,12 +180,13 @@ def make_eval_step(
     """
 
     def step(trained: Parameters, frozen: Parameters, batch: Batch) -> Sums:
-        weights_of, _ = _weights(recipe, trained, frozen, Scaling(), jnp.zeros((), jnp.int32))
+        weights_of, _ = weights_of_step(recipe.linears, trained, frozen, {}, jnp.zeros((), jnp.int32))
 
         def of_micro_batch(micro: Batch) -> Sums:
             with jax.default_matmul_precision(recipe.matmul_precision):
                 decoder = bind(graph, weights_of(trained, {}))
-                return objective.loss(_scores(decoder, micro, objective, call, head_gradient=False), micro)
+                hidden = hidden_states(decoder, micro, call)
+                return objective.loss(scores_of(decoder, hidden, micro, objective, call, head_gradient=False), micro)
 
         def add(total: Sums, micro: Batch) -> tuple[Sums, None]:
             return jax.tree.map(jnp.add, total, of_micro_batch(micro)), None
