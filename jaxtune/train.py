@@ -48,7 +48,7 @@ def train(config: Config) -> bool:
 
 def _train(config: Config, folder: RunFolder) -> bool:
     goodput, config = Goodput(), labelled(config)
-    mesh = make_mesh(config.mesh, parallel=config.parallel)
+    mesh = make_mesh(config.mesh, process.devices(config.device), parallel=config.parallel)
     checkpoints = CheckpointManager(folder.checkpoints, config.ckpt.keep_last)
     saved = resume.saved_run(config, folder, checkpoints)
 

@@ -262,6 +262,23 @@ class Quant:
 
 
 @dataclass(frozen=True)
+class Device:
+    """The devices that training and evaluation take, and how XLA runs programs on them."""
+
+    platform: Literal["auto", "cuda", "cpu"] = option("auto",
+        "where to run; auto: what JAX_PLATFORMS says, else GPUs if jax finds any; not with another JAX_PLATFORMS")
+    gpus: int | None = option(None,
+        "of each process, the first N devices, which mesh spans; jax opens no other GPU; unset: all",
+        "devices [1, inf)")
+    command_buffers: Literal["auto", "on", "off"] = option("auto",
+        "CUDA graphs: of what a layer runs between collectives, as XLA decides; of whole loops too, so that a step on "
+        "one GPU is a single one; none")
+    collective_timeout_seconds: int | None = option(None,
+        "end where the first collectives have waited for other GPUs for so long; those of later steps: "
+        "train.hang_seconds; unset: XLA's own limits, of which one is to wait for ever", "seconds [1, inf)")
+
+
+@dataclass(frozen=True)
 class Mesh:
     """How many devices each axis spans; -1 takes what is left."""
 
@@ -487,6 +504,7 @@ class Config:
     optim: Optim = Optim()
     lora: Lora = section(Lora(), when="lora.enabled")
     quant: Quant = section(Quant(), when="quant.format is not None")
+    device: Device = Device()
     mesh: Mesh = Mesh()
     parallel: Parallel = Parallel()
     memory: Memory = Memory()

@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     for recipe in recipes:
 
         def body(values: flags.FlagValues, config: Config, recipe: str = recipe) -> None:
-            plans[recipe] = predict(_with_model(config, values.model), *_where(values))
+            plans[recipe] = predict(_with_model(config, values.model), *_where(values, config))
 
         if code := command.run(_define_flags, body, [f"--config={recipe}", *rest]):
             return code
@@ -55,7 +55,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _define_flags(values: flags.FlagValues):
     flags.DEFINE_enum("gpu", "h100", list(GPUS), "kind of GPU", flag_values=values)
-    flags.DEFINE_integer("gpus", 1, "GPUs of a host", lower_bound=1, flag_values=values)
+    meaning = "GPUs of a host; default: device.gpus of the recipe, or 1"
+    flags.DEFINE_integer("gpus", None, meaning, lower_bound=1, flag_values=values)
     flags.DEFINE_integer("hosts", 1, "hosts", lower_bound=1, flag_values=values)
     flags.DEFINE_string("model", None, "model in place of the recipe's: a hub id or a folder", flag_values=values)
     meaning = "what benchmarks/gpu_suite.py wrote on such a GPU: its measured rates replace the assumed ones"
@@ -66,7 +67,7 @@ def _define_flags(values: flags.FlagValues):
 
 def _main(values: flags.FlagValues, config: Config) -> int:
     config = _with_model(config, values.model)
-    where = _where(values)
+    where = _where(values, config)
     plan = _fastest(config, *where) if values.fit else predict(config, *where)
     print(json.dumps(as_json(plan), indent=2) if values.json else table(plan))
     if values.fit and not values.json:
@@ -97,9 +98,12 @@ def _with_model(config: Config, model: str | None) -> Config:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, path=model, revision=None))
 
 
-def _where(values: flags.FlagValues) -> tuple[Where, calibration.Calibration | None]:
+def _where(values: flags.FlagValues, config: Config) -> tuple[Where, calibration.Calibration | None]:
     """The GPUs, and what was measured on one."""
-    return Where(values.gpu, values.gpus, values.hosts), calibration.find(values.gpu, values.calibration)
+    gpus = [one for one in (values.gpus, config.device.gpus) if one is not None] or [1]
+    if min(gpus) != max(gpus):
+        raise UserError(f"--gpus={gpus[0]}: device.gpus is {gpus[1]}; leave one of them out")
+    return Where(values.gpu, gpus[0], values.hosts), calibration.find(values.gpu, values.calibration)
 
 
 if __name__ == "__main__":

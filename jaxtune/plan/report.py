@@ -112,7 +112,9 @@ def _rest(plan: Plan) -> list[str]:
             f"{one.source}"
             for one in plan.collectives
         ]
-        lines += [""]
+        exposed = sum(one.exposed_ms for one in plan.collectives)
+        share = exposed / (1e3 * plan.speeds["central"].seconds)
+        lines += [f"{exposed:.2f} ms of the step, {share:.1%}, are communication that no work hides", ""]
     if plan.said:
         lines += [*plan.said, ""]
     return [*lines, f"compiled and read in {plan.seconds:.0f} s"]

@@ -154,7 +154,7 @@ def _on_mesh(leaf: jax.ShapeDtypeStruct, mesh: jax.sharding.Mesh) -> jax.ShapeDt
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.NamedSharding(mesh, spec))
 
 
-def compile_step(program: Program, deterministic: bool) -> jax.stages.Compiled:
+def compile_step(program: Program, config: Config) -> jax.stages.Compiled:
     """The step compiled for the current mesh; each call donates the state that it is given."""
-    compiled = jax.jit(program.step, donate_argnums=0, compiler_options=compiler_options(deterministic))
+    compiled = jax.jit(program.step, donate_argnums=0, compiler_options=compiler_options(config))
     return compiled.lower(*program.arguments).compile()

@@ -28,7 +28,7 @@ def make_evaluate(
     recipe = recipe_of(config.precision, model.linears)
     step = jax.jit(
         make_eval_step(model.graph, task_of(model), recipe, call_of(config, recipe)._replace(remat="none")),
-        compiler_options=compiler_options(config.train.deterministic),
+        compiler_options=compiler_options(config),
     )
     rows_per_batch = config.train.micro_batch_size * data_shards(mesh)
     stop_row = rows.total(1)

@@ -104,7 +104,7 @@ def compile_what_fits(
     for remat in allowed:
         own = with_policy(config, remat)
         assembled = program if own == config else assemble(program.model.base, own, mesh)
-        step = compile_step(assembled, own.train.deterministic)
+        step = compile_step(assembled, own)
         size, limit = _worst(need_of(assembled, len(mesh.local_devices), memory_of(step)))
         share = multihost_utils.process_allgather(np.float32(size / max(1, limit.size))).max().item()
         tried.append((share, own, assembled, step))
@@ -127,7 +127,7 @@ def check_step(config: Config, program: Program, step: jax.stages.Compiled, mesh
 
     def need(other: Config) -> Need:
         smaller = assemble(program.model.base, other, mesh)
-        compiled = compile_step(smaller, other.train.deterministic)
+        compiled = compile_step(smaller, other)
         return need_of(smaller, len(mesh.local_devices), memory_of(compiled))
 
     own = need_of(program, len(mesh.local_devices), memory_of(step))

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -16,9 +17,10 @@ import jaxtune
 import pallas_kernels
 from jaxtune import command
 from jaxtune.config.loading import as_dict
-from jaxtune.config.schema import Config
+from jaxtune.config.schema import Config, Device
 from jaxtune.errors import UserError
 from jaxtune.parallel import multihost
+from jaxtune.parallel.multihost import visible_gpus
 from pallas_kernels.gpus import current_device
 
 log = logging.getLogger("jaxtune")
@@ -39,6 +41,9 @@ GPU_OPTIONS: Options = {
     # The gradient of a weight is reduce-scattered as soon as it is there: those of a layer together would wait for the
     # last one, with no product left to hide them. In bytes of a device's part: the small ones of adapters go together.
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**18,
+    # Products run while weights are gathered and gradients scattered. By itself XLA has them so on Hopper alone; other
+    # GPUs would wait for each collective.
+    "xla_gpu_enable_latency_hiding_scheduler": True,
     # What is recomputed is for memory.remat to say. Near the end of the GPU's memory XLA would compute products of the
     # backward pass three times over, and save next to nothing by it.
     "xla_disable_hlo_passes": "rematerialization",
@@ -49,15 +54,42 @@ DETERMINISTIC_OPTIONS: Options = {
     # No algorithm chosen by timing, which may choose another one the next time.
     "xla_gpu_autotune_level": 0,
 }
+# By device.command_buffers: what XLA puts into CUDA graphs. Its own choice leaves out loops, whose iterations are then
+# written out in the graph.
+COMMAND_BUFFERS: dict[str, Options] = {
+    "auto": {},
+    "on": {
+        "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,"
+        "WHILE",
+        "xla_gpu_command_buffer_unroll_loops": True,
+    },
+    "off": {"xla_gpu_enable_command_buffer": ""},
+}
 
 
-def compiler_options(deterministic: bool = False) -> Options:
-    """`compiler_options` of jax.jit for the device of the mesh in use; what XLA_FLAGS names is left as it says."""
-    if current_device().platform != "gpu":
+def compiler_options(config: Config = Config()) -> Options:
+    """`compiler_options` of jax.jit for the device of the mesh in use; what XLA_FLAGS names is left as it says.
+
+    Raises UserError where an option of `device` cannot take effect.
+    """
+    flags, wanted = os.environ.get("XLA_FLAGS", ""), COMMAND_BUFFERS[config.device.command_buffers]
+    on_gpu = current_device().platform == "gpu"
+    if wanted and (not on_gpu or any(name in flags for name in wanted)):
+        reason = "XLA_FLAGS says it too; leave one of them out" if on_gpu else "there are CUDA graphs on GPUs alone"
+        raise UserError(f"device.command_buffers = {config.device.command_buffers!r}: {reason}")
+    if not on_gpu:
         return {}
-    options = GPU_OPTIONS | (DETERMINISTIC_OPTIONS if deterministic else {})
-    return {name: value for name, value in options.items() if name not in os.environ.get("XLA_FLAGS", "")}
+    options = GPU_OPTIONS | (DETERMINISTIC_OPTIONS if config.train.deterministic else {}) | wanted
+    return {name: value for name, value in options.items() if name not in flags}
 
+
+# XLA's limits of how long GPUs wait for each other to begin: the threads of a process for one another, while one of
+# them meets other processes. XLA reads them from XLA_FLAGS alone, and takes them as compiler options without effect.
+COLLECTIVE_TIMEOUTS = (
+    "xla_gpu_nccl_termination_timeout_seconds",
+    "xla_gpu_first_collective_call_terminate_timeout_seconds",
+    "xla_gpu_executable_terminate_timeout",
+)
 
 LEAVE_SECONDS = 10
 # Fraction of a GPU's memory that XLA takes at the start: by default 0.75, which leaves a quarter of it unused.
@@ -68,11 +100,14 @@ def configure(config: Config) -> None:
     """Before the first device is touched: join the other processes, keep compiled programs, show the log.
 
     The first lines of the log are what the config left out because it could have no effect. Raises UserError where
-    other processes have other options, other code or another jax: they would compute something else, or hang.
+    other processes have other options, other code or another jax: they would compute something else, or hang; and where
+    an option of `device` cannot take effect.
     """
     if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # the same by its older name
         os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
+    choose_platform(config.device)
     multihost.initialize()
+    open_devices(config.device)
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(Path(config.train.output_dir).absolute() / "cache" / "xla"))
     _show_log()
@@ -80,6 +115,61 @@ def configure(config: Config) -> None:
         multihost.agree(facts(config))
     for line in config.left_out:
         log.info(line)
+
+
+def choose_platform(device: Device) -> None:
+    """Tells jax and XLA what they read once, when they first look for devices."""
+    if device.platform != "auto":
+        # The CPU after it: where there is nothing else, and no plugin for GPUs, jax 0.10 fails in an assertion.
+        said = jax.config.values["jax_platforms"] or {"cuda": "cuda,cpu"}.get(device.platform, device.platform)
+        if said.split(",")[0].replace("gpu", "cuda") != device.platform:
+            raise UserError(f"device.platform = {device.platform!r}: JAX_PLATFORMS is {said!r}; leave one of them out")
+        jax.config.update("jax_platforms", said)
+    if device.collective_timeout_seconds is not None:
+        flags = os.environ.get("XLA_FLAGS", "").split()
+        own = [f"--{name}={device.collective_timeout_seconds}" for name in COLLECTIVE_TIMEOUTS]
+        others = " ".join(flag for flag in flags if flag not in own)  # they are there where this is a second run
+        if named := [name for name in COLLECTIVE_TIMEOUTS if name in others]:
+            raise UserError(
+                f"device.collective_timeout_seconds = {device.collective_timeout_seconds}: XLA_FLAGS says "
+                f"{' and '.join(named)} too; leave one of them out"
+            )
+        os.environ["XLA_FLAGS"] = " ".join([others, *own]).strip()
+
+
+def open_devices(device: Device) -> None:
+    """Opens the devices of this process, and of its GPUs no other: jax would take their memory too."""
+    if device.gpus is not None:
+        visible = jax.config.values["jax_cuda_visible_devices"]
+        ids = [str(i) for i in range(visible_gpus(os.environ))] if visible == "all" else visible.split(",")
+        if device.gpus <= len(ids):
+            jax.config.update("jax_cuda_visible_devices", ",".join(ids[: device.gpus]))
+    try:
+        found = jax.default_backend().replace("gpu", "cuda")
+    except RuntimeError as error:  # jax's own text says which platform there is none of, and what to do
+        raise UserError(f"device.platform = {device.platform!r}: {error}") from error
+    if device.platform not in ("auto", found):
+        raise UserError(
+            f"device.platform = {device.platform!r}: jax computes on {found!r} here: it has no plugin for the other "
+            "(pip install 'jaxtune[cuda12]'), or began to compute before this option was read"
+        )
+    if device.collective_timeout_seconds is not None and found != "cuda":
+        raise UserError(
+            f"device.collective_timeout_seconds = {device.collective_timeout_seconds}: XLA has such limits for GPUs "
+            "alone; train.hang_seconds is for every device"
+        )
+
+
+def devices(device: Device) -> list[Any]:
+    """The devices that a run's mesh spans. Raises UserError where a process has fewer than `device.gpus`."""
+    by_process: dict[int, list[Any]] = {}
+    for one in jax.devices():
+        by_process.setdefault(one.process_index, []).append(one)
+    for process, own in by_process.items():
+        if device.gpus is not None and len(own) < device.gpus:
+            found = f"process {process} has {len(own)} devices ({own[0].platform})"
+            raise UserError(f"device.gpus = {device.gpus}: {found}")
+    return [one for own in by_process.values() for one in own[: device.gpus]]
 
 
 def facts(config: Config) -> dict[str, str]:

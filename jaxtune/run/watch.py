@@ -38,7 +38,7 @@ class Watch:
         """Write and show a training step that ended at a position of the feed, with its seconds and tokens."""
         speed = tokens / seconds
         numbers = {**values, "epoch": self.epoch(feed), "tokens_per_second": speed, "step_seconds": seconds}
-        mfu = throughput.mfu(self.work, speed, jax.devices()[0].device_kind, jax.device_count())
+        mfu = throughput.mfu(self.work, speed, jax.devices()[0].device_kind, jax.sharding.get_mesh().size)
         if mfu is not None:
             numbers["mfu"] = mfu
         peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

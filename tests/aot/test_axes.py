@@ -9,9 +9,10 @@ pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not
 from compiled_steps import README, SIZES, compiled_step
 
 from jaxtune.parallel.pipeline import schedule
-from jaxtune.plan.launches import COLLECTIVES, read_program
+from jaxtune.plan.launches import COLLECTIVES, Launch, read_program
 
 GPUS, MILLION = 8, 2**20
+LAYER = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 12_288  # weights of a layer of the 8B model
 FULL_AT_MOST = 56e9  # bytes a GPU, of the same row of the same model in TRL's guide to long contexts
 
 # recipe, model, mesh: one row of 2048 tokens a GPU, or as many tokens on a mesh that computes fewer rows at once
@@ -27,12 +28,12 @@ MESHES = [
 ]
 
 
-def compiled_on(recipe: str, size: str, mesh: str):
+def compiled_on(recipe: str, size: str, mesh: str, gpu: str = "h100"):
     """A step of 16,384 tokens: in rows of 2048, or in one row where its positions are sharded."""
     axes = {f"mesh__{axis}": count for axis, count in (part.split("=") for part in mesh.split()) if axis != "fsdp"}
     length = {"data__seq_len": str(2048 * GPUS)} if "mesh__sequence" in axes else {}
     rows = int(axes.get("mesh__tensor", 1))
-    return compiled_step(recipe, size, "block", GPUS, rows, train__grad_accum_steps="1", **length, **axes)
+    return compiled_step(recipe, size, "block", GPUS, rows, gpu, train__grad_accum_steps="1", **length, **axes)
 
 
 def gathered(hlo: str) -> list[str]:
@@ -100,6 +101,34 @@ def test_devices_exchange_positions_for_heads_and_nothing_else_of_a_row():
     heads = SIZES["8B"][3] + 2 * 8 + SIZES["8B"][3]
     assert size == 3 * 65536 // GPUS * heads * 128 * 2
     assert not [shape for shape in gathered(compiled.hlo) if "65536" in shape and not shape.startswith("s32")]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gpu"),
+    [
+        ("qwen_full", "h100"),
+        pytest.param("qwen_full", "a100", marks=pytest.mark.every_jax),
+        ("qwen_full", "b200"),
+        pytest.param("qwen_lora", "h100", marks=pytest.mark.every_jax),
+        ("qwen_lora", "a100"),
+    ],
+)
+def test_weights_are_gathered_while_products_run(recipe, gpu):
+    """Most of a layer's, in the forward pass and again in the backward pass; gradients are scattered so in part."""
+    launches = read_program(compiled_on(recipe, "8B", "fsdp=8", gpu).hlo).launches
+    in_layers = [launch for launch in launches if launch.count == 36]
+    gathers = [launch for launch in in_layers if launch.kind == "all-gather"]
+    for one_pass in ([one for one in gathers if (one.phase == "forward") == forward] for forward in (True, False)):
+        assert sum(one.written for one in one_pass) == pytest.approx(2 * LAYER, rel=0.03), "in bfloat16"
+        assert beside_products(one_pass) > 1 / 2, one_pass
+    if recipe == "qwen_full":  # those of adapters are a megabyte
+        assert beside_products([launch for launch in in_layers if launch.kind == "reduce-scatter"]) > 1 / 3
+
+
+def beside_products(launches: list[Launch]) -> float:
+    """The part of what collectives write that is on its way while a matrix product runs."""
+    hidden = [one for one in launches if any(other.kind == "product" for other in one.beside or ())]
+    return sum(one.written for one in hidden) / sum(one.written for one in launches)
 
 
 def test_sums_over_the_tensor_axis_are_scattered_over_positions():

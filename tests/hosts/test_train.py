@@ -57,11 +57,12 @@ def losses_are_those_of_one(home: Path, name: str) -> None:
 
 
 def test_two_processes_one_killed_then_hanging_and_resumed_as_one(home, tmp_path):
+    """With a device in each that the run does not take; each of the two that it takes has three rows."""
     together = training(home, "two", 3, "train.hang_seconds=8")
     launcher = subprocess.Popen(
-        [*LAUNCH, "--processes=2", "--devices-per-process=2", "--restarts=1", "--grace=1"]
+        [*LAUNCH, "--processes=2", "--devices-per-process=3", "--restarts=1", "--grace=1"]
         + ["--log-dir", tmp_path / "logs", "--"]
-        + [sys.executable, "-m", *together],
+        + [sys.executable, "-m", *together, "--config.device.gpus=2"],
         env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
     )
     folder = home / "runs" / "two"

@@ -152,7 +152,7 @@ def train(
     config = config_of(case, mesh, Train(max_steps=steps, micro_batch_size=rows, grad_accum_steps=accumulate), whole)
     config = dataclasses.replace(config, parallel=parallel)
     program = assemble(read_base(config), config, made)
-    compiled = compile_step(program, deterministic=False)
+    compiled = compile_step(program, config)
     frozen, start = frozen_parameters(program.model, config), initial_parameters(program.model, config)
     rates = learning_rates(config.optim, steps)
     before = fetched({**frozen, **start})

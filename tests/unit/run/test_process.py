@@ -1,11 +1,14 @@
 """What a process sets before the first device is touched."""
 
 import os
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import jax
 import pytest
 
-from jaxtune.config.schema import Config, Data, Dataset, Train
+from jaxtune.config.schema import Config, Data, Dataset, Device, Train
 from jaxtune.errors import UserError
 from jaxtune.run import process
 
@@ -61,3 +64,110 @@ def test_the_code_is_its_names_and_its_content(tmp_path):
     changed = code()
     (tmp_path / "a.py").rename(tmp_path / "b.py")
     assert len({before, changed, code()}) == 3
+
+
+CONFIGURE = """
+import jax, os, sys
+from jaxtune.config.schema import Config, Device
+from jaxtune.errors import UserError
+from jaxtune.run import process
+
+if sys.argv[1] == "begun":
+    jax.devices()
+try:
+    process.configure(Config(device=eval(sys.argv[2])))
+except UserError as error:
+    print("REFUSED", error)
+else:
+    print("RESULT", jax.default_backend(), jax.config.jax_platforms, len(process.devices(eval(sys.argv[2]))))
+"""
+
+
+def configured(device: Device, when: str = "", **environment: str) -> str:
+    """The last line of a process of its own, which has two CPU devices and, unless said, no JAX_PLATFORMS."""
+    left_out = {"JAX_PLATFORMS", "XLA_FLAGS"}
+    own = {name: value for name, value in os.environ.items() if name not in left_out} | {"JAX_NUM_CPU_DEVICES": "2"}
+    own |= {"JAX_COMPILATION_CACHE_DIR": "/nowhere", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", **environment}
+    command = [sys.executable, "-c", CONFIGURE, when, repr(device)]
+    done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+def test_the_platform_is_chosen_before_jax_looks_for_devices():
+    assert configured(Device(platform="cpu", gpus=1)) == "RESULT cpu cpu 1"
+    refused = configured(Device(platform="cuda"), "begun", CUDA_VISIBLE_DEVICES="")
+    assert refused.startswith("REFUSED device.platform = 'cuda': jax computes on 'cpu' here")
+
+
+def test_a_platform_that_is_not_there_is_an_error():
+    refused = configured(Device(platform="cuda"), CUDA_VISIBLE_DEVICES="")
+    assert refused.startswith("REFUSED device.platform = 'cuda': ") and "cuda" in refused.partition(":")[2]
+
+
+@pytest.mark.parametrize(
+    ("device", "part"),
+    [
+        (Device(platform="cuda"), "device.platform = 'cuda': JAX_PLATFORMS is 'cpu'; leave one of them out"),
+        (Device(gpus=1000), "device.gpus = 1000: process 0 has 8 devices (cpu)"),
+        (Device(collective_timeout_seconds=60), "device.collective_timeout_seconds = 60: XLA has such limits for GPUs"),
+        (Device(command_buffers="off"), "device.command_buffers = 'off': there are CUDA graphs on GPUs alone"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else value,
+)
+def test_an_option_of_the_device_that_cannot_take_effect_is_an_error(monkeypatch, device, part):
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+    with pytest.raises(UserError) as refused:
+        process.choose_platform(device)
+        process.open_devices(device)
+        process.devices(device)
+        process.compiler_options(Config(device=device))
+    assert part in str(refused.value)
+
+
+def test_cpu_devices_of_the_same_platform_are_no_contradiction():
+    process.choose_platform(Device(platform="cpu"))
+    process.open_devices(Device(platform="cpu"))
+
+
+def test_a_run_takes_the_first_devices_of_each_process(monkeypatch):
+    there = [SimpleNamespace(process_index=i // 4, id=i, platform="gpu") for i in range(8)]
+    monkeypatch.setattr(jax, "devices", lambda: there)
+    assert process.devices(Device()) == there
+    assert [one.id for one in process.devices(Device(gpus=3))] == [0, 1, 2, 4, 5, 6]
+    monkeypatch.setattr(jax, "devices", lambda: there[:6])
+    with pytest.raises(UserError, match=r"device.gpus = 3: process 1 has 2 devices \(gpu\)"):
+        process.devices(Device(gpus=3))
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus", "opened"), [("all", 2, "0,1"), ("all", 9, "all"), ("4,5,6,7", 2, "4,5"), ("4,5", 3, "4,5")]
+)
+def test_gpus_that_a_run_does_not_take_are_not_opened(monkeypatch, visible, gpus, opened):
+    """Not those beyond a launcher's share either; where there are too few, nothing is hidden from the error."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    jax.config.update("jax_cuda_visible_devices", visible)
+    try:
+        process.open_devices(Device(gpus=gpus))
+        assert jax.config.values["jax_cuda_visible_devices"] == opened
+    finally:
+        jax.config.update("jax_cuda_visible_devices", "all")
+
+
+def test_limits_of_collectives_reach_xla_and_do_not_replace_the_users(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/nowhere")
+    for _ in range(2):  # another run of the same process says the same
+        process.choose_platform(Device(collective_timeout_seconds=60))
+    flags = os.environ["XLA_FLAGS"].split()
+    assert flags == ["--xla_dump_to=/nowhere", *(f"--{name}=60" for name in process.COLLECTIVE_TIMEOUTS)]
+    with pytest.raises(UserError, match="XLA_FLAGS says xla_gpu_nccl_termination_timeout_seconds and .* leave one"):
+        process.choose_platform(Device(collective_timeout_seconds=90))
+
+
+@pytest.mark.every_jax
+def test_xla_knows_the_limits_of_collectives():
+    """It ends a process with flags that it does not know; on a CPU the option is then refused."""
+    device = Device(collective_timeout_seconds=60)
+    assert configured(device).startswith("REFUSED device.collective_timeout_seconds = 60: XLA has such limits for GPUs")
+    flags = " ".join(f"--{name}=60" for name in process.COLLECTIVE_TIMEOUTS)
+    assert configured(Device(), XLA_FLAGS=flags, JAX_PLATFORMS="cpu") == "RESULT cpu cpu 2"

@@ -1,0 +1,60 @@
+"""Options of `device` that become options of XLA, compiled for an H100 that is not there."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not installed")
+
+from jaxtune.config.schema import Config, Device, Mesh
+from jaxtune.errors import UserError
+from jaxtune.parallel.mesh import make_mesh
+from jaxtune.plan.launches import executed, read_program
+from jaxtune.run.process import GPU_OPTIONS, compiler_options
+from pallas_kernels import aot
+
+LAYERS = 5
+
+
+@pytest.fixture
+def mesh():
+    return make_mesh(Mesh(), aot.devices("h100"))
+
+
+@pytest.mark.every_jax
+@pytest.mark.parametrize("command_buffers", ["auto", "on", "off"])
+def test_cuda_graphs_are_of_a_layer_or_of_all_or_not_at_all(mesh, command_buffers):
+    options = compiler_options(Config(device=Device(command_buffers=command_buffers)))
+
+    def layers(x, weights):
+        def layer(x, weight):
+            for _ in range(3):
+                x = jax.nn.silu(x @ weight)
+            return x, x.sum(axis=0)  # a stack that the loop leaves behind, as a step's do
+
+        x, stack = jax.lax.scan(layer, x, weights)
+        for _ in range(5):  # XLA makes no graph of fewer commands, of which a whole loop is one
+            x = jax.nn.silu(x @ x)
+        return x, stack
+
+    x, weights = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 512), (LAYERS, 512, 512)))
+    compiled = aot.compile_for("h100", layers, x, weights, mesh=mesh, compiler_options=options)
+    found = executed(compiled.thunks, read_program(compiled.hlo).trips)
+    if command_buffers == "auto":
+        assert LAYERS <= found["graphs"] <= LAYERS + 1 and found["in graphs"] >= 6 * LAYERS
+    else:
+        assert found["graphs"] == (command_buffers == "on")
+        assert found["outside" if command_buffers == "on" else "in graphs"] == 0, found
+
+
+def test_what_the_user_says_in_xla_flags_is_not_contradicted(mesh, monkeypatch):
+    config = Config()
+    assert compiler_options(config) == GPU_OPTIONS
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=FUSION --xla_gpu_enable_triton_gemm=true")
+    left = {name: value for name, value in GPU_OPTIONS.items() if name != "xla_gpu_enable_triton_gemm"}
+    assert compiler_options(config) == left
+    config = dataclasses.replace(config, device=Device(command_buffers="off"))
+    with pytest.raises(UserError, match="device.command_buffers = 'off': XLA_FLAGS says it too; leave one of them out"):
+        compiler_options(config)

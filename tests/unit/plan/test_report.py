@@ -1,0 +1,21 @@
+"""What a plan says to people, and what its command refuses."""
+
+from types import SimpleNamespace
+
+from jaxtune.plan import __main__ as plan
+from jaxtune.plan import report
+from jaxtune.plan.prediction import Collective, Speed
+
+
+def test_communication_that_no_work_hides_is_said_as_a_part_of_the_step():
+    gathers = Collective("all-gather", "linear.py:7", launches=72, bytes=2e9, hidden_ms=30.0, exposed_ms=3.0)
+    scatters = Collective("reduce-scatter", "step.py:5", launches=36, bytes=1e9, hidden_ms=0.0, exposed_ms=5.0)
+    speeds = {"central": Speed(seconds=0.1, tokens_per_second=1e5, mfu=0.4)}
+    planned = SimpleNamespace(collectives=(gathers, scatters), speeds=speeds, said=(), seconds=9.0)
+    assert "8.00 ms of the step, 8.0%, are communication that no work hides" in report._rest(planned)
+
+
+def test_the_gpus_of_a_plan_are_those_of_the_run(capsys):
+    recipe = ["--config=qwen_lora:Qwen/Qwen3-0.6B", "--config.device.gpus=2"]
+    assert plan.main([*recipe, "--gpus=4"]) == 2
+    assert "--gpus=4: device.gpus is 2; leave one of them out" in capsys.readouterr().err
