@@ -13,7 +13,7 @@ WHOLE_EXPERTS = ("adafactor", "muon", "normuon")  # optimizers that go through a
 
 def check(config: Config) -> list[Problem]:
     """Every problem of a config whose types are correct."""
-    parts = (broken, _data, _classification, _train, _attention, _optim, _precision, _lora, _quant, _mesh)
+    parts = (broken, _data, _classification, _train, _attention, _optim, _precision, _lora, _quant, _mesh, _memory)
     return [problem for part in parts for problem in part(config)]
 
 
@@ -149,6 +149,12 @@ def _mesh(config: Config) -> Iterator[Problem]:
     rest = [f"mesh.{axis}" for axis, size in axes.items() if size == -1]
     if len(rest) > 1:
         yield Problem(tuple(rest), f"{' and '.join(rest)} are -1: only one axis can take what is left")
+
+
+def _memory(config: Config) -> Iterator[Problem]:
+    if config.memory.offload_optimizer and config.optim.name == "schedule_free":
+        reason = "schedule_free takes gradients at a point that its state is part of; choose another optimizer"
+        yield _problem(config, "memory.offload_optimizer", reason, "optim.name")
 
 
 def _value(config: Config, key: str) -> Any:

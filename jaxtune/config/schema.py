@@ -310,6 +310,8 @@ class Memory:
         "to compile and needs more memory")
     check: Literal["error", "warn", "off"] = option("error",
         "if the run needs more memory than device or host have: refuse and say what would help, warn, or go on")
+    offload_optimizer: bool = option(False,
+        "keep the optimizer's state in the host's pinned memory; an update has one layer of it on the device at a time")
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from jaxtune.optim.driver import layer_after_layer, updated
 from jaxtune.optim.muon import muon, normuon
 from jaxtune.optim.rules import At, Rule, RuleState, Step
 from jaxtune.parallel.layout import moved
+from jaxtune.parallel.offload import is_on_host, put_beside, to_device
 
 Parameters = Mapping[str, Array]
 
@@ -46,6 +47,8 @@ class Trained(NamedTuple):
     is_matrix: bool = False  # a matrix inside the layers: those Muon and NorMuon orthogonalise
     place: jax.P | None = None  # PartitionSpec of its state and its update; None: the parameter's own
     rule: Rule | None = None  # None: that of optim.name
+    on_host: bool = False  # whether its state waits in the host's memory
+    on_host: bool = False  # whether its state waits in the host's memory; its layers are updated one after another
 
     def joined(self, leaf: Array) -> Array:
         """Leading axes (layers, experts) merged into one, as rules know only one; experts first if they are sharded."""
@@ -87,14 +90,25 @@ def build(optim: Optim, trained: Mapping[str, Trained], layers: int, dtype: DTyp
 
     def init(parameters: Parameters) -> OptimizerState:
         def one(name: str, parameter: Array) -> RuleState:
-            rule, parameter = of[name], trained[name].joined(moved(parameter, trained[name].place))
-            if rule.by_layer and trained[name].lead:
+            rule, own = of[name], trained[name]
+            parameter = own.joined(moved(parameter, own.place))
+
+            def first(parameter: Array) -> RuleState:
+                state = rule.init(to_device(parameter).astype(jnp.float32))
+                return jax.tree.map(lambda leaf: in_its_memory(_as_stored(leaf, parameter)), state)
+
+            def in_its_memory(leaf: Array) -> Array:
+                return jax.device_put(leaf, jax.memory.Space.Host) if own.on_host else leaf
+
+            if own.lead and (own.on_host or is_on_host(parameter)):
+                return jax.tree.map(own.parted, jax.lax.map(first, parameter))
+            if rule.by_layer and own.lead:
                 # Their first state depends on no value: that of one layer of zeros serves all.
                 of_layer = rule.init(_zeros_of_a_layer(parameter))
-                state = jax.tree.map(lambda leaf: _repeated(leaf, parameter), of_layer)
+                state = jax.tree.map(lambda leaf: _as_stored(_repeated(leaf, parameter), parameter), of_layer)
             else:
-                state = rule.init(parameter.astype(jnp.float32))
-            return jax.tree.map(lambda leaf: trained[name].parted(_as_stored(leaf, parameter)), state)
+                state = first(parameter)
+            return jax.tree.map(own.parted, state)
 
         return OptimizerState(jnp.zeros((), jnp.int32), {name: one(name, p) for name, p in parameters.items()})
 
@@ -115,11 +129,14 @@ def build(optim: Optim, trained: Mapping[str, Trained], layers: int, dtype: DTyp
             moments, (here, gradient) = state.rules[name], (moved(x, own.place) for x in (parameter, gradients[name]))
             before, gradient = jax.tree.map(own.joined, ((here, moments), gradient))
             at = At(state.count, rate, *(own.in_order(factors[name], gradient) for factors in (rates, decays)))
-            if rule.whole is not None:
-                now = rule.whole(before, gradient, at, own_step, bool(own.lead))
+            waits = any(map(is_on_host, jax.tree.leaves((before, gradient))))
+            if own.lead and (waits or (rule.by_layer and rule.whole is None)):
+                now = layer_after_layer(rule, before, gradient, at, own_step)
+            elif rule.whole is not None:
+                now = rule.whole(to_device(before), to_device(gradient), at, own_step, bool(own.lead))
             else:
-                run = layer_after_layer if rule.by_layer and own.lead else updated
-                now = run(rule, before, gradient, at, own_step)
+                now = updated(rule, to_device(before), to_device(gradient), at, own_step)
+            now = jax.tree.map(put_beside, now, before)
             new, rule_state = jax.tree.map(own.parted, now)
             after[name] = moved(new, stored_at(name, parameter)), rule_state
         count = state.count + step.finite

@@ -23,6 +23,7 @@ from jaxtune.optim.build import Optimizer, Trained, build
 from jaxtune.optim.rules import balancing
 from jaxtune.parallel.layout import RULES, Layout, P, by_token, spec
 from jaxtune.parallel.mesh import data_shards
+from jaxtune.parallel.offload import is_on_host, on_host
 from jaxtune.precision.recipes import Recipe, recipe_of
 from jaxtune.run.model import Base, Model, declare_model
 from jaxtune.run.pipelined import pipelined_gradients
@@ -73,7 +74,9 @@ def assemble(base: Base, config: Config, mesh: jax.sharding.Mesh, objective: Obj
 
     shape = (config.train.grad_accum_steps, config.train.micro_batch_size * data_shards(mesh), config.data.seq_len)
     batch = data.abstract_batch(shape, jax.NamedSharding(mesh, jax.P(None, *by_token())), objective.columns)
-    state = jax.tree.map(lambda leaf: _on_mesh(leaf, mesh), jax.eval_shape(start, abstract(model.trained)))
+    made, state = jax.make_jaxpr(start, return_shape=True)(abstract(model.trained))
+    avals = jax.tree.unflatten(jax.tree.structure(state), made.out_avals)
+    state = jax.tree.map(lambda aval: _on_mesh(aval, mesh), avals)
     return Program(model, objective, optimizer, gradients, step, start, state, abstract(model.frozen), batch)
 
 
@@ -136,6 +139,7 @@ def trained_of(model: Model, config: Config) -> dict[str, Trained]:
             p.kind in ("linear", "adapter"),
             places.get(name),
             moved_by_load if p.kind == "correction" else None,
+            config.memory.offload_optimizer,
         )
         for name, p in model.trained.items()
     }
@@ -149,9 +153,9 @@ def places_of(model: Model, layout: Layout) -> dict[str, P]:
     return {name: spec(*parameter.axes, layout=layout) for name, parameter in model.trained.items()}
 
 
-def _on_mesh(leaf: jax.ShapeDtypeStruct, mesh: jax.sharding.Mesh) -> jax.ShapeDtypeStruct:
-    spec = P() if leaf.sharding is None else leaf.sharding.spec  # the optimizer's counters are whole everywhere
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.NamedSharding(mesh, spec))
+def _on_mesh(aval: Any, mesh: jax.sharding.Mesh) -> jax.ShapeDtypeStruct:
+    place = jax.NamedSharding(mesh, aval.sharding.spec)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=on_host(place) if is_on_host(aval) else place)
 
 
 def compile_step(program: Program, deterministic: bool) -> jax.stages.Compiled:
