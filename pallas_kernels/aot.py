@@ -217,16 +217,23 @@ def memory_of(compiled: jax.stages.Compiled) -> Memory:
     """What XLA says that a compiled function takes, and its kernels that they take beside; of any device."""
     stats: Any = compiled.memory_analysis()
     scratch = scratch_said(compiled.as_text() or "")
-    made = stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes
-    on_host = stats.host_argument_size_in_bytes + made
+    temporaries = stats.temp_size_in_bytes + scratch
+    host = (
+        stats.host_argument_size_in_bytes
+        + stats.host_output_size_in_bytes
+        - stats.host_alias_size_in_bytes
+        + stats.host_temp_size_in_bytes
+    )
+    # Where the host holds a part, XLA's peak has its arguments in it, and its temporaries or the device's.
+    made = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    most = stats.argument_size_in_bytes + made + temporaries
     return Memory(
         arguments=stats.argument_size_in_bytes,
         outputs=stats.output_size_in_bytes,
         aliased=stats.alias_size_in_bytes,
-        temporaries=stats.temp_size_in_bytes + scratch,
-        # XLA counts arguments and results on the host into its peak, but no temporaries there.
-        peak=stats.peak_memory_in_bytes + scratch - on_host,
-        host=on_host + stats.host_temp_size_in_bytes,
+        temporaries=temporaries,
+        peak=most if host else stats.peak_memory_in_bytes + scratch,
+        host=host,
     )
 
 

@@ -48,7 +48,6 @@ class Trained(NamedTuple):
     place: jax.P | None = None  # PartitionSpec of its state and its update; None: the parameter's own
     rule: Rule | None = None  # None: that of optim.name
     on_host: bool = False  # whether its state waits in the host's memory
-    on_host: bool = False  # whether its state waits in the host's memory; its layers are updated one after another
 
     def joined(self, leaf: Array) -> Array:
         """Leading axes (layers, experts) merged into one, as rules know only one; experts first if they are sharded."""

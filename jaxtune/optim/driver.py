@@ -42,7 +42,8 @@ def layer_after_layer(rule: Rule, before: Updated, gradient: Array, at: At, step
     layer, and gives what it would give of the whole stack.
     """
     stacked = rule.whole is not None or not rule.by_layer
-    run = partial(updated, rule) if rule.whole is None else partial(rule.whole, stacked=True)
+    whole = rule.whole
+    run = partial(updated, rule) if whole is None else lambda *given: whole(*given, True)
 
     def one(layer: Array, stack: Any) -> Any:
         return to_device(jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=stacked), stack))

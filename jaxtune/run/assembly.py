@@ -64,7 +64,9 @@ def assemble(base: Base, config: Config, mesh: jax.sharding.Mesh, objective: Obj
     places = places_of(model, RULES.value.gradients)
     made = (model.graph, objective, recipe, call_of(config, recipe), seed)
     if mesh.shape["stage"] == 1:
-        gradients = accumulated_gradients(*made, places)
+        options = config.memory
+        one_by_one = [name for name, p in model.trained.items() if p.lead and (p.on_host or options.offload_gradients)]
+        gradients = accumulated_gradients(*made, places, dict.fromkeys(one_by_one, options.offload_gradients))
     else:
         gradients = pipelined_gradients(*made, config.parallel.pipeline, places)
     step = make_train_step(gradients, optimizer, config.optim.max_grad_norm, recipe, seed, objective.counts)

@@ -71,3 +71,19 @@ def test_what_waits_is_counted_as_the_hosts(one_device):
     moments = jax.tree.leaves(program_of(one_device, Memory()).state.optimizer.rules)
     assert then.offloaded == 2 * sum(leaf.size * leaf.dtype.itemsize for leaf in moments) > need.offloaded == 0
     assert then.offloaded == 2 * (need.state - then.state)
+
+
+WAITING = [
+    Memory(offload_master=True),
+    Memory(offload_gradients=True),
+    Memory(offload_optimizer=True, offload_master=True, offload_gradients=True, remat="offload"),
+]
+
+
+@pytest.mark.parametrize("memory", WAITING)
+def test_full_training_from_the_hosts_memory_is_the_same(one_device, memory):
+    sections = {"optim": Optim(max_grad_norm=1e3, no_decay="norm"), "precision": Precision("fp32")}
+    expected, metrics = trained_with(one_device, Memory(remat=memory.remat), **sections)
+    found, own = trained_with(one_device, memory, **sections)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert [one["loss"] for one in own] == [one["loss"] for one in metrics]
