@@ -1,4 +1,4 @@
-"""The step of a recipe on a model of real size, as a run compiles it, for H100s that are not there."""
+"""The step of a recipe on a model of real size, as a run compiles it, for GPUs that are not there."""
 
 import json
 import re
@@ -111,19 +111,19 @@ def model_config(size: str) -> dict:
 
 
 def compiled_step(
-    recipe: str, size: str, remat: str = "none", cards: int = 1, rows: int = 2, **options: str
+    recipe: str, size: str, remat: str = "none", cards: int = 1, rows: int = 2, gpu: str = "h100", **options: str
 ) -> aot.Compiled:
     """The step of configs/<recipe>.py with so many rows of 2048 tokens a GPU, compiled once a process.
 
     options: others of the recipe's, as typed, with __ for a dot.
     """
     # functools.cache would take a default that is given for another call than one that is left out.
-    return _compiled_step(recipe, size, remat, cards, rows, tuple(options.items()))
+    return _compiled_step(recipe, size, remat, cards, rows, gpu, tuple(options.items()))
 
 
 @cache
 def _compiled_step(
-    recipe: str, size: str, remat: str, cards: int, rows: int, options: tuple[tuple[str, str], ...]
+    recipe: str, size: str, remat: str, cards: int, rows: int, gpu: str, options: tuple[tuple[str, str], ...]
 ) -> aot.Compiled:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(model_config(size)))
@@ -131,10 +131,10 @@ def _compiled_step(
         overrides = {"memory.remat": remat, "mesh.fsdp": "-1", "train.micro_batch_size": str(rows)}
         overrides |= {name.replace("__", "."): value for name, value in options}
         config = resolve(load_recipe(str(file), folder), file.name, list(overrides.items()))
-        mesh = make_mesh(config.mesh, aot.devices("h100", per_host=cards))
+        mesh = make_mesh(config.mesh, aot.devices(gpu, per_host=cards))
         program = assemble(read_base(config), config, mesh)
     jit = {"donate_argnums": 0, "compiler_options": compiler_options()}
-    return aot.compile_for("h100", program.step, *program.arguments, mesh=mesh, **jit)
+    return aot.compile_for(gpu, program.step, *program.arguments, mesh=mesh, **jit)
 
 
 def check_readme(cells: str, memory: aot.Memory) -> None:

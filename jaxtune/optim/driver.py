@@ -1,6 +1,5 @@
 """How a rule's update is run on parameters and state as they are stored."""
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -41,9 +40,7 @@ def layer_after_layer(rule: Rule, before: Updated, gradient: Array, at: At, step
     What is in the host's memory is on the device a layer at a time. A rule that is not `by_layer` sees a stack of one
     layer, and gives what it would give of the whole stack.
     """
-    stacked = rule.whole is not None or not rule.by_layer
-    whole = rule.whole
-    run = partial(updated, rule) if whole is None else lambda *given: whole(*given, True)
+    whole, stacked = rule.whole, rule.whole is not None or not rule.by_layer
 
     def one(layer: Array, stack: Any) -> Any:
         return to_device(jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=stacked), stack))
@@ -54,7 +51,8 @@ def layer_after_layer(rule: Rule, before: Updated, gradient: Array, at: At, step
     def body(layer: Array, stack: Updated) -> Updated:
         here = At(at.count, at.rate, of_layer(at.multiplier, layer), of_layer(at.decay, layer))
         own = {"first": layer} if stacked else {"key": jax.random.fold_in(step.key, layer)}
-        after = run(one(layer, stack), one(layer, gradient), here, step._replace(**own))
+        given = one(layer, stack), one(layer, gradient), here, step._replace(**own)
+        after = updated(rule, *given) if whole is None else whole(*given, True)
         after = jax.tree.map(put_beside, after, stack)
         return jax.tree.map(lambda leaf, new: jax.lax.dynamic_update_index_in_dim(leaf, new, layer, 0), stack, after)
 

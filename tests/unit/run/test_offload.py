@@ -1,6 +1,7 @@
 """What waits in the host's memory: the same training, bit for bit, and no more than a layer of it on the device."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +11,15 @@ from batches import make_batch, tokens
 from tiny import random_values, spec
 
 from jaxtune.config.schema import Config, Data, Memory, Model, Optim, Precision
+from jaxtune.errors import UserError
+from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.offload import is_on_host
 from jaxtune.run.assembly import Program, assemble
 from jaxtune.run.memory import need_of
 from jaxtune.run.model import Base
 
 STEPS = 3
+SECTIONS: dict[str, Any] = {"optim": Optim(max_grad_norm=0.0, no_decay="norm"), "precision": Precision("fp32")}
 
 
 def program_of(mesh, memory: Memory, **sections) -> Program:
@@ -73,17 +77,24 @@ def test_what_waits_is_counted_as_the_hosts(one_device):
     assert then.offloaded == 2 * (need.state - then.state)
 
 
-WAITING = [
-    Memory(offload_master=True),
-    Memory(offload_gradients=True),
-    Memory(offload_optimizer=True, offload_master=True, offload_gradients=True, remat="offload"),
-]
+@pytest.fixture(scope="module")
+def on_the_device():
+    """Full training with everything on the device, and without clipping, which would hang on the gradients' norm."""
+    return trained_with(make_mesh(Mesh(), jax.devices()[:1]), Memory("block"), **SECTIONS)
 
 
-@pytest.mark.parametrize("memory", WAITING)
-def test_full_training_from_the_hosts_memory_is_the_same(one_device, memory):
-    sections = {"optim": Optim(max_grad_norm=1e3, no_decay="norm"), "precision": Precision("fp32")}
-    expected, metrics = trained_with(one_device, Memory(remat=memory.remat), **sections)
-    found, own = trained_with(one_device, memory, **sections)
+@pytest.mark.parametrize("parts", [("master",), ("gradients",), ("optimizer", "master", "gradients")])
+def test_full_training_from_the_hosts_memory_is_the_same(one_device, on_the_device, parts):
+    memory = Memory("block", **{f"offload_{part}": True for part in parts})
+    (found, own), (expected, metrics) = trained_with(one_device, memory, **SECTIONS), on_the_device
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert [one["loss"] for one in own] == [one["loss"] for one in metrics]
+    for one, other in zip(own, metrics):
+        np.testing.assert_allclose(one["grad_norm"], other["grad_norm"], rtol=1e-6)
+    layers = [value for name, value in found.trained.items() if name.startswith("stacks")]
+    assert layers and all(is_on_host(value) == ("master" in parts) for value in layers)
+
+
+def test_quants_of_a_model_that_has_none_are_refused(one_device):
+    with pytest.raises(UserError, match="memory.offload_quants=True: no weight is quantized; set quant.format"):
+        program_of(one_device, Memory(offload_quants=True), lora=Lora(enabled=True))
