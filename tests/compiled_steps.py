@@ -133,7 +133,7 @@ def _compiled_step(
         config = resolve(load_recipe(str(file), folder), file.name, list(overrides.items()))
         mesh = make_mesh(config.mesh, aot.devices(gpu, per_host=cards))
         program = assemble(read_base(config), config, mesh)
-    jit = {"donate_argnums": 0, "compiler_options": compiler_options()}
+    jit = {"donate_argnums": 0, "compiler_options": compiler_options(offloads=program.offloads)}
     return aot.compile_for(gpu, program.step, *program.arguments, mesh=mesh, **jit)
 
 

@@ -134,7 +134,7 @@ def _predict(config: Config, where: Where, measured: calibration.Calibration | N
     began = time.monotonic()
     mesh = make_mesh(config.mesh, aot.devices(where.gpu, where.hosts, where.gpus), config.parallel)
     run = assemble(base_of(config), config, mesh)
-    options = process.compiler_options(config.train.deterministic) | xla_options(where.gpu)
+    options = process.compiler_options(config.train.deterministic, run.offloads) | xla_options(where.gpu)
     compiled = aot.compile_for(
         where.gpu, run.step, *run.arguments, mesh=mesh, donate_argnums=0, compiler_options=options
     )

@@ -52,6 +52,11 @@ class Program(NamedTuple):
         """Of the step, enough to compile it anywhere."""
         return self.state, self.frozen, self.batch, jax.ShapeDtypeStruct((), jnp.float32)
 
+    @property
+    def offloads(self) -> bool:
+        """Whether some of them are in the host's memory."""
+        return any(map(is_on_host, jax.tree.leaves((self.state, self.frozen))))
+
 
 def assemble(base: Base, config: Config, mesh: jax.sharding.Mesh, objective: Objective | None = None) -> Program:
     """The program of a config on the current mesh, which may be of compile-only devices; no file is read.
@@ -162,5 +167,6 @@ def _on_mesh(aval: Any, mesh: jax.sharding.Mesh) -> jax.ShapeDtypeStruct:
 
 def compile_step(program: Program, deterministic: bool) -> jax.stages.Compiled:
     """The step compiled for the current mesh; each call donates the state that it is given."""
-    compiled = jax.jit(program.step, donate_argnums=0, compiler_options=compiler_options(deterministic))
+    options = compiler_options(deterministic, program.offloads)
+    compiled = jax.jit(program.step, donate_argnums=0, compiler_options=options)
     return compiled.lower(*program.arguments).compile()

@@ -26,9 +26,12 @@ def make_evaluate(
     `beat` is called after each batch.
     """
     recipe = recipe_of(config.precision, model.linears)
+    offloads = any(parameter.on_host for parameter in model.parameters.values())
     step = jax.jit(
         make_eval_step(model.graph, task_of(model), recipe, call_of(config, recipe)._replace(remat="none")),
-        compiler_options=compiler_options(config.train.deterministic),
+        compiler_options=compiler_options(
+            config.train.deterministic, any(p.on_host for p in model.parameters.values())
+        ),
     )
     rows_per_batch = config.train.micro_batch_size * data_shards(mesh)
     stop_row = rows.total(1)

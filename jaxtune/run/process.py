@@ -43,6 +43,10 @@ GPU_OPTIONS: Options = {
     # backward pass three times over, and save next to nothing by it.
     "xla_disable_hlo_passes": "rematerialization",
 }
+OFFLOADING_OPTIONS: Options = {
+    # A copy from the host begins while products before its use are computed. XLA's default schedule waits for each.
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+}
 DETERMINISTIC_OPTIONS: Options = {
     # Scatters and reductions without atomics, whose order differs from run to run.
     "xla_gpu_deterministic_ops": True,
@@ -51,11 +55,14 @@ DETERMINISTIC_OPTIONS: Options = {
 }
 
 
-def compiler_options(deterministic: bool = False) -> Options:
-    """`compiler_options` of jax.jit for the device of the mesh in use; what XLA_FLAGS names is left as it says."""
+def compiler_options(deterministic: bool = False, offloads: bool = False) -> Options:
+    """`compiler_options` of jax.jit for the device of the mesh in use; what XLA_FLAGS names is left as it says.
+
+    offloads: whether arguments are in the host's memory.
+    """
     if current_device().platform != "gpu":
         return {}
-    options = GPU_OPTIONS | (DETERMINISTIC_OPTIONS if deterministic else {})
+    options = GPU_OPTIONS | (DETERMINISTIC_OPTIONS if deterministic else {}) | (OFFLOADING_OPTIONS if offloads else {})
     return {name: value for name, value in options.items() if name not in os.environ.get("XLA_FLAGS", "")}
 
 

@@ -25,7 +25,7 @@ STEPS = [
 @pytest.mark.parametrize(("gpu", "recipe", "size", "tokens", "remat", "parts"), STEPS)
 def test_a_step_fits_and_is_in_the_readme(gpu, recipe, size, tokens, remat, parts):
     options = {f"memory__offload_{part}": "True" for part in parts}
-    compiled = compiled_step(recipe, size, remat, rows=1, gpu=gpu, data__seq_len=str(tokens), **options)
+    compiled = compiled_step(recipe, size, remat, 1, rows=1, gpu=gpu, data__seq_len=str(tokens), **options)
     memory = compiled.memory
     assert memory.peak <= USABLE * GPUS[gpu].memory
     cells = f"| {GPUS[gpu].kind} | `{recipe}` | {size} | {tokens:,} | {remat} | {', '.join(parts)} |"
@@ -38,6 +38,6 @@ def test_a_step_fits_and_is_in_the_readme(gpu, recipe, size, tokens, remat, part
 def test_an_array_of_all_layers_is_in_the_hosts_memory_alone():
     """Whether weights, moments or gradients: every one of 36 layers that the program names has memory space 5."""
     options = {f"memory__offload_{part}": "True" for part in FULL}
-    hlo = compiled_step("qwen_full_8bit", "8B", "block", rows=1, gpu="rtx4090", data__seq_len="2048", **options).hlo
+    hlo = compiled_step("qwen_full_8bit", "8B", "block", 1, rows=1, gpu="rtx4090", data__seq_len="2048", **options).hlo
     stacks = re.findall(r"\b\w+\[36,\d{4,},\d{3,}\]\{[^}]*\}", hlo)
     assert stacks and all("S(5)" in stack for stack in stacks)

@@ -1,4 +1,4 @@
-"""Runs of which all that can waits in the host's memory: the same numbers, and files that any other run goes on from."""
+"""Runs of which all that can waits on the host: the same numbers, and files that any other run goes on from."""
 
 import numpy as np
 from runs import call, metrics, recipe_command

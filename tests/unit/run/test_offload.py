@@ -1,5 +1,6 @@
 """What waits in the host's memory: the same training, bit for bit, and no more than a layer of it on the device."""
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from batches import make_batch, tokens
 from tiny import random_values, spec
 
-from jaxtune.config.schema import Config, Data, Memory, Model, Optim, Precision
+from jaxtune.config.schema import Config, Data, Lora, Memory, Mesh, Model, Optim, Precision
 from jaxtune.errors import UserError
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.offload import is_on_host
@@ -85,7 +86,7 @@ def on_the_device():
 
 @pytest.mark.parametrize("parts", [("master",), ("gradients",), ("optimizer", "master", "gradients")])
 def test_full_training_from_the_hosts_memory_is_the_same(one_device, on_the_device, parts):
-    memory = Memory("block", **{f"offload_{part}": True for part in parts})
+    memory = dataclasses.replace(Memory("block"), **{f"offload_{part}": True for part in parts})
     (found, own), (expected, metrics) = trained_with(one_device, memory, **SECTIONS), on_the_device
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert [one["loss"] for one in own] == [one["loss"] for one in metrics]
