@@ -29,9 +29,7 @@ def make_evaluate(
     offloads = any(parameter.on_host for parameter in model.parameters.values())
     step = jax.jit(
         make_eval_step(model.graph, task_of(model), recipe, call_of(config, recipe)._replace(remat="none")),
-        compiler_options=compiler_options(
-            config.train.deterministic, any(p.on_host for p in model.parameters.values())
-        ),
+        compiler_options=compiler_options(config.train.deterministic, offloads),
     )
     rows_per_batch = config.train.micro_batch_size * data_shards(mesh)
     stop_row = rows.total(1)

@@ -208,6 +208,12 @@ def _smaller(config: Config) -> Iterator[tuple[str, Config]]:
         "memory.remat='block'": {"memory": {"remat": "block"}},
         "memory.remat='offload'": {"memory": {"remat": "offload"}} if gpu else {},
         "memory.offload_optimizer=True": {"memory": {"offload_optimizer": True}} if gpu else {},
+        "memory.offload_quants=True": {"memory": {"offload_quants": True}} if gpu else {},
+        "memory.offload_optimizer=True, memory.offload_master=True and memory.offload_gradients=True": {
+            "memory": {"offload_optimizer": True, "offload_master": True, "offload_gradients": True}
+        }
+        if gpu
+        else {},
         "memory.unroll=False": {"memory": {"unroll": False}},
         "lora.enabled=True, adapters instead of all weights": {} if config.lora.enabled else lora,
         "quant.format='nf4', the base in 4 bits, under adapters": nf4 if config.lora.enabled else {**lora, **nf4},
