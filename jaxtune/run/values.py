@@ -129,13 +129,16 @@ def _values(model: Model, wanted: Mapping[str, Parameter], config: Config) -> Pa
     random = wanted if config.model.from_scratch else {name: wanted[name] for name in wanted if name in model.new}
 
     def values(names: Iterable[str]) -> Parameters:
-        new, saved = ({n: wanted[n] for n in names if (n in random) == is_new} for is_new in (True, False))
+        parts: tuple[dict[str, Parameter], dict[str, Parameter]] = ({}, {})
+        for name in names:
+            parts[name in random][name] = wanted[name]
+        saved, new = parts
         found = randomize(new, config.train.seed) if new else {}
         return found | (read_parameters(model, saved) if saved else {})
 
     # Of those that wait on the host, one at a time is on the device.
     waiting = [name for name, parameter in wanted.items() if parameter.on_host]
-    found = values(wanted.keys() - set(waiting))
+    found = values(name for name in wanted if name not in waiting)
     for name in waiting:
         places = jax.tree.map(lambda leaf: leaf.sharding, abstract({name: wanted[name]}))
         found |= jax.device_put(values([name]), places)
