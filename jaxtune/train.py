@@ -27,7 +27,7 @@ from jaxtune.run.folder import RunFolder, closing, resume_command, run_folder
 from jaxtune.run.generation import continue_text
 from jaxtune.run.labels import labelled
 from jaxtune.run.lock import locked
-from jaxtune.run.model import describe_layout, read_base
+from jaxtune.run.model import describe_layout, describe_pipeline, read_base
 from jaxtune.run.values import check_files, frozen_parameters, initial_parameters
 from jaxtune.run.watch import watching
 
@@ -56,6 +56,8 @@ def _train(config: Config, folder: RunFolder) -> bool:
     program = assemble(read_base(config), config, mesh)
     model = program.model
     log.info(describe_layout(model, mesh))
+    if mesh.shape["stage"] > 1:
+        log.info(describe_pipeline(model, config))
     check_files(model, config)
     memory.check_state(config, program, mesh)
 

@@ -287,7 +287,7 @@ class Parallel:
         "between attention and feed-forward, shard positions over mesh.tensor (sequence parallelism of Megatron-LM, "
         "2022): activations take less memory; with quantized or low-precision weights, half as much again is sent")
     pipeline: Literal["1f1b", "gpipe"] = option("1f1b",
-        "order of micro-batches in a pipeline: '1f1b' computes the backward pass of each as soon as it can, so that the "
+        "order of micro-batches in a pipeline: '1f1b' computes the backward pass of each as soon as it can, so that "
         "activations of few are kept; 'gpipe' after all forward passes", when="mesh.stage != 1")
     virtual_stages: int = option(1,
         "parts of a stage, between which others compute theirs (interleaved 1F1B): stages wait less for each other and "

@@ -311,8 +311,10 @@ def randomize(parameters: Mapping[str, Parameter], seed: int) -> Parameters:
 
 def undivided(spec: ModelSpec, parameters: Mapping[str, Parameter], mesh: jax.sharding.Mesh) -> list[str]:
     """Complaints about dimensions that the mesh does not divide, each with the sizes that would."""
-    rules, mixers = RULES.value, {layer.mixer for layer in spec.layers}
-    divided = {("heads", _mixed_apart(mixer), axes_in(by_head()[2])) for mixer in mixers}
+    rules, mixers, divided = RULES.value, {layer.mixer for layer in spec.layers}, set()
+    for stack in spec.stacks:
+        with RULES(rules.within_a_stage() if stack.stages > 1 else rules):
+            divided |= {("heads", _mixed_apart(layer.mixer), axes_in(by_head()[2])) for layer in stack.period}
     for layout in {rules.parameters, rules.gradients, rules.optimizer}:
         # A head is never split, so that their number counts, not that of their features.
         divided |= {(name, size, axes_of(name, layout)) for mixer in mixers for name, size in _heads(mixer)}

@@ -13,7 +13,7 @@ from jaxtune.models.call import Call
 from jaxtune.models.decoder import Decoder, Stack, Sums, inputs_of, joined
 from jaxtune.models.spec import ModelSpec
 from jaxtune.parallel.layout import RULES, P, by_residual, by_token
-from jaxtune.parallel.pipeline import by_stage
+from jaxtune.parallel.pipeline import by_stage, from_one
 
 Batch = dict[str, Array]
 # Of a batch, what layers see.
@@ -107,9 +107,7 @@ def zeros_like(shapes: Any) -> Any:
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, out_sharding=leaf.sharding.spec), shapes)
 
 
-def in_turn(
-    decoder: Decoder, x: Float[Array, "b s d"], batch: Batch, call: Call
-) -> tuple[Float[Array, "b s d"], Sums]:
+def in_turn(decoder: Decoder, x: Float[Array, "b s d"], batch: Batch, call: Call) -> tuple[Float[Array, "b s d"], Sums]:
     """Through all chunks, one after the other: a forward pass, in which a stage waits while others compute."""
     assert decoder.pipeline is not None
     stack, spec = decoder.stacks[decoder.pipeline].stack, decoder.spec
@@ -133,8 +131,7 @@ def in_turn(
         start = x, jax.tree.map(lambda leaf: jnp.stack([leaf] * stack.chunks), none)
         x, sums = jax.lax.fori_loop(0, stack.stages * stack.chunks, hop, start)
         first = jax.lax.axis_index("stage") == 0  # the last chunk's output has come round to it
-        x = jax.lax.psum(jnp.where(first, x, 0), "stage")
-        return x, jax.tree.map(lambda leaf: leaf[None], sums)
+        return from_one(x, first), jax.tree.map(lambda leaf: leaf[None], sums)
 
     x, sums = by_stage(on_stage, (STAGES, P(), P()), (P(), STAGES))(weights, x, seen_by_stages(batch))
     return x, in_order(sums)

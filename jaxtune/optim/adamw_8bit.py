@@ -73,7 +73,8 @@ def adamw_8bit(beta1: float, beta2: float, epsilon: float) -> Rule:
         def init_shard(parameter):
             return {name: _zeros(parameter.shape, block, value) for name, value in ZERO.items()}
 
-        return jax.shard_map(init_shard, out_specs=jax.typeof(parameter).sharding.spec)(parameter)
+        spec = jax.typeof(parameter).sharding.spec
+        return jax.shard_map(init_shard, in_specs=spec, out_specs=spec)(parameter)
 
     def update(gradient, state, parameter, at):
         step = Step(at.rate, jnp.float32(1), jnp.bool(True), jax.random.key(0))
@@ -117,8 +118,9 @@ def _whole(adam: Adam, before: Updated, gradient: Array, at: At, step: Step, sta
         after, mu, nu = kernel.adamw_8bit(gradient, (parameter, state["mu"], state["nu"]), here, adam)
         return jax.tree.map(lambda leaf, like: leaf.reshape(like.shape), (after, {"mu": mu, "nu": nu}), before)
 
-    specs = jax.tree.map(lambda array: jax.typeof(array).sharding.spec, before)
-    return jax.shard_map(of_shard, out_specs=specs)(before, gradient, here)
+    arguments = before, gradient, here
+    specs = jax.tree.map(lambda array: jax.typeof(array).sharding.spec, arguments)
+    return jax.shard_map(of_shard, in_specs=specs, out_specs=specs[0])(*arguments)
 
 
 def float32_moments(parameters: Mapping[str, "Parameter"]) -> list[str]:

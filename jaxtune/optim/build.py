@@ -1,7 +1,8 @@
 """The optimizer of a run: a rule for each parameter, and the state of them all."""
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +14,12 @@ from jaxtune.config.schema import Optim
 from jaxtune.models.dropout import named_key
 from jaxtune.optim import multipliers, rules
 from jaxtune.optim.adamw_8bit import adamw_8bit
-from jaxtune.optim.driver import layer_after_layer, updated
+from jaxtune.optim.driver import layer_after_layer, on_stages, over_stages, updated
 from jaxtune.optim.muon import muon, normuon
-from jaxtune.optim.rules import At, Rule, RuleState, Step
+from jaxtune.optim.rules import At, Rule, RuleState, Step, Updated
 from jaxtune.parallel.layout import moved
 from jaxtune.parallel.offload import is_on_host, put_beside, to_device
+from jaxtune.parallel.pipeline import by_stage
 
 Parameters = Mapping[str, Array]
 
@@ -62,16 +64,17 @@ class Trained(NamedTuple):
         if len(self.lead) < 2 or not leaf.ndim:
             return leaf
         experts, *rest = jax.typeof(leaf).sharding.spec
+        # Of a pipeline the devices of a stage have some of the layers.
         if experts is None:
-            return jnp.reshape(leaf, (*self.lead, *leaf.shape[1:]), out_sharding=jax.P(None, None, *rest))
-        by_expert = (*self.lead[::-1], *leaf.shape[1:])
+            return jnp.reshape(leaf, (-1, *self.lead[1:], *leaf.shape[1:]), out_sharding=jax.P(None, None, *rest))
+        by_expert = (self.lead[1], -1, *leaf.shape[1:])
         return jnp.moveaxis(jnp.reshape(leaf, by_expert, out_sharding=jax.P(experts, None, *rest)), 0, 1)
 
-    def in_order(self, factor: multipliers.Factor, joined: Array) -> multipliers.Factor:
+    def in_order(self, factor: Any, joined: Array) -> Any:
         """A factor of each element of the leading axes, in the order of the joined parameter."""
         if len(self.lead) < 2 or np.ndim(factor) == 0 or jax.typeof(joined).sharding.spec[0] is None:
             return factor
-        return np.reshape(factor, self.lead).T.reshape(-1)
+        return factor.reshape(-1, self.lead[1]).T.reshape(-1)
 
 
 def build(optim: Optim, trained: Mapping[str, Trained], layers: int, dtype: DTypeLike = jnp.bfloat16) -> Optimizer:
@@ -90,7 +93,7 @@ def build(optim: Optim, trained: Mapping[str, Trained], layers: int, dtype: DTyp
     def init(parameters: Parameters) -> OptimizerState:
         def one(name: str, parameter: Array) -> RuleState:
             rule, own = of[name], trained[name]
-            parameter = own.joined(moved(parameter, own.place))
+            parameter = own.joined(parameter)
 
             def first(parameter: Array) -> RuleState:
                 state = rule.init(to_device(parameter).astype(jnp.float32))
@@ -109,7 +112,14 @@ def build(optim: Optim, trained: Mapping[str, Trained], layers: int, dtype: DTyp
                 state = first(parameter)
             return jax.tree.map(own.parted, state)
 
-        return OptimizerState(jnp.zeros((), jnp.int32), {name: one(name, p) for name, p in parameters.items()})
+        def of_all(name: str, parameter: Array) -> RuleState:
+            own, here = partial(one, name), moved(parameter, trained[name].place)
+            if not staged(here):
+                return own(here)
+            shapes = jax.eval_shape(own, jax.ShapeDtypeStruct(here.shape, here.dtype))
+            return by_stage(own, jax.P("stage"), jax.tree.map(over_stages, shapes))(here)
+
+        return OptimizerState(jnp.zeros((), jnp.int32), {name: of_all(name, p) for name, p in parameters.items()})
 
     def _as_stored(leaf: Array, parameter: Array) -> Array:
         is_moment = leaf.shape == parameter.shape and leaf.dtype == jnp.float32
@@ -125,18 +135,10 @@ def build(optim: Optim, trained: Mapping[str, Trained], layers: int, dtype: DTyp
             own_step = step._replace(key=named_key(step.key, name))
             # With a layout of its own (ZeRO) the state stays where it is: parameter and gradient come to it, and the
             # new parameter goes back.
-            moments, (here, gradient) = state.rules[name], (moved(x, own.place) for x in (parameter, gradients[name]))
-            before, gradient = jax.tree.map(own.joined, ((here, moments), gradient))
-            at = At(state.count, rate, *(own.in_order(factors[name], gradient) for factors in (rates, decays)))
-            waits = any(map(is_on_host, jax.tree.leaves((before, gradient))))
-            if own.lead and (waits or (rule.by_layer and rule.whole is None)):
-                now = layer_after_layer(rule, before, gradient, at, own_step)
-            elif rule.whole is not None:
-                now = rule.whole(to_device(before), to_device(gradient), at, own_step, bool(own.lead))
-            else:
-                now = updated(rule, to_device(before), to_device(gradient), at, own_step)
-            now = jax.tree.map(put_beside, now, before)
-            new, rule_state = jax.tree.map(own.parted, now)
+            here, gradient = (moved(x, own.place) for x in (parameter, gradients[name]))
+            run = partial(on_stages, partial(_advanced, rule, own)) if staged(here) else partial(_advanced, rule, own)
+            factors = rates[name], decays[name]
+            new, rule_state = run((here, state.rules[name]), gradient, factors, (state.count, rate), own_step)
             after[name] = moved(new, stored_at(name, parameter)), rule_state
         count = state.count + step.finite
         states = {name: rule_state for name, (_, rule_state) in after.items()}
@@ -151,6 +153,24 @@ def build(optim: Optim, trained: Mapping[str, Trained], layers: int, dtype: DTyp
         return {name: one(name, parameter) for name, parameter in parameters.items()}
 
     return Optimizer(init, update, point)
+
+
+def staged(parameter: Array) -> bool:
+    """Whether its layers are divided over the stages of a pipeline."""
+    return jax.typeof(parameter).sharding.spec[:1] == ("stage",)
+
+
+def _advanced(rule: Rule, own: Trained, before: Updated, gradient: Array, factors: Any, at: Any, step: Step) -> Updated:
+    """The next parameter and state; `at`: count and rate, `factors`: those of the rate and of the decay."""
+    before, gradient = jax.tree.map(own.joined, (before, gradient))
+    where = At(*at, *(own.in_order(factor, gradient) for factor in factors))
+    waits = any(map(is_on_host, jax.tree.leaves((before, gradient))))
+    if own.lead and (waits or (rule.by_layer and rule.whole is None)):
+        now = layer_after_layer(rule, before, gradient, where, step)
+    else:
+        given = to_device(before), to_device(gradient), where, step
+        now = updated(rule, *given) if rule.whole is None else rule.whole(*given, bool(own.lead))
+    return jax.tree.map(own.parted, jax.tree.map(put_beside, now, before))
 
 
 def _zeros_of_a_layer(stacked: Array) -> Array:

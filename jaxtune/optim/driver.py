@@ -1,5 +1,6 @@
 """How a rule's update is run on parameters and state as they are stored."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ from jaxtyping import Array, BFloat16, Float32
 
 from jaxtune.optim.rules import At, Rule, Step, Updated
 from jaxtune.parallel.offload import put_beside, to_device
+from jaxtune.parallel.pipeline import by_stage
 from pallas_kernels.stochastic_rounding import random_bits, to_bfloat16
 
 
@@ -29,9 +31,9 @@ def updated(rule: Rule, before: Updated, gradient: Array, at: At, step: Step) ->
     return jax.tree.unflatten(tree, [stored(*leaf) for leaf in zip(new, jax.tree.leaves(before), keys)])
 
 
-def _along_layers(value: float | np.ndarray, dimensions: int) -> Any:
+def _along_layers(value: Any, dimensions: int) -> Any:
     """A number, or one for each layer in a shape that broadcasts over a stacked parameter."""
-    return value.reshape(-1, *(1,) * (dimensions - 1)) if isinstance(value, np.ndarray) else value
+    return value.reshape(-1, *(1,) * (dimensions - 1)) if np.ndim(value) else value
 
 
 def layer_after_layer(rule: Rule, before: Updated, gradient: Array, at: At, step: Step) -> Updated:
@@ -46,7 +48,7 @@ def layer_after_layer(rule: Rule, before: Updated, gradient: Array, at: At, step
         return to_device(jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=stacked), stack))
 
     def of_layer(value: Any, layer: Array) -> Any:
-        return jnp.asarray(value)[layer] if isinstance(value, np.ndarray) else value
+        return jnp.asarray(value)[layer] if np.ndim(value) else value
 
     def body(layer: Array, stack: Updated) -> Updated:
         here = At(at.count, at.rate, of_layer(at.multiplier, layer), of_layer(at.decay, layer))
@@ -57,6 +59,22 @@ def layer_after_layer(rule: Rule, before: Updated, gradient: Array, at: At, step
         return jax.tree.map(lambda leaf, new: jax.lax.dynamic_update_index_in_dim(leaf, new, layer, 0), stack, after)
 
     return jax.lax.fori_loop(0, len(gradient), body, before)
+
+
+def over_stages(leaf: Any) -> jax.P:
+    """PartitionSpec of an array with the layers of all stages, or of a number that they share."""
+    return jax.P("stage") if np.ndim(leaf) else jax.P()
+
+
+def on_stages(update: Callable[..., Updated], before: Updated, gradient: Array, factors: Any, at: Any, step: Step):
+    """An update of a parameter whose layers are divided over stages, each of which updates its own."""
+
+    def own(before: Updated, gradient: Array, factors: Any, at: Any, step: Step) -> Updated:
+        key = jax.random.fold_in(step.key, jax.lax.axis_index("stage"))
+        return update(before, gradient, factors, at, step._replace(key=key))
+
+    spread = jax.tree.map(over_stages, (before, gradient, factors))
+    return by_stage(own, (*spread, jax.P(), jax.P()), spread[0])(before, gradient, factors, at, step)
 
 
 def round_stochastically(x: Float32[Array, "*shape"], key: Array, first: Any = 0) -> BFloat16[Array, "*shape"]:

@@ -1,5 +1,7 @@
 """Newton-Schulz orthogonalisation of a stack of matrices, each whole on one device of the mesh."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -38,7 +40,8 @@ def orthogonalize(
     # all-to-all over the second axis trades half of these layers for the other half of o, (12, o, i/4); one over the
     # third leaves (3, o, i): three whole matrices on each of 16 devices. The way back is the reverse.
     exchanged = [(dimension, _several(axes)) for dimension, axes in enumerate(spec) if axes is not None]
-    replicated = tuple(axis for axis in own.mesh.shape if not any(axis in axes for _, axes in exchanged))
+    here = {axis: size for axis, size in own.mesh.shape.items() if axis not in own.mesh.manual_axes}
+    replicated = tuple(axis for axis in here if not any(axis in axes for _, axes in exchanged))
 
     def on_a_device(stack):
         for dimension, axes in exchanged:
@@ -49,7 +52,7 @@ def orthogonalize(
         return stack
 
     layers = len(matrices)
-    stack = jnp.pad(matrices.astype(dtype), ((0, -layers % own.mesh.size), (0, 0), (0, 0)))
+    stack = jnp.pad(matrices.astype(dtype), ((0, -layers % math.prod(here.values())), (0, 0), (0, 0)))
     spread = P(replicated, *spec[1:])
     mapped = jax.shard_map(on_a_device, in_specs=spread, out_specs=spread)
     stack = jax.reshard(mapped(jax.reshard(stack, spread)), own)

@@ -7,8 +7,7 @@ Imports nothing from jaxtune, so that models may use it.
 
 import math
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass, fields
-from typing import Any
+from dataclasses import astuple, dataclass
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -71,18 +70,19 @@ class Rules:
             if list(axes) != sorted(axes, key=self.gathered.__contains__):
                 raise ValueError(f"of {axes} the axes that are gathered, {self.gathered}, must come last")
 
-
     def within_a_stage(self) -> "Rules":
         """The rules of devices that are one stage of a pipeline: the axis of stages shards nothing there."""
 
         def without(axes: Axes) -> Axes:
             return tuple(axis for axis in axes if axis != "stage")
 
-        def inside(rules: "Rules | Layout") -> Any:
-            values = ((field.name, getattr(rules, field.name)) for field in fields(rules))
-            return type(rules)(**{n: inside(v) if isinstance(v, Layout) else without(v) for n, v in values})
+        def inside(layout: Layout) -> Layout:
+            return Layout(*map(without, astuple(layout)))
 
-        return inside(self)
+        return Rules(
+            *(inside(self.parameters), inside(self.gradients), inside(self.optimizer)),
+            *(without(self.gathered), without(self.batch), without(self.positions), without(self.residual)),
+        )
 
 
 # The rules in use are RULES.value, as `make_mesh` sets them. `with RULES(other):` uses others, in this thread. A user

@@ -5,12 +5,12 @@ then one backward; what a chunk makes reaches the next chunk in the next tick.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Array, Bool, Int
 
 from jaxtune.parallel.layout import RULES
 
@@ -25,16 +25,11 @@ class Work(NamedTuple):
     slot: Int[np.ndarray, "ticks stages"]  # of the stage's input, among those that it holds
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """A step of a pipeline.
+class Ticks(NamedTuple):
+    """What happens in each tick.
 
-    Attributes:
-        forward, backward: the work of each tick.
-        entering, leaving, returning: (ticks,) micro-batches of which in this tick the first chunk takes the input, the
-            last one makes the output, and the first one makes the gradient of its input; -1: none.
-        slots: inputs that a stage holds at most, for its backward passes.
-        waiting: outputs of the last chunk that wait at most for its backward pass.
+    entering, leaving, returning: the micro-batch of which the first chunk takes the input, the last one makes the
+    output, and the first one makes the gradient of its input; -1: none.
     """
 
     forward: Work
@@ -42,14 +37,24 @@ class Schedule:
     entering: Int[np.ndarray, " ticks"]
     leaving: Int[np.ndarray, " ticks"]
     returning: Int[np.ndarray, " ticks"]
+
+
+class Schedule(NamedTuple):
+    """A step of a pipeline.
+
+    slots: inputs that a stage holds at most, for its backward passes. waiting: outputs of the last chunk that wait at
+    most for its backward pass.
+    """
+
+    ticks: Ticks
     slots: int
     waiting: int
 
     @property
     def bubble(self) -> float:
-        """The part of a stage's time in which it waits for others, if all its chunks take the same time."""
-        busy = (self.forward.micro_batch >= 0).any(1).sum()
-        return 1 - (self.forward.micro_batch >= 0).sum() / self.forward.micro_batch.shape[1] / busy
+        """The part of a stage's time in which it waits for others, if all chunks take the same time."""
+        forward = self.ticks.forward.micro_batch >= 0
+        return 1 - forward.mean(1)[forward.any(1)].mean().item()
 
 
 def schedule(stages: int, chunks: int, micro_batches: int, order: Order) -> Schedule:
@@ -86,7 +91,7 @@ def schedule(stages: int, chunks: int, micro_batches: int, order: Order) -> Sche
         return found
 
     ends = of(forward[0, 0]), of(forward[-1, -1]), of(backward[0, 0])
-    return Schedule(work(forward), work(backward), *ends, slots, waiting)
+    return Schedule(Ticks(work(forward), work(backward), *ends), slots, waiting)
 
 
 def _fewest(turn: np.ndarray, begin: np.ndarray, end: np.ndarray) -> int:
@@ -103,6 +108,16 @@ def _fewest(turn: np.ndarray, begin: np.ndarray, end: np.ndarray) -> int:
         return True
 
     return next(slots for slots in range(1, turn.max() + 2) if enough(slots))
+
+
+def from_one(x: Array, is_own: Bool[Array, ""]) -> Array:
+    """On the devices of each stage: the x of the one stage where `is_own`, or zeros where there is none.
+
+    A sum of the bits: XLA's code for CPUs has no sum of bfloat16 over an axis that is manual alone.
+    """
+    apart = jnp.reshape(jnp.where(is_own, x, 0), (*x.shape[:-1], -1, 4 // x.dtype.itemsize))
+    words = jax.lax.psum(jax.lax.bitcast_convert_type(apart, jnp.uint32), "stage")
+    return jnp.reshape(jax.lax.bitcast_convert_type(words, x.dtype), x.shape)
 
 
 def by_stage(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:

@@ -124,8 +124,9 @@ def _made(weight: Float[Array, "*stack o i"], numbers: Numbers, places: Operands
     make = numbers.operands
     for _ in range(weight.ndim - 2):
         make = jax.vmap(make)
-    # Formats say nothing of shardings: XLA chooses those inside.
-    return cast(Operands, jax.sharding.auto_axes(make, out_sharding=places)(weight))
+    # Formats say nothing of shardings: XLA chooses those inside. An axis of stages may be manual here, and stays so.
+    axes = jax.sharding.get_abstract_mesh().explicit_axes
+    return cast(Operands, jax.sharding.auto_axes(make, axes=axes, out_sharding=places)(weight))
 
 
 def _shapes(numbers: Numbers, shape: tuple[int, ...], dtype: Any) -> Operands:

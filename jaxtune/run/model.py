@@ -24,6 +24,7 @@ from jaxtune.models.treat import linears as linears_by_name
 from jaxtune.monitor.throughput import Work
 from jaxtune.parallel.layout import RULES, Layout, axes_of, shards, spec
 from jaxtune.parallel.mesh import misfit
+from jaxtune.parallel.pipeline import schedule
 from jaxtune.precision.linears import Linears
 from jaxtune.precision.operands import Numbers
 from jaxtune.precision.recipes import check_device, linears_of
@@ -234,8 +235,8 @@ def _on_mesh(spec: ModelSpec, mesh: jax.sharding.Mesh, chunks: int) -> ModelSpec
     if stages > 1 and all(stack.stages == 1 for stack in spec.stacks):
         most = max(stack.repeats for stack in spec.stacks)
         raise UserError(
-            f"mesh.stage={stages}, parallel.virtual_stages={chunks}: a pipeline of {stages * chunks} parts needs as many "
-            f"equal layers, or periods of layers, one after another, and the model, a {spec.family}, has {most}"
+            f"mesh.stage={stages}, parallel.virtual_stages={chunks}: a pipeline of {stages * chunks} parts needs as "
+            f"many equal layers, or periods of layers, in a row, and of the model, a {spec.family}, there are {most}"
         )
     return spec
 
@@ -376,6 +377,20 @@ def _divided(layout: Layout, axes: Set[str]) -> dict[str, Any]:
     """By logical dimension, the mesh axes that divide it."""
     names = (field.name for field in dataclasses.fields(layout))
     return {name: spec(name, layout=layout)[0] for name in names if not axes.isdisjoint(axes_of(name, layout))}
+
+
+def describe_pipeline(model: Model, config: Config) -> str:
+    """Which layers its stages compute, and how long a stage waits for others, one line."""
+    (stack,) = (one for one in model.spec.stacks if one.stages > 1)
+    order, count = config.parallel.pipeline, config.train.grad_accum_steps
+    made = schedule(stack.stages, stack.chunks, count, order)
+    layers, rest = len(stack.period) * stack.repeats, len(model.spec.layers) - len(stack.period) * stack.repeats
+    return (
+        f"pipeline: {layers} layers from layer {stack.first} in {stack.stages} stages"
+        f"{f' of {stack.chunks} parts' if stack.chunks > 1 else ''}"
+        f"{f', the other {rest} on all devices' if rest else ''}; {order} over {count} micro-batches "
+        f"(train.grad_accum_steps): a stage waits {made.bubble:.0%} of the time and holds {made.slots} inputs"
+    )
 
 
 def describe_layout(model: Model, mesh: jax.sharding.Mesh) -> str:

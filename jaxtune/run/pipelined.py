@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxtune.errors import UserError
 from jaxtune.models.call import Call
 from jaxtune.models.decoder import Parameters, bind
 from jaxtune.models.decoder import Sums as Emitted
@@ -22,11 +23,11 @@ from jaxtune.models.pipeline import STAGES, enter, in_order, leave, of_chunk, se
 from jaxtune.models.score import Batch
 from jaxtune.objectives.objective import Objective, Sums
 from jaxtune.parallel.layout import P, moved
-from jaxtune.parallel.pipeline import Order, by_stage, schedule
+from jaxtune.parallel.pipeline import Order, Work, by_stage, from_one, schedule
 from jaxtune.precision.linears import Linears
 from jaxtune.precision.recipes import Recipe
 from jaxtune.run.state import Scaling
-from jaxtune.run.step import Gradients, Summed, scores_of, weights_of_step, zeros
+from jaxtune.run.step import Gradients, Summed, scores_of, weights_of_step
 
 Index = Int[Array, ""]
 
@@ -75,7 +76,10 @@ def pipelined_gradients(
     """Gradients of the objective, micro-batches one after the other through the stages; `call` without noise.
 
     places: PartitionSpecs in which gradients are summed, where they are not the parameters' own.
+    Raises UserError for an objective that compares with a reference.
     """
+    if objective.reference:
+        raise UserError("mesh.stage: not available yet for an objective that compares with a reference; take mesh.fsdp")
 
     def gradients(
         trained: Parameters, frozen: Parameters, batch: Batch, step: Array, scaling: Scaling = Scaling()
@@ -125,147 +129,132 @@ def pipelined_gradients(
             return sums.loss * magnified, sums
 
         # ---- what a stage does in a tick ----
-        def forward(part: Part, row: Any, x: Array, arriving: Array, inputs: Array, emitted: Emitted, seen: Batch, key):
-            (number, chunk, slot), here = _own(row.forward)
+        def forward(
+            part: Part, work: Work, leaving: Index, x: Array, arriving: Array, inputs: Array, emitted: Emitted,
+            seen: Batch, key: Array,
+        ) -> tuple[Array, tuple[Array, Array, Emitted]]:  # fmt: skip
+            (number, chunk, slot), here = _own(work)
             arriving, inputs, emitted = jax.tree.map(lambda leaf: leaf[0], (arriving, inputs, emitted))
             x = jnp.where((here == 0) & (chunk == 0), x, arriving)
 
             def compute(x: Array) -> tuple[Array, Emitted]:
-                return of_chunks(_chunk(part, chunk, stack.chunks), chunk, _at(seen, number), key, x)
+                return of_chunks(of_chunk(part, chunk, stack.chunks), chunk, _at(seen, number), key, x)
 
             y, sums = jax.lax.cond(number >= 0, compute, lambda x: zeros_like(jax.eval_shape(compute, x)), x)
             held = jnp.where(number >= 0, x, _at(inputs, slot))
             inputs = jax.lax.dynamic_update_index_in_dim(inputs, held, slot, 0)
             emitted = jax.tree.map(lambda all, own: _put(all, own, chunk, number), emitted, sums)
-            leaving = _of_all(row.leaving >= 0, jnp.where((here == last[0]) & (chunk == last[1]), y, 0))
-            return leaving, jax.tree.map(lambda leaf: leaf[None], (_sent(y, 1, stack.stages), inputs, emitted))
+            sent = jax.tree.map(lambda leaf: leaf[None], (_sent(y, 1, stack.stages), inputs, emitted))
+            return _taken(leaving, y, (here == last[0]) & (chunk == last[1])), sent
 
         def backward(
-            part: Part, row: Any, total: Total, waiting: Array, returning: Array, inputs: Array, of_emitted: Emitted,
-            seen: Batch, key: Array,
-        ):  # fmt: skip
-            (number, chunk, slot), here = _own(row.backward)
+            part: Part, work: Work, leaving: Index, total: Total, waiting: Array, returning: Array, inputs: Array,
+            of_emitted: Emitted, seen: Batch, key: Array,
+        ) -> tuple[Array, Total, Array]:  # fmt: skip
+            (number, chunk, slot), here = _own(work)
             returning, inputs, of_emitted = jax.tree.map(lambda leaf: leaf[0], (returning, inputs, of_emitted))
-            is_last = (here == last[0]) & (chunk == last[1])
-            dy = jnp.where(is_last, _at(waiting, number % plan.waiting), returning), _at(_at(of_emitted, chunk), number)
+            dy = jnp.where((here == last[0]) & (chunk == last[1]), _at(waiting, number % plan.waiting), returning)
 
             def compute(total: Total) -> tuple[Total, Array]:
-                own = _chunk(part, chunk, stack.chunks)
+                own = of_chunk(part, chunk, stack.chunks)
 
                 def of(trained: Parameters, scales: dict[str, Array], x: Array) -> tuple[Array, Emitted]:
                     return of_chunks(own._replace(trained=trained, scales=scales), chunk, _at(seen, number), key, x)
 
                 _, transposed = jax.vjp(of, own.trained, own.scales, _at(inputs, slot))
-                *found, dx = transposed(dy)
-                before = _chunk(total, chunk, stack.chunks)
-                return _with_chunk(total, _added(before, Total(*found), places_in), chunk, stack.chunks), dx
+                *found, dx = transposed((dy, _at(_at(of_emitted, chunk), number)))
+                so_far = of_chunk(total, chunk, stack.chunks)
+                return _with_chunk(total, _added(so_far, Total(*found), places_in), chunk, stack.chunks), dx
 
-            total, dx = jax.lax.cond(number >= 0, compute, lambda total: (total, jnp.zeros_like(dy[0])), total)
-            back = _of_all(row.returning >= 0, jnp.where((here == 0) & (chunk == 0), dx, 0))
-            return back, total, _sent(dx, -1, stack.stages)[None]
+            total, dx = jax.lax.cond(number >= 0, compute, lambda total: (total, jnp.zeros_like(dy)), total)
+            return _taken(leaving, dx, (here == 0) & (chunk == 0)), total, _sent(dx, -1, stack.stages)[None]
 
         # ---- a tick of all stages, and of what comes before and after them ----
-        entering = jax.eval_shape(before, trained, scales, jnp.int32(0))
-        on_stages = (STAGES, P())
-
         def tick(carry: Carry, row: Any) -> tuple[Carry, None]:
-            is_any = row.entering >= 0
-            x, entered = jax.lax.cond(
-                is_any, lambda: before(trained, scales, row.entering), lambda: zeros_like(entering)
-            )
+            def take() -> tuple[Array, Emitted]:
+                return before(trained, scales, row.entering)
+
+            x, entered = jax.lax.cond(row.entering >= 0, take, lambda: zeros_like(jax.eval_shape(take)))
             entered = jax.tree.map(lambda all, own: _put(all, own, row.entering), carry.entered, entered)
-            specs = (*on_stages, P(), STAGES, STAGES, STAGES, P(), P())
+            specs = (STAGES, P(), P(), P(), STAGES, STAGES, STAGES, P(), P())
             leaving, (arriving, inputs, emitted) = by_stage(forward, specs, (P(), STAGES))(
-                inside, row, x, carry.arriving, carry.inputs, carry.emitted, seen, key
+                inside, row.forward, row.leaving, x, carry.arriving, carry.inputs, carry.emitted, seen, key
             )
             carry = carry._replace(arriving=arriving, inputs=inputs, emitted=emitted, entered=entered)
             carry = jax.lax.cond(row.leaving >= 0, score, lambda carry, *_: carry, carry, leaving, row.leaving)
-            specs = (*on_stages, STAGES, P(), STAGES, STAGES, STAGES, P(), P())
+            specs = (STAGES, P(), P(), STAGES, P(), STAGES, STAGES, STAGES, P(), P())
             dx, total, returning = by_stage(backward, specs, (P(), STAGES, STAGES))(
-                inside, row, carry.inside, carry.waiting, carry.returning, carry.inputs, carry.of_emitted, seen, key
+                *(inside, row.backward, row.returning, carry.inside, carry.waiting, carry.returning),
+                *(carry.inputs, carry.of_emitted, seen, key),
             )
             carry = carry._replace(inside=total, returning=returning)
             return jax.lax.cond(row.returning >= 0, embed, lambda carry, *_: carry, carry, dx, row.returning), None
 
         def score(carry: Carry, x: Array, number: Index) -> Carry:
-            emitted = jax.tree.map(lambda leaf: _at(leaf, number, axis=2), carry.emitted)
-            entered = _at(carry.entered, number)
-            (_, sums), (*found, dx, of_entered, of_emitted) = jax.value_and_grad(after, (0, 1, 2, 3, 4), has_aux=True)(
+            emitted, entered = _at(carry.emitted, number, axis=2), _at(carry.entered, number)
+            (_, sums), (*found, dx, of_entered, of_emitted) = jax.value_and_grad(after, range(5), has_aux=True)(
                 trained, scales, x, entered, emitted, number
             )
-            waiting = jax.lax.dynamic_update_index_in_dim(carry.waiting, dx, number % plan.waiting, 0)
+            put = partial(jax.lax.dynamic_update_index_in_dim, index=number)
             return carry._replace(
-                waiting=waiting,
-                of_entered=jax.tree.map(lambda all, own: _put(all, own, number), carry.of_entered, of_entered),
-                of_emitted=jax.tree.map(
-                    lambda all, own: jax.lax.dynamic_update_index_in_dim(all, own, number, 2),
-                    carry.of_emitted,
-                    of_emitted,
-                ),
+                waiting=jax.lax.dynamic_update_index_in_dim(carry.waiting, dx, number % plan.waiting, 0),
+                of_entered=jax.tree.map(partial(put, axis=0), carry.of_entered, of_entered),
+                of_emitted=jax.tree.map(partial(put, axis=2), carry.of_emitted, of_emitted),
                 outside=_added(carry.outside, Total(*found), places_out),
                 sums=jax.tree.map(jnp.add, carry.sums, sums),
             )
 
         def embed(carry: Carry, dx: Array, number: Index) -> Carry:
-            _, transposed = jax.vjp(lambda trained, scales: before(trained, scales, number), trained, scales)
+            _, transposed = jax.vjp(partial(before, number=number), trained, scales)
             found = transposed((dx, _at(carry.of_entered, number)))
             return carry._replace(outside=_added(carry.outside, Total(*found), places_out))
 
         # ---- the step ----
+        def nothing(part: Part, seen: Batch, key: Array, x: Array) -> Emitted:
+            """Of all chunks and micro-batches of a stage."""
+            first = jnp.int32(0)
+            shapes = jax.eval_shape(of_chunks, of_chunk(part, first, stack.chunks), first, _at(seen, 0), key, x)[1]
+            return zeros_like(jax.tree.map(lambda leaf: _behind(leaf, 1, stack.chunks, count), shapes))
+
         def start(part: Part, places: Mapping[str, jax.P]) -> Total:
             zero = jax.tree.map(lambda p: jnp.zeros_like(p, recipe.gradient_dtype), part.trained)
             return Total(_placed(zero, places), jax.tree.map(jnp.zeros_like, part.scales))
 
-        x, entered = entering
-        emitted = jax.eval_shape(
-            by_stage(lambda part, x, seen, key: jax.tree.map(
-                lambda leaf: leaf[None], of_chunks(_chunk(part, jnp.int32(0), stack.chunks), jnp.int32(0), _at(seen, 0), key, x)[1]
-            ), (STAGES, P(), P(), P()), STAGES), inside, x, seen, key
-        )  # fmt: skip
-        emitted_zero = zeros_like(jax.tree.map(lambda leaf: _behind(leaf, 1, stack.chunks, count), emitted))
-        entered_zero = zeros_like(jax.tree.map(lambda leaf: _behind(leaf, 0, count), entered))
-        one_micro = jax.tree.map(lambda leaf: _without(leaf, 2), jax.eval_shape(lambda: emitted_zero))
-        _, sums = jax.eval_shape(after, trained, scales, x, entered, one_micro, jnp.int32(0))
-        of_stages = jnp.zeros((stack.stages, *x.shape), x.dtype, out_sharding=P("stage", *x.sharding.spec))
-        carry = Carry(
-            inputs=zeros_like(_behind(jax.typeof(of_stages), 1, plan.slots)),
+        x, entered = zeros_like(jax.eval_shape(before, trained, scales, jnp.int32(0)))
+        emitted = by_stage(nothing, (STAGES, P(), P(), P()), STAGES)(inside, seen, key, x)
+        of_micro = x, entered, _at(emitted, 0, axis=2)
+        _, sums = jax.eval_shape(after, trained, scales, *of_micro, jnp.int32(0))
+        entered = zeros_like(jax.tree.map(lambda leaf: _behind(jax.typeof(leaf), count), entered))
+        of_stages = zeros_like(_behind(jax.typeof(x), stack.stages, place="stage"))
+        begin = Carry(
+            inputs=zeros_like(_behind(jax.typeof(x), stack.stages, plan.slots, place="stage")),
             arriving=of_stages,
             returning=of_stages,
-            waiting=zeros_like(_behind(x, 0, plan.waiting)),
-            entered=entered_zero,
-            emitted=emitted_zero,
-            of_entered=entered_zero,
-            of_emitted=emitted_zero,
-            inside=by_stage(lambda part: start(part, places_in), STAGES, STAGES)(inside),
-            outside=start(Part(trained, {}, {}, scales), places_out),
-            sums=jax.tree.map(zeros, sums),
+            waiting=zeros_like(_behind(jax.typeof(x), plan.waiting)),
+            entered=entered,
+            emitted=emitted,
+            of_entered=entered,
+            of_emitted=emitted,
+            inside=by_stage(partial(start, places=places_in), STAGES, STAGES)(inside),
+            outside=start(Part(trained, frozen, {}, scales), places_out),
+            sums=zeros_like(sums),
         )
-        ticks = jax.tree.map(jnp.asarray, Ticks(plan.forward, plan.backward, plan.entering, plan.leaving, plan.returning))
-        done, _ = jax.lax.scan(tick, carry, ticks)
-        whole = {name: jax.reshard(found, P()) for name, found in done.inside.amax.items()}
-        directions = {
-            name: jax.reshard(value, jax.typeof(inside.trained[name.removeprefix(prefix)]).sharding.spec)
-            if name.startswith(prefix) else value
-            for name, value in done.sums.directions.items()
-        }  # fmt: skip
+        done, _ = jax.lax.scan(tick, begin, jax.tree.map(jnp.asarray, plan.ticks))
+
+        def where_trained(name: str, direction: Array) -> Array:
+            inner = inside.trained.get(name.removeprefix(prefix)) if name.startswith(prefix) else None
+            return moved(direction, None if inner is None else jax.typeof(inner).sharding.spec)
+
+        directions = {name: where_trained(name, direction) for name, direction in done.sums.directions.items()}
+        amax = {name: jax.reshard(found, P()) for name, found in done.inside.amax.items()}
         return Summed(
             {**done.outside.gradients, **_with_prefix(prefix, done.inside.gradients)},
             done.sums._replace(directions=directions),
-            {**done.outside.amax, **_with_prefix(prefix, whole)},
+            {**done.outside.amax, **_with_prefix(prefix, amax)},
             magnified,
         )
 
     return gradients
-
-
-class Ticks(NamedTuple):
-    """The columns of a schedule."""
-
-    forward: Any
-    backward: Any
-    entering: Any
-    leaving: Any
-    returning: Any
 
 
 def _parted(values: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -307,9 +296,9 @@ def _own(columns: Any) -> tuple[Any, Index]:
     return type(columns)(*(column[here] for column in columns)), here
 
 
-def _of_all(is_any: Array, x: Array) -> Array:
-    """The sum over the stages, of which one has other than zeros; zeros where there is nothing."""
-    return jax.lax.cond(is_any, partial(jax.lax.psum, axis_name="stage"), jnp.zeros_like, x)
+def _taken(leaving: Index, x: Array, is_own: Array) -> Array:
+    """The x of the stage where `is_own`, on all; zeros in a tick in which no micro-batch leaves the stages."""
+    return jax.lax.cond(leaving >= 0, from_one, lambda x, _: jnp.zeros_like(x), x, is_own)
 
 
 def _sent(x: Array, by: int, stages: int) -> Array:
@@ -317,16 +306,10 @@ def _sent(x: Array, by: int, stages: int) -> Array:
     return jax.lax.ppermute(x, "stage", [(stage, (stage + by) % stages) for stage in range(stages)])
 
 
-def _chunk(part: Any, chunk: Index, chunks: int) -> Any:
-    return of_chunk(part, chunk, chunks)
-
-
 def _with_chunk(total: Total, own: Total, chunk: Index, chunks: int) -> Total:
     if chunks == 1:
         return own
-    return jax.tree.map(
-        lambda all, one: jax.lax.dynamic_update_slice_in_dim(all, one, chunk * len(one), 0), total, own
-    )
+    return jax.tree.map(lambda all, one: jax.lax.dynamic_update_slice_in_dim(all, one, chunk * len(one), 0), total, own)
 
 
 def _added(total: Total, found: Total, places: Mapping[str, jax.P]) -> Total:
@@ -338,14 +321,7 @@ def _placed(gradients: Parameters, places: Mapping[str, jax.P]) -> Parameters:
     return {name: moved(gradient, places.get(name)) for name, gradient in gradients.items()}
 
 
-def _behind(leaf: Any, axis: int, *sizes: int) -> jax.ShapeDtypeStruct:
-    """The shape with other axes before one of its own."""
-    shape, place = (*leaf.shape[:axis], *sizes, *leaf.shape[axis:]), leaf.sharding.spec
-    place = P(*place[:axis], *(None,) * len(sizes), *place[axis:])
-    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=leaf.sharding.update(spec=place))
-
-
-def _without(leaf: Any, axis: int) -> jax.ShapeDtypeStruct:
-    shape, place = (*leaf.shape[:axis], *leaf.shape[axis + 1 :]), leaf.sharding.spec
-    place = P(*place[:axis], *place[axis + 1 :])
-    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=leaf.sharding.update(spec=place))
+def _behind(leaf: Any, *sizes: int, place: str | None = None) -> jax.ShapeDtypeStruct:
+    """A shape with other axes before its own, the first sharded over `place`."""
+    spec = P(place, *(None,) * (len(sizes) - 1), *leaf.sharding.spec)
+    return jax.ShapeDtypeStruct((*sizes, *leaf.shape), leaf.dtype, sharding=leaf.sharding.update(spec=spec))

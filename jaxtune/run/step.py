@@ -83,19 +83,18 @@ def accumulated_gradients(
             return Summed(summed, jax.tree.map(jnp.add, total.sums, sums), largest), None
 
         # In gradient_dtype, whatever the parameters are stored in.
-        empty = {
+        totals = {
             name: zeros_of(p, recipe.gradient_dtype, added_by_layer.get(name, False)) for name, p in trained.items()
         }
-        _, sums = jax.eval_shape(
-            loss, trained | {n: empty[n] for n in added_by_layer}, scales, jax.tree.map(lambda x: x[0], batch)
-        )
-        start = Summed(placed(empty), jax.tree.map(zeros, sums), jax.tree.map(jnp.zeros_like, scales))
+        given = trained | {name: totals[name] for name in added_by_layer}
+        _, sums = jax.eval_shape(loss, given, scales, jax.tree.map(lambda x: x[0], batch))
+        start = Summed(placed(totals), jax.tree.map(_zero, sums), jax.tree.map(jnp.zeros_like, scales))
         return jax.lax.scan(add, start, batch)[0]._replace(magnified=magnified)
 
     return gradients
 
 
-def zeros(leaf: jax.ShapeDtypeStruct) -> Array:
+def _zero(leaf: jax.ShapeDtypeStruct) -> Array:
     return jnp.zeros(leaf.shape, leaf.dtype)
 
 
@@ -205,6 +204,6 @@ def make_eval_step(
             return jax.tree.map(jnp.add, total, of_micro_batch(micro)), None
 
         sums = jax.eval_shape(of_micro_batch, jax.tree.map(lambda x: x[0], batch))
-        return jax.lax.scan(add, jax.tree.map(zeros, sums), batch)[0]
+        return jax.lax.scan(add, jax.tree.map(_zero, sums), batch)[0]
 
     return step

@@ -8,6 +8,7 @@ pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not
 
 from compiled_steps import README, SIZES, compiled_step
 
+from jaxtune.parallel.pipeline import schedule
 from jaxtune.plan.launches import COLLECTIVES, read_program
 
 GPUS, MILLION = 8, 2**20
@@ -53,6 +54,30 @@ def test_memory_and_exchanges_are_in_the_readme(recipe, size, mesh):
     found = re.search(re.escape(cells) + r" ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", README.read_text())
     assert found, own
     assert own == pytest.approx([float(value) for value in found.groups()], rel=0.05, abs=0.06)
+
+
+def through_stages(order: str, micro_batches: int):
+    options = {"mesh__stage": "4", "data__seq_len": "8192", "parallel__pipeline": order}
+    return compiled_step("qwen_full", "8B", "block", GPUS, 1, train__grad_accum_steps=str(micro_batches), **options)
+
+
+@pytest.mark.parametrize("micro_batches", [8, 32])
+@pytest.mark.parametrize("order", ["1f1b", "gpipe"])
+def test_memory_and_waits_of_a_pipeline_are_in_the_readme(order, micro_batches):
+    compiled = through_stages(order, micro_batches)
+    assert all(kernel.spill_bytes == 0 for kernel in compiled.kernels)
+    waits = schedule(4, 1, micro_batches, order).bubble
+    cells = f"| `{order}` | {micro_batches} | {waits:.0%} |"
+    found = re.search(re.escape(cells) + r" ([\d.]+) \|", README.read_text())
+    assert found, f"{cells} {compiled.memory.peak / 1e9:.1f} |"
+    assert compiled.memory.peak / 1e9 == pytest.approx(float(found[1]), rel=0.05)
+
+
+def test_1f1b_holds_no_more_activations_of_more_micro_batches_and_fewer_than_gpipe():
+    few, many, all_of_many = (through_stages(*step).memory.peak for step in (("1f1b", 8), ("1f1b", 32), ("gpipe", 32)))
+    of_one = 8192 * SIZES["8B"][0] * 2  # bytes of what a stage takes
+    assert abs(many - few) < of_one
+    assert all_of_many - many > 2 * (32 - 7) * of_one, "inputs of the stages, and gradients that wait for the last"
 
 
 @pytest.mark.parametrize("recipe", ["qwen_full", "qwen_full_8bit"])

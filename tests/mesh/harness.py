@@ -45,10 +45,13 @@ MESHES = {
     "sequence=8": Mesh(fsdp=1, sequence=8),
     "data=2 sequence=2 tensor=2": Mesh(data=2, fsdp=1, sequence=2, tensor=2),
     "fsdp=2 sequence=2 tensor=2": Mesh(fsdp=2, sequence=2, tensor=2),
+    "data=2 fsdp=2 stage=2": Mesh(data=2, fsdp=2, stage=2),
+    "stage=2 sequence=2 tensor=2": Mesh(fsdp=1, stage=2, sequence=2, tensor=2),
 }
 # How the linear layers of the base are stored; operands are what their products take, in training without adapters too.
 STORAGE: dict[str, dict[str, Any]] = {
     "float32": {},
+    "bf16": {"precision": Precision("bf16")},
     "nf4": {"quant": Quant("nf4")},
     "fp8": {"quant": Quant("fp8", block_size=64)},
     "nvfp4": {"quant": Quant("nvfp4")},
@@ -107,7 +110,9 @@ def equal(case: Case, steps: int = STEPS, whole: bool = False) -> np.ndarray:
     A `whole` model has two stacks, and adapters on every linear layer.
     """
     expected = one_device(case.storage, case.adapter, case.optimizer, case.objective, steps, whole)
-    found = train(case, MESHES[case.mesh], 8, steps, whole)
+    mesh = MESHES[case.mesh]
+    accumulate = min(4, ROWS // (mesh.data * mesh.fsdp)) if mesh.stage > 1 else 1
+    found = train(case, mesh, 8, steps, whole, accumulate)
     bound = LOW_PRECISION if "precision" in STORAGE[case.storage] else OPTIMIZERS[case.optimizer]
     assert_equal(found, expected, bound)
     return found.losses

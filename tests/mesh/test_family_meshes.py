@@ -11,7 +11,7 @@ from mesh.harness import MESHES, ROWS, SEQUENCE, fetched, fields
 from safetensors.numpy import load_file
 from tiny import layer, model_folder, read, spec
 
-from jaxtune.config.schema import Config, Data, Lora, Memory, Mesh, Model, Precision, Quant, Train
+from jaxtune.config.schema import Config, Data, Lora, Memory, Mesh, Model, Parallel, Precision, Quant, Train
 from jaxtune.config.schema import Experts as Options
 from jaxtune.models.parameters import randomize
 from jaxtune.models.spec import ClampedSilu, DeltaNet, Experts, FeedForward, Heads, Latent, Norm, Rope
@@ -71,25 +71,40 @@ SPECS = {
     "qwen3_5_moe_text": spec((NETS, GATED), family="qwen3_5_moe_text", hidden=64),
     "qwen3_next": spec((FUSED_NETS, GATED), family="qwen3_next", hidden=64),
     "qwen3_moe": spec((SPARSE, SPARSE), family="qwen3_moe", hidden=64, router_loss=0.1),
+    # Of these, stages divide four layers, or periods of layers, and leave over those around them.
+    "deepseek_v3 longer": spec(
+        (dataclasses.replace(LATENT, feed_forward=FUSED.feed_forward), *[LATENT] * 5), family="deepseek_v3", hidden=64
+    ),
+    "qwen3_5_moe_text longer": spec((NETS, GATED) * 4 + (NETS,), family="qwen3_5_moe_text", hidden=64),
 }
 # Beside what config.json says, where all parameters are trained.
-OPTIONS = {"deepseek_v3": Options("auto", 0.1, "sequence", router_z_loss=0.01, bias_update_rate=0.1)}
+BALANCED = Options("auto", 0.1, "sequence", router_z_loss=0.01, bias_update_rate=0.1)
+OPTIONS = {"deepseek_v3": BALANCED, "deepseek_v3 longer": BALANCED}
 
 
 EXPERTS_APART = {
     "expert=4 tensor=2": Mesh(fsdp=1, expert=4, tensor=2),
     "data=2 expert=4": Mesh(data=2, fsdp=1, expert=4),
     "fsdp=2 expert=2 sequence=2": Mesh(fsdp=2, expert=2, sequence=2),
+    "stage=2 expert=2 tensor=2": Mesh(fsdp=1, stage=2, expert=2, tensor=2),
 }
+PIPELINES = {"fsdp=2 stage=2": Mesh(fsdp=2, stage=2), "stage=2 sequence=2": Mesh(fsdp=1, stage=2, sequence=2)}
 
 
-def train(family: str, lora: bool, mesh: Mesh, devices: int, collapsed: bool = False) -> tuple[np.ndarray, dict]:
-    """Losses of two steps, and the trained parameters afterwards; `collapsed`: all tokens go to the first experts."""
-    made = make_mesh(mesh, jax.devices()[:devices])
+def train(
+    family: str, lora: bool, mesh: Mesh, devices: int, collapsed: bool = False, parts: int = 1, chunks: int = 1
+) -> tuple[np.ndarray, dict]:
+    """Losses of two steps of so many micro-batches, and the trained parameters afterwards.
+
+    `collapsed`: all tokens go to the first experts. `chunks`: of a stage.
+    """
+    parallel = Parallel(virtual_stages=chunks)
+    made = make_mesh(mesh, jax.devices()[:devices], parallel)
     config = Config(
         model=Model(dtype="float32"),
         data=Data(seq_len=SEQUENCE),
-        train=Train(micro_batch_size=ROWS // data_shards(made)),
+        train=Train(micro_batch_size=ROWS // parts // data_shards(made), grad_accum_steps=parts),
+        parallel=parallel,
         lora=Lora(enabled=lora, rank=4, dropout=0.1),
         precision=Precision("fp32"),
         experts=Options() if lora else OPTIONS.get(family, Options()),
@@ -136,6 +151,29 @@ def test_equals_one_device(family, lora, mesh):
     corrections = [name for name in on_one if "correction" in name]
     assert bool(corrections) == (family == "deepseek_v3" and not lora)
     assert all(np.array_equal(on_eight[name], on_one[name]) for name in corrections)
+
+
+@pytest.mark.parametrize(
+    ("family", "lora", "mesh", "chunks"),
+    [
+        ("deepseek_v3 longer", False, "fsdp=2 stage=2", 2),
+        ("qwen3_5_moe_text longer", True, "stage=2 sequence=2", 2),
+        ("qwen3_moe", False, "stage=2 expert=2 tensor=2", 1),
+    ],
+)
+def test_a_pipeline_and_the_layers_around_it_equal_one_device(family, lora, mesh, chunks):
+    expected, on_one = train(family, lora, Mesh(), 1, parts=4)
+    devices = 8 if mesh in EXPERTS_APART else 4
+    found, on_stages = train(family, lora, {**PIPELINES, **EXPERTS_APART}[mesh], devices, parts=4, chunks=chunks)
+    assert np.abs(found / expected - 1).max() <= 1e-6
+
+    def moved(trained: dict) -> np.ndarray:
+        """Corrections of all layers, each of which is moved by the same rate or not at all."""
+        return np.sort(np.concatenate([value for name, value in trained.items() if "correction" in name]), axis=None)
+
+    assert any("correction" in name for name in on_one) == (family == "deepseek_v3 longer")
+    if family == "deepseek_v3 longer":
+        np.testing.assert_array_equal(moved(on_stages), moved(on_one))
 
 
 def test_devices_whose_experts_get_no_token_or_all_of_them_equal_one_device():

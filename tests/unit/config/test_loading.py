@@ -407,7 +407,7 @@ LABELS = {
         ({"train.run_name": "../x"}, "train.run_name", "name of a folder"),
         ({"mesh.data": "-1"}, "mesh.data and mesh.fsdp", "only one axis"),
         ({"mesh.tensor": "0"}, "mesh.tensor", "at least 1"),
-        ({"mesh.stage": "2"}, "mesh.stage", "not available yet"),
+        ({"parallel.virtual_stages": "2"}, "parallel.virtual_stages", "only when mesh.stage != 1"),
         ({"mesh.sequence": "-1"}, "mesh.fsdp and mesh.sequence", "only one axis"),
         ({"mesh.expert": "2", "optim.name": "muon"}, "mesh.expert", "not available with optim.name = 'muon' yet"),
         ({"parallel.zero": "2", "parallel.reshard_after_forward": "false"}, "parallel.reshard", "parallel.zero == 3"),

@@ -24,10 +24,28 @@ def test_a_repeating_pattern_scans_its_period():
     assert stack.layer_numbers(3) == [3, 7, 11, 15, 19, 23]
 
 
-@given(st.lists(st.sampled_from([A, B, layer(window=4)]), min_size=1, max_size=24))
-def test_every_layer_is_in_exactly_one_place(layers):
+def test_the_longest_stack_is_the_pipeline_and_leaves_over_what_stages_do_not_divide():
+    found = stacks((B, *[A] * 11, B), stages=2, chunks=2)
+    assert [(s.first, s.repeats, s.stages) for s in found] == [(0, 1, 1), (1, 8, 2), (9, 3, 1), (12, 1, 1)]
+
+
+def test_a_stage_has_every_second_part_of_the_layers():
+    (stack,) = stacks((B, A) * 8, stages=2, chunks=2)
+    of_a_stage = [0, 2, 8, 10]
+    assert stack.layer_numbers(0) == [*of_a_stage, *(layer + 4 for layer in of_a_stage)]
+
+
+def test_fewer_layers_than_parts_are_no_pipeline():
+    assert stacks((A,) * 3, stages=2, chunks=2) == stacks((A,) * 3)
+
+
+@given(
+    st.lists(st.sampled_from([A, B, layer(window=4)]), min_size=1, max_size=24),
+    st.sampled_from([(1, 1), (2, 1), (2, 2), (3, 1)]),
+)
+def test_every_layer_is_in_exactly_one_place(layers, parts):
     found = {}
-    for stack in stacks(tuple(layers)):
+    for stack in stacks(tuple(layers), *parts):
         for position, one in enumerate(stack.period):
             for number in stack.layer_numbers(position):
                 assert number not in found
