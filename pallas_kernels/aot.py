@@ -36,7 +36,7 @@ COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "
 class Memory:
     """Bytes on each device, and on its host. `aliased` are outputs that take the place of donated arguments.
 
-    jax ignores memory kinds of arguments on compile-only devices: one on the host counts as the device's.
+    On compile-only devices jax keeps the memory kind of an argument whose sharding is of the mesh's abstract mesh.
     """
 
     arguments: int
@@ -115,8 +115,13 @@ def compile_for(
 
     def abstract(leaf):
         own = getattr(leaf, "sharding", None)
-        spec = own.spec if isinstance(own, NamedSharding) else PartitionSpec()
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+        if not isinstance(own, NamedSharding):
+            place = NamedSharding(mesh, PartitionSpec())
+        elif own.memory_kind in (None, "device"):
+            place = NamedSharding(mesh, own.spec)
+        else:  # which a sharding of devices that are not there would forget
+            place = NamedSharding(mesh.abstract_mesh, own.spec, memory_kind=own.memory_kind)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
 
     arguments = jax.tree.map(abstract, arguments)
     jitted = jax.jit(function, **jit_options) if jit_options or not hasattr(function, "lower") else function
@@ -212,16 +217,23 @@ def memory_of(compiled: jax.stages.Compiled) -> Memory:
     """What XLA says that a compiled function takes, and its kernels that they take beside; of any device."""
     stats: Any = compiled.memory_analysis()
     scratch = scratch_said(compiled.as_text() or "")
+    temporaries = stats.temp_size_in_bytes + scratch
+    host = (
+        stats.host_argument_size_in_bytes
+        + stats.host_output_size_in_bytes
+        - stats.host_alias_size_in_bytes
+        + stats.host_temp_size_in_bytes
+    )
+    # Where the host holds a part, XLA's peak has its arguments in it, and its temporaries or the device's.
+    made = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    most = stats.argument_size_in_bytes + made + temporaries
     return Memory(
         arguments=stats.argument_size_in_bytes,
         outputs=stats.output_size_in_bytes,
         aliased=stats.alias_size_in_bytes,
-        temporaries=stats.temp_size_in_bytes + scratch,
-        peak=stats.peak_memory_in_bytes + scratch,
-        host=stats.host_argument_size_in_bytes
-        + stats.host_output_size_in_bytes
-        - stats.host_alias_size_in_bytes
-        + stats.host_temp_size_in_bytes,
+        temporaries=temporaries,
+        peak=most if host else stats.peak_memory_in_bytes + scratch,
+        host=host,
     )
 
 

@@ -13,7 +13,7 @@ WHOLE_EXPERTS = ("adafactor", "muon", "normuon")  # optimizers that go through a
 
 def check(config: Config) -> list[Problem]:
     """Every problem of a config whose types are correct."""
-    parts = (broken, _data, _classification, _train, _attention, _optim, _precision, _lora, _quant, _mesh)
+    parts = (broken, _data, _classification, _train, _attention, _optim, _precision, _lora, _quant, _mesh, _memory)
     return [problem for part in parts for problem in part(config)]
 
 
@@ -149,6 +149,23 @@ def _mesh(config: Config) -> Iterator[Problem]:
     rest = [f"mesh.{axis}" for axis, size in axes.items() if size == -1]
     if len(rest) > 1:
         yield Problem(tuple(rest), f"{' and '.join(rest)} are -1: only one axis can take what is left")
+
+
+def _memory(config: Config) -> Iterator[Problem]:
+    asked = [f"memory.offload_{part}" for part in ("optimizer", "master", "gradients", "quants")]
+    for key in (key for key in asked if _value(config, key)):
+        gradients = key in ("memory.offload_master", "memory.offload_gradients")
+        if config.optim.name == "schedule_free" and key != "memory.offload_quants":
+            reason = "schedule_free takes gradients at a point between weights and state; choose another optimizer"
+            yield _problem(config, key, reason, "optim.name")
+        if gradients and config.precision.recipe in ("fp8_hybrid", "nvfp4"):
+            reason = f"{config.precision.recipe!r} makes operands of all trained weights once a step; choose 'bf16'"
+            yield _problem(config, key, reason, "precision.recipe")
+        if gradients and config.parallel.zero != 3:
+            yield _problem(config, key, "needs parallel.zero = 3: nothing is moved on the host", "parallel.zero")
+        for axis in ("stage", "expert"):
+            if getattr(config.mesh, axis) != 1:
+                yield _problem(config, key, f"not available with mesh.{axis} yet; use mesh.fsdp", f"mesh.{axis}")
 
 
 def _value(config: Config, key: str) -> Any:

@@ -60,6 +60,8 @@ ALIASES = {
     "memory.remat": "gradient_checkpointing activation_checkpointing use_gradient_checkpointing recompute "
     "recompute_ffn recompute_qkv recompute_att recompute_block recompute_modules recompute_granularity "
     "activation_offloading enable_activation_offload offload_residual tiled_mlp",
+    "memory.offload_optimizer": "offload_optim tensorwise_offload_optimizer cpu_offload",
+    "memory.offload_gradients": "offload_grads",
     "attention.backend": "attn_implementation flash_attention flash_attn use_flash_attention",
     "experts.backend": "expert_backend moe_implementation experts_implementation moe_grouped_gemm",
     "experts.router_loss": "router_aux_loss_coef aux_loss_coef moe_aux_loss_coeff aux_loss_alpha",

@@ -327,6 +327,17 @@ class Memory:
         "to compile and needs more memory")
     check: Literal["error", "warn", "off"] = option("error",
         "if the run needs more memory than device or host have: refuse and say what would help, warn, or go on")
+    offload_optimizer: bool = option(False,
+        "keep the optimizer's state in the host's pinned memory; an update has one layer of it on the device at a time")
+    offload_master: bool = option(False,
+        "keep the trained weights of layers in the host's pinned memory; a layer's are copied to the device for its "
+        "forward and its backward pass and its update", when="not lora.enabled")
+    offload_gradients: bool = option(False,
+        "sum the gradients of layers in the host's pinned memory: a layer's are added there as soon as its backward "
+        "pass has made them", when="not lora.enabled")
+    offload_quants: bool = option(False,
+        "keep the quantized weights of layers in the host's pinned memory; a layer's are copied to the device for its "
+        "forward and its backward pass")
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from jaxtune.models.norm import Norm
 from jaxtune.models.rope import rotation
 from jaxtune.models.spec import DeltaNet, FeedForward, Heads, Layer, ModelSpec, StackSpec
 from jaxtune.parallel.layout import GATHERED, P, by_residual, by_token
+from jaxtune.parallel.offload import landed
 from jaxtune.precision.matmul import MAXIMA
 from pallas_kernels import flash_attention, gated_delta_rule
 
@@ -118,6 +119,7 @@ class Stack(nnx.Module):
 
         def repeat(x, scanned):
             adapters, weights, cache, number = scanned
+            weights = landed(weights)
             x = checkpoint_name(x, INPUT)
             after, sums = [], []
             for position, block in enumerate(nnx.merge(graph, adapters, weights)):

@@ -22,6 +22,7 @@ from jaxtune.models.spec import DeltaNet, Experts, Heads, Layer, ModelSpec, Trea
 from jaxtune.parallel.layout import RULES, axes_in, axes_of, by_head, sharding
 from jaxtune.parallel.layout import spec as partition_spec
 from jaxtune.parallel.mesh import misfit
+from jaxtune.parallel.offload import on_host
 from jaxtune.precision.linears import Frozen
 from jaxtune.precision.operands import Numbers
 from jaxtune.quant.format import Format
@@ -55,6 +56,7 @@ class Parameter:
         storage: what it is stored as; None: an array.
         dtype: of its elements; of a quantized one, that of the dequantized elements.
         float32: that is its dtype, whatever the model's.
+        on_host: whether it waits in the host's memory, from where each layer comes to the device when it is used.
     """
 
     shape: tuple[int, ...]
@@ -69,6 +71,7 @@ class Parameter:
     storage: Storage | None = None
     dtype: Any = jnp.float32
     float32: bool = False
+    on_host: bool = False
 
     @property
     def trained(self) -> bool:
@@ -87,7 +90,7 @@ class Parameter:
 
     @property
     def sharding(self) -> jax.NamedSharding:
-        """Where it lives on the current mesh."""
+        """Where it is used on the current mesh."""
         return sharding(*self.axes)
 
     def abstract(self) -> Any:
@@ -274,8 +277,13 @@ def loaded_names(spec: ModelSpec) -> dict[str, str]:
 
 
 def abstract(parameters: Mapping[str, Parameter]) -> Parameters:
-    """Shapes, dtypes and shardings of them, or of what they are stored as."""
-    return {name: parameter.abstract() for name, parameter in parameters.items()}
+    """Shapes, dtypes and shardings of them, or of what they are stored as, in the memory where they are in a run."""
+
+    def waiting(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_host(leaf.sharding))
+
+    found = {name: parameter.abstract() for name, parameter in parameters.items()}
+    return {n: jax.tree.map(waiting, leaf) if parameters[n].on_host else leaf for n, leaf in found.items()}
 
 
 def randomize(parameters: Mapping[str, Parameter], seed: int) -> Parameters:

@@ -105,7 +105,7 @@ def _whole(adam: Adam, before: Updated, gradient: Array, at: At, step: Step, sta
         factor=jnp.asarray(step.factor),
         finite=jnp.asarray(step.finite),
         key=jax.random.bits(step.key, (2,), jnp.uint32),
-        origin=jnp.zeros(3, jnp.uint32),
+        origin=jnp.asarray([step.first, 0, 0], jnp.uint32),
     )
 
     def of_shard(before: Updated, gradient: Array, here: kernel.Step) -> Updated:
@@ -114,7 +114,7 @@ def _whole(adam: Adam, before: Updated, gradient: Array, at: At, step: Step, sta
 
         (parameter, state), gradient = jax.tree.map(as_stack, (before, gradient))
         first = (0 if axis is None else jax.lax.axis_index(axis) * size for axis, size in zip(axes, gradient.shape))
-        here = here._replace(origin=jnp.stack([jnp.asarray(index, jnp.uint32) for index in first]))
+        here = here._replace(origin=here.origin + jnp.stack([jnp.asarray(index, jnp.uint32) for index in first]))
         after, mu, nu = kernel.adamw_8bit(gradient, (parameter, state["mu"], state["nu"]), here, adam)
         return jax.tree.map(lambda leaf, like: leaf.reshape(like.shape), (after, {"mu": mu, "nu": nu}), before)
 

@@ -18,6 +18,7 @@ from jaxtune.optim.driver import layer_after_layer, on_stages, over_stages, upda
 from jaxtune.optim.muon import muon, normuon
 from jaxtune.optim.rules import At, Rule, RuleState, Step, Updated
 from jaxtune.parallel.layout import moved
+from jaxtune.parallel.offload import is_on_host, put_beside, to_device
 from jaxtune.parallel.pipeline import by_stage
 
 Parameters = Mapping[str, Array]
@@ -48,6 +49,7 @@ class Trained(NamedTuple):
     is_matrix: bool = False  # a matrix inside the layers: those Muon and NorMuon orthogonalise
     place: jax.P | None = None  # PartitionSpec of its state and its update; None: the parameter's own
     rule: Rule | None = None  # None: that of optim.name
+    on_host: bool = False  # whether its state waits in the host's memory
 
     def joined(self, leaf: Array) -> Array:
         """Leading axes (layers, experts) merged into one, as rules know only one; experts first if they are sharded."""
@@ -90,14 +92,25 @@ def build(optim: Optim, trained: Mapping[str, Trained], layers: int, dtype: DTyp
 
     def init(parameters: Parameters) -> OptimizerState:
         def one(name: str, parameter: Array) -> RuleState:
-            rule, parameter = of[name], trained[name].joined(parameter)
-            if rule.by_layer and trained[name].lead:
+            rule, own = of[name], trained[name]
+            parameter = own.joined(parameter)
+
+            def first(parameter: Array) -> RuleState:
+                state = rule.init(to_device(parameter).astype(jnp.float32))
+                return jax.tree.map(lambda leaf: in_its_memory(_as_stored(leaf, parameter)), state)
+
+            def in_its_memory(leaf: Array) -> Array:
+                return jax.device_put(leaf, jax.memory.Space.Host) if own.on_host else leaf
+
+            if own.lead and (own.on_host or is_on_host(parameter)):
+                return jax.tree.map(own.parted, jax.lax.map(first, parameter))
+            if rule.by_layer and own.lead:
                 # Their first state depends on no value: that of one layer of zeros serves all.
                 of_layer = rule.init(_zeros_of_a_layer(parameter))
-                state = jax.tree.map(lambda leaf: _repeated(leaf, parameter), of_layer)
+                state = jax.tree.map(lambda leaf: _as_stored(_repeated(leaf, parameter), parameter), of_layer)
             else:
-                state = rule.init(parameter.astype(jnp.float32))
-            return jax.tree.map(lambda leaf: trained[name].parted(_as_stored(leaf, parameter)), state)
+                state = first(parameter)
+            return jax.tree.map(own.parted, state)
 
         def of_all(name: str, parameter: Array) -> RuleState:
             own, here = partial(one, name), moved(parameter, trained[name].place)
@@ -151,12 +164,13 @@ def _advanced(rule: Rule, own: Trained, before: Updated, gradient: Array, factor
     """The next parameter and state; `at`: count and rate, `factors`: those of the rate and of the decay."""
     before, gradient = jax.tree.map(own.joined, (before, gradient))
     where = At(*at, *(own.in_order(factor, gradient) for factor in factors))
-    if rule.whole is not None:
-        now = rule.whole(before, gradient, where, step, bool(own.lead))
+    waits = any(map(is_on_host, jax.tree.leaves((before, gradient))))
+    if own.lead and (waits or (rule.by_layer and rule.whole is None)):
+        now = layer_after_layer(rule, before, gradient, where, step)
     else:
-        run = layer_after_layer if rule.by_layer and own.lead else updated
-        now = run(rule, before, gradient, where, step)
-    return jax.tree.map(own.parted, now)
+        given = to_device(before), to_device(gradient), where, step
+        now = updated(rule, *given) if rule.whole is None else rule.whole(*given, bool(own.lead))
+    return jax.tree.map(own.parted, jax.tree.map(put_beside, now, before))
 
 
 def _zeros_of_a_layer(stacked: Array) -> Array:

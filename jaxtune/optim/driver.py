@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, BFloat16, Float32
 
 from jaxtune.optim.rules import At, Rule, Step, Updated
+from jaxtune.parallel.offload import put_beside, to_device
 from jaxtune.parallel.pipeline import by_stage
 from pallas_kernels.stochastic_rounding import random_bits, to_bfloat16
 
@@ -23,7 +24,9 @@ def updated(rule: Rule, before: Updated, gradient: Array, at: At, step: Step) ->
 
     def stored(new: Array, old: Array, key: Array) -> Array:
         narrows = old.dtype == jnp.bfloat16 and new.dtype == jnp.float32
-        return jnp.where(step.finite, round_stochastically(new, key) if narrows else new.astype(old.dtype), old)
+        return jnp.where(
+            step.finite, round_stochastically(new, key, step.first) if narrows else new.astype(old.dtype), old
+        )
 
     return jax.tree.unflatten(tree, [stored(*leaf) for leaf in zip(new, jax.tree.leaves(before), keys)])
 
@@ -34,16 +37,25 @@ def _along_layers(value: Any, dimensions: int) -> Any:
 
 
 def layer_after_layer(rule: Rule, before: Updated, gradient: Array, at: At, step: Step) -> Updated:
-    """`updated` of a stack in place, one layer after another: float32 temporaries are of one layer."""
+    """The update of a stack in place, one layer after another: float32 temporaries are of one layer.
+
+    What is in the host's memory is on the device a layer at a time. A rule that is not `by_layer` sees a stack of one
+    layer, and gives what it would give of the whole stack.
+    """
+    whole, stacked = rule.whole, rule.whole is not None or not rule.by_layer
+
+    def one(layer: Array, stack: Any) -> Any:
+        return to_device(jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=stacked), stack))
 
     def of_layer(value: Any, layer: Array) -> Any:
         return jnp.asarray(value)[layer] if np.ndim(value) else value
 
     def body(layer: Array, stack: Updated) -> Updated:
-        one = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False), stack)
-        one_gradient = jax.lax.dynamic_index_in_dim(gradient, layer, keepdims=False)
         here = At(at.count, at.rate, of_layer(at.multiplier, layer), of_layer(at.decay, layer))
-        after = updated(rule, one, one_gradient, here, step._replace(key=jax.random.fold_in(step.key, layer)))
+        own = {"first": layer} if stacked else {"key": jax.random.fold_in(step.key, layer)}
+        given = one(layer, stack), one(layer, gradient), here, step._replace(**own)
+        after = updated(rule, *given) if whole is None else whole(*given, True)
+        after = jax.tree.map(put_beside, after, stack)
         return jax.tree.map(lambda leaf, new: jax.lax.dynamic_update_index_in_dim(leaf, new, layer, 0), stack, after)
 
     return jax.lax.fori_loop(0, len(gradient), body, before)
@@ -65,11 +77,13 @@ def on_stages(update: Callable[..., Updated], before: Updated, gradient: Array, 
     return by_stage(own, (*spread, jax.P(), jax.P()), spread[0])(before, gradient, factors, at, step)
 
 
-def round_stochastically(x: Float32[Array, "*shape"], key: Array) -> BFloat16[Array, "*shape"]:
+def round_stochastically(x: Float32[Array, "*shape"], key: Array, first: Any = 0) -> BFloat16[Array, "*shape"]:
     """One of the two bfloat16 around each value, the nearer one more likely; infinity and NaN stay what they are.
 
-    Random bits depend on the key and an element's indices, whatever the sharding.
+    Random bits depend on the key and an element's indices, whatever the sharding. first: the first index of x in what
+    it is a part of.
     """
     spec = jax.typeof(x).sharding.spec
-    indices = (jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis, out_sharding=spec) for axis in range(x.ndim))
+    indices = [jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis, out_sharding=spec) for axis in range(x.ndim)]
+    indices[:1] = [index + jnp.asarray(first, jnp.uint32) for index in indices[:1]]
     return to_bfloat16(x, random_bits(jax.random.bits(key, (2,), jnp.uint32), *indices))

@@ -37,6 +37,7 @@ class Step(NamedTuple):
     factor: Float[Array, ""]  # multiplies each gradient where it is used: no scaled copy of all of them is made
     finite: Bool[Array, ""]  # False: nothing changes
     key: Array  # for stochastic rounding
+    first: Any = 0  # of a stack that is updated a part at a time, the number of the first layer in this part
 
 
 def _itself(parameter: Array, state: RuleState) -> Array:

@@ -184,7 +184,7 @@ def _memory(run: Run, need: memory.Need, program: Program, config: Config) -> di
 
     def stored(names: Any) -> int:
         arrays = abstract({name: model.parameters[name] for name in names})
-        return sum(map(memory.shard_bytes, jax.tree.leaves(arrays)))
+        return sum(map(memory.device_bytes, jax.tree.leaves(arrays)))
 
     adapters = {name for name, parameter in model.parameters.items() if parameter.kind == "adapter"}
     quantized = set(model.quantized)
@@ -192,7 +192,7 @@ def _memory(run: Run, need: memory.Need, program: Program, config: Config) -> di
         "weights": stored(set(model.parameters) - adapters - quantized),
         "quantized weights": stored(quantized),
         "adapters": stored(adapters),
-        "optimizer": sum(map(memory.shard_bytes, jax.tree.leaves(run.state.optimizer))),
+        "optimizer": sum(map(memory.device_bytes, jax.tree.leaves(run.state.optimizer))),
     }
     found["batch and scales"] = max(0, need.state - sum(found.values()))
     dtype = jax.numpy.dtype(config.precision.gradient_dtype)
@@ -201,7 +201,7 @@ def _memory(run: Run, need: memory.Need, program: Program, config: Config) -> di
     found["gradients"] = min(gradients, need.temporaries)
     found["residuals"] = min(int(program.residuals), need.temporaries - found["gradients"])
     found["temporaries"] = need.temporaries - found["gradients"] - found["residuals"]
-    found |= {"host, checkpoint": need.saved, "host, residuals": need.offloaded}
+    found |= {"host, checkpoint": need.saved, "host, offloaded": need.offloaded}
     return {name: size for name, size in found.items() if size}
 
 

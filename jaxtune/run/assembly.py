@@ -21,6 +21,7 @@ from jaxtune.objectives.objective import Objective
 from jaxtune.optim.adamw_8bit import float32_moments, undivided_moments
 from jaxtune.optim.build import Optimizer, Trained, build
 from jaxtune.optim.rules import balancing
+from jaxtune.parallel import offload
 from jaxtune.parallel.layout import RULES, Layout, P, by_token, spec
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.precision.recipes import Recipe, recipe_of
@@ -61,11 +62,12 @@ def assemble(base: Base, config: Config, mesh: jax.sharding.Mesh, objective: Obj
     optimizer, recipe = _optimizer(model, config), recipe_of(config.precision, model.linears)
     objective, seed = objective or objective_of(config, model), config.train.seed
     places = places_of(model, RULES.value.gradients)
-    made = (model.graph, objective, recipe, call_of(config, recipe), seed)
+    forward, on_host = (model.graph, objective, recipe, call_of(config, recipe), seed), config.memory.offload_gradients
     if mesh.shape["stage"] == 1:
-        gradients = accumulated_gradients(*made, places)
+        one_by_one = [name for name, p in model.trained.items() if p.lead and (p.on_host or on_host)]
+        gradients = accumulated_gradients(*forward, places, dict.fromkeys(one_by_one, on_host))
     else:
-        gradients = pipelined_gradients(*made, config.parallel.pipeline, places)
+        gradients = pipelined_gradients(*forward, config.parallel.pipeline, places)
     step = make_train_step(gradients, optimizer, config.optim.max_grad_norm, recipe, seed, objective.counts)
 
     def start(trained: Parameters) -> State:
@@ -73,7 +75,10 @@ def assemble(base: Base, config: Config, mesh: jax.sharding.Mesh, objective: Obj
 
     shape = (config.train.grad_accum_steps, config.train.micro_batch_size * data_shards(mesh), config.data.seq_len)
     batch = data.abstract_batch(shape, jax.NamedSharding(mesh, jax.P(None, *by_token())), objective.columns)
-    state = jax.tree.map(lambda leaf: _on_mesh(leaf, mesh), jax.eval_shape(start, abstract(model.trained)))
+    # Of a jaxpr, as jax.eval_shape forgets which memory an array is in.
+    traced, state = jax.make_jaxpr(start, return_shape=True)(abstract(model.trained))
+    avals = jax.tree.unflatten(jax.tree.structure(state), traced.out_avals)
+    state = jax.tree.map(lambda aval: _on_mesh(aval, mesh), avals)
     return Program(model, objective, optimizer, gradients, step, start, state, abstract(model.frozen), batch)
 
 
@@ -136,6 +141,7 @@ def trained_of(model: Model, config: Config) -> dict[str, Trained]:
             p.kind in ("linear", "adapter"),
             places.get(name),
             moved_by_load if p.kind == "correction" else None,
+            config.memory.offload_optimizer,
         )
         for name, p in model.trained.items()
     }
@@ -149,9 +155,11 @@ def places_of(model: Model, layout: Layout) -> dict[str, P]:
     return {name: spec(*parameter.axes, layout=layout) for name, parameter in model.trained.items()}
 
 
-def _on_mesh(leaf: jax.ShapeDtypeStruct, mesh: jax.sharding.Mesh) -> jax.ShapeDtypeStruct:
-    spec = P() if leaf.sharding is None else leaf.sharding.spec  # the optimizer's counters are whole everywhere
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.NamedSharding(mesh, spec))
+def _on_mesh(aval: Any, mesh: jax.sharding.Mesh) -> jax.ShapeDtypeStruct:
+    place = jax.NamedSharding(mesh, aval.sharding.spec)
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, sharding=offload.on_host(place) if offload.is_on_host(aval) else place
+    )
 
 
 def compile_step(program: Program, config: Config) -> jax.stages.Compiled:

@@ -24,6 +24,7 @@ from jaxtune.models.score import hidden_states, logits
 from jaxtune.parallel import multihost
 from jaxtune.parallel.layout import axes_in, by_token
 from jaxtune.parallel.mesh import data_shards
+from jaxtune.parallel.offload import to_device
 from jaxtune.quant import QuantizedArray
 from jaxtune.run.card import card_rows
 from jaxtune.run.folder import RunFolder
@@ -257,7 +258,7 @@ def _gather(parameter: Any, index: tuple[int, ...]) -> jax.Array:
 def _gather_element(parameter: Any, index: tuple[int, ...]) -> jax.Array:
     """Compiled once a shape: the index is an argument of the program."""
     for number in index:
-        parameter = jax.tree.map(partial(_element, number=number), parameter)
+        parameter = to_device(jax.tree.map(partial(_element, number=number), parameter))
     return jax.reshard(parameter.dequantize() if isinstance(parameter, QuantizedArray) else parameter, jax.P())
 
 

@@ -24,6 +24,7 @@ from jaxtune.config import checks
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 from jaxtune.models.call import Remat
+from jaxtune.parallel.offload import is_on_host
 from jaxtune.run.assembly import Program, assemble, compile_step
 from pallas_kernels.aot import Memory, memory_of
 from pallas_kernels.gpus import current_device
@@ -45,7 +46,7 @@ class Need:
     state: int  # of a device: parameters, optimizer state, a batch
     temporaries: int  # of a device
     saved: int  # of the host: a checkpoint's copy of the trained state of all devices of the process
-    offloaded: int  # of the host: residuals of all devices of the process
+    offloaded: int  # of the host: what memory.offload_* and memory.remat='offload' put there, of all its devices
     process: int  # of the host: the process itself
 
     @property
@@ -132,6 +133,8 @@ def check_step(config: Config, program: Program, step: jax.stages.Compiled, mesh
 
     own = need_of(program, len(mesh.local_devices), memory_of(step))
     log.info("memory a device: %.2f GB state and batch, %.2f GB temporaries", own.state / 1e9, own.temporaries / 1e9)
+    if own.offloaded:
+        log.info("offloaded to the host, of all its devices: %.2f GB", own.offloaded / 1e9)
     _judge(config, own, need)
 
 
@@ -169,7 +172,7 @@ def _judge(config: Config, own: Need, need: Callable[[Config], Need]) -> None:
     text = (
         f"this run needs {_gb(size)} of {_gb(limit.size)} ({limit.name}): for a device {_gb(own.state)} of parameters, "
         f"optimizer state and batch and {_gb(own.temporaries)} of temporaries, and for the host a checkpoint's copy of "
-        f"{_gb(own.saved)}{f', residuals of {_gb(own.offloaded)}' if own.offloaded else ''}"
+        f"{_gb(own.saved)}{f', offloaded arrays of {_gb(own.offloaded)}' if own.offloaded else ''}"
         f"{f' and {_gb(own.process)} for the process itself' if own.process else ''}"
     )
     if refused:
@@ -204,6 +207,13 @@ def _smaller(config: Config) -> Iterator[tuple[str, Config]]:
     changes: dict[str, dict[str, dict[str, Any]]] = {
         "memory.remat='block'": {"memory": {"remat": "block"}},
         "memory.remat='offload'": {"memory": {"remat": "offload"}} if gpu else {},
+        "memory.offload_optimizer=True": {"memory": {"offload_optimizer": True}} if gpu else {},
+        "memory.offload_quants=True": {"memory": {"offload_quants": True}} if gpu else {},
+        "memory.offload_optimizer=True, memory.offload_master=True and memory.offload_gradients=True": {
+            "memory": {"offload_optimizer": True, "offload_master": True, "offload_gradients": True}
+        }
+        if gpu
+        else {},
         "memory.unroll=False": {"memory": {"unroll": False}},
         "lora.enabled=True, adapters instead of all weights": {} if config.lora.enabled else lora,
         "quant.format='nf4', the base in 4 bits, under adapters": nf4 if config.lora.enabled else {**lora, **nf4},
@@ -224,7 +234,8 @@ def need_of(program: Program, devices: int, step: Memory | None = None) -> Need:
     """The need of a process with so many devices; before the step is compiled, without its temporaries."""
     saved = sum(map(shard_bytes, jax.tree.leaves(program.state))) * devices
     if step is None:
-        return Need(devices, sum(map(shard_bytes, jax.tree.leaves(program.arguments))), 0, saved, 0, PROCESS)
+        whole, here = (sum(map(of, jax.tree.leaves(program.arguments))) for of in (shard_bytes, device_bytes))
+        return Need(devices, here, 0, saved, (whole - here) * devices, PROCESS)
     made = step.outputs - step.aliased
     return Need(devices, step.arguments, step.temporaries + max(0, made), saved, step.host * devices, 0)
 
@@ -233,6 +244,11 @@ def shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
     """Of an array, the bytes on one device."""
     shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
     return math.prod(shape) * leaf.dtype.itemsize
+
+
+def device_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    """`shard_bytes` of what is not in the host's memory."""
+    return 0 if is_on_host(leaf) else shard_bytes(leaf)
 
 
 def _worst(need: Need) -> tuple[int, Limit]:

@@ -168,7 +168,9 @@ def declare_model(
         dtype = "float32" if parameter.float32 else config.lora.dtype if beside else dtype
         # Only the storage changes, not the treatment: the stacks stay those of training, whose checkpoints are read.
         storage = parameter.storage if low_precision or parameter.kind == "adapter" else parameter.treatment.stored
-        return dataclasses.replace(parameter, dtype=jnp.dtype(dtype), storage=storage)
+        waits = config.memory.offload_master if parameter.trained else config.memory.offload_quants and storage
+        on_host = bool(parameter.lead and waits)
+        return dataclasses.replace(parameter, dtype=jnp.dtype(dtype), storage=storage, on_host=on_host)
 
     parameters = {name: chosen(parameter) for name, parameter in parameters.items()}
     linears = linears_of(config.precision, parameters) if low_precision else None
@@ -177,6 +179,10 @@ def declare_model(
         raise UserError(
             f"experts.bias_update_rate={rate}: of this {spec.family} no correction of a router is trained; "
             "experts.router_loss balances the experts of any model"
+        )
+    if config.memory.offload_quants and not any(p.on_host for p in model.frozen.values()):
+        raise UserError(
+            "memory.offload_quants=True: no weight is quantized; set quant.format, or take a model that is quantized"
         )
     _check_mesh(model, config, mesh)
     return model

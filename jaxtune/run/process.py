@@ -41,8 +41,8 @@ GPU_OPTIONS: Options = {
     # The gradient of a weight is reduce-scattered as soon as it is there: those of a layer together would wait for the
     # last one, with no product left to hide them. In bytes of a device's part: the small ones of adapters go together.
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**18,
-    # Products run while weights are gathered and gradients scattered. By itself XLA has them so on Hopper alone; other
-    # GPUs would wait for each collective.
+    # Products run while weights are gathered and gradients scattered, and while layers are copied from the host. By
+    # itself XLA has the former so on Hopper alone, and the latter nowhere; it would wait for each.
     "xla_gpu_enable_latency_hiding_scheduler": True,
     # What is recomputed is for memory.remat to say. Near the end of the GPU's memory XLA would compute products of the
     # backward pass three times over, and save next to nothing by it.

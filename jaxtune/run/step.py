@@ -16,6 +16,7 @@ from jaxtune.objectives.objective import Objective, Sums
 from jaxtune.optim import build
 from jaxtune.optim.build import Optimizer
 from jaxtune.parallel.layout import moved
+from jaxtune.parallel.offload import Added, is_on_host, to_device, zeros_of
 from jaxtune.precision import loss_scale
 from jaxtune.precision.linears import Amax, Linears
 from jaxtune.precision.recipes import Recipe
@@ -44,10 +45,12 @@ def accumulated_gradients(
     call: Call,
     seed: int,
     places: Mapping[str, jax.P] = {},
+    added_by_layer: Mapping[str, bool] = {},
 ) -> Gradients:
     """Gradients of the objective, one micro-batch after the other; `call` without noise.
 
     places: PartitionSpecs in which gradients are summed, where they are not the parameters' own.
+    added_by_layer: stacks whose gradients the backward pass itself sums, a layer at a time; whether on the host.
     """
 
     def placed(gradients: Parameters) -> Parameters:
@@ -61,25 +64,30 @@ def accumulated_gradients(
         # The loss scale is that of the mean loss, so that it means the same whatever the size of a micro-batch.
         magnified = 1.0 if scaling.loss is None else scaling.loss.scale / batch["tokens"][0].size
 
-        def loss(trained: Parameters, scales: dict[str, Array], micro: Batch) -> tuple[Array, Sums]:
-            decoder = bind(graph, weights_of(trained, scales))
+        def loss(given: Parameters, scales: dict[str, Array], micro: Batch) -> tuple[Array, Sums]:
+            decoder = bind(graph, weights_of(given | {n: Added(trained[n], given[n]) for n in added_by_layer}, scales))
             head = "embed.weight" if decoder.head is None else "head.weight"
             noisy = call._replace(noise=Noise(key, micro["row"]))
             sums = objective.loss(scores_of(decoder, micro, objective, noisy, head in trained), micro)
             return sums.loss * magnified, sums
 
         def add(total: Summed, micro: Batch) -> tuple[Summed, None]:
-            found = jax.value_and_grad(loss, (0, 1), has_aux=True)(trained, scales, micro)
-            (_, sums), (grads, amax) = found
-            summed = jax.tree.map(lambda a, b: (a + b).astype(a.dtype), total.gradients, placed(grads))
+            given = trained | {name: total.gradients[name] for name in added_by_layer}
+            (_, sums), (grads, amax) = jax.value_and_grad(loss, (0, 1), has_aux=True)(given, scales, micro)
+            added = {name: grads.pop(name) for name in added_by_layer}
+            earlier = {name: total.gradients[name] for name in grads}
+            summed = added | jax.tree.map(lambda a, b: (a + b).astype(a.dtype), earlier, placed(grads))
             # The cotangent of a delayed scale is an amax (`LowPrecision.scales`): of micro-batches the largest counts.
             largest = jax.tree.map(jnp.maximum, total.amax, amax)
             return Summed(summed, jax.tree.map(jnp.add, total.sums, sums), largest), None
 
         # In gradient_dtype, whatever the parameters are stored in.
-        zeros = jax.tree.map(lambda p: jnp.zeros_like(p, recipe.gradient_dtype), trained)
-        _, sums = jax.eval_shape(loss, trained, scales, jax.tree.map(lambda x: x[0], batch))
-        start = Summed(placed(zeros), jax.tree.map(_zero, sums), jax.tree.map(jnp.zeros_like, scales))
+        totals = {
+            name: zeros_of(p, recipe.gradient_dtype, added_by_layer.get(name, False)) for name, p in trained.items()
+        }
+        given = trained | {name: totals[name] for name in added_by_layer}
+        _, sums = jax.eval_shape(loss, given, scales, jax.tree.map(lambda x: x[0], batch))
+        start = Summed(placed(totals), jax.tree.map(_zero, sums), jax.tree.map(jnp.zeros_like, scales))
         return jax.lax.scan(add, start, batch)[0]._replace(magnified=magnified)
 
     return gradients
@@ -169,7 +177,11 @@ def make_train_step(
 
 def _norm(gradients: Parameters) -> Float[Array, ""]:
     """The norm of all gradients together, in float32."""
-    return jnp.sqrt(sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in gradients.values()))
+
+    def squares(gradient: Array) -> Float[Array, ""]:
+        return jnp.sum(jnp.square(to_device(gradient).astype(jnp.float32)))
+
+    return jnp.sqrt(sum(jax.lax.map(squares, g).sum() if is_on_host(g) else squares(g) for g in gradients.values()))
 
 
 def make_eval_step(

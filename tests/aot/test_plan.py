@@ -68,7 +68,7 @@ def test_a_row_of_half_a_million_tokens_fits_one_gpu_with_residuals_on_the_host(
     options = [f"--config.{option}" for option in long_row]
     assert plan.main([f"--config=qwen_lora:{tmp_path}", "--gpu=h100", *options, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["needed"] <= 64e9 and found["memory"]["host, residuals"] == 36 * 524_288 * 4096 * 2
+    assert found["needed"] <= 64e9 and found["memory"]["host, offloaded"] == 36 * 524_288 * 4096 * 2
     moved = {group["phase"]: group for group in found["groups"] if group["kind"] == "host copy"}
     assert {phase: group["launches"] for phase, group in moved.items()} == {"forward": 36, "backward": 36}
     assert moved["forward"]["ms"] == 0  # the next layer's work hides it

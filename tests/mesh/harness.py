@@ -145,12 +145,14 @@ def train(
     whole: bool = False,
     accumulate: int = 1,
     parallel: Parallel = Parallel(),
+    offloaded: tuple[str, ...] = (),
 ) -> Trained:
     """The program of a run, on so many devices."""
     made = make_mesh(mesh, jax.devices()[:devices], parallel)
     rows = ROWS // accumulate // data_shards(made)
     config = config_of(case, mesh, Train(max_steps=steps, micro_batch_size=rows, grad_accum_steps=accumulate), whole)
-    config = dataclasses.replace(config, parallel=parallel)
+    memory = dataclasses.replace(config.memory, **{f"offload_{part}": True for part in offloaded})
+    config = dataclasses.replace(config, parallel=parallel, memory=memory)
     program = assemble(read_base(config), config, made)
     compiled = compile_step(program, config)
     frozen, start = frozen_parameters(program.model, config), initial_parameters(program.model, config)

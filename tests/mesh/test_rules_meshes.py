@@ -34,6 +34,18 @@ def test_an_option_equals_one_device(parallel, mesh, optimizer):
     assert_equal(train(case, mesh, 8, parallel=parallel), one_device(*case[1:5]), OPTIMIZERS[optimizer])
 
 
+def test_shards_that_wait_on_the_host_equal_one_device():
+    case, offloaded = Case(""), ("optimizer", "master", "gradients")
+    found = train(case, Mesh(fsdp=2), 2, accumulate=2, offloaded=offloaded)
+    assert_equal(found, one_device(*case[1:5]), OPTIMIZERS["adamw"])
+
+
+def test_quantized_shards_that_wait_on_the_host_equal_one_device():
+    case = Case("", storage="nf4", adapter="lora", optimizer="adamw_8bit")
+    found = train(case, Mesh(fsdp=2), 2, offloaded=("optimizer", "quants"))
+    assert_equal(found, one_device(*case[1:5]), OPTIMIZERS["adamw_8bit"])
+
+
 def test_a_dimension_over_two_axes_equals_one_device():
     case = Case("")
     with RULES(OVER_TWO):

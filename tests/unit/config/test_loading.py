@@ -412,6 +412,19 @@ LABELS = {
         ({"mesh.expert": "2", "optim.name": "muon"}, "mesh.expert", "not available with optim.name = 'muon' yet"),
         ({"parallel.zero": "2", "parallel.reshard_after_forward": "false"}, "parallel.reshard", "parallel.zero == 3"),
         (
+            {"memory.offload_optimizer": "true", "optim.name": "schedule_free", "optim.schedule": "constant"},
+            "memory.offload_optimizer",
+            "choose another optimizer",
+        ),
+        ({"memory.offload_master": "true", "lora.enabled": "true"}, "memory.offload_master", "only when not lora"),
+        (
+            {"memory.offload_gradients": "true", "precision.recipe": "fp8_hybrid"},
+            "memory.offload_gradients",
+            "'fp8_hybrid' makes operands of all trained weights",
+        ),
+        ({"memory.offload_master": "true", "parallel.zero": "1"}, "memory.offload_master", "needs parallel.zero = 3"),
+        ({"memory.offload_optimizer": "true", "mesh.expert": "2"}, "memory.offload_optimizer", "not available with"),
+        (
             {"optim.schedule": "cosine", "optim.cooldown_steps": "5", "optim.decay_ratio": "0.5"},
             "optim.cooldown_steps",
             "optim.decay_ratio.*one of the two",

@@ -1,0 +1,101 @@
+"""What waits in the host's memory: the same training, bit for bit, and no more than a layer of it on the device."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from batches import make_batch, tokens
+from tiny import random_values, spec
+
+from jaxtune.config.schema import Config, Data, Lora, Memory, Mesh, Model, Optim, Precision
+from jaxtune.errors import UserError
+from jaxtune.parallel.mesh import make_mesh
+from jaxtune.parallel.offload import is_on_host
+from jaxtune.run.assembly import Program, assemble
+from jaxtune.run.memory import need_of
+from jaxtune.run.model import Base
+
+STEPS = 3
+SECTIONS: dict[str, Any] = {"optim": Optim(max_grad_norm=0.0, no_decay="norm"), "precision": Precision("fp32")}
+
+
+def program_of(mesh, memory: Memory, **sections) -> Program:
+    """Full training of a tiny model in bfloat16, so that weights and moments are rounded stochastically."""
+    sections = {"precision": Precision("bf16", master_dtype="bfloat16"), **sections}
+    config = Config(model=Model(dtype="bfloat16"), data=Data(seq_len=24), memory=memory, **sections)
+    return assemble(Base(spec(4)), config, mesh)
+
+
+def trained_with(mesh, memory: Memory, **sections):
+    """Metrics of each step, and the state after the last one, of two micro-batches a step."""
+    program = program_of(mesh, memory, **sections)
+    rows = [make_batch(tokens(2, 24, seed), mesh, [10, 12]) for seed in (1, 2)]
+    batch = jax.tree.map(lambda *one: jnp.stack(one), *rows)
+    state, step, metrics = jax.jit(program.start)(start(program)), jax.jit(program.step), []
+    for leaf, abstract in zip(jax.tree.leaves(state), jax.tree.leaves(program.state), strict=True):
+        assert leaf.sharding.memory_kind == abstract.sharding.memory_kind
+    frozen = {}
+    for _ in range(STEPS):
+        state, found = step(state, frozen, batch, jnp.float32(1e-2))
+        metrics.append(found)
+    return state, metrics
+
+
+def start(program: Program):
+    """Values of the trained parameters, where the program has them."""
+    values = random_values(program.model.trained)
+    like = program.state.trained
+    return {n: jax.device_put(value.astype(like[n].dtype), like[n].sharding) for n, value in values.items()}
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor"])
+def test_an_optimizer_whose_state_waits_on_the_host_does_the_same(one_device, name):
+    optim = Optim(name=name, state_dtype="bfloat16", no_decay="norm", layerwise_lr_decay=0.9)
+    expected, _ = trained_with(one_device, Memory(), optim=optim)
+    found, _ = trained_with(one_device, Memory(offload_optimizer=True), optim=optim)
+    moments = jax.tree.leaves(found.optimizer.rules)
+    assert moments and all(map(is_on_host, moments))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_matrices_are_orthogonalised_one_after_another(one_device):
+    """By products of other shapes, which round otherwise."""
+    sections = {"optim": Optim(name="muon"), "precision": Precision("fp32")}
+    expected, _ = trained_with(one_device, Memory(), **sections)
+    found, _ = trained_with(one_device, Memory(offload_optimizer=True), **sections)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), found.trained, expected.trained)
+
+
+def test_what_waits_is_counted_as_the_hosts(one_device):
+    need = need_of(program_of(one_device, Memory()), devices=2)
+    then = need_of(program_of(one_device, Memory(offload_optimizer=True)), devices=2)
+    moments = jax.tree.leaves(program_of(one_device, Memory()).state.optimizer.rules)
+    assert then.offloaded == 2 * sum(leaf.size * leaf.dtype.itemsize for leaf in moments) > need.offloaded == 0
+    assert then.offloaded == 2 * (need.state - then.state)
+
+
+@pytest.fixture(scope="module")
+def on_the_device():
+    """Full training with everything on the device, and without clipping, which would hang on the gradients' norm."""
+    return trained_with(make_mesh(Mesh(), jax.devices()[:1]), Memory("block"), **SECTIONS)
+
+
+@pytest.mark.parametrize("parts", [("master",), ("gradients",), ("optimizer", "master", "gradients")])
+def test_full_training_from_the_hosts_memory_is_the_same(one_device, on_the_device, parts):
+    memory = dataclasses.replace(Memory("block"), **{f"offload_{part}": True for part in parts})
+    (found, own), (expected, metrics) = trained_with(one_device, memory, **SECTIONS), on_the_device
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert [one["loss"] for one in own] == [one["loss"] for one in metrics]
+    for one, other in zip(own, metrics):
+        np.testing.assert_allclose(one["grad_norm"], other["grad_norm"], rtol=1e-6)
+    layers = [value for name, value in found.trained.items() if name.startswith("stacks")]
+    assert layers and all(is_on_host(value) == ("master" in parts) for value in layers)
+
+
+def test_quants_of_a_model_that_has_none_are_refused(one_device):
+    with pytest.raises(UserError, match="memory.offload_quants=True: no weight is quantized; set quant.format"):
+        program_of(one_device, Memory(offload_quants=True), lora=Lora(enabled=True))
