@@ -21,13 +21,14 @@ from jaxtune.parallel import multihost
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.run import loop, memory, process, resume
 from jaxtune.run.assembly import assemble
+from jaxtune.run.describe import describe_layout, describe_pipeline
 from jaxtune.run.evaluation import make_evaluate
 from jaxtune.run.export import export
 from jaxtune.run.folder import RunFolder, closing, resume_command, run_folder
 from jaxtune.run.generation import continue_text
 from jaxtune.run.labels import labelled
 from jaxtune.run.lock import locked
-from jaxtune.run.model import describe_layout, describe_pipeline, read_base
+from jaxtune.run.model import read_base
 from jaxtune.run.values import check_files, frozen_parameters, initial_parameters
 from jaxtune.run.watch import watching
 

@@ -17,8 +17,9 @@ from jaxtune.models.parameters import randomize
 from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.run.assembly import assemble
+from jaxtune.run.describe import describe_pipeline
 from jaxtune.run.export import export_full
-from jaxtune.run.model import declare_model, describe_pipeline, read_base
+from jaxtune.run.model import declare_model, read_base
 from jaxtune.run.values import read_parameters
 
 
@@ -43,6 +44,7 @@ def test_layers_are_read_where_their_stage_is_and_exported_as_from_one_device(tm
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), *written)
 
 
+@pytest.mark.every_jax
 def test_a_run_goes_on_with_other_stages_and_evaluates_as_one_device(tmp_path):
     """On one device, then on two stages of two parts each, then on one device again."""
 
