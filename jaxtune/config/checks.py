@@ -162,7 +162,9 @@ def _memory(config: Config) -> Iterator[Problem]:
             reason = f"{config.precision.recipe!r} makes operands of all trained weights once a step; choose 'bf16'"
             yield _problem(config, key, reason, "precision.recipe")
         if gradients and config.parallel.zero != 3:
-            yield _problem(config, key, "needs parallel.zero = 3: nothing is moved on the host", "parallel.zero")
+            yield _problem(
+                config, key, "needs parallel.zero = 3: what is on the host cannot be resharded", "parallel.zero"
+            )
         for axis in ("stage", "expert"):
             if getattr(config.mesh, axis) != 1:
                 yield _problem(config, key, f"not available with mesh.{axis} yet; use mesh.fsdp", f"mesh.{axis}")

@@ -307,8 +307,9 @@ class Parallel:
         "order of micro-batches in a pipeline: '1f1b' computes the backward pass of each as soon as it can, so that "
         "activations of few are kept; 'gpipe' after all forward passes", when="mesh.stage != 1")
     virtual_stages: int = option(1,
-        "parts of a stage, between which others compute theirs (interleaved 1F1B): stages wait less for each other and "
-        "send more", "parts [1, inf)", when="mesh.stage != 1")
+        "virtual stages in each stage, between which others compute theirs (interleaved 1F1B): stages wait less for "
+        "each other and send more; train.grad_accum_steps must be a multiple of mesh.stage then",
+        "virtual stages [1, inf)", when="mesh.stage != 1")
 
 
 @dataclass(frozen=True)
@@ -328,7 +329,8 @@ class Memory:
     check: Literal["error", "warn", "off"] = option("error",
         "if the run needs more memory than device or host have: refuse and say what would help, warn, or go on")
     offload_optimizer: bool = option(False,
-        "keep the optimizer's state in the host's pinned memory; an update has one layer of it on the device at a time")
+        "keep the optimizer's state in the host's pinned memory; an update has one layer of it on the device at a "
+        "time, or that of the embedding or the head")
     offload_master: bool = option(False,
         "keep the trained weights of layers in the host's pinned memory; a layer's are copied to the device for its "
         "forward and its backward pass and its update", when="not lora.enabled")

@@ -28,7 +28,7 @@ def describe_pipeline(model: Model, config: Config) -> str:
     layers, rest = len(stack.period) * stack.repeats, len(model.spec.layers) - len(stack.period) * stack.repeats
     return (
         f"pipeline: {layers} layers from layer {stack.first} in {stack.stages} stages"
-        f"{f' of {stack.chunks} parts' if stack.chunks > 1 else ''}"
+        f"{f' of {stack.chunks} virtual ones' if stack.chunks > 1 else ''}"
         f"{f', the other {rest} on all devices' if rest else ''}; {order} over {count} micro-batches "
         f"(train.grad_accum_steps): a stage waits {made.bubble:.0%} of the time and holds {made.slots} inputs"
     )

@@ -208,7 +208,7 @@ def _smaller(config: Config) -> Iterator[tuple[str, Config]]:
         "memory.remat='block'": {"memory": {"remat": "block"}},
         "memory.remat='offload'": {"memory": {"remat": "offload"}} if gpu else {},
         "memory.offload_optimizer=True": {"memory": {"offload_optimizer": True}} if gpu else {},
-        "memory.offload_quants=True": {"memory": {"offload_quants": True}} if gpu else {},
+        "memory.offload_quants=True": {"memory": {"offload_quants": True}} if gpu and config.quant.format else {},
         "memory.offload_optimizer=True, memory.offload_master=True and memory.offload_gradients=True": {
             "memory": {"offload_optimizer": True, "offload_master": True, "offload_gradients": True}
         }

@@ -158,7 +158,7 @@ def declare_model(
     Without `low_precision` no linear layer is multiplied in low precision, whatever precision.recipe says. No file is
     read. Raises UserError.
     """
-    spec = _on_mesh(_treated(base, config, train), mesh, config.parallel.virtual_stages)
+    spec = _on_mesh(_treated(base, config, train), mesh, config)
     graph, parameters = declare(spec)
 
     def chosen(parameter: Parameter) -> Parameter:
@@ -183,6 +183,8 @@ def declare_model(
         raise UserError(
             "memory.offload_quants=True: no weight is quantized; set quant.format, or take a model that is quantized"
         )
+    if train:
+        _refuse_what_has_no_effect(model, config, mesh)
     _check_mesh(model, config, mesh)
     return model
 
@@ -219,8 +221,11 @@ def _treated(base: Base, config: Config, train: bool) -> ModelSpec:
     return spec if config.train.freeze is None else freeze(spec, config.train.freeze)
 
 
-def _on_mesh(spec: ModelSpec, mesh: jax.sharding.Mesh, chunks: int) -> ModelSpec:
-    """With its pipeline; keys and values whole on each device where more devices than heads would share them."""
+def _on_mesh(spec: ModelSpec, mesh: jax.sharding.Mesh, config: Config) -> ModelSpec:
+    """With its pipeline; keys and values whole on each device where more devices than heads would share them.
+
+    Raises UserError where there can be no such pipeline.
+    """
     parts = shards(axes_of("kv_heads"), mesh)
 
     def placed(layer: Layer) -> Layer:
@@ -229,15 +234,29 @@ def _on_mesh(spec: ModelSpec, mesh: jax.sharding.Mesh, chunks: int) -> ModelSpec
             return layer
         return dataclasses.replace(layer, mixer=dataclasses.replace(mixer, kv_whole=True))
 
-    stages = mesh.shape["stage"]
+    stages, chunks = mesh.shape["stage"], config.parallel.virtual_stages
     spec = dataclasses.replace(spec, layers=tuple(map(placed, spec.layers)), stages=stages, chunks=chunks)
     if stages > 1 and all(stack.stages == 1 for stack in spec.stacks):
         most = max(stack.repeats for stack in spec.stacks)
         raise UserError(
-            f"mesh.stage={stages}, parallel.virtual_stages={chunks}: a pipeline of {stages * chunks} parts needs as "
+            f"mesh.stage={stages}, parallel.virtual_stages={chunks}: {stages * chunks} virtual stages need as "
             f"many equal layers, or periods of layers, in a row, and of the model, a {spec.family}, there are {most}"
         )
     return spec
+
+
+def _refuse_what_has_no_effect(model: Model, config: Config, mesh: jax.sharding.Mesh) -> None:
+    """Raises UserError for options of training to which the model or the mesh gives nothing to do."""
+    stages, chunks, count = mesh.shape["stage"], config.parallel.virtual_stages, config.train.grad_accum_steps
+    if chunks > 1 and (stages == 1 or count % stages):
+        raise UserError(
+            f"parallel.virtual_stages={chunks}: stages take turns by groups of as many micro-batches as there are "
+            f"stages, so mesh.stage must be more than 1, and train.grad_accum_steps={count} a multiple of it; it is "
+            f"{stages}"
+        )
+    for option in ("offload_master", "offload_gradients"):
+        if getattr(config.memory, option) and not any(p.lead for p in model.trained.values()):
+            raise UserError(f"memory.{option}=True: no weight of a layer is trained; train.freeze leaves none")
 
 
 def _check_mesh(model: Model, config: Config, mesh: jax.sharding.Mesh) -> None:

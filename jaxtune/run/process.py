@@ -105,6 +105,9 @@ def configure(config: Config) -> None:
     """
     if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # the same by its older name
         os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
+    # By default XLA gives at most 64 GiB of the host's memory to what memory.offload_* and memory.remat keep there.
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(memory // 2**30))
     choose_platform(config.device)
     multihost.initialize()
     open_devices(config.device)

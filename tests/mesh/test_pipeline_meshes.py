@@ -9,7 +9,7 @@ import pytest
 from mesh.harness import Case, config_of
 from runs import call, metrics, recipe
 from safetensors.numpy import load_file
-from tiny import model_folder
+from tiny import model_folder, spec
 
 from jaxtune.config.schema import Config, Data, Lora, Mesh, Model, Parallel, Quant, Train
 from jaxtune.errors import UserError
@@ -19,7 +19,7 @@ from jaxtune.parallel.mesh import make_mesh
 from jaxtune.run.assembly import assemble
 from jaxtune.run.describe import describe_pipeline
 from jaxtune.run.export import export_full
-from jaxtune.run.model import declare_model, read_base
+from jaxtune.run.model import Base, declare_model, read_base
 from jaxtune.run.values import read_parameters
 
 
@@ -68,8 +68,16 @@ def test_a_run_goes_on_with_other_stages_and_evaluates_as_one_device(tmp_path):
 
 def test_more_stages_than_layers_are_refused():
     config = config_of(Case(""), Mesh(fsdp=1, stage=4), Train(), False)
-    with pytest.raises(UserError, match="a pipeline of 4 parts needs as many equal layers.*there are 2"):
+    with pytest.raises(UserError, match="4 virtual stages need as many equal layers.*there are 2"):
         assemble(read_base(config), config, make_mesh(config.mesh, jax.devices()[:4]))
+
+
+@pytest.mark.parametrize(("stages", "count"), [(1, 4), (2, 3)])
+def test_virtual_stages_that_cannot_take_turns_are_refused(stages, count):
+    config = Config(data=Data(seq_len=8), train=Train(grad_accum_steps=count), parallel=Parallel(virtual_stages=2))
+    mesh = make_mesh(Mesh(fsdp=1, stage=stages), jax.devices()[:stages], config.parallel)
+    with pytest.raises(UserError, match=f"grad_accum_steps={count} a multiple of it; it is {stages}"):
+        declare_model(Base(spec(4)), config, mesh)
 
 
 def test_an_objective_with_a_reference_is_refused():

@@ -11,7 +11,7 @@ import pytest
 from batches import make_batch, tokens
 from tiny import random_values, spec
 
-from jaxtune.config.schema import Config, Data, Lora, Memory, Mesh, Model, Optim, Precision
+from jaxtune.config.schema import Config, Data, Lora, Memory, Mesh, Model, Optim, Precision, Train
 from jaxtune.errors import UserError
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.offload import is_on_host
@@ -94,6 +94,12 @@ def test_full_training_from_the_hosts_memory_is_the_same(one_device, on_the_devi
         np.testing.assert_allclose(one["grad_norm"], other["grad_norm"], rtol=1e-6)
     layers = [value for name, value in found.trained.items() if name.startswith("stacks")]
     assert layers and all(is_on_host(value) == ("master" in parts) for value in layers)
+
+
+@pytest.mark.parametrize("part", ["master", "gradients"])
+def test_weights_of_layers_that_are_not_trained_are_refused(one_device, part):
+    with pytest.raises(UserError, match=f"memory.offload_{part}=True: no weight of a layer is trained"):
+        program_of(one_device, Memory(**{f"offload_{part}": True}), train=Train(freeze="layers"))
 
 
 def test_quants_of_a_model_that_has_none_are_refused(one_device):

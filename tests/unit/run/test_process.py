@@ -22,10 +22,13 @@ def test_xla_takes_almost_all_of_a_gpu_unless_the_user_says_how_much(monkeypatch
         monkeypatch.delenv(name)
     if own:
         monkeypatch.setenv(own, "0.5")
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "")
+    monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/nowhere")
     monkeypatch.setattr(process.multihost, "initialize", lambda: None)
     monkeypatch.setattr(process, "_show_log", lambda: None)
     process.configure(Config())
+    assert int(os.environ["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"]) > 1, "of the host's memory, all"
     found = {name: os.environ[name] for name in names if name in os.environ}
     assert found == ({own: "0.5"} if own else {"XLA_CLIENT_MEM_FRACTION": "0.93"})
 
