@@ -29,8 +29,7 @@ def compiled_update(mesh: Mesh, devices: int) -> aot.Compiled:
         return {name: jax.ShapeDtypeStruct(SHAPES[name], jnp.bfloat16, sharding=places[name]) for name in SHAPES}
 
     state = jax.eval_shape(optimizer.init, arrays())
-    number = jax.ShapeDtypeStruct((), jnp.float32)
-    step = Step(number, number, jax.ShapeDtypeStruct((), jnp.bool), jax.eval_shape(lambda: jax.random.key(0)))
+    step = jax.eval_shape(lambda: Step(jnp.float32(0), jnp.float32(0), jnp.bool(True), jax.random.key(0), 0))
     return aot.compile_for("h100", optimizer.update, arrays(), state, arrays(), step, mesh=made, donate_argnums=(1, 2))
 
 
