@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 from tiny import VOCABULARY
 
-from jaxtune.models.attend import attend_packed
 from jaxtune.models.call import Call
 from jaxtune.models.decoder import bind
+from jaxtune.models.score import hidden_states
 from jaxtune.parallel.layout import by_token
 
 
@@ -45,9 +45,7 @@ def logits(model, parameters, batch, dtype=jnp.float32) -> np.ndarray:
     def run(parameters, batch):
         with jax.default_matmul_precision("highest"):
             decoder, call = bind(model.graph, parameters), Call(dtype)
-            attend = attend_packed(batch["key_start"], call)
-            inputs = decoder.inputs(batch["positions"], attend, batch["segment_ids"] > 0)
-            hidden, _, _ = decoder(batch["tokens"], inputs, call)
+            hidden, _ = hidden_states(decoder, batch, call)
             head = jax.reshard(decoder.head_weight.astype(dtype), jax.P())
             found = jnp.einsum("bsd,vd->bsv", hidden, head, out_sharding=by_token())[..., : model.spec.vocabulary]
             cap = model.spec.logit_cap
