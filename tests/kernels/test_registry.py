@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxtune.config.schema import Config, Train
 from jaxtune.run.process import GPU_OPTIONS, compiler_options
 from pallas_kernels import registry
 from pallas_kernels.flash_attention import BACKENDS
@@ -93,13 +94,14 @@ def test_each_choice_is_said_once(caplog):
 
 
 def test_the_device_is_the_mesh_in_use():
+    deterministic = Config(train=Train(deterministic=True))
     assert current_device() == CPU
     h100 = jax.sharding.AbstractDevice(device_kind=GPUS["h100"].kind, num_cores=132, platform="gpu")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=h100)):
         assert current_device() == CARDS["h100"]
         assert compiler_options() == GPU_OPTIONS
-        assert compiler_options(deterministic=True)["xla_gpu_deterministic_ops"] is True
-    assert compiler_options(deterministic=True) == {}
+        assert compiler_options(deterministic)["xla_gpu_deterministic_ops"] is True
+    assert compiler_options(deterministic) == {}
 
 
 def test_xla_flags_of_the_user_are_left_alone(monkeypatch):
