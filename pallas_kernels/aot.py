@@ -224,7 +224,7 @@ def memory_of(compiled: jax.stages.Compiled) -> Memory:
         - stats.host_alias_size_in_bytes
         + stats.host_temp_size_in_bytes
     )
-    # Where the host holds a part, XLA's peak has its arguments in it, and its temporaries or the device's.
+    # Where the host has a part of them, XLA's peak counts what is there as well: without it, all that the device has.
     made = stats.output_size_in_bytes - stats.alias_size_in_bytes
     most = stats.argument_size_in_bytes + made + temporaries
     return Memory(

@@ -13,7 +13,7 @@ from jaxtune.models.call import Call
 from jaxtune.models.decoder import Decoder, Stack, Sums, inputs_of, joined
 from jaxtune.models.spec import ModelSpec
 from jaxtune.parallel.layout import RULES, P, by_residual, by_token
-from jaxtune.parallel.pipeline import by_stage, from_one
+from jaxtune.parallel.pipeline import by_stage, from_one, sent
 
 Batch = dict[str, Array]
 # Of a batch, what layers see.
@@ -96,10 +96,11 @@ def in_order(sums: Sums) -> Sums:
     return jax.tree.map(one, sums)
 
 
-def added(stacked: Array, value: Array, index: Int[Array, ""]) -> Array:
-    """With the value added at an index of the leading axis."""
-    now = jax.lax.dynamic_index_in_dim(stacked, index, keepdims=False) + value
-    return jax.lax.dynamic_update_index_in_dim(stacked, now, index, 0)
+def added(stacked: Array, value: Array, *index: Int[Array, ""]) -> Array:
+    """With the value added at an index of the leading axes; a negative one counts as 0, for a value of zeros."""
+    at = (*(jnp.maximum(number, 0) for number in index), *(0,) * value.ndim)
+    now = jax.lax.dynamic_slice(stacked, at, (*(1,) * len(index), *value.shape))
+    return jax.lax.dynamic_update_slice(stacked, now + jnp.expand_dims(value, tuple(range(len(index)))), at)
 
 
 def zeros_like(shapes: Any) -> Any:
@@ -112,7 +113,6 @@ def in_turn(decoder: Decoder, x: Float[Array, "b s d"], batch: Batch, call: Call
     assert decoder.pipeline is not None
     stack, spec = decoder.stacks[decoder.pipeline].stack, decoder.spec
     graph, weights = nnx.split(decoder.stacks[decoder.pipeline])
-    ring = [(stage, (stage + 1) % stack.stages) for stage in range(stack.stages)]
 
     def on_stage(weights: Any, x: Array, batch: Batch) -> tuple[Array, Sums]:
         def run(chunk: Int[Array, ""], x: Array) -> tuple[Array, Sums]:
@@ -126,7 +126,7 @@ def in_turn(decoder: Decoder, x: Float[Array, "b s d"], batch: Batch, call: Call
             chunk, own = number // stack.stages, number % stack.stages == jax.lax.axis_index("stage")
             x, emitted = jax.lax.cond(own, run, lambda chunk, x: (x, none), chunk, x)
             sums = jax.tree.map(lambda of_all, own: added(of_all, own, chunk), sums, emitted)
-            return jax.lax.ppermute(x, "stage", ring), sums
+            return sent(x, stack.stages), sums
 
         start = x, jax.tree.map(lambda leaf: jnp.stack([leaf] * stack.chunks), none)
         x, sums = jax.lax.fori_loop(0, stack.stages * stack.chunks, hop, start)

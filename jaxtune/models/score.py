@@ -10,10 +10,9 @@ from jaxtyping import Array, Float
 from jaxtune.models import pipeline
 from jaxtune.models.call import Call
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.pipeline import Batch
 from jaxtune.parallel.layout import P, by_token, gather, used
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
-
-Batch = dict[str, Array]
 
 
 class Scores(NamedTuple):

@@ -110,6 +110,11 @@ def _fewest(turn: np.ndarray, begin: np.ndarray, end: np.ndarray) -> int:
     return next(slots for slots in range(1, turn.max() + 2) if enough(slots))
 
 
+def sent(x: Array, stages: int, by: int = 1) -> Array:
+    """On the devices of each stage: the x of the stage before; with by=-1 that of the one after. They are a ring."""
+    return jax.lax.ppermute(x, "stage", [(stage, (stage + by) % stages) for stage in range(stages)])
+
+
 def from_one(x: Array, is_own: Bool[Array, ""]) -> Array:
     """On the devices of each stage: the x of the one stage where `is_own`, or zeros where there is none.
 

@@ -16,18 +16,18 @@ from jaxtyping import Array, Float, Int
 
 from jaxtune.errors import UserError
 from jaxtune.models.call import Call
-from jaxtune.models.decoder import Parameters, bind
+from jaxtune.models.decoder import Decoder, Parameters, bind
 from jaxtune.models.decoder import Sums as Emitted
 from jaxtune.models.dropout import Noise
-from jaxtune.models.pipeline import STAGES, enter, in_order, leave, of_chunk, seen_by_stages, through, zeros_like
+from jaxtune.models.pipeline import STAGES, added, enter, in_order, leave, of_chunk, seen_by_stages, through, zeros_like
 from jaxtune.models.score import Batch
 from jaxtune.objectives.objective import Objective, Sums
 from jaxtune.parallel.layout import P, moved
-from jaxtune.parallel.pipeline import Order, Work, by_stage, from_one, schedule
+from jaxtune.parallel.pipeline import Order, by_stage, from_one, schedule, sent
 from jaxtune.precision.linears import Linears
 from jaxtune.precision.recipes import Recipe
 from jaxtune.run.state import Scaling
-from jaxtune.run.step import Gradients, Summed, scores_of, weights_of_step
+from jaxtune.run.step import Gradients, Summed, placed, scores_of, weights_of_step
 
 Index = Int[Array, ""]
 
@@ -48,17 +48,23 @@ class Total(NamedTuple):
     amax: dict[str, Array]
 
 
-class Carry(NamedTuple):
-    """Between ticks; where there are stages, they are the leading axis."""
+class Stages(NamedTuple):
+    """What stages have between ticks; they are the leading axis."""
 
     inputs: Float[Array, "stages slots b s d"]
     arriving: Float[Array, "stages b s d"]  # from the chunk before
     returning: Float[Array, "stages b s d"]  # gradients from the chunk after
+    emitted: Emitted  # (stages, chunks, micro-batches, layers of a chunk, ...)
+    of_emitted: Emitted  # gradients
+
+
+class Carry(NamedTuple):
+    """Between ticks."""
+
+    stages: Stages
     waiting: Float[Array, "waiting b s d"]  # gradients of what the last chunk made
     entered: Emitted  # of each micro-batch, by layers before the pipeline
-    emitted: Emitted  # (stages, chunks, micro-batches, layers of a chunk, ...)
-    of_entered: Emitted  # gradients of both
-    of_emitted: Emitted
+    of_entered: Emitted  # gradients
     inside: Total
     outside: Total
     sums: Sums
@@ -106,100 +112,103 @@ def pipelined_gradients(
         seen = seen_by_stages(batch)
 
         # ---- the three parts of a micro-batch's forward pass ----
+        def noisy(micro: Batch, key: Array) -> Call:
+            return call._replace(noise=Noise(key, micro["row"]))
+
+        def whole(trained: Parameters, scales: dict[str, Array]) -> Decoder:
+            # The pipeline's parameters only fill their places: its layers are not computed through this.
+            return bind(graph, {**bound(trained, scales), **_with_prefix(prefix, {**inside.frozen, **inside.trained})})
+
         def before(trained: Parameters, scales: dict[str, Array], number: Index) -> tuple[Array, Emitted]:
             micro = _at(batch, number)
-            whole = bind(graph, {**bound(trained, scales), **_named(prefix, inside)})
-            return enter(whole, micro, call._replace(noise=Noise(key, micro["row"])))
+            return enter(whole(trained, scales), micro, noisy(micro, key))
 
         def of_chunks(part: Part, chunk: Index, micro: Batch, key: Array, x: Array) -> tuple[Array, Emitted]:
             weights = {**part.frozen, **part.trained}
             if linears_in is not None:
                 weights = linears_in.wrapped(weights, part.operands, part.scales)
-            noisy = call._replace(noise=Noise(key, micro["row"]))
-            return through(bind(of_stack, weights), chunk, x, spec, micro, noisy)
+            return through(bind(of_stack, weights), chunk, x, spec, micro, noisy(micro, key))
 
         def after(
             trained: Parameters, scales: dict[str, Array], x: Array, entered: Emitted, emitted: Emitted, number: Index
         ) -> tuple[Array, Sums]:
-            micro = _at(batch, number)
-            noisy = call._replace(noise=Noise(key, micro["row"]))
-            whole = bind(graph, {**bound(trained, scales), **_named(prefix, inside)})
-            hidden = leave(whole, x, [entered, in_order(emitted)], micro, noisy)
-            sums = objective.loss(scores_of(whole, micro, objective, noisy, head in trained, hidden), micro)
+            decoder, micro = whole(trained, scales), _at(batch, number)
+            hidden = leave(decoder, x, [entered, in_order(emitted)], micro, noisy(micro, key))
+            scores = scores_of(decoder, micro, objective, noisy(micro, key), head in trained, hidden)
+            sums = objective.loss(scores, micro)
             return sums.loss * magnified, sums
 
         # ---- what a stage does in a tick ----
-        def forward(
-            part: Part, work: Work, leaving: Index, x: Array, arriving: Array, inputs: Array, emitted: Emitted,
-            seen: Batch, key: Array,
-        ) -> tuple[Array, tuple[Array, Array, Emitted]]:  # fmt: skip
-            (number, chunk, slot), here = _own(work)
-            arriving, inputs, emitted = jax.tree.map(lambda leaf: leaf[0], (arriving, inputs, emitted))
-            x = jnp.where((here == 0) & (chunk == 0), x, arriving)
+        def forward(part: Part, row: Any, x: Array, all: Stages, seen: Batch, key: Array) -> tuple[Array, Stages]:
+            (number, chunk, slot), here = _own(row.forward)
+            own = jax.tree.map(lambda leaf: leaf[0], all)
+            x = jnp.where((here == 0) & (chunk == 0), x, own.arriving)
 
             def compute(x: Array) -> tuple[Array, Emitted]:
                 return of_chunks(of_chunk(part, chunk, stack.chunks), chunk, _at(seen, number), key, x)
 
-            y, sums = jax.lax.cond(number >= 0, compute, lambda x: zeros_like(jax.eval_shape(compute, x)), x)
-            held = jnp.where(number >= 0, x, _at(inputs, slot))
-            inputs = jax.lax.dynamic_update_index_in_dim(inputs, held, slot, 0)
-            emitted = jax.tree.map(lambda all, own: _put(all, own, chunk, number), emitted, sums)
-            sent = jax.tree.map(lambda leaf: leaf[None], (_sent(y, 1, stack.stages), inputs, emitted))
-            return _taken(leaving, y, (here == last[0]) & (chunk == last[1])), sent
+            y, emitted = jax.lax.cond(number >= 0, compute, lambda x: zeros_like(jax.eval_shape(compute, x)), x)
+            held = jnp.where(number >= 0, x, _at(own.inputs, slot))
+            own = own._replace(
+                inputs=jax.lax.dynamic_update_index_in_dim(own.inputs, held, slot, 0),
+                arriving=sent(y, stack.stages),
+                emitted=jax.tree.map(lambda all, one: added(all, one, chunk, number), own.emitted, emitted),
+            )
+            leaving = _taken(row.leaving, y, (here == last[0]) & (chunk == last[1]))
+            return leaving, jax.tree.map(lambda leaf: leaf[None], own)
 
         def backward(
-            part: Part, work: Work, leaving: Index, total: Total, waiting: Array, returning: Array, inputs: Array,
-            of_emitted: Emitted, seen: Batch, key: Array,
-        ) -> tuple[Array, Total, Array]:  # fmt: skip
-            (number, chunk, slot), here = _own(work)
-            returning, inputs, of_emitted = jax.tree.map(lambda leaf: leaf[0], (returning, inputs, of_emitted))
-            dy = jnp.where((here == last[0]) & (chunk == last[1]), _at(waiting, number % plan.waiting), returning)
+            part: Part, row: Any, waiting: Array, total: Total, all: Stages, seen: Batch, key: Array
+        ) -> tuple[Array, Total, Stages]:
+            (number, chunk, slot), here = _own(row.backward)
+            own = jax.tree.map(lambda leaf: leaf[0], all)
+            is_last = (here == last[0]) & (chunk == last[1])
+            dy = jnp.where(is_last, _at(waiting, number % plan.waiting), own.returning)
 
             def compute(total: Total) -> tuple[Total, Array]:
-                own = of_chunk(part, chunk, stack.chunks)
+                given = of_chunk(part, chunk, stack.chunks)
 
                 def of(trained: Parameters, scales: dict[str, Array], x: Array) -> tuple[Array, Emitted]:
-                    return of_chunks(own._replace(trained=trained, scales=scales), chunk, _at(seen, number), key, x)
+                    return of_chunks(given._replace(trained=trained, scales=scales), chunk, _at(seen, number), key, x)
 
-                _, transposed = jax.vjp(of, own.trained, own.scales, _at(inputs, slot))
-                *found, dx = transposed((dy, _at(_at(of_emitted, chunk), number)))
+                _, transposed = jax.vjp(of, given.trained, given.scales, _at(own.inputs, slot))
+                *found, dx = transposed((dy, _at(_at(own.of_emitted, chunk), number)))
                 so_far = of_chunk(total, chunk, stack.chunks)
                 return _with_chunk(total, _added(so_far, Total(*found), places_in), chunk, stack.chunks), dx
 
             total, dx = jax.lax.cond(number >= 0, compute, lambda total: (total, jnp.zeros_like(dy)), total)
-            return _taken(leaving, dx, (here == 0) & (chunk == 0)), total, _sent(dx, -1, stack.stages)[None]
+            own = own._replace(returning=sent(dx, stack.stages, by=-1))
+            back = _taken(row.returning, dx, (here == 0) & (chunk == 0))
+            return back, total, jax.tree.map(lambda leaf: leaf[None], own)
 
         # ---- a tick of all stages, and of what comes before and after them ----
+        forward_of_all = by_stage(forward, (STAGES, P(), P(), STAGES, P(), P()), (P(), STAGES))
+        backward_of_all = by_stage(backward, (STAGES, P(), P(), STAGES, STAGES, P(), P()), (P(), STAGES, STAGES))
+
         def tick(carry: Carry, row: Any) -> tuple[Carry, None]:
             def take() -> tuple[Array, Emitted]:
                 return before(trained, scales, row.entering)
 
             x, entered = jax.lax.cond(row.entering >= 0, take, lambda: zeros_like(jax.eval_shape(take)))
-            entered = jax.tree.map(lambda all, own: _put(all, own, row.entering), carry.entered, entered)
-            specs = (STAGES, P(), P(), P(), STAGES, STAGES, STAGES, P(), P())
-            leaving, (arriving, inputs, emitted) = by_stage(forward, specs, (P(), STAGES))(
-                inside, row.forward, row.leaving, x, carry.arriving, carry.inputs, carry.emitted, seen, key
-            )
-            carry = carry._replace(arriving=arriving, inputs=inputs, emitted=emitted, entered=entered)
+            entered = jax.tree.map(lambda all, own: added(all, own, row.entering), carry.entered, entered)
+            leaving, stages = forward_of_all(inside, row, x, carry.stages, seen, key)
+            carry = carry._replace(stages=stages, entered=entered)
             carry = jax.lax.cond(row.leaving >= 0, score, lambda carry, *_: carry, carry, leaving, row.leaving)
-            specs = (STAGES, P(), P(), STAGES, P(), STAGES, STAGES, STAGES, P(), P())
-            dx, total, returning = by_stage(backward, specs, (P(), STAGES, STAGES))(
-                *(inside, row.backward, row.returning, carry.inside, carry.waiting, carry.returning),
-                *(carry.inputs, carry.of_emitted, seen, key),
-            )
-            carry = carry._replace(inside=total, returning=returning)
+            dx, total, stages = backward_of_all(inside, row, carry.waiting, carry.inside, carry.stages, seen, key)
+            carry = carry._replace(inside=total, stages=stages)
             return jax.lax.cond(row.returning >= 0, embed, lambda carry, *_: carry, carry, dx, row.returning), None
 
         def score(carry: Carry, x: Array, number: Index) -> Carry:
-            emitted, entered = _at(carry.emitted, number, axis=2), _at(carry.entered, number)
+            emitted, entered = _at(carry.stages.emitted, number, axis=2), _at(carry.entered, number)
             (_, sums), (*found, dx, of_entered, of_emitted) = jax.value_and_grad(after, range(5), has_aux=True)(
                 trained, scales, x, entered, emitted, number
             )
             put = partial(jax.lax.dynamic_update_index_in_dim, index=number)
+            of_emitted = jax.tree.map(partial(put, axis=2), carry.stages.of_emitted, of_emitted)
             return carry._replace(
+                stages=carry.stages._replace(of_emitted=of_emitted),
                 waiting=jax.lax.dynamic_update_index_in_dim(carry.waiting, dx, number % plan.waiting, 0),
                 of_entered=jax.tree.map(partial(put, axis=0), carry.of_entered, of_entered),
-                of_emitted=jax.tree.map(partial(put, axis=2), carry.of_emitted, of_emitted),
                 outside=_added(carry.outside, Total(*found), places_out),
                 sums=jax.tree.map(jnp.add, carry.sums, sums),
             )
@@ -218,7 +227,7 @@ def pipelined_gradients(
 
         def start(part: Part, places: Mapping[str, jax.P]) -> Total:
             zero = jax.tree.map(lambda p: jnp.zeros_like(p, recipe.gradient_dtype), part.trained)
-            return Total(_placed(zero, places), jax.tree.map(jnp.zeros_like, part.scales))
+            return Total(placed(zero, places), jax.tree.map(jnp.zeros_like, part.scales))
 
         x, entered = zeros_like(jax.eval_shape(before, trained, scales, jnp.int32(0)))
         emitted = by_stage(nothing, (STAGES, P(), P(), P()), STAGES)(inside, seen, key, x)
@@ -226,15 +235,12 @@ def pipelined_gradients(
         _, sums = jax.eval_shape(after, trained, scales, *of_micro, jnp.int32(0))
         entered = zeros_like(jax.tree.map(lambda leaf: _behind(jax.typeof(leaf), count), entered))
         of_stages = zeros_like(_behind(jax.typeof(x), stack.stages, place="stage"))
+        inputs = zeros_like(_behind(jax.typeof(x), stack.stages, plan.slots, place="stage"))
         begin = Carry(
-            inputs=zeros_like(_behind(jax.typeof(x), stack.stages, plan.slots, place="stage")),
-            arriving=of_stages,
-            returning=of_stages,
+            stages=Stages(inputs, of_stages, of_stages, emitted, emitted),
             waiting=zeros_like(_behind(jax.typeof(x), plan.waiting)),
             entered=entered,
-            emitted=emitted,
             of_entered=entered,
-            of_emitted=emitted,
             inside=by_stage(partial(start, places=places_in), STAGES, STAGES)(inside),
             outside=start(Part(trained, frozen, {}, scales), places_out),
             sums=zeros_like(sums),
@@ -267,11 +273,6 @@ def _with_prefix(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {prefix + name: value for name, value in values.items()}
 
 
-def _named(prefix: str, inside: Part) -> dict[str, Any]:
-    """What stands in the decoder for layers that others compute."""
-    return _with_prefix(prefix, {**inside.frozen, **inside.trained})
-
-
 def _linears_parted(linears: Linears | None, prefix: str) -> tuple[Linears | None, Linears | None]:
     if linears is None:
         return None, None
@@ -281,13 +282,6 @@ def _linears_parted(linears: Linears | None, prefix: str) -> tuple[Linears | Non
 
 def _at(tree: Any, index: Index | int, axis: int = 0) -> Any:
     return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, axis, keepdims=False), tree)
-
-
-def _put(all: Array, own: Array, *index: Index) -> Array:
-    """With `own` added at an index of the leading axes, or nothing where it is negative."""
-    at = (*(jnp.maximum(number, 0) for number in index), *(0,) * own.ndim)
-    now = jax.lax.dynamic_slice(all, at, (*(1,) * len(index), *own.shape))
-    return jax.lax.dynamic_update_slice(all, now + jnp.expand_dims(own, tuple(range(len(index)))), at)
 
 
 def _own(columns: Any) -> tuple[Any, Index]:
@@ -301,11 +295,6 @@ def _taken(leaving: Index, x: Array, is_own: Array) -> Array:
     return jax.lax.cond(leaving >= 0, from_one, lambda x, _: jnp.zeros_like(x), x, is_own)
 
 
-def _sent(x: Array, by: int, stages: int) -> Array:
-    """To the next stage, or to the one before."""
-    return jax.lax.ppermute(x, "stage", [(stage, (stage + by) % stages) for stage in range(stages)])
-
-
 def _with_chunk(total: Total, own: Total, chunk: Index, chunks: int) -> Total:
     if chunks == 1:
         return own
@@ -313,12 +302,8 @@ def _with_chunk(total: Total, own: Total, chunk: Index, chunks: int) -> Total:
 
 
 def _added(total: Total, found: Total, places: Mapping[str, jax.P]) -> Total:
-    summed = jax.tree.map(lambda a, b: (a + b).astype(a.dtype), total.gradients, _placed(found.gradients, places))
+    summed = jax.tree.map(lambda a, b: (a + b).astype(a.dtype), total.gradients, placed(found.gradients, places))
     return Total(summed, jax.tree.map(jnp.maximum, total.amax, found.amax))
-
-
-def _placed(gradients: Parameters, places: Mapping[str, jax.P]) -> Parameters:
-    return {name: moved(gradient, places.get(name)) for name, gradient in gradients.items()}
 
 
 def _behind(leaf: Any, *sizes: int, place: str | None = None) -> jax.ShapeDtypeStruct:

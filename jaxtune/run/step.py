@@ -53,9 +53,6 @@ def accumulated_gradients(
     added_by_layer: stacks whose gradients the backward pass itself sums, a layer at a time; whether on the host.
     """
 
-    def placed(gradients: Parameters) -> Parameters:
-        return {name: moved(gradient, places.get(name)) for name, gradient in gradients.items()}
-
     def gradients(
         trained: Parameters, frozen: Parameters, batch: Batch, step: Array, scaling: Scaling = Scaling()
     ) -> Summed:
@@ -76,7 +73,7 @@ def accumulated_gradients(
             (_, sums), (grads, amax) = jax.value_and_grad(loss, (0, 1), has_aux=True)(given, scales, micro)
             added = {name: grads.pop(name) for name in added_by_layer}
             earlier = {name: total.gradients[name] for name in grads}
-            summed = added | jax.tree.map(lambda a, b: (a + b).astype(a.dtype), earlier, placed(grads))
+            summed = added | jax.tree.map(lambda a, b: (a + b).astype(a.dtype), earlier, placed(grads, places))
             # The cotangent of a delayed scale is an amax (`LowPrecision.scales`): of micro-batches the largest counts.
             largest = jax.tree.map(jnp.maximum, total.amax, amax)
             return Summed(summed, jax.tree.map(jnp.add, total.sums, sums), largest), None
@@ -87,10 +84,15 @@ def accumulated_gradients(
         }
         given = trained | {name: totals[name] for name in added_by_layer}
         _, sums = jax.eval_shape(loss, given, scales, jax.tree.map(lambda x: x[0], batch))
-        start = Summed(placed(totals), jax.tree.map(_zero, sums), jax.tree.map(jnp.zeros_like, scales))
+        start = Summed(placed(totals, places), jax.tree.map(_zero, sums), jax.tree.map(jnp.zeros_like, scales))
         return jax.lax.scan(add, start, batch)[0]._replace(magnified=magnified)
 
     return gradients
+
+
+def placed(gradients: Parameters, places: Mapping[str, jax.P]) -> Parameters:
+    """The gradients where they are summed."""
+    return {name: moved(gradient, places.get(name)) for name, gradient in gradients.items()}
 
 
 def _zero(leaf: jax.ShapeDtypeStruct) -> Array:

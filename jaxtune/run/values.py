@@ -1,7 +1,7 @@
 """The values of a run's parameters: from the model's folder, random, an adapter's, or those of a checkpoint."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -128,17 +128,14 @@ def _values(model: Model, wanted: Mapping[str, Parameter], config: Config) -> Pa
     """These parameters from the model's folder; random ones where it has none."""
     random = wanted if config.model.from_scratch else {name: wanted[name] for name in wanted if name in model.new}
 
-    def values(names: Iterable[str]) -> Parameters:
-        parts: tuple[dict[str, Parameter], dict[str, Parameter]] = ({}, {})
-        for name in names:
-            parts[name in random][name] = wanted[name]
-        saved, new = parts
+    def values(names: list[str]) -> Parameters:
+        new, saved = ({n: wanted[n] for n in names if (n in random) == is_new} for is_new in (True, False))
         found = randomize(new, config.train.seed) if new else {}
         return found | (read_parameters(model, saved) if saved else {})
 
     # Of those that wait on the host, one at a time is on the device.
     waiting = [name for name, parameter in wanted.items() if parameter.on_host]
-    found = values(name for name in wanted if name not in waiting)
+    found = values([name for name in wanted if name not in waiting])
     for name in waiting:
         places = jax.tree.map(lambda leaf: leaf.sharding, abstract({name: wanted[name]}))
         found |= jax.device_put(values([name]), places)

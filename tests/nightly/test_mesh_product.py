@@ -27,6 +27,7 @@ COVERS = (
     "jaxtune/precision",
     "jaxtune/quant",
     "jaxtune/run/assembly.py",
+    "jaxtune/run/pipelined.py",
     "jaxtune/run/step.py",
     "pallas_kernels",
 )
