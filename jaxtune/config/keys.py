@@ -81,7 +81,8 @@ ALIASES = {
     "parallel.shard_residual": "sequence_parallel",
     "parallel.zero": "zero_level zero_stage sharding_stage enable_full_shard shard_gradients",
     "mesh.tensor": "tensor_parallel_size tp tensor_parallel",
-    "mesh.sequence": "context_parallel_size sequence_parallel_degree cp sequence_parallel_size ulysses_parallel_size",
+    "mesh.context": "context_parallel_size context_parallel_degree cp_size cp ringattn_parallel_size",
+    "mesh.sequence": "sequence_parallel_degree sequence_parallel_size ulysses_parallel_size sp_size",
 }
 _BY_ALIAS = {alias: key for key, aliases in ALIASES.items() for alias in aliases.split()}
 

@@ -286,7 +286,11 @@ class Mesh:
     fsdp: int = option(-1, "parameters and rows sharded", "devices")
     stage: int = option(1, "pipeline stages", "devices")
     expert: int = option(1, "experts", "devices")
-    sequence: int = option(1, "positions of a row", "devices")
+    context: int = option(1,
+        "positions of a row, of which attention gathers keys and values (context parallelism)", "devices")
+    sequence: int = option(1,
+        "positions of a row, which attention exchanges for heads (sequence parallelism of DeepSpeed-Ulysses)",
+        "devices")
     tensor: int = option(1, "heads, hidden units and vocabulary", "devices")
 
 

@@ -26,7 +26,9 @@ from pallas_kernels.grouped_matmul import Arrangement, arrange, block_of, triton
 from pallas_kernels.registry import ANY_CARD, Backend, CannotRun
 
 # Inside a shard_map nothing is sharded, nor is a weight gathered.
-ON_DEVICE = Rules(*[Layout(*[()] * len(fields(Layout)))] * 3, gathered=(), batch=(), positions=(), residual=())
+ON_DEVICE = Rules(
+    *[Layout(*[()] * len(fields(Layout)))] * 3, gathered=(), batch=(), positions=(), context=(), residual=()
+)
 
 
 class Experts(nnx.Module):
@@ -135,7 +137,7 @@ def grouped(
 def _of_all(axes: Axes, x: Array, routing: Routing, noise: Noise | None) -> tuple[Array, Routing, Noise | None]:
     """The tokens of all devices along these axes, where they go to, and the numbers of their rows."""
     gathered = partial(jax.lax.all_gather, axis_name=axes, tiled=True)
-    noise = noise and noise._replace(rows=gathered(noise.rows))
+    noise = noise and noise._replace(rows=gathered(noise.rows), place=jax.tree.map(gathered, noise.place))
     return gathered(x), jax.tree.map(gathered, routing), noise
 
 

@@ -10,7 +10,8 @@ from jaxtyping import Array, Float
 
 from jaxtune.models.call import Call
 from jaxtune.models.decoder import Decoder, Parameters, bind
-from jaxtune.models.dropout import Noise, named_key
+from jaxtune.models.dropout import named_key
+from jaxtune.models.pipeline import noise_of
 from jaxtune.models.score import Batch, Hidden, LabelScores, Scores, score, score_labels
 from jaxtune.objectives.objective import Objective, Sums
 from jaxtune.optim import build
@@ -64,7 +65,7 @@ def accumulated_gradients(
         def loss(given: Parameters, scales: dict[str, Array], micro: Batch) -> tuple[Array, Sums]:
             decoder = bind(graph, weights_of(given | {n: Added(trained[n], given[n]) for n in added_by_layer}, scales))
             head = "embed.weight" if decoder.head is None else "head.weight"
-            noisy = call._replace(noise=Noise(key, micro["row"]))
+            noisy = call._replace(noise=noise_of(micro, key))
             sums = objective.loss(scores_of(decoder, micro, objective, noisy, head in trained), micro)
             return sums.loss * magnified, sums
 

@@ -25,6 +25,7 @@ from jaxtune.config.schema import (
     Quant,
     Train,
 )
+from jaxtune.data.deal import dealt
 from jaxtune.optim.schedules import learning_rates
 from jaxtune.parallel.mesh import data_shards, make_mesh
 from jaxtune.run.assembly import assemble, compile_step
@@ -45,6 +46,10 @@ MESHES = {
     "sequence=8": Mesh(fsdp=1, sequence=8),
     "data=2 sequence=2 tensor=2": Mesh(data=2, fsdp=1, sequence=2, tensor=2),
     "fsdp=2 sequence=2 tensor=2": Mesh(fsdp=2, sequence=2, tensor=2),
+    "context=8": Mesh(fsdp=1, context=8),
+    "data=2 context=2 sequence=2": Mesh(data=2, fsdp=1, context=2, sequence=2),
+    "fsdp=2 context=2 tensor=2": Mesh(fsdp=2, context=2, tensor=2),
+    "stage=2 context=2 sequence=2": Mesh(fsdp=1, stage=2, context=2, sequence=2),
     "data=2 fsdp=2 stage=2": Mesh(data=2, fsdp=2, stage=2),
     "stage=2 sequence=2 tensor=2": Mesh(fsdp=1, stage=2, sequence=2, tensor=2),
 }
@@ -161,8 +166,9 @@ def train(
     shardings = jax.tree.map(lambda leaf: leaf.sharding, program.state)
     state, losses, norms = jax.jit(program.start, out_shardings=shardings)(start), [], []
     for number in range(steps):
+        rows = fields(steps, made.shape["context"])
         batch = {
-            name: jax.device_put(fields(steps)[name][number].reshape(leaf.shape), leaf.sharding)
+            name: jax.device_put(rows[name][number].reshape(leaf.shape), leaf.sharding)
             for name, leaf in program.batch.items()
         }
         state, metrics = compiled(state, frozen, batch, rates[number])
@@ -228,14 +234,17 @@ def folder(tied: bool, whole: bool) -> Path:
 
 
 @functools.cache
-def fields(steps: int) -> dict[str, np.ndarray]:
-    """Ragged packed rows, a different number of targets in each; the same ones in every step, which can be learned."""
+def fields(steps: int, devices: int = 1) -> dict[str, np.ndarray]:
+    """Ragged packed rows, a different number of targets in each; the same ones in every step, which can be learned.
+
+    They are dealt to so many devices.
+    """
     rng = np.random.default_rng(0)
     tokens = np.repeat(rng.integers(0, 256, (1, ROWS, SEQUENCE)).astype(np.int32), steps, axis=0)
     length = np.repeat(rng.integers(2, SEQUENCE, (1, ROWS, 1)), steps, axis=0)
     index = np.arange(SEQUENCE)
     start = np.where(index < length, 0, length)
-    return {
+    columns = {
         "tokens": tokens,
         "targets": np.roll(tokens, -1, axis=2),
         "positions": (index - start).astype(np.int32),
@@ -244,5 +253,9 @@ def fields(steps: int) -> dict[str, np.ndarray]:
         "loss_weight": (index < length - 1).astype(np.float32),
         "last": (index == length - 1) | (index == SEQUENCE - 1),
         "label": ((tokens[..., :1] + (index >= length)) % 3).astype(np.float32),
-        "row": np.arange(steps * ROWS, dtype=np.int32).reshape(steps, ROWS),
     }
+    number = {"row": np.arange(steps * ROWS, dtype=np.int32).reshape(steps, ROWS)}
+    if devices == 1:
+        return columns | number
+    each = [dealt({name: x[at] for name, x in columns.items()}, devices) for at in np.ndindex(steps, ROWS)]
+    return {name: np.stack([row[name] for row in each]).reshape(tokens.shape) for name in each[0]} | number

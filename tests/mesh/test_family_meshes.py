@@ -87,6 +87,7 @@ EXPERTS_APART = {
     "expert=4 tensor=2": Mesh(fsdp=1, expert=4, tensor=2),
     "data=2 expert=4": Mesh(data=2, fsdp=1, expert=4),
     "fsdp=2 expert=2 sequence=2": Mesh(fsdp=2, expert=2, sequence=2),
+    "expert=2 context=2 sequence=2": Mesh(fsdp=1, expert=2, context=2, sequence=2),
     "stage=2 expert=2 tensor=2": Mesh(fsdp=1, stage=2, expert=2, tensor=2),
 }
 PIPELINES = {"fsdp=2 stage=2": Mesh(fsdp=2, stage=2), "stage=2": Mesh(fsdp=1, stage=2)}
@@ -121,8 +122,9 @@ def train(
     state, step = jax.jit(program.start, out_shardings=shardings)(trained), jax.jit(program.step)
     losses = []
     for number in range(2):
+        rows = fields(2, made.shape["context"])
         batch = {
-            name: jax.device_put(fields(2)[name][number].reshape(leaf.shape), leaf.sharding)
+            name: jax.device_put(rows[name][number].reshape(leaf.shape), leaf.sharding)
             for name, leaf in program.batch.items()
         }
         state, metrics = step(state, frozen, batch, jnp.float32(1e-3))
@@ -135,11 +137,14 @@ def train(
     [
         ("deepseek_v3", False, "data=2 expert=4"),
         ("deepseek_v3", True, "sequence=8"),
+        ("deepseek_v3", False, "context=8"),
         ("gpt_oss", False, "fsdp=2 expert=2 sequence=2"),
+        ("gpt_oss", True, "expert=2 context=2 sequence=2"),
         ("olmo2", False, "fsdp=4 tensor=2"),
         ("phi3", True, "fsdp=4 tensor=2"),
         ("qwen3_5_moe_text", False, "fsdp=2 sequence=2 tensor=2"),
         ("qwen3_next", True, "sequence=8"),
+        ("qwen3_next", False, "data=2 context=2 sequence=2"),
         ("starcoder2", True, "fsdp=4 tensor=2"),
         ("qwen3_moe", False, "expert=4 tensor=2"),
         ("qwen3_moe", True, "data=2 sequence=2 tensor=2"),

@@ -39,7 +39,7 @@ with (Path(__file__).parent / "rows.csv").open(newline="") as file:
     CASES = [Case(**row) for row in csv.DictReader(file)]
 
 LEVELS = {
-    "axis": ("data", "fsdp", "stage", "sequence", "tensor"),  # a mesh has every level that it spreads over
+    "axis": ("data", "fsdp", "stage", "context", "sequence", "tensor"),  # a mesh has every level that it spreads over
     # Products in NVFP4 are emulated here, for which XLA takes a minute to compile a step: nightly trains with them, and
     # test_low_precision_meshes has the products themselves.
     "storage": tuple(STORAGE.keys() - {"nvfp4 operands"}),
