@@ -26,7 +26,7 @@ def places(key_start: Int[np.ndarray, " s"], devices: int) -> Int[np.ndarray, " 
     """The positions of a row, those of the first device first.
 
     Every device has as many chunks of consecutive positions. Those with most pairs of a query and a key that it sees go
-    first, each to the device that has room and the fewest pairs, as in MagiAttention (Zewei and Yunpeng 2025): the
+    first, each to the device that has room and the fewest pairs, as SandAI-org/MagiAttention deals them: the
     usual zigzag of chunks balances rows of one document alone.
     """
     length = len(key_start)

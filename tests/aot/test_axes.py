@@ -20,6 +20,8 @@ MESHES = [
     ("qwen_full", "8B", "fsdp=8"),
     ("qwen_full", "8B", "fsdp=4 tensor=2"),
     ("qwen_full", "8B", "sequence=8"),
+    ("qwen_full", "8B", "context=8"),
+    ("qwen_full", "8B", "context=2 sequence=4"),
     ("qwen_qlora_nf4", "70B", "fsdp=8"),
     ("qwen3_30b_a3b_qlora", "30B-A3B", "fsdp=8"),
     ("qwen3_30b_a3b_qlora", "30B-A3B", "expert=8"),
@@ -31,7 +33,7 @@ MESHES = [
 def compiled_on(recipe: str, size: str, mesh: str, gpu: str = "h100"):
     """A step of 16,384 tokens: in rows of 2048, or in one row where its positions are sharded."""
     axes = {f"mesh__{axis}": count for axis, count in (part.split("=") for part in mesh.split()) if axis != "fsdp"}
-    length = {"data__seq_len": str(2048 * GPUS)} if "mesh__sequence" in axes else {}
+    length = {"data__seq_len": str(2048 * GPUS)} if axes.keys() & {"mesh__context", "mesh__sequence"} else {}
     rows = int(axes.get("mesh__tensor", 1))
     return compiled_step(recipe, size, "block", GPUS, rows, gpu, train__grad_accum_steps="1", **length, **axes)
 
@@ -101,6 +103,20 @@ def test_devices_exchange_positions_for_heads_and_nothing_else_of_a_row():
     heads = SIZES["8B"][3] + 2 * 8 + SIZES["8B"][3]
     assert size == 3 * 65536 // GPUS * heads * 128 * 2
     assert not [shape for shape in gathered(compiled.hlo) if "65536" in shape and not shape.startswith("s32")]
+
+
+@pytest.mark.every_jax
+def test_devices_that_keep_their_positions_gather_keys_and_values_and_nothing_else_of_a_row():
+    """In the forward pass and in the block's recomputation; their gradients are reduce-scattered."""
+    options = {"mesh__context": str(GPUS), "data__seq_len": "65536"}
+    compiled = compiled_step("qwen_lora", "8B", "block", GPUS, 1, **options)
+    assert "all-to-all" not in compiled.collectives
+    whole = "bf16[65536,8,128]"
+    assert [shape for shape in gathered(compiled.hlo) if "65536" in shape and not shape.startswith("s32")] == 4 * [
+        whole
+    ]
+    scattered = re.findall(r"bf16\[(?:1,)?65536,8,128\]\S*\), \S* reduce-scatter-start", compiled.hlo)
+    assert len(scattered) == 2
 
 
 @pytest.mark.parametrize(
