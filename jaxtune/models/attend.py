@@ -22,7 +22,8 @@ def attend_packed(key_start: Int[Array, "b s"], call: Call, place: Int[Array, "b
     place: of each position the one in its row, where rows are dealt to devices that keep their positions.
     """
     kept = () if place is None else RULES.value.context
-    key_start, own = (None if x is None else jax.reshard(x, P(*by_head(kept)[:2])) for x in (key_start, place))
+    here = P(*by_head(kept)[:2])
+    key_start, own = jax.reshard(key_start, here), None if place is None else jax.reshard(place, here)
 
     def attend(q: Array, k: Array, v: Array, mixer: Heads, sinks: Array | None, cache: Any) -> tuple[Array, Any]:
         def kernel(q, k, v, key_start, sinks, own, place):
