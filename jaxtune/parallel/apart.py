@@ -10,6 +10,9 @@ from jaxtyping import Array
 from jaxtune.parallel.layout import RULES, Axes, P, shards
 from jaxtune.parallel.offload import is_on_host, put_beside, to_device
 
+# Before 0.11 jax marks what goes into `apart`, or comes out of it, as whole along the other axes: XLA gathers it there.
+GATHERS_OTHER_AXES = jax.__version_info__ < (0, 11)
+
 
 def apart(axes: Axes, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """The function on the devices that are at one place along these axes, as if they were all: the axes are manual.

@@ -24,6 +24,7 @@ from jaxtune.optim.adamw_8bit import float32_moments, undivided_moments
 from jaxtune.optim.build import Optimizer, Trained, build
 from jaxtune.optim.rules import balancing
 from jaxtune.parallel import offload
+from jaxtune.parallel.apart import GATHERS_OTHER_AXES
 from jaxtune.parallel.layout import RULES, Axes, Layout, P, by_token, spec
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.precision.recipes import Recipe, recipe_of
@@ -95,9 +96,10 @@ def summed_last(config: Config, recipe: Recipe, mesh: jax.sharding.Mesh) -> Axes
     # In low precision an amax is taken, and random bits are drawn, over the tokens of all devices.
     if config.train.grad_accum_steps == 1 or recipe.linears is not None:
         return ()
-    rules = RULES.value
+    rules, axes = RULES.value, [axis for axis, size in mesh.shape.items() if size > 1]
     dividing = set(itertools.chain(*astuple(rules.parameters), *astuple(rules.gradients)))
-    return tuple(axis for axis in rules.batch if mesh.shape[axis] > 1 and axis not in dividing)
+    found = tuple(axis for axis in rules.batch if axis in axes and axis not in dividing)
+    return () if GATHERS_OTHER_AXES and set(found) != set(axes) else found
 
 
 def objective_of(config: Config, model: Model) -> Objective:
