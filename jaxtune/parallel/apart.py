@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxtune.parallel.layout import RULES, Axes, P, shards
+from jaxtune.parallel.layout import RULES, Axes, P
 from jaxtune.parallel.offload import is_on_host, put_beside, to_device
 
 # Before 0.11 jax marks what goes into `apart`, or comes out of it, as whole along the other axes: XLA gathers it there.
@@ -21,7 +21,7 @@ def apart(axes: Axes, function: Callable[..., Any], in_specs: Any, out_specs: An
     """
 
     def inside(*arguments: Any) -> Any:
-        with RULES(RULES.value.apart(axes)):
+        with RULES(RULES.value.apart(*axes)):
             return function(*arguments)
 
     return jax.shard_map(inside, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes), check_vma=False)

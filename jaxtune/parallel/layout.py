@@ -70,8 +70,8 @@ class Rules:
             if list(axes) != sorted(axes, key=self.gathered.__contains__):
                 raise ValueError(f"of {axes} the axes that are gathered, {self.gathered}, must come last")
 
-    def apart(self, manual: Axes) -> "Rules":
-        """The rules of devices that compute apart from those along these axes (`parallel.apart`): they shard nothing."""
+    def apart(self, *manual: str) -> "Rules":
+        """The rules of devices at one place along these axes, which shard nothing there (`parallel.apart`)."""
 
         def without(axes: Axes) -> Axes:
             return tuple(axis for axis in axes if axis not in manual)

@@ -14,7 +14,8 @@ from jaxtune.parallel.apart import GATHERS_OTHER_AXES
 from jaxtune.parallel.layout import RULES, Layout, Rules
 from jaxtune.parallel.mesh import make_mesh, rules_of
 from jaxtune.plan.launches import read_program
-from jaxtune.run.assembly import assemble, compile_step
+from jaxtune.precision.recipes import recipe_of
+from jaxtune.run.assembly import assemble, compile_step, summed_last
 from jaxtune.run.model import declare_model, read_base
 
 TWO = Layout(embed=("fsdp", "expert"))
@@ -58,6 +59,17 @@ def test_gradients_are_summed_once_a_step_over_devices_that_divide_rows_alone(ze
     once = sum(launch.written for launch in over_them if {*launch.group} == group)
     of_parameters = 4 * sum(leaf.size for leaf in program.state.trained.values())
     assert once == pytest.approx(of_parameters / shards, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("storage", "count", "axes"), [("bf16", 2, ("data",)), ("bf16", 1, ()), ("fp8 operands", 2, ())]
+)
+def test_an_amax_over_all_tokens_and_a_single_micro_batch_leave_no_sums_for_later(storage, count, axes):
+    mesh = Mesh(data=2, fsdp=1)
+    made = make_mesh(mesh, jax.devices()[:2])
+    config = config_of(Case("", storage), mesh, Train(grad_accum_steps=count), False)
+    model = declare_model(read_base(config), config, made)
+    assert summed_last(config, recipe_of(config.precision, model.linears), made) == axes
 
 
 def test_shards_that_wait_on_the_host_equal_one_device():
