@@ -313,7 +313,7 @@ def undivided(spec: ModelSpec, parameters: Mapping[str, Parameter], mesh: jax.sh
     """Complaints about dimensions that the mesh does not divide, each with the sizes that would."""
     rules, mixers, divided = RULES.value, {layer.mixer for layer in spec.layers}, set()
     for stack in spec.stacks:
-        with RULES(rules.within_a_stage() if stack.stages > 1 else rules):
+        with RULES(rules.apart("stage") if stack.stages > 1 else rules):
             divided |= {("heads", *_mixed_apart(layer.mixer)) for layer in stack.period}
     for layout in {rules.parameters, rules.gradients, rules.optimizer}:
         # A head is never split, so that their number counts, not that of their features.

@@ -58,14 +58,14 @@ def leave(
 
 def for_stages(x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
     """Activations as every stage has them."""
-    with RULES(RULES.value.within_a_stage()):
+    with RULES(RULES.value.apart("stage")):
         place = by_residual()
     return jax.reshard(x, place)
 
 
 def seen_by_stages(batch: Batch) -> Batch:
     """What layers see of one or more micro-batches, with the whole rows that every stage needs."""
-    with RULES(RULES.value.within_a_stage()):
+    with RULES(RULES.value.apart("stage")):
         place = tuple(by_token())
 
     def one(name: str, column: Array) -> Array:

@@ -73,11 +73,11 @@ class Rules:
             if list(axes) != sorted(axes, key=self.gathered.__contains__):
                 raise ValueError(f"of {axes} the axes that are gathered, {self.gathered}, must come last")
 
-    def within_a_stage(self) -> "Rules":
-        """The rules of devices that are one stage of a pipeline: the axis of stages shards nothing there."""
+    def apart(self, *manual: str) -> "Rules":
+        """The rules of devices at one place along these axes, which shard nothing there (`parallel.apart`)."""
 
         def without(axes: Axes) -> Axes:
-            return tuple(axis for axis in axes if axis != "stage")
+            return tuple(axis for axis in axes if axis not in manual)
 
         def inside(layout: Layout) -> Layout:
             return Layout(*map(without, astuple(layout)))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mesh.harness import MESHES, ROWS, SEQUENCE, fetched, fields
+from mesh.harness import MESHES, ROWS, SEQUENCE, fetched, fields, micro_batches
 from safetensors.numpy import load_file
 from tiny import layer, model_folder, read, spec
 
@@ -85,7 +85,7 @@ OPTIONS = {"deepseek_v3": BALANCED, "deepseek_v3 longer": BALANCED}
 
 EXPERTS_APART = {
     "expert=4 tensor=2": Mesh(fsdp=1, expert=4, tensor=2),
-    "data=2 expert=4": Mesh(data=2, fsdp=1, expert=4),
+    "data=2 expert=2 tensor=2": Mesh(data=2, fsdp=1, expert=2, tensor=2),
     "fsdp=2 expert=2 sequence=2": Mesh(fsdp=2, expert=2, sequence=2),
     "expert=2 context=2 sequence=2": Mesh(fsdp=1, expert=2, context=2, sequence=2),
     "stage=2 expert=2 tensor=2": Mesh(fsdp=1, stage=2, expert=2, tensor=2),
@@ -135,14 +135,14 @@ def train(
 @pytest.mark.parametrize(
     ("family", "lora", "mesh"),
     [
-        ("deepseek_v3", False, "data=2 expert=4"),
+        ("deepseek_v3", False, "data=2 expert=2 tensor=2"),
         ("deepseek_v3", True, "sequence=8"),
         ("deepseek_v3", False, "context=8"),
         ("gpt_oss", False, "fsdp=2 expert=2 sequence=2"),
         ("gpt_oss", True, "expert=2 context=2 sequence=2"),
         ("olmo2", False, "fsdp=4 tensor=2"),
         ("phi3", True, "fsdp=4 tensor=2"),
-        ("qwen3_5_moe_text", False, "fsdp=2 sequence=2 tensor=2"),
+        ("qwen3_5_moe_text", False, "data=2 fsdp=2 tensor=2"),
         ("qwen3_next", True, "sequence=8"),
         ("qwen3_next", False, "data=2 context=2 sequence=2"),
         ("starcoder2", True, "fsdp=4 tensor=2"),
@@ -151,8 +151,10 @@ def train(
     ],
 )
 def test_equals_one_device(family, lora, mesh):
-    expected, on_one = train(family, lora, Mesh(), 1)
-    found, on_eight = train(family, lora, {**MESHES, **EXPERTS_APART}[mesh], 8)
+    axes = {**MESHES, **EXPERTS_APART}[mesh]
+    parts = micro_batches(axes)
+    expected, on_one = train(family, lora, Mesh(), 1, parts=parts)
+    found, on_eight = train(family, lora, axes, 8, parts=parts)
     assert np.abs(found / expected - 1).max() <= 1e-6
     corrections = [name for name in on_one if "correction" in name]
     assert bool(corrections) == (family == "deepseek_v3" and not lora)
