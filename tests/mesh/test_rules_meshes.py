@@ -35,7 +35,7 @@ OVER_TWO = Rules(TWO, TWO, TWO, gathered=("fsdp", "expert"), batch=("data", "fsd
 def test_an_option_equals_one_device(parallel, mesh, optimizer):
     case = Case("", optimizer=optimizer)
     found = train(case, mesh, 8, accumulate=micro_batches(mesh), parallel=parallel)
-    assert_equal(found, one_device(*case[1:5]), OPTIMIZERS[optimizer])
+    assert_equal(found, one_device(case), OPTIMIZERS[optimizer])
 
 
 @pytest.mark.parametrize(
@@ -75,20 +75,20 @@ def test_an_amax_over_all_tokens_and_a_single_micro_batch_leave_no_sums_for_late
 def test_shards_that_wait_on_the_host_equal_one_device():
     case, offloaded = Case(""), ("optimizer", "master", "gradients")
     found = train(case, Mesh(fsdp=2), 2, accumulate=2, offloaded=offloaded)
-    assert_equal(found, one_device(*case[1:5]), OPTIMIZERS["adamw"])
+    assert_equal(found, one_device(case), OPTIMIZERS["adamw"])
 
 
 def test_quantized_shards_that_wait_on_the_host_equal_one_device():
     case = Case("", storage="nf4", adapter="lora", optimizer="adamw_8bit")
     found = train(case, Mesh(fsdp=2), 2, offloaded=("optimizer", "quants"))
-    assert_equal(found, one_device(*case[1:5]), OPTIMIZERS["adamw_8bit"])
+    assert_equal(found, one_device(case), OPTIMIZERS["adamw_8bit"])
 
 
 def test_a_dimension_over_two_axes_equals_one_device():
     case = Case("")
     with RULES(OVER_TWO):
         found = train(case, Mesh(fsdp=2, expert=2, tensor=2), 8)
-    assert_equal(found, one_device(*case[1:5]), OPTIMIZERS["adamw"])
+    assert_equal(found, one_device(case), OPTIMIZERS["adamw"])
 
 
 def test_weights_that_stay_whole_are_gathered_once():
