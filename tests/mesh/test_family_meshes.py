@@ -197,7 +197,6 @@ def test_devices_whose_experts_get_no_token_or_all_of_them_equal_one_device():
 @pytest.mark.parametrize(
     ("family", "mesh", "parts"),
     [
-        ("deepseek_v3", "data=2 expert=4", 1),
         ("gpt_oss", "fsdp=2 expert=2 sequence=2", 1),
         ("qwen3_moe", "stage=2 expert=2 tensor=2", 4),
     ],

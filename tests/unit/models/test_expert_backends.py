@@ -55,7 +55,7 @@ def numbers(
     adapters, rest = jax.tree.map(lambda stack: stack[0], (adapters, rest))
     rng = np.random.default_rng(1)
     x, dy = rng.normal(size=(2, 8, 32, 256)).astype(np.float32)
-    x[: len(x) // 2] = x[0, 0]  # tokens that go to the same experts: devices that have them are not loaded as others
+    x[: len(x) // 2] = x[0, 1]  # tokens that go to the same experts: devices that have them are not loaded as others
     x, dy = (put(array, by_token(None)) for array in (x, dy))
     valid, rows = put(np.ones((8, 32), bool), by_token()), put(np.arange(8, dtype=np.int32), jax.P(by_token()[0]))
 
