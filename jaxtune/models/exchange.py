@@ -45,9 +45,9 @@ def through_experts(
 ) -> Float[Array, "b s d"]:
     """Inside a shard_map: the weighted sum over the experts of each token, float32.
 
-    A device sends each of the others `factor` times the rows that would go there if all got as many, and again so many
-    until none is left, which is once where routing is balanced. Rounds after the first are computed again in the
-    backward pass, one after another, so that no more than one takes memory.
+    In a round a device sends each of the others `factor` times the rows that would go there if all got as many; there
+    are as many rounds as the busiest device needs, one where routing is balanced. Those after the first are computed
+    again in the backward pass, so that no more than one takes memory.
 
     Args:
         experts: what the experts of a device make of rows. Takes `values`, the rows, the expert of each, counted from

@@ -132,8 +132,8 @@ def grouped(
     def on_device(values: Any, x: Array, routing: Routing, noise: Noise | None) -> Array:
         if apart and call.capacity_factor is not None:
             noise = noise and noise._replace(rows=jax.lax.all_gather(noise.rows, apart, tiled=True))
-            through = partial(through_experts, arrived, (values, noise), x, routing.chosen, routing.weights)
-            total = through(here, apart, call.capacity_factor)
+            chosen, weights, factor = routing.chosen, routing.weights, call.capacity_factor
+            total = through_experts(arrived, (values, noise), x, chosen, weights, here, apart, factor)
             return jax.lax.psum(total, summed_over) if summed_over else total
         if apart:
             # Of the tokens of all devices among which experts are divided, each computes what its own experts add.

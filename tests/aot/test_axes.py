@@ -25,12 +25,17 @@ MESHES = [
     ("qwen3_30b_a3b_qlora", "30B-A3B", "expert=8"),
     ("qwen3_30b_a3b_qlora", "235B-A22B", "fsdp=8"),
     ("qwen3_30b_a3b_qlora", "235B-A22B", "expert=8"),
+    ("qwen3_30b_a3b_qlora", "235B-A22B", "expert=8 all_to_all"),
 ]
 
 
 def compiled_on(recipe: str, size: str, mesh: str, gpu: str = "h100"):
-    """A step of 16,384 tokens: in rows of 2048, or in one row where its positions are sharded."""
-    axes = {f"mesh__{axis}": count for axis, count in (part.split("=") for part in mesh.split()) if axis != "fsdp"}
+    """A step of 16,384 tokens: in rows of 2048, or in one row where its positions are sharded.
+
+    mesh: its axes, and how tokens reach experts.
+    """
+    axes = {f"mesh__{axis}": count for axis, count in re.findall(r"(\w+)=(\d+)", mesh) if axis != "fsdp"}
+    axes |= {"experts__dispatch": "all_to_all"} if "all_to_all" in mesh else {}
     length = {"data__seq_len": str(2048 * GPUS)} if "mesh__sequence" in axes else {}
     rows = int(axes.get("mesh__tensor", 1))
     return compiled_step(recipe, size, "block", GPUS, rows, gpu, train__grad_accum_steps="1", **length, **axes)
@@ -141,7 +146,15 @@ def test_sums_over_the_tensor_axis_are_scattered_over_positions():
 
 
 def test_tokens_go_to_the_experts_and_no_weight_of_an_expert_is_gathered():
-    shared, apart = (compiled_on("qwen3_30b_a3b_qlora", "30B-A3B", mesh) for mesh in ("fsdp=8", "expert=8"))
+    meshes = ("fsdp=8", "expert=8", "expert=8 all_to_all")
+    shared, apart, sent = (compiled_on("qwen3_30b_a3b_qlora", "30B-A3B", mesh) for mesh in meshes)
     experts = re.compile(r"u8\[128,\d+,\d+\]")
     assert any(map(experts.match, gathered(shared.hlo))) and not any(map(experts.match, gathered(apart.hlo)))
     assert apart.collectives["reduce-scatter"][0] >= 2
+    # A device sends each other one 1.25 times the rows of even routing, of which each token needs 8.
+    assert f"bf16[{2048 * 8 * 5 // 4},2048]" in " ".join(re.findall(r"= (.*) all-to-all(?:-start)?\(", sent.hlo))
+    tokens = f"bf16[{GPUS},2048,2048]"
+    assert tokens in gathered(apart.hlo) and tokens not in gathered(sent.hlo)
+    assert not any(map(experts.match, gathered(sent.hlo)))
+    print(f"{apart.memory.peak / 1e9:.2f} GB with all_gather, {sent.memory.peak / 1e9:.2f} GB with all_to_all")
+    assert sent.memory.peak < apart.memory.peak
