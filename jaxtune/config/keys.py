@@ -64,6 +64,8 @@ ALIASES = {
     "memory.offload_gradients": "offload_grads",
     "attention.backend": "attn_implementation flash_attention flash_attn use_flash_attention",
     "experts.backend": "expert_backend moe_implementation experts_implementation moe_grouped_gemm",
+    "experts.dispatch": "ep_dispatch moe_token_dispatcher_type",
+    "experts.capacity_factor": "moe_expert_capacity_factor moe_capacity_factor expert_capacity_factor",
     "experts.router_loss": "router_aux_loss_coef aux_loss_coef moe_aux_loss_coeff aux_loss_alpha",
     "experts.router_z_loss": "router_z_loss_coef moe_z_loss_coeff",
     "experts.bias_update_rate": "moe_router_bias_update_rate bias_update_speed",

@@ -133,6 +133,7 @@ def call_of(config: Config, recipe: Recipe) -> Call:
         fallback=config.attention.fallback,
         documents=config.attention.most_documents,
         experts=config.experts.backend,
+        capacity_factor=config.experts.capacity_factor if config.experts.dispatch == "all_to_all" else None,
         keep_gathered=not config.parallel.reshard_after_forward,
     )
 

@@ -171,3 +171,23 @@ def test_tokens_go_to_the_experts_and_no_weight_of_an_expert_is_gathered():
     experts = re.compile(r"u8\[128,\d+,\d+\]")
     assert any(map(experts.match, gathered(shared.hlo))) and not any(map(experts.match, gathered(apart.hlo)))
     assert apart.collectives["reduce-scatter"][0] >= 2
+
+
+@pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
+def test_tokens_are_gathered_or_sent_to_their_experts_alone(dispatch):
+    """A token is sent to each of its 8 experts, and with it a quarter as many rows as routing may be uneven."""
+    options = {"mesh__expert": str(GPUS), "experts__dispatch": dispatch, "train__grad_accum_steps": "1"}
+    rows, hidden = 4, SIZES["30B-A3B"][0]
+    compiled = compiled_step("qwen3_30b_a3b_qlora", "30B-A3B", "block", GPUS, rows, **options)
+    assert all(kernel.spill_bytes == 0 for kernel in compiled.kernels)
+    sent = " ".join(re.findall(r"= (.*) all-to-all(?:-start)?\(", compiled.hlo))
+    is_sent = f"bf16[{rows * 2048 * 8 * 5 // 4},{hidden}]" in sent
+    is_gathered = f"bf16[{GPUS * rows},2048,{hidden}]" in gathered(compiled.hlo)
+    assert (is_gathered, is_sent) == (dispatch == "all_gather", dispatch == "all_to_all")
+    launches = [launch for launch in read_program(compiled.hlo).launches if launch.kind in COLLECTIVES]
+    own = [compiled.memory.peak / 1e9, sum(launch.written * launch.count for launch in launches) / 1e9]
+    cells = f"| `{dispatch}` |"
+    print(cells, " | ".join(f"{value:.1f}" for value in own), "|")
+    found = re.search(re.escape(cells) + r" ([\d.]+) \| ([\d.]+) \|", README.read_text())
+    assert found, own
+    assert own == pytest.approx([float(value) for value in found.groups()], rel=0.05)

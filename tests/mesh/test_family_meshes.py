@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +80,7 @@ SPECS = {
     "qwen3_5_moe_text longer": spec((NETS, GATED) * 2, family="qwen3_5_moe_text", hidden=64),
 }
 # Beside what config.json says, where all parameters are trained.
-BALANCED = Options("auto", 0.1, "sequence", router_z_loss=0.01, bias_update_rate=0.1)
+BALANCED = Options(router_loss=0.1, router_loss_over="sequence", router_z_loss=0.01, bias_update_rate=0.1)
 OPTIONS = {"deepseek_v3": BALANCED, "deepseek_v3 longer": BALANCED}
 
 
@@ -94,7 +95,14 @@ PIPELINES = {"fsdp=2 stage=2": Mesh(fsdp=2, stage=2), "stage=2": Mesh(fsdp=1, st
 
 
 def train(
-    family: str, lora: bool, mesh: Mesh, devices: int, collapsed: bool = False, parts: int = 1, chunks: int = 1
+    family: str,
+    lora: bool,
+    mesh: Mesh,
+    devices: int,
+    collapsed: bool = False,
+    parts: int = 1,
+    chunks: int = 1,
+    dispatch: Literal["all_gather", "all_to_all"] = "all_gather",
 ) -> tuple[np.ndarray, dict]:
     """Losses of two steps of so many micro-batches, and the trained parameters afterwards.
 
@@ -109,7 +117,7 @@ def train(
         parallel=parallel,
         lora=Lora(enabled=lora, rank=4, dropout=0.1),
         precision=Precision("fp32"),
-        experts=Options() if lora else OPTIONS.get(family, Options()),
+        experts=dataclasses.replace(Options() if lora else OPTIONS.get(family, Options()), dispatch=dispatch),
         memory=Memory("experts" if family == "qwen3_moe" else "auto"),
     )
     program = assemble(Base(SPECS[family]), config, made)
@@ -187,7 +195,22 @@ def test_a_pipeline_and_the_layers_around_it_equal_one_device(family, lora, mesh
 
 def test_devices_whose_experts_get_no_token_or_all_of_them_equal_one_device():
     expected, _ = train("qwen3_moe", True, Mesh(), 1, collapsed=True)
-    found, _ = train("qwen3_moe", True, EXPERTS_APART["expert=4 tensor=2"], 8, collapsed=True)
+    for dispatch in ("all_gather", "all_to_all"):
+        mesh = EXPERTS_APART["expert=4 tensor=2"]
+        found, _ = train("qwen3_moe", True, mesh, 8, collapsed=True, dispatch=dispatch)
+        assert np.abs(found / expected - 1).max() <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "parts"),
+    [
+        ("gpt_oss", "fsdp=2 expert=2 sequence=2", 1),
+        ("qwen3_moe", "stage=2 expert=2 tensor=2", 4),
+    ],
+)
+def test_tokens_sent_to_their_experts_equal_one_device(family, mesh, parts):
+    expected, _ = train(family, False, Mesh(), 1, parts=parts)
+    found, _ = train(family, False, EXPERTS_APART[mesh], 8, parts=parts, dispatch="all_to_all")
     assert np.abs(found / expected - 1).max() <= 1e-6
 
 
