@@ -108,7 +108,8 @@ class Data:
     validation_split: float = option(0.0, "part of the training documents held out for validation", "fraction [0, 1)",
         when="not data.eval_datasets")
     chat_template: str | None = option(None,
-        "chat template of conversations: a file of Jinja, or chatml or llama3; unset: the tokenizer's own")
+        "chat template of conversations: chatml, qwen3, qwen3_nothinking, llama3, gemma3, mistral_v3, mistral_v7, "
+        "phi4, deepseek, gpt_oss, glm4, ernie, zephyr, alpaca, vicuna, or a file of Jinja; unset: the tokenizer's own")
     special_tokens: tuple[str, ...] = option((),
         "tokens added to the tokenizer; embeddings without rows left for them get new rows, the mean of the others")
     seq_len: int = option(2048, "tokens in a row", "tokens [2, inf)")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from jaxtune.data.encoding import Encoder, Refused, Rendered, Span
 from jaxtune.data.left_out import Kind, left_out, refuse_lost_answers
 from jaxtune.data.messages import Message, clip
-from jaxtune.data.sandbox import Template
+from jaxtune.data.sandbox import CLOSE, OPEN, Template
 from jaxtune.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ class ChatTemplate:
             source = source.get("default")
         if not source:
             raise UserError(
-                "the tokenizer has no chat template; set data.chat_template (a file, chatml or llama3), use the "
-                "tokenizer of a chat model, or set prompt_format for data of type instruction"
+                "the tokenizer has no chat template; set data.chat_template (a name, such as chatml, or a file), use "
+                "the tokenizer of a chat model, or set prompt_format for data of type instruction"
             )
         self._encode = Encoder(tokenizer)
         self._template = Template(source)
@@ -109,15 +109,7 @@ class ChatTemplate:
         spans, end = [], 0
         for i in turns:
             start = self._start(text, messages[:i], tools, end, len(turns))
-            cut = text if i == len(messages) - 1 else self._render(messages[: i + 1], tools)[0]
-            stop = self._stop(cut)
-            if stop is None:
-                raise Refused(f"message {i} (assistant) renders without a stop token at its end: {clip(cut[start:])!r}")
-            if stop in messages[i]["content"]:
-                raise Refused(f"message {i} (assistant) holds the stop token {stop} in its text")
-            if stop not in text[start:]:
-                raise Refused(f"message {i} (assistant) has no stop token in the whole conversation")
-            end = text.index(stop, start) + len(stop)
+            end = self._end(text, messages, tools, i, start)
             spans.append((start, end))
         return spans
 
@@ -133,7 +125,42 @@ class ChatTemplate:
                 "differently once more messages follow. End the conversation with it, or use a template with "
                 "{% generation %} marks"
             )
-        return text.index(header, position) + len(header)
+        if (found := text.find(header, position)) < 0:
+            raise Refused(f"message {len(before)} (assistant) cannot be found after the end of the one before it")
+        return found + len(header)
+
+    def _end(self, text: str, messages: list[Message], tools: list[Any] | None, i: int, start: int) -> int:
+        """Where turn i, which starts at `start`, ends in the whole text: after the stop token.
+
+        That may be another one than where the conversation is cut: gpt-oss ends only the last turn in <|return|>.
+        """
+        cut = (text if i == len(messages) - 1 else self._render(messages[: i + 1], tools)[0]).rstrip()
+        stop = self._stop(cut)
+        if stop is None:
+            raise Refused(f"message {i} (assistant) renders without a stop token at its end: {clip(cut[start:])!r}")
+        if stop in messages[i]["content"]:
+            raise Refused(f"message {i} (assistant) holds the stop token {stop} in its text")
+        before = cut.removesuffix(stop)
+        ends = [len(before)] if text.startswith(before) else []
+        ends += [end for begin, end in self._content(text, messages, tools, i) if begin >= start and not ends]
+        for end in ends:
+            if found := self._begins(text, end):
+                return end + len(found)
+        if stop not in text[start:]:
+            raise Refused(f"message {i} (assistant) has no stop token in the whole conversation")
+        return text.index(stop, start) + len(stop)
+
+    def _content(self, text: str, messages: list[Message], tools: list[Any] | None, i: int) -> list[Span]:
+        """Where the content of message i is in the whole text, if it is there as it is: with marks around it, found."""
+        content = messages[i]["content"]
+        inner = content.strip()
+        marked = messages[i] | {"content": content.replace(inner, OPEN + inner + CLOSE, 1)}
+        whole, spans = self._render([*messages[:i], marked, *messages[i + 1 :]], tools)
+        return [span for span in spans if whole == text and inner and text[slice(*span)] == inner]
+
+    def _begins(self, text: str, position: int) -> str | None:
+        """The special token that follows `position`."""
+        return next((stop for stop in self._stops if text.startswith(stop, position)), None)
 
     def _stop(self, text: str) -> str | None:
         """The special token that a turn ends in, white space aside."""
