@@ -6,14 +6,27 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxtune.config.rules import Problem, broken
-from jaxtune.config.schema import Config
+from jaxtune.config.schema import TRAINED, WEIGHTED, Config
 
 WHOLE_EXPERTS = ("adafactor", "muon", "normuon")  # optimizers that go through a stack one matrix after another
 
 
 def check(config: Config) -> list[Problem]:
     """Every problem of a config whose types are correct."""
-    parts = (broken, _data, _classification, _train, _attention, _optim, _precision, _lora, _quant, _mesh, _memory)
+    parts = (
+        broken,
+        _data,
+        _classification,
+        _chat,
+        _train,
+        _attention,
+        _optim,
+        _precision,
+        _lora,
+        _quant,
+        _mesh,
+        _memory,
+    )
     return [problem for part in parts for problem in part(config)]
 
 
@@ -47,6 +60,16 @@ def _classification(config: Config) -> Iterator[Problem]:
         yield _problem(config, "model.num_labels", reason, "model.id2label")
     if len(set(model.id2label)) < len(model.id2label):
         yield _problem(config, "model.id2label", "names one label twice")
+
+
+def _chat(config: Config) -> Iterator[Problem]:
+    first, *more = config.chat.loss_scale.split("+")
+    known = (*TRAINED, *WEIGHTED)
+    if first not in known or not set(more) <= set(WEIGHTED):
+        reason = f"must be one of {', '.join(known)}; or several with + between them, only the first of the first three"
+        yield _problem(config, "chat.loss_scale", reason)
+    if not config.chat.roles:
+        yield _problem(config, "chat.roles", "names no role, so nothing would be trained")
 
 
 def _train(config: Config) -> Iterator[Problem]:

@@ -124,6 +124,29 @@ class Data:
     cache_dir: str | None = option(None, "folder of tokenised documents; unset: <train.output_dir>/cache")
 
 
+# What chat.loss_scale names: which messages are trained, and weights of text in them (`data.masks`).
+TRAINED = ("default", "last_round", "all")
+WEIGHTED = ("ignore_empty_think", "ignore_think_prefix", "react", "hermes", "qwen")
+
+
+@dataclass(frozen=True)
+class Chat:
+    """What of a conversation is trained, and with which weight."""
+
+    roles: tuple[Literal["system", "developer", "user", "assistant", "tool"], ...] = option(("assistant",),
+        "roles whose messages are trained; a message's own `train` or `loss`, true or false, counts more",
+        when="'all' not in chat.loss_scale")
+    loss_scale: str = option("default",
+        "what is trained (ms-swift): default: messages of chat.roles; last_round: of those the ones after the user's "
+        "last; all: everything; and weights in them, each after a +: ignore_empty_think, ignore_think_prefix, react, "
+        "hermes, qwen; a message's own `loss_scale`, a number, counts more than these")
+    pattern_weights: tuple[str, ...] = option((),
+        "factor of the weight of text in trained messages that matches", "REGEX=FACTOR")
+    train_on_eos: Literal["turn", "last", "all", "none"] = option("turn",
+        "stop tokens that are trained: of trained messages, of the last one, of all messages that end in the "
+        "assistant's, or none (Axolotl)", when="'all' not in chat.loss_scale")
+
+
 @dataclass(frozen=True)
 class Train:
     """The length and shape of the run."""
@@ -514,6 +537,7 @@ class Config:
 
     model: Model = Model()
     data: Data = Data()
+    chat: Chat = section(Chat(), when="model.head == 'lm'")
     train: Train = Train()
     optim: Optim = Optim()
     lora: Lora = section(Lora(), when="lora.enabled")

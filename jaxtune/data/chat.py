@@ -1,8 +1,11 @@
 """Conversations: the chat template renders them; the assistant's turns are trained, with the token that ends each."""
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from jaxtune.config.schema import Chat
+from jaxtune.data import masks
 from jaxtune.data.encoding import Encoder, Refused, Rendered, Span
 from jaxtune.data.left_out import Kind, left_out, refuse_lost_answers
 from jaxtune.data.messages import Message, clip
@@ -16,12 +19,18 @@ if TYPE_CHECKING:
 class ChatTemplate:
     """A tokenizer's chat template."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerFast", say: Callable[[str], object] = lambda line: None):
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerFast",
+        say: Callable[[str], object] = lambda line: None,
+        chat: Chat = Chat(),
+    ):
         """Compiles tokenizer.chat_template.
 
         Args:
             tokenizer: the tokenizer whose template it is.
             say: called with a line about each part of the conversations that the template leaves out.
+            chat: what of the conversations is trained.
 
         Raises:
             UserError: the tokenizer has no template, or several without a default; the template is not valid Jinja.
@@ -42,7 +51,7 @@ class ChatTemplate:
         if tokenizer.eos_token is not None:
             stops.add(str(tokenizer.eos_token))
         self._stops = tuple(sorted(stops, key=len, reverse=True))
-        self._say = say
+        self._say, self._chat = say, chat
         self._tried: set[Kind] = set()
         self._control_tokens_said = False
 
@@ -65,33 +74,58 @@ class ChatTemplate:
         that the prompt is not a prefix of the whole text. There the turn starts after its header, the text that
         add_generation_prompt appends.
 
-        A message with `train` False is context. Keys of messages, whole messages and tools that the template leaves out
-        are reported through `say`.
+        The section chat says which messages are trained and with which weight; another role's is found by its content.
+        Keys of messages, whole messages and tools that the template leaves out are reported through `say`.
 
         Raises:
-            Refused: no assistant turn is trained; or a turn renders as nothing, without its tool call or without a stop
+            Refused: no message is trained; or a turn renders as nothing, without its tool call or without a stop
                 token, or cannot be found in the text.
             UserError: the template refuses the conversation or exceeds its limits.
         """
+        chosen = masks.trained(messages, self._chat)
+        if not chosen:
+            raise Refused(f"the conversation has no {' or '.join(self._chat.roles)} message that is to be trained")
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        excluded = [i for i in turns if messages[i].get("train") is False]
-        if len(excluded) == len(turns):
-            raise Refused("the conversation has no assistant message that is to be trained")
         text, spans = self._render(messages, tools)
         if not spans:
             spans = self._find_turns(messages, tools, turns, text)
         elif unmarked := next((span for span in spans if self._stop(text[slice(*span)]) is None), None):
             raise Refused(f"{{% generation %}} holds no stop token at its end: {clip(text[slice(*unmarked)])!r}")
-        if len(spans) != len(turns) and excluded:
-            raise Refused(
-                f"message {excluded[0]} is not to be trained, but it is unclear which {{% generation %}} mark is its"
-            )
         refuse_lost_answers(messages, turns, spans, text, self._stop)
         for line in left_out(messages, tools, text, lambda *changed: self._render(*changed)[0], self._tried):
             self._say(line)
         self._say_control_tokens(messages)
-        trained = [span for i, span in zip(turns, spans) if i not in excluded] if excluded else spans
-        return Rendered(text, tuple(trained))
+        if len(spans) != len(turns):
+            unlike = [i for i in turns if i not in chosen or "loss_scale" in messages[i]]
+            if unlike:
+                raise Refused(
+                    f"message {unlike[0]} is not to be trained, or has a weight of its own, but it is unclear which "
+                    "{% generation %} mark is its"
+                )
+            parts, others = [self._part(text, span, {}) for span in spans], []
+        else:
+            own = list(zip(turns, spans))
+            parts = [self._part(text, span, messages[i]) for i, span in own if i in chosen]
+            others = [span for i, span in own if i not in chosen]
+        if not masks.everything(self._chat):
+            parts += [self._found(text, messages, tools, i) for i in chosen if i not in turns]
+        weighted = list(masks.weigh(text, sorted(parts, key=attrgetter("start")), others, self._chat))
+        weights = tuple(weight for _, weight in weighted)
+        return Rendered(text, tuple(span for span, _ in weighted), weights=None if set(weights) <= {1} else weights)
+
+    def _part(self, text: str, span: Span, message: Message) -> masks.Part:
+        """An assistant's turn."""
+        whole = text[slice(*span)].rstrip()
+        stop = span[0] + len(whole) - len(self._stop(whole) or "")
+        return masks.Part(span[0], stop, span[1], message.get("loss_scale"))
+
+    def _found(self, text: str, messages: list[Message], tools: list[Any] | None, i: int) -> masks.Part:
+        """A message of another role, and the special token that follows it."""
+        found = self._content(text, messages, tools, i)
+        if not found:
+            raise Refused(f"message {i} ({messages[i]['role']}) is to be trained, but the template changes its text")
+        start, stop = found[0]
+        return masks.Part(start, stop, stop + len(self._begins(text, stop) or ""), messages[i].get("loss_scale"))
 
     def _say_control_tokens(self, messages: list[Message]) -> None:
         """Says, once, that a message's text holds one of the tokenizer's special tokens, and so becomes that token."""

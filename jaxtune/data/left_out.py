@@ -47,7 +47,7 @@ def left_out(
     """
     without: dict[Kind, tuple[list[Message], list[Any] | None]] = {("", "tools"): (messages, None)} if tools else {}
     for i, message in enumerate(messages):
-        for key in message.keys() - {"role", "train"}:
+        for key in message.keys() - {"role", "train", "loss_scale"}:
             changed = message | {"content": ""} if key == "content" else {k: v for k, v in message.items() if k != key}
             if changed != message:
                 without.setdefault((message["role"], key), ([*messages[:i], changed, *messages[i + 1 :]], tools))
