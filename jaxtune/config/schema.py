@@ -131,7 +131,7 @@ WEIGHTED = ("ignore_empty_think", "ignore_think_prefix", "react", "hermes", "qwe
 
 @dataclass(frozen=True)
 class Chat:
-    """What of a conversation is trained, and with which weight."""
+    """What of a conversation is trained, and how tools and answers are written; the template: data.chat_template."""
 
     roles: tuple[Literal["system", "developer", "user", "assistant", "tool"], ...] = option(("assistant",),
         "roles whose messages are trained; a message's own `train` or `loss`, true or false, counts more",
@@ -145,6 +145,11 @@ class Chat:
     train_on_eos: Literal["turn", "last", "all", "none"] = option("turn",
         "stop tokens that are trained: of trained messages, of the last one, of all messages that end in the "
         "assistant's, or none (Axolotl)", when="'all' not in chat.loss_scale")
+    agent_template: Literal["hermes", "react", "toolbench"] | None = option(None,
+        "how tools, calls of them and their results are written as text, for a chat template that leaves them out; "
+        "unset: as the chat template writes them")
+    response_prefix: str | None = option(None,
+        "text with which answers begin when a run is asked (generate --chat), such as '<think>\\n'")
 
 
 @dataclass(frozen=True)

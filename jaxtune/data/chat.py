@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from jaxtune.config.schema import Chat
 from jaxtune.data import masks
+from jaxtune.data.agents import as_text
 from jaxtune.data.encoding import Encoder, Refused, Rendered, Span
 from jaxtune.data.left_out import Kind, left_out, refuse_lost_answers
-from jaxtune.data.messages import Message, clip
+from jaxtune.data.messages import UNSEEN, Message, clip, with_text_arguments
 from jaxtune.data.sandbox import CLOSE, OPEN, Template
 from jaxtune.errors import UserError
 
@@ -56,9 +57,13 @@ class ChatTemplate:
         self._control_tokens_said = False
 
     def prompt(self, messages: list[Message], tools: list[Any] | None = None) -> list[int]:
-        """Tokens of the conversation up to where the assistant's next message begins, as they are in training."""
+        """Tokens of the conversation up to where the assistant's next message begins, as they are in training.
+
+        chat.response_prefix follows them.
+        """
+        messages, tools = self._written(messages, tools)
         text = self._render(messages, tools, add_generation_prompt=True)[0]
-        return self._encode([Rendered(text)])[0].tokens.tolist()
+        return self._encode([Rendered(text + (self._chat.response_prefix or ""))])[0].tokens.tolist()
 
     def turn_end(self) -> str | None:
         """The special token that ends an assistant's turn; None if the template has none."""
@@ -85,6 +90,9 @@ class ChatTemplate:
         chosen = masks.trained(messages, self._chat)
         if not chosen:
             raise Refused(f"the conversation has no {' or '.join(self._chat.roles)} message that is to be trained")
+        messages = [message | {"train": i in chosen} for i, message in enumerate(messages)]
+        messages, tools = self._written(messages, tools)
+        chosen = [i for i, message in enumerate(messages) if message["train"]]
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         text, spans = self._render(messages, tools)
         if not spans:
@@ -112,6 +120,29 @@ class ChatTemplate:
         weighted = list(masks.weigh(text, sorted(parts, key=attrgetter("start")), others, self._chat))
         weights = tuple(weight for _, weight in weighted)
         return Rendered(text, tuple(span for span, _ in weighted), weights=None if set(weights) <= {1} else weights)
+
+    def _written(self, messages: list[Message], tools: list[Any] | None) -> tuple[list[Message], list[Any] | None]:
+        """The conversation as the template takes it.
+
+        Tools are text where chat.agent_template says so. The arguments of calls are JSON text where the template fails
+        on objects, or writes them as Python does (DeepSeek-V3's).
+        """
+        if self._chat.agent_template:
+            return as_text(self._chat.agent_template, messages, tools), None
+        calls = [call.get("function", call) for message in messages for call in message.get("tool_calls", ())]
+        if not calls:
+            return messages, tools
+        try:
+            text = self._render(messages, tools)[0]
+        except UserError as error:
+            try:
+                self._render(with_text_arguments(messages), tools)
+            except UserError:
+                raise error from None
+            return with_text_arguments(messages), tools
+        objects = [arguments for call in calls if isinstance(arguments := call.get("arguments"), dict) and arguments]
+        as_python = any(str(arguments) in text for arguments in objects)
+        return with_text_arguments(messages) if as_python else messages, tools
 
     def _part(self, text: str, span: Span, message: Message) -> masks.Part:
         """An assistant's turn."""
@@ -205,4 +236,5 @@ class ChatTemplate:
         self, messages: list[Message], tools: list[Any] | None, add_generation_prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         variables = self._variables | {"add_generation_prompt": add_generation_prompt}
-        return self._template.render(messages=messages, tools=tools, documents=None, **variables)
+        shown = [{key: value for key, value in message.items() if key not in UNSEEN} for message in messages]
+        return self._template.render(messages=shown, tools=tools, documents=None, **variables)

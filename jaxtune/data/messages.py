@@ -10,6 +10,9 @@ Message = dict[str, Any]
 
 NO_IMAGES = "training on images is not supported; data.on_bad_row='skip' leaves such samples out"
 
+UNSEEN = ("train", "loss_scale")
+"""Keys of a message that say how it is trained, and that chat templates do not see."""
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -99,7 +102,23 @@ def _check_tool_call(call: Any, i: int) -> Any:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         function = {**function, "arguments": _from_json(arguments, f"message {i}: arguments of {function['name']}")}
-    return {**call, "function": function} if "function" in call else function
+    return {"type": "function", **call, "function": function} if "function" in call else function
+
+
+def with_text_arguments(messages: list[Message]) -> list[Message]:
+    """The messages with the arguments of tool calls as JSON text."""
+
+    def changed(call: Any) -> Any:
+        if "function" in call:
+            return call | {"function": changed(call["function"])}
+        return call | {"arguments": json.dumps(call.get("arguments", {}), ensure_ascii=False)}
+
+    return [
+        message | {"tool_calls": [changed(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for message in messages
+    ]
 
 
 def _from_json(text: str, what: str) -> Any:
