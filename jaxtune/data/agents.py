@@ -63,8 +63,8 @@ conditions per try.
 Let's Begin!
 Task description: You should use functions to help handle the real time user queries. Remember:
 1.ALWAYS call "Finish" function at the end of the task. And the final answer should contain enough information to \
-show to the user,If you can't handle the task, or you find that function calls always fail(the function is not valid now), \
-use function Finish->give_up_and_restart.
+show to the user,If you can't handle the task, or you find that function calls always fail(the function is not \
+valid now), use function Finish->give_up_and_restart.
 2.Do not use origin tool names, use only subfunctions' names.
 Specifically, you have access to the following APIs: {tools}"""
 
