@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxtune.config.rules import Problem, broken
-from jaxtune.config.schema import TRAINED, WEIGHTED, Config
+from jaxtune.config.schema import TRAINED, WEIGHTED, Chat, Config
 
 WHOLE_EXPERTS = ("adafactor", "muon", "normuon")  # optimizers that go through a stack one matrix after another
 
@@ -70,6 +70,12 @@ def _chat(config: Config) -> Iterator[Problem]:
         yield _problem(config, "chat.loss_scale", reason)
     if not config.chat.roles:
         yield _problem(config, "chat.roles", "names no role, so nothing would be trained")
+    entries = (*config.data.datasets, *config.data.eval_datasets)
+    if not any(entry.type in ("auto", "conversation", "instruction") and not entry.prompt_format for entry in entries):
+        for field in dataclasses.fields(Chat):
+            if getattr(config.chat, field.name) != field.default and field.name != "response_prefix":
+                reason = "has no effect: a chat template renders no entry of data.datasets"
+                yield _problem(config, f"chat.{field.name}", reason, "data.datasets", moot=True)
 
 
 def _train(config: Config) -> Iterator[Problem]:

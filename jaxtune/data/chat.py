@@ -206,8 +206,10 @@ class ChatTemplate:
         if stop in messages[i]["content"]:
             raise Refused(f"message {i} (assistant) holds the stop token {stop} in its text")
         before = cut.removesuffix(stop)
-        ends = [len(before)] if text.startswith(before) else []
-        ends += [end for begin, end in self._content(text, messages, tools, i) if begin >= start and not ends]
+        if text.startswith(before):
+            ends = [len(before)]
+        else:
+            ends = [end for begin, end in self._content(text, messages, tools, i) if begin >= start]
         for end in ends:
             if found := self._begins(text, end):
                 return end + len(found)
@@ -219,9 +221,11 @@ class ChatTemplate:
         """Where the content of message i is in the whole text, if it is there as it is: with marks around it, found."""
         content = messages[i]["content"]
         inner = content.strip()
+        if not inner:
+            return []
         marked = messages[i] | {"content": content.replace(inner, OPEN + inner + CLOSE, 1)}
         whole, spans = self._render([*messages[:i], marked, *messages[i + 1 :]], tools)
-        return [span for span in spans if whole == text and inner and text[slice(*span)] == inner]
+        return [span for span in spans if whole == text and text[slice(*span)] == inner]
 
     def _begins(self, text: str, position: int) -> str | None:
         """The special token that follows `position`."""
