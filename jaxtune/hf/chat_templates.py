@@ -22,7 +22,7 @@ NAMED = {
     "phi4": ("<|im_start|>", "<|im_sep|>", "<|im_end|>"),
     "deepseek": ("<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>"),
     "gpt_oss": _HARMONY,
-    "glm4": ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>"),
+    "glm4": ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
     "ernie": ("<|begin_of_sentence|>", "<|end_of_sentence|>"),
     "zephyr": (),
     "alpaca": (),

@@ -40,7 +40,7 @@ TOKENIZERS = {
     "phi4": (("<|endoftext|>",), None, "<|im_end|>"),
     "deepseek": ((*_CALLS, f"<{BAR}tool▁sep{BAR}>"), f"<{BAR}begin▁of▁sentence{BAR}>", f"<{BAR}end▁of▁sentence{BAR}>"),
     "gpt_oss": (("<|endoftext|>",), None, "<|return|>"),
-    "glm4": (("<|endoftext|>", "<|observation|>"), None, "<|endoftext|>"),
+    "glm4": (("<|endoftext|>",), None, "<|endoftext|>"),
     "ernie": ((), None, "</s>"),
     "zephyr": ((), "<s>", "</s>"),
     "alpaca": ((), "<s>", "</s>"),
