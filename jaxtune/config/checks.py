@@ -64,9 +64,8 @@ def _classification(config: Config) -> Iterator[Problem]:
 
 def _chat(config: Config) -> Iterator[Problem]:
     first, *more = config.chat.loss_scale.split("+")
-    known = (*TRAINED, *WEIGHTED)
-    if first not in known or not set(more) <= set(WEIGHTED):
-        reason = f"must be one of {', '.join(known)}; or several with + between them, only the first of the first three"
+    if first not in (*TRAINED, *WEIGHTED) or not set(more) <= set(WEIGHTED):
+        reason = f"must be one of {', '.join(TRAINED)}, or of {', '.join(WEIGHTED)}, or such as last_round+hermes"
         yield _problem(config, "chat.loss_scale", reason)
     if not config.chat.roles:
         yield _problem(config, "chat.roles", "names no role, so nothing would be trained")

@@ -143,8 +143,8 @@ class Chat:
     pattern_weights: tuple[str, ...] = option((),
         "factor of the weight of text in trained messages that matches", "REGEX=FACTOR")
     train_on_eos: Literal["turn", "last", "all", "none"] = option("turn",
-        "stop tokens that are trained: of trained messages, of the last one, of all messages that end in the "
-        "assistant's, or none (Axolotl)", when="'all' not in chat.loss_scale")
+        "stop tokens that are trained: those of trained messages, that of the last one, all that are equal to these, "
+        "or none (Axolotl)", when="'all' not in chat.loss_scale")
     agent_template: Literal["hermes", "react", "toolbench"] | None = option(None,
         "how tools, calls of them and their results are written as text, for a chat template that leaves them out; "
         "unset: as the chat template writes them")

@@ -87,7 +87,7 @@ def as_text(style: Style, messages: list[Message], tools: list[Any] | None) -> l
     listed, prompt = described[style]
     text = prompt.format(tools=listed, names=",".join(function["name"] for function in functions))
     if plain[0]["role"] != "system":
-        return [{"role": "system", "content": text, "train": False}, *plain]
+        return [{"role": "system", "content": text}, *plain]
     return [plain[0] | {"content": f"{plain[0]['content']}\n\n{text}"}, *plain[1:]]
 
 

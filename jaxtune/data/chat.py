@@ -92,7 +92,7 @@ class ChatTemplate:
             raise Refused(f"the conversation has no {' or '.join(self._chat.roles)} message that is to be trained")
         messages = [message | {"train": i in chosen} for i, message in enumerate(messages)]
         messages, tools = self._written(messages, tools)
-        chosen = [i for i, message in enumerate(messages) if message["train"]]
+        chosen = [i for i, message in enumerate(messages) if message.get("train", masks.everything(self._chat))]
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         text, spans = self._render(messages, tools)
         if not spans:
@@ -115,8 +115,12 @@ class ChatTemplate:
             own = list(zip(turns, spans))
             parts = [self._part(text, span, messages[i]) for i, span in own if i in chosen]
             others = [span for i, span in own if i not in chosen]
-        if not masks.everything(self._chat):
-            parts += [self._found(text, messages, tools, i) for i in chosen if i not in turns]
+        of_others = [i for i in range(len(messages)) if i not in turns]
+        if masks.everything(self._chat):
+            unwanted = [self._found(text, messages, tools, i) for i in of_others if i not in chosen]
+            others += [(part.start, part.end) for part in unwanted]
+        else:
+            parts += [self._found(text, messages, tools, i) for i in of_others if i in chosen]
         weighted = list(masks.weigh(text, sorted(parts, key=attrgetter("start")), others, self._chat))
         weights = tuple(weight for _, weight in weighted)
         return Rendered(text, tuple(span for span, _ in weighted), weights=None if set(weights) <= {1} else weights)
@@ -154,7 +158,7 @@ class ChatTemplate:
         """A message of another role, and the special token that follows it."""
         found = self._content(text, messages, tools, i)
         if not found:
-            raise Refused(f"message {i} ({messages[i]['role']}) is to be trained, but the template changes its text")
+            raise Refused(f"message {i} ({messages[i]['role']}) cannot be found: the template changes its text")
         start, stop = found[0]
         return masks.Part(start, stop, stop + len(self._begins(text, stop) or ""), messages[i].get("loss_scale"))
 

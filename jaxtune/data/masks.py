@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxtune.config.schema import TRAINED, Chat
 from jaxtune.data.encoding import Span
-from jaxtune.data.messages import Message
+from jaxtune.data.messages import ROLES, Message
 
 Patterns = tuple[tuple[str, float], ...]
 """(regular expression, factor of the weight of what matches)."""
@@ -70,10 +70,8 @@ def trained(messages: Sequence[Message], chat: Chat) -> list[int]:
     base = chat.loss_scale.split("+")[0]
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
     first = users[-1] if base == "last_round" and users else 0
-    by_role = {
-        i for i, message in enumerate(messages) if i >= first and (everything(chat) or message["role"] in chat.roles)
-    }
-    return [i for i, message in enumerate(messages) if message.get("train", i in by_role)]
+    roles = ROLES if everything(chat) else chat.roles
+    return [i for i, m in enumerate(messages) if m.get("train", i >= first and m["role"] in roles)]
 
 
 def weigh(text: str, parts: Sequence[Part], others: Iterable[Span], chat: Chat) -> Iterator[tuple[Span, float]]:
@@ -95,16 +93,13 @@ def weigh(text: str, parts: Sequence[Part], others: Iterable[Span], chat: Chat) 
     for start, end in others:
         weights[start:end] = 0
     if chat.train_on_eos == "all":
-        for stop in {text[part.stop : part.end] for part in parts if part.end > part.stop}:
+        for stop in {text[part.stop : part.end].rstrip() for part in parts if part.end > part.stop}:
             for found in re.finditer(re.escape(stop), text):
                 weights[slice(*found.span())] = 1
+    last = chat.train_on_eos == "last"
     for part in parts:
         weights[part.start : part.stop] = 1 if part.weight is None else part.weight
-        if (
-            everything(chat)
-            or chat.train_on_eos in ("turn", "all")
-            or (chat.train_on_eos == "last" and part is parts[-1])
-        ):
+        if everything(chat) or chat.train_on_eos in ("turn", "all") or (last and part is parts[-1]):
             weights[part.stop : part.end] = 1 if part.weight is None else part.weight
         for regex, factor in patterns if part.weight is None else ():
             for found in re.finditer(regex, text[part.start : part.stop]):

@@ -128,7 +128,7 @@ LABELS = {
             "only when optim.layerwise_lr_decay == 1, and optim.layerwise_lr_decay = 0.9",
         ),
         ({"optim.power": "2"}, "optim.power", "polynomial"),
-        ({"chat.loss_scale": "hermes+last_round"}, "chat.loss_scale", "one of default, .*qwen; or sev"),
+        ({"chat.loss_scale": "hermes+last_round"}, "chat.loss_scale", "one of default, .*qwen, or such as"),
         ({"chat.loss_scale": "all", "chat.train_on_eos": "none"}, "chat.train_on_eos", "'all' not in chat.loss_scale"),
         ({"chat.roles": "('human',)"}, "chat.roles", "expected .*'user'.*roles whose messages"),
         (

@@ -64,10 +64,12 @@ def test_agent_templates_write_tools_as_text(tmp_path, style):
 
 def test_a_result_stays_a_tool_s_for_what_is_trained(tmp_path):
     messages = check_messages([USER, CALLED, RESULT, ANSWER])
+    whole = Chat(agent_template="react", loss_scale="all")
     for chat, expected in (
         (Chat(agent_template="react", loss_scale="last_round"), [AGENTS["react"][1], "It is 3.<|im_end|>"]),
         (Chat(agent_template="react", roles=("user",)), ["Hi<|im_end|>"]),
         (Chat(agent_template="react", roles=("tool",)), ["Observation: 3<|im_end|>"]),
+        (whole, [ChatTemplate(byte_tokenizer(tmp_path), chat=whole).render(messages, TOOLS).text]),
     ):
         assert trained(ChatTemplate(byte_tokenizer(tmp_path), chat=chat).render(messages, TOOLS)) == expected
 

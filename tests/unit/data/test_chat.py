@@ -195,6 +195,15 @@ REFUSED = {
         [SYSTEM, *SINGLE],
         "cannot be found",
     ),
+    "earlier turns in other words with another stop token": (
+        CHATML.replace(
+            "{{ message.content }}<|im_end|>",
+            "{% if loop.last %}{{ message.content }}<|im_end|>{% else %}{{ message.content | upper }}<|endoftext|>"
+            "{% endif %}",
+        ),
+        MULTI,
+        "cannot be found after the end of the one before it",
+    ),
     "mark without stop": (
         EVERY + "{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{% endfor %}",
         SINGLE,

@@ -68,11 +68,9 @@ def test_messages_that_are_trained(tokenizer, options, messages, expected):
 def test_everything_is_trained_but_what_says_no(tokenizer):
     whole = ChatTemplate(tokenizer).render(TALK).text
     assert trained(tokenizer, TALK, loss_scale="all") == [(whole, 1)]
-    before, after = whole.split("Yo<|im_end|>")
-    assert trained(tokenizer, [SYSTEM, USER, ANSWER | {"train": False}, MORE, LAST], loss_scale="all") == [
-        (before, 1),
-        (after, 1),
-    ]
+    for number, text in ((1, "Hi<|im_end|>"), (2, "Yo<|im_end|>")):
+        messages = [message | {"train": False} if i == number else message for i, message in enumerate(TALK)]
+        assert trained(tokenizer, messages, loss_scale="all") == [(part, 1) for part in whole.split(text)]
 
 
 CALL = "I ask. <tool_call>{}</tool_call>"
@@ -127,7 +125,7 @@ def test_what_cannot_be_done_is_refused(tokenizer, tmp_path):
     with pytest.raises(Refused, match="no system message that is to be trained"):
         trained(tokenizer, [USER, ANSWER], roles=("system",))
     shouting = byte_tokenizer(tmp_path, CHATML.replace("message.content", "message.content | upper"))
-    with pytest.raises(Refused, match=r"message 0 \(user\) is to be trained, but the template changes its text"):
+    with pytest.raises(Refused, match=r"message 0 \(user\) cannot be found: the template changes its text"):
         trained(shouting, [USER, ANSWER], roles=("user",))
     for wrong in ({"loss": 1}, {"loss_scale": -1}, {"loss_scale": "2"}):
         with pytest.raises(UserError, match="message 0: .*loss_scale a number from 0 on"):
