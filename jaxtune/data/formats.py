@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxtune.config.schema import READ_BY_TYPE, Dataset
+from jaxtune.config.schema import READ_BY_TYPE, Chat, Dataset
 from jaxtune.data.chat import ChatTemplate
 from jaxtune.data.encoding import Encoded, Refused, Rendered
 from jaxtune.data.labels import label_of
@@ -91,7 +91,11 @@ def refuse_images(sample: Sample) -> None:
 
 
 def make_format(
-    entry: Dataset, tokenizer: "PreTrainedTokenizerFast", say: Say = lambda line: None, labels: tuple[str, ...] = ()
+    entry: Dataset,
+    tokenizer: "PreTrainedTokenizerFast",
+    say: Say = lambda line: None,
+    labels: tuple[str, ...] = (),
+    chat: Chat = Chat(),
 ) -> Format:
     """The function from a sample to a document, for an entry returned by `detect`; `labels` of its classes, by number.
 
@@ -112,10 +116,10 @@ def make_format(
         case "tokenized":
             return partial(_tokenized, len(tokenizer))
         case "conversation":
-            return partial(_conversation, entry, ChatTemplate(tokenizer, say))
+            return partial(_conversation, entry, ChatTemplate(tokenizer, say, chat))
         case "instruction":
             if entry.prompt_format is None:
-                return partial(_chat_instruction, entry, ChatTemplate(tokenizer, say))
+                return partial(_chat_instruction, entry, ChatTemplate(tokenizer, say, chat))
             return _formatted_instruction(entry, entry.prompt_format, tokenizer)
         case "classification":
             return partial(_classification, entry, labels, _ends_texts(tokenizer))
