@@ -41,6 +41,9 @@ def _data(config: Config) -> Iterator[Problem]:
             if not entry.path:
                 key = f"data.{name}[{i}].path"
                 yield Problem((key,), f"{key} = {entry.path!r}: must name a file, folder, or hub id")
+    if data.packing and data.packing_method == "first_fit_decreasing" and not data.shuffle:
+        reason = "sorts documents by length, and data.shuffle = False keeps their order; 'sequential' does too"
+        yield _problem(config, "data.packing_method", reason, "data.shuffle")
 
 
 def _classification(config: Config) -> Iterator[Problem]:
@@ -53,7 +56,7 @@ def _classification(config: Config) -> Iterator[Problem]:
                     reason = "model.head = 'classification' needs type='classification', whose target_column is a label"
                 yield Problem((key, "model.head"), f"{key} = {entry.type!r}: {reason}")
     if classifier and config.data.truncation == "split":
-        reason = "a document has one label, which its parts may not have; choose 'right' or 'delete'"
+        reason = "a document has one label, which its parts may not have; choose 'left', 'right' or 'delete'"
         yield _problem(config, "data.truncation", reason, "model.head")
     if model.id2label and model.num_labels not in (None, len(model.id2label)):
         reason = f"model.id2label names {len(model.id2label)} labels; leave one of the two out"

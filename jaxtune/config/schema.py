@@ -114,9 +114,17 @@ class Data:
         "tokens added to the tokenizer; embeddings without rows left for them get new rows, the mean of the others")
     seq_len: int = option(2048, "tokens in a row", "tokens [2, inf)")
     packing: bool = option(True, "several documents per row; attention never crosses from one document into another")
-    truncation: Literal["auto", "delete", "right", "split"] = option("auto",
-        "documents longer than a row: delete, cut at the right, or split into rows; auto: split for text, cut for "
-        "classification, else delete")
+    packing_method: Literal["best_fit", "first_fit_decreasing", "sequential"] = option("best_fit",
+        "which row takes a document: the fullest with room; the first with room, the longest documents before the "
+        "others (multipack); or the last one, so that the order stays", when="data.packing")
+    group_by_length: bool = option(False,
+        "rows of a step have documents of like lengths, so that devices wait less for each other; each row is padded "
+        "to data.seq_len all the same", when="not data.packing and data.shuffle")
+    drop_last: bool = option(False, "leave out rows that do not fill the last step; otherwise padding fills it",
+        when="train.max_steps is None")
+    truncation: Literal["auto", "delete", "left", "right", "split"] = option("auto",
+        "documents longer than a row: delete, cut at the left (their beginning is lost) or at the right, or split into "
+        "rows; auto: split for text, cut at the right for classification, else delete")
     shuffle: bool = option(True, "a new order each epoch, from data.seed")
     seed: int = option(1234, "seed of the order", "[0, inf)")
     on_bad_row: Literal["error", "skip"] = option("error",

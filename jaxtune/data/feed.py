@@ -13,6 +13,7 @@ from jaxtune.data.loader import batches
 from jaxtune.data.rows import Rows
 from jaxtune.data.splits import open_documents
 from jaxtune.data.units import Documents
+from jaxtune.errors import UserError
 from jaxtune.parallel.layout import P, by_token
 from jaxtune.parallel.mesh import data_shards
 
@@ -68,20 +69,31 @@ def open_feed(
 ) -> Feed:
     """Documents of the config, tokenised or from the cache, as rows of `columns` for a mesh; logs their counts.
 
-    Raises UserError as `open_documents` and `Rows`.
+    Raises UserError as `open_documents` and `Rows`; data.drop_last leaves no step.
     """
     documents, eval_documents = open_documents(config, tokenizer, vocabulary)
     for note in documents.notes:
         log.info("data: %s", note)
     train, data = config.train, config.data
     most = config.attention.most_documents
-    rows = Rows(documents, data, None if train.max_steps else train.epochs, columns, most)
     shape = (train.grad_accum_steps, train.micro_batch_size * data_shards(mesh), data.seq_len)
     rows_per_step = shape[0] * shape[1]
-    total_steps = train.max_steps or -(-rows.total(train.epochs) // rows_per_step)
+    rows = Rows(documents, data, None if train.max_steps else train.epochs, columns, most, rows_per_step)
     log.info("data: %s", rows.counts)
+    total_steps = train.max_steps or _steps(rows.total(train.epochs), rows_per_step, data.drop_last)
     log.info("%d steps of %d rows of %d tokens", total_steps, rows_per_step, data.seq_len)
     eval_rows = None if eval_documents is None else Rows(eval_documents, data, 1, columns, most)
     chat = not documents.continuous.any() and all(entry.prompt_format is None for entry in data.datasets)
     sharding = jax.NamedSharding(mesh, P(None, *by_token()))
     return Feed(documents, rows, eval_rows, shape, sharding, total_steps, chat)
+
+
+def _steps(rows: int, rows_per_step: int, drop_last: bool) -> int:
+    """Steps that take these rows, or with data.drop_last those that they fill."""
+    if not drop_last:
+        return -(-rows // rows_per_step)
+    steps, left_out = divmod(rows, rows_per_step)
+    if not steps:
+        raise UserError(f"data.drop_last: a step is {rows_per_step} rows, and there are only {rows}")
+    log.info("data.drop_last leaves out %d rows of the last epoch", left_out)
+    return steps

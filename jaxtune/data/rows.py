@@ -67,15 +67,17 @@ class Rows:
         epochs: float | None = None,
         columns: tuple[Column, ...] = NEXT_TOKEN,
         most_documents: int | None = None,
+        rows_per_step: int | None = None,
     ):
         """Cuts the documents to rows.
 
         Args:
             documents: the documents in the rows.
-            data: its seq_len, packing, truncation, shuffle and seed.
+            data: its seq_len, packing, packing_method, group_by_length, truncation, shuffle and seed.
             epochs: where the rows end; all rows after it are padding. None: there is no end.
             columns: the columns of a row.
             most_documents: in a row, of an attention kernel that must know. None: any number.
+            rows_per_step: rows that data.group_by_length makes alike in length. None: it groups none.
 
         Raises:
             UserError: no document is left; the documents lack a column; a row of the epochs holds more documents than
@@ -93,7 +95,8 @@ class Rows:
         dropped, targets = pieces.dropped.copy(), documents.targets.copy()
         for piece in () if labelled else np.flatnonzero(pieces.cut[pieces.document]):
             document = pieces.document[piece]
-            targets[document] = np.count_nonzero(documents.values("loss_weight", document, 1, data.seq_len + 1))
+            start = pieces.start[piece] + 1
+            targets[document] = np.count_nonzero(documents.values("loss_weight", document, start, start + data.seq_len))
             kept[piece] = targets[document] > 0
             dropped[document] = not kept[piece]
         if not kept.any():
@@ -106,7 +109,12 @@ class Rows:
         opens = np.flatnonzero(np.diff(pieces.parcel[kept], prepend=-1))
         self._parcels = np.append(opens, len(self._length))  # where the pieces of each parcel start, and the end
         parcel_lengths = np.add.reduceat(self._length, opens)
-        planned = partial(plan, parcel_lengths, data.seq_len, data.seed, packing=data.packing, shuffle=data.shuffle)
+        planned = partial(
+            *(plan, parcel_lengths, data.seq_len, data.seed),
+            method=data.packing_method if data.packing else None,
+            shuffle=data.shuffle,
+            rows_per_step=rows_per_step if data.group_by_length else None,
+        )
         self._planned = lru_cache(_PLANS_KEPT)(lambda epoch: self._bounded(planned(epoch), most_documents))
         self._first_row = [0]
         self._lock = threading.Lock()

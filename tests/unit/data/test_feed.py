@@ -5,14 +5,17 @@ from itertools import islice
 
 import jax
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from tiny import numbered_documents
 
-from jaxtune.config.schema import Data, Mesh
-from jaxtune.data.feed import Feed
+from jaxtune.config.schema import Config, Data, Mesh, Train
+from jaxtune.data import feed as feeds
+from jaxtune.data.feed import Feed, open_feed
 from jaxtune.data.rows import Rows
+from jaxtune.errors import UserError
 from jaxtune.parallel.layout import P, by_token
 from jaxtune.parallel.mesh import make_mesh
 
@@ -50,3 +53,34 @@ def test_a_feed_ends_with_its_rows_or_never():
     found = tokens(islice(endless.batches(position), 3))
     assert [place["row"] - position["row"] for place, _ in found] == [2, 4, 6]
     assert all(np.any(batch) for _, batch in found)
+
+
+def test_the_last_step_is_filled_up_with_padding_or_left_out(monkeypatch, caplog):
+    monkeypatch.setattr(feeds, "open_documents", lambda *_: (DOCUMENTS, None))
+    mesh = make_mesh(Mesh(), jax.devices()[:1])
+
+    def opened(drop_last, **train):
+        data = Data(seq_len=SEQ_LEN, packing=False, drop_last=drop_last)
+        return open_feed(Config(data=data, train=Train(epochs=1.4, **train)), None, 0, mesh)
+
+    with caplog.at_level("INFO", "jaxtune"):
+        whole, dropped = opened(False, grad_accum_steps=4), opened(True, grad_accum_steps=4)
+    assert whole.rows.stop == 21 and (whole.total_steps, dropped.total_steps) == (6, 5)
+    assert caplog.text.count("leaves out 1 rows of the last epoch") == 1
+    batches = [batch for _, batch in whole.batches({}, whole.total_steps)]
+    padding = [(np.asarray(batch["segment_ids"]) == 0).all(-1).sum() for batch in batches]
+    assert padding == [0, 0, 0, 0, 0, 3] and len(list(dropped.batches({}, dropped.total_steps))) == 5
+    with pytest.raises(UserError, match="drop_last: a step is 30 rows, and there are only 21"):
+        opened(True, grad_accum_steps=30)
+
+
+def test_rows_of_a_step_have_like_lengths_wherever_the_run_goes_on(monkeypatch):
+    monkeypatch.setattr(feeds, "open_documents", lambda *_: (DOCUMENTS, None))
+    data = Data(seq_len=SEQ_LEN, packing=False, group_by_length=True)
+    config = Config(data=data, train=Train(epochs=2, grad_accum_steps=3))
+    mesh = make_mesh(Mesh(), jax.devices()[:1])
+    batches = list(open_feed(config, None, 0, mesh).batches({}, 10))
+    lengths = [np.count_nonzero(batch["segment_ids"], -1).ravel().tolist() for _, batch in batches]
+    assert sorted(lengths[:5]) == sorted(lengths[5:]) == [[n] * 3 for n in (2, 3, 5, 6, 8)]
+    assert lengths[:5] != lengths[5:]
+    assert tokens(open_feed(config, None, 0, mesh).batches(batches[6][0], 3)) == tokens(batches[7:])

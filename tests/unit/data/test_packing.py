@@ -11,27 +11,67 @@ from jaxtune.data.packing import cut_to_rows, plan
 
 SEQ_LEN = 16
 LENGTHS = st.lists(st.integers(1, SEQ_LEN), min_size=1, max_size=60).map(np.array)
+METHODS = [None, "best_fit", "first_fit_decreasing", "sequential"]
 
 
 @given(
-    lengths=LENGTHS, seed=st.integers(0, 2**31), epoch=st.integers(0, 9), packing=st.booleans(), shuffle=st.booleans()
+    lengths=LENGTHS,
+    seed=st.integers(0, 2**31),
+    epoch=st.integers(0, 9),
+    method=st.sampled_from(METHODS),
+    shuffle=st.booleans(),
+    rows_per_step=st.sampled_from([None, 1, 4, 100]),
 )
 @settings(deadline=None)
-def test_each_piece_stands_in_one_row_and_no_row_is_too_long(lengths, seed, epoch, packing, shuffle):
-    found = plan(lengths, SEQ_LEN, seed, epoch, packing, shuffle)
+def test_each_piece_stands_in_one_row_and_no_row_is_too_long(lengths, seed, epoch, method, shuffle, rows_per_step):
+    found = plan(lengths, SEQ_LEN, seed, epoch, method, shuffle, rows_per_step)
     assert sorted(found.order) == list(range(len(lengths)))
     assert found.bounds[0] == 0 and found.bounds[-1] == len(lengths) and len(found) == len(found.bounds) - 1
     in_row = np.add.reduceat(lengths[found.order], found.bounds[:-1])
     assert (np.diff(found.bounds) >= 1).all() and in_row.max() <= SEQ_LEN
-    if not packing:
+    if method is None:
         assert len(found) == len(lengths)
-    again = plan(lengths, SEQ_LEN, seed, epoch, packing, shuffle)
+    again = plan(lengths, SEQ_LEN, seed, epoch, method, shuffle, rows_per_step)
     assert np.array_equal(found.order, again.order) and np.array_equal(found.bounds, again.bounds)
+
+
+def rows_by_definition(lengths, method):
+    """The documents of each row, by a search through all rows."""
+    rows, room = [], lambda row: SEQ_LEN - lengths[row].sum()
+    if method == "first_fit_decreasing":
+        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    else:
+        order = range(len(lengths))
+    for i in order:
+        open_rows = [row for row in (rows[-1:] if method == "sequential" else rows) if room(row) >= lengths[i]]
+        if not open_rows:
+            rows.append([i])
+        elif method == "best_fit":
+            min(open_rows, key=room).append(i)
+        else:
+            open_rows[0].append(i)
+    return rows
+
+
+@given(lengths=LENGTHS, method=st.sampled_from(METHODS[1:]))
+@settings(deadline=None)
+def test_a_document_goes_into_the_row_that_the_method_names(lengths, method):
+    shuffle = method == "first_fit_decreasing"  # sorts what was shuffled, so lengths, not numbers, tell the documents
+    found = plan(lengths, SEQ_LEN, 0, 0, method, shuffle)
+    rows, expected = np.split(found.order, found.bounds[1:-1]), rows_by_definition(lengths, method)
+    if method == "sequential":
+        assert [row.tolist() for row in rows] == expected
+        assert found.order.tolist() == list(range(len(lengths)))
+    elif method == "best_fit":  # of rows with the same room, any is a best fit
+        assert len(rows) == len(expected)
+        assert sorted(lengths[row].sum() for row in rows) == sorted(lengths[row].sum() for row in expected)
+    else:
+        assert sorted(lengths[row].tolist() for row in rows) == sorted(lengths[row].tolist() for row in expected)
 
 
 @given(
     lengths=st.lists(st.integers(2, 5 * SEQ_LEN), min_size=1, max_size=30).map(np.array),
-    truncation=st.sampled_from(["auto", "delete", "right", "split"]),
+    truncation=st.sampled_from(["auto", "delete", "left", "right", "split"]),
     data=st.data(),
 )
 def test_documents_are_cut_as_truncation_says(lengths, truncation, data):
@@ -45,6 +85,9 @@ def test_documents_are_cut_as_truncation_says(lengths, truncation, data):
             for position in range(start, start + count)
         ]
         kept = len(positions)
+        if truncation == "left" and length > SEQ_LEN:
+            assert positions == list(range(length - SEQ_LEN, length)) and pieces.cut[i]
+            continue
         assert positions == list(range(kept))
         if length <= SEQ_LEN:
             assert kept == length
@@ -60,30 +103,73 @@ def realistic_lengths(count):
     return np.clip(np.random.default_rng(0).lognormal(5.8, 1.0, count), 2, 2048).astype(np.int64)
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_100k_documents_are_planned_in_seconds_and_fill_the_rows(shuffle):
+@pytest.mark.parametrize(
+    ("method", "shuffle", "least"),
+    [
+        ("best_fit", True, 0.99),
+        ("best_fit", False, 0.99),
+        ("first_fit_decreasing", True, 0.999),
+        ("sequential", True, 0.8),
+        ("sequential", False, 0.8),
+        (None, True, 0.24),
+    ],
+)
+def test_100k_documents_are_planned_in_seconds_and_fill_the_rows(method, shuffle, least):
     lengths = realistic_lengths(100_000)
     start = time.process_time()
-    found = plan(lengths, 2048, seed=0, epoch=0, shuffle=shuffle)
+    found = plan(lengths, 2048, 0, 0, method, shuffle)
     assert time.process_time() - start < 5
-    assert lengths.sum() / (len(found) * 2048) >= 0.95
+    assert least <= lengths.sum() / (len(found) * 2048) < least + 0.01
 
 
-def test_each_epoch_and_seed_has_an_order_of_its_own():
+@pytest.mark.parametrize("method", METHODS)
+def test_each_epoch_and_seed_has_an_order_of_its_own(method):
     lengths = realistic_lengths(500)
-    orders = [plan(lengths, 2048, seed, epoch).order for seed, epoch in ((0, 0), (0, 1), (1, 0))]
+    orders = [plan(lengths, 2048, seed, epoch, method).order for seed, epoch in ((0, 0), (0, 1), (1, 0))]
     for i in range(3):
         assert not np.array_equal(orders[i], orders[i - 1])
 
 
 def test_the_order_is_the_same_for_ever():
     """A run may be resumed years later, with another numpy."""
-    found = plan(np.array([5, 9, 3, 8, 7, 2]), 10, seed=7, epoch=1)
+    lengths = np.array([5, 9, 3, 8, 7, 2])
+    found = plan(lengths, 10, seed=7, epoch=1)
     assert found.order.tolist() == [1, 4, 2, 3, 5, 0] and found.bounds.tolist() == [0, 1, 3, 5, 6]
+    found = plan(lengths, 10, 7, 1, "first_fit_decreasing")
+    assert found.order.tolist() == [0, 3, 5, 4, 2, 1] and found.bounds.tolist() == [0, 1, 3, 5, 6]
+    assert plan(lengths, 10, 7, 1, "sequential").bounds.tolist() == [0, 1, 2, 3, 6]
+    assert plan(lengths, 10, 7, 1, None, rows_per_step=2).order.tolist() == [3, 1, 0, 4, 5, 2]
 
 
 def test_without_shuffle_documents_stay_near_their_place():
     lengths = realistic_lengths(20_000)
     order = plan(lengths, 2048, seed=0, epoch=0, shuffle=False).order
     assert np.abs(order - np.arange(len(order))).max() < 2000
-    assert plan(lengths, 2048, 0, 0, packing=False, shuffle=False).order.tolist() == list(range(20_000))
+    assert plan(lengths, 2048, 0, 0, None, shuffle=False).order.tolist() == list(range(20_000))
+
+
+def test_the_longest_documents_are_not_trained_first():
+    lengths = realistic_lengths(20_000)
+    found = plan(lengths, 2048, 0, 0, "first_fit_decreasing")
+    longest = lengths[found.order[found.bounds[:-1]]]
+    assert abs(np.corrcoef(longest, np.arange(len(longest)))[0, 1]) < 0.05
+
+
+@pytest.mark.parametrize("epoch", [0, 3])
+def test_rows_of_a_step_have_like_lengths_and_steps_any_order(epoch):
+    """Also where an epoch begins in the middle of a step, as 10 001 rows are 1250 steps of 8 and one row."""
+    lengths = realistic_lengths(10_001)
+
+    def steps(epoch, rows_per_step):
+        order = plan(lengths, 2048, 0, epoch, None, rows_per_step=rows_per_step).order[-epoch * len(lengths) % 8 :]
+        return order[: len(order) // 8 * 8].reshape(-1, 8)
+
+    def padding(found):
+        return (found.max(1, keepdims=True) - found).sum() / found.sum()
+
+    grouped = lengths[steps(epoch, 8)]
+    assert padding(grouped) < 0.05 and padding(lengths[steps(epoch, None)]) > 1
+    longest = grouped.max(1)
+    assert abs(np.corrcoef(longest[1:], longest[:-1])[0, 1]) < 0.1
+    together = [set(map(frozenset, steps(epoch + later, 8).tolist())) for later in (0, 1)]
+    assert len(together[0] & together[1]) <= 1  # documents meet others in each epoch

@@ -21,14 +21,23 @@ SEQ_LEN = 16
 
 @given(
     lengths=st.lists(st.integers(2, 3 * SEQ_LEN), min_size=1, max_size=20),
-    packing=st.booleans(),
-    shuffle=st.booleans(),
-    truncation=st.sampled_from(["split", "right"]),
+    order=st.sampled_from(
+        [
+            {"packing": False},
+            {"packing": False, "group_by_length": True},
+            {"packing": False, "shuffle": False},
+            {"shuffle": False},
+            {"packing_method": "first_fit_decreasing"},
+            {"packing_method": "sequential"},
+            {},
+        ]
+    ),
+    truncation=st.sampled_from(["split", "left", "right"]),
 )
 @settings(deadline=None)
-def test_every_target_is_trained_once_an_epoch_after_its_own_document(lengths, packing, shuffle, truncation):
+def test_every_target_is_trained_once_an_epoch_after_its_own_document(lengths, order, truncation):
     found = numbered_documents(lengths)
-    rows = Rows(found, Data(seq_len=SEQ_LEN, packing=packing, shuffle=shuffle, truncation=truncation), epochs=1)
+    rows = Rows(found, Data(seq_len=SEQ_LEN, truncation=truncation, **order), epochs=1, rows_per_step=4)
     seen = Counter()
     for i in range(rows.stop):
         row = rows[i]
@@ -41,7 +50,10 @@ def test_every_target_is_trained_once_an_epoch_after_its_own_document(lengths, p
     expected = {
         token
         for begin, length in zip(offsets, lengths)
-        for token in range(begin + 2, begin + 1 + (length if truncation == "split" else min(length, SEQ_LEN + 1)))
+        for token in range(
+            begin + 2 + (max(0, length - SEQ_LEN) if truncation == "left" else 0),
+            begin + 1 + (min(length, SEQ_LEN + 1) if truncation == "right" else length),
+        )
     }
     assert seen == Counter(expected) and not starts & set(seen)
 
@@ -91,13 +103,23 @@ def test_a_row_with_more_documents_than_the_kernel_takes_is_refused():
         Rows(found, data, epochs=2, most_documents=fullest - 1)
 
 
-def test_rows_are_random_access():
-    """The state of the data is one number: any row can be read first."""
-    found, data = numbered_documents([3, 5, 7, 9, 11, 2, 4] * 5), Data(seq_len=SEQ_LEN)
-    in_order = Rows(found, data)
-    in_order = [in_order[i] for i in range(40)]
-    for i in (39, 3, 25, 0):
-        fresh = Rows(found, data)[i]
+@pytest.mark.parametrize(
+    "order",
+    [
+        {},
+        {"packing_method": "first_fit_decreasing"},
+        {"packing_method": "sequential"},
+        {"packing": False, "group_by_length": True},
+    ],
+    ids=str,
+)
+def test_rows_are_random_access(order):
+    """The state of the data is one number: any row can be read first, of any epoch."""
+    found, data = numbered_documents([3, 5, 7, 9, 11, 2, 4] * 5), Data(seq_len=SEQ_LEN, **order)
+    in_order = Rows(found, data, rows_per_step=4)
+    in_order = [in_order[i] for i in range(80)]
+    for i in (79, 3, 45, 0):
+        fresh = Rows(found, data, rows_per_step=4)[i]
         assert all(np.array_equal(fresh[name], in_order[i][name]) for name in fresh)
 
 
@@ -119,6 +141,8 @@ def test_a_cut_that_leaves_no_target_drops_the_document():
     found = numbered_documents([24, 6], [answer_at_the_end, [1] * 6], continuous=False)
     counts = Rows(found, Data(seq_len=SEQ_LEN, truncation="right")).counts
     assert (counts.documents, counts.dropped_documents, counts.dropped_tokens, counts.target_tokens) == (1, 1, 24, 5)
+    counts = Rows(found, Data(seq_len=SEQ_LEN, truncation="left")).counts
+    assert (counts.documents, counts.truncated_tokens, counts.target_tokens) == (2, 8, 4 + 5)
 
 
 def test_nothing_left_is_an_error_that_says_what_to_do():

@@ -65,7 +65,7 @@ def test_a_unit_stands_whole_in_one_row_on_one_side(units, packing, shuffle, fra
 
 def test_a_unit_that_would_have_to_be_cut_is_an_error_that_says_what_to_choose():
     found, _ = documents_of([[9, 9], [3, 4]])
-    for truncation in ("right", "split"):
+    for truncation in ("left", "right", "split"):
         with pytest.raises(UserError, match=f"truncation='{truncation}' would cut documents that belong together"):
             Rows(found, Data(seq_len=SEQ_LEN, truncation=truncation))
     rows = Rows(found, Data(seq_len=SEQ_LEN, truncation="delete"), epochs=1)
