@@ -42,7 +42,7 @@ def _data(config: Config) -> Iterator[Problem]:
                 key = f"data.{name}[{i}].path"
                 yield Problem((key,), f"{key} = {entry.path!r}: must name a file, folder, or hub id")
     if data.packing and data.packing_method == "first_fit_decreasing" and not data.shuffle:
-        reason = "sorts documents by length, and data.shuffle = False keeps their order; 'sequential' does too"
+        reason = "sorts documents by length, but data.shuffle = False keeps their order; choose 'sequential'"
         yield _problem(config, "data.packing_method", reason, "data.shuffle")
 
 

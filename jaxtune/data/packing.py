@@ -207,7 +207,10 @@ def _first_fit(lengths: list[int], seq_len: int) -> Int64[np.ndarray, "parcels"]
         free[node] -= length
         while node > 1:
             node //= 2
-            free[node] = max(free[2 * node], free[2 * node + 1])
+            most = max(free[2 * node], free[2 * node + 1])
+            if free[node] == most:
+                break
+            free[node] = most
     return result
 
 

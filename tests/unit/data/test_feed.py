@@ -84,3 +84,26 @@ def test_rows_of_a_step_have_like_lengths_wherever_the_run_goes_on(monkeypatch):
     assert sorted(lengths[:5]) == sorted(lengths[5:]) == [[n] * 3 for n in (2, 3, 5, 6, 8)]
     assert lengths[:5] != lengths[5:]
     assert tokens(open_feed(config, None, 0, mesh).batches(batches[6][0], 3)) == tokens(batches[7:])
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        {"packing_method": "first_fit_decreasing"},
+        {"packing_method": "sequential"},
+        {"packing": False, "group_by_length": True},
+    ],
+    ids=str,
+)
+def test_a_run_goes_on_with_the_same_rows_on_other_devices(monkeypatch, order):
+    monkeypatch.setattr(feeds, "open_documents", lambda *_: (DOCUMENTS, None))
+    data = Data(seq_len=SEQ_LEN, **order)
+
+    def opened(devices, rows):
+        config = Config(data=data, train=Train(epochs=3, micro_batch_size=rows))
+        return open_feed(config, None, 0, make_mesh(Mesh(data=devices, fsdp=1), jax.devices()[:devices]))
+
+    one, two = opened(1, 2), opened(2, 1)
+    whole = tokens(one.batches({}, one.total_steps))
+    assert one.total_steps == two.total_steps > 6
+    assert whole[5:] == tokens(two.batches(whole[4][0], two.total_steps - 5))
