@@ -159,17 +159,17 @@ def test_the_longest_documents_are_not_trained_first():
 @pytest.mark.parametrize("epoch", [0, 3])
 def test_rows_of_a_step_have_like_lengths_and_steps_any_order(epoch):
     """Also where an epoch begins in the middle of a step, as 10 001 rows are 1250 steps of 8 and one row."""
-    lengths = realistic_lengths(10_001)
+    lengths = np.arange(2, 10_003)
 
     def steps(epoch, rows_per_step):
-        order = plan(lengths, 2048, 0, epoch, None, rows_per_step=rows_per_step).order[-epoch * len(lengths) % 8 :]
+        order = plan(lengths, 2**14, 0, epoch, None, rows_per_step=rows_per_step).order[-epoch * len(lengths) % 8 :]
         return order[: len(order) // 8 * 8].reshape(-1, 8)
 
     def padding(found):
         return (found.max(1, keepdims=True) - found).sum() / found.sum()
 
     grouped = lengths[steps(epoch, 8)]
-    assert padding(grouped) < 0.05 and padding(lengths[steps(epoch, None)]) > 1
+    assert padding(grouped) < 0.05 and padding(lengths[steps(epoch, None)]) > 0.5
     longest = grouped.max(1)
     assert abs(np.corrcoef(longest[1:], longest[:-1])[0, 1]) < 0.1
     together = [set(map(frozenset, steps(epoch + later, 8).tolist())) for later in (0, 1)]

@@ -184,6 +184,9 @@ def test_a_document_with_a_label_is_cut_and_never_split_and_its_last_token_is_kn
     assert np.flatnonzero(found[4]["last"]).tolist() == [SEQ_LEN - 1]
     assert (rows.counts.documents, rows.counts.truncated_documents, rows.counts.truncated_tokens) == (3, 1, SEQ_LEN)
     assert "20 tokens in 2 rows" in str(rows.counts)
+    at_the_left = Rows(documents, Data(seq_len=SEQ_LEN, truncation="left", shuffle=False), 1, LABELLED)
+    (end,) = (row for row in (at_the_left[0], at_the_left[1]) if row["last"][-1])
+    assert end["tokens"].tolist() == list(range(4 + SEQ_LEN, 4 + 2 * SEQ_LEN)) and not end["label"].any()
     kept = Rows(documents, Data(seq_len=SEQ_LEN, truncation="delete"), 1, LABELLED)
     assert (kept.counts.documents, kept.counts.dropped_documents) == (2, 1)
     with pytest.raises(UserError, match=r"numbers has no column 'label' with a value for each document"):
