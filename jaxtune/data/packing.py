@@ -15,8 +15,8 @@ from jaxtune.errors import UserError
 # Rows that may be open at once when the order of the documents matters (data.shuffle=False): enough to fill the rows
 # well, few enough that a document stays near its place in the order.
 _OPEN_ROWS_IN_ORDER = 64
-# Rows of like lengths are found among those of so many steps (as in transformers): rows of a step are alike, and yet
-# others in each epoch.
+# Rows are sorted by length among those of so many steps (as in transformers), so that a document meets others in each
+# epoch.
 _STEPS_SORTED = 50
 
 Method = Literal["best_fit", "first_fit_decreasing", "sequential"]
@@ -116,7 +116,8 @@ def plan(
         seq_len: the length of a row.
         seed, epoch: of the order.
         method: data.packing_method; None: a row holds one parcel.
-        shuffle: whether the parcels have a new order. Without it they keep theirs: exactly, or nearly with best_fit.
+        shuffle: whether the parcels have a new order. Without it they keep theirs, or nearly with best_fit;
+            first_fit_decreasing sorts them all the same.
         rows_per_step: rows of a step, which get like lengths; only without a method. None: lengths do not matter.
     """
     order = _shuffled(len(lengths), seed, epoch) if shuffle else np.arange(len(lengths))
