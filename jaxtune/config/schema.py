@@ -21,7 +21,7 @@ def option(default: Any, doc: str, unit: str = "", when: str = "") -> Any:
         default: The value if it is not set.
         doc: Its meaning.
         unit: The unit and interval of a number: "steps [1, inf)", "(0, inf)", "fraction [0, 1)"; or the form of a text,
-            which is checked: "regex", "REGEX=FACTOR".
+            which is checked: "regex", "REGEX=FACTOR", "KEY=NAME".
         when: The condition under which it has an effect: a Python expression over options, such as
             "optim.name == 'muon'"; for an option of a list entry, over the options of the same entry.
     """
@@ -39,7 +39,10 @@ def section(default: Any, when: str) -> Any:
 # here has an effect only for its types and for 'auto'.
 READ_BY_TYPE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tokenized": ((), ()),
-    "conversation": (("messages_field",), ("tools_field", "system_field", "system_prompt")),
+    "conversation": (
+        ("messages_field",),
+        ("message_property_mappings", "tools_field", "system_field", "system_prompt"),
+    ),
     "instruction": (
         ("instruction_field", "output_field"),
         ("input_field", "system_field", "system_prompt", "prompt_format", "prompt_format_no_input"),
@@ -81,7 +84,8 @@ class Dataset:
     glob: str | None = option(None, "in a folder, only files that match, for example '**/*.py'")
     samples: int | None = option(None, "use only the first N samples", "samples [1, inf)")
     encoding: str = option("utf-8", "of text, CSV and JSON files; one in which a newline is one byte, such as cp1252")
-    text_field: str = option("text", "column of types text and classification")
+    text_field: str = option("text",
+        "column of types text and classification; as every field, also a text with columns: '{title}: {body}'")
     text_pair_field: str | None = option(None, "column of a second text, which follows the first on a line of its own",
         when="type == 'classification'")
     target_column: str = option("label", "column of the label: its name or number, or the value of a regression",
@@ -92,10 +96,13 @@ class Dataset:
     system_field: str | None = option(None, "column of the system prompt")
     system_prompt: str | None = option(None, "system prompt for every sample without one")
     prompt_format: str | None = option(None,
-        "prompt of type instruction, with {system}, {instruction}, {input}; unset: the chat template")
+        "text of type instruction, with {system}, {instruction}, {input}, {output} or any column; the answer follows "
+        "unless {output} stands in it; unset: the chat template")
     prompt_format_no_input: str | None = option(None, "the same for samples whose input is empty",
         when="prompt_format is not None")
     messages_field: str = option("messages", "column of the conversation: a list of {role, content}")
+    message_property_mappings: tuple[str, ...] = option((),
+        "keys of messages that have another name in the data: ('role=speaker', 'content=utterance')", "KEY=NAME")
     tools_field: str | None = option(None, "column of the tool descriptions handed to the chat template")
 
 

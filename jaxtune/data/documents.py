@@ -208,16 +208,16 @@ def _converted(
         try:
             formats.refuse_images(sample)
             if convert is None:
-                settled, columns = formats.detect(entry, list(sample))
+                settled, columns = formats.detect(entry, sample)
         except UserError as error:
             problems.report(UserError(f"{where}: {error}"))
             continue
         if convert is None:
-            convert = formats.make_format(settled, tokenizer, say, labels)
+            convert = formats.make_format(settled, columns, tokenizer, say, labels)
             continuous = settled.type in ("text", "tokenized")
-            say(f"{settled.type} from {columns}")
+            say(f"{settled.type} from {', '.join(columns)}")
         if not sample.keys() <= columns_seen:
-            for line in formats.unused(settled, sample):
+            for line in formats.unused(settled, columns, sample):
                 say(line)
             columns_seen |= sample.keys()
         try:

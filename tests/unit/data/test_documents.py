@@ -418,10 +418,10 @@ def test_preference_data_is_named(read, tmp_path):
 
 
 def test_columns_of_other_names_are_answered_with_the_options_that_name_them(read, tmp_path):
-    path = jsonl(tmp_path / "a.jsonl", [{"question": "Hi", "answer": "Yo"}])
+    path = jsonl(tmp_path / "a.jsonl", [{"frage": "Hi", "antwort": "Yo"}])
     with pytest.raises(UserError, match=r"instruction \(instruction_field\) and output \(output_field\)"):
         read(path)
-    assert "Yo" in read(path, type="instruction", instruction_field="question", output_field="answer")[0][0][1]
+    assert "Yo" in read(path, type="instruction", instruction_field="frage", output_field="antwort")[0][0][1]
 
 
 @pytest.fixture(scope="module")
