@@ -34,6 +34,8 @@ ALIASES = {
     "model.id2label": "label2id class_names",
     "data.datasets": "dataset dataset_name train_dataset train_file data_path",
     "data.datasets[i].samples": "max_samples max_train_samples",
+    "data.datasets[i].glob": "data_files",
+    "data.datasets[i].subset": "dataset_config_name dataset_subset",
     "data.datasets[i].text_field": "input_columns",
     "data.datasets[i].prompt_format": "prompt_template",
     "data.datasets[i].output_field": "completion_template",

@@ -230,7 +230,7 @@ def _convert(value: Any, annotation: Any) -> Any:
     raise TypeError
 
 
-_WORD = r"([\w.*=-]+|<[^<>,]+>)"  # a name, a pattern of names, or a special token
+_WORD = r"([\w.*=/:~-]+|<[^<>,]+>)"  # a name, a path, a pattern of these, or a special token
 
 
 def _from_text(text: str, annotation: Any) -> Any:

@@ -75,13 +75,17 @@ class Model:
 class Dataset:
     """One entry of data.datasets or data.eval_datasets."""
 
-    path: str | None = option(None, "file, folder, or hub id")
+    path: str | tuple[str, ...] | None = option(None,
+        "file, pattern of files, folder, URL of either (s3://, gs://, abfs://, https://), a list of these; or a hub id")
     type: Literal["auto", "text", "instruction", "conversation", "tokenized", "classification"] = option("auto",
         "how a sample becomes tokens; auto decides by the columns and says what it chose, never classification")
     split: str = option("train", "split of a hub dataset")
     subset: str | None = option(None, "subset (configuration name) of a hub dataset")
     revision: str | None = option(None, "branch, tag or commit on the hub")
-    glob: str | None = option(None, "in a folder, only files that match, for example '**/*.py'")
+    glob: str | tuple[str, ...] | None = option(None,
+        "in a folder or hub dataset, only files that match, for example '**/*.py', or one of several patterns")
+    ds_type: Literal["json", "csv", "tsv", "parquet", "arrow"] | None = option(None,
+        "format of files whose names do not tell; unset: by the suffix, and text, one document a file, without one")
     samples: int | None = option(None, "use only the first N samples", "samples [1, inf)")
     encoding: str = option("utf-8", "of text, CSV and JSON files; one in which a newline is one byte, such as cp1252")
     text_field: str = option("text",

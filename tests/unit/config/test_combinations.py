@@ -20,7 +20,11 @@ LABELS = {
     [
         ({"model.path": ""}, "model.path", "must name"),
         ({"data.datasets[1].path": ""}, r"data.datasets\[1\].path", "must name"),
-        ({"data.datasets[0].message_property_mappings": "role"}, r"data.datasets\[0\].message_property_mappings", "not 'KEY=NAME'"),
+        (
+            {"data.datasets[0].message_property_mappings": "role"},
+            r"data.datasets\[0\].message_property_mappings",
+            "not 'KEY=NAME'",
+        ),
         ({"data.datasets[0].samples": "0"}, r"data.datasets\[0\].samples", "at least 1"),
         ({"data.datasets[0].prompt_format_no_input": "x"}, r"data.datasets\[0\].prompt_format_no", "prompt_format"),
         (

@@ -100,6 +100,18 @@ def test_command_line_value(recipe, argument, key, value):
 
 
 @pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("a.jsonl", "a.jsonl"),
+        ("~/a.jsonl,s3://bucket/b/*.parquet", ("~/a.jsonl", "s3://bucket/b/*.parquet")),
+        ("('a b.jsonl', 'c.jsonl')", ("a b.jsonl", "c.jsonl")),
+    ],
+)
+def test_a_path_is_one_or_a_list(recipe, text, path):
+    assert load(f"--config={recipe()}", f"--config.data.datasets[0].path={text}").data.datasets[0].path == path
+
+
+@pytest.mark.parametrize(
     ("text", "value"),
     [("('q_proj','v_proj')", ("q_proj", "v_proj")), ("q_proj|v_proj", "q_proj|v_proj"), ("all-linear", "all-linear")],
 )
