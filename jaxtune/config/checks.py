@@ -28,6 +28,15 @@ def _data(config: Config) -> Iterator[Problem]:
             if not entry.path:
                 key = f"data.{name}[{i}].path"
                 yield Problem((key,), f"{key} = {entry.path!r}: must name a file, folder, or hub id")
+            key = f"data.{name}[{i}]"
+            if entry.path == "dummy" and entry.samples is None:
+                text = f"{key}.samples: path='dummy' has no end; say how many samples to make"
+                yield Problem((f"{key}.samples", f"{key}.path"), text)
+            if entry.shards is not None and (entry.shard_idx is None or entry.shard_idx >= entry.shards):
+                reason = f"must be one of the parts, 0 to {entry.shards - 1}"
+                yield Problem((f"{key}.shard_idx", f"{key}.shards"), f"{key}.shard_idx = {entry.shard_idx}: {reason}")
+    if data.validation_split >= 1 and data.validation_split % 1:
+        yield _problem(config, "data.validation_split", "a number of documents, or a fraction below 1")
 
 
 def _classification(config: Config) -> Iterator[Problem]:

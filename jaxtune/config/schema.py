@@ -76,7 +76,9 @@ class Dataset:
     """One entry of data.datasets or data.eval_datasets."""
 
     path: str | tuple[str, ...] | None = option(None,
-        "file, pattern of files, folder, URL of either (s3://, gs://, abfs://, https://), a list of these; or a hub id")
+        "file, pattern of files, folder, URL of one (s3://, gs://, abfs://, https://), or a list of these; a hub id; or "
+        "dummy: random tokens, to measure speed")
+    dummy_length: int = option(2048, "tokens of a sample of dummy", "tokens [2, inf)", when="path == 'dummy'")
     type: Literal["auto", "text", "instruction", "conversation", "tokenized", "classification"] = option("auto",
         "how a sample becomes tokens; auto decides by the columns and says what it chose, never classification")
     split: str = option("train", "split of a hub dataset")
@@ -87,6 +89,14 @@ class Dataset:
     ds_type: Literal["json", "csv", "tsv", "parquet", "arrow"] | None = option(None,
         "format of files whose names do not tell; unset: by the suffix, and text, one document a file, without one")
     samples: int | None = option(None, "use only the first N samples", "samples [1, inf)")
+    shards: int | None = option(None, "use one of N parts: each N-th sample, from the one that shard_idx numbers",
+        "parts [1, inf)")
+    shard_idx: int | None = option(None, "which part, from 0", "[0, inf)", when="shards is not None")
+    select_columns: tuple[str, ...] | None = option(None,
+        "columns that are read, the others are as if they were not there: leaves out an attention_mask, for example")
+    function: str | None = option(None,
+        "FILE.py:NAME, a function of your own that gets each sample as a dict and returns the dict to use, or None to "
+        "leave it out; the file is run")
     encoding: str = option("utf-8", "of text, CSV and JSON files; one in which a newline is one byte, such as cp1252")
     text_field: str = option("text",
         "column of types text and classification; as every field, also a text with columns: '{title}: {body}'")
@@ -116,7 +126,8 @@ class Data:
 
     datasets: tuple[Dataset, ...] = option((), "training data, one entry per source (jaxtune.config.dataset(...))")
     eval_datasets: tuple[Dataset, ...] = option((), "validation data; replaces validation_split")
-    validation_split: float = option(0.0, "part of the training documents held out for validation", "fraction [0, 1)",
+    validation_split: float = option(0.0,
+        "training documents held out for validation: a fraction below 1, or their number", "documents [0, inf)",
         when="not data.eval_datasets")
     chat_template: str | None = option(None,
         "chat template of conversations: a file of Jinja, or chatml or llama3; unset: the tokenizer's own")

@@ -65,7 +65,7 @@ def tokenize(
     """
     if not entries:
         raise UserError("data.datasets is empty; add an entry with jaxtune.config.dataset(path=...)")
-    found = [sources.open_source(entry) for entry in entries]
+    found = [sources.open_source(entry, len(tokenizer)) for entry in entries]
     shaping = _shaping(tokenizer, on_bad_row, labels)
     cache_dir.mkdir(parents=True, exist_ok=True)
     parts = []

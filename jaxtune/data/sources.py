@@ -5,19 +5,26 @@ the samples that are asked for are downloaded.
 """
 
 import contextlib
+import dataclasses
+import itertools
 import json
 import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from jaxtune.config.schema import Dataset
 from jaxtune.data.files import File, Found, find, is_url
 from jaxtune.data.readers import SUFFIXES, Report, Sample, Samples, has_samples, is_binary, read_file
+from jaxtune.data.selection import fingerprint, selected
 from jaxtune.errors import UserError
+
+DUMMY = "dummy"
+"""The path of random tokens, for measurements of speed."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +42,12 @@ class Source:
     read: Callable[[Report], Samples]
 
 
-def open_source(entry: Dataset) -> Source:
-    """Finds what an entry names: files, folders, URLs, or else a dataset on the hub.
+def open_source(entry: Dataset, vocabulary: int = 256) -> Source:
+    """Finds what an entry names: files, folders, URLs, or else a dataset on the hub; or makes up random tokens.
+
+    Args:
+        entry: says which of the samples and columns are used, and which function changes them.
+        vocabulary: number of different tokens, where they are made up.
 
     Raises:
         UserError: it does not exist, or none of its files match.
@@ -44,11 +55,29 @@ def open_source(entry: Dataset) -> Source:
     if not entry.path:
         raise UserError("data.datasets: an entry has no path; give a file, a folder, a URL or a hub id")
     _check_encoding(entry.encoding)
-    paths = (entry.path,) if isinstance(entry.path, str) else entry.path
-    found = {path: find(path, _patterns(entry)) for path in paths}
-    if entry.path in found and found[entry.path] is None:
-        return _open_hub(entry, entry.path)
-    files = [file for path in paths for file in _files(path, found[path], entry)]
+    source = _random(entry, vocabulary) if entry.path == DUMMY else _found(entry, entry.path)
+    if entry.function:
+        source = dataclasses.replace(source, identity=source.identity + fingerprint(entry.function))
+    return dataclasses.replace(source, read=lambda report: selected(source.read(report), entry, report))
+
+
+def _random(entry: Dataset, vocabulary: int) -> Source:
+    """Samples of random tokens, as many as are asked for."""
+
+    def read(report: Report) -> Samples:
+        rng = np.random.default_rng(0)
+        for i in itertools.count():
+            yield f"{DUMMY} row {i}", {"input_ids": rng.integers(vocabulary, size=entry.dummy_length)}
+
+    return Source(DUMMY, str(vocabulary), read)
+
+
+def _found(entry: Dataset, path: str | tuple[str, ...]) -> Source:
+    paths = (path,) if isinstance(path, str) else path
+    found = [find(one, _patterns(entry)) for one in paths]
+    if isinstance(path, str) and found == [None]:
+        return _open_hub(entry, path)
+    files = [file for one, those in zip(paths, found) for file in _files(one, those, entry)]
     try:
         identity = json.dumps([file.version() for file in files])
     except OSError as error:
@@ -58,7 +87,7 @@ def open_source(entry: Dataset) -> Source:
         for file in files:
             yield from read_file(file, entry, report)
 
-    return Source(", ".join(paths), identity, lambda report: islice(read(report), entry.samples))
+    return Source(", ".join(paths), identity, read)
 
 
 def _patterns(entry: Dataset) -> tuple[str, ...]:
@@ -103,7 +132,7 @@ def _open_hub(entry: Dataset, hub_id: str) -> Source:
 
     def read(report: Report) -> Samples:
         try:
-            for i, row in enumerate(islice(rows, entry.samples)):
+            for i, row in enumerate(rows):
                 yield f"{hub_id} ({entry.split}) row {i}", row
         except Exception as error:  # never skipped: all samples after it are missing too
             raise UserError(f"data: {hub_id} cannot be read to its end: {error}") from error

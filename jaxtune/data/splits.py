@@ -51,18 +51,25 @@ def open_documents(
     return train, None
 
 
-def hold_out(documents: Documents, fraction: float, seed: int) -> tuple[Documents, Documents]:
+def hold_out(documents: Documents, held_out: float, seed: int) -> tuple[Documents, Documents]:
     """Divides units into training and validation, at least one each; the same seed always holds out the same units.
 
+    Args:
+        documents: to be divided.
+        held_out: the units for validation: a fraction below 1, or their number.
+        seed: of the choice.
+
     Raises:
-        UserError: there is only one unit.
+        UserError: there is only one unit, or no more than are to be held out.
     """
     count = len(documents.chosen)
     if count < 2:
         raise UserError(
             "data.validation_split: there is only one document, or one unit of several; give data.eval_datasets instead"
         )
-    held = min(max(round(fraction * count), 1), count - 1)
+    if held_out >= count:
+        raise UserError(f"data.validation_split = {held_out:g}, but there are only {count} documents")
+    held = int(held_out) if held_out >= 1 else min(max(round(held_out * count), 1), count - 1)
     # The raw stream of a bit generator, unlike the distributions that numpy derives from it, never changes between
     # versions.
     order = np.argsort(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(1,))).random_raw(count), kind="stable")

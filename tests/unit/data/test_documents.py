@@ -355,8 +355,11 @@ def test_validation_data_is_a_part_or_data_of_its_own(tokenizer, tmp_path):
     config = Config(data=Data(datasets=(entry,)), train=Train(output_dir=str(tmp_path / "runs")))
     assert open_documents(config, tokenizer)[1] is None
     assert (tmp_path / "runs" / "cache").is_dir()
-    part = open_documents(replace(config, data=replace(config.data, validation_split=0.3)), tokenizer)
-    assert [len(documents) for documents in part] == [2, 1]
+    for held_out, sizes in ((0.3, [2, 1]), (1, [2, 1]), (2, [1, 2])):
+        part = open_documents(replace(config, data=replace(config.data, validation_split=held_out)), tokenizer)
+        assert [len(documents) for documents in part] == sizes
+    with pytest.raises(UserError, match="validation_split = 3, but there are only 3 documents"):
+        open_documents(replace(config, data=replace(config.data, validation_split=3)), tokenizer)
     own = open_documents(replace(config, data=replace(config.data, eval_datasets=(other,))), tokenizer)
     assert [len(documents) for documents in own] == [3, 2]
 

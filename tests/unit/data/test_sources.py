@@ -8,6 +8,7 @@ from pathlib import Path
 
 import datasets
 import fsspec
+import numpy as np
 import pyarrow
 import pytest
 from tiny import byte_tokenizer
@@ -192,3 +193,87 @@ def test_the_files_of_a_hub_dataset_can_be_chosen(monkeypatch):
     )
     assert texts("someone/texts", glob="en/*.parquet") == ["one"]
     assert asked == [{"split": "train", "revision": None, "data_files": ["en/*.parquet"]}]
+
+
+def test_a_part_of_the_samples_is_every_nth(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(jsonl(*"abcdefg"))
+    parts = [texts(str(tmp_path / "a.jsonl"), shards=3, shard_idx=i) for i in range(3)]
+    assert parts == [["a", "d", "g"], ["b", "e"], ["c", "f"]]
+    assert texts(str(tmp_path / "a.jsonl"), shards=3, shard_idx=0, samples=2) == ["a", "d"]
+
+
+def test_random_tokens_are_made_up(tmp_path):
+    tokenizer = byte_tokenizer(tmp_path / "tokenizer")
+    entry = Dataset(path="dummy", samples=5, dummy_length=64)
+    found = tokenize((entry,), tokenizer, tmp_path / "cache")
+    assert found.lengths.tolist() == [64] * 5 and found.targets.tolist() == [63] * 5
+    tokens = [found.read(i, 0, 64)[0] for i in range(5)]
+    assert len(np.unique(tokens)) > 128 and not np.array_equal(tokens[0], tokens[1])
+    assert found.notes == ("dummy: tokenized from input_ids, 5 documents of 320 tokens",)
+
+
+@pytest.fixture
+def lines(tmp_path):
+    """Writes samples to a file, and returns its path."""
+
+    def write(*samples) -> str:
+        (tmp_path / "lines.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+        return str(tmp_path / "lines.jsonl")
+
+    return write
+
+
+def test_columns_that_are_not_selected_are_not_there(lines, tmp_path):
+    tokenizer = byte_tokenizer(tmp_path / "tokenizer")
+    path = lines({"input_ids": [1, 2, 3], "attention_mask": [1, 1, 0], "labels": [-100, 2, 3]})
+
+    def trained(**options):
+        found = tokenize((Dataset(path=path, **options),), tokenizer, tmp_path / "cache")
+        return found.lengths.tolist(), found.targets.tolist()
+
+    assert trained() == ([2], [1])
+    assert trained(select_columns=("input_ids", "labels")) == ([3], [2])
+    with pytest.raises(UserError, match="select_columns: no sample has 'lables'"):
+        trained(select_columns=("input_ids", "lables"))
+
+
+FUNCTION = """
+def to_text(sample):
+    if sample["score"] < 0:
+        return None
+    return {"text": sample["title"] + "!"}
+
+def wrong(sample):
+    return sample["title"]
+"""
+
+
+def test_a_function_changes_or_leaves_out_samples(lines, tmp_path):
+    path = lines(*({"title": title, "score": score} for title, score in (("a", 1), ("b", -1), ("c", 1))))
+    (tmp_path / "own.py").write_text(FUNCTION)
+    assert texts(path, function=f"{tmp_path}/own.py:to_text") == ["a!", "c!"]
+    for name, wrong in (
+        ("own.py:wrong", r"lines.jsonl:1: .*own.py:wrong: it must return a dict of columns, or None .* not 'a'"),
+        ("own.py:none", "own.py has no function none"),
+        ("none.py:to_text", "none.py:to_text': No such file"),
+        ("own:to_text", "is not FILE.py:NAME"),
+    ):
+        with pytest.raises(UserError, match=wrong):
+            texts(path, function=f"{tmp_path}/{name}")
+
+
+def test_a_function_that_fails_is_a_bad_row_that_names_its_line(lines, tmp_path):
+    path = lines({"title": "a", "score": 1}, {"score": 1})
+    (tmp_path / "own.py").write_text(FUNCTION)
+    with pytest.raises(UserError, match=r"lines.jsonl:2: .*own.py:to_text: KeyError: 'title'"):
+        texts(path, function=f"{tmp_path}/own.py:to_text")
+    assert texts(path, "skip", function=f"{tmp_path}/own.py:to_text") == ["a!"]
+
+
+def test_samples_are_read_again_when_the_file_of_the_function_has_changed(lines, tmp_path):
+    tokenizer, path = byte_tokenizer(tmp_path / "tokenizer"), lines({"title": "a", "score": 1})
+    entry = Dataset(path=path, function=f"{tmp_path}/own.py:to_text")
+    for written in (FUNCTION, FUNCTION.replace("!", "?")):
+        (tmp_path / "own.py").write_text(written)
+        found = tokenize((entry,), tokenizer, tmp_path / "cache")
+        assert tokenizer.decode(found.read(0, 0, 99)[0]) == f"a{'!' if written == FUNCTION else '?'}<|im_end|>"
