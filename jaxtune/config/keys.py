@@ -45,6 +45,8 @@ ALIASES = {
     "data.datasets[i].target_column": "label_column label_field target_field",
     "data.datasets[i].system_prompt": "default_system system_message",
     "data.validation_split": "val_size val_set_size test_size validation_split_percentage",
+    "data.mixing": "mix_strategy stopping_strategy",
+    "data.datasets[i].weight": "interleave_probs probabilities sampling_prob train_dataset_prob eval_dataset_prob",
     "data.seq_len": "max_length max_seq_length cutoff_len sequence_len sequence_length context_length model_max_length",
     "data.packing": "sample_packing neat_packing use_packing",
     "train.output_dir": "save_dir logging_dir",

@@ -76,7 +76,7 @@ class Dataset:
     """One entry of data.datasets or data.eval_datasets."""
 
     path: str | tuple[str, ...] | None = option(None,
-        "file, pattern of files, folder, URL of one (s3://, gs://, abfs://, https://), or a list of these; a hub id; or "
+        "file, pattern of files, folder, URL of one (s3://, gs://, abfs://, https://), list of these; hub id; or "
         "dummy: random tokens, to measure speed")
     dummy_length: int = option(2048, "tokens of a sample of dummy", "tokens [2, inf)", when="path == 'dummy'")
     type: Literal["auto", "text", "instruction", "conversation", "tokenized", "classification"] = option("auto",
@@ -92,6 +92,9 @@ class Dataset:
     shards: int | None = option(None, "use one of N parts: each N-th sample, from the one that shard_idx numbers",
         "parts [1, inf)")
     shard_idx: int | None = option(None, "which part, from 0", "[0, inf)", when="shards is not None")
+    weight: float | None = option(None,
+        "share of the samples, relative to those of the other datasets, with data.mixing = 'interleave_...'; given for "
+        "each or for none", "(0, inf)")
     select_columns: tuple[str, ...] | None = option(None,
         "columns that are read, the others are as if they were not there: leaves out an attention_mask, for example")
     function: str | None = option(None,
@@ -129,6 +132,11 @@ class Data:
     validation_split: float = option(0.0,
         "training documents held out for validation: a fraction below 1, or their number", "documents [0, inf)",
         when="not data.eval_datasets")
+    mixing: Literal["concat", "interleave_under", "interleave_over"] = option("concat",
+        "all of each dataset; or shares, until the first is used up, or until the last is, repeating others")
+    mixing_temperature: float | None = option(None,
+        "shares as size ** (1 / temperature): 1 as the sizes are, more is more even; unset: by weight, or equal",
+        "(0, inf)", when="data.mixing != 'concat'")
     chat_template: str | None = option(None,
         "chat template of conversations: a file of Jinja, or chatml or llama3; unset: the tokenizer's own")
     special_tokens: tuple[str, ...] = option((),

@@ -97,9 +97,8 @@ def _locked(path: Path) -> Iterator[bool]:
 
 
 def _folder_name(source: sources.Source, entry: Dataset, shaping: str) -> str:
-    # All options of an entry say what is read and how it is rendered. An option that says how often or in which order
-    # the documents are used, such as a mixing weight, must be left out here.
-    parts = [source.identity, dataclasses.asdict(entry), shaping]
+    # All options of an entry say what is read and how it is rendered, but its weight, which says how often.
+    parts = [source.identity, dataclasses.asdict(dataclasses.replace(entry, weight=None)), shaping]
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:32]
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxtune.config.schema import Config, Dataset
 from jaxtune.data.documents import tokenize
+from jaxtune.data.mixing import mix
 from jaxtune.data.units import Documents
 from jaxtune.errors import UserError
 
@@ -43,12 +44,12 @@ def open_documents(
             )
         return found
 
-    train = documents(data.datasets)
+    train, validation = documents(data.datasets), None
     if data.eval_datasets:
-        return train, documents(data.eval_datasets)
-    if data.validation_split:
-        return hold_out(train, data.validation_split, data.seed)
-    return train, None
+        validation = mix(documents(data.eval_datasets), data.eval_datasets, data)
+    elif data.validation_split:  # before mixing, which may repeat documents
+        train, validation = hold_out(train, data.validation_split, data.seed)
+    return mix(train, data.datasets, data), validation
 
 
 def hold_out(documents: Documents, held_out: float, seed: int) -> tuple[Documents, Documents]:

@@ -57,6 +57,18 @@ LABELS = {
             r"data.datasets\[0\].shard_idx",
             "one of the parts, 0 to 1",
         ),
+        ({"data.datasets[0].weight": "1"}, r"data.datasets\[0\].weight", "has no effect: data.mixing = 'concat'"),
+        (
+            {"data.mixing": "interleave_under", "data.datasets[0].weight": "1"},
+            r"data.datasets\[1\].weight",
+            "give one to each, or to none",
+        ),
+        (
+            {"data.mixing": "interleave_over", "data.datasets[0].weight": "1", "data.mixing_temperature": "2"},
+            r"data.datasets\[0\].weight",
+            "not with data.mixing_temperature",
+        ),
+        ({"data.mixing_temperature": "2"}, "data.mixing_temperature", "only when data.mixing != 'concat'"),
         ({"data.datasets[0].shard_idx": "0"}, r"data.datasets\[0\].shard_idx", "only when shards is not None"),
         ({"lora.enabled": "true", "lora.dropout": "1"}, "lora.dropout", "below 1"),
         ({"data.seq_len": "0"}, "data.seq_len", "at least"),
