@@ -83,6 +83,7 @@ def error(capsys, *arguments):
         ("train.run_name=100", "train.run_name", "100"),
         ("train.run_name=1e3", "train.run_name", "1e3"),
         ("data.cache_dir=None", "data.cache_dir", None),
+        ("train.max_steps=-1", "train.max_steps", None),  # not set, as others write it
         ("train.output_dir='x'", "train.output_dir", "'x'"),
         ("precision.recipe=fp32", "precision.recipe", "fp32"),
         ("ckpt.resume=5", "ckpt.resume", 5),

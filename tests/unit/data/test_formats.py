@@ -220,3 +220,40 @@ def test_a_text_that_names_no_column_is_refused(read, options, wrong):
 def test_a_column_in_a_text_must_be_text_or_a_number(read):
     with pytest.raises(UserError, match=r"a.jsonl:2: column 'body' must be text or a number, found None"):
         read({"title": "T", "body": "b"}, {"title": "T", "body": None}, text_field="{title}: {body}")
+
+
+ALPACA = """
+def prompt(row):
+    form = "### Instruction:\\n{instruction}\\n\\n"
+    form += "### Input:\\n{input}\\n\\n" if row["input"] else ""
+    return {"prompt": (form + "### Response:\\n").format_map(row), "completion": row["output"]}
+"""
+
+
+def test_a_function_writes_the_prompt_and_a_format_takes_it_as_it_is(read, tmp_path):
+    (tmp_path / "alpaca_func.py").write_text(ALPACA)
+    samples = [{"instruction": "Hi", "input": more, "output": "Yo"} for more in ("", "x")]
+    assert read(*samples, function=f"{tmp_path}/alpaca_func.py:prompt", prompt_format="{instruction}")[0] == [
+        "### Instruction:\nHi\n\n### Response:\n«Yo<|im_end|>»",
+        "### Instruction:\nHi\n\n### Input:\nx\n\n### Response:\n«Yo<|im_end|>»",
+    ]
+
+
+TOOLS = (
+    "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for m in messages %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls %}{{ call | tojson }}{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_sharegpt_with_tools_calls_them_and_answers(tmp_path):
+    """LLaMA-Factory's layout: tools are a JSON text."""
+    turns = [("human", "Hi"), ("function_call", json.dumps(CALL)), ("observation", "2"), ("gpt", "Yo")]
+    conversation = [{"from": role, "value": text} for role, text in turns]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"conversations": conversation, "tools": json.dumps([{"name": "f"}])}))
+    tokenizer = byte_tokenizer(tmp_path / "tokenizer", TOOLS)
+    found = tokenize((Dataset(path=str(tmp_path / "a.jsonl")),), tokenizer, tmp_path / "cache")
+    tokens, weights = found.read(0, 0, 10**9)
+    assert tokenizer.decode(tokens[weights > 0]) == f"{json.dumps(CALL)}<|im_end|>Yo<|im_end|>"
+    assert tokenizer.decode(tokens).startswith('<|im_start|>tools\n[{"name": "f"}]<|im_end|>\n<|im_start|>user\nHi')
+    assert len(found.notes) == 1
