@@ -81,7 +81,7 @@ class Dataset:
     dummy_length: int = option(2048, "tokens of a sample of dummy", "tokens [2, inf)", when="path == 'dummy'")
     type: Literal["auto", "text", "instruction", "conversation", "tokenized", "classification"] = option("auto",
         "how a sample becomes tokens; auto decides by the columns and says what it chose, never classification")
-    split: str = option("train", "split of a hub dataset")
+    split: str = option("train", "split of a hub dataset, or of a folder whose file names tell")
     subset: str | None = option(None, "subset (configuration name) of a hub dataset")
     revision: str | None = option(None, "branch, tag or commit on the hub")
     glob: str | tuple[str, ...] | None = option(None,

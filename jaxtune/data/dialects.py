@@ -35,7 +35,7 @@ def messages_in(sample: Mapping[str, Any], columns: tuple[str, ...], renamed: Ma
         renamed: the keys of messages that have another name in the sample: {"role": "speaker"}.
 
     Raises:
-        UserError: src and tgt do not match; a function call is not JSON.
+        UserError: columns do not match; the text of a list or of a function call is not JSON.
     """
     if columns == QUERIES_AND_ANSWERS:
         return list(_exchanges(sample))
@@ -55,12 +55,14 @@ def _untrained(message: Any) -> Any:
 def _exchanges(sample: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """ERNIEKit: all queries and all answers, each one text or several, with a label of 0 for answers not trained."""
     queries, answers = ([value] if isinstance(value, str) else value for value in (sample["src"], sample["tgt"]))
-    labels = sample.get("label")
-    labels = [1] * len(answers) if labels is None else labels
-    if not len(queries) == len(answers) == len(labels):
-        counts = f"{len(queries)} src, {len(answers)} tgt" + (f", {len(labels)} label" if sample.get("label") else "")
-        raise UserError(f"each src has one tgt, and each tgt one label if there are any; found {counts}")
-    for query, answer, label in zip(queries, answers, labels):
+    columns = {"src": queries, "tgt": answers, "label": sample.get("label")}
+    columns = {name: values for name, values in columns.items() if values is not None}
+    if wrong := next((name for name, values in columns.items() if not isinstance(values, list)), None):
+        raise UserError(f"column {wrong!r} must be a list, found {clip(repr(columns[wrong]))}")
+    if {"src", "tgt"} - columns.keys() or len(set(map(len, columns.values()))) > 1:
+        counts = ", ".join(f"{len(values)} {name}" for name, values in columns.items())
+        raise UserError(f"each src has one tgt, and each tgt one label if there are any; found {counts or 'none'}")
+    for query, answer, label in zip(queries, answers, columns.get("label", [1] * len(answers))):
         yield {"role": "user", "content": query}
         yield {"role": "assistant", "content": answer, "train": bool(label)}
 
@@ -77,7 +79,7 @@ def _known(raw: Any, renamed: Mapping[str, str]) -> Any:
             continue
         calls = _from_json(message.get("content"), f"message {i} ({role})")
         calls = calls if isinstance(calls, list) else [calls]
-        if found and found[-1].get("tool_calls"):  # calls one after the other are one turn
+        if found and isinstance(found[-1].get("tool_calls"), list):  # calls one after the other are one turn
             found[-1]["tool_calls"] = [*found[-1]["tool_calls"], *calls]
         else:
             found.append({"role": "assistant", "content": "", "tool_calls": calls})
@@ -98,8 +100,8 @@ def _messages(raw: dict[str, Any], renamed: Mapping[str, str]) -> Iterator[dict[
     if not {"user", "assistant"} <= sides.keys():
         yield message
         return
-    for role in ("user", "assistant"):
-        yield {"role": role, "content": sides[role]}
+    yield {"role": "user", "content": sides.pop("user")}
+    yield {"role": "assistant", "content": sides.pop("assistant"), **sides}
 
 
 def _from_json(text: Any, what: str) -> Any:

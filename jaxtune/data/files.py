@@ -114,6 +114,7 @@ def _find_remote(url: str, patterns: tuple[str, ...]) -> Found:
 
         def matching(folder: str, patterns: tuple[str, ...]) -> dict[str, File]:
             found = [system.glob(f"{folder}/{pattern}", detail=True) for pattern in patterns]
+            found = found or [system.find(folder, detail=True)]
             paths = [path for one in found for path, info in one.items() if info["type"] == "file"]
             return _in_order({path.removeprefix(f"{folder}/"): remote(path) for path in paths})
 
@@ -124,7 +125,7 @@ def _find_remote(url: str, patterns: tuple[str, ...]) -> Found:
             return remote(root, named=True)
         if not system.isdir(root):
             return None
-        return matching(root.rstrip("/"), patterns or ("**",))
+        return matching(root.rstrip("/"), patterns)
     except ImportError:
         raise
     except Exception as error:  # each file system raises types of its own

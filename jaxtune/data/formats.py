@@ -170,7 +170,8 @@ def make_format(
         case "tokenized":
             return partial(_tokenized, len(tokenizer))
         case "conversation":
-            return partial(_conversation, entry, columns, ChatTemplate(tokenizer, say))
+            renamed = dict(pair.split("=", 1) for pair in entry.message_property_mappings)
+            return partial(_conversation, entry, columns, renamed, ChatTemplate(tokenizer, say))
         case "instruction":
             if entry.prompt_format is None:
                 return partial(_chat_instruction, entry, ChatTemplate(tokenizer, say))
@@ -184,10 +185,11 @@ def make_format(
     raise ValueError(entry.type)
 
 
-def _conversation(entry: Dataset, columns: tuple[str, ...], template: ChatTemplate, sample: Sample) -> Rendered:
+def _conversation(
+    entry: Dataset, columns: tuple[str, ...], renamed: Mapping[str, str], template: ChatTemplate, sample: Sample
+) -> Rendered:
     for column in columns:
         _column(sample, column)
-    renamed = dict(pair.split("=", 1) for pair in entry.message_property_mappings)
     messages = check_messages(messages_in(sample, columns, renamed))
     system = _system(sample, entry)
     if system and messages[0]["role"] != "system":

@@ -151,7 +151,7 @@ def _read_csv(file: File, entry: Dataset, report: Report) -> Samples:
             where = place
             yield line
 
-    reader = csv.DictReader(lines(), strict=True, delimiter="\t" if file.kind == ".tsv" else ",")
+    reader = csv.DictReader(lines(), strict=True, delimiter="\t" if _format(file, entry) == ".tsv" else ",")
     while True:
         try:
             row = next(reader, None)

@@ -1,9 +1,12 @@
 """How a sample of each known form becomes a document, recognised by its columns."""
 
+import contextlib
 import json
 from itertools import pairwise
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny import byte_tokenizer
 
 from jaxtune.config.schema import Dataset
@@ -130,6 +133,9 @@ def test_auto_takes_a_type_that_reads_what_the_entry_sets(read):
     [
         ({"src": ["Hi", "So?"], "tgt": ["Yo"]}, "found 2 src, 1 tgt$"),
         ({"src": ["Hi"], "tgt": ["Yo"], "label": [1, 1]}, "found 1 src, 1 tgt, 2 label"),
+        ({"src": ["Hi"], "tgt": None}, "found 1 src$"),
+        ({"src": ["Hi"], "tgt": 3}, "column 'tgt' must be a list, found 3"),
+        ({"src": ["Hi"], "tgt": [3]}, "message 1 .assistant.: content must be text, found 3"),
         ({"prompt": [HI], "completion": [{"role": "pirate", "content": "Yo"}]}, "message 1: unknown role 'pirate'"),
         ({"messages": "[{"}, "messages: not JSON"),
         ({"conversations": [{"from": "function_call", "value": "f(1)"}]}, r"message 0 \(function_call\): not JSON"),
@@ -138,6 +144,24 @@ def test_auto_takes_a_type_that_reads_what_the_entry_sets(read):
 def test_a_conversation_that_is_none_is_refused_with_the_reason(read, sample, wrong):
     with pytest.raises(UserError, match=wrong):
         read(sample)
+
+
+KEYS = st.sampled_from(["role", "from", "content", "value", "user", "human", "assistant", "gpt", "tool_calls"])
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.sampled_from(["human", "gpt", "function_call", "[1]", "{}", "["]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(
+    sample=st.fixed_dictionaries(dict.fromkeys(["messages", "src", "tgt", "prompt", "completion", "label"], VALUES)),
+    columns=st.sampled_from([("messages",), ("src", "tgt"), ("prompt", "completion")]),
+)
+@settings(deadline=None, max_examples=300)
+def test_any_json_is_a_conversation_or_refused(sample, columns):
+    with contextlib.suppress(UserError):
+        messages_in(sample, columns, {"role": "gpt"})
 
 
 CALL, OTHER = {"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}

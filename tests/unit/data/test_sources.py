@@ -159,6 +159,8 @@ def web(folder):
 def test_files_on_a_web_server(web, folder):
     assert texts(f"{web}/a.jsonl") == texts(f"{web}/a.jsonl?download=true") == ["a"]
     assert texts(f"{web}/*.jsonl") == ["a", "b"]
+    datasets.Dataset.from_list([{"text": "one"}]).to_parquet(folder / "a.parquet")
+    assert texts(f"{web}/a.parquet") == ["one"]
     before = open_source(Dataset(path=f"{web}/a.jsonl")).identity
     (folder / "a.jsonl").write_bytes(jsonl("changed"))
     assert open_source(Dataset(path=f"{web}/a.jsonl")).identity != before
@@ -169,13 +171,20 @@ def test_files_on_a_web_server(web, folder):
 def test_the_format_of_an_oddly_named_file_is_named(tmp_path):
     (tmp_path / "part-0001").write_bytes(jsonl("one"))
     (tmp_path / "table.dat").write_text("text\none\n")
+    (tmp_path / "tabs").write_text("text\tlang\none\ten\n")
     (tmp_path / "list").write_text(json.dumps([{"text": "one"}]))
     datasets.Dataset.from_list([{"text": "one"}]).to_parquet(tmp_path / "columns")
-    for name, ds_type in (("part-0001", "json"), ("table.dat", "csv"), ("list", "json"), ("columns", "parquet")):
+    for name, ds_type in (
+        ("part-0001", "json"),
+        ("table.dat", "csv"),
+        ("tabs", "tsv"),
+        ("list", "json"),
+        ("columns", "parquet"),
+    ):
         assert texts(f"{tmp_path}/{name}", ds_type=ds_type) == ["one"]
-    (tmp_path / "columns").unlink(), (tmp_path / "list").unlink(), (tmp_path / "table.dat").unlink()
     (tmp_path / "part-0002").write_bytes(jsonl("two"))
-    assert texts(str(tmp_path), ds_type="json") == ["one", "two"]
+    assert texts(f"{tmp_path}/part-*", ds_type="json") == texts(str(tmp_path), glob="part-*", ds_type="json")
+    assert texts(f"{tmp_path}/part-*", ds_type="json") == ["one", "two"]
 
 
 def test_a_path_in_the_home_folder(folder, monkeypatch):
