@@ -102,7 +102,7 @@ def model_config(size: str) -> dict:
         "num_attention_heads": heads,
         "num_key_value_heads": 4 if sparse else 8,
         "head_dim": 128,
-        "max_position_embeddings": 2**20,  # no shape hangs on it
+        "max_position_embeddings": 2**22,  # no shape hangs on it
         "rms_norm_eps": 1e-6,
         "rope_theta": 1e6,
         "tie_word_embeddings": size == "0.6B",

@@ -74,6 +74,8 @@ ALIASES = {
     "memory.offload_gradients": "offload_grads",
     "attention.backend": "attn_implementation flash_attention flash_attn use_flash_attention",
     "experts.backend": "expert_backend moe_implementation experts_implementation moe_grouped_gemm",
+    "experts.dispatch": "ep_dispatch moe_token_dispatcher_type",
+    "experts.capacity_factor": "moe_expert_capacity_factor moe_capacity_factor expert_capacity_factor",
     "experts.router_loss": "router_aux_loss_coef aux_loss_coef moe_aux_loss_coeff aux_loss_alpha",
     "experts.router_z_loss": "router_z_loss_coef moe_z_loss_coeff",
     "experts.bias_update_rate": "moe_router_bias_update_rate bias_update_speed",
@@ -91,7 +93,8 @@ ALIASES = {
     "parallel.shard_residual": "sequence_parallel",
     "parallel.zero": "zero_level zero_stage sharding_stage enable_full_shard shard_gradients",
     "mesh.tensor": "tensor_parallel_size tp tensor_parallel",
-    "mesh.sequence": "context_parallel_size sequence_parallel_degree cp sequence_parallel_size ulysses_parallel_size",
+    "mesh.context": "context_parallel_size context_parallel_degree cp_size cp ringattn_parallel_size",
+    "mesh.sequence": "sequence_parallel_degree sequence_parallel_size ulysses_parallel_size sp_size",
 }
 _BY_ALIAS = {alias: key for key, aliases in ALIASES.items() for alias in aliases.split()}
 

@@ -316,7 +316,11 @@ class Mesh:
     fsdp: int = option(-1, "parameters and rows sharded", "devices")
     stage: int = option(1, "pipeline stages", "devices")
     expert: int = option(1, "experts", "devices")
-    sequence: int = option(1, "positions of a row", "devices")
+    context: int = option(1,
+        "positions of a row, of which attention gathers keys and values (context parallelism)", "devices")
+    sequence: int = option(1,
+        "positions of a row, which attention exchanges for heads (sequence parallelism of DeepSpeed-Ulysses)",
+        "devices")
     tensor: int = option(1, "heads, hidden units and vocabulary", "devices")
 
 
@@ -398,6 +402,13 @@ class Experts:
     backend: Literal["auto", "dense", "loop", "kernel"] = option("auto",
         "kernel: each token by the experts that it goes to, in GPU kernels; loop: the same by XLA alone; dense: every "
         "token by every expert, which low precision needs; auto: the first of these that can run")
+    dispatch: Literal["all_gather", "all_to_all"] = option("all_gather",
+        "how tokens reach experts on other devices: each device gets those of all, or those alone that go to its "
+        "experts", when="mesh.expert != 1")
+    capacity_factor: float = option(1.25,
+        "rows that a device sends to each other at once, times those of even routing; more rows follow in further "
+        "rounds, and none is dropped: a small one takes less memory, a large one fewer rounds", "(0, inf)",
+        when="experts.dispatch == 'all_to_all'")
     router_loss: float | None = option(None,
         "adds this times how uneven the load is (Switch Transformer, 2021), a mean over layers, to the training loss; "
         "unset: what config.json says", "[0, inf)")

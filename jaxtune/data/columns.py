@@ -33,6 +33,7 @@ UNIT_IDS = Column("unit_ids", np.int32, "unit")  # 1, 2, ... in a row
 # The first position that a token may attend to. Padding attends to nothing.
 KEY_START = Column("key_start", np.int32, "document", "seq_len")
 LAST = Column("last", np.bool_)  # whether it is the last token of its document
+PLACE = Column("place", np.int32)  # its position in the row, where rows are dealt to devices: see `deal`
 MADE = frozenset(column.name for column in (TOKENS, TARGETS, POSITIONS, SEGMENT_IDS, UNIT_IDS, KEY_START, LAST))
 
 LOSS_WEIGHT = Column("loss_weight", np.float32)  # weight of the loss of predicting the target

@@ -9,8 +9,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxtune.data.columns import NEXT_TOKEN, Column
+from jaxtune.data.columns import NEXT_TOKEN, PLACE, Column
+from jaxtune.data.deal import dealt
 from jaxtune.data.rows import Row, Rows
+from jaxtune.parallel.layout import RULES, shards
 
 _THREADS = 4
 _BATCHES_AHEAD = 4
@@ -30,6 +32,7 @@ def abstract_batch(
     shape: tuple[int, int, int], sharding: NamedSharding, columns: tuple[Column, ...] = NEXT_TOKEN
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes, dtypes and shardings of a batch of (accum, rows_per_micro, seq_len), as `batches` yields it."""
+    columns = columns if _devices_of_a_row(sharding) == 1 else (*columns, PLACE)
     batch = {column.name: jax.ShapeDtypeStruct(shape, column.dtype, sharding=sharding) for column in columns}
     row_sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:2]))
     return batch | {"row": jax.ShapeDtypeStruct(shape[:2], np.int32, sharding=row_sharding)}
@@ -49,14 +52,18 @@ def batches(
 
     Yields:
         (the row after the batch, the batch): each column as an (accum, rows_per_micro, seq_len) array, and `row`, int32
-        (accum, rows_per_micro): the number of each row, modulo 2^31.
+        (accum, rows_per_micro): the number of each row, modulo 2^31. Where devices share rows, each keeping positions
+        (mesh.context), rows are dealt to them.
     """
     size = shape[0] * shape[1]
     needed = needed_rows(sharding, shape)
     row_sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:2]))
 
+    devices = _devices_of_a_row(sharding)
+
     def read(first: int) -> dict[tuple[int, int], Row]:
-        return {(i, j): rows[first + i * shape[1] + j] for i, j in needed}
+        found = {(i, j): rows[first + i * shape[1] + j] for i, j in needed}
+        return found if devices == 1 else {place: dealt(row, devices) for place, row in found.items()}
 
     firsts = grain.MapDataset.range(start_row, sys.maxsize if stop_row is None else stop_row, size)
     options = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_BATCHES_AHEAD)
@@ -66,6 +73,11 @@ def batches(
         number = ((first + np.arange(size).reshape(shape[:2])) % 2**31).astype(np.int32)
         batch["row"] = jax.make_array_from_callback(number.shape, row_sharding, number.__getitem__)
         yield first + size, batch
+
+
+def _devices_of_a_row(sharding: NamedSharding) -> int:
+    """How many groups of devices share a row, each keeping its positions in attention."""
+    return shards(RULES.value.context, sharding.mesh)
 
 
 def _place(

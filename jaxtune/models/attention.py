@@ -25,12 +25,14 @@ class Inputs(NamedTuple):
     """What every layer sees besides its own activations; made once a batch.
 
     rotations: of each rope and width of heads. positions: in the document. valid: False where a token is padding.
+    place: the position in its row, of whole rows on every device; None where positions are in their order.
     """
 
     rotations: Mapping[tuple[Rope, int], Rotation]
     attend: Attend
     positions: Int[Array, "b s"]
     valid: Bool[Array, "b s"]
+    place: Int[Array, "b s"] | None = None
 
 
 class Attention(nnx.Module):

@@ -20,9 +20,10 @@ class Call(NamedTuple):
     with the base alone, as the reference of a preference loss does. backend: of attention, a name in
     pallas_kernels.flash_attention.BACKENDS or 'auto'; fallback: 'warn' takes 'auto' where that backend cannot run.
     documents: the most that a row holds, for backends that must know; None: nothing bounds them. experts: how those of
-    a mixture are computed, a name in BACKENDS of models.experts or 'auto'. groups: inside a mixture, which expert's
-    weights multiply each token; None: a weight is one matrix. keep_gathered: whether weights stay whole from the
-    forward to the backward pass.
+    a mixture are computed, a name in BACKENDS of models.experts or 'auto'. capacity_factor: by which
+    `models.exchange` sends tokens to experts on other devices; None: these get the tokens of all. groups: inside a
+    mixture, which expert's weights multiply each token; None: a weight is one matrix. keep_gathered: whether weights
+    stay whole from the forward to the backward pass.
     """
 
     dtype: jnp.dtype
@@ -34,6 +35,7 @@ class Call(NamedTuple):
     fallback: Literal["error", "warn"] = "error"
     documents: int | None = None
     experts: str = "auto"
+    capacity_factor: float | None = None
     groups: Groups | None = None
     keep_gathered: bool = False
 

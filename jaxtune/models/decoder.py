@@ -225,12 +225,18 @@ class Decoder(nnx.Module):
         return x if self.spec.logit_scale == 1 else x * self.spec.logit_scale
 
 
-def inputs_of(spec: ModelSpec, positions: Int[Array, "b s"], attend: Attend, valid: Bool[Array, "b s"]) -> Inputs:
+def inputs_of(
+    spec: ModelSpec,
+    positions: Int[Array, "b s"],
+    attend: Attend,
+    valid: Bool[Array, "b s"],
+    place: Int[Array, "b s"] | None = None,
+) -> Inputs:
     """What every layer of a decoder sees; each rope is computed once."""
     mixers = dict.fromkeys(layer.mixer for layer in spec.layers if isinstance(layer.mixer, Heads))
     ropes = dict.fromkeys((mixer.rope, mixer.rotated) for mixer in mixers if mixer.rope is not None)
     rotations = {(rope, width): rotation(rope, width, positions) for rope, width in ropes}
-    return Inputs(rotations, attend, positions, valid)
+    return Inputs(rotations, attend, positions, valid, place)
 
 
 def bind(graph: nnx.GraphDef, parameters: Parameters) -> Any:

@@ -16,7 +16,7 @@ from jaxtune.models.norm import Norm
 from jaxtune.models.spec import DeltaNet, Layer, ModelSpec
 from jaxtune.models.spec import Norm as NormSpec
 from jaxtune.parallel.layout import P, by_head, by_token
-from jaxtune.parallel.sequence import from_heads, to_heads
+from jaxtune.parallel.sequence import dealt, from_heads, gathered, to_heads
 from pallas_kernels.gated_delta_rule import gated_delta_rule
 
 LEAST_NORM = 1e-6  # squared and added: of queries and keys, as in transformers and flash-linear-attention
@@ -77,7 +77,7 @@ class GatedDeltaNet(nnx.Module):
         qkv, z, b, a = self._projected(x, call)
         kernels = tuple(conv.get_value() for conv in (self.q_conv, self.k_conv, self.v_conv))
         rates = self.log_rate.get_value(), self.step_bias.get_value()
-        arguments: Any = (qkv, b, a, kernels, rates, inputs.positions, inputs.valid, cache)
+        arguments: Any = (qkv, b, a, kernels, rates, inputs.positions, inputs.valid, inputs.place, cache)
         if cache is None:
             arguments = self._to_heads(*arguments)
         else:  # decoding is not sharded: the mesh is one device
@@ -122,9 +122,13 @@ def _on_device(
     rates: tuple[Array, Array],
     positions: Int[Array, "b s"],
     valid: Bool[Array, "b s"],
+    place: Int[Array, "b s"] | None,
     before: Memory | None,
 ) -> tuple[Float[Array, "b s hv dv"], Memory | None]:
     """What is read from the states of a device's heads, and their memory afterwards, if there was one."""
+    if place is not None:
+        in_rows = partial(gathered, place=place, axes=())
+        qkv, b, a, positions, valid = jax.tree.map(in_rows, (qkv, b, a, positions, valid))
     tails = [jnp.zeros((len(x), net.kernel - 1, x.shape[-1]), x.dtype) for x in qkv] if before is None else before.tails
     with_tails = [jnp.concatenate([tail.astype(x.dtype), x], axis=1) for tail, x in zip(tails, qkv)]
     q, k, v = (convolution(x, kernel, positions) for x, kernel in zip(with_tails, kernels))
@@ -138,7 +142,7 @@ def _on_device(
     state = None if before is None else before.state
     out, state = gated_delta_rule(q, k, v, log_decay, beta, positions == 0, state)
     if before is None:
-        return out, None
+        return out if place is None else dealt(out, place), None
     seen = valid[0].sum()  # rows are as long as each other, as they are decoded together
     last = [jax.lax.dynamic_slice_in_dim(x, seen, net.kernel - 1, axis=1) for x in with_tails]
     return out, Memory(tuple(last), state)

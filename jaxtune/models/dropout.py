@@ -19,11 +19,13 @@ def named_key(key: Array, name: str) -> Array:
 class Noise(NamedTuple):
     """Where random bits come from: a key, of a step or of a layer in it, and the global rows of the batch.
 
-    token_of: the token of each of the activations, counted over rows of `length` positions; None: all in their order.
+    place: the position in its row of each position of whole rows; None: they are in their order. token_of: the token of
+    each of the activations, counted over rows of `length` positions; None: all in their order.
     """
 
     key: Array
     rows: Int[Array, " b"]
+    place: Int[Array, "b s"] | None = None
     token_of: Int[Array, " m"] | None = None
     length: int = 0
 
@@ -49,6 +51,8 @@ def dropout(x: Float[Array, "b s i"], rate: float, noise: Noise) -> Float[Array,
         return jax.random.bernoulli(jax.random.fold_in(noise.key, row), 1.0 - rate, (length, width))
 
     keep = jax.vmap(kept)(noise.rows)
+    if noise.place is not None:
+        keep = jnp.take_along_axis(keep, noise.place[..., None], axis=1)
     if divided_by:
         keep = jax.lax.dynamic_slice_in_dim(keep, jax.lax.axis_index(divided_by) * x.shape[2], x.shape[2], axis=2)
     if noise.token_of is not None:

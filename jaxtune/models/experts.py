@@ -14,6 +14,7 @@ from jaxtune.models import spec as specs
 from jaxtune.models.call import Call
 from jaxtune.models.dispatch import from_rows, to_rows
 from jaxtune.models.dropout import Noise
+from jaxtune.models.exchange import through_experts
 from jaxtune.models.linear import Linear
 from jaxtune.models.mlp import MLP
 from jaxtune.models.router import Router, Routing
@@ -22,11 +23,13 @@ from jaxtune.precision.matmul import LowPrecision
 from jaxtune.quant.array import QuantizedArray
 from pallas_kernels import registry
 from pallas_kernels.gpus import Device, current_device
-from pallas_kernels.grouped_matmul import Arrangement, arrange, block_of, triton
+from pallas_kernels.grouped_matmul import Arrangement, Groups, arrange, block_of, triton
 from pallas_kernels.registry import ANY_CARD, Backend, CannotRun
 
 # Inside a shard_map nothing is sharded, nor is a weight gathered.
-ON_DEVICE = Rules(*[Layout(*[()] * len(fields(Layout)))] * 3, gathered=(), batch=(), positions=(), residual=())
+ON_DEVICE = Rules(
+    *[Layout(*[()] * len(fields(Layout)))] * 3, gathered=(), batch=(), positions=(), context=(), residual=()
+)
 
 
 class Experts(nnx.Module):
@@ -107,22 +110,40 @@ def grouped(
     graph, values = nnx.split(experts)
     values = jax.tree.map(partial(gather, stacked=1), values)
     values = jax.tree.map(_with_kernel_scales, values, is_leaf=_is_quantized)
-    summed_over, apart = axes_of("mlp"), axes_of("experts")
+    summed_over, apart, mesh = axes_of("mlp"), axes_of("experts"), jax.sharding.get_abstract_mesh()
+    here = routing.probability.shape[-1] // shards(apart, mesh)
+    positions = x.shape[1] // shards(RULES.value.positions, mesh)
+
+    def of_rows(values: Any, rows: Float[Array, "m d"], groups: Groups, noise: Noise | None) -> Float[Array, "m d"]:
+        experts = nnx.merge(graph, values)
+        if summed_over and experts.down.bias is not None:  # of the devices whose outputs are summed one adds it
+            is_first = jax.lax.axis_index(summed_over) == 0
+            experts.down.bias.set_value(jnp.where(is_first, experts.down.bias.get_value(), 0))
+        with RULES(ON_DEVICE):
+            return experts(rows[:, None], call._replace(groups=groups, noise=noise))[:, 0]
+
+    def arrived(values: Any, x: Array, expert: Array, token: Array) -> Array:
+        """What experts here make of rows that devices sent."""
+        values, noise = values
+        rows = arrange(expert, here, backend)
+        token_of = jnp.take(token, rows.item_of, mode="clip")
+        noise = noise and _of_rows(noise, token_of, positions)
+        y = of_rows(values, to_rows(x[None], rows.item_of, rows.row_of), rows.groups, noise)
+        return to_rows(y[None], rows.row_of, rows.item_of)
 
     def on_device(values: Any, x: Array, routing: Routing, noise: Noise | None) -> Array:
+        if apart and call.capacity_factor is not None:
+            noise = noise and noise._replace(rows=jax.lax.all_gather(noise.rows, apart, tiled=True))
+            chosen, weights, factor = routing.chosen, routing.weights, call.capacity_factor
+            total = through_experts(arrived, (values, noise), x, chosen, weights, here, apart, factor)
+            return jax.lax.psum(total, summed_over) if summed_over else total
         if apart:
             # Of the tokens of all devices among which experts are divided, each computes what its own experts add.
             x, routing, noise = _of_all(apart, x, routing, noise)
         rows = _arranged(routing, apart, backend)
         token_of = rows.item_of // routing.chosen.shape[-1]
-        noise = noise and _of_rows(noise, token_of, x.shape[1])
-        here = nnx.merge(graph, values)
-        if summed_over and here.down.bias is not None:  # of the devices whose outputs are summed one adds it
-            is_first = jax.lax.axis_index(summed_over) == 0
-            here.down.bias.set_value(jnp.where(is_first, here.down.bias.get_value(), 0))
-        with RULES(ON_DEVICE):
-            inputs = to_rows(x, token_of, rows.row_of)[:, None]
-            y = here(inputs, call._replace(groups=rows.groups, noise=noise))[:, 0]
+        noise = noise and _of_rows(noise, token_of, positions)
+        y = of_rows(values, to_rows(x, token_of, rows.row_of), rows.groups, noise)
         total = from_rows(y, rows.item_of, rows.row_of, routing.weights)
         total = jax.lax.psum(total, summed_over) if summed_over else total
         return jax.lax.psum_scatter(total, apart, scatter_dimension=0, tiled=True) if apart else total
@@ -135,7 +156,7 @@ def grouped(
 def _of_all(axes: Axes, x: Array, routing: Routing, noise: Noise | None) -> tuple[Array, Routing, Noise | None]:
     """The tokens of all devices along these axes, where they go to, and the numbers of their rows."""
     gathered = partial(jax.lax.all_gather, axis_name=axes, tiled=True)
-    noise = noise and noise._replace(rows=gathered(noise.rows))
+    noise = noise and noise._replace(rows=gathered(noise.rows), place=jax.tree.map(gathered, noise.place))
     return gathered(x), jax.tree.map(gathered, routing), noise
 
 

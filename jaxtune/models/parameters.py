@@ -19,7 +19,7 @@ from jaxtune.models.dropout import named_key
 from jaxtune.models.families import names_of
 from jaxtune.models.places import Place, Tensor
 from jaxtune.models.spec import DeltaNet, Experts, Heads, Layer, ModelSpec, Treatment
-from jaxtune.parallel.layout import RULES, axes_in, axes_of, by_head, sharding
+from jaxtune.parallel.layout import RULES, Axes, axes_in, axes_of, by_head, sharding
 from jaxtune.parallel.layout import spec as partition_spec
 from jaxtune.parallel.mesh import misfit
 from jaxtune.parallel.offload import on_host
@@ -313,8 +313,8 @@ def undivided(spec: ModelSpec, parameters: Mapping[str, Parameter], mesh: jax.sh
     """Complaints about dimensions that the mesh does not divide, each with the sizes that would."""
     rules, mixers, divided = RULES.value, {layer.mixer for layer in spec.layers}, set()
     for stack in spec.stacks:
-        with RULES(rules.within_a_stage() if stack.stages > 1 else rules):
-            divided |= {("heads", _mixed_apart(layer.mixer), axes_in(by_head()[2])) for layer in stack.period}
+        with RULES(rules.apart("stage") if stack.stages > 1 else rules):
+            divided |= {("heads", *_mixed_apart(layer.mixer)) for layer in stack.period}
     for layout in {rules.parameters, rules.gradients, rules.optimizer}:
         # A head is never split, so that their number counts, not that of their features.
         divided |= {(name, size, axes_of(name, layout)) for mixer in mixers for name, size in _heads(mixer)}
@@ -333,9 +333,11 @@ def _heads(mixer: Heads | DeltaNet) -> list[tuple[str, int]]:
     return [("heads", mixer.heads), *[("kv_heads", mixer.kv_heads)] * (not mixer.kv_whole)]
 
 
-def _mixed_apart(mixer: Heads | DeltaNet) -> int:
-    """Heads that are mixed each on its own; of keys and values there may be fewer, which are repeated."""
-    return mixer.value_heads if isinstance(mixer, DeltaNet) else mixer.heads
+def _mixed_apart(mixer: Heads | DeltaNet) -> tuple[int, Axes]:
+    """Heads that are mixed each on its own, and axes that divide them; of keys and values fewer may be repeated."""
+    if isinstance(mixer, DeltaNet):
+        return mixer.value_heads, axes_in(by_head()[2])
+    return mixer.heads, axes_in(by_head(RULES.value.context)[2])
 
 
 def undivided_blocks(

@@ -11,19 +11,32 @@ from jaxtune.models.attend import attend_packed
 from jaxtune.models.attention import Inputs
 from jaxtune.models.call import Call
 from jaxtune.models.decoder import Decoder, Stack, Sums, inputs_of, joined
+from jaxtune.models.dropout import Noise
 from jaxtune.models.spec import ModelSpec
-from jaxtune.parallel.layout import RULES, P, by_residual, by_token
+from jaxtune.parallel.layout import RULES, P, by_head, by_residual, by_token
 from jaxtune.parallel.pipeline import by_stage, from_one, sent
 
 Batch = dict[str, Array]
 # Of a batch, what layers see.
-SEEN = ("positions", "key_start", "segment_ids", "row")
+SEEN = ("positions", "key_start", "segment_ids", "place", "row")
 STAGES = P("stage")
 
 
 def seen(spec: ModelSpec, batch: Batch, call: Call) -> Inputs:
     """What every layer sees of a micro-batch."""
-    return inputs_of(spec, batch["positions"], attend_packed(batch["key_start"], call), batch["segment_ids"] > 0)
+    place = whole_rows(batch, "place")
+    attend = attend_packed(batch["key_start"], call, place)
+    return inputs_of(spec, batch["positions"], attend, batch["segment_ids"] > 0, place)
+
+
+def noise_of(batch: Batch, key: Array) -> Noise:
+    """The source of randomness of a micro-batch, from that of a step."""
+    return Noise(key, batch["row"], place=whole_rows(batch, "place"))
+
+
+def whole_rows(batch: Batch, name: str) -> Array | None:
+    """A column of whole rows on every device, if the batch has it."""
+    return jax.reshard(batch[name], P(*by_head()[:2])) if name in batch else None
 
 
 def enter(decoder: Decoder, batch: Batch, call: Call) -> tuple[Float[Array, "b s d"], Sums]:
@@ -45,14 +58,14 @@ def leave(
 
 def for_stages(x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
     """Activations as every stage has them."""
-    with RULES(RULES.value.within_a_stage()):
+    with RULES(RULES.value.apart("stage")):
         place = by_residual()
     return jax.reshard(x, place)
 
 
 def seen_by_stages(batch: Batch) -> Batch:
     """What layers see of one or more micro-batches, with the whole rows that every stage needs."""
-    with RULES(RULES.value.within_a_stage()):
+    with RULES(RULES.value.apart("stage")):
         place = tuple(by_token())
 
     def one(name: str, column: Array) -> Array:

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 GATHERED = "gathered weight"  # in policies of jax.checkpoint
-AXES = ("data", "fsdp", "stage", "expert", "sequence", "tensor")
+AXES = ("data", "fsdp", "stage", "expert", "context", "sequence", "tensor")
 P = jax.P
 Axes = tuple[str, ...]
 Entry = str | Axes | None  # a PartitionSpec's entry for one dimension
@@ -25,7 +25,7 @@ class Layout:
     """Mesh axes that shard each logical dimension of a parameter, the outermost first; (): not sharded."""
 
     vocabulary: Axes = ("tensor",)
-    embed: Axes = ("fsdp", "sequence")
+    embed: Axes = ("fsdp", "context", "sequence")
     heads: Axes = ("tensor",)
     kv_heads: Axes = ("tensor",)
     mlp: Axes = ("tensor",)
@@ -49,6 +49,8 @@ class Rules:
         gathered: axes over which a weight is all-gathered where it is used; all of them must shard the tokens.
         batch: axes that shard the rows of a batch.
         positions: axes that shard the positions of a row.
+        context: of these, the axes over which attention gathers keys and values; over the others it exchanges positions
+            for heads.
         residual: axes that shard them between mixers and feed-forwards, where norms and sums are of one position: also
             over the axis whose devices share the features elsewhere (Korthikanti et al. 2022, arXiv:2205.05198).
     """
@@ -56,10 +58,11 @@ class Rules:
     parameters: Layout = Layout()
     gradients: Layout = Layout()
     optimizer: Layout = Layout()
-    gathered: Axes = ("fsdp", "sequence")
+    gathered: Axes = ("fsdp", "context", "sequence")
     batch: Axes = ("data", "fsdp")
-    positions: Axes = ("sequence",)
-    residual: Axes = ("sequence", "tensor")
+    positions: Axes = ("context", "sequence")
+    context: Axes = ("context",)
+    residual: Axes = ("context", "sequence", "tensor")
 
     def __post_init__(self):
         if idle := set(self.gathered) - {*self.batch, *self.positions}:
@@ -70,18 +73,19 @@ class Rules:
             if list(axes) != sorted(axes, key=self.gathered.__contains__):
                 raise ValueError(f"of {axes} the axes that are gathered, {self.gathered}, must come last")
 
-    def within_a_stage(self) -> "Rules":
-        """The rules of devices that are one stage of a pipeline: the axis of stages shards nothing there."""
+    def apart(self, *manual: str) -> "Rules":
+        """The rules of devices at one place along these axes, which shard nothing there (`parallel.apart`)."""
 
         def without(axes: Axes) -> Axes:
-            return tuple(axis for axis in axes if axis != "stage")
+            return tuple(axis for axis in axes if axis not in manual)
 
         def inside(layout: Layout) -> Layout:
             return Layout(*map(without, astuple(layout)))
 
         return Rules(
             *(inside(self.parameters), inside(self.gradients), inside(self.optimizer)),
-            *(without(self.gathered), without(self.batch), without(self.positions), without(self.residual)),
+            *(without(self.gathered), without(self.batch), without(self.positions), self.context),
+            without(self.residual),
         )
 
 
@@ -129,13 +133,15 @@ def by_residual() -> jax.P:
     return P(_entry(RULES.value.batch), _entry(RULES.value.residual), None)
 
 
-def by_head() -> jax.P:
+def by_head(kept: Axes = ()) -> jax.P:
     """PartitionSpec of activations (rows, positions, heads, features) of which a device has whole rows of some heads.
 
-    The axes that shard positions elsewhere shard heads, the innermost.
+    The axes that shard positions elsewhere shard heads, the innermost; but for those in `kept`, which still shard
+    positions.
     """
     rules = RULES.value
-    return P(_entry(rules.batch), None, _entry((*axes_in(used("heads")), *rules.positions)), None)
+    exchanged = (axis for axis in rules.positions if axis not in kept)
+    return P(_entry(rules.batch), _entry(kept), _entry((*axes_in(used("heads")), *exchanged)), None)
 
 
 def used(name: str | None) -> Entry:

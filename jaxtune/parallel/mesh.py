@@ -42,7 +42,7 @@ def rules_of(parallel: Parallel, experts_apart: bool = False, staged: bool = Fal
     layers that it leaves over, are computed by all of its devices.
     """
     apart = ("expert",) if experts_apart else ()
-    positions = ("sequence", "stage") if staged else ("sequence",)
+    positions = ("context", "sequence", "stage") if staged else ("context", "sequence")
     shared = ("fsdp", *apart, *positions)
     sharded, whole = Layout(embed=shared, experts=apart), Layout(embed=(), experts=apart)
     return Rules(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jaxtune.parallel.layout import RULES
+from jaxtune.parallel.apart import apart
 
 Order = Literal["gpipe", "1f1b"]
 
@@ -128,11 +128,6 @@ def from_one(x: Array, is_own: Bool[Array, ""]) -> Array:
 def by_stage(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """The function on the devices of each stage, as if they were all: the axis of stages is manual there.
 
-    Not to be differentiated; and out_specs are taken at their word.
+    As `apart` says: not to be differentiated.
     """
-
-    def inside(*arguments: Any) -> Any:
-        with RULES(RULES.value.within_a_stage()):
-            return function(*arguments)
-
-    return jax.shard_map(inside, in_specs=in_specs, out_specs=out_specs, axis_names={"stage"}, check_vma=False)
+    return apart(("stage",), function, in_specs, out_specs)

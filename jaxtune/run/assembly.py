@@ -1,7 +1,9 @@
 """The program of a run: model, optimizer, state, batch and step, from its base model and its config alone."""
 
+import itertools
 import logging
 from collections.abc import Callable
+from dataclasses import astuple
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +24,8 @@ from jaxtune.optim.adamw_8bit import float32_moments, undivided_moments
 from jaxtune.optim.build import Optimizer, Trained, build
 from jaxtune.optim.rules import balancing
 from jaxtune.parallel import offload
-from jaxtune.parallel.layout import RULES, Layout, P, by_token, spec
+from jaxtune.parallel.apart import GATHERS_OTHER_AXES
+from jaxtune.parallel.layout import RULES, Axes, Layout, P, by_token, spec
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.precision.recipes import Recipe, recipe_of
 from jaxtune.run.model import Base, Model, declare_model
@@ -65,7 +68,8 @@ def assemble(base: Base, config: Config, mesh: jax.sharding.Mesh, objective: Obj
     forward, on_host = (model.graph, objective, recipe, call_of(config, recipe), seed), config.memory.offload_gradients
     if mesh.shape["stage"] == 1:
         one_by_one = [name for name, p in model.trained.items() if p.lead and (p.on_host or on_host)]
-        gradients = accumulated_gradients(*forward, places, dict.fromkeys(one_by_one, on_host))
+        by_layer = dict.fromkeys(one_by_one, on_host)
+        gradients = accumulated_gradients(*forward, places, by_layer, summed_last(config, recipe, mesh))
     else:
         gradients = pipelined_gradients(*forward, config.parallel.pipeline, places)
     step = make_train_step(gradients, optimizer, config.optim.max_grad_norm, recipe, seed, objective.counts)
@@ -80,6 +84,22 @@ def assemble(base: Base, config: Config, mesh: jax.sharding.Mesh, objective: Obj
     avals = jax.tree.unflatten(jax.tree.structure(state), traced.out_avals)
     state = jax.tree.map(lambda aval: _on_mesh(aval, mesh), avals)
     return Program(model, objective, optimizer, gradients, step, start, state, abstract(model.frozen), batch)
+
+
+def summed_last(config: Config, recipe: Recipe, mesh: jax.sharding.Mesh) -> Axes:
+    """Mesh axes over which gradients are summed once a step, after its last micro-batch; () where there are none.
+
+    They divide the rows of a batch, and neither parameters nor gradients: `data`, and with parallel.zero = 1 `fsdp`.
+    Along others a device has a part of the sum, for which gradients are reduce-scattered in each micro-batch: whole
+    ones would take the memory that sharding them saves.
+    """
+    # In low precision an amax is taken, and random bits are drawn, over the tokens of all devices.
+    if config.train.grad_accum_steps == 1 or recipe.linears is not None:
+        return ()
+    rules, axes = RULES.value, [axis for axis, size in mesh.shape.items() if size > 1]
+    dividing = set(itertools.chain(*astuple(rules.parameters), *astuple(rules.gradients)))
+    found = tuple(axis for axis in rules.batch if axis in axes and axis not in dividing)
+    return () if GATHERS_OTHER_AXES and set(found) != set(axes) else found
 
 
 def objective_of(config: Config, model: Model) -> Objective:
@@ -113,6 +133,7 @@ def call_of(config: Config, recipe: Recipe) -> Call:
         fallback=config.attention.fallback,
         documents=config.attention.most_documents,
         experts=config.experts.backend,
+        capacity_factor=config.experts.capacity_factor if config.experts.dispatch == "all_to_all" else None,
         keep_gathered=not config.parallel.reshard_after_forward,
     )
 

@@ -18,8 +18,18 @@ from jaxtune.errors import UserError
 from jaxtune.models.call import Call
 from jaxtune.models.decoder import Decoder, Parameters, bind
 from jaxtune.models.decoder import Sums as Emitted
-from jaxtune.models.dropout import Noise
-from jaxtune.models.pipeline import STAGES, added, enter, in_order, leave, of_chunk, seen_by_stages, through, zeros_like
+from jaxtune.models.pipeline import (
+    STAGES,
+    added,
+    enter,
+    in_order,
+    leave,
+    noise_of,
+    of_chunk,
+    seen_by_stages,
+    through,
+    zeros_like,
+)
 from jaxtune.models.score import Batch
 from jaxtune.objectives.objective import Objective, Sums
 from jaxtune.parallel.layout import P, moved
@@ -113,7 +123,7 @@ def pipelined_gradients(
 
         # ---- the three parts of a micro-batch's forward pass ----
         def noisy(micro: Batch, key: Array) -> Call:
-            return call._replace(noise=Noise(key, micro["row"]))
+            return call._replace(noise=noise_of(micro, key))
 
         def whole(trained: Parameters, scales: dict[str, Array]) -> Decoder:
             # The pipeline's parameters only fill their places: its layers are not computed through this.

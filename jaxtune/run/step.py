@@ -10,12 +10,14 @@ from jaxtyping import Array, Float
 
 from jaxtune.models.call import Call
 from jaxtune.models.decoder import Decoder, Parameters, bind
-from jaxtune.models.dropout import Noise, named_key
+from jaxtune.models.dropout import named_key
+from jaxtune.models.pipeline import noise_of
 from jaxtune.models.score import Batch, Hidden, LabelScores, Scores, score, score_labels
 from jaxtune.objectives.objective import Objective, Sums
 from jaxtune.optim import build
 from jaxtune.optim.build import Optimizer
-from jaxtune.parallel.layout import moved
+from jaxtune.parallel.apart import apart, summed_over, with_others
+from jaxtune.parallel.layout import Axes, P, moved, shards
 from jaxtune.parallel.offload import Added, is_on_host, to_device, zeros_of
 from jaxtune.precision import loss_scale
 from jaxtune.precision.linears import Amax, Linears
@@ -46,26 +48,38 @@ def accumulated_gradients(
     seed: int,
     places: Mapping[str, jax.P] = {},
     added_by_layer: Mapping[str, bool] = {},
+    summed_last: Axes = (),
 ) -> Gradients:
     """Gradients of the objective, one micro-batch after the other; `call` without noise.
 
     places: PartitionSpecs in which gradients are summed, where they are not the parameters' own.
     added_by_layer: stacks whose gradients the backward pass itself sums, a layer at a time; whether on the host.
+    summed_last: axes over which a device's gradient is summed with others' after the last micro-batch alone.
     """
 
     def gradients(
         trained: Parameters, frozen: Parameters, batch: Batch, step: Array, scaling: Scaling = Scaling()
     ) -> Summed:
+        arguments = trained, frozen, batch, step, scaling
+        if not summed_last:
+            return of_rows(*arguments)
+        specs = (P(), P(), P(None, summed_last), P(), P())
+        return apart(summed_last, of_rows, specs, P())(*arguments)
+
+    def of_rows(trained: Parameters, frozen: Parameters, batch: Batch, step: Array, scaling: Scaling) -> Summed:
+        """Of rows that devices along `summed_last` have; what the objective is given, and its sums, are of all rows."""
         key = jax.random.fold_in(jax.random.key(seed), step)
         weights_of, scales = weights_of_step(recipe.linears, trained, frozen, scaling.amax, step)
+        size = batch["tokens"][0].size * shards(summed_last, jax.sharding.get_abstract_mesh())
         # The loss scale is that of the mean loss, so that it means the same whatever the size of a micro-batch.
-        magnified = 1.0 if scaling.loss is None else scaling.loss.scale / batch["tokens"][0].size
+        magnified = 1.0 if scaling.loss is None else scaling.loss.scale / size
 
         def loss(given: Parameters, scales: dict[str, Array], micro: Batch) -> tuple[Array, Sums]:
             decoder = bind(graph, weights_of(given | {n: Added(trained[n], given[n]) for n in added_by_layer}, scales))
             head = "embed.weight" if decoder.head is None else "head.weight"
-            noisy = call._replace(noise=Noise(key, micro["row"]))
-            sums = objective.loss(scores_of(decoder, micro, objective, noisy, head in trained), micro)
+            noisy = call._replace(noise=noise_of(micro, key))
+            scores = scores_of(decoder, micro, objective, noisy, head in trained)
+            sums = objective.loss(scores_with_others(scores, summed_last), with_others(micro, summed_last))
             return sums.loss * magnified, sums
 
         def add(total: Summed, micro: Batch) -> tuple[Summed, None]:
@@ -85,7 +99,8 @@ def accumulated_gradients(
         given = trained | {name: totals[name] for name in added_by_layer}
         _, sums = jax.eval_shape(loss, given, scales, jax.tree.map(lambda x: x[0], batch))
         start = Summed(placed(totals, places), jax.tree.map(_zero, sums), jax.tree.map(jnp.zeros_like, scales))
-        return jax.lax.scan(add, start, batch)[0]._replace(magnified=magnified)
+        total, _ = jax.lax.scan(add, start, batch)
+        return total._replace(gradients=summed_over(total.gradients, summed_last), magnified=magnified)
 
     return gradients
 
@@ -113,6 +128,11 @@ def scores_of(
         return scores
     reference = score(decoder, batch, call._replace(adapters=False, noise=None)).log_prob
     return scores._replace(reference=jax.lax.stop_gradient(reference))
+
+
+def scores_with_others(scores: Scores | LabelScores, axes: Axes) -> Scores | LabelScores:
+    """Those of the rows of all devices along these axes, so that what is no sum over rows is still that of all."""
+    return with_others(scores._replace(sums={}), axes)._replace(sums=with_others(scores.sums, axes, dimension=1))
 
 
 def weights_of_step(

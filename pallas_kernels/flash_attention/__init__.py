@@ -97,6 +97,8 @@ def _variant(q, k, v, mask: MaskSpec, scale, soft_cap, sinks) -> Variant:
     check(max(q.size, k.size) <= 2**31, f"{max(q.size, k.size)} elements; at most 2^31 are supported")
     if mask.key_start is not None:
         check(mask.key_start.shape == (batch, queries), f"key_start {mask.key_start.shape} is not {(batch, queries)}")
+    offsets = jnp.shape(mask.query_offset)
+    check(offsets in ((), (batch, queries)), f"query_offset {offsets} is neither a scalar nor {(batch, queries)}")
     if sinks is not None:
         check(sinks.shape == (heads,), f"sinks {sinks.shape} is not {(heads,)}")
     scale = dim**-0.5 if scale is None else scale

@@ -54,11 +54,13 @@ def query_blocks(
 def most_flops(variant: Variant, q: Array, k: Array, block_q: int, block_k: int, products: int) -> float:
     """Of matrix products over the blocks of logits that q (b, s, h, d) and k may need.
 
-    These are all blocks that causality and the window leave, as if each row were one document.
+    These are all blocks that causality and the window leave, as if each row were one document; where offsets are known
+    at run time only, as if the blocks of queries were spread evenly over the keys, as chunks dealt to devices are.
     """
     (batch, queries, heads, head_dim), keys = q.shape, k.shape[1]
     blocks = 0
-    for start in range(variant.query_offset or 0, (variant.query_offset or 0) + queries, block_q):
+    for start in range(0, queries, block_q):
+        start = start * keys // queries if variant.query_offset is None else start + variant.query_offset
         stop = min(keys, start + block_q) if variant.causal else keys
         begin = max(0, start - variant.window + 1) if variant.window else 0
         blocks += max(0, -(-stop // block_k) - begin // block_k)

@@ -11,8 +11,9 @@ class MaskSpec:
     """The keys j that the query at index i sees, with p = i + query_offset its place among the keys.
 
     causal: j <= p. window: j > p - window. key_start, (b, s): j >= key_start[i], the packing of documents in rows.
-    query_offset: an int, or a traced int32 scalar (ring steps, decoding into a cache). documents: with key_start, the
-    most documents that a row holds, which fa3 must know and the others do not read.
+    query_offset: an int, or a traced int32 scalar (decoding into a cache), or (b, s) of them (some of the queries of a
+    row: where those of a block follow one another in it, no block of keys is loaded in vain). documents: with
+    key_start, the most documents that a row holds, which fa3 must know and the others do not read.
 
     A query may see no key at all: its output is 0, its log-sum-exp is -inf (or its sink), it gives no gradient, and its
     values, NaN included, reach no other token. Padding is made of such queries: key_start = the number of keys.
@@ -21,7 +22,7 @@ class MaskSpec:
     causal: bool = True
     window: int | None = None
     key_start: Int[Array, "b s"] | None = None
-    query_offset: int | Int[Array, ""] = 0
+    query_offset: int | Int[Array, ""] | Int[Array, "b s"] = 0
     documents: int | None = None
 
     def __post_init__(self) -> None:
@@ -40,7 +41,7 @@ def intervals(mask: MaskSpec, batch: int, queries: int, keys: int) -> tuple[Int[
     first = jnp.maximum(first, 0)
     if mask.window is not None:
         first = jnp.maximum(first, place - mask.window + 1)
-    end = jnp.minimum(place + 1, keys) if mask.causal else jnp.full_like(place, keys)
+    end = jnp.minimum(place + 1, keys) if mask.causal else jnp.full_like(first, keys)
     end = jnp.broadcast_to(end, first.shape)
     sees = first < end
     return jnp.where(sees, first, 0), jnp.where(sees, end, 0)

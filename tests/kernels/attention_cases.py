@@ -30,7 +30,7 @@ class Case:
     dtype: str = "float32"
     causal: bool = True
     window: int | None = None
-    offset: int = 0
+    offset: int | tuple[int, ...] = 0  # or of each query
     traced_offset: bool = False
     documents: tuple[tuple[int, ...], ...] | None = None
     soft_cap: float | None = None
@@ -38,14 +38,17 @@ class Case:
 
     @property
     def variant(self) -> Variant:
-        offset = None if self.traced_offset else self.offset
+        offset = None if self.traced_offset or isinstance(self.offset, tuple) else self.offset
         return Variant(self.head_dim**-0.5, self.soft_cap, self.causal, self.window, offset)
 
     @property
     def mask(self) -> MaskSpec:
         start = None if self.documents is None else jnp.asarray(key_start(self.documents, self.queries))
         most = None if self.documents is None else max(1, *map(len, self.documents))
-        return MaskSpec(self.causal, self.window, start, self.offset, most)
+        offset = self.offset
+        if isinstance(offset, tuple):
+            offset = jnp.broadcast_to(jnp.asarray(offset, jnp.int32), (2, self.queries))
+        return MaskSpec(self.causal, self.window, start, offset, most)
 
 
 class Arguments(NamedTuple):

@@ -72,6 +72,7 @@ GRID = {
     "ring: none sees": Case(offset=-72),
     "ring: all see all": Case(offset=72),
     "ring: the first see": Case(offset=72, window=50),
+    "chunks of a row": Case(40, 96, offset=(*[8] * 16, *[40] * 24), window=30, sinks=True),
     "ring, traced": Case(offset=-41, traced_offset=True),
     "more queries than keys": Case(queries=72, keys=40),
     **{f"head dim {dim}": Case(40, head_dim=dim, documents=((25, 6), (40,))) for dim in (64, 80, 96, 128, 192, 256)},
@@ -209,6 +210,8 @@ def test_arguments_that_do_not_fit_are_refused():
     q, k, v, *_ = arguments(Case(8))
     with pytest.raises(ValueError, match="key_start"):
         flash_attention(q, k, v, MaskSpec(key_start=jnp.zeros((1, 8), jnp.int32)))
+    with pytest.raises(ValueError, match="query_offset"):
+        flash_attention(q, k, v, MaskSpec(query_offset=jnp.zeros((1, 8), jnp.int32)))
     with pytest.raises(ValueError, match="sinks"):
         flash_attention(q, k, v, sinks=jnp.zeros(2))
     with pytest.raises(ValueError, match="dtypes"):

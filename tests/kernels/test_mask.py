@@ -52,6 +52,17 @@ def test_intervals_are_the_definition(causal_and_window, start, offset, traced):
     assert not np.asarray(first)[blind].any() and not np.asarray(end)[blind].any()
 
 
+@given(window=st.none() | st.integers(1, 30), start=packings, places=st.permutations(range(QUERIES)))
+@settings(deadline=None)
+def test_queries_in_any_order_see_what_they_see_in_order(window, start, places):
+    in_order = intervals(MaskSpec(window=window, key_start=start), 2, QUERIES, QUERIES)
+    own = np.asarray(places)
+    offsets = jnp.broadcast_to(own - np.arange(QUERIES), (2, QUERIES))
+    dealt = MaskSpec(window=window, key_start=None if start is None else start[:, own], query_offset=offsets)
+    for expected, found in zip(in_order, intervals(dealt, 2, QUERIES, QUERIES)):
+        np.testing.assert_array_equal(found, expected[:, own])
+
+
 def test_masks_that_mean_nothing_are_refused():
     with pytest.raises(ValueError, match="at least 1"):
         MaskSpec(window=0)

@@ -25,6 +25,7 @@ from jaxtune.config.schema import (
     Quant,
     Train,
 )
+from jaxtune.data.deal import dealt
 from jaxtune.optim.schedules import learning_rates
 from jaxtune.parallel.mesh import data_shards, make_mesh
 from jaxtune.run.assembly import assemble, compile_step
@@ -45,6 +46,10 @@ MESHES = {
     "sequence=8": Mesh(fsdp=1, sequence=8),
     "data=2 sequence=2 tensor=2": Mesh(data=2, fsdp=1, sequence=2, tensor=2),
     "fsdp=2 sequence=2 tensor=2": Mesh(fsdp=2, sequence=2, tensor=2),
+    "context=8": Mesh(fsdp=1, context=8),
+    "data=2 context=2 sequence=2": Mesh(data=2, fsdp=1, context=2, sequence=2),
+    "fsdp=2 context=2 tensor=2": Mesh(fsdp=2, context=2, tensor=2),
+    "stage=2 context=2 sequence=2": Mesh(fsdp=1, stage=2, context=2, sequence=2),
     "data=2 fsdp=2 stage=2": Mesh(data=2, fsdp=2, stage=2),
     "stage=2 sequence=2 tensor=2": Mesh(fsdp=1, stage=2, sequence=2, tensor=2),
 }
@@ -61,6 +66,42 @@ STORAGE: dict[str, dict[str, Any]] = {
     "nvfp4 operands": {"precision": Precision("nvfp4")},
 }
 ADAPTERS = ("none", "lora")
+
+
+class Named(NamedTuple):
+    """A kind of model, its sizes, the linear layers that have adapters, and those that are neither adapted, trained nor
+    quantized."""
+
+    kind: str
+    sizes: dict[str, Any]
+    adapted: tuple[str, ...] = ("k_proj", "down_proj")
+    others: str = r"[qvo]_proj|gate_proj|up_proj"
+
+
+MODELS = {
+    "dense": Named("Qwen3", {}),
+    "moe": Named(
+        "Qwen3Moe",
+        dict(
+            moe_intermediate_size=128,
+            num_experts=4,
+            num_experts_per_tok=2,
+        ),
+    ),
+    "hybrid": Named(
+        "Qwen3_5Text",
+        # With a smaller epsilon norms of what delta nets read, which is small here, would be made of rounding.
+        dict(
+            rms_norm_eps=1e-2,
+            linear_num_key_heads=8,
+            linear_num_value_heads=8,
+            linear_key_head_dim=32,
+            linear_value_head_dim=32,
+        ),
+        ("k_proj", "down_proj", "out_proj"),
+        r"[qvo]_proj|gate_proj|up_proj|in_proj",
+    ),
+}
 # How far losses may be apart, relatively: moments in 8 bits and signs of gradients jump where a sum in another order
 # takes them over an edge.
 OPTIMIZERS = {
@@ -93,6 +134,7 @@ class Case(NamedTuple):
     optimizer: str = "adamw"
     objective: str = "cross_entropy"
     remat: str = "block"
+    model: str = "dense"
 
 
 class Trained(NamedTuple):
@@ -107,15 +149,19 @@ class Trained(NamedTuple):
 def equal(case: Case, steps: int = STEPS, whole: bool = False) -> np.ndarray:
     """Assert that a training on eight devices equals that on one, and return its losses.
 
-    A `whole` model has two stacks, and adapters on every linear layer.
+    A `whole` model has two stacks, and adapters on every linear layer. Rows make several micro-batches where they can.
     """
-    expected = one_device(case.storage, case.adapter, case.optimizer, case.objective, steps, whole)
+    expected = one_device(case, steps, whole)
     mesh = MESHES[case.mesh]
-    accumulate = min(4, ROWS // (mesh.data * mesh.fsdp)) if mesh.stage > 1 else 1
-    found = train(case, mesh, 8, steps, whole, accumulate)
+    found = train(case, mesh, 8, steps, whole, micro_batches(mesh))
     bound = LOW_PRECISION if "precision" in STORAGE[case.storage] else OPTIMIZERS[case.optimizer]
     assert_equal(found, expected, bound)
     return found.losses
+
+
+def micro_batches(mesh: Mesh) -> int:
+    """Of a step: a few, or fewer where each device then has less than a row."""
+    return min(4 if mesh.stage > 1 else 2, ROWS // (mesh.data * mesh.fsdp * mesh.expert))
 
 
 def assert_equal(found: Trained, expected: Trained, bound: float = 1e-6) -> None:
@@ -129,12 +175,14 @@ def assert_equal(found: Trained, expected: Trained, bound: float = 1e-6) -> None
         assert np.abs(found.parameters[name] - value).max() <= PARAMETERS * np.abs(value).max(), name
 
 
-@functools.cache
-def one_device(
-    storage: str, adapter: str, optimizer: str, objective: str, steps: int = STEPS, whole: bool = False
-) -> Trained:
+def one_device(case: Case, steps: int = STEPS, whole: bool = False) -> Trained:
     """What a training on any mesh and with any rematerialisation must equal."""
-    return train(Case("", storage, adapter, optimizer, objective, "none"), Mesh(), 1, steps, whole)
+    return _trained_once(case._replace(mesh="", remat="none"), steps, whole)
+
+
+@functools.cache
+def _trained_once(case: Case, steps: int, whole: bool) -> Trained:
+    return train(case, Mesh(), 1, steps, whole)
 
 
 def train(
@@ -161,8 +209,9 @@ def train(
     shardings = jax.tree.map(lambda leaf: leaf.sharding, program.state)
     state, losses, norms = jax.jit(program.start, out_shardings=shardings)(start), [], []
     for number in range(steps):
+        rows = fields(steps, made.shape["context"])
         batch = {
-            name: jax.device_put(fields(steps)[name][number].reshape(leaf.shape), leaf.sharding)
+            name: jax.device_put(rows[name][number].reshape(leaf.shape), leaf.sharding)
             for name, leaf in program.batch.items()
         }
         state, metrics = compiled(state, frozen, batch, rates[number])
@@ -182,16 +231,16 @@ def config_of(case: Case, mesh: Mesh, length: Train, whole: bool) -> Config:
     Most of what is to be compiled are linear layers that are trained, adapted or quantized. But for a whole model those
     are two: one whose outputs and one whose inputs are sharded over the tensor axis.
     """
-    adapters = case.adapter == "lora"
-    targets = "all-linear" if whole else ("k_proj", "down_proj")
-    others = None if whole else r"[qvo]_proj|gate_proj|up_proj"
+    adapters, named = case.adapter == "lora", MODELS[case.model]
+    targets = "all-linear" if whole else named.adapted
+    others = None if whole else named.others
     sections = {name: dataclasses.replace(section, exclude=others) for name, section in STORAGE[case.storage].items()}
     # AdamW would move an element whose gradient is nearly 0 by what the rounding of that gradient happens to be.
     rate = RATES.get(case.optimizer, RATE)
     head: Any = {"head": "classification", "num_labels": 3} if case.objective == CLASSIFICATION else {}
     epsilon = {"epsilon": 1e-4} if case.optimizer in ("adamw", "schedule_free") else {}
     return Config(
-        model=Model(path=str(folder(not adapters, whole)), dtype="float32", **head),
+        model=Model(path=str(folder(case.model, not adapters, whole)), dtype="float32", **head),
         data=Data(datasets=(Dataset(path="made here"),), seq_len=SEQUENCE),
         train=dataclasses.replace(
             length, z_loss=OBJECTIVES.get(case.objective, 0.0), freeze=None if adapters else others
@@ -210,32 +259,35 @@ def is_refused(case: Case) -> bool:
 
 
 @functools.cache
-def folder(tied: bool, whole: bool) -> Path:
-    """A model of two equal layers, windowed without adapters; a whole one has three, the last a stack of its own."""
+def folder(model: str, tied: bool, whole: bool) -> Path:
+    """A model of two layers, equal and windowed without adapters; a whole one has three, the last a stack of its own.
+
+    A hybrid one has two pairs of a delta net and attention.
+    """
     kinds = ["full_attention", "sliding_attention"]
     layers = [kinds[0], kinds[0], kinds[1]] if whole else [kinds[tied]] * 2
-    path = Path(HELD.name) / f"tied={tied} whole={whole}"
+    if model == "hybrid":
+        layers = ["linear_attention", "full_attention"] * 2
+    named, path = MODELS[model], Path(HELD.name) / f"{model} tied={tied} whole={whole}"
     path.mkdir()
-    return model_folder(
-        path,
-        **SIZES,
-        num_hidden_layers=len(layers),
-        layer_types=layers,
-        use_sliding_window=True,
-        sliding_window=8,
-        tie_word_embeddings=tied,
-    )
+    windows = {"use_sliding_window": True, "sliding_window": 8, "layer_types": layers} if model == "dense" else {}
+    layers_of = {"layer_types": layers} if model == "hybrid" else windows
+    sizes = {**SIZES, **named.sizes, "num_hidden_layers": len(layers), **layers_of}
+    return model_folder(path, named.kind, tie_word_embeddings=tied, **sizes)
 
 
 @functools.cache
-def fields(steps: int) -> dict[str, np.ndarray]:
-    """Ragged packed rows, a different number of targets in each; the same ones in every step, which can be learned."""
+def fields(steps: int, devices: int = 1) -> dict[str, np.ndarray]:
+    """Ragged packed rows, a different number of targets in each; the same ones in every step, which can be learned.
+
+    They are dealt to so many devices.
+    """
     rng = np.random.default_rng(0)
     tokens = np.repeat(rng.integers(0, 256, (1, ROWS, SEQUENCE)).astype(np.int32), steps, axis=0)
     length = np.repeat(rng.integers(2, SEQUENCE, (1, ROWS, 1)), steps, axis=0)
     index = np.arange(SEQUENCE)
     start = np.where(index < length, 0, length)
-    return {
+    columns = {
         "tokens": tokens,
         "targets": np.roll(tokens, -1, axis=2),
         "positions": (index - start).astype(np.int32),
@@ -244,5 +296,9 @@ def fields(steps: int) -> dict[str, np.ndarray]:
         "loss_weight": (index < length - 1).astype(np.float32),
         "last": (index == length - 1) | (index == SEQUENCE - 1),
         "label": ((tokens[..., :1] + (index >= length)) % 3).astype(np.float32),
-        "row": np.arange(steps * ROWS, dtype=np.int32).reshape(steps, ROWS),
     }
+    number = {"row": np.arange(steps * ROWS, dtype=np.int32).reshape(steps, ROWS)}
+    if devices == 1:
+        return columns | number
+    each = [dealt({name: x[at] for name, x in columns.items()}, devices) for at in np.ndindex(steps, ROWS)]
+    return {name: np.stack([row[name] for row in each]).reshape(tokens.shape) for name in each[0]} | number

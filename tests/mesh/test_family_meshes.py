@@ -3,12 +3,13 @@
 import dataclasses
 import math
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mesh.harness import MESHES, ROWS, SEQUENCE, fetched, fields
+from mesh.harness import MESHES, ROWS, SEQUENCE, fetched, fields, micro_batches
 from safetensors.numpy import load_file
 from tiny import layer, model_folder, read, spec
 
@@ -79,21 +80,29 @@ SPECS = {
     "qwen3_5_moe_text longer": spec((NETS, GATED) * 2, family="qwen3_5_moe_text", hidden=64),
 }
 # Beside what config.json says, where all parameters are trained.
-BALANCED = Options("auto", 0.1, "sequence", router_z_loss=0.01, bias_update_rate=0.1)
+BALANCED = Options(router_loss=0.1, router_loss_over="sequence", router_z_loss=0.01, bias_update_rate=0.1)
 OPTIONS = {"deepseek_v3": BALANCED, "deepseek_v3 longer": BALANCED}
 
 
 EXPERTS_APART = {
     "expert=4 tensor=2": Mesh(fsdp=1, expert=4, tensor=2),
-    "data=2 expert=4": Mesh(data=2, fsdp=1, expert=4),
+    "data=2 expert=2 tensor=2": Mesh(data=2, fsdp=1, expert=2, tensor=2),
     "fsdp=2 expert=2 sequence=2": Mesh(fsdp=2, expert=2, sequence=2),
+    "expert=2 context=2 sequence=2": Mesh(fsdp=1, expert=2, context=2, sequence=2),
     "stage=2 expert=2 tensor=2": Mesh(fsdp=1, stage=2, expert=2, tensor=2),
 }
 PIPELINES = {"fsdp=2 stage=2": Mesh(fsdp=2, stage=2), "stage=2": Mesh(fsdp=1, stage=2)}
 
 
 def train(
-    family: str, lora: bool, mesh: Mesh, devices: int, collapsed: bool = False, parts: int = 1, chunks: int = 1
+    family: str,
+    lora: bool,
+    mesh: Mesh,
+    devices: int,
+    collapsed: bool = False,
+    parts: int = 1,
+    chunks: int = 1,
+    dispatch: Literal["all_gather", "all_to_all"] = "all_gather",
 ) -> tuple[np.ndarray, dict]:
     """Losses of two steps of so many micro-batches, and the trained parameters afterwards.
 
@@ -108,7 +117,7 @@ def train(
         parallel=parallel,
         lora=Lora(enabled=lora, rank=4, dropout=0.1),
         precision=Precision("fp32"),
-        experts=Options() if lora else OPTIONS.get(family, Options()),
+        experts=dataclasses.replace(Options() if lora else OPTIONS.get(family, Options()), dispatch=dispatch),
         memory=Memory("experts" if family == "qwen3_moe" else "auto"),
     )
     program = assemble(Base(SPECS[family]), config, made)
@@ -121,8 +130,9 @@ def train(
     state, step = jax.jit(program.start, out_shardings=shardings)(trained), jax.jit(program.step)
     losses = []
     for number in range(2):
+        rows = fields(2, made.shape["context"])
         batch = {
-            name: jax.device_put(fields(2)[name][number].reshape(leaf.shape), leaf.sharding)
+            name: jax.device_put(rows[name][number].reshape(leaf.shape), leaf.sharding)
             for name, leaf in program.batch.items()
         }
         state, metrics = step(state, frozen, batch, jnp.float32(1e-3))
@@ -133,21 +143,26 @@ def train(
 @pytest.mark.parametrize(
     ("family", "lora", "mesh"),
     [
-        ("deepseek_v3", False, "data=2 expert=4"),
+        ("deepseek_v3", False, "data=2 expert=2 tensor=2"),
         ("deepseek_v3", True, "sequence=8"),
+        ("deepseek_v3", False, "context=8"),
         ("gpt_oss", False, "fsdp=2 expert=2 sequence=2"),
+        ("gpt_oss", True, "expert=2 context=2 sequence=2"),
         ("olmo2", False, "fsdp=4 tensor=2"),
         ("phi3", True, "fsdp=4 tensor=2"),
-        ("qwen3_5_moe_text", False, "fsdp=2 sequence=2 tensor=2"),
+        ("qwen3_5_moe_text", False, "data=2 fsdp=2 tensor=2"),
         ("qwen3_next", True, "sequence=8"),
+        ("qwen3_next", False, "data=2 context=2 sequence=2"),
         ("starcoder2", True, "fsdp=4 tensor=2"),
         ("qwen3_moe", False, "expert=4 tensor=2"),
         ("qwen3_moe", True, "data=2 sequence=2 tensor=2"),
     ],
 )
 def test_equals_one_device(family, lora, mesh):
-    expected, on_one = train(family, lora, Mesh(), 1)
-    found, on_eight = train(family, lora, {**MESHES, **EXPERTS_APART}[mesh], 8)
+    axes = {**MESHES, **EXPERTS_APART}[mesh]
+    parts = micro_batches(axes)
+    expected, on_one = train(family, lora, Mesh(), 1, parts=parts)
+    found, on_eight = train(family, lora, axes, 8, parts=parts)
     assert np.abs(found / expected - 1).max() <= 1e-6
     corrections = [name for name in on_one if "correction" in name]
     assert bool(corrections) == (family == "deepseek_v3" and not lora)
@@ -180,7 +195,22 @@ def test_a_pipeline_and_the_layers_around_it_equal_one_device(family, lora, mesh
 
 def test_devices_whose_experts_get_no_token_or_all_of_them_equal_one_device():
     expected, _ = train("qwen3_moe", True, Mesh(), 1, collapsed=True)
-    found, _ = train("qwen3_moe", True, EXPERTS_APART["expert=4 tensor=2"], 8, collapsed=True)
+    for dispatch in ("all_gather", "all_to_all"):
+        mesh = EXPERTS_APART["expert=4 tensor=2"]
+        found, _ = train("qwen3_moe", True, mesh, 8, collapsed=True, dispatch=dispatch)
+        assert np.abs(found / expected - 1).max() <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "parts"),
+    [
+        ("gpt_oss", "fsdp=2 expert=2 sequence=2", 1),
+        ("qwen3_moe", "stage=2 expert=2 tensor=2", 4),
+    ],
+)
+def test_tokens_sent_to_their_experts_equal_one_device(family, mesh, parts):
+    expected, _ = train(family, False, Mesh(), 1, parts=parts)
+    found, _ = train(family, False, EXPERTS_APART[mesh], 8, parts=parts, dispatch="all_to_all")
     assert np.abs(found / expected - 1).max() <= 1e-6
 
 

@@ -15,6 +15,7 @@ from mesh.harness import (
     ADAPTERS,
     CLASSIFICATION,
     MESHES,
+    MODELS,
     OBJECTIVES,
     OPTIMIZERS,
     REMAT,
@@ -39,7 +40,7 @@ with (Path(__file__).parent / "rows.csv").open(newline="") as file:
     CASES = [Case(**row) for row in csv.DictReader(file)]
 
 LEVELS = {
-    "axis": ("data", "fsdp", "stage", "sequence", "tensor"),  # a mesh has every level that it spreads over
+    "axis": ("data", "fsdp", "stage", "context", "sequence", "tensor"),  # a mesh has every level that it spreads over
     # Products in NVFP4 are emulated here, for which XLA takes a minute to compile a step: nightly trains with them, and
     # test_low_precision_meshes has the products themselves.
     "storage": tuple(STORAGE.keys() - {"nvfp4 operands"}),
@@ -47,16 +48,19 @@ LEVELS = {
     "optimizer": tuple(OPTIMIZERS),
     "objective": tuple(OBJECTIVES),
     "remat": REMAT,
+    "model": tuple(MODELS),
 }
-# Factors that never meet in the program: the optimizer sees gradients, whatever made them, of parameters that are not
-# quantized; what is kept for the backward pass is named in the decoder, whatever its weights are; and the objective
-# sees hidden states and the head, which is stored as it is.
+# Factors that never meet in the program: the optimizer sees gradients, whatever layers made them, of parameters that
+# are not quantized; what is kept for the backward pass is named in the decoder, whatever its weights are; and the
+# objective sees hidden states and the head, which is stored as it is.
 APART = [
     {"optimizer", "storage"},
     {"optimizer", "objective"},
     {"optimizer", "remat"},
     {"storage", "remat"},
     {"storage", "objective"},
+    {"model", "optimizer"},
+    {"model", "objective"},
 ]
 
 Pair = frozenset[tuple[str, str]]
@@ -123,7 +127,7 @@ def test_optimizers_and_rematerialisation_have_every_level_of_the_schema():
 
 def test_a_batch_accumulated_row_by_row_equals_it_at_once():
     case = Case("", "float32", "lora", remat="none")
-    assert_equal(train(case, Mesh(), 1, accumulate=8), one_device("float32", "lora", "adamw", "cross_entropy"))
+    assert_equal(train(case, Mesh(), 1, accumulate=8), one_device(case))
 
 
 def test_a_dimension_that_does_not_divide_is_told_with_sizes_that_would():

@@ -12,7 +12,7 @@ from jaxtune.run.model import declare_model, read_base
 
 def test_codes_and_scales_are_sharded_and_a_split_block_is_refused():
     made = make_mesh(Mesh(data=2, fsdp=2, tensor=2), jax.devices())
-    options = dict(model=Model(path=str(folder(False, False))), data=Data(seq_len=32), lora=Lora(enabled=True))
+    options = dict(model=Model(path=str(folder("dense", False, False))), data=Data(seq_len=32), lora=Lora(enabled=True))
     config = Config(**options, quant=Quant(format="nf4"))
     model = declare_model(read_base(config), config, made)
     up = model.parameters["stacks.0.blocks.0.mlp.up.weight"].abstract()

@@ -91,6 +91,8 @@ LABELS = {
         ({"mesh.tensor": "0"}, "mesh.tensor", "at least 1"),
         ({"parallel.virtual_stages": "2"}, "parallel.virtual_stages", "only when mesh.stage != 1"),
         ({"mesh.sequence": "-1"}, "mesh.fsdp and mesh.sequence", "only one axis"),
+        ({"experts.dispatch": "all_to_all"}, "experts.dispatch", "only when mesh.expert != 1"),
+        ({"mesh.expert": "2", "experts.capacity_factor": "2"}, "experts.capacity", "only when experts.dispatch =="),
         ({"mesh.expert": "2", "optim.name": "muon"}, "mesh.expert", "not available with optim.name = 'muon' yet"),
         ({"parallel.zero": "2", "parallel.reshard_after_forward": "false"}, "parallel.reshard", "parallel.zero == 3"),
         (

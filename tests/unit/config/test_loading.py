@@ -122,6 +122,21 @@ def test_target_modules_are_a_tuple_or_a_string_everywhere(recipe, text, value):
     assert on_command_line.lora.target_modules == in_recipe.lora.target_modules == value
 
 
+def test_many_values_on_one_command_line(recipe):
+    """Those of the example in XORL's documentation."""
+    settings = {
+        "optim.learning_rate": 2e-5,
+        "train.output_dir": "outputs/my_run",
+        "mesh.stage": 4,
+        "attention.backend": "mosaic",
+        "data.seq_len": 16384,
+        "lora.enabled": True,
+        "lora.rank": 32,
+    }
+    config = load(f"--config={recipe()}", *(f"--config.{key}={value}" for key, value in settings.items()))
+    assert {key: operator.attrgetter(key)(config) for key in settings} == settings
+
+
 def test_ways_to_write_a_flag(recipe):
     config = load(
         "--config.train.seed", "-0", "--config.train.max_steps", "3", "--noconfig.data.packing", "--config", recipe()

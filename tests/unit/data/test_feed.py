@@ -7,12 +7,14 @@ import jax
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from tiny import numbered_documents
 
-from jaxtune.config.schema import Data
+from jaxtune.config.schema import Data, Mesh
 from jaxtune.data.feed import Feed
 from jaxtune.data.rows import Rows
+from jaxtune.parallel.layout import P, by_token
+from jaxtune.parallel.mesh import make_mesh
 
 SEQ_LEN = 8
 DOCUMENTS = numbered_documents([3, 5, 8, 6, 2] * 3)
@@ -20,7 +22,7 @@ DOCUMENTS = numbered_documents([3, 5, 8, 6, 2] * 3)
 
 def feed(epochs):
     rows = Rows(DOCUMENTS, Data(seq_len=SEQ_LEN), epochs)
-    sharding = NamedSharding(jax.make_mesh((1, 1), ("data", "sequence")), PartitionSpec(None, "data", "sequence"))
+    sharding = NamedSharding(make_mesh(Mesh(), jax.devices()[:1]), P(None, *by_token()))
     return Feed(DOCUMENTS, rows, None, (1, 2, SEQ_LEN), sharding, total_steps=12, chat=False)
 
 

@@ -2,20 +2,22 @@
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from tiny import numbered_documents
 
-from jaxtune.config.schema import Data
+from jaxtune.config.schema import Data, Mesh
 from jaxtune.data.columns import LOSS_WEIGHT, NEXT_TOKEN, SEGMENT_IDS, UNIT_IDS
 from jaxtune.data.loader import abstract_batch, batches, needed_rows
 from jaxtune.data.rows import Rows
+from jaxtune.parallel.layout import P, by_token
+from jaxtune.parallel.mesh import make_mesh
 
 SEQ_LEN = 8
 ROWS = Rows(numbered_documents([3, 5, 8, 6, 2] * 6), Data(seq_len=SEQ_LEN), epochs=2)
 
 
 def one_device():
-    return NamedSharding(jax.make_mesh((1, 1), ("data", "sequence")), PartitionSpec(None, "data", "sequence"))
+    return NamedSharding(make_mesh(Mesh(), jax.devices()[:1]), P(None, *by_token()))
 
 
 def test_batches_hold_the_rows_in_order_and_fill_up_with_padding():

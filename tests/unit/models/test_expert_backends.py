@@ -27,7 +27,7 @@ from pallas_kernels.grouped_matmul import arrange
 PLAIN = Experts(128, count=6, active=2, normalized=True)
 CLAMPED = dataclasses.replace(PLAIN, activation=ClampedSilu(1.7, 0.5), router_bias=True, bias=True)
 ADAPTERS = Lora(enabled=True, rank=4, dropout=0.3)
-ONE, EIGHT = Mesh(), Mesh(fsdp=4, tensor=2)
+ONE, EIGHT, APART = Mesh(), Mesh(fsdp=4, tensor=2), Mesh(data=2, fsdp=1, expert=2, tensor=2)
 
 
 def base_of(experts: Experts) -> Base:
@@ -36,8 +36,15 @@ def base_of(experts: Experts) -> Base:
     return Base(spec((dataclasses.replace(layer(), mixer=mixer, feed_forward=experts),), family=family, hidden=256))
 
 
-def numbers(experts: Experts, backend: str, layout: Mesh = ONE, lora: Lora = Lora(), quant: Quant = Quant()):
-    """Output, and gradients of the input and of what is trained, of a layer's experts."""
+def numbers(
+    experts: Experts,
+    backend: str,
+    layout: Mesh = ONE,
+    lora: Lora = Lora(),
+    quant: Quant = Quant(),
+    factor: float | None = None,
+):
+    """Output, and gradients of the input and of what is trained, of a layer's experts. factor: of their capacity."""
     quant = dataclasses.replace(quant, exclude="self_attn" if quant.format else None)
     mesh = make_mesh(layout, jax.devices()[: 1 if layout == ONE else 8])
     config = Config(Model(dtype="float32"), Data(seq_len=32), lora=lora, quant=quant, precision=Precision("fp32"))
@@ -47,12 +54,14 @@ def numbers(experts: Experts, backend: str, layout: Mesh = ONE, lora: Lora = Lor
     graph, adapters, rest = nnx.split(module, nnx.LoRAParam, ...)
     adapters, rest = jax.tree.map(lambda stack: stack[0], (adapters, rest))
     rng = np.random.default_rng(1)
-    x, dy = (put(rng.normal(size=(8, 32, 256)).astype(np.float32), by_token(None)) for _ in range(2))
+    x, dy = rng.normal(size=(2, 8, 32, 256)).astype(np.float32)
+    x[: len(x) // 2] = x[0, 1]  # tokens that go to the same experts: devices that have them are not loaded as others
+    x, dy = (put(array, by_token(None)) for array in (x, dy))
     valid, rows = put(np.ones((8, 32), bool), by_token()), put(np.arange(8, dtype=np.int32), jax.P(by_token()[0]))
 
     @jax.jit
     def both(adapters, rest, x, dy, valid, rows):
-        call = Call(jnp.dtype("float32"), noise=Noise(jax.random.key(0), rows), experts=backend)
+        call = Call(jnp.dtype("float32"), noise=Noise(jax.random.key(0), rows), experts=backend, capacity_factor=factor)
 
         def output(trained, x):
             parts = (trained, rest) if lora.enabled else (adapters, trained)
@@ -101,6 +110,14 @@ def test_all_parameters_get_the_gradients_of_every_token_through_every_expert(ex
 def test_adapters_drop_the_same_elements_on_any_mesh(quant):
     expected = numbers(PLAIN, "dense", lora=ADAPTERS, quant=quant)
     assert_equal(numbers(PLAIN, "loop", EIGHT, lora=ADAPTERS, quant=quant), expected)
+
+
+@pytest.mark.parametrize(("lora", "quant"), [(Lora(), Quant()), (ADAPTERS, Quant("mxfp4"))], ids=["full", "adapters"])
+def test_no_token_is_dropped_whatever_the_capacity(lora, quant):
+    """Of experts with biases; less than even routing needs takes rounds, of which devices of other rows need more."""
+    expected = numbers(CLAMPED, "dense", lora=lora, quant=quant)
+    for factor in (2.0, 0.3):
+        assert_equal(numbers(CLAMPED, "loop", APART, lora, quant, factor), expected)
 
 
 def test_what_cannot_run_is_refused(one_device):

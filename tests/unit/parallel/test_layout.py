@@ -13,11 +13,12 @@ RULES_OF_BOTH = Rules(BOTH, BOTH, BOTH, gathered=("fsdp", "expert"), batch=("dat
 
 
 def test_a_dimension_that_one_axis_shards_has_no_tuple():
-    assert axes_of("embed") == ("fsdp", "sequence") and axes_of("rank") == axes_of(None) == ()
-    assert spec("layers", "mlp", "embed", None) == P(None, "tensor", ("fsdp", "sequence"), None)
-    assert by_token() == P(("data", "fsdp"), "sequence")
-    assert by_token("heads", "embed", None) == P(("data", "fsdp"), "sequence", "tensor", None, None)
-    assert by_head() == P(("data", "fsdp"), None, ("tensor", "sequence"), None)
+    assert axes_of("embed") == ("fsdp", "context", "sequence") and axes_of("rank") == axes_of(None) == ()
+    assert spec("layers", "mlp", "embed", None) == P(None, "tensor", ("fsdp", "context", "sequence"), None)
+    assert by_token() == P(("data", "fsdp"), ("context", "sequence"))
+    assert by_token("heads", "embed", None) == P(("data", "fsdp"), ("context", "sequence"), "tensor", None, None)
+    assert by_head() == P(("data", "fsdp"), None, ("tensor", "context", "sequence"), None)
+    assert by_head(kept=("context",)) == P(("data", "fsdp"), "context", ("tensor", "sequence"), None)
 
 
 def test_other_rules_hold_inside_their_context_alone():
@@ -31,13 +32,13 @@ def test_other_rules_hold_inside_their_context_alone():
     laid_out(0.0)
     with pytest.raises(ZeroDivisionError), RULES(RULES_OF_BOTH):
         assert axes_of("embed") == ("tensor", "fsdp", "expert")
-        assert spec("embed", layout=Layout()) == P(("fsdp", "sequence"))
+        assert spec("embed", layout=Layout()) == P(("fsdp", "context", "sequence"))
         assert used("embed") == "tensor" and used("mlp") == "tensor"
-        assert by_token(None) == P(("data", "fsdp", "expert"), "sequence", None)
+        assert by_token(None) == P(("data", "fsdp", "expert"), ("context", "sequence"), None)
         laid_out(1.0)
         raise ZeroDivisionError
     laid_out(2.0)
-    assert traced == [P(("fsdp", "sequence")), P(("tensor", "fsdp", "expert"))]
+    assert traced == [P(("fsdp", "context", "sequence")), P(("tensor", "fsdp", "expert"))]
     assert RULES.value == Rules()
 
 
