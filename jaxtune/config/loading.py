@@ -185,8 +185,8 @@ def _build(section: Any, values: Any, prefix: str, problems: list[Problem]) -> A
             fields[name] = tuple(_build(entry, item, f"{key}[{i}].", problems) for i, item in enumerate(value))
         else:
             rule = section.__dataclass_fields__[name]
-            if value == -1 and rule.default is None and not rules.inside(-1, rule.metadata["within"]):
-                value = None  # as other toolkits write an option that is not set
+            if value == -1 and annotation == int | None and not rules.inside(-1, rule.metadata["within"]):
+                value = None  # as other toolkits write a count that is not set
             try:
                 fields[name] = _convert(value, annotation)
             except TypeError:
