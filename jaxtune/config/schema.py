@@ -86,8 +86,8 @@ class Dataset:
     revision: str | None = option(None, "branch, tag or commit on the hub")
     glob: str | tuple[str, ...] | None = option(None,
         "in a folder or hub dataset, only files that match, for example '**/*.py', or one of several patterns")
-    ds_type: Literal["json", "csv", "tsv", "parquet", "arrow"] | None = option(None,
-        "format of files whose names do not tell; unset: by the suffix, and text, one document a file, without one")
+    ds_type: Literal["json", "csv", "tsv", "parquet", "arrow", "text"] | None = option(None,
+        "format of files whose names do not tell; unset: by the suffix; text, which is one document a file, if unknown")
     samples: int | None = option(None, "use only the first N samples", "samples [1, inf)")
     shards: int | None = option(None, "use one of N parts: each N-th sample, from the one that shard_idx numbers",
         "parts [1, inf)")

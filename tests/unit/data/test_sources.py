@@ -182,6 +182,7 @@ def test_the_format_of_an_oddly_named_file_is_named(tmp_path):
         ("columns", "parquet"),
     ):
         assert texts(f"{tmp_path}/{name}", ds_type=ds_type) == ["one"]
+    assert texts(f"{tmp_path}/list", ds_type="text") == ['[{"text": "one"}]']
     (tmp_path / "part-0002").write_bytes(jsonl("two"))
     assert texts(f"{tmp_path}/part-*", ds_type="json") == texts(str(tmp_path), glob="part-*", ds_type="json")
     assert texts(f"{tmp_path}/part-*", ds_type="json") == ["one", "two"]
