@@ -13,6 +13,8 @@ from jaxtune.errors import UserError
 # Columns that hold a conversation where none is a list of messages: ERNIEKit's, and the lists of messages of TRL.
 QUERIES_AND_ANSWERS = ("src", "tgt")
 PROMPT_AND_COMPLETION = ("prompt", "completion")
+# The column of earlier exchanges beside an instruction, as LLaMA-Factory writes it.
+HISTORY = "history"
 
 _ROLES = {
     "human": "user",
@@ -45,6 +47,16 @@ def messages_in(sample: Mapping[str, Any], columns: tuple[str, ...], renamed: Ma
     if not isinstance(context, list) or not isinstance(completion, list):
         raise UserError(f"columns {' and '.join(map(repr, columns))} must both be lists of messages, or both be text")
     return [_untrained(message) for message in context] + completion
+
+
+def history_of(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The messages of [[query, answer], ...]. Raises UserError for anything else."""
+    history = sample.get(HISTORY) or []
+    for exchange in history if isinstance(history, list) else [history]:
+        if not (isinstance(exchange, list) and len(exchange) == 2 and all(isinstance(text, str) for text in exchange)):
+            raise UserError(f"column {HISTORY!r}: expected [[query, answer], ...], found {clip(repr(exchange))}")
+    sides = ("user", "assistant")
+    return [{"role": role, "content": text} for exchange in history for role, text in zip(sides, exchange)]
 
 
 def _untrained(message: Any) -> Any:

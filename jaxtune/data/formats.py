@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxtune.config.schema import READ_BY_TYPE, Dataset
 from jaxtune.data.chat import ChatTemplate
-from jaxtune.data.dialects import PROMPT_AND_COMPLETION, QUERIES_AND_ANSWERS, messages_in
+from jaxtune.data.dialects import HISTORY, PROMPT_AND_COMPLETION, QUERIES_AND_ANSWERS, history_of, messages_in
 from jaxtune.data.encoding import Encoded, Refused, Rendered
 from jaxtune.data.labels import label_of
 from jaxtune.data.messages import NO_IMAGES, check_messages, check_tools, clip
@@ -101,6 +101,8 @@ def _needed(type_: str, entry: Dataset, sample: Sample) -> list[tuple[str, str]]
             return [("", column) for column in QUERIES_AND_ANSWERS]
         if all(isinstance(sample.get(column), list) for column in PROMPT_AND_COMPLETION):
             return [("", column) for column in PROMPT_AND_COMPLETION]
+    if type_ == "instruction" and entry.prompt_format is None and isinstance(sample.get(HISTORY), list):
+        fields.append(("", HISTORY))
     if type_ == "instruction" and entry.prompt_format is not None:
         named = set(columns_in(entry.prompt_format) + columns_in(entry.prompt_format_no_input or ""))
         fields = [field for field in fields if field[0] == "output_field" or "instruction" in named]
@@ -174,7 +176,7 @@ def make_format(
             return partial(_conversation, entry, columns, renamed, ChatTemplate(tokenizer, say))
         case "instruction":
             if entry.prompt_format is None:
-                return partial(_chat_instruction, entry, ChatTemplate(tokenizer, say))
+                return partial(_chat_instruction, entry, columns, ChatTemplate(tokenizer, say))
             if tokenizer.eos_token is None:
                 raise UserError(
                     "the tokenizer has no end-of-sequence token: an answer after prompt_format would never stop"
@@ -198,9 +200,10 @@ def _conversation(
     return template.render(messages, tools)
 
 
-def _chat_instruction(entry: Dataset, template: ChatTemplate, sample: Sample) -> Rendered:
+def _chat_instruction(entry: Dataset, columns: tuple[str, ...], template: ChatTemplate, sample: Sample) -> Rendered:
     prompt, more = _text(sample, entry.instruction_field), _optional(sample, entry.input_field)
     messages = [
+        *(history_of(sample) if HISTORY in columns else ()),
         {"role": "user", "content": f"{prompt}\n{more}" if more else prompt},
         {"role": "assistant", "content": _answer(sample, entry)},
     ]

@@ -107,6 +107,19 @@ def test_a_conversation_is_known_in_many_forms(read, sample, columns, text):
     assert texts == [text] and notes[0].startswith(f"conversation from {columns}, 1 documents") and len(notes) == 1
 
 
+def test_the_history_of_an_instruction_comes_before_it(read):
+    samples = [{"instruction": "So?", "output": "Ok.", "history": history} for history in ([["Hi", "Yo"]], [], None)]
+    texts, notes = read(*samples)
+    assert texts == [CHAT + MORE, MORE, MORE] and len(notes) == 1
+    assert notes[0].startswith("instruction from instruction, output, history, 3 documents")
+    for wrong in ("Hi", ["Hi"], [["Hi"]], [["Hi", 1]]):
+        with pytest.raises(UserError, match=r"a.jsonl:2: column 'history': expected \[\[query, answer\], ...\]"):
+            read(samples[0], samples[0] | {"history": wrong})
+    texts, notes = read(samples[0], prompt_format="{instruction} ")
+    assert texts == ["So? «Ok.<|im_end|>»"] and "column 'history' is not used" in notes
+    assert read({"question": "Hi", "answer": "Yo", "history": "of Rome"})[0] == [CHAT]
+
+
 def test_a_type_that_is_given_knows_the_same_columns(read):
     assert read({"query": "Hi", "answer": "Yo", "text": "x"}, type="instruction")[0] == [CHAT]
     assert read({"src": ["Hi"], "tgt": ["Yo"], "text": "x"}, type="conversation")[0] == [CHAT]
