@@ -67,16 +67,17 @@ def _untrained(message: Any) -> Any:
 def _exchanges(sample: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """ERNIEKit: all queries and all answers, each one text or several, with a label of 0 for answers not trained."""
     queries, answers = ([value] if isinstance(value, str) else value for value in (sample["src"], sample["tgt"]))
-    columns = {"src": queries, "tgt": answers, "label": sample.get("label")}
+    labels = sample.get("label")
+    columns = {"src": queries, "tgt": answers, "label": labels}
     columns = {name: values for name, values in columns.items() if values is not None}
     if wrong := next((name for name, values in columns.items() if not isinstance(values, list)), None):
         raise UserError(f"column {wrong!r} must be a list, found {clip(repr(columns[wrong]))}")
     if {"src", "tgt"} - columns.keys() or len(set(map(len, columns.values()))) > 1:
         counts = ", ".join(f"{len(values)} {name}" for name, values in columns.items())
         raise UserError(f"each src has one tgt, and each tgt one label if there are any; found {counts or 'none'}")
-    for query, answer, label in zip(queries, answers, columns.get("label", [1] * len(answers))):
+    for i, (query, answer) in enumerate(zip(queries, answers)):
         yield {"role": "user", "content": query}
-        yield {"role": "assistant", "content": answer, "train": bool(label)}
+        yield {"role": "assistant", "content": answer} | ({"train": bool(labels[i])} if labels else {})
 
 
 def _known(raw: Any, renamed: Mapping[str, str]) -> Any:

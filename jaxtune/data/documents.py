@@ -97,8 +97,11 @@ def _locked(path: Path) -> Iterator[bool]:
 
 
 def _folder_name(source: sources.Source, entry: Dataset, shaping: str) -> str:
-    # All options of an entry say what is read and how it is rendered, but its weight, which says how often.
-    parts = [source.identity, dataclasses.asdict(dataclasses.replace(entry, weight=None)), shaping]
+    # All options of an entry say what is read and how it is rendered, but its weight, which says how often. Only those
+    # that are set are in the name, so that it stays when options are added.
+    options = dataclasses.asdict(dataclasses.replace(entry, weight=None)).items()
+    given = {option: value for option, value in options if value != getattr(Dataset(), option)}
+    parts = [source.identity, given, shaping]
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:32]
 
 
