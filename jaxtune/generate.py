@@ -73,10 +73,11 @@ def _main(values: flags.FlagValues, _: None) -> None:
     tokenizer = hf.load_tokenizer(home, config.data.chat_template, config.data.special_tokens)
     stop = stop_tokens(home, tokenizer)
     if values.chat:
-        template = data.ChatTemplate(tokenizer)
+        template = data.ChatTemplate(tokenizer, chat=config.chat)
         ids = template.prompt([{"role": "user", "content": values.prompt}])
         if (end := template.turn_end()) is not None:
             stop |= {tokenizer.added_tokens_encoder[end]}
+        print(config.chat.response_prefix or "", end="")
     else:
         ids = tokenizer(values.prompt)["input_ids"]
     dtype = parameters["embed.weight"].dtype

@@ -6,14 +6,27 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxtune.config.rules import Problem, broken
-from jaxtune.config.schema import Config
+from jaxtune.config.schema import TRAINED, WEIGHTED, Chat, Config
 
 WHOLE_EXPERTS = ("adafactor", "muon", "normuon")  # optimizers that go through a stack one matrix after another
 
 
 def check(config: Config) -> list[Problem]:
     """Every problem of a config whose types are correct."""
-    parts = (broken, _data, _classification, _train, _attention, _optim, _precision, _lora, _quant, _mesh, _memory)
+    parts = (
+        broken,
+        _data,
+        _classification,
+        _chat,
+        _train,
+        _attention,
+        _optim,
+        _precision,
+        _lora,
+        _quant,
+        _mesh,
+        _memory,
+    )
     return [problem for part in parts for problem in part(config)]
 
 
@@ -67,6 +80,21 @@ def _classification(config: Config) -> Iterator[Problem]:
         yield _problem(config, "model.num_labels", reason, "model.id2label")
     if len(set(model.id2label)) < len(model.id2label):
         yield _problem(config, "model.id2label", "names one label twice")
+
+
+def _chat(config: Config) -> Iterator[Problem]:
+    first, *more = config.chat.loss_scale.split("+")
+    if first not in (*TRAINED, *WEIGHTED) or not set(more) <= set(WEIGHTED):
+        reason = f"must be one of {', '.join(TRAINED)}, or of {', '.join(WEIGHTED)}, or such as last_round+hermes"
+        yield _problem(config, "chat.loss_scale", reason)
+    if not config.chat.roles:
+        yield _problem(config, "chat.roles", "names no role, so nothing would be trained")
+    entries = (*config.data.datasets, *config.data.eval_datasets)
+    if not any(entry.type in ("auto", "conversation", "instruction") and not entry.prompt_format for entry in entries):
+        for field in dataclasses.fields(Chat):
+            if getattr(config.chat, field.name) != field.default and field.name != "response_prefix":
+                reason = "has no effect: a chat template renders no entry of data.datasets"
+                yield _problem(config, f"chat.{field.name}", reason, "data.datasets", moot=True)
 
 
 def _train(config: Config) -> Iterator[Problem]:

@@ -244,7 +244,7 @@ def _from_text(text: str, annotation: Any) -> Any:
     if annotation is bool and text.lower() in _TRUTH:
         return _TRUTH[text.lower()]
     several = "," in text and tuple[str, ...] in typing.get_args(annotation)
-    if re.fullmatch(f"{_WORD}(,{_WORD})*", text) and (several or annotation == tuple[str, ...]):
+    if re.fullmatch(f"{_WORD}(,{_WORD})*", text) and (several or _is_list_of_words(annotation)):
         return tuple(text.split(","))
     try:
         literal = ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
@@ -255,6 +255,14 @@ def _from_text(text: str, annotation: Any) -> Any:
         pass
     # Harmless in a regular expression, where backslash-n and a newline mean the same.
     return re.sub(r"(?<!\\)\\([nt])", lambda escape: {"n": "\n", "t": "\t"}[escape[1]], text)
+
+
+def _is_list_of_words(annotation: Any) -> bool:
+    """Whether it is a list of texts, or of the names that a Literal allows."""
+    if typing.get_origin(annotation) is not tuple:
+        return False
+    member = typing.get_args(annotation)[0]
+    return member is str or typing.get_origin(member) is Literal
 
 
 def _unknown(key: str, value: Any) -> Problem:

@@ -138,7 +138,8 @@ class Data:
         "shares as size ** (1 / temperature): 1 as the sizes are, more is more even; unset: by weight, or equal",
         "(0, inf)", when="data.mixing != 'concat'")
     chat_template: str | None = option(None,
-        "chat template of conversations: a file of Jinja, or chatml or llama3; unset: the tokenizer's own")
+        "chat template of conversations: chatml, qwen3, qwen3_nothinking, llama3, gemma3, mistral_v3, mistral_v7, "
+        "phi4, deepseek, gpt_oss, glm4, ernie, zephyr, alpaca, vicuna, or a file of Jinja; unset: the tokenizer's own")
     special_tokens: tuple[str, ...] = option((),
         "tokens added to the tokenizer; embeddings without rows left for them get new rows, the mean of the others")
     seq_len: int = option(2048, "tokens in a row", "tokens [2, inf)")
@@ -151,6 +152,34 @@ class Data:
     on_bad_row: Literal["error", "skip"] = option("error",
         "a sample that cannot be read or trained on: stop, or skip and count")
     cache_dir: str | None = option(None, "folder of tokenised documents; unset: <train.output_dir>/cache")
+
+
+# What chat.loss_scale names: which messages are trained, and weights of text in them (`data.masks`).
+TRAINED = ("default", "last_round", "all")
+WEIGHTED = ("ignore_empty_think", "ignore_think_prefix", "react", "hermes", "qwen")
+
+
+@dataclass(frozen=True)
+class Chat:
+    """What of a conversation is trained, and how tools and answers are written; the template: data.chat_template."""
+
+    roles: tuple[Literal["system", "developer", "user", "assistant", "tool"], ...] = option(("assistant",),
+        "roles whose messages are trained; a message's own `train` or `loss`, true or false, counts more",
+        when="'all' not in chat.loss_scale")
+    loss_scale: str = option("default",
+        "what is trained (ms-swift): default: messages of chat.roles; last_round: of those the ones after the user's "
+        "last; all: everything; and weights in them, each after a +: ignore_empty_think, ignore_think_prefix, react, "
+        "hermes, qwen; a message's own `loss_scale`, a number, counts more than these")
+    pattern_weights: tuple[str, ...] = option((),
+        "factor of the weight of text in trained messages that matches", "REGEX=FACTOR")
+    train_on_eos: Literal["turn", "last", "all", "none"] = option("turn",
+        "stop tokens that are trained: those of trained messages, that of the last one, all that are equal to these, "
+        "or none (Axolotl)", when="'all' not in chat.loss_scale")
+    agent_template: Literal["hermes", "react", "toolbench"] | None = option(None,
+        "how tools, calls of them and their results are written as text, for a chat template that leaves them out; "
+        "unset: as the chat template writes them")
+    response_prefix: str | None = option(None,
+        "text with which answers begin when a run is asked (generate --chat), such as '<think>\\n'")
 
 
 @dataclass(frozen=True)
@@ -554,6 +583,7 @@ class Config:
 
     model: Model = Model()
     data: Data = Data()
+    chat: Chat = section(Chat(), when="model.head == 'lm'")
     train: Train = Train()
     optim: Optim = Optim()
     lora: Lora = section(Lora(), when="lora.enabled")

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from jaxtune.config.schema import Dataset
+from jaxtune.config.schema import Chat, Dataset
 from jaxtune.data import cache, formats, sources
 from jaxtune.data.columns import LABEL
 from jaxtune.data.encoding import Encoded, Encoder, Refused, Rendered
@@ -54,10 +54,11 @@ def tokenize(
     cache_dir: Path,
     on_bad_row: Literal["error", "skip"] = "error",
     labels: tuple[str, ...] = (),
+    chat: Chat = Chat(),
 ) -> Documents:
     """Tokenises data.datasets (or data.eval_datasets), or loads them from the cache, where each entry has a folder.
 
-    `labels`: the names of a classifier's labels, by number.
+    `labels`: the names of a classifier's labels, by number; `chat`: what of conversations is trained.
 
     Raises:
         UserError: a source does not exist; a sample cannot be read or trained on and may not be skipped; no sample is
@@ -66,7 +67,7 @@ def tokenize(
     if not entries:
         raise UserError("data.datasets is empty; add an entry with jaxtune.config.dataset(path=...)")
     found = [sources.open_source(entry, len(tokenizer)) for entry in entries]
-    shaping = _shaping(tokenizer, on_bad_row, labels)
+    shaping = _shaping(tokenizer, on_bad_row, labels, chat)
     cache_dir.mkdir(parents=True, exist_ok=True)
     parts = []
     for source, entry in zip(found, entries):
@@ -76,7 +77,7 @@ def tokenize(
                 for left_by_a_kill in cache_dir.glob(f"{folder.name}.{socket.gethostname()}.*.tmp"):
                     shutil.rmtree(left_by_a_kill, ignore_errors=True)
             if not folder.exists():
-                _write(folder, source, entry, tokenizer, on_bad_row, labels)
+                _write(folder, source, entry, tokenizer, on_bad_row, labels, chat)
             parts.append(cache.load(folder))
     return Documents.joined(parts)
 
@@ -105,13 +106,15 @@ def _folder_name(source: sources.Source, entry: Dataset, shaping: str) -> str:
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:32]
 
 
-def _shaping(tokenizer: "PreTrainedTokenizerFast", on_bad_row: str, labels: tuple[str, ...]) -> str:
+def _shaping(tokenizer: "PreTrainedTokenizerFast", on_bad_row: str, labels: tuple[str, ...], chat: Chat) -> str:
     """A hash of what shapes the tokens and labels of every entry."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     # Set by whoever used the tokenizer last; the encoder here does not use them.
     del backend["truncation"], backend["padding"]
     parts = [cache.FORMAT, on_bad_row, backend, tokenizer.chat_template, tokenizer.special_tokens_map]
     parts += labels
+    chat = dataclasses.replace(chat, response_prefix=None)  # of generation
+    parts += [dataclasses.asdict(chat)] if chat != Chat() else []  # so that documents made before have their name
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 
 
@@ -147,6 +150,7 @@ def _write(
     tokenizer: "PreTrainedTokenizerFast",
     on_bad_row: str,
     labels: tuple[str, ...],
+    chat: Chat,
 ):
     """Tokenises into a temporary folder beside `folder`, then renames it."""
     problems, said = _Problems(on_bad_row), {}
@@ -156,7 +160,7 @@ def _write(
         with Progress(*_PROGRESS, console=Console(stderr=True), transient=True) as progress:
             line = progress.add_task(source.name, total=None, documents=0)
             encode = Encoder(tokenizer, partial(progress.advance, line))
-            converted = _converted(source, entry, tokenizer, problems, said.setdefault, labels)
+            converted = _converted(source, entry, tokenizer, problems, said.setdefault, labels, chat)
 
             def units() -> Iterator[Unit]:
                 for count, unit in enumerate(_encoded(converted, encode, problems), start=1):
@@ -203,6 +207,7 @@ def _converted(
     problems: _Problems,
     say: formats.Say,
     labels: tuple[str, ...],
+    chat: Chat,
 ) -> Iterator[_Converted]:
     """The samples of a source as documents. The first decides the type; the type and unused columns are reported."""
     convert, continuous, columns_seen = None, False, set()
@@ -215,7 +220,7 @@ def _converted(
             problems.report(UserError(f"{where}: {error}"))
             continue
         if convert is None:
-            convert = formats.make_format(settled, columns, tokenizer, say, labels)
+            convert = formats.make_format(settled, columns, tokenizer, say, labels, chat)
             continuous = settled.type in ("text", "tokenized")
             say(f"{settled.type} from {', '.join(columns)}")
         if not sample.keys() <= columns_seen:

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,6 +34,7 @@ class Rendered:
     Attributes:
         text: the whole document.
         spans: (start, end) of each trained part, in characters; None: the whole text is trained.
+        weights: of the spans; None: 1 each.
         append_eos: whether to append the end-of-sequence token, trained, unless the text ends with it.
         label: of the document, where it is classified: no token is trained then.
     """
@@ -41,6 +43,7 @@ class Rendered:
     spans: tuple[Span, ...] | None = None
     append_eos: bool = False
     label: float | None = None
+    weights: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Encoded:
 
 
 class Encoder:
-    """Text to tokens. A token is trained if any of its characters is.
+    """Text to tokens. A token is trained if any of its characters is, with the largest weight of these.
 
     The whole text is tokenised at once, as at inference, and the tokenizer's offsets tell which characters a token
     covers. A large text is tokenised in pieces if that is known to give the same tokens. A tokenizer that starts every
@@ -99,7 +102,7 @@ class Encoder:
             encodings = self._backend.encode_batch(texts, add_special_tokens=False)
             for (document, start, stop), encoding in zip(batch, encodings):
                 tokens += np.array(encoding.ids, np.int32).tobytes()
-                weights += _weights(document.spans, start, encoding).tobytes()
+                weights += _weights(document, start, encoding).tobytes()
                 if stop == len(document.text):
                     finished.append(self._finish(document, tokens, weights))
                     tokens, weights = bytearray(), bytearray()
@@ -129,12 +132,13 @@ class Encoder:
         return Encoded(np.frombuffer(tokens, np.int32), np.frombuffer(weights, np.float16))
 
 
-def _weights(spans: tuple[Span, ...] | None, start: int, encoding: "Encoding") -> Float16[np.ndarray, "n"]:
+def _weights(document: Rendered, start: int, encoding: "Encoding") -> Float16[np.ndarray, "n"]:
     """The loss weights of the tokens of a piece that begins at character `start` of its document."""
-    if spans is None:
+    if document.spans is None:
         return np.ones(len(encoding), np.float16)
     weights = np.zeros(len(encoding), np.float16)
     offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2) + start
-    for begin, end in spans:
-        weights[np.maximum(offsets[:, 0], begin) < np.minimum(offsets[:, 1], end)] = 1
+    for (begin, end), weight in zip(document.spans, document.weights or repeat(1)):
+        inside = np.maximum(offsets[:, 0], begin) < np.minimum(offsets[:, 1], end)
+        weights[inside] = np.maximum(weights[inside], weight)
     return weights

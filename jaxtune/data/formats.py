@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxtune.config.schema import READ_BY_TYPE, Dataset
+from jaxtune.config.schema import READ_BY_TYPE, Chat, Dataset
 from jaxtune.data.chat import ChatTemplate
 from jaxtune.data.dialects import HISTORY, PROMPT_AND_COMPLETION, QUERIES_AND_ANSWERS, history_of, messages_in
 from jaxtune.data.encoding import Encoded, Refused, Rendered
@@ -148,6 +148,7 @@ def make_format(
     tokenizer: "PreTrainedTokenizerFast",
     say: Say = lambda line: None,
     labels: tuple[str, ...] = (),
+    chat: Chat = Chat(),
 ) -> Format:
     """The function from a sample to a document.
 
@@ -156,6 +157,7 @@ def make_format(
         tokenizer: its vocabulary, special tokens and chat template are used.
         say: called with a line about each part of a conversation that the chat template leaves out.
         labels: the names of classes, by number.
+        chat: what of conversations is trained.
 
     Raises:
         UserError: at once, if the tokenizer or the entry's options do not allow the type; from the function, if a
@@ -173,10 +175,10 @@ def make_format(
             return partial(_tokenized, len(tokenizer))
         case "conversation":
             renamed = dict(pair.split("=", 1) for pair in entry.message_property_mappings)
-            return partial(_conversation, entry, columns, renamed, ChatTemplate(tokenizer, say))
+            return partial(_conversation, entry, columns, renamed, ChatTemplate(tokenizer, say, chat))
         case "instruction":
             if entry.prompt_format is None:
-                return partial(_chat_instruction, entry, columns, ChatTemplate(tokenizer, say))
+                return partial(_chat_instruction, entry, columns, ChatTemplate(tokenizer, say, chat))
             if tokenizer.eos_token is None:
                 raise UserError(
                     "the tokenizer has no end-of-sequence token: an answer after prompt_format would never stop"

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxtune.data.encoding import Refused, Span
-from jaxtune.data.messages import Message
+from jaxtune.data.messages import UNSEEN, Message
 from jaxtune.errors import UserError
 
 Kind = tuple[str, str]
@@ -34,7 +34,7 @@ def refuse_lost_answers(
             if not any(call.get("function", call)["name"] in answer for answer in answers):
                 raise Refused(
                     f"message {i} (assistant): the chat template leaves out its tool call; use the tokenizer of a "
-                    "model that calls tools, or another data.chat_template"
+                    "model that calls tools, another data.chat_template, or chat.agent_template"
                 )
 
 
@@ -47,7 +47,7 @@ def left_out(
     """
     without: dict[Kind, tuple[list[Message], list[Any] | None]] = {("", "tools"): (messages, None)} if tools else {}
     for i, message in enumerate(messages):
-        for key in message.keys() - {"role", "train"}:
+        for key in message.keys() - {"role", *UNSEEN}:
             changed = message | {"content": ""} if key == "content" else {k: v for k, v in message.items() if k != key}
             if changed != message:
                 without.setdefault((message["role"], key), ([*messages[:i], changed, *messages[i + 1 :]], tools))

@@ -10,6 +10,9 @@ Message = dict[str, Any]
 
 NO_IMAGES = "training on images is not supported; data.on_bad_row='skip' leaves such samples out"
 
+UNSEEN = ("train", "loss_scale")
+"""Keys of a message that say how it is trained, and that chat templates do not see."""
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -17,8 +20,8 @@ def check_messages(raw: Any) -> list[Message]:
     """Messages in the form that templates expect, from {role, content}; `dialects` knows others.
 
     Text parts are joined. Tool arguments given as JSON strings become objects (most templates would encode them twice).
-    An assistant's message that `train` (Axolotl) or `weight` (OpenAI) excludes gets `train` False; otherwise both keys
-    are removed.
+    What a message says about its training comes into `train` and `loss_scale`: `train` (Axolotl) and `loss` (ms-swift)
+    true or false, `weight` (OpenAI) 0 for false, `loss_scale` (ms-swift) its weight.
 
     Raises:
         UserError: not a list of such objects, an unknown role, or content that is not text, such as an image.
@@ -57,15 +60,26 @@ def _check_message(raw: Any, i: int) -> Message:
     if OPEN in content or CLOSE in content:
         raise UserError(f"message {i}: holds the Unicode noncharacter U+FDD0 or U+FDD1")
     message["content"] = content
-    weight, train = message.pop("weight", 1), message.pop("train", True)
-    if weight not in (0, 1) or not isinstance(train, bool):
-        found = f"weight {weight!r}" if weight not in (0, 1) else f"train {train!r}"
-        raise UserError(f"message {i}: {found}; weight must be 0 or 1, train true or false")
-    if message["role"] == "assistant" and not (train and weight):
-        message["train"] = False
+    _check_training(message, i)
     if "tool_calls" in message:
         message["tool_calls"] = [_check_tool_call(call, i) for call in message["tool_calls"]]
     return message
+
+
+def _check_training(message: Message, i: int) -> None:
+    """Brings what a message says about its training into `train` and `loss_scale`."""
+    weight, scale = message.pop("weight", 1), message.get("loss_scale", 1)
+    train = message.pop("loss", message.get("train"))
+    right = weight in (0, 1) and isinstance(train, bool | None) and isinstance(scale, int | float) and 0 <= scale < 1e4
+    if not right:
+        raise UserError(
+            f"message {i}: weight {weight!r}, train or loss {train!r}, loss_scale {scale!r}; "
+            "weight must be 0 or 1, train true or false, loss_scale a number from 0 on"
+        )
+    if not (weight and scale):
+        train = False
+    if train is not None:
+        message["train"] = train
 
 
 def _kind_of_image(part: Any) -> str | None:
@@ -81,7 +95,23 @@ def _check_tool_call(call: Any, i: int) -> Any:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         function = {**function, "arguments": _from_json(arguments, f"message {i}: arguments of {function['name']}")}
-    return {**call, "function": function} if "function" in call else function
+    return {"type": "function", **call, "function": function} if "function" in call else function
+
+
+def with_text_arguments(messages: list[Message]) -> list[Message]:
+    """The messages with the arguments of tool calls as JSON text."""
+
+    def changed(call: Any) -> Any:
+        if "function" in call:
+            return call | {"function": changed(call["function"])}
+        return call | {"arguments": json.dumps(call.get("arguments", {}), ensure_ascii=False)}
+
+    return [
+        message | {"tool_calls": [changed(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for message in messages
+    ]
 
 
 def _from_json(text: str, what: str) -> Any:

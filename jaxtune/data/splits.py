@@ -22,7 +22,7 @@ def open_documents(
     """Training documents, and validation documents if the config asks for any; tokenised, or loaded from the cache.
 
     Args:
-        config: its data section is used, its model.id2label, and train.output_dir for the cache.
+        config: its sections data and chat are used, its model.id2label, and train.output_dir for the cache.
         tokenizer: the model's tokenizer.
         vocabulary: number of tokens for which the model has embeddings; None: unknown, not checked.
 
@@ -33,7 +33,7 @@ def open_documents(
     cache_dir = Path(data.cache_dir) if data.cache_dir else Path(config.train.output_dir) / "cache"
 
     def documents(entries: tuple[Dataset, ...]) -> Documents:
-        found = tokenize(entries, tokenizer, cache_dir, data.on_bad_row, config.model.id2label)
+        found = tokenize(entries, tokenizer, cache_dir, data.on_bad_row, config.model.id2label, config.chat)
         if vocabulary is None or len(tokenizer) <= vocabulary:
             return found
         if (most := max(int(part.values["tokens"].max()) for part in found.parts)) >= vocabulary:

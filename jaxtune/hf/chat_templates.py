@@ -1,42 +1,32 @@
-"""Chat templates by name, for tokenizers of base models, which have none."""
+"""Chat templates by name, for tokenizers of base models, which have none.
+
+`templates` holds a file of Jinja each: the format that a family is published with. `{% generation %}` marks the
+assistant's text, which is trained; transformers uses the same mark.
+"""
 
 from pathlib import Path
 
 from jaxtune.errors import UserError
 
-# {% generation %} marks the assistant's text, which is trained; transformers uses the same mark.
-_CHATML = """\
-{%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\\n' }}
-{%- if message.role == 'assistant' %}
-{%- generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}
-{%- else %}
-{{- message.content + '<|im_end|>' }}
-{%- endif %}
-{{- '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
-_LLAMA3 = """\
-{{- bos_token }}
-{%- for message in messages %}
-{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}
-{%- if message.role == 'assistant' %}
-{%- generation %}{{ message.content + '<|eot_id|>' }}{% endgeneration %}
-{%- else %}
-{{- message.content + '<|eot_id|>' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-{%- endif %}
-"""
-# name: (template, the special tokens that it emits)
+_FOLDER = Path(__file__).parent / "templates"
+_HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+# name: the special tokens that it emits, besides bos_token and eos_token
 NAMED = {
-    "chatml": (_CHATML, ("<|im_start|>", "<|im_end|>")),
-    "llama3": (_LLAMA3, ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")),
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "qwen3": ("<|im_start|>", "<|im_end|>"),
+    "qwen3_nothinking": ("<|im_start|>", "<|im_end|>"),
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "gemma3": ("<start_of_turn>", "<end_of_turn>"),
+    "mistral_v3": ("[INST]", "[/INST]"),
+    "mistral_v7": ("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]"),
+    "phi4": ("<|im_start|>", "<|im_sep|>", "<|im_end|>"),
+    "deepseek": ("<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>"),
+    "gpt_oss": _HARMONY,
+    "glm4": ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+    "ernie": ("<|begin_of_sentence|>", "<|end_of_sentence|>"),
+    "zephyr": (),
+    "alpaca": (),
+    "vicuna": (),
 }
 
 
@@ -47,17 +37,22 @@ def find_template(wanted: str, vocabulary: dict[str, int]) -> str:
         UserError: `wanted` is neither a name nor a readable file, or the vocabulary lacks its special tokens.
     """
     if wanted in NAMED:
-        template, tokens = NAMED[wanted]
-        if missing := [token for token in tokens if token not in vocabulary]:
+        if missing := [token for token in NAMED[wanted] if token not in vocabulary]:
             listed = ",".join(missing)
             raise UserError(
                 f"data.chat_template={wanted!r} writes {' and '.join(missing)}, which this tokenizer does not have; "
                 f"--config.data.special_tokens='{listed}' adds them"
             )
-        return template
+        return _named(wanted)
     try:
         return Path(wanted).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"data.chat_template={wanted!r} is neither one of {', '.join(NAMED)} nor a file that can be read: {error}"
         ) from error
+
+
+def _named(name: str) -> str:
+    if name == "qwen3_nothinking":
+        return "{%- set enable_thinking = false %}\n" + _named("qwen3")
+    return (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8")

@@ -1,2 +1,2 @@
 def pytest_addoption(parser):
-    parser.addoption("--regenerate", action="store_true", help="write tests/golden/recipes/*.json anew")
+    parser.addoption("--regenerate", action="store_true", help="write the records in tests/golden anew")

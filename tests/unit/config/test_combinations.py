@@ -154,6 +154,16 @@ LABELS = {
             "only when optim.layerwise_lr_decay == 1, and optim.layerwise_lr_decay = 0.9",
         ),
         ({"optim.power": "2"}, "optim.power", "polynomial"),
+        ({"chat.loss_scale": "hermes+last_round"}, "chat.loss_scale", "one of default, .*qwen, or such as"),
+        ({"chat.loss_scale": "all", "chat.train_on_eos": "none"}, "chat.train_on_eos", "'all' not in chat.loss_scale"),
+        ({"chat.roles": "('human',)"}, "chat.roles", "expected .*'user'.*roles whose messages"),
+        (
+            {"data.datasets[0].type": "text", "data.datasets[1].type": "tokenized", "chat.roles": "user"},
+            "chat.roles",
+            "no effect: a chat template renders no entry",
+        ),
+        ({"chat.roles": "()"}, "chat.roles", "names no role"),
+        ({"chat.pattern_weights": "('x',)"}, "chat.pattern_weights", "'x' is not 'REGEX=FACTOR'"),
         ({"optim.no_decay": "x"}, "optim.no_decay", "only when optim.weight_decay, and optim.weight_decay = 0.0"),
         ({"optim.weight_decay": "0.1", "optim.no_decay": "("}, "optim.no_decay", "not a regular expression"),
         (

@@ -418,6 +418,10 @@ def test_the_config_loads_without_jax():
         ("lm_head=0.5", "optim.lr_multipliers", ("lm_head=0.5",)),
         (r"Q: {instruction}\nA: ", "data.datasets[0].prompt_format", "Q: {instruction}\nA: "),
         (r"a\tb\\n", "eval.sample_prompt", "a\tb\\\\n"),
+        (r"<think>\n", "chat.response_prefix", "<think>\n"),
+        ("user,assistant", "chat.roles", ("user", "assistant")),
+        ("user", "chat.roles", ("user",)),
+        ("last_round+hermes", "chat.loss_scale", "last_round+hermes"),
     ],
 )
 def test_values_on_the_command_line_as_people_write_them(recipe, text, key, value):

@@ -195,6 +195,15 @@ REFUSED = {
         [SYSTEM, *SINGLE],
         "cannot be found",
     ),
+    "earlier turns in other words with another stop token": (
+        CHATML.replace(
+            "{{ message.content }}<|im_end|>",
+            "{% if loop.last %}{{ message.content }}<|im_end|>{% else %}{{ message.content | upper }}<|endoftext|>"
+            "{% endif %}",
+        ),
+        MULTI,
+        "cannot be found after the end of the one before it",
+    ),
     "mark without stop": (
         EVERY + "{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{% endfor %}",
         SINGLE,
@@ -277,7 +286,7 @@ def test_a_message_that_says_so_is_context(family, name, excluded):
 
 def test_marks_that_cannot_be_told_apart_are_refused_where_one_is_not_to_be_trained(tmp_path):
     twice = "{% generation %}x<|im_end|>{% endgeneration %}" * 2 + MARKED
-    with pytest.raises(Refused, match="message 1 is not to be trained, but it is unclear which"):
+    with pytest.raises(Refused, match="message 1 is not to be trained, .* but it is unclear which"):
         ChatTemplate(byte_tokenizer(tmp_path, twice)).render(check_messages([USER, ANSWER | {"weight": 0}, MORE, LAST]))
 
 

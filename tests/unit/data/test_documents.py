@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import byte_tokenizer
 
-from jaxtune.config.schema import Config, Data, Dataset, Train
+from jaxtune.config.schema import Chat, Config, Data, Dataset, Train
 from jaxtune.data import documents as documents_module
 from jaxtune.data.documents import tokenize
 from jaxtune.data.encoding import Encoder
@@ -269,15 +269,16 @@ def test_the_cache_is_used_until_data_options_or_tokenizer_change(tokenizer, tmp
     path = jsonl(tmp_path / "a.jsonl", TEXTS)
     entry = Dataset(path=str(path))
 
-    def times(entry, tokenizer=tokenizer, on_bad_row="error"):
+    def times(entry, tokenizer=tokenizer, on_bad_row="error", **options):
         written.clear()
-        found = tokenize((entry,), tokenizer, tmp_path / "cache", on_bad_row)
+        found = tokenize((entry,), tokenizer, tmp_path / "cache", on_bad_row, **options)
         return len(written), found.key
 
     made, key = times(entry)
     assert made == 1 and times(entry) == (0, key)
     assert times(replace(entry, samples=2))[0] == 1
     assert times(entry, on_bad_row="skip")[0] == 1
+    assert times(entry, chat=Chat(loss_scale="last_round"))[0] == 1
     assert times(entry, byte_tokenizer(tmp_path / "other", chat_template="{{ messages }}"))[0] == 1
     jsonl(path, [{"text": "new"}])
     made, new_key = times(entry)

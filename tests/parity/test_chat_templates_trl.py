@@ -1,0 +1,66 @@
+"""Named chat templates write what their families' own templates write, which TRL has copies of."""
+
+import importlib.resources
+
+import pytest
+from tiny import byte_tokenizer
+
+from jaxtune.data.messages import Message
+from jaxtune.data.sandbox import Template
+from jaxtune.hf.chat_templates import NAMED, find_template
+
+trl = pytest.importorskip("trl", reason="it has the families' templates, and needs torch (Python 3.11 here)")
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+USER, ANSWER = {"role": "user", "content": "Hi!"}, {"role": "assistant", "content": "Good day."}
+MORE, LAST = {"role": "user", "content": "So?"}, {"role": "assistant", "content": "Well then."}
+CALLED = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"x": [1, "a"]}}}]}
+RESULT = {"role": "tool", "content": '{"found": 3}'}
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "x": {"type": "array", "items": {"type": "string"}, "description": "What."},
+        "limit": {"type": "integer", "default": 3},
+        "kind": {"type": "string", "enum": ["a", "b"], "default": "a"},
+        "more": {"type": "object", "properties": {"y": {"type": "number"}}},
+    },
+    "required": ["x"],
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "description": "Finds.", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "g", "description": "Goes."}},
+]
+THOUGHT = {"reasoning_content": "Hm.", "thinking": "Hm."}  # Qwen's name of it, and that of gpt-oss
+CONVERSATIONS = {
+    "multi-turn": ([USER, ANSWER, MORE, LAST], None),
+    "system": ([SYSTEM, USER, ANSWER, MORE], None),
+    "thinking": ([USER, ANSWER | THOUGHT, MORE, LAST | THOUGHT], None),
+    "tools": ([SYSTEM, USER, CALLED, RESULT, LAST, MORE, CALLED | THOUGHT, RESULT, RESULT, LAST | THOUGHT], TOOLS),
+}
+# ours: (TRL's, the conversations that it can write)
+FAMILIES = {
+    "qwen3": ("qwen3", tuple(CONVERSATIONS)),
+    "gpt_oss": ("gptoss", tuple(CONVERSATIONS)),
+    "llama3": ("llama3", ("multi-turn", "system")),
+    "gemma3": ("gemma3", ("multi-turn", "system")),
+}
+
+
+def prefixes(messages: list[Message]) -> list[tuple[list[Message], bool]]:
+    """A conversation cut after each message, as a whole and as a prompt."""
+    cuts = [messages[: i + 1] for i in range(messages[0]["role"] == "system", len(messages))]
+    return [
+        (cut, prompt) for cut in cuts for prompt in (False, True) if not (prompt and cut[-1]["role"] == "assistant")
+    ]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_named_template_writes_the_family_s_format(tmp_path, name):
+    theirs, kinds = FAMILIES[name]
+    tokenizer = byte_tokenizer(tmp_path, None, ("<s>", "</s>", *NAMED[name]), bos="<s>", eos="</s>")
+    other = importlib.resources.files(trl).joinpath("chat_templates", f"{theirs}.jinja").read_text()
+    ours = find_template(name, tokenizer.get_vocab())
+    for messages, tools in (CONVERSATIONS[kind] for kind in kinds):
+        for cut, prompt in prefixes(messages):
+            variables = dict(messages=cut, tools=tools, add_generation_prompt=prompt, bos_token="<s>", eos_token="</s>")
+            assert Template(ours).render(**variables)[0] == Template(other).render(**variables)[0]
