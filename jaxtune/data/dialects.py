@@ -46,7 +46,7 @@ def messages_in(sample: Mapping[str, Any], columns: tuple[str, ...], renamed: Ma
     context, completion = (_known(sample[column], renamed) for column in columns)
     if not isinstance(context, list) or not isinstance(completion, list):
         raise UserError(f"columns {' and '.join(map(repr, columns))} must both be lists of messages, or both be text")
-    return [_untrained(message) for message in context] + completion
+    return [message | {"train": False} if isinstance(message, dict) else message for message in context] + completion
 
 
 def history_of(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -57,11 +57,6 @@ def history_of(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
             raise UserError(f"column {HISTORY!r}: expected [[query, answer], ...], found {clip(repr(exchange))}")
     sides = ("user", "assistant")
     return [{"role": role, "content": text} for exchange in history for role, text in zip(sides, exchange)]
-
-
-def _untrained(message: Any) -> Any:
-    answer = isinstance(message, dict) and message.get("role") == "assistant"
-    return message | {"train": False} if answer else message
 
 
 def _exchanges(sample: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
