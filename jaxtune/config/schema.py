@@ -92,6 +92,8 @@ class Dataset:
     shards: int | None = option(None, "use one of N parts: each N-th sample, from the one that shard_idx numbers",
         "parts [1, inf)")
     shard_idx: int | None = option(None, "which part, from 0", "[0, inf)", when="shards is not None")
+    max_tokens: int | None = option(None, "leave out documents of more tokens; unset: data.truncation decides",
+        "tokens [2, inf)")
     weight: float | None = option(None,
         "share of the samples, relative to those of the other datasets, with data.mixing = 'interleave_...'; given for "
         "each or for none", "(0, inf)")

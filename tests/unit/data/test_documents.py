@@ -245,6 +245,15 @@ def test_the_columns_tell_the_type_and_only_the_answer_is_trained(read, tmp_path
     assert not documents.continuous.any()
 
 
+def test_documents_that_are_longer_than_an_entry_allows_are_left_out_and_counted(read, tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", [{"text": "a" * length} for length in (3, 4, 5, 6)])
+    found, documents = read(path, max_tokens=5)
+    assert [text for text, _ in found] == ["aaa<|im_end|>", "aaaa<|im_end|>"]
+    assert documents.notes[-1] == f"{path}: 2 documents of more than 5 tokens left out"
+    with pytest.raises(UserError, match="no sample that can be trained on; 4 documents of more than 2 tokens left out"):
+        read(path, max_tokens=2)
+
+
 def test_tokenized_samples_are_taken_as_they_are(tmp_path, tokenizer):
     rows = [
         {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]},
