@@ -1,13 +1,14 @@
 """Dropout whose bits are a function of seed, step, global row, layer and site: the same on any mesh."""
 
 import zlib
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxtune.parallel.layout import shards
+from jaxtune.parallel.layout import Axes, shards
 from pallas_kernels.manual_axes import varying_axes
 
 
@@ -32,6 +33,11 @@ class Noise(NamedTuple):
     def layer(self, number: Int[Array, ""]) -> "Noise":
         """The noise of a layer, from that of a step."""
         return self._replace(key=jax.random.fold_in(self.key, number))
+
+    def of_all(self, axes: Axes) -> "Noise":
+        """Inside a shard_map: that of the rows of all devices along these axes."""
+        gathered = partial(jax.lax.all_gather, axis_name=axes, tiled=True)
+        return self._replace(rows=gathered(self.rows), place=jax.tree.map(gathered, self.place))
 
     def site(self, name: str) -> "Noise":
         """The noise of a named place in a layer."""

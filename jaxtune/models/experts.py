@@ -133,7 +133,7 @@ def grouped(
 
     def on_device(values: Any, x: Array, routing: Routing, noise: Noise | None) -> Array:
         if apart and call.capacity_factor is not None:
-            noise = noise and noise._replace(rows=jax.lax.all_gather(noise.rows, apart, tiled=True))
+            noise = noise and noise.of_all(apart)
             chosen, weights, factor = routing.chosen, routing.weights, call.capacity_factor
             total = through_experts(arrived, (values, noise), x, chosen, weights, here, apart, factor)
             return jax.lax.psum(total, summed_over) if summed_over else total
@@ -156,8 +156,7 @@ def grouped(
 def _of_all(axes: Axes, x: Array, routing: Routing, noise: Noise | None) -> tuple[Array, Routing, Noise | None]:
     """The tokens of all devices along these axes, where they go to, and the numbers of their rows."""
     gathered = partial(jax.lax.all_gather, axis_name=axes, tiled=True)
-    noise = noise and noise._replace(rows=gathered(noise.rows), place=jax.tree.map(gathered, noise.place))
-    return gathered(x), jax.tree.map(gathered, routing), noise
+    return gathered(x), jax.tree.map(gathered, routing), noise and noise.of_all(axes)
 
 
 def _arranged(routing: Routing, apart: Axes, backend: str) -> Arrangement:

@@ -1,6 +1,7 @@
 """What families have beside Qwen3, on eight devices: parts of fused modules, other norms and ropes, and experts."""
 
 import dataclasses
+import itertools
 import math
 from functools import partial
 from typing import Literal
@@ -17,6 +18,7 @@ from jaxtune.config.schema import Config, Data, Lora, Memory, Mesh, Model, Paral
 from jaxtune.config.schema import Experts as Options
 from jaxtune.models.parameters import randomize
 from jaxtune.models.spec import ClampedSilu, DeltaNet, Experts, FeedForward, Heads, Latent, Norm, Rope
+from jaxtune.parallel.layout import AXES
 from jaxtune.parallel.mesh import data_shards, make_mesh
 from jaxtune.run.assembly import assemble
 from jaxtune.run.export import export_full
@@ -85,6 +87,7 @@ OPTIONS = {"deepseek_v3": BALANCED, "deepseek_v3 longer": BALANCED}
 
 
 EXPERTS_APART = {
+    "expert=4": Mesh(fsdp=1, expert=4),
     "expert=4 tensor=2": Mesh(fsdp=1, expert=4, tensor=2),
     "data=2 expert=2 tensor=2": Mesh(data=2, fsdp=1, expert=2, tensor=2),
     "fsdp=2 expert=2 sequence=2": Mesh(fsdp=2, expert=2, sequence=2),
@@ -154,7 +157,7 @@ def train(
         ("qwen3_next", True, "sequence=8"),
         ("qwen3_next", False, "data=2 context=2 sequence=2"),
         ("starcoder2", True, "fsdp=4 tensor=2"),
-        ("qwen3_moe", False, "expert=4 tensor=2"),
+        ("qwen3_moe", False, "expert=4"),
         ("qwen3_moe", True, "data=2 sequence=2 tensor=2"),
     ],
 )
@@ -162,11 +165,19 @@ def test_equals_one_device(family, lora, mesh):
     axes = {**MESHES, **EXPERTS_APART}[mesh]
     parts = micro_batches(axes)
     expected, on_one = train(family, lora, Mesh(), 1, parts=parts)
-    found, on_eight = train(family, lora, axes, 8, parts=parts)
+    found, on_mesh = train(family, lora, axes, math.prod(dataclasses.astuple(axes)), parts=parts)
     assert np.abs(found / expected - 1).max() <= 1e-6
     corrections = [name for name in on_one if "correction" in name]
     assert bool(corrections) == (family == "deepseek_v3" and not lora)
-    assert all(np.array_equal(on_eight[name], on_one[name]) for name in corrections)
+    assert all(np.array_equal(on_mesh[name], on_one[name]) for name in corrections)
+
+
+def test_every_axis_and_every_pair_of_axes_has_a_mesh():
+    meshes = [*MESHES.values(), *EXPERTS_APART.values(), *PIPELINES.values()]
+    spread = {frozenset(axis for axis in AXES if getattr(mesh, axis) > 1) for mesh in meshes}
+    assert {frozenset({axis}) for axis in AXES} <= spread
+    pairs = itertools.combinations(AXES, 2)
+    assert not [pair for pair in pairs if not any(axes.issuperset(pair) for axes in spread)]
 
 
 @pytest.mark.parametrize(
@@ -202,15 +213,15 @@ def test_devices_whose_experts_get_no_token_or_all_of_them_equal_one_device():
 
 
 @pytest.mark.parametrize(
-    ("family", "mesh", "parts"),
+    ("family", "lora", "mesh", "parts"),
     [
-        ("gpt_oss", "fsdp=2 expert=2 sequence=2", 1),
-        ("qwen3_moe", "stage=2 expert=2 tensor=2", 4),
+        ("gpt_oss", True, "expert=2 context=2 sequence=2", 1),
+        ("qwen3_moe", False, "stage=2 expert=2 tensor=2", 4),
     ],
 )
-def test_tokens_sent_to_their_experts_equal_one_device(family, mesh, parts):
-    expected, _ = train(family, False, Mesh(), 1, parts=parts)
-    found, _ = train(family, False, EXPERTS_APART[mesh], 8, parts=parts, dispatch="all_to_all")
+def test_tokens_sent_to_their_experts_equal_one_device(family, lora, mesh, parts):
+    expected, _ = train(family, lora, Mesh(), 1, parts=parts)
+    found, _ = train(family, lora, EXPERTS_APART[mesh], 8, parts=parts, dispatch="all_to_all")
     assert np.abs(found / expected - 1).max() <= 1e-6
 
 
