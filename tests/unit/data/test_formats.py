@@ -292,5 +292,7 @@ def test_sharegpt_with_tools_calls_them_and_answers(tmp_path):
     found = tokenize((Dataset(path=str(tmp_path / "a.jsonl")),), tokenizer, tmp_path / "cache")
     tokens, weights = found.read(0, 0, 10**9)
     assert tokenizer.decode(tokens[weights > 0]) == f"{json.dumps(CALL)}<|im_end|>Yo<|im_end|>"
-    assert tokenizer.decode(tokens).startswith('<|im_start|>tools\n[{"name": "f"}]<|im_end|>\n<|im_start|>user\nHi')
+    assert str(tokenizer.decode(tokens)).startswith(
+        '<|im_start|>tools\n[{"name": "f"}]<|im_end|>\n<|im_start|>user\nHi'
+    )
     assert len(found.notes) == 1

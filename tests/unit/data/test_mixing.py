@@ -31,7 +31,7 @@ def opened(tmp_path_factory):
         data = Data(datasets=tuple(entries), validation_split=split, cache_dir=str(folder / "cache"), **options)
         parts = open_documents(Config(data=data), tokenizer)
         read = [
-            [tokenizer.decode(part.read(k, 0, 99)[0]).removesuffix("<|im_end|>") for k in range(len(part))]
+            [str(tokenizer.decode(part.read(k, 0, 99)[0])).removesuffix("<|im_end|>") for k in range(len(part))]
             for part in parts
             if part
         ]

@@ -3,6 +3,7 @@
 import functools
 import http.server
 import json
+import sys
 import threading
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import fsspec
 import numpy as np
 import pyarrow
 import pytest
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from tiny import byte_tokenizer
 
 from jaxtune.config.schema import Dataset
@@ -103,7 +105,7 @@ def test_a_url_of_any_kind_of_file_split_or_saved_dataset(tmp_path, memory):
     for split in parts:
         system.pipe(f"/bucket/named/{split}.jsonl", jsonl(split))
     assert texts("memory://bucket/named") == ["train"] and texts("memory://bucket/named", split="test") == ["test"]
-    datasets.DatasetDict(parts).save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({**parts}).save_to_disk(tmp_path / "saved")
     system.put(f"{tmp_path}/saved/", "/bucket/saved/", recursive=True)
     assert texts("memory://bucket/saved", split="test") == ["two"]
     with pytest.raises(UserError, match="has no split 'dev'"):
@@ -122,19 +124,17 @@ def test_a_url_is_read_again_when_its_file_has_changed(tmp_path, memory):
     [("s3://bucket/a.jsonl", "(?i)install s3fs"), ("ftpx://host/a.jsonl", "cannot be reached: Protocol not known")],
 )
 def test_a_url_that_needs_a_package_or_is_unknown_says_so(url, wrong, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "s3fs", None)
+    monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(UserError, match=wrong):
         texts(url)
 
 
 def test_a_line_that_goes_dead_is_never_skipped(memory, monkeypatch):
-    class Dead(fsspec.implementations.memory.MemoryFile):
+    class Dead(MemoryFile):
         def readinto(self, _):
             raise RuntimeError("the line went dead")
 
-    monkeypatch.setattr(
-        fsspec.implementations.memory.MemoryFileSystem, "_open", lambda self, path, **_: Dead(self, path)
-    )
+    monkeypatch.setattr(MemoryFileSystem, "_open", lambda self, path, **_: Dead(self, path))
     for on_bad_row in ("error", "skip"):
         with pytest.raises(UserError, match="a.jsonl cannot be read to its end: the line went dead"):
             texts(f"{memory}/a.jsonl", on_bad_row)
