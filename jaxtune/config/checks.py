@@ -41,6 +41,26 @@ def _data(config: Config) -> Iterator[Problem]:
             if not entry.path:
                 key = f"data.{name}[{i}].path"
                 yield Problem((key,), f"{key} = {entry.path!r}: must name a file, folder, or hub id")
+            key = f"data.{name}[{i}]"
+            if entry.path == "dummy" and entry.samples is None:
+                text = f"{key}.samples: path='dummy' has no end; say how many samples to make"
+                yield Problem((f"{key}.samples", f"{key}.path"), text)
+            if entry.shards is not None and (entry.shard_idx is None or entry.shard_idx >= entry.shards):
+                reason = f"must be one of the parts, 0 to {entry.shards - 1}"
+                yield Problem((f"{key}.shard_idx", f"{key}.shards"), f"{key}.shard_idx = {entry.shard_idx}: {reason}")
+        weighted = [entry.weight is not None for entry in getattr(data, name)]
+        if any(weighted):
+            key = f"data.{name}[{weighted.index(True)}].weight"
+            if data.mixing == "concat":
+                reason = "has no effect: data.mixing = 'concat' takes all of each dataset"
+                yield Problem((key, "data.mixing"), f"{key}: {reason}", moot=True)
+            elif data.mixing_temperature is not None:
+                yield Problem((key, "data.mixing_temperature"), f"{key}: not with data.mixing_temperature")
+            elif not all(weighted):
+                key = f"data.{name}[{weighted.index(False)}].weight"
+                yield Problem((key,), f"{key} = None: other datasets have a weight; give one to each, or to none")
+    if data.validation_split >= 1 and data.validation_split % 1:
+        yield _problem(config, "data.validation_split", "a number of documents, or a fraction below 1")
     if data.packing and data.packing_method == "first_fit_decreasing" and not data.shuffle:
         reason = "sorts documents by length, but data.shuffle = False keeps their order; choose 'sequential'"
         yield _problem(config, "data.packing_method", reason, "data.shuffle")

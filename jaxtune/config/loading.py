@@ -89,12 +89,12 @@ def resolve(
 
 
 def _of_other_datasets(values: dict[str, Any], typed: Mapping[str, str]) -> Iterator[Problem]:
-    """Resets subset, revision, split and glob of entries whose path was typed: they belong to the recipe's dataset."""
+    """Resets what belongs to the recipe's own dataset, such as its split, in entries whose path was typed."""
     for list_name in ("datasets", "eval_datasets"):
         for i, fields in enumerate(values.get("data", {}).get(list_name, ())):
             entry = f"data.{list_name}[{i}]"
             own = isinstance(fields, dict) and f"{entry}.path" in typed
-            for name in ("subset", "revision", "split", "glob") if own else ():
+            for name in ("subset", "revision", "split", "glob", "ds_type") if own else ():
                 default, key = getattr(Dataset(), name), f"{entry}.{name}"
                 if key not in typed and fields.get(name, default) != default:
                     text = f"{key} = {fields[name]!r}: has no effect: it belongs to the recipe's own dataset"
@@ -184,10 +184,13 @@ def _build(section: Any, values: Any, prefix: str, problems: list[Problem]) -> A
         elif (entry := keys.entry_type(annotation)) and isinstance(value, list):
             fields[name] = tuple(_build(entry, item, f"{key}[{i}].", problems) for i, item in enumerate(value))
         else:
+            rule = section.__dataclass_fields__[name]
+            if value == -1 and annotation == int | None and not rules.inside(-1, rule.metadata["within"]):
+                value = None  # as other toolkits write a count that is not set
             try:
                 fields[name] = _convert(value, annotation)
             except TypeError:
-                meaning = section.__dataclass_fields__[name].metadata["doc"]
+                meaning = rule.metadata["doc"]
                 expected = keys.describe(annotation)
                 if _is_infinite_or_nan(value):
                     expected = f"a finite {expected}"
@@ -230,7 +233,7 @@ def _convert(value: Any, annotation: Any) -> Any:
     raise TypeError
 
 
-_WORD = r"([\w.*=-]+|<[^<>,]+>)"  # a name, a pattern of names, or a special token
+_WORD = r"([\w.*=/:~-]+|<[^<>,]+>)"  # a name, a path, a pattern of these, or a special token
 
 
 def _from_text(text: str, annotation: Any) -> Any:

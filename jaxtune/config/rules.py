@@ -67,9 +67,12 @@ def inside(value: float, within: str) -> bool:
 
 
 def malformed(value: Any, unit: str) -> str | None:
-    """What is wrong with a text whose unit is "regex", or with a list of "REGEX=FACTOR"; None if it is valid."""
+    """What is wrong with a text whose unit is "regex", or a list of "REGEX=FACTOR" or "KEY=NAME"; None if valid."""
     if unit == "regex" and isinstance(value, str):
         return _not_a_regex(value)
+    for entry in value if unit == "KEY=NAME" else ():
+        if not re.fullmatch(r"[^=]+=.+", entry):
+            return f"{entry!r} is not 'KEY=NAME', such as 'role=speaker'"
     for entry in value if unit == "REGEX=FACTOR" else ():
         pattern, _, factor = entry.rpartition("=")
         if not pattern or not _is_factor(factor):

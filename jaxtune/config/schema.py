@@ -21,7 +21,7 @@ def option(default: Any, doc: str, unit: str = "", when: str = "") -> Any:
         default: The value if it is not set.
         doc: Its meaning.
         unit: The unit and interval of a number: "steps [1, inf)", "(0, inf)", "fraction [0, 1)"; or the form of a text,
-            which is checked: "regex", "REGEX=FACTOR".
+            which is checked: "regex", "REGEX=FACTOR", "KEY=NAME".
         when: The condition under which it has an effect: a Python expression over options, such as
             "optim.name == 'muon'"; for an option of a list entry, over the options of the same entry.
     """
@@ -39,7 +39,10 @@ def section(default: Any, when: str) -> Any:
 # here has an effect only for its types and for 'auto'.
 READ_BY_TYPE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tokenized": ((), ()),
-    "conversation": (("messages_field",), ("tools_field", "system_field", "system_prompt")),
+    "conversation": (
+        ("messages_field",),
+        ("message_property_mappings", "tools_field", "system_field", "system_prompt"),
+    ),
     "instruction": (
         ("instruction_field", "output_field"),
         ("input_field", "system_field", "system_prompt", "prompt_format", "prompt_format_no_input"),
@@ -72,16 +75,36 @@ class Model:
 class Dataset:
     """One entry of data.datasets or data.eval_datasets."""
 
-    path: str | None = option(None, "file, folder, or hub id")
+    path: str | tuple[str, ...] | None = option(None,
+        "file, pattern of files, folder, URL of one (s3://, gs://, abfs://, https://), list of these; hub id; or "
+        "dummy: random tokens, to measure speed")
+    dummy_length: int = option(2048, "tokens of a sample of dummy", "tokens [2, inf)", when="path == 'dummy'")
     type: Literal["auto", "text", "instruction", "conversation", "tokenized", "classification"] = option("auto",
         "how a sample becomes tokens; auto decides by the columns and says what it chose, never classification")
-    split: str = option("train", "split of a hub dataset")
+    split: str = option("train", "split of a hub dataset, or of a folder whose file names tell")
     subset: str | None = option(None, "subset (configuration name) of a hub dataset")
     revision: str | None = option(None, "branch, tag or commit on the hub")
-    glob: str | None = option(None, "in a folder, only files that match, for example '**/*.py'")
+    glob: str | tuple[str, ...] | None = option(None,
+        "in a folder or hub dataset, only files that match, for example '**/*.py', or one of several patterns")
+    ds_type: Literal["json", "csv", "tsv", "parquet", "arrow", "text"] | None = option(None,
+        "format of files whose names do not tell; unset: by the suffix; text, which is one document a file, if unknown")
     samples: int | None = option(None, "use only the first N samples", "samples [1, inf)")
+    shards: int | None = option(None, "use one of N parts: each N-th sample, from the one that shard_idx numbers",
+        "parts [1, inf)")
+    shard_idx: int | None = option(None, "which part, from 0", "[0, inf)", when="shards is not None")
+    max_tokens: int | None = option(None, "leave out documents of more tokens; unset: data.truncation decides",
+        "tokens [2, inf)")
+    weight: float | None = option(None,
+        "share of the samples, relative to those of the other datasets, with data.mixing = 'interleave_...'; given for "
+        "each or for none", "(0, inf)")
+    select_columns: tuple[str, ...] | None = option(None,
+        "columns that are read, the others are as if they were not there: leaves out an attention_mask, for example")
+    function: str | None = option(None,
+        "FILE.py:NAME, a function of your own that gets each sample as a dict and returns the dict to use, or None to "
+        "leave it out; the file is run")
     encoding: str = option("utf-8", "of text, CSV and JSON files; one in which a newline is one byte, such as cp1252")
-    text_field: str = option("text", "column of types text and classification")
+    text_field: str = option("text",
+        "column of types text and classification; as every field, also a text with columns: '{title}: {body}'")
     text_pair_field: str | None = option(None, "column of a second text, which follows the first on a line of its own",
         when="type == 'classification'")
     target_column: str = option("label", "column of the label: its name or number, or the value of a regression",
@@ -92,10 +115,13 @@ class Dataset:
     system_field: str | None = option(None, "column of the system prompt")
     system_prompt: str | None = option(None, "system prompt for every sample without one")
     prompt_format: str | None = option(None,
-        "prompt of type instruction, with {system}, {instruction}, {input}; unset: the chat template")
+        "text of type instruction, with {system}, {instruction}, {input}, {output} or any column; the answer follows "
+        "unless {output} stands in it; unset: the chat template")
     prompt_format_no_input: str | None = option(None, "the same for samples whose input is empty",
         when="prompt_format is not None")
     messages_field: str = option("messages", "column of the conversation: a list of {role, content}")
+    message_property_mappings: tuple[str, ...] = option((),
+        "keys of messages that have another name in the data: ('role=speaker', 'content=utterance')", "KEY=NAME")
     tools_field: str | None = option(None, "column of the tool descriptions handed to the chat template")
 
 
@@ -105,8 +131,14 @@ class Data:
 
     datasets: tuple[Dataset, ...] = option((), "training data, one entry per source (jaxtune.config.dataset(...))")
     eval_datasets: tuple[Dataset, ...] = option((), "validation data; replaces validation_split")
-    validation_split: float = option(0.0, "part of the training documents held out for validation", "fraction [0, 1)",
+    validation_split: float = option(0.0,
+        "training documents held out for validation: a fraction below 1, or their number", "documents [0, inf)",
         when="not data.eval_datasets")
+    mixing: Literal["concat", "interleave_under", "interleave_over"] = option("concat",
+        "all of each dataset; or shares, until the first is used up, or until the last is, repeating others")
+    mixing_temperature: float | None = option(None,
+        "shares as size ** (1 / temperature): 1 as the sizes are, more is more even; unset: by weight, or equal",
+        "(0, inf)", when="data.mixing != 'concat'")
     chat_template: str | None = option(None,
         "chat template of conversations: chatml, qwen3, qwen3_nothinking, llama3, gemma3, mistral_v3, mistral_v7, "
         "phi4, deepseek, gpt_oss, glm4, ernie, zephyr, alpaca, vicuna, or a file of Jinja; unset: the tokenizer's own")

@@ -66,7 +66,7 @@ def tokenize(
     """
     if not entries:
         raise UserError("data.datasets is empty; add an entry with jaxtune.config.dataset(path=...)")
-    found = [sources.open_source(entry) for entry in entries]
+    found = [sources.open_source(entry, len(tokenizer)) for entry in entries]
     shaping = _shaping(tokenizer, on_bad_row, labels, chat)
     cache_dir.mkdir(parents=True, exist_ok=True)
     parts = []
@@ -98,9 +98,11 @@ def _locked(path: Path) -> Iterator[bool]:
 
 
 def _folder_name(source: sources.Source, entry: Dataset, shaping: str) -> str:
-    # All options of an entry say what is read and how it is rendered. An option that says how often or in which order
-    # the documents are used, such as a mixing weight, must be left out here.
-    parts = [source.identity, dataclasses.asdict(entry), shaping]
+    # All options of an entry say what is read and how it is rendered, but its weight, which says how often. Only those
+    # that are set are in the name, so that it stays when options are added.
+    options = dataclasses.asdict(dataclasses.replace(entry, weight=None)).items()
+    given = {option: value for option, value in options if value != getattr(Dataset(), option)}
+    parts = [source.identity, given, shaping]
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:32]
 
 
@@ -117,11 +119,11 @@ def _shaping(tokenizer: "PreTrainedTokenizerFast", on_bad_row: str, labels: tupl
 
 
 class _Problems:
-    """What is wrong with the samples so far."""
+    """What is wrong with the samples so far, and how many documents are longer than they may be."""
 
     def __init__(self, on_bad_row: str):
         self._skip = on_bad_row == "skip"
-        self.count = 0
+        self.count = self.longer = 0
         self.first: list[UserError] = []
 
     def report(self, error: UserError):
@@ -161,18 +163,22 @@ def _write(
             converted = _converted(source, entry, tokenizer, problems, said.setdefault, labels, chat)
 
             def units() -> Iterator[Unit]:
-                for count, unit in enumerate(_encoded(converted, encode, problems), start=1):
+                kept = _kept(_encoded(converted, encode, problems), entry.max_tokens, problems)
+                for count, unit in enumerate(kept, start=1):
                     progress.update(line, documents=count)
                     yield unit
 
             summary = cache.write(temporary, units(), (LABEL,) if entry.type == "classification" else ())
         problems.raise_refused()
+        longer = f"{problems.longer:,} documents of more than {entry.max_tokens} tokens left out"
         if not summary["documents"]:
-            first = f"; the first problem: {problems.first[0]}" if problems.first else ""
-            raise UserError(f"data: {source.name} has no sample that can be trained on{first}")
+            why = f"; {longer}" if problems.longer else ""
+            why += f"; the first problem: {problems.first[0]}" if problems.first else ""
+            raise UserError(f"data: {source.name} has no sample that can be trained on{why}")
         form, *others = said
         counts = f"{summary['documents']:,} documents of {summary['tokens']:,} tokens"
         notes = [f"{source.name}: {form}, {counts}", *(f"{source.name}: {line}" for line in others)]
+        notes += [f"{source.name}: {longer}"] if problems.longer else []
         if problems.count:
             more = ["..."] if problems.count > _LISTED else []
             notes.append("\n  ".join([f"{problems.count:,} samples skipped:", *map(str, problems.first), *more]))
@@ -184,6 +190,15 @@ def _write(
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _kept(units: Iterable[Unit], most: int | None, problems: _Problems) -> Iterator[Unit]:
+    """The units of at most so many tokens; counts the others."""
+    for unit in units:
+        if most is not None and sum(len(document.tokens) for document in unit.documents) > most:
+            problems.longer += 1
+        else:
+            yield unit
 
 
 def _encoded(converted: Iterable[_Converted], encode: Encoder, problems: _Problems) -> Iterator[Unit]:
@@ -213,16 +228,16 @@ def _converted(
         try:
             formats.refuse_images(sample)
             if convert is None:
-                settled, columns = formats.detect(entry, list(sample))
+                settled, columns = formats.detect(entry, sample)
         except UserError as error:
             problems.report(UserError(f"{where}: {error}"))
             continue
         if convert is None:
-            convert = formats.make_format(settled, tokenizer, say, labels, chat)
+            convert = formats.make_format(settled, columns, tokenizer, say, labels, chat)
             continuous = settled.type in ("text", "tokenized")
-            say(f"{settled.type} from {columns}")
+            say(f"{settled.type} from {', '.join(columns)}")
         if not sample.keys() <= columns_seen:
-            for line in formats.unused(settled, sample):
+            for line in formats.unused(settled, columns, sample):
                 say(line)
             columns_seen |= sample.keys()
         try:

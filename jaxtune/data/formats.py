@@ -1,7 +1,6 @@
 """How a sample becomes a document of its type, which is recognised by its columns."""
 
 import dataclasses
-import string
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,9 +9,11 @@ import numpy as np
 
 from jaxtune.config.schema import READ_BY_TYPE, Chat, Dataset
 from jaxtune.data.chat import ChatTemplate
+from jaxtune.data.dialects import HISTORY, PROMPT_AND_COMPLETION, QUERIES_AND_ANSWERS, history_of, messages_in
 from jaxtune.data.encoding import Encoded, Refused, Rendered
 from jaxtune.data.labels import label_of
 from jaxtune.data.messages import NO_IMAGES, check_messages, check_tools, clip
+from jaxtune.data.templates import columns_in, fill, fill_to, is_template
 from jaxtune.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,61 +28,112 @@ Say = Callable[[str], object]
 IGNORED_LABEL = -100
 """The label of a token that is not trained, as in Hugging Face datasets."""
 
-# Optional columns that `auto` reads besides the columns that decide the type, by the option that names each.
-BESIDE = {"tools_field": "tools", "system_field": "system"}
+# The columns that are known where the entry does not name its own, by the option that would; a sample's first counts.
+KNOWN = {
+    "messages_field": ("messages", "conversations", "conversation"),
+    "instruction_field": ("instruction", "prompt", "question", "query", "problem", "input"),
+    "output_field": ("output", "completion", "answer", "response", "solution", "targets", "target", "answer_key"),
+}
+
+# Optional columns that `auto` reads, by the option that would name another; and those that are always read.
+BESIDE = {"tools_field": ("tools",), "system_field": ("system", "system_prompt")}
+_ALWAYS_BESIDE = {("input_ids",): ("labels", "attention_mask"), QUERIES_AND_ANSWERS: ("label",)}
 
 
-def detect(entry: Dataset, columns: list[str]) -> tuple[Dataset, str]:
-    """Decides the type and columns of an entry from the columns of its first sample.
+def detect(entry: Dataset, sample: Sample) -> tuple[Dataset, tuple[str, ...]]:
+    """Decides the type and columns of an entry from its first sample.
 
-    Recognised besides the columns that the entry names: ShareGPT's `conversations`, TRL's `prompt` and `completion`;
-    and with type auto `tools` and `system`.
+    Type auto is the first type that reads all options that the entry sets, and whose columns the sample has.
 
     Returns:
-        The entry with its type set, and the columns that decided it, for the summary.
+        The entry with its type and fields set, and the columns that decided it.
 
     Raises:
         UserError: the columns fit no type, or not the type that the entry gives.
     """
-    fields = {
-        type_: {field: getattr(entry, field) for field in columns}
-        for type_, (columns, _) in READ_BY_TYPE.items()
-        if type_ != "classification" or entry.type == type_  # never by auto: text beside other columns is text
+    if entry.type != "auto":
+        types = [entry.type]
+    else:
+        every = {option for type_ in READ_BY_TYPE for option in _options(type_)}
+        given = {option for option in every if getattr(entry, option) != getattr(Dataset(), option)}
+        # Never classification: text beside other columns is text.
+        types = [type_ for type_ in READ_BY_TYPE if type_ != "classification" and given <= set(_options(type_))]
+        if not types:
+            raise UserError(f"no type reads all of {', '.join(sorted(given))}; set type, and only what it reads")
+    for type_ in types:
+        needed = _needed(type_, entry, sample)
+        columns = tuple(dict.fromkeys(column for _, field in needed for column in columns_in(field)))
+        if set(columns) <= sample.keys():
+            break
+    else:
+        raise UserError(_no_type(types, entry, sample))
+    changes: dict[str, Any] = {option: field for option, field in needed if option}
+    if changes.get("instruction_field") == entry.input_field:
+        changes["input_field"] = None
+    for option, known in BESIDE.items() if entry.type == "auto" else ():
+        if option in _options(type_) and not getattr(entry, option):
+            changes[option] = next((column for column in known if column in sample), None)
+    return dataclasses.replace(entry, type=type_, **changes), columns
+
+
+def _no_type(types: list[str], entry: Dataset, sample: Sample) -> str:
+    """The text of the error: what a sample has, and what each type needs."""
+    has = ", ".join(map(str, sample)) or "none"
+    if {"chosen", "rejected"} <= sample.keys():
+        return f"preference data, with the columns {has}: losses that learn from pairs are not there yet"
+    needed = {
+        type_: " and ".join(
+            field + (f" ({option})" if option else "") for option, field in _needed(type_, entry, sample)
+        )
+        for type_ in types
     }
-    fields["tokenized"][""] = "input_ids"
-    forms = list(fields.items())
-    forms.insert(2, ("conversation", {"messages_field": "conversations"}))
-    forms.insert(4, ("instruction", {"instruction_field": "prompt", "output_field": "completion"}))
-    for type_, needed in forms:
-        if entry.type in ("auto", type_) and set(needed.values()) <= set(columns):
-            changes = {field: column for field, column in needed.items() if field}
-            if entry.type == "auto":
-                reads = [field for field in BESIDE if type_ in READ_BY_TYPE and field in READ_BY_TYPE[type_][1]]
-                changes |= {
-                    field: BESIDE[field] for field in reads if BESIDE[field] in columns and not getattr(entry, field)
-                }
-            return dataclasses.replace(entry, type=type_, **changes), ", ".join(needed.values())
-    has = ", ".join(map(str, columns)) or "none"
-    if {"chosen", "rejected"} <= set(columns):
-        raise UserError(f"preference data, with the columns {has}: losses that learn from pairs are not there yet")
-    wanted = "; ".join(
-        f"{type_}: {' and '.join(column + (f' ({field})' if field else '') for field, column in needed.items())}"
-        for type_, needed in fields.items()
-        if entry.type in ("auto", type_)
-    )
-    raise UserError(f"missing column: it has {has}, but needs {wanted}; the options in brackets name other columns")
+    wanted = "; ".join(f"{type_}: {columns}" for type_, columns in needed.items())
+    return f"missing column: it has {has}, but needs {wanted}; the options in brackets name other columns"
 
 
-def unused(entry: Dataset, columns: Iterable[str]) -> Iterator[str]:
-    """A line for each column that is not used; the entry is one returned by `detect`."""
-    needed, more = READ_BY_TYPE[entry.type]
-    read = {getattr(entry, option) for option in (*needed, *more) if option.endswith(("_field", "_column"))}
-    if entry.type == "tokenized":
-        read |= {"input_ids", "labels", "attention_mask"}
+def _needed(type_: str, entry: Dataset, sample: Sample) -> list[tuple[str, str]]:
+    """The columns that a sample of a type must have, each with the option that names it, if there is one."""
+    if type_ == "tokenized":
+        return [("", "input_ids")]
+    fields = [(option, _field(option, entry, sample)) for option in READ_BY_TYPE[type_][0]]
+    if type_ == "conversation" and fields[0][1] not in sample:
+        if set(QUERIES_AND_ANSWERS) <= sample.keys():
+            return [("", column) for column in QUERIES_AND_ANSWERS]
+        if all(isinstance(sample.get(column), list) for column in PROMPT_AND_COMPLETION):
+            return [("", column) for column in PROMPT_AND_COMPLETION]
+    if type_ == "instruction" and entry.prompt_format is None and isinstance(sample.get(HISTORY), list):
+        fields.append(("", HISTORY))
+    if type_ == "instruction" and entry.prompt_format is not None:
+        named = set(columns_in(entry.prompt_format) + columns_in(entry.prompt_format_no_input or ""))
+        fields = [field for field in fields if field[0] == "output_field" or "instruction" in named]
+        fields += [("", column) for column in sorted(named - {"system", "instruction", "input", "output", ""})]
+    return fields
+
+
+def _field(option: str, entry: Dataset, sample: Sample) -> str:
+    """What the entry names, else the first known column that the sample has, else the default."""
+    field = getattr(entry, option)
+    if field != getattr(Dataset(), option):
+        return field
+    return next((column for column in KNOWN.get(option, ()) if column in sample), field)
+
+
+def unused(entry: Dataset, found: tuple[str, ...], columns: Iterable[str]) -> Iterator[str]:
+    """A line for each column that is not used; the entry and `found` are what `detect` returned."""
+    read = {*found, *_ALWAYS_BESIDE.get(found, ())}
+    for option in _options(entry.type):
+        if option.endswith(("_field", "_column")) and (field := getattr(entry, option)):
+            read.update(columns_in(field))
     for column in columns:
         if column not in read:
-            option = next((option for option, name in BESIDE.items() if name == column and option in more), None)
+            option = next((option for option in _options(entry.type) if column in BESIDE.get(option, ())), None)
             yield f"column {column!r} is not used" + (f"; {option}={column!r} would" if option else "")
+
+
+def _options(type_: str) -> tuple[str, ...]:
+    """The options that a type reads."""
+    needed, more = READ_BY_TYPE[type_]
+    return needed + more
 
 
 def refuse_images(sample: Sample) -> None:
@@ -92,14 +144,20 @@ def refuse_images(sample: Sample) -> None:
 
 def make_format(
     entry: Dataset,
+    columns: tuple[str, ...],
     tokenizer: "PreTrainedTokenizerFast",
     say: Say = lambda line: None,
     labels: tuple[str, ...] = (),
     chat: Chat = Chat(),
 ) -> Format:
-    """The function from a sample to a document, for an entry returned by `detect`; `labels` of its classes, by number.
+    """The function from a sample to a document.
 
-    `say` is called with a line about each part of a conversation that the chat template leaves out.
+    Args:
+        entry, columns: what `detect` returned.
+        tokenizer: its vocabulary, special tokens and chat template are used.
+        say: called with a line about each part of a conversation that the chat template leaves out.
+        labels: the names of classes, by number.
+        chat: what of conversations is trained.
 
     Raises:
         UserError: at once, if the tokenizer or the entry's options do not allow the type; from the function, if a
@@ -116,18 +174,27 @@ def make_format(
         case "tokenized":
             return partial(_tokenized, len(tokenizer))
         case "conversation":
-            return partial(_conversation, entry, ChatTemplate(tokenizer, say, chat))
+            renamed = dict(pair.split("=", 1) for pair in entry.message_property_mappings)
+            return partial(_conversation, entry, columns, renamed, ChatTemplate(tokenizer, say, chat))
         case "instruction":
             if entry.prompt_format is None:
-                return partial(_chat_instruction, entry, ChatTemplate(tokenizer, say, chat))
-            return _formatted_instruction(entry, entry.prompt_format, tokenizer)
+                return partial(_chat_instruction, entry, columns, ChatTemplate(tokenizer, say, chat))
+            if tokenizer.eos_token is None:
+                raise UserError(
+                    "the tokenizer has no end-of-sequence token: an answer after prompt_format would never stop"
+                )
+            return partial(_formatted_instruction, entry, entry.prompt_format)
         case "classification":
             return partial(_classification, entry, labels, _ends_texts(tokenizer))
     raise ValueError(entry.type)
 
 
-def _conversation(entry: Dataset, template: ChatTemplate, sample: Sample) -> Rendered:
-    messages = check_messages(_column(sample, entry.messages_field))
+def _conversation(
+    entry: Dataset, columns: tuple[str, ...], renamed: Mapping[str, str], template: ChatTemplate, sample: Sample
+) -> Rendered:
+    for column in columns:
+        _column(sample, column)
+    messages = check_messages(messages_in(sample, columns, renamed))
     system = _system(sample, entry)
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
@@ -135,9 +202,10 @@ def _conversation(entry: Dataset, template: ChatTemplate, sample: Sample) -> Ren
     return template.render(messages, tools)
 
 
-def _chat_instruction(entry: Dataset, template: ChatTemplate, sample: Sample) -> Rendered:
+def _chat_instruction(entry: Dataset, columns: tuple[str, ...], template: ChatTemplate, sample: Sample) -> Rendered:
     prompt, more = _text(sample, entry.instruction_field), _optional(sample, entry.input_field)
     messages = [
+        *(history_of(sample) if HISTORY in columns else ()),
         {"role": "user", "content": f"{prompt}\n{more}" if more else prompt},
         {"role": "assistant", "content": _answer(sample, entry)},
     ]
@@ -145,31 +213,15 @@ def _chat_instruction(entry: Dataset, template: ChatTemplate, sample: Sample) ->
     return template.render([{"role": "system", "content": system}, *messages] if system else messages)
 
 
-def _formatted_instruction(entry: Dataset, prompt_format: str, tokenizer: "PreTrainedTokenizerFast") -> Format:
-    without_input = entry.prompt_format_no_input or prompt_format
-    _check_prompt_format("prompt_format", prompt_format)
-    _check_prompt_format("prompt_format_no_input", without_input)
-    if tokenizer.eos_token is None:
-        raise UserError("the tokenizer has no end-of-sequence token: an answer after prompt_format would never stop")
-
-    def convert(sample: Sample) -> Rendered:
-        more = _optional(sample, entry.input_field)
-        prompt = (prompt_format if more else without_input).format(
-            system=_system(sample, entry) or "", instruction=_text(sample, entry.instruction_field), input=more
-        )
-        text = prompt + _answer(sample, entry)
-        return Rendered(text, ((len(prompt), len(text)),), append_eos=True)
-
-    return convert
-
-
-def _check_prompt_format(option: str, form: str):
-    try:
-        names = {name for _, name, _, _ in string.Formatter().parse(form) if name is not None}
-    except ValueError as error:
-        raise UserError(f"{option}: {error}; write {{{{ and }}}} for plain braces") from None
-    if unknown := names - {"system", "instruction", "input"}:
-        raise UserError(f"{option}: unknown {{{unknown.pop()}}}; known are {{system}}, {{instruction}} and {{input}}")
+def _formatted_instruction(entry: Dataset, prompt_format: str, sample: Sample) -> Rendered:
+    more, output = _optional(sample, entry.input_field), _answer(sample, entry)
+    form = prompt_format if more else entry.prompt_format_no_input or prompt_format
+    values = dict(sample) | {"system": _system(sample, entry) or "", "input": more, "output": output}
+    if "instruction" in columns_in(form):
+        values["instruction"] = _text(sample, entry.instruction_field)
+    prompt, answer = fill_to(form, "output", values)
+    text = prompt + (answer or output)
+    return Rendered(text, ((len(prompt), len(text)),), append_eos=True)
 
 
 def _classification(entry: Dataset, labels: tuple[str, ...], append_eos: bool, sample: Sample) -> Rendered:
@@ -229,15 +281,22 @@ def _column(sample: Sample, column: str) -> Any:
     return sample[column]
 
 
-def _text(sample: Sample, column: str) -> str:
+def _text(sample: Sample, field: str) -> str:
+    """The text of a column, or of a template of columns."""
+    return fill(field, sample) if is_template(field) else _text_of(sample, field)
+
+
+def _text_of(sample: Sample, column: str) -> str:
     value = _column(sample, column)
     if not isinstance(value, str):
         raise UserError(f"column {column!r} must be text, found {clip(repr(value))}")
     return value
 
 
-def _optional(sample: Sample, column: str | None) -> str:
-    return _text(sample, column) if column and sample.get(column) is not None else ""
+def _optional(sample: Sample, field: str | None) -> str:
+    if not field or not all(sample.get(column) is not None for column in columns_in(field)):
+        return ""
+    return _text(sample, field)
 
 
 def _system(sample: Sample, entry: Dataset) -> str | None:

@@ -17,7 +17,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def check_messages(raw: Any) -> list[Message]:
-    """Messages in the form that templates expect, from {role, content} or ShareGPT's {from, value}.
+    """Messages in the form that templates expect, from {role, content}; `dialects` knows others.
 
     Text parts are joined. Tool arguments given as JSON strings become objects (most templates would encode them twice).
     What a message says about its training comes into `train` and `loss_scale`: `train` (Axolotl) and `loss` (ms-swift)
@@ -41,18 +41,11 @@ def check_tools(raw: Any) -> list[Any] | None:
     return tools
 
 
-_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
-
-
 def _check_message(raw: Any, i: int) -> Message:
     if not isinstance(raw, dict):
         raise UserError(f"message {i}: expected an object {{role, content}}, found {clip(repr(raw))}")
     # Arrow gives every message all the fields that any message has, None where a message lacks one.
     message = {key: value for key, value in raw.items() if value is not None}
-    if "from" in message and "role" not in message:
-        message["role"] = _SHAREGPT_ROLES.get(message["from"], message["from"])
-        message["content"] = message.get("value")
-        message = {key: value for key, value in message.items() if key not in ("from", "value")}
     if message.get("role") not in ROLES:
         raise UserError(f"message {i}: unknown role {message.get('role')!r}; known are {', '.join(ROLES)}")
     content = message.get("content")

@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxtune.config.schema import Config, Dataset
 from jaxtune.data.documents import tokenize
+from jaxtune.data.mixing import mix
 from jaxtune.data.units import Documents
 from jaxtune.errors import UserError
 
@@ -43,26 +44,33 @@ def open_documents(
             )
         return found
 
-    train = documents(data.datasets)
+    train, validation = documents(data.datasets), None
     if data.eval_datasets:
-        return train, documents(data.eval_datasets)
-    if data.validation_split:
-        return hold_out(train, data.validation_split, data.seed)
-    return train, None
+        validation = mix(documents(data.eval_datasets), data.eval_datasets, data)
+    elif data.validation_split:  # before mixing, which may repeat documents
+        train, validation = hold_out(train, data.validation_split, data.seed)
+    return mix(train, data.datasets, data), validation
 
 
-def hold_out(documents: Documents, fraction: float, seed: int) -> tuple[Documents, Documents]:
+def hold_out(documents: Documents, held_out: float, seed: int) -> tuple[Documents, Documents]:
     """Divides units into training and validation, at least one each; the same seed always holds out the same units.
 
+    Args:
+        documents: to be divided.
+        held_out: the units for validation: a fraction below 1, or their number.
+        seed: of the choice.
+
     Raises:
-        UserError: there is only one unit.
+        UserError: there is only one unit, or no more than are to be held out.
     """
     count = len(documents.chosen)
     if count < 2:
         raise UserError(
             "data.validation_split: there is only one document, or one unit of several; give data.eval_datasets instead"
         )
-    held = min(max(round(fraction * count), 1), count - 1)
+    if held_out >= count:
+        raise UserError(f"data.validation_split = {held_out:g}, but there are only {count} documents")
+    held = int(held_out) if held_out >= 1 else min(max(round(held_out * count), 1), count - 1)
     # The raw stream of a bit generator, unlike the distributions that numpy derives from it, never changes between
     # versions.
     order = np.argsort(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(1,))).random_raw(count), kind="stable")

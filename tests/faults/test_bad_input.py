@@ -11,7 +11,7 @@ import pytest
 from tiny import byte_tokenizer
 
 from jaxtune.config.schema import Dataset
-from jaxtune.data import sources
+from jaxtune.data import readers
 from jaxtune.data.documents import tokenize
 from jaxtune.data.labels import names_in
 from jaxtune.errors import UserError
@@ -186,7 +186,7 @@ def test_a_valid_line_of_10_mb_is_a_sample(tokenizer, tmp_path):
 
 
 def test_a_line_without_end_is_not_read_into_memory(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 1000)
     file = tmp_path / "data.jsonl"
     file.write_bytes(GOOD_TEXT + b"\n" + b"x" * 5000 + b"\n" + GOOD_TEXT + b"\n")
     with pytest.raises(UserError, match=f"{file}:2: line is longer than 1000 bytes"):
@@ -251,15 +251,15 @@ def test_bad_rows_of_a_table_are_named_by_row(tokenizer, tmp_path):
         ({"path": "missing.jsonl"}, "no such file or folder: missing.jsonl"),
         ({"path": "/nowhere/at/all"}, "no such file or folder"),
         ({"path": "{folder}", "glob": "*.rs"}, r"matches '\*.rs'"),
-        ({"path": "{folder}/a.jsonl", "revision": "main"}, "revision = 'main' has no effect: .* on this machine"),
-        ({"path": "{folder}/a.jsonl", "split": "test"}, "split = 'test' has no effect: .* is one file"),
+        ({"path": "{folder}/a.jsonl", "revision": "main"}, "revision = 'main' has no effect: .* not on the hub"),
+        ({"path": "{folder}/a.jsonl", "split": "test"}, "split = 'test' has no effect: .* names the files"),
         ({"path": "{folder}", "glob": "a*", "split": "test"}, "split = 'test' has no effect: glob"),
         ({"path": "{folder}/a.jsonl", "encoding": "latin-ish"}, "encoding='latin-ish' is not known"),
         ({"path": "{folder}/a.jsonl", "encoding": "utf-16"}, "does not end a line with one byte"),
-        ({"path": "someone/texts", "glob": "a*"}, "glob = 'a\\*' has no effect: .* on the hub"),
+        ({"path": "someone/texts", "ds_type": "json"}, "ds_type = 'json' has no effect: .* on the hub"),
         ({"path": "{folder}/a.jsonl", "type": "conversation"}, "missing column.*conversation: messages"),
-        ({"path": "{folder}/q.jsonl", "prompt_format": "{instruction} {inptu}"}, "unknown {inptu}"),
-        ({"path": "{folder}/q.jsonl", "prompt_format": "{instruction"}, "prompt_format"),
+        ({"path": "{folder}/q.jsonl", "prompt_format": "{instruction} {inptu}"}, "needs instruction: .* and inptu"),
+        ({"path": "{folder}/q.jsonl", "prompt_format": "{instruction"}, "{instruction': expected '}'"),
     ],
 )
 def test_an_entry_that_cannot_be_followed_says_why(tokenizer, tmp_path, options, message):

@@ -15,11 +15,12 @@ import pytest
 from jaxtune.config import from_json, keys
 
 ROOT = pathlib.Path(__file__).parents[2]
-# Of parallelism and memory, all but what is about reading another toolkit's files.
+# Of data, where it comes from and its form; of parallelism and memory, all but reading another toolkit's files.
 TABLES = {
     "seed_precision_optim": {"surogate": 25, "xorl": 21, "erniekit": 24, "qefficient": 10},
     "seed_chat": {"surogate": 6},
     "seed_packing": {"surogate": 4, "xorl": 4, "erniekit": 1, "qefficient": 4},
+    "seed_data": {"surogate": 8, "xorl": 12, "erniekit": 6, "qefficient": 8},
     "seed_parallel_memory": {"surogate": 18, "xorl": 21, "erniekit": 10, "qefficient": 4},
 }
 COLUMNS = ["seed", "section", "option", "category", "jaxtune", "note", "test"]

@@ -20,6 +20,11 @@ LABELS = {
     [
         ({"model.path": ""}, "model.path", "must name"),
         ({"data.datasets[1].path": ""}, r"data.datasets\[1\].path", "must name"),
+        (
+            {"data.datasets[0].message_property_mappings": "role"},
+            r"data.datasets\[0\].message_property_mappings",
+            "not 'KEY=NAME'",
+        ),
         ({"data.datasets[0].samples": "0"}, r"data.datasets\[0\].samples", "at least 1"),
         ({"data.datasets[0].prompt_format_no_input": "x"}, r"data.datasets\[0\].prompt_format_no", "prompt_format"),
         (
@@ -43,7 +48,6 @@ LABELS = {
         ({**LABELS, "model.id2label": "a,a"}, "model.id2label", "one label twice"),
         ({"optim.warmup_ratio": "1.5"}, "optim.warmup_ratio", "from 0 to 1"),
         ({"optim.final_lr_fraction": "-0.1"}, "optim.final_lr_fraction", "from 0 to 1"),
-        ({"data.validation_split": "1"}, "data.validation_split", "below 1"),
         ({"data.packing": "no", "data.packing_method": "sequential"}, "data.packing_method", "only when data.packing"),
         (
             {"data.packing_method": "first_fit_decreasing", "data.shuffle": "no"},
@@ -52,6 +56,28 @@ LABELS = {
         ),
         ({"data.group_by_length": "yes"}, "data.group_by_length", "only when not data.packing and data.shuffle"),
         ({"data.drop_last": "yes", "train.max_steps": "5"}, "data.drop_last", "only when train.max_steps is None"),
+        ({"data.validation_split": "1.5"}, "data.validation_split", "number of documents, or a fraction below 1"),
+        ({"data.datasets[0].path": "dummy"}, r"data.datasets\[0\].samples", "how many samples to make"),
+        ({"data.datasets[0].dummy_length": "8"}, r"data.datasets\[0\].dummy_length", "only when path == 'dummy'"),
+        ({"data.datasets[0].shards": "2"}, r"data.datasets\[0\].shard_idx", "one of the parts, 0 to 1"),
+        (
+            {"data.datasets[0].shards": "2", "data.datasets[0].shard_idx": "2"},
+            r"data.datasets\[0\].shard_idx",
+            "one of the parts, 0 to 1",
+        ),
+        ({"data.datasets[0].weight": "1"}, r"data.datasets\[0\].weight", "has no effect: data.mixing = 'concat'"),
+        (
+            {"data.mixing": "interleave_under", "data.datasets[0].weight": "1"},
+            r"data.datasets\[1\].weight",
+            "give one to each, or to none",
+        ),
+        (
+            {"data.mixing": "interleave_over", "data.datasets[0].weight": "1", "data.mixing_temperature": "2"},
+            r"data.datasets\[0\].weight",
+            "not with data.mixing_temperature",
+        ),
+        ({"data.mixing_temperature": "2"}, "data.mixing_temperature", "only when data.mixing != 'concat'"),
+        ({"data.datasets[0].shard_idx": "0"}, r"data.datasets\[0\].shard_idx", "only when shards is not None"),
         ({"lora.enabled": "true", "lora.dropout": "1"}, "lora.dropout", "below 1"),
         ({"data.seq_len": "0"}, "data.seq_len", "at least"),
         ({"train.micro_batch_size": "-1"}, "train.micro_batch_size", "at least 1"),

@@ -83,6 +83,7 @@ def error(capsys, *arguments):
         ("train.run_name=100", "train.run_name", "100"),
         ("train.run_name=1e3", "train.run_name", "1e3"),
         ("data.cache_dir=None", "data.cache_dir", None),
+        ("train.max_steps=-1", "train.max_steps", None),  # not set, as others write it
         ("train.output_dir='x'", "train.output_dir", "'x'"),
         ("precision.recipe=fp32", "precision.recipe", "fp32"),
         ("ckpt.resume=5", "ckpt.resume", 5),
@@ -97,6 +98,18 @@ def test_command_line_value(recipe, argument, key, value):
     if key == "data.datasets":
         got = tuple(entry.path for entry in got)
     assert got == value and type(got) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("a.jsonl", "a.jsonl"),
+        ("~/a.jsonl,s3://bucket/b/*.parquet", ("~/a.jsonl", "s3://bucket/b/*.parquet")),
+        ("('a b.jsonl', 'c.jsonl')", ("a b.jsonl", "c.jsonl")),
+    ],
+)
+def test_a_path_is_one_or_a_list(recipe, text, path):
+    assert load(f"--config={recipe()}", f"--config.data.datasets[0].path={text}").data.datasets[0].path == path
 
 
 @pytest.mark.parametrize(

@@ -324,17 +324,17 @@ def test_a_template_that_is_not_jinja_or_not_there_is_an_error(tmp_path):
             ChatTemplate(byte_tokenizer(tmp_path, source))
 
 
-def test_sharegpt_messages_text_parts_and_tool_calls_come_into_one_form():
+def test_text_parts_and_tool_calls_come_into_one_form():
     messages = check_messages(
         [
-            {"from": "human", "value": "Hi"},
+            {"role": "user", "content": "Hi"},
             {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": None},
             {
                 "role": "assistant",
                 "content": None,
                 "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}],
             },
-            {"from": "gpt", "value": "Yo"},
+            {"role": "assistant", "content": "Yo"},
         ]
     )
     assert messages == [

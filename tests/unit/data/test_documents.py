@@ -245,6 +245,15 @@ def test_the_columns_tell_the_type_and_only_the_answer_is_trained(read, tmp_path
     assert not documents.continuous.any()
 
 
+def test_documents_that_are_longer_than_an_entry_allows_are_left_out_and_counted(read, tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", [{"text": "a" * length} for length in (3, 4, 5, 6)])
+    found, documents = read(path, max_tokens=5)
+    assert [text for text, _ in found] == ["aaa<|im_end|>", "aaaa<|im_end|>"]
+    assert documents.notes[-1] == f"{path}: 2 documents of more than 5 tokens left out"
+    with pytest.raises(UserError, match="no sample that can be trained on; 4 documents of more than 2 tokens left out"):
+        read(path, max_tokens=2)
+
+
 def test_tokenized_samples_are_taken_as_they_are(tmp_path, tokenizer):
     rows = [
         {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]},
@@ -356,8 +365,11 @@ def test_validation_data_is_a_part_or_data_of_its_own(tokenizer, tmp_path):
     config = Config(data=Data(datasets=(entry,)), train=Train(output_dir=str(tmp_path / "runs")))
     assert open_documents(config, tokenizer)[1] is None
     assert (tmp_path / "runs" / "cache").is_dir()
-    part = open_documents(replace(config, data=replace(config.data, validation_split=0.3)), tokenizer)
-    assert [len(documents) for documents in part] == [2, 1]
+    for held_out, sizes in ((0.3, [2, 1]), (1, [2, 1]), (2, [1, 2])):
+        part = open_documents(replace(config, data=replace(config.data, validation_split=held_out)), tokenizer)
+        assert [len(documents) for documents in part] == sizes
+    with pytest.raises(UserError, match="validation_split = 3, but there are only 3 documents"):
+        open_documents(replace(config, data=replace(config.data, validation_split=3)), tokenizer)
     own = open_documents(replace(config, data=replace(config.data, eval_datasets=(other,))), tokenizer)
     assert [len(documents) for documents in own] == [3, 2]
 
@@ -419,10 +431,10 @@ def test_preference_data_is_named(read, tmp_path):
 
 
 def test_columns_of_other_names_are_answered_with_the_options_that_name_them(read, tmp_path):
-    path = jsonl(tmp_path / "a.jsonl", [{"question": "Hi", "answer": "Yo"}])
+    path = jsonl(tmp_path / "a.jsonl", [{"frage": "Hi", "antwort": "Yo"}])
     with pytest.raises(UserError, match=r"instruction \(instruction_field\) and output \(output_field\)"):
         read(path)
-    assert "Yo" in read(path, type="instruction", instruction_field="question", output_field="answer")[0][0][1]
+    assert "Yo" in read(path, type="instruction", instruction_field="frage", output_field="antwort")[0][0][1]
 
 
 @pytest.fixture(scope="module")

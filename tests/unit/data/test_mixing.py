@@ -1,0 +1,120 @@
+"""How much of each dataset is in the data."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import byte_tokenizer
+
+from jaxtune.config.schema import Config, Data, Dataset
+from jaxtune.data.rows import Rows
+from jaxtune.data.splits import open_documents
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory):
+    """Opens entries of the given numbers of documents; returns the texts of the documents, training and validation."""
+    folder = tmp_path_factory.mktemp("mixing")
+    tokenizer = byte_tokenizer(folder / "tokenizer")
+
+    def get(sizes, weights=None, split=0.0, **options):
+        entries = []
+        for i, size in enumerate(sizes):
+            path = folder / f"{i}-{size}.jsonl"
+            if not path.exists():
+                path.write_text("".join(f'{{"text": "{i}-{k}"}}\n' for k in range(size)))
+            entries.append(Dataset(path=str(path), weight=weights and weights[i]))
+        data = Data(datasets=tuple(entries), validation_split=split, cache_dir=str(folder / "cache"), **options)
+        parts = open_documents(Config(data=data), tokenizer)
+        read = [
+            [str(tokenizer.decode(part.read(k, 0, 99)[0])).removesuffix("<|im_end|>") for k in range(len(part))]
+            for part in parts
+            if part
+        ]
+        return (*read, None)[:2], parts[0], data
+
+    return get
+
+
+def shares(texts) -> list[int]:
+    """How many documents are of each entry."""
+    counts = Counter(int(text.partition("-")[0]) for text in texts)
+    return [counts[i] for i in sorted(counts)]
+
+
+@pytest.mark.parametrize(
+    "options, weights, wanted",
+    [
+        ({}, None, [60, 30, 10]),
+        ({"mixing": "interleave_under"}, None, [10, 10, 10]),
+        ({"mixing": "interleave_over"}, None, [60, 60, 60]),
+        ({"mixing": "interleave_under"}, (3, 2, 1), [30, 20, 10]),
+        ({"mixing": "interleave_under"}, (0.1, 0.8, 0.1), [4, 30, 4]),
+        ({"mixing": "interleave_over"}, (1, 2, 1), [60, 120, 60]),
+        ({"mixing": "interleave_under", "mixing_temperature": 1}, None, [60, 30, 10]),
+        ({"mixing": "interleave_over", "mixing_temperature": 2}, None, [60, 42, 24]),
+    ],
+)
+def test_datasets_are_in_the_data_in_their_shares(opened, options, weights, wanted):
+    (texts, _), documents, _ = opened((60, 30, 10), weights, **options)
+    assert shares(texts) == wanted
+    if options:
+        drawn = [note.rpartition(": ")[2] for note in documents.notes if "drawn" in note]
+        assert drawn == [f"{count} drawn of {size}" for count, size in zip(wanted, (60, 30, 10))]
+
+
+@given(
+    sizes=st.lists(st.integers(2, 30), min_size=1, max_size=3),
+    weights=st.lists(st.floats(0.1, 10), min_size=3, max_size=3),
+    over=st.booleans(),
+    shuffle=st.booleans(),
+)
+@settings(deadline=None, max_examples=40)
+def test_one_dataset_is_used_up_and_none_is_repeated_or_all_are(opened, sizes, weights, over, shuffle):
+    mixing = "interleave_over" if over else "interleave_under"
+    (texts, _), *_ = opened(sizes, weights, mixing=mixing, shuffle=shuffle)
+    counts, kinds = Counter(texts), [f"{i}-{k}" for i, size in enumerate(sizes) for k in range(size)]
+    if over:
+        assert set(texts) == set(kinds)
+        for i in range(len(sizes)):  # none is repeated twice before another has been once
+            of_one = [count for text, count in counts.items() if text.startswith(f"{i}-")]
+            assert max(of_one) - min(of_one) <= 1
+    else:
+        assert set(counts.values()) == {1} and any(count == size for count, size in zip(shares(texts), sizes))
+
+
+def test_without_shuffling_datasets_alternate_in_their_own_order(opened):
+    (texts, _), *_ = opened((4, 9), (1, 2), mixing="interleave_under", shuffle=False)
+    assert texts == ["1-0", "0-0", "1-1", "1-2", "0-1", "1-3", "1-4", "0-2", "1-5", "1-6", "0-3", "1-7"]
+
+
+def test_no_document_is_in_training_and_validation(opened):
+    (training, validation), *_ = opened((20, 5), mixing="interleave_over", split=0.2)
+    assert len(validation) == 5 and not set(training) & set(validation)
+    assert shares(training) == [max(shares(training))] * 2
+
+
+def test_rows_hold_what_was_drawn_in_every_epoch(opened):
+    (texts, _), documents, data = opened((9, 3), (1, 1), mixing="interleave_over")
+    rows = Rows(documents, replace(data, seq_len=16), epochs=2)
+    for epoch in range(2):
+        per_epoch = rows.total(1)
+        tokens = np.concatenate([rows[epoch * per_epoch + i]["tokens"] for i in range(per_epoch)])
+        assert np.count_nonzero(tokens) == sum(len(text) + 1 for text in texts)
+
+
+@pytest.mark.parametrize("options", [{}, {"mixing_temperature": 2}])
+def test_a_dataset_that_is_held_out_whole_has_no_share(opened, options):
+    (training, validation), *_ = opened((1, 30), mixing="interleave_over", split=30, **options)
+    assert training[0].startswith("1-") and len(training) == 1 and len(set(training + validation)) == 31
+
+
+def test_a_weight_does_not_tokenise_anew(opened):
+    _, _, data = opened((6, 4), (1, 2), mixing="interleave_under")
+    before = set(Path(data.cache_dir).iterdir())
+    opened((6, 4), (2, 1), mixing="interleave_under")
+    assert set(Path(data.cache_dir).iterdir()) == before
