@@ -12,7 +12,8 @@ from jaxtune.run.folder import RunFolder
 def card_rows(config: Config, folder: RunFolder, steps: int, tokens: int) -> dict[str, str]:
     """Rows of the card's table, for a model as it was after so many steps and tokens."""
     data, optim, lora = config.data, config.optim, config.lora
-    rows = {"data": ", ".join(Path(entry.path or "").name for entry in data.datasets)}
+    paths = [path for entry in data.datasets for path in _several(entry.path or "")]
+    rows = {"data": ", ".join(Path(path).name for path in paths)}
     counts = folder.path / "data.json"
     if counts.is_file():
         found = json.loads(counts.read_text())
@@ -26,7 +27,7 @@ def card_rows(config: Config, folder: RunFolder, steps: int, tokens: int) -> dic
         "precision": config.precision.recipe + (f", base in {config.quant.format}" if config.quant.format else ""),
     }
     if lora.enabled:
-        rows["LoRA"] = f"rank {lora.rank}, alpha {lora.alpha:g}, {_targets(lora.target_modules)}"
+        rows["LoRA"] = f"rank {lora.rank}, alpha {lora.alpha:g}, {', '.join(_several(lora.target_modules))}"
     seen = [row for row in metrics.read(folder.metrics) if row["step"] <= steps] if folder.metrics.is_file() else []
     shown = {
         "loss": "training loss, last step",
@@ -39,5 +40,5 @@ def card_rows(config: Config, folder: RunFolder, steps: int, tokens: int) -> dic
     return rows
 
 
-def _targets(modules: str | tuple[str, ...]) -> str:
-    return modules if isinstance(modules, str) else ", ".join(modules)
+def _several(value: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else value
