@@ -74,7 +74,7 @@ def summed(mesh, micro_batches: int, **options):
     config = Config(
         Model(dtype="float32"),
         Data(seq_len=16),
-        Train(grad_accum_steps=micro_batches, micro_batch_size=2 // micro_batches),
+        train=Train(grad_accum_steps=micro_batches, micro_batch_size=2 // micro_batches),
         memory=Memory("none"),
         precision=Precision("fp32"),
         experts=Options("dense", **options),
