@@ -86,7 +86,7 @@ def _evaluate(values: flags.FlagValues, config: Config) -> None:
     mesh = make_mesh(config.mesh, process.devices(config.device), parallel=config.parallel)
     config, model, trained, frozen = _open(values, config, mesh)
     home = model.folder if values.model is None else tokenizer_folder(model, config)  # a run uses its base's
-    tokenizer = hf.load_tokenizer(home, config.data.chat_template, config.data.special_tokens)
+    tokenizer = hf.load_tokenizer(home, config.chat.template, config.data.special_tokens)
     _, documents = data.open_documents(config, tokenizer, model.spec.vocabulary)
     if documents is None:
         raise UserError("no validation data: set data.eval_datasets or data.validation_split")

@@ -75,7 +75,7 @@ def _main(values: flags.FlagValues, config: Config):
     config = labelled(config)
     assert config.model.path is not None
     folder = hf.resolve(config.model.path, config.model.revision, weights=False)
-    tokenizer = hf.load_tokenizer(folder, config.data.chat_template, config.data.special_tokens)
+    tokenizer = hf.load_tokenizer(folder, config.chat.template, config.data.special_tokens)
     train, validation = open_documents(config, tokenizer)
     console = Console(soft_wrap=True, highlight=False)
     for note in dict.fromkeys(config.left_out + train.notes + (validation.notes if validation else ())):

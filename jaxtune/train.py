@@ -63,7 +63,7 @@ def _train(config: Config, folder: RunFolder) -> bool:
     memory.check_state(config, program, mesh)
 
     # ---- data: documents, rows, the number of steps ----
-    tokenizer = hf.load_tokenizer(model.folder, config.data.chat_template, config.data.special_tokens)
+    tokenizer = hf.load_tokenizer(model.folder, config.chat.template, config.data.special_tokens)
     feed = data.open_feed(config, tokenizer, model.spec.vocabulary, mesh, program.objective.columns)
     record = resume.record(config, model, feed)
     if saved is not None:

@@ -93,9 +93,10 @@ def _chat(config: Config) -> Iterator[Problem]:
     if not config.chat.roles:
         yield _problem(config, "chat.roles", "names no role, so nothing would be trained")
     entries = (*config.data.datasets, *config.data.eval_datasets)
+    of_generation = ("template", "response_prefix")
     if not any(entry.type in ("auto", "conversation", "instruction") and not entry.prompt_format for entry in entries):
         for field in dataclasses.fields(Chat):
-            if getattr(config.chat, field.name) != field.default and field.name != "response_prefix":
+            if getattr(config.chat, field.name) != field.default and field.name not in of_generation:
                 reason = "has no effect: a chat template renders no entry of data.datasets"
                 yield _problem(config, f"chat.{field.name}", reason, "data.datasets", moot=True)
 

@@ -51,7 +51,7 @@ ALIASES = {
     "data.packing": "sample_packing neat_packing use_packing collate_fn",
     "data.packing_method": "sample_packing_method sample_packing_sequentially packing_strategy greedy_intokens",
     "data.group_by_length": "length_column_name",
-    "data.chat_template": "template chat_template_path chat_template_jinja",
+    "chat.template": "chat_template chat_template_path chat_template_jinja",
     "chat.roles": "roles_to_train train_on_inputs train_on_prompt assistant_only_loss completion_only_loss",
     "chat.loss_scale": "mask_history",
     "chat.train_on_eos": "train_on_eot",
@@ -102,6 +102,10 @@ ALIASES = {
     "mesh.context": "context_parallel_size context_parallel_degree cp_size cp ringattn_parallel_size",
     "mesh.sequence": "sequence_parallel_degree sequence_parallel_size ulysses_parallel_size sp_size",
 }
+
+# Options that had another name, which saved configs may hold.
+RENAMED = {"data.chat_template": "chat.template"}
+
 _BY_ALIAS = {alias: key for key, aliases in ALIASES.items() for alias in aliases.split()}
 
 

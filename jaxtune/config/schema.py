@@ -139,9 +139,6 @@ class Data:
     mixing_temperature: float | None = option(None,
         "shares as size ** (1 / temperature): 1 as the sizes are, more is more even; unset: by weight, or equal",
         "(0, inf)", when="data.mixing != 'concat'")
-    chat_template: str | None = option(None,
-        "chat template of conversations: chatml, qwen3, qwen3_nothinking, llama3, gemma3, mistral_v3, mistral_v7, "
-        "phi4, deepseek, gpt_oss, glm4, ernie, zephyr, alpaca, vicuna, or a file of Jinja; unset: the tokenizer's own")
     special_tokens: tuple[str, ...] = option((),
         "tokens added to the tokenizer; embeddings without rows left for them get new rows, the mean of the others")
     seq_len: int = option(2048, "tokens in a row", "tokens [2, inf)")
@@ -171,7 +168,7 @@ WEIGHTED = ("ignore_empty_think", "ignore_think_prefix", "react", "hermes", "qwe
 
 @dataclass(frozen=True)
 class Chat:
-    """What of a conversation is trained, and how tools and answers are written; the template: data.chat_template."""
+    """How conversations become text, and what of them is trained."""
 
     roles: tuple[Literal["system", "developer", "user", "assistant", "tool"], ...] = option(("assistant",),
         "roles whose messages are trained; a message's own `train` or `loss`, true or false, counts more",
@@ -190,6 +187,9 @@ class Chat:
         "unset: as the chat template writes them")
     response_prefix: str | None = option(None,
         "text with which answers begin when a run is asked (generate --chat), such as '<think>\\n'")
+    template: str | None = option(None,
+        "how a conversation is written: chatml, qwen3, qwen3_nothinking, llama3, gemma3, mistral_v3, mistral_v7, phi4, "
+        "deepseek, gpt_oss, glm4, ernie, zephyr, alpaca, vicuna, or a file of Jinja; unset: the tokenizer's own")
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,8 @@ def _shaping(tokenizer: "PreTrainedTokenizerFast", on_bad_row: str, labels: tupl
     del backend["truncation"], backend["padding"]
     parts = [cache.FORMAT, on_bad_row, backend, tokenizer.chat_template, tokenizer.special_tokens_map]
     parts += labels
-    chat = dataclasses.replace(chat, response_prefix=None)  # of generation
+    # The template is the tokenizer's by now, and the other is of generation.
+    chat = dataclasses.replace(chat, template=None, response_prefix=None)
     parts += [dataclasses.asdict(chat)] if chat != Chat() else []  # so that documents made before have their name
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 
