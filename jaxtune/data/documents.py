@@ -25,14 +25,15 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from jaxtune.config.schema import Chat, Dataset
 from jaxtune.data import cache, formats, sources
 from jaxtune.data.columns import LABEL
-from jaxtune.data.encoding import Encoded, Encoder, Refused, Rendered
+from jaxtune.data.encoding import Encoded, Encoder, Pair, Refused, Rendered
+from jaxtune.data.preferences import shortened, with_other_answers
 from jaxtune.data.units import Documents, Unit
 from jaxtune.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_Converted = tuple[str, Rendered | Encoded, bool]
+_Converted = tuple[str, Rendered | Encoded | Pair, bool]
 """(where the sample comes from, the document, whether it is running text)."""
 
 _BATCH_CHARS = 2**22
@@ -164,12 +165,13 @@ def _write(
             converted = _converted(source, entry, tokenizer, problems, said.setdefault, labels, chat)
 
             def units() -> Iterator[Unit]:
-                kept = _kept(_encoded(converted, encode, problems), entry.max_tokens, problems)
+                kept = _kept(_encoded(converted, encode, problems), entry, problems)
                 for count, unit in enumerate(kept, start=1):
                     progress.update(line, documents=count)
                     yield unit
 
-            summary = cache.write(temporary, units(), (LABEL,) if entry.type == "classification" else ())
+            together = with_other_answers(units()) if entry.type == "unpaired_preference" else units()
+            summary = cache.write(temporary, together, formats.COLUMNS.get(entry.type, ()))
         problems.raise_refused()
         longer = f"{problems.longer:,} documents of more than {entry.max_tokens} tokens left out"
         if not summary["documents"]:
@@ -193,9 +195,13 @@ def _write(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _kept(units: Iterable[Unit], most: int | None, problems: _Problems) -> Iterator[Unit]:
-    """The units of at most so many tokens; counts the others."""
+def _kept(units: Iterable[Unit], entry: Dataset, problems: _Problems) -> Iterator[Unit]:
+    """The units, prompts not longer than they may be, of at most so many tokens; counts the others."""
+    most = entry.max_tokens
     for unit in units:
+        if entry.max_prompt_tokens is not None:
+            cut = tuple(shortened(document, entry.max_prompt_tokens) for document in unit.documents)
+            unit = dataclasses.replace(unit, documents=cut)
         if most is not None and sum(len(document.tokens) for document in unit.documents) > most:
             problems.longer += 1
         else:
@@ -207,7 +213,7 @@ def _encoded(converted: Iterable[_Converted], encode: Encoder, problems: _Proble
     pending, chars = [], 0
     for item in converted:
         pending.append(item)
-        chars += len(item[1].text) if isinstance(item[1], Rendered) else 0
+        chars += sum(len(one.text) for one in _texts(item[1]))
         if len(pending) == _BATCH_DOCUMENTS or chars >= _BATCH_CHARS:
             yield from _finished(pending, encode, problems)
             pending, chars = [], 0
@@ -243,8 +249,8 @@ def _converted(
             columns_seen |= sample.keys()
         try:
             document = convert(sample)
-            if isinstance(document, Rendered):
-                document.text.encode()
+            for text in _texts(document):
+                text.text.encode()
         except UnicodeEncodeError:
             problems.report(UserError(f"{where}: its text holds half a character (a lone surrogate)"))
         except UserError as error:
@@ -253,10 +259,28 @@ def _converted(
             yield where, document, continuous
 
 
+def _texts(document: Rendered | Encoded | Pair) -> tuple[Rendered, ...]:
+    """What of a sample is to be tokenised."""
+    match document:
+        case Rendered():
+            return (document,)
+        case Pair():
+            return document.documents
+        case Encoded():
+            return ()
+
+
 def _finished(pending: list[_Converted], encode: Encoder, problems: _Problems) -> Iterator[Unit]:
     """Tokenises the rendered documents; leaves out, and reports, documents without a target or label."""
-    texts = iter(encode([document for _, document, _ in pending if isinstance(document, Rendered)]))
+    texts = iter(encode([text for _, document, _ in pending for text in _texts(document)]))
     for where, document, continuous in pending:
+        if isinstance(document, Pair):
+            answers = tuple(next(texts) for _ in document.documents)
+            if all(answer.loss_weights[1:].any() for answer in answers):
+                yield Unit(answers, values=document.values)
+            else:
+                problems.report(Refused(f"{where}: no token of an answer is a target"))
+            continue
         encoded = next(texts) if isinstance(document, Rendered) else document
         label = document.label if isinstance(document, Rendered) else None
         if label is not None and len(encoded.tokens):

@@ -33,6 +33,8 @@ def open_documents(
     cache_dir = Path(data.cache_dir) if data.cache_dir else Path(config.train.output_dir) / "cache"
 
     def documents(entries: tuple[Dataset, ...]) -> Documents:
+        if config.sample_type is not None:
+            entries = tuple(dataclasses.replace(entry, type=config.sample_type) for entry in entries)
         found = tokenize(entries, tokenizer, cache_dir, data.on_bad_row, config.model.id2label, config.chat)
         if vocabulary is None or len(tokenizer) <= vocabulary:
             return found
