@@ -183,6 +183,14 @@ class Data:
     on_bad_row: Literal["error", "skip"] = option("error",
         "a sample that cannot be read or trained on: stop, or skip and count")
     cache_dir: str | None = option(None, "folder of tokenised documents; unset: <train.output_dir>/cache")
+    cache_only: bool = option(False,
+        "read no source: take the documents that were last made of it, with these options, from the cache")
+    num_proc: int = option(1,
+        "processes that tokenise; 1: this one, whose tokenizer uses all cores, but Python, which writes conversations "
+        "as text, one", "processes [1, inf)", when="not data.cache_only")
+    num_workers: int = option(4, "threads that read the rows of batches; 0: none, each batch when it is asked for",
+        "threads [0, inf)")
+    prefetch: int = option(4, "batches that are read ahead", "batches [0, inf)", when="data.num_workers")
 
 
 # What chat.loss_scale names: which messages are trained, and weights of text in them (`data.masks`).

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxtune.config.schema import Config
+from jaxtune.config.schema import Config, Data
 from jaxtune.data.columns import NEXT_TOKEN, Column
 from jaxtune.data.loader import batches
 from jaxtune.data.rows import Rows
@@ -31,6 +31,7 @@ class Feed:
         shape: (micro-batches, rows of a micro-batch over all devices, positions) of a step.
         total_steps: the step at which the run ends.
         chat: whether every document was rendered by the chat template, so that prompts should be too.
+        data: its num_workers and prefetch are used.
     """
 
     documents: Documents
@@ -40,6 +41,7 @@ class Feed:
     sharding: jax.NamedSharding
     total_steps: int
     chat: bool
+    data: Data = Data()
 
     @property
     def rows_per_step(self) -> int:
@@ -60,7 +62,7 @@ class Feed:
         """
         first = position.get("row", 0)
         stop = self.rows.stop if steps is None else first + steps * self.rows_per_step
-        for row, batch in batches(self.rows, self.shape, self.sharding, first, stop):
+        for row, batch in batches(self.rows, self.shape, self.sharding, first, stop, self.data):
             yield {"row": row}, batch
 
 
@@ -85,7 +87,7 @@ def open_feed(
     eval_rows = None if eval_documents is None else Rows(eval_documents, data, 1, columns, most)
     chat = not documents.continuous.any() and all(entry.prompt_format is None for entry in data.datasets)
     sharding = jax.NamedSharding(mesh, P(None, *by_token()))
-    return Feed(documents, rows, eval_rows, shape, sharding, total_steps, chat)
+    return Feed(documents, rows, eval_rows, shape, sharding, total_steps, chat, data)
 
 
 def _steps(rows: int, rows_per_step: int, drop_last: bool) -> int:

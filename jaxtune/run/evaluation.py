@@ -35,11 +35,11 @@ def make_evaluate(
     stop_row = rows.total(1)
     if config.eval.max_batches is not None:
         stop_row = min(stop_row, config.eval.max_batches * rows_per_batch)
-    sharding = jax.NamedSharding(mesh, jax.P(None, *by_token()))
+    shape, sharding = (1, rows_per_batch, config.data.seq_len), jax.NamedSharding(mesh, jax.P(None, *by_token()))
 
     def evaluate(trained: Parameters, frozen: Parameters, reference: Parameters) -> dict[str, float]:
         sums = []
-        for _, batch in data.batches(rows, (1, rows_per_batch, config.data.seq_len), sharding, 0, stop_row):
+        for _, batch in data.batches(rows, shape, sharding, 0, stop_row, config.data):
             # In Python's numbers, which neither round nor wrap however many batches there are.
             sums.append(
                 jax.tree.map(lambda value: value.item(), jax.device_get(step(trained, frozen, batch, reference)))
