@@ -29,6 +29,7 @@ from jaxtune.run.generation import continue_text
 from jaxtune.run.labels import labelled
 from jaxtune.run.lock import locked
 from jaxtune.run.model import read_base
+from jaxtune.run.scored import with_reference
 from jaxtune.run.values import check_files, frozen_parameters, initial_parameters, read_reference
 from jaxtune.run.watch import watching
 
@@ -80,6 +81,8 @@ def _train(config: Config, folder: RunFolder) -> bool:
         program, train_step, record["remat"] = memory.compile_what_fits(config, program, mesh, before)
 
     # ---- values: from the checkpoint, or initial ones ----
+    with goodput.measure("reference"):
+        feed = feed.with_rows(partial(with_reference, config, model, mesh))
     with goodput.measure("restore"):
         wanted = saved["step"] if saved and config.ckpt.resume != "auto" else None
         if saved and (restored := checkpoints.restore(program.state, wanted, grouping=model.grouping)):

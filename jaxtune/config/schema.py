@@ -649,6 +649,11 @@ class Preference:
         "what log-probabilities are compared with: start: the model before its first step; a folder or hub id of one "
         "like it, or with lora.enabled of an adapter; None: nothing (reference-free)",
         when="preference.loss not in ('simpo', 'cpo', 'orpo', 'bradley_terry')")
+    precompute_reference: bool = option(False,
+        "score all answers by the reference once, before the first step, and keep that in data.cache_dir: no second "
+        "forward pass in a step, and no copy of weights",
+        when="preference.loss not in ('simpo', 'cpo', 'orpo', 'bradley_terry') and preference.reference is not None "
+        "and preference.reference_update_steps is None")
     reference_update_steps: int | None = option(None, "the model becomes the reference after each so many steps",
         "steps [1, inf)", when="preference.loss not in ('simpo', 'cpo', 'orpo', 'bradley_terry')")
 
