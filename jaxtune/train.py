@@ -104,7 +104,7 @@ def _train(config: Config, folder: RunFolder) -> bool:
         tasks = [loop.Task("save", loop.each(config.ckpt.save_steps, total_steps), save, at_stop=True)]
         if feed.eval_rows is not None:  # before saving: the rows of metrics after a checkpoint's step are cut on resume
             evaluate = make_evaluate(config, model, feed.eval_rows, mesh, goodput.beat)
-            show = lambda state, at: watch.evaluation(at.step, evaluate(state.trained, frozen, state.reference))  # noqa: E731
+            show = lambda state, at: watch.evaluation(at.step, evaluate(state.result, frozen, state.reference))  # noqa: E731
             tasks.insert(0, loop.Task("eval", loop.each(config.eval.steps, total_steps), show))
         batches = feed.batches(position.feed, total_steps - position.step)
         state = loop.train(config, train_step, state, frozen, batches, position, rates, tasks, watch)
@@ -121,7 +121,7 @@ def _train(config: Config, folder: RunFolder) -> bool:
             f"the last {position.bad_steps} steps were not finite and changed no parameter, so nothing is exported; "
             "lower optim.learning_rate, or look for NaN in the weights and the data"
         )
-    parameters = {**frozen, **state.trained}
+    parameters = {**frozen, **state.result}
     if config.log.jsonl and multihost.is_main():
         curve.draw(folder.metrics, folder.loss_curve, folder.path.name)
     if config.export.at_end:
