@@ -245,6 +245,9 @@ class Train:
         when="not lora.enabled")
     neftune_alpha: float = option(0.0, "noise on the embeddings of training rows (NEFTune, 2023), such as 5",
         "[0, inf)")
+    label_smoothing: float = option(0.0,
+        "share of a token's target that is divided over the whole vocabulary in training", "fraction [0, 1)",
+        when="model.head == 'lm' and preference.loss is None")
     z_loss: float = option(0.0, "adds this times log(sum(exp(logits)))^2 to the training loss of a token (PaLM, 2022)",
         "[0, inf)", when="model.head == 'lm' and preference.loss is None")
 
