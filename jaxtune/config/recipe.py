@@ -154,6 +154,9 @@ def _from_yaml(path: str, file: pathlib.Path, dialect: str | None, above: tuple[
                 Problem((key,), f"line {written.lines[key]}: {key} = {value!r}: {keys.no_such_option(key)}")
             )
         given[key] = value
+    if problems and len(problems) == len(given):
+        systems = " or ".join(foreign.DIALECTS)
+        raise UserError(f"{path}: {problems[0].text}; nor are there options of {systems}")
     refuse(path, problems)
     if base is None:
         return Recipe(path, new_config(), given)
@@ -161,7 +164,8 @@ def _from_yaml(path: str, file: pathlib.Path, dialect: str | None, above: tuple[
     if not isinstance(base, str):
         raise UserError(f"{where}: expected a recipe, such as qwen_lora")
     name, _, argument = base.partition(":")
-    name = str(file.parent / name) if (file.parent / name).is_file() else name
+    beside = pathlib.Path(path).parent / name
+    name = str(beside) if beside.is_file() else name
     if pathlib.Path(name).resolve() in (file, *above):
         raise UserError(f"{where}: a recipe cannot start from itself")
     below = read_recipe(name, argument or None, above=(file, *above))

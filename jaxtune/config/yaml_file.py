@@ -40,7 +40,10 @@ def read(file: Path, name: str) -> Written:
     Raises:
         UserError: Not YAML, with the line, or not a mapping from options to values.
     """
-    loader = _Loader(file.read_text(encoding="utf-8"))
+    try:
+        loader = _Loader(file.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, yaml.reader.ReaderError) as error:
+        raise UserError(f"{name}: not text in UTF-8: {error}") from error
     try:
         node = loader.get_single_node()
         lines: dict[str, int] = {}

@@ -194,7 +194,7 @@ def _became(row: Option, value: Any, options: Mapping[str, Any]) -> tuple[Settin
         if value is None or value == row.default:
             return {}, "not there yet, and this is as without it" if row.later else "none", False
         return {}, f"not there yet: {row.later}" if row.later else "expected a list of datasets with a path each", True
-    if row.convert:
+    if row.convert and (value is not None or row.default is not _NO_DEFAULT):
         try:
             return CONVERSIONS[row.convert](options), row.note, False
         except NotYet as error:

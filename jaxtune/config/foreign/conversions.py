@@ -212,7 +212,7 @@ def xorl_resume(o: Options) -> Settings:
 
 def ernie_train(o: Options) -> Settings:
     """Paths and their shares, separated by commas; small datasets are repeated until the largest is used up."""
-    entries = _ernie_entries(o, "train")
+    entries = _ernie_entries(o, "train") if o.get("train_dataset_path") else []
     mixing = {"data.mixing": "interleave_over"} if len(entries) > 1 else {}
     return {"data.datasets": entries} | mixing
 
@@ -343,12 +343,16 @@ def ernie_save(o: Options) -> Settings:
 
 def qefficient_data(o: Options) -> Settings:
     """A file comes before a name. Validation data are the split that is named, or a part of the training data."""
-    file, name = o["dataset.json_file_path"], o["dataset.dataset_name"]
-    entry = {"path": file or name, "type": "instruction"}
+    file, name, label = o["dataset.json_file_path"], o["dataset.dataset_name"], o.get("dataset.target_column")
+    entry = {"path": file or name, "type": "classification" if label else "instruction"}
+    if label:
+        columns = _names(o["dataset.input_columns"])
+        text = columns[0] if len(columns) == 1 else " ".join(f"{{{column}}}" for column in columns)
+        entry |= {"target_column": label, "text_field": text}
     subset = o["dataset.dataset_subset"]
     if not file:
         entry |= {"split": o["dataset.train_split"]} | ({"subset": subset} if subset != "default" else {})
-    settings: Settings = {"data.datasets": [entry]}
+    settings: Settings = {"data.datasets": [entry]} | ({"model.head": "classification"} if label else {})
     if not o["training.do_eval"] or o["training.eval_strategy"] == "no":
         return settings
     if o.get("dataset.test_split") and not file:
