@@ -196,7 +196,8 @@ def _became(row: Option, value: Any, options: Mapping[str, Any]) -> tuple[Settin
         return {}, f"not there yet: {row.later}" if row.later else "expected a list of datasets with a path each", True
     if row.convert and (value is not None or row.default is not _NO_DEFAULT):
         try:
-            return CONVERSIONS[row.convert](options), row.note, False
+            settings = CONVERSIONS[row.convert](options)
+            return settings, row.note or ("" if settings else "as it is here by default"), False
         except NotYet as error:
             return {}, f"not there yet: {error}", True
     settings = {}

@@ -154,8 +154,10 @@ def xorl_muon_rate(o: Options) -> Settings:
 
 
 def xorl_no_decay(o: Options) -> Settings:
-    """Parts of names, as one regular expression."""
+    """Parts of names, as one regular expression. Adapters have no norms, biases and embeddings beside them to train."""
     parts = _names(o["train.no_decay_modules"]) + _names(o["train.no_decay_params"])
+    if xorl_qlora(o)["lora.enabled"]:
+        parts = [part for part in parts if not re.search("norm|bias|embed", part)]
     return {"optim.no_decay": "|".join(map(re.escape, parts))} if parts else {}
 
 

@@ -124,6 +124,7 @@ TRANSLATED = [
         "",
         {"data.packing_method": "first_fit_decreasing"},
     ),
+    (XORL.replace("out}", "out, weight_decay: 0.1, no_decay_modules: [norm]}"), "", {"optim.no_decay": "norm"}),
     # ERNIEKit
     (ERNIEKIT, "lora: true\n", {"lora.rank": 8, "lora.alpha": 16.0}),
     (ERNIEKIT, "lora: true\nrslora: true\n", {"lora.alpha": 4.0, "lora.use_rslora": True}),
