@@ -7,6 +7,7 @@ key       the option here that gets the value, or a list of them; data.datasets[
 values    the value here by that there (null: stays as it is by default), or several by their keys
 others    with values: other ones are taken as they are; without it they are not there yet
 convert   the function of `conversions` that reads it, together with other options
+like      a value of its kind, where there is no default to tell what convert can read
 entries   it is a list of datasets: the list here; of: the table of an entry
 present   it has no value: what counts is that it is there
 reason    why it has no meaning here, and what happens instead
@@ -41,12 +42,18 @@ class Option:
     values: Mapping[str, Any] = field(default_factory=dict)
     others: bool = False
     convert: str = ""
+    like: Any = None
     entries: str = ""
     of: Mapping[str, "Option"] = field(default_factory=dict)
     present: bool = False
     reason: str = ""
     later: str = ""
     note: str = ""
+
+    @property
+    def sample(self) -> Any:
+        """A value of its kind; None: any will do."""
+        return self.like if self.default is _NO_DEFAULT or self.default is None else self.default
 
     @property
     def keys(self) -> list[str]:
@@ -161,15 +168,15 @@ def _lines(
     """
     found = _flat(values, table)
     options = {name: row.default for name, row in table.items() if row.default is not _NO_DEFAULT}
-    kinds = {name: _kind(options.get(name)) for name in found}
-    options |= {name: value for name, value in found.items() if value is not None and isinstance(value, kinds[name])}
+    odd = {name for name, value in found.items() if name in table and not _fits(value, table[name].sample)}
+    options |= {name: value for name, value in found.items() if value is not None and name not in odd}
     for name, row in table.items():
         value = True if row.present else found.get(name, options.get(name))
-        if row.entries and isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value):
+        if row.entries and isinstance(value, list) and value and all(isinstance(entry, Mapping) for entry in value):
             for i, entry in enumerate(value):
                 yield from _lines(entry, row.of, f"{system}'s {name}", f"{name}[{i}].", f"{row.entries}[{i}].")
-        elif name in found and value is not None and not isinstance(value, kinds[name]):
-            yield Line(f"{theirs}{name}", value, True, {}, f"expected a value such as {row.default!r}", wrong=True)
+        elif name in odd:
+            yield Line(f"{theirs}{name}", value, True, {}, f"expected a value such as {row.sample!r}", wrong=True)
         elif name in found or (name in options and not (row.reason or row.later)):
             settings, text, wrong = _became(row, value, options)
             settings = {f"{ours}{key}": setting for key, setting in settings.items()}
@@ -180,20 +187,21 @@ def _lines(
         yield Line(f"{theirs}{name}", found[name], True, {}, text, wrong=True)
 
 
-def _kind(default: Any) -> type | tuple[type, ...]:
-    """What a value may be beside this default."""
-    kinds: dict[type, tuple[type, ...]] = {int: (int, float), float: (int, float), str: (str, int, float)}
-    return bool if isinstance(default, bool) else kinds.get(type(default), object)
+def _fits(value: Any, sample: Any) -> bool:
+    """Whether a value is of the kind of a sample."""
+    kinds = {bool: bool, int: (int, float), float: (int, float), str: (str, int, float), list: (list, str), dict: dict}
+    return value is None or isinstance(value, kinds.get(type(sample), object))
 
 
 def _became(row: Option, value: Any, options: Mapping[str, Any]) -> tuple[Settings, str, bool]:
     """(settings, text, whether that is an error)."""
     if row.reason:
         return {}, row.reason, False
-    if row.later or row.entries:
-        if value is None or value == row.default:
-            return {}, "not there yet, and this is as without it" if row.later else "none", False
-        return {}, f"not there yet: {row.later}" if row.later else "expected a list of datasets with a path each", True
+    if row.entries:
+        return ({}, "expected a list of datasets with a path each", True) if value else ({}, "none", False)
+    if row.later:
+        same = value is None or value == row.default
+        return {}, "not there yet, and this is as without it" if same else f"not there yet: {row.later}", not same
     if row.convert and (value is not None or row.default is not _NO_DEFAULT):
         try:
             settings = CONVERSIONS[row.convert](options)

@@ -14,7 +14,7 @@ class NotYet(Exception):
 
 def _names(value: Any) -> list[str]:
     """One name, several or none."""
-    return [value] if isinstance(value, str) else list(value or ())
+    return [value] if isinstance(value, str) else [str(name) for name in value or ()]
 
 
 # ---- Surogate ----
@@ -238,7 +238,10 @@ def _ernie_entries(o: Options, part: str) -> list[Settings]:
     types = {"erniekit": "conversation", "alpaca": "instruction", "messages": "conversation"}
     paths = _split(o[f"{part}_dataset_path"])
     kinds = _split(o[f"{part}_dataset_type"])
-    shares = [float(share) for share in _split(o[f"{part}_dataset_prob"])]
+    try:
+        shares = [float(share) for share in _split(o[f"{part}_dataset_prob"])]
+    except ValueError:
+        raise NotYet("probabilities that are not numbers with commas between them") from None
     if unknown := [kind for kind in kinds if kind not in types]:
         raise NotYet(f"data of type {unknown[0]}; there are {', '.join(types)}")
     if len(paths) == 1:
