@@ -106,9 +106,11 @@ def _parse(
     except (flags.Error, ValueError) as error:
         missing = re.fullmatch(r"flag --(\w+)=None: .*", str(error))
         raise UserError(f"--{missing[1]}=... is missing; --help tells more" if missing else str(error)) from error
-    positional = rest if with_config else []  # as other systems call it: train config.yaml
-    if rest and not (positional and pathlib.Path(rest[0]).suffix in (".yaml", ".yml", ".py", ".json")):
-        raise UserError(f"{rest[0]!r} does not belong to a flag; write --name=value")
+    # As other systems call it: train config.yaml
+    positional = [word for word in rest if with_config and pathlib.Path(word).suffix in (".yaml", ".yml")]
+    if rest != positional:
+        stray = next(word for word in rest if word not in positional)
+        raise UserError(f"{stray!r} does not belong to a flag; write --name=value")
     if not with_config:
         return None
     given = [argument for argument in arguments if re.match("--?config(=|$)", argument)] + positional

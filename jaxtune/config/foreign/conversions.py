@@ -203,10 +203,9 @@ def xorl_exclude(o: Options) -> Settings:
 
 def xorl_resume(o: Options) -> Settings:
     """auto, or a path, which is not there yet."""
-    path = o["train.load_checkpoint_path"]
-    if path not in (None, "auto"):
+    if o["train.load_checkpoint_path"] != "auto":
         raise NotYet("resuming from a path; 'auto' goes on with the run of that name")
-    return {"ckpt.resume": "auto" if path else "never"}
+    return {"ckpt.resume": "auto"}
 
 
 # ---- ERNIEKit ----
