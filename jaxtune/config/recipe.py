@@ -153,6 +153,8 @@ def _from_yaml(path: str, file: pathlib.Path, dialect: str | None, above: tuple[
             problems.append(
                 Problem((key,), f"line {written.lines[key]}: {key} = {value!r}: {keys.no_such_option(key)}")
             )
+        elif key in given:
+            problems.append(Problem((key,), f"line {written.lines[key]}: {key} is written twice"))
         given[key] = value
     if problems and len(problems) == len(given):
         systems = " or ".join(foreign.DIALECTS)
