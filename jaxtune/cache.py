@@ -41,8 +41,11 @@ def remove(entry: Path) -> None:
     shutil.rmtree(gone)
 
 
-def remove_remains(folder: Path) -> None:
-    """Removes this host's half-written documents whose lock no process holds, and locks of removed entries."""
+def remove_remains(folder: Path, limit: float) -> None:
+    """Removes unfinished documents whose lock no process holds, and locks of removed entries.
+
+    Of unfinished documents, finished parts go if the last was made before `limit`, and what this host was writing.
+    """
     for lock in folder.glob("*.lock"):
         with lock.open("a") as file:
             try:
@@ -51,7 +54,10 @@ def remove_remains(folder: Path) -> None:
                 continue
             for unfinished in folder.glob(f"{lock.stem}.{socket.gethostname()}.*.tmp"):
                 shutil.rmtree(unfinished)
-            if not [*folder.glob(f"{lock.stem}.*.tmp"), *folder.glob(lock.stem)]:
+            parts = folder / f"{lock.stem}.parts"
+            if parts.exists() and parts.stat().st_mtime <= limit:
+                shutil.rmtree(parts)
+            if not [*folder.glob(f"{lock.stem}.*.tmp"), *folder.glob(lock.stem), *folder.glob(parts.name)]:
                 lock.unlink()
 
 
@@ -85,7 +91,7 @@ def _main(values: flags.FlagValues, _: None) -> None:
         if removed:
             remove(entry)
     if limit is not None:
-        remove_remains(folder)
+        remove_remains(folder, limit)
 
 
 main = partial(command.run, _define_flags, _main, with_config=False)

@@ -70,7 +70,7 @@ def _main(values: flags.FlagValues, _: None) -> None:
         parameters = read_parameters(model, model.whole)
         if config.lora.enabled:
             parameters |= initial_parameters(model, config)
-    tokenizer = hf.load_tokenizer(home, config.data.chat_template, config.data.special_tokens)
+    tokenizer = hf.load_tokenizer(home, config.chat.template, config.data.special_tokens)
     stop = stop_tokens(home, tokenizer)
     if values.chat:
         template = data.ChatTemplate(tokenizer, chat=config.chat)

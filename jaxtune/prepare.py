@@ -4,9 +4,13 @@
 
 No weights are read. Each sample is shown up to the length of a row, with trained and context tokens apart. With --ids
 each token is token(id|label|weight), with the label and weight in the loss: -100 and 0 for context.
+
+With --shard=0/4, 1/4, 2/4 and 3/4 four machines that share data.cache_dir tokenise a quarter each. The run that
+follows, or prepare without --shard, joins them, and does what is missing.
 """
 
 import itertools
+import re
 import sys
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,9 +21,10 @@ from rich.text import Text
 
 from jaxtune import command, hf
 from jaxtune.config.schema import Config
-from jaxtune.data import Documents, Rows, open_documents
+from jaxtune.data import Documents, Rows, open_documents, prepare_documents
 from jaxtune.data.columns import LABELLED, NEXT_TOKEN
 from jaxtune.data.formats import IGNORED_LABEL
+from jaxtune.errors import UserError
 from jaxtune.run.labels import labelled
 
 if TYPE_CHECKING:
@@ -68,24 +73,37 @@ def _in_a_line(tokenizer: "PreTrainedTokenizerFast", tokens: list[int]) -> str:
 
 def _define_flags(values: flags.FlagValues):
     flags.DEFINE_integer("show", 3, "samples to show", flag_values=values, lower_bound=0)
+    flags.DEFINE_string("shard", None, "I/N: only tokenise, the I-th of N shards, from 0", flag_values=values)
     flags.DEFINE_bool("ids", False, "show each token with its id, label and weight", flag_values=values)
+
+
+def _shard(text: str) -> tuple[int, int]:
+    numbers = re.fullmatch(r"(\d+)/(\d+)", text)
+    if numbers is None or int(numbers[1]) >= int(numbers[2]):
+        raise UserError(f"--shard={text}: I/N, a shard and their number, such as 0/4 to 3/4")
+    return int(numbers[1]), int(numbers[2])
 
 
 def _main(values: flags.FlagValues, config: Config):
     config = labelled(config)
     assert config.model.path is not None
     folder = hf.resolve(config.model.path, config.model.revision, weights=False)
-    tokenizer = hf.load_tokenizer(folder, config.data.chat_template, config.data.special_tokens)
-    train, validation = open_documents(config, tokenizer)
+    tokenizer = hf.load_tokenizer(folder, config.chat.template, config.data.special_tokens)
     console = Console(soft_wrap=True, highlight=False)
+    if values.shard is not None:
+        for line in prepare_documents(config, tokenizer, _shard(values.shard)):
+            console.print(line, markup=False)
+        return
+    train, validation = open_documents(config, tokenizer)
     for note in dict.fromkeys(config.left_out + train.notes + (validation.notes if validation else ())):
         console.print(note, markup=False)
-    columns = LABELLED if config.model.head == "classification" else NEXT_TOKEN
+    classifier = config.sample_type == "classification"
+    columns, labels = (LABELLED, config.model.id2label) if classifier else (NEXT_TOKEN, ())
     console.print(f"training: {Rows(train, config.data, 1, columns).counts}")
     if validation:
         console.print(f"validation: {Rows(validation, config.data, 1, columns).counts}")
     for i in range(min(values.show, len(train))):
-        shown = describe(train, i, tokenizer, config.data.seq_len, values.ids, config.model.id2label)
+        shown = describe(train, i, tokenizer, config.data.seq_len, values.ids, labels)
         console.print(Text(f"\nsample {i}: ") + shown)
 
 

@@ -29,7 +29,8 @@ from jaxtune.run.generation import continue_text
 from jaxtune.run.labels import labelled
 from jaxtune.run.lock import locked
 from jaxtune.run.model import read_base
-from jaxtune.run.values import check_files, frozen_parameters, initial_parameters
+from jaxtune.run.scored import with_reference
+from jaxtune.run.values import check_files, frozen_parameters, initial_parameters, read_reference
 from jaxtune.run.watch import watching
 
 log = logging.getLogger("jaxtune")
@@ -63,7 +64,7 @@ def _train(config: Config, folder: RunFolder) -> bool:
     memory.check_state(config, program, mesh)
 
     # ---- data: documents, rows, the number of steps ----
-    tokenizer = hf.load_tokenizer(model.folder, config.data.chat_template, config.data.special_tokens)
+    tokenizer = hf.load_tokenizer(model.folder, config.chat.template, config.data.special_tokens)
     feed = data.open_feed(config, tokenizer, model.spec.vocabulary, mesh, program.objective.columns)
     record = resume.record(config, model, feed)
     if saved is not None:
@@ -80,6 +81,8 @@ def _train(config: Config, folder: RunFolder) -> bool:
         program, train_step, record["remat"] = memory.compile_what_fits(config, program, mesh, before)
 
     # ---- values: from the checkpoint, or initial ones ----
+    with goodput.measure("reference"):
+        feed = feed.with_rows(partial(with_reference, config, model, mesh))
     with goodput.measure("restore"):
         wanted = saved["step"] if saved and config.ckpt.resume != "auto" else None
         if saved and (restored := checkpoints.restore(program.state, wanted, grouping=model.grouping)):
@@ -89,6 +92,8 @@ def _train(config: Config, folder: RunFolder) -> bool:
             start = jax.jit(program.start, donate_argnums=0)
             first = ("eval",) if config.eval.at_start else ()
             state, position = start(initial_parameters(model, config)), loop.Position(put_off=first)
+            if state.reference and config.preference.reference != "start":
+                state = state._replace(reference=read_reference(model, config, state.reference))
         frozen = frozen_parameters(model, config)
         resume.begin(config, folder, feed.rows.counts)
 
@@ -99,7 +104,7 @@ def _train(config: Config, folder: RunFolder) -> bool:
         tasks = [loop.Task("save", loop.each(config.ckpt.save_steps, total_steps), save, at_stop=True)]
         if feed.eval_rows is not None:  # before saving: the rows of metrics after a checkpoint's step are cut on resume
             evaluate = make_evaluate(config, model, feed.eval_rows, mesh, goodput.beat)
-            show = lambda state, at: watch.evaluation(at.step, evaluate(state.trained, frozen))  # noqa: E731
+            show = lambda state, at: watch.evaluation(at.step, evaluate(state.trained, frozen, state.reference))  # noqa: E731
             tasks.insert(0, loop.Task("eval", loop.each(config.eval.steps, total_steps), show))
         batches = feed.batches(position.feed, total_steps - position.step)
         state = loop.train(config, train_step, state, frozen, batches, position, rates, tasks, watch)

@@ -45,6 +45,18 @@ ALIASES = {
     "data.datasets[i].output_field": "completion_template",
     "data.datasets[i].target_column": "label_column label_field target_field",
     "data.datasets[i].system_prompt": "default_system system_message",
+    "data.datasets[i].max_prompt_tokens": "max_prompt_length max_prompt_len",
+    "data.datasets[i].desirable_field": "kto_tag",
+    "preference.loss": "pref_loss dpo_loss loss_type rl",
+    "preference.beta": "pref_beta dpo_beta rl_beta kto_beta",
+    "preference.label_smoothing": "dpo_label_smoothing",
+    "preference.simpo_gamma": "gamma",
+    "preference.loss_weight": "pref_loss_ratio",
+    "preference.sft_weight": "sft_loss_ratio pref_ftx rpo_alpha cpo_alpha",
+    "preference.reference": "ref_model reference_free",
+    "preference.reference_update_steps": "ref_model_update_steps ref_model_sync_steps",
+    "preference.desirable_weight": "kto_desirable_weight kto_chosen_weight",
+    "preference.undesirable_weight": "kto_undesirable_weight kto_rejected_weight",
     "data.validation_split": "val_size val_set_size test_size validation_split_percentage",
     "data.mixing": "mix_strategy stopping_strategy",
     "data.datasets[i].weight": "interleave_probs probabilities sampling_prob train_dataset_prob eval_dataset_prob",
@@ -52,7 +64,11 @@ ALIASES = {
     "data.packing": "sample_packing neat_packing use_packing collate_fn",
     "data.packing_method": "sample_packing_method sample_packing_sequentially packing_strategy greedy_intokens",
     "data.group_by_length": "length_column_name",
-    "data.chat_template": "template chat_template_path chat_template_jinja",
+    "data.num_proc": "dataset_num_proc preprocessing_num_workers dataset_num_processes",
+    "data.num_workers": "dataloader_num_workers num_dataloader_workers",
+    "data.prefetch": "dataloader_prefetch_factor prefetch_factor",
+    "data.cache_only": "skip_prepare_dataset",
+    "chat.template": "chat_template chat_template_path chat_template_jinja",
     "chat.roles": "roles_to_train train_on_inputs train_on_prompt assistant_only_loss completion_only_loss",
     "chat.loss_scale": "mask_history",
     "chat.train_on_eos": "train_on_eot",
@@ -103,6 +119,10 @@ ALIASES = {
     "mesh.context": "context_parallel_size context_parallel_degree cp_size cp ringattn_parallel_size",
     "mesh.sequence": "sequence_parallel_degree sequence_parallel_size ulysses_parallel_size sp_size",
 }
+
+# Options that had another name, which saved configs may hold.
+RENAMED = {"data.chat_template": "chat.template"}
+
 _BY_ALIAS = {alias: key for key, aliases in ALIASES.items() for alias in aliases.split()}
 
 

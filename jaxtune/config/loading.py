@@ -148,6 +148,8 @@ def to_json(config: Config) -> str:
 def from_json(text: str, source: str = "saved config") -> Config:
     """The config that `to_json` wrote; options added since then have their defaults. `source` is its name in errors.
 
+    An option that was renamed since then is read by its old name.
+
     Raises:
         UserError: Not JSON, an unknown key, or a wrong type.
     """
@@ -157,6 +159,10 @@ def from_json(text: str, source: str = "saved config") -> Config:
         raise UserError(f"{source}: not JSON: {error}") from error
     if isinstance(values, dict) and "model_type" in values:
         raise UserError(f"{source}: it describes a model, not a run")
+    for old, new in keys.RENAMED.items() if isinstance(values, dict) else ():
+        section, _, name = old.partition(".")
+        if isinstance(values.get(section), dict) and name in values[section]:
+            set_value(values, new, values[section].pop(name))
     problems: list[Problem] = []
     config = _build(Config, values, "", problems)
     refuse(source, problems)

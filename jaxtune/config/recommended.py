@@ -20,6 +20,8 @@ LEARNING_RATES = (
     ("pretraining", 10.0, 1.2e-4, GPT3),
     ("pretraining", 20.0, 1e-4, GPT3),
     ("pretraining", math.inf, 6e-5, GPT3),
+    ("preferences", math.inf, 1e-6, ERNIEKIT),
+    ("preferences, LoRA", math.inf, 1e-5, ERNIEKIT),
     ("full", math.inf, 3e-5, ERNIEKIT),
     ("LoRA", math.inf, 3e-4, ERNIEKIT),
     ("QLoRA", 20.0, 2e-4, QLORA),
@@ -53,8 +55,10 @@ def recommend(config: Config, told: Set[str]) -> tuple[dict[str, float], tuple[s
 
 def _advice(config: Config) -> Iterator[tuple[str, float | None, str]]:
     """(key, value, why)."""
-    if config.optim.name in ADAMW:
-        mode = _mode(config)
+    mode = _mode(config)
+    if mode is None:
+        yield "optim.learning_rate", None, "there is no rule of thumb for reward models"
+    elif config.optim.name in ADAMW:
         rates = [(most, rate, source) for of, most, rate, source in LEARNING_RATES if of == mode]
         size = _billions(config.model) if len(rates) > 1 else 0.0
         rate, source = next((rate, source) for most, rate, source in rates if size <= most)
@@ -65,7 +69,11 @@ def _advice(config: Config) -> Iterator[tuple[str, float | None, str]]:
     yield "optim.warmup_ratio", *WARMUP_RATIO
 
 
-def _mode(config: Config) -> str:
+def _mode(config: Config) -> str | None:
+    if config.preference.loss == "bradley_terry":
+        return None
+    if config.preference.loss is not None:
+        return "preferences, LoRA" if config.lora.enabled else "preferences"
     if config.model.from_scratch:
         return "pretraining"
     if not config.lora.enabled:

@@ -49,7 +49,17 @@ READ_BY_TYPE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "text": (("text_field",), ()),
     "classification": (("text_field", "target_column"), ("text_pair_field",)),
+    "preference": (
+        ("chosen_field", "rejected_field"),
+        ("prompt_field", "tools_field", "system_field", "system_prompt", "chosen_score_field", "rejected_score_field"),
+    ),
+    "unpaired_preference": (
+        ("output_field", "desirable_field"),
+        ("prompt_field", "tools_field", "system_field", "system_prompt"),
+    ),
 }
+# Types that 'auto' never chooses by the columns: the task does.
+OF_A_TASK = ("classification", "preference", "unpaired_preference")
 
 
 @dataclass(frozen=True)
@@ -79,8 +89,10 @@ class Dataset:
         "file, pattern of files, folder, URL of one (s3://, gs://, abfs://, https://), list of these; hub id; or "
         "dummy: random tokens, to measure speed")
     dummy_length: int = option(2048, "tokens of a sample of dummy", "tokens [2, inf)", when="path == 'dummy'")
-    type: Literal["auto", "text", "instruction", "conversation", "tokenized", "classification"] = option("auto",
-        "how a sample becomes tokens; auto decides by the columns and says what it chose, never classification")
+    type: Literal["auto", "text", "instruction", "conversation", "tokenized", "classification", "preference",
+                  "unpaired_preference"] = option("auto",
+        "how a sample becomes tokens; auto decides by the columns and says what it chose, never classification; with "
+        "preference.loss it is preference, or for kto unpaired_preference")
     split: str = option("train", "split of a hub dataset, or of a folder whose file names tell")
     subset: str | None = option(None, "subset (configuration name) of a hub dataset")
     revision: str | None = option(None, "branch, tag or commit on the hub")
@@ -94,6 +106,9 @@ class Dataset:
     shard_idx: int | None = option(None, "which part, from 0", "[0, inf)", when="shards is not None")
     max_tokens: int | None = option(None, "leave out documents of more tokens; unset: data.truncation decides",
         "tokens [2, inf)")
+    max_prompt_tokens: int | None = option(None,
+        "of a longer prompt, what stands before an answer, the beginning is left out", "tokens [1, inf)",
+        when="type in ('auto', 'preference', 'unpaired_preference')")
     weight: float | None = option(None,
         "share of the samples, relative to those of the other datasets, with data.mixing = 'interleave_...'; given for "
         "each or for none", "(0, inf)")
@@ -123,6 +138,15 @@ class Dataset:
     message_property_mappings: tuple[str, ...] = option((),
         "keys of messages that have another name in the data: ('role=speaker', 'content=utterance')", "KEY=NAME")
     tools_field: str | None = option(None, "column of the tool descriptions handed to the chat template")
+    prompt_field: str | None = option(None,
+        "column of the prompt of answers, text or messages; unset: prompt, question, query, instruction, conversations "
+        "or messages, if there is one; else the answers begin with it")
+    chosen_field: str = option("chosen", "column of the better answer, text or messages")
+    rejected_field: str = option("rejected", "column of the other answer")
+    chosen_score_field: str | None = option(None, "column of the score of the better answer, for "
+        "preference.offset_alpha")
+    rejected_score_field: str | None = option(None, "column of the score of the other answer")
+    desirable_field: str = option("label", "column that says whether the answer is wanted: true or false")
 
 
 @dataclass(frozen=True)
@@ -139,9 +163,6 @@ class Data:
     mixing_temperature: float | None = option(None,
         "shares as size ** (1 / temperature): 1 as the sizes are, more is more even; unset: by weight, or equal",
         "(0, inf)", when="data.mixing != 'concat'")
-    chat_template: str | None = option(None,
-        "chat template of conversations: chatml, qwen3, qwen3_nothinking, llama3, gemma3, mistral_v3, mistral_v7, "
-        "phi4, deepseek, gpt_oss, glm4, ernie, zephyr, alpaca, vicuna, or a file of Jinja; unset: the tokenizer's own")
     special_tokens: tuple[str, ...] = option((),
         "tokens added to the tokenizer; embeddings without rows left for them get new rows, the mean of the others")
     seq_len: int = option(2048, "tokens in a row", "tokens [2, inf)")
@@ -162,6 +183,14 @@ class Data:
     on_bad_row: Literal["error", "skip"] = option("error",
         "a sample that cannot be read or trained on: stop, or skip and count")
     cache_dir: str | None = option(None, "folder of tokenised documents; unset: <train.output_dir>/cache")
+    cache_only: bool = option(False,
+        "read no source: take the documents that were last made of it, with these options, from the cache")
+    num_proc: int = option(1,
+        "processes that tokenise; 1: this one, whose tokenizer uses all cores, but Python, which writes conversations "
+        "as text, one", "processes [1, inf)", when="not data.cache_only")
+    num_workers: int = option(4, "threads that read the rows of batches; 0: none, each batch when it is asked for",
+        "threads [0, inf)")
+    prefetch: int = option(4, "batches that are read ahead", "batches [0, inf)", when="data.num_workers")
 
 
 # What chat.loss_scale names: which messages are trained, and weights of text in them (`data.masks`).
@@ -171,7 +200,7 @@ WEIGHTED = ("ignore_empty_think", "ignore_think_prefix", "react", "hermes", "qwe
 
 @dataclass(frozen=True)
 class Chat:
-    """What of a conversation is trained, and how tools and answers are written; the template: data.chat_template."""
+    """How conversations become text, and what of them is trained."""
 
     roles: tuple[Literal["system", "developer", "user", "assistant", "tool"], ...] = option(("assistant",),
         "roles whose messages are trained; a message's own `train` or `loss`, true or false, counts more",
@@ -190,6 +219,9 @@ class Chat:
         "unset: as the chat template writes them")
     response_prefix: str | None = option(None,
         "text with which answers begin when a run is asked (generate --chat), such as '<think>\\n'")
+    template: str | None = option(None,
+        "how a conversation is written: chatml, qwen3, qwen3_nothinking, llama3, gemma3, mistral_v3, mistral_v7, phi4, "
+        "deepseek, gpt_oss, glm4, ernie, zephyr, alpaca, vicuna, or a file of Jinja; unset: the tokenizer's own")
 
 
 @dataclass(frozen=True)
@@ -212,7 +244,7 @@ class Train:
     freeze: str | None = option(None, "parameters that are not trained, by Hugging Face name", "regex",
         when="not lora.enabled")
     z_loss: float = option(0.0, "adds this times log(sum(exp(logits)))^2 to the training loss of a token (PaLM, 2022)",
-        "[0, inf)", when="model.head == 'lm'")
+        "[0, inf)", when="model.head == 'lm' and preference.loss is None")
     recommend: bool = option(False,
         "learning rate and warm-up, unless they are set, by a rule of thumb for what is trained and the model's size; "
         "each is printed with its source")
@@ -591,6 +623,45 @@ class Said(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Preference:
+    """Learning from preferences: pairs of answers, or answers that are wanted or not."""
+
+    loss: Literal["sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard",
+                  "apo_zero", "apo_down", "kto_pair", "simpo", "cpo", "orpo", "kto", "bradley_terry"] | None = option(
+        None,
+        "DPO (sigmoid) and its relatives, by TRL's names; without a reference: simpo, cpo, orpo; kto: of single "
+        "answers; bradley_terry: a reward model (model.head='classification'); unset: next tokens are learned")
+    beta: float = option(0.1, "how strongly the model is held to the reference; of SimPO and ORPO the weight",
+        "(0, inf)", when="preference.loss != 'bradley_terry'")
+    label_smoothing: float = option(0.0, "how often the labels are taken to be wrong", "fraction [0, 0.5)",
+        when="preference.loss in ('sigmoid', 'sigmoid_norm', 'robust', 'exo_pair', 'simpo', 'cpo')")
+    simpo_gamma: float = option(0.5, "SimPO's margin", "[0, inf)", when="preference.loss == 'simpo'")
+    offset_alpha: float = option(0.0,
+        "the margin grows by this times the logarithm of the difference of the answers' scores (ODPO)", "[0, inf)",
+        when="preference.loss not in ('kto', 'bradley_terry')")
+    loss_weight: float = option(1.0, "weight of the loss of pairs", "(0, inf)",
+        when="preference.loss not in ('kto', 'bradley_terry')")
+    sft_weight: float | None = option(None,
+        "weight of the chosen answers' cross-entropy, added; unset: 1 for cpo and orpo, 0 for others", "[0, inf)",
+        when="preference.loss not in ('kto', 'bradley_terry')")
+    desirable_weight: float = option(1.0, "weight of answers that are wanted", "[0, inf)",
+        when="preference.loss == 'kto'")
+    undesirable_weight: float = option(1.0, "weight of answers that are not wanted", "[0, inf)",
+        when="preference.loss == 'kto'")
+    reference: str | None = option("start",
+        "what log-probabilities are compared with: start: the model before its first step; a folder or hub id of one "
+        "like it, or with lora.enabled of an adapter; None: nothing (reference-free)",
+        when="preference.loss not in ('simpo', 'cpo', 'orpo', 'bradley_terry')")
+    precompute_reference: bool = option(False,
+        "score all answers by the reference once, before the first step, and keep that in data.cache_dir: no second "
+        "forward pass in a step, and no copy of weights",
+        when="preference.loss not in ('simpo', 'cpo', 'orpo', 'bradley_terry') and preference.reference is not None "
+        "and preference.reference_update_steps is None")
+    reference_update_steps: int | None = option(None, "the model becomes the reference after each so many steps",
+        "steps [1, inf)", when="preference.loss not in ('simpo', 'cpo', 'orpo', 'bradley_terry')")
+
+
+@dataclass(frozen=True)
 class Config:
     """A whole run."""
 
@@ -613,10 +684,18 @@ class Config:
     log: Log = Log()
     prof: Prof = section(Prof(), when="prof.enabled")
     export: Export = Export()
+    preference: Preference = section(Preference(), when="preference.loss is not None")
     # Not an option: who set each value that is not the default.
     said: tuple[Said, ...] = dataclasses.field(default=(), compare=False, repr=False)
     # Nor this: what became of the options of another system's file, and which values were recommended.
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
+
+    @property
+    def sample_type(self) -> str | None:
+        """The type of dataset entries that the task asks for; None: one of those that 'auto' chooses from."""
+        if self.preference.loss is not None:
+            return "unpaired_preference" if self.preference.loss == "kto" else "preference"
+        return "classification" if self.model.head == "classification" else None
 
     @property
     def left_out(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from jaxtune.data.feed import Feed, open_feed
     from jaxtune.data.loader import abstract_batch, batches
     from jaxtune.data.rows import Counts, Rows
-    from jaxtune.data.splits import open_documents
+    from jaxtune.data.splits import open_documents, prepare_documents
     from jaxtune.data.units import Documents
 
 _HOMES = {
@@ -19,7 +19,7 @@ _HOMES = {
     "feed": ("Feed", "open_feed"),
     "loader": ("abstract_batch", "batches"),
     "rows": ("Counts", "Rows"),
-    "splits": ("open_documents",),
+    "splits": ("open_documents", "prepare_documents"),
     "units": ("Documents",),
 }
 

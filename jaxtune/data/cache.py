@@ -4,14 +4,17 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxtune.data.columns import Column
+from jaxtune.data.encoding import Encoded
 from jaxtune.data.units import Part, Unit
 from jaxtune.errors import UserError
 
@@ -20,6 +23,9 @@ FORMAT = 3
 
 SUMMARY = "summary.json"
 """The file that is written last: the key, the columns, and the notes for the user."""
+
+CONTENT = ("format", "key", "columns", "documents", "tokens")
+"""The part of the summary that describes the content: number of documents and tokens, a hash of all of them."""
 
 _TOKENS, _LOSS_WEIGHT = Column("tokens", np.int32), Column("loss_weight", np.float16)
 
@@ -36,7 +42,7 @@ def write(folder: Path, units: Iterable[Unit], columns: tuple[Column, ...] = ())
         The part of the summary that describes the content: format, key, columns, numbers of documents and tokens.
     """
     content = hashlib.sha256()
-    lengths, sizes, targets, continuous = [], [], [], []
+    lengths, sizes, targets, continuous = array("q"), array("q"), array("q"), bytearray()
     with ExitStack() as opened:
         stored = (_TOKENS, _LOSS_WEIGHT, *columns)
         files = {column: opened.enter_context((folder / f"{column.name}.bin").open("wb")) for column in stored}
@@ -51,7 +57,7 @@ def write(folder: Path, units: Iterable[Unit], columns: tuple[Column, ...] = ())
                 put(_TOKENS, document.tokens)
                 put(_LOSS_WEIGHT, document.loss_weights)
                 lengths.append(len(document.tokens))
-                targets.append(np.count_nonzero(document.loss_weights[1:]))
+                targets.append(int(np.count_nonzero(document.loss_weights[1:])))
                 continuous.append(unit.continuous)
             sizes.append(len(unit.documents))
             counts = {"token": sum(lengths[-sizes[-1] :]), "document": sizes[-1], "unit": 1}
@@ -64,13 +70,13 @@ def write(folder: Path, units: Iterable[Unit], columns: tuple[Column, ...] = ())
     content.update(np.array(lengths, np.int64).tobytes())
     if len(sizes) < len(lengths):  # without this, the key is the one in checkpoints from before there were units
         content.update(np.array(sizes, np.int64).tobytes())
-    np.save(folder / "offsets.npy", np.cumsum([0, *lengths], dtype=np.int64))
-    np.save(folder / "units.npy", np.cumsum([0, *sizes], dtype=np.int64))
+    np.save(folder / "offsets.npy", np.append(0, np.cumsum(lengths, dtype=np.int64)))
+    np.save(folder / "units.npy", np.append(0, np.cumsum(sizes, dtype=np.int64)))
     np.save(folder / "targets.npy", np.array(targets, np.int64))
-    np.save(folder / "continuous.npy", np.array(continuous, bool))
+    np.save(folder / "continuous.npy", np.frombuffer(continuous, bool))
     declared = [(column.name, np.dtype(column.dtype).name, column.per) for column in stored]
     key, documents, tokens = content.hexdigest(), len(lengths), sum(lengths)
-    return {"format": FORMAT, "key": key, "columns": declared, "documents": documents, "tokens": tokens}
+    return dict(zip(CONTENT, (FORMAT, key, declared, documents, tokens), strict=True))
 
 
 def finish(folder: Path, summary: dict[str, Any], name: str, skipped: int = 0, notes: Iterable[str] = ()) -> None:
@@ -88,8 +94,29 @@ def load(folder: Path) -> Part:
     counts = {"token": arrays["offsets"][-1], "document": arrays["units"][-1], "unit": len(arrays["units"]) - 1}
     values = {}
     for name, column in columns.items():
-        values[name] = np.memmap(folder / f"{name}.bin", column.dtype, mode="r")
+        file = folder / f"{name}.bin"
+        empty = np.zeros(0, column.dtype)
+        values[name] = np.memmap(file, column.dtype, mode="r") if file.stat().st_size else empty
         if len(values[name]) != (count := counts[column.per]):
             raise UserError(f"{folder} is damaged: {name}.bin does not hold {count} values; delete the folder")
     notes = tuple(summary["notes"])
     return Part(summary["name"], summary["key"], columns, values, **arrays, skipped=summary["skipped"], notes=notes)
+
+
+def units_of(part: Part) -> Iterator[Unit]:
+    """The units of a part as they were written."""
+    others = [column for name, column in part.columns.items() if name not in (_TOKENS.name, _LOSS_WEIGHT.name)]
+    for unit, (first, last) in enumerate(pairwise(part.units.tolist())):
+        bounds = [slice(*span) for span in pairwise(part.offsets[first : last + 1].tolist())]
+        documents = tuple(Encoded(part.values["tokens"][at], part.values["loss_weight"][at]) for at in bounds)
+        values = {}
+        for column in others:
+            stored = part.values[column.name]
+            match column.per:
+                case "token":
+                    values[column.name] = [stored[at] for at in bounds]
+                case "document":
+                    values[column.name] = stored[first:last]
+                case "unit":
+                    values[column.name] = stored[unit]
+        yield Unit(documents, bool(part.continuous[first]), values)

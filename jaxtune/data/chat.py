@@ -41,7 +41,7 @@ class ChatTemplate:
             source = source.get("default")
         if not source:
             raise UserError(
-                "the tokenizer has no chat template; set data.chat_template (a name, such as chatml, or a file), use "
+                "the tokenizer has no chat template; set chat.template (a name, such as chatml, or a file), use "
                 "the tokenizer of a chat model, or set prompt_format for data of type instruction"
             )
         self._encode = Encoder(tokenizer)

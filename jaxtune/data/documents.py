@@ -4,39 +4,48 @@ Each dataset entry has its own folder in the cache, named by a hash of everythin
 of its samples, its options, the tokenizer. The other entries, their order, and how documents are held out, shuffled
 and packed may change without tokenising again. Processes that start together do the work once: the first holds a lock,
 and the finished folder appears in one rename.
+
+Until then the work is in parts, each a folder that is kept: a run that is killed goes on after the last of them, and
+several machines can make different parts (`prepare_shard`). Which samples are in a part depends on the samples alone.
 """
 
 import contextlib
 import dataclasses
+import datetime
 import fcntl
 import hashlib
+import itertools
 import json
+import logging
 import os
 import shutil
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from jaxtune.config.schema import Chat, Dataset
-from jaxtune.data import cache, formats, sources
-from jaxtune.data.columns import LABEL
-from jaxtune.data.encoding import Encoded, Encoder, Refused, Rendered
-from jaxtune.data.units import Documents, Unit
+from jaxtune.data import cache, sources
+from jaxtune.data.encoding import Refused
+from jaxtune.data.preferences import with_other_answers
+from jaxtune.data.tokenising import Items, Tokenised, Tokeniser
+from jaxtune.data.units import Documents, Part, Unit
+from jaxtune.data.workers import mapped
 from jaxtune.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_Converted = tuple[str, Rendered | Encoded, bool]
-"""(where the sample comes from, the document, whether it is running text)."""
+log = logging.getLogger("jaxtune")
 
-_BATCH_CHARS = 2**22
-_BATCH_DOCUMENTS = 1024
+# A block is tokenised at once; a part is what a killed run loses at most. Changing these loses what is in parts.
+_BLOCK_SIZE, _BLOCK_SAMPLES = 2**22, 1024
+_PART_SIZE = 2**26
 # Samples that cannot be trained on are counted before the error is raised, but after this many the rest is not read.
 _MAX_REFUSED = 1000
 _LISTED = 5  # skipped samples that are listed
@@ -47,6 +56,9 @@ _PROGRESS = (
     TimeElapsedColumn(),
 )
 
+Shard = tuple[int, int]
+"""(number, count): of all parts of an entry, those whose number is `number` modulo `count`."""
+
 
 def tokenize(
     entries: tuple[Dataset, ...],
@@ -55,40 +67,114 @@ def tokenize(
     on_bad_row: Literal["error", "skip"] = "error",
     labels: tuple[str, ...] = (),
     chat: Chat = Chat(),
+    num_proc: int = 1,
+    cache_only: bool = False,
 ) -> Documents:
     """Tokenises data.datasets (or data.eval_datasets), or loads them from the cache, where each entry has a folder.
 
-    `labels`: the names of a classifier's labels, by number; `chat`: what of conversations is trained.
+    Args:
+        entries: the entries.
+        tokenizer: the tokenizer.
+        cache_dir: made if it is not there.
+        on_bad_row: data.on_bad_row.
+        labels: the names of a classifier's labels, by number.
+        chat: what of conversations is trained.
+        num_proc: processes that tokenise; 1: this one, whose tokenizer has threads.
+        cache_only: read no source: take what was last made of such an entry with such a tokenizer.
 
     Raises:
         UserError: a source does not exist; a sample cannot be read or trained on and may not be skipped; no sample is
-            left.
+            left; with `cache_only`, nothing was made.
     """
-    if not entries:
-        raise UserError("data.datasets is empty; add an entry with jaxtune.config.dataset(path=...)")
-    found = [sources.open_source(entry, len(tokenizer)) for entry in entries]
     shaping = _shaping(tokenizer, on_bad_row, labels, chat)
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    parts = []
-    for source, entry in zip(found, entries):
-        folder = cache_dir / _folder_name(source, entry, shaping)
+    if cache_only:
+        return Documents.joined([_last_made(entry, cache_dir, shaping) for entry in entries])
+    found = []
+    for source, entry, folder in _found(entries, tokenizer, cache_dir, shaping):
         with _locked(cache_dir / f"{folder.name}.lock") as locked:
             if locked:
                 for left_by_a_kill in cache_dir.glob(f"{folder.name}.{socket.gethostname()}.*.tmp"):
                     shutil.rmtree(left_by_a_kill, ignore_errors=True)
             if not folder.exists():
-                _write(folder, source, entry, tokenizer, on_bad_row, labels, chat)
-            parts.append(cache.load(folder))
-    return Documents.joined(parts)
+                parts = _parts_of(folder) if locked else _temporary(folder, "parts")
+                tokeniser = Tokeniser(entry, tokenizer, labels, chat)
+                _write(folder, parts, source, tokeniser, on_bad_row, num_proc, _request(entry, shaping))
+            found.append(cache.load(folder))
+    return Documents.joined(found)
+
+
+def prepare_shard(
+    entries: tuple[Dataset, ...],
+    tokenizer: "PreTrainedTokenizerFast",
+    cache_dir: Path,
+    shard: Shard,
+    on_bad_row: Literal["error", "skip"] = "error",
+    labels: tuple[str, ...] = (),
+    chat: Chat = Chat(),
+    num_proc: int = 1,
+) -> list[str]:
+    """Makes some of the parts that `tokenize` joins later. Returns a line for the user about each entry.
+
+    Args and errors as of `tokenize`, but that a shard may have no samples.
+    """
+    lines = []
+    for source, entry, folder in _found(entries, tokenizer, cache_dir, _shaping(tokenizer, on_bad_row, labels, chat)):
+        with _locked(cache_dir / f"{folder.name}.lock", shared=True):
+            if folder.exists():
+                lines.append(f"{source.name}: it is whole in the cache already")
+                continue
+            tokeniser = Tokeniser(entry, tokenizer, labels, chat)
+            count = _make_parts(_parts_of(folder), source, tokeniser, on_bad_row, num_proc, shard)
+            mine = range(shard[0], count, shard[1])
+            documents = sum(_summary(_parts_of(folder) / str(part))["documents"] for part in mine)
+            there = sum((_parts_of(folder) / str(part)).exists() for part in range(count))
+            made = f"{documents:,} documents in the {len(mine)} parts of shard {shard[0]}/{shard[1]}"
+            lines.append(f"{source.name}: {made}; of all {count} parts {there} are there")
+    return lines
+
+
+def _found(
+    entries: tuple[Dataset, ...], tokenizer: "PreTrainedTokenizerFast", cache_dir: Path, shaping: str
+) -> list[tuple[sources.Source, Dataset, Path]]:
+    """Each entry with its source and its folder in the cache."""
+    if not entries:
+        raise UserError("data.datasets is empty; add an entry with jaxtune.config.dataset(path=...)")
+    found = [sources.open_source(entry, len(tokenizer)) for entry in entries]
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    return [(source, entry, cache_dir / _folder_name(source, entry, shaping)) for source, entry in zip(found, entries)]
+
+
+def _last_made(entry: Dataset, cache_dir: Path, shaping: str) -> Part:
+    """What was last made of an entry, whatever its source is now."""
+    name = entry.path if isinstance(entry.path, str) else ", ".join(entry.path or ())
+    made = {
+        folder: (folder / "offsets.npy").stat().st_mtime
+        for folder in (file.parent for file in cache_dir.glob(f"*/{cache.SUMMARY}"))
+        if not folder.suffix and _summary(folder).get("request") == _request(entry, shaping)
+    }
+    if not made:
+        raise UserError(
+            f"data.cache_only: {cache_dir} holds nothing made of {name} with these options and this tokenizer; run "
+            "`python -m jaxtune.prepare` where its source is, with the same data.cache_dir"
+        )
+    folder = max(made, key=made.__getitem__)
+    part, day = cache.load(folder), datetime.datetime.fromtimestamp(made[folder])
+    older = f"; {len(made) - 1} older ones are not used" if len(made) > 1 else ""
+    note = f"{name}: from the cache of {day:%Y-%m-%d %H:%M}, its source was not looked at{older}"
+    return dataclasses.replace(part, notes=(*part.notes, note))
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / cache.SUMMARY).read_text())
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[bool]:
+def _locked(path: Path, shared: bool = False) -> Iterator[bool]:
     """Holds a lock; yields False on a file system without locks. That only costs time: the first rename wins."""
     while True:
         with path.open("w") as lock:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                fcntl.flock(lock, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
             except OSError:
                 yield False
                 return
@@ -98,12 +184,20 @@ def _locked(path: Path) -> Iterator[bool]:
 
 
 def _folder_name(source: sources.Source, entry: Dataset, shaping: str) -> str:
+    parts = [source.identity, _given(entry), shaping]
+    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:32]
+
+
+def _request(entry: Dataset, shaping: str) -> str:
+    """What `_folder_name` says of an entry, but which state of its source it is."""
+    return hashlib.sha256(json.dumps([_given(entry), shaping], default=str).encode()).hexdigest()
+
+
+def _given(entry: Dataset) -> dict[str, Any]:
     # All options of an entry say what is read and how it is rendered, but its weight, which says how often. Only those
     # that are set are in the name, so that it stays when options are added.
     options = dataclasses.asdict(dataclasses.replace(entry, weight=None)).items()
-    given = {option: value for option, value in options if value != getattr(Dataset(), option)}
-    parts = [source.identity, given, shaping]
-    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:32]
+    return {option: value for option, value in options if value != getattr(Dataset(), option)}
 
 
 def _shaping(tokenizer: "PreTrainedTokenizerFast", on_bad_row: str, labels: tuple[str, ...], chat: Chat) -> str:
@@ -113,154 +207,226 @@ def _shaping(tokenizer: "PreTrainedTokenizerFast", on_bad_row: str, labels: tupl
     del backend["truncation"], backend["padding"]
     parts = [cache.FORMAT, on_bad_row, backend, tokenizer.chat_template, tokenizer.special_tokens_map]
     parts += labels
-    chat = dataclasses.replace(chat, response_prefix=None)  # of generation
+    # The template is the tokenizer's by now, and the other is of generation.
+    chat = dataclasses.replace(chat, template=None, response_prefix=None)
     parts += [dataclasses.asdict(chat)] if chat != Chat() else []  # so that documents made before have their name
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 
 
 class _Problems:
-    """What is wrong with the samples so far, and how many documents are longer than they may be."""
+    """What is wrong with the samples so far."""
 
     def __init__(self, on_bad_row: str):
-        self._skip = on_bad_row == "skip"
-        self.count = self.longer = 0
-        self.first: list[UserError] = []
+        self.skip = on_bad_row == "skip"
+        self.count = 0
+        self.first: UserError | None = None
 
     def report(self, error: UserError):
-        if not self._skip and not isinstance(error, Refused):
+        if self.skip:
+            return
+        if not isinstance(error, Refused):
             raise error
         self.count += 1
-        if len(self.first) < _LISTED:
-            self.first.append(error)
-        if not self._skip and self.count == _MAX_REFUSED:
+        self.first = self.first or error
+        if self.count == _MAX_REFUSED:
             self.raise_refused()
 
     def raise_refused(self):
-        if self.count and not self._skip:
+        if self.count:
             raise UserError(
-                f"{self.count} samples cannot be trained on; the first: {self.first[0]}. Fix them, or leave them out "
+                f"{self.count} samples cannot be trained on; the first: {self.first}. Fix them, or leave them out "
                 "with data.on_bad_row='skip'"
             )
 
 
+def _parts_of(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.parts")
+
+
+def _temporary(folder: Path, *more: str) -> Path:
+    return folder.with_name(".".join([folder.name, socket.gethostname(), str(os.getpid()), *more, "tmp"]))
+
+
 def _write(
     folder: Path,
+    parts: Path,
     source: sources.Source,
-    entry: Dataset,
-    tokenizer: "PreTrainedTokenizerFast",
+    tokeniser: Tokeniser,
     on_bad_row: str,
-    labels: tuple[str, ...],
-    chat: Chat,
-):
-    """Tokenises into a temporary folder beside `folder`, then renames it."""
-    problems, said = _Problems(on_bad_row), {}
-    temporary = folder.with_name(f"{folder.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    num_proc: int,
+    request: str,
+) -> None:
+    """Makes the parts that are not there, and joins all of them."""
+    try:
+        count = _make_parts(parts, source, tokeniser, on_bad_row, num_proc)
+        _join([parts / str(part) for part in range(count)], folder, source.name, tokeniser, request)
+        shutil.rmtree(parts)
+    finally:
+        with contextlib.suppress(OSError):  # finished parts are kept for the next run
+            parts.rmdir()
+        if parts.suffix == ".tmp":
+            shutil.rmtree(parts, ignore_errors=True)
+
+
+def _make_parts(
+    parts: Path,
+    source: sources.Source,
+    tokeniser: Tokeniser,
+    on_bad_row: str,
+    num_proc: int,
+    shard: Shard = (0, 1),
+) -> int:
+    """Makes those of the shard that are not there; returns how many parts there are."""
+    number, shards = shard
+    there = {int(path.name) for path in parts.glob("*") if path.name.isdigit()}
+    if left_by_a_kill := there & set(range(number, max(there, default=0) + 1, shards)):
+        log.info("data: %s: goes on with %d parts that are in the cache", source.name, len(left_by_a_kill))
+    parts.mkdir(exist_ok=True)
+    problems, count = _Problems(on_bad_row), 0
+
+    def blocks() -> Iterator[tuple[int, Items]]:
+        nonlocal count
+        for part, items in _blocks(source):
+            count = part + 1
+            if part % shards == number and part not in there:
+                yield part, items
+            elif tokeniser.form is None:
+                tokeniser.settle(items)
+
+    with Progress(*_PROGRESS, console=Console(stderr=True), transient=True) as progress:
+        line = progress.add_task(source.name, total=None, documents=0)
+
+        def found() -> Iterator[tuple[int, Tokenised]]:
+            documents = 0
+            for part, block in _tokenised(tokeniser, blocks(), num_proc):
+                for problem in block.problems:
+                    problems.report(problem)
+                documents += len(block.units)
+                progress.update(line, advance=block.characters, documents=documents)
+                yield part, block
+
+        for part, of_part in itertools.groupby(found(), itemgetter(0)):
+            _write_part(parts / str(part), (block for _, block in of_part), source.name, tokeniser, problems)
+    problems.raise_refused()
+    return count
+
+
+def _blocks(source: sources.Source) -> Iterator[tuple[int, Items]]:
+    """The samples in blocks, each with the number of the part that it belongs to; at least one block."""
+    items: Items = []
+    size = part_size = part = 0
+    failed = None
+    try:
+        for where, sample in source.read(items.append):
+            items.append((where, sample))
+            size += _size(sample)
+            if size >= _BLOCK_SIZE or len(items) >= _BLOCK_SAMPLES:
+                yield part, items.copy()
+                items.clear()
+                part_size += max(size, _BLOCK_SIZE // 8)
+                size = 0
+                if part_size >= _PART_SIZE:
+                    part, part_size = part + 1, 0
+    except UserError as error:  # what is before it comes first, as without blocks
+        failed = error
+    if items or not (part or part_size):
+        yield part, items
+    if failed is not None:
+        raise failed
+
+
+def _size(value: Any) -> int:
+    """Roughly how many characters a sample has."""
+    if isinstance(value, dict):
+        return sum(map(_size, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(_size, value)) if value and not isinstance(value[0], int) else len(value)
+    return len(value) if isinstance(value, str) else 1
+
+
+def _tokenised(
+    tokeniser: Tokeniser, blocks: Iterator[tuple[int, Items]], num_proc: int
+) -> Iterator[tuple[int, Tokenised]]:
+    """The blocks tokenised; by other processes as soon as the type is decided and if there is more than one block."""
+    part = partial(_block_of, tokeniser)
+    for block in blocks:
+        yield part(block)
+        if num_proc > 1 and tokeniser.form and (more := next(blocks, None)) is not None:
+            yield from mapped(part, itertools.chain([more], blocks), num_proc)
+
+
+def _block_of(tokeniser: Tokeniser, block: tuple[int, Items]) -> tuple[int, Tokenised]:
+    return block[0], tokeniser(block[1])
+
+
+def _write_part(
+    folder: Path, blocks: Iterator[Tokenised], name: str, tokeniser: Tokeniser, problems: _Problems
+) -> None:
+    """Writes into a temporary folder beside `folder`, then renames it."""
+    said: dict[str, None] = {}
+    first: list[str] = []
+    longer = skipped = 0
+
+    def units() -> Iterator[Unit]:
+        nonlocal longer, skipped
+        for block in blocks:
+            said.update(dict.fromkeys(block.said))
+            first.extend(map(str, block.problems[: _LISTED - len(first)]))
+            skipped += len(block.problems)
+            longer += block.longer
+            yield from block.units
+
+    with _appearing(folder) as temporary:
+        summary = cache.write(temporary, units(), tokeniser.columns)
+        if problems.count:  # an error is to come
+            return
+        more = {"said": list(said), "first": first, "longer": longer}
+        cache.finish(temporary, summary | more, name, skipped)
+
+
+@contextlib.contextmanager
+def _appearing(folder: Path) -> Iterator[Path]:
+    """A temporary folder beside `folder`, which takes that name if it is finished by then."""
+    temporary = _temporary(folder)
     temporary.mkdir()
     try:
-        with Progress(*_PROGRESS, console=Console(stderr=True), transient=True) as progress:
-            line = progress.add_task(source.name, total=None, documents=0)
-            encode = Encoder(tokenizer, partial(progress.advance, line))
-            converted = _converted(source, entry, tokenizer, problems, said.setdefault, labels, chat)
-
-            def units() -> Iterator[Unit]:
-                kept = _kept(_encoded(converted, encode, problems), entry.max_tokens, problems)
-                for count, unit in enumerate(kept, start=1):
-                    progress.update(line, documents=count)
-                    yield unit
-
-            summary = cache.write(temporary, units(), (LABEL,) if entry.type == "classification" else ())
-        problems.raise_refused()
-        longer = f"{problems.longer:,} documents of more than {entry.max_tokens} tokens left out"
-        if not summary["documents"]:
-            why = f"; {longer}" if problems.longer else ""
-            why += f"; the first problem: {problems.first[0]}" if problems.first else ""
-            raise UserError(f"data: {source.name} has no sample that can be trained on{why}")
-        form, *others = said
-        counts = f"{summary['documents']:,} documents of {summary['tokens']:,} tokens"
-        notes = [f"{source.name}: {form}, {counts}", *(f"{source.name}: {line}" for line in others)]
-        notes += [f"{source.name}: {longer}"] if problems.longer else []
-        if problems.count:
-            more = ["..."] if problems.count > _LISTED else []
-            notes.append("\n  ".join([f"{problems.count:,} samples skipped:", *map(str, problems.first), *more]))
-        cache.finish(temporary, summary, source.name, problems.count, notes)
-        try:
-            temporary.rename(folder)
-        except OSError:
-            if not folder.exists():  # otherwise another process was faster, with the same content
-                raise
+        yield temporary
+        if (temporary / cache.SUMMARY).exists():
+            try:
+                temporary.rename(folder)
+            except OSError:
+                if not folder.exists():  # otherwise another process was faster, with the same content
+                    raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _kept(units: Iterable[Unit], most: int | None, problems: _Problems) -> Iterator[Unit]:
-    """The units of at most so many tokens; counts the others."""
-    for unit in units:
-        if most is not None and sum(len(document.tokens) for document in unit.documents) > most:
-            problems.longer += 1
+def _join(parts: list[Path], folder: Path, name: str, tokeniser: Tokeniser, request: str) -> None:
+    """Makes one folder of the parts, which are as if they had been written at once."""
+    summaries = [_summary(part) for part in parts]
+    longer = sum(summary["longer"] for summary in summaries)
+    skipped = sum(summary["skipped"] for summary in summaries)
+    first = list(itertools.chain.from_iterable(summary["first"] for summary in summaries))[:_LISTED]
+    left_out = f"{longer:,} documents of more than {tokeniser.entry.max_tokens} tokens left out"
+    if not any(summary["documents"] for summary in summaries):
+        shutil.rmtree(parts[0].parent)
+        why = f"; {left_out}" if longer else ""
+        why += f"; the first problem: {first[0]}" if first else ""
+        raise UserError(f"data: {name} has no sample that can be trained on{why}")
+    with _appearing(folder) as temporary:
+        paired = tokeniser.entry.type == "unpaired_preference"
+        if len(parts) == 1 and not paired:
+            temporary.rmdir()
+            parts[0].rename(temporary)
+            summary = {name: summaries[0][name] for name in cache.CONTENT}
         else:
-            yield unit
-
-
-def _encoded(converted: Iterable[_Converted], encode: Encoder, problems: _Problems) -> Iterator[Unit]:
-    """The documents of a source, each a unit."""
-    pending, chars = [], 0
-    for item in converted:
-        pending.append(item)
-        chars += len(item[1].text) if isinstance(item[1], Rendered) else 0
-        if len(pending) == _BATCH_DOCUMENTS or chars >= _BATCH_CHARS:
-            yield from _finished(pending, encode, problems)
-            pending, chars = [], 0
-    yield from _finished(pending, encode, problems)
-
-
-def _converted(
-    source: sources.Source,
-    entry: Dataset,
-    tokenizer: "PreTrainedTokenizerFast",
-    problems: _Problems,
-    say: formats.Say,
-    labels: tuple[str, ...],
-    chat: Chat,
-) -> Iterator[_Converted]:
-    """The samples of a source as documents. The first decides the type; the type and unused columns are reported."""
-    convert, continuous, columns_seen = None, False, set()
-    for where, sample in source.read(problems.report):
-        try:
-            formats.refuse_images(sample)
-            if convert is None:
-                settled, columns = formats.detect(entry, sample)
-        except UserError as error:
-            problems.report(UserError(f"{where}: {error}"))
-            continue
-        if convert is None:
-            convert = formats.make_format(settled, columns, tokenizer, say, labels, chat)
-            continuous = settled.type in ("text", "tokenized")
-            say(f"{settled.type} from {', '.join(columns)}")
-        if not sample.keys() <= columns_seen:
-            for line in formats.unused(settled, columns, sample):
-                say(line)
-            columns_seen |= sample.keys()
-        try:
-            document = convert(sample)
-            if isinstance(document, Rendered):
-                document.text.encode()
-        except UnicodeEncodeError:
-            problems.report(UserError(f"{where}: its text holds half a character (a lone surrogate)"))
-        except UserError as error:
-            problems.report(type(error)(f"{where}: {error}"))
-        else:
-            yield where, document, continuous
-
-
-def _finished(pending: list[_Converted], encode: Encoder, problems: _Problems) -> Iterator[Unit]:
-    """Tokenises the rendered documents; leaves out, and reports, documents without a target or label."""
-    texts = iter(encode([document for _, document, _ in pending if isinstance(document, Rendered)]))
-    for where, document, continuous in pending:
-        encoded = next(texts) if isinstance(document, Rendered) else document
-        label = document.label if isinstance(document, Rendered) else None
-        if label is not None and len(encoded.tokens):
-            yield Unit((encoded,), values={LABEL.name: label})
-        elif encoded.loss_weights[1:].any():
-            yield Unit((encoded,), continuous)
-        else:
-            problems.report(Refused(f"{where}: no token of it is a target"))
+            units = itertools.chain.from_iterable(cache.units_of(cache.load(part)) for part in parts)
+            summary = cache.write(temporary, with_other_answers(units) if paired else units, tokeniser.columns)
+        others = dict.fromkeys(line for each in summaries for line in each["said"])
+        counts = f"{summary['documents']:,} documents of {summary['tokens']:,} tokens"
+        notes = [f"{name}: {tokeniser.form}, {counts}", *(f"{name}: {line}" for line in others)]
+        notes += [f"{name}: {left_out}"] if longer else []
+        if skipped:
+            more = ["..."] if skipped > _LISTED else []
+            notes.append("\n  ".join([f"{skipped:,} samples skipped:", *first, *more]))
+        cache.finish(temporary, summary | {"request": request}, name, skipped, notes)

@@ -1,13 +1,14 @@
 """The data of a run: rows in batches for a mesh, the number of steps, and rows to evaluate on."""
 
+import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from jaxtune.config.schema import Config
+from jaxtune.config.schema import Config, Data
 from jaxtune.data.columns import NEXT_TOKEN, Column
 from jaxtune.data.loader import batches
 from jaxtune.data.rows import Rows
@@ -31,6 +32,7 @@ class Feed:
         shape: (micro-batches, rows of a micro-batch over all devices, positions) of a step.
         total_steps: the step at which the run ends.
         chat: whether every document was rendered by the chat template, so that prompts should be too.
+        data: its num_workers and prefetch are used.
     """
 
     documents: Documents
@@ -40,11 +42,17 @@ class Feed:
     sharding: jax.NamedSharding
     total_steps: int
     chat: bool
+    data: Data = Data()
 
     @property
     def rows_per_step(self) -> int:
         """Rows of an optimizer step."""
         return self.shape[0] * self.shape[1]
+
+    def with_rows(self, change: Callable[[Rows], Rows]) -> "Feed":
+        """The feed with its rows, and those to evaluate on, changed."""
+        eval_rows = None if self.eval_rows is None else change(self.eval_rows)
+        return dataclasses.replace(self, rows=change(self.rows), eval_rows=eval_rows)
 
     def epoch(self, position: dict[str, Any]) -> float:
         """The number of passes over the data up to a position."""
@@ -60,7 +68,7 @@ class Feed:
         """
         first = position.get("row", 0)
         stop = self.rows.stop if steps is None else first + steps * self.rows_per_step
-        for row, batch in batches(self.rows, self.shape, self.sharding, first, stop):
+        for row, batch in batches(self.rows, self.shape, self.sharding, first, stop, self.data):
             yield {"row": row}, batch
 
 
@@ -85,7 +93,7 @@ def open_feed(
     eval_rows = None if eval_documents is None else Rows(eval_documents, data, 1, columns, most)
     chat = not documents.continuous.any() and all(entry.prompt_format is None for entry in data.datasets)
     sharding = jax.NamedSharding(mesh, P(None, *by_token()))
-    return Feed(documents, rows, eval_rows, shape, sharding, total_steps, chat)
+    return Feed(documents, rows, eval_rows, shape, sharding, total_steps, chat, data)
 
 
 def _steps(rows: int, rows_per_step: int, drop_last: bool) -> int:

@@ -34,7 +34,7 @@ def refuse_lost_answers(
             if not any(call.get("function", call)["name"] in answer for answer in answers):
                 raise Refused(
                     f"message {i} (assistant): the chat template leaves out its tool call; use the tokenizer of a "
-                    "model that calls tools, another data.chat_template, or chat.agent_template"
+                    "model that calls tools, another chat.template, or chat.agent_template"
                 )
 
 

@@ -9,13 +9,11 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxtune.config.schema import Data
 from jaxtune.data.columns import NEXT_TOKEN, PLACE, Column
 from jaxtune.data.deal import dealt
 from jaxtune.data.rows import Row, Rows
 from jaxtune.parallel.layout import RULES, shards
-
-_THREADS = 4
-_BATCHES_AHEAD = 4
 
 
 def needed_rows(sharding: NamedSharding, shape: tuple[int, int, int]) -> list[tuple[int, int]]:
@@ -39,7 +37,12 @@ def abstract_batch(
 
 
 def batches(
-    rows: Rows, shape: tuple[int, int, int], sharding: NamedSharding, start_row: int, stop_row: int | None = None
+    rows: Rows,
+    shape: tuple[int, int, int],
+    sharding: NamedSharding,
+    start_row: int,
+    stop_row: int | None = None,
+    data: Data = Data(),
 ) -> Iterator[tuple[int, dict[str, jax.Array]]]:
     """Batches of rows [start_row, stop_row), in order, of the columns of `rows`.
 
@@ -49,6 +52,7 @@ def batches(
         sharding: of an array of this shape.
         start_row: the first row; it is the whole state of the data.
         stop_row: no batch begins at or after this row; None: there is no end.
+        data: its num_workers and prefetch.
 
     Yields:
         (the row after the batch, the batch): each column as an (accum, rows_per_micro, seq_len) array, and `row`, int32
@@ -58,7 +62,6 @@ def batches(
     size = shape[0] * shape[1]
     needed = needed_rows(sharding, shape)
     row_sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:2]))
-
     devices = _devices_of_a_row(sharding)
 
     def read(first: int) -> dict[tuple[int, int], Row]:
@@ -66,7 +69,7 @@ def batches(
         return found if devices == 1 else {place: dealt(row, devices) for place, row in found.items()}
 
     firsts = grain.MapDataset.range(start_row, sys.maxsize if stop_row is None else stop_row, size)
-    options = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_BATCHES_AHEAD)
+    options = grain.ReadOptions(min(data.num_workers, data.prefetch), data.prefetch)
     for first, block in zip(firsts, firsts.map(read).to_iter_dataset(options)):
         names = block[needed[0]]
         batch = {name: _place(block, name, shape, sharding) for name in names}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxtune.config.schema import Config, Dataset
-from jaxtune.data.documents import tokenize
+from jaxtune.data.documents import Shard, prepare_shard, tokenize
 from jaxtune.data.mixing import mix
 from jaxtune.data.units import Documents
 from jaxtune.errors import UserError
@@ -30,10 +30,10 @@ def open_documents(
         UserError: as `tokenize` and `hold_out`; a token has no embedding.
     """
     data = config.data
-    cache_dir = Path(data.cache_dir) if data.cache_dir else Path(config.train.output_dir) / "cache"
 
     def documents(entries: tuple[Dataset, ...]) -> Documents:
-        found = tokenize(entries, tokenizer, cache_dir, data.on_bad_row, config.model.id2label, config.chat)
+        how = data.on_bad_row, config.model.id2label, config.chat, data.num_proc, data.cache_only
+        found = tokenize(_of_task(config, entries), tokenizer, cache_folder(config), *how)
         if vocabulary is None or len(tokenizer) <= vocabulary:
             return found
         if (most := max(int(part.values["tokens"].max()) for part in found.parts)) >= vocabulary:
@@ -50,6 +50,26 @@ def open_documents(
     elif data.validation_split:  # before mixing, which may repeat documents
         train, validation = hold_out(train, data.validation_split, data.seed)
     return mix(train, data.datasets, data), validation
+
+
+def prepare_documents(config: Config, tokenizer: "PreTrainedTokenizerFast", shard: Shard) -> list[str]:
+    """Tokenises a shard of training and validation data, for `open_documents` to join; a line about each entry."""
+    data = config.data
+    how = data.on_bad_row, config.model.id2label, config.chat, data.num_proc
+    entries = _of_task(config, data.datasets + data.eval_datasets)
+    return prepare_shard(entries, tokenizer, cache_folder(config), shard, *how)
+
+
+def _of_task(config: Config, entries: tuple[Dataset, ...]) -> tuple[Dataset, ...]:
+    """The entries, of the type that the task asks for."""
+    if config.sample_type is None:
+        return entries
+    return tuple(dataclasses.replace(entry, type=config.sample_type) for entry in entries)
+
+
+def cache_folder(config: Config) -> Path:
+    """The folder of tokenised documents."""
+    return Path(config.data.cache_dir or Path(config.train.output_dir) / "cache")
 
 
 def hold_out(documents: Documents, held_out: float, seed: int) -> tuple[Documents, Documents]:

@@ -1,5 +1,6 @@
 """Units, which are packed whole: one document or several. The data of a run is a sequence of units."""
 
+import dataclasses
 import hashlib
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
@@ -132,6 +133,20 @@ class Documents:
     def continuous(self) -> Bool[np.ndarray, "documents"]:
         """Whether each document is running text, which may be cut anywhere."""
         return np.concatenate([part.continuous for part in self.parts])[self._numbers]
+
+    def with_column(self, column: Column, values: np.ndarray) -> "Documents":
+        """The same documents with another column, which has a value for each of them."""
+        of_parts = np.zeros(sum(part.units[-1] for part in self.parts), column.dtype)
+        of_parts[self._numbers] = values
+        parts = tuple(
+            dataclasses.replace(
+                part,
+                columns={**part.columns, column.name: column},
+                values={**part.values, column.name: of_parts[first : first + part.units[-1]]},
+            )
+            for part, first in zip(self.parts, self._first)
+        )
+        return dataclasses.replace(self, parts=parts)
 
     def read(self, i: int, start: int, stop: int) -> tuple[Int32[np.ndarray, "n"], Float16[np.ndarray, "n"]]:
         """Tokens [start, stop) of document i, up to its end, and the weight of predicting each."""

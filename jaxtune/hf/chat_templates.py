@@ -40,7 +40,7 @@ def find_template(wanted: str, vocabulary: dict[str, int]) -> str:
         if missing := [token for token in NAMED[wanted] if token not in vocabulary]:
             listed = ",".join(missing)
             raise UserError(
-                f"data.chat_template={wanted!r} writes {' and '.join(missing)}, which this tokenizer does not have; "
+                f"chat.template={wanted!r} writes {' and '.join(missing)}, which this tokenizer does not have; "
                 f"--config.data.special_tokens='{listed}' adds them"
             )
         return _named(wanted)
@@ -48,7 +48,7 @@ def find_template(wanted: str, vocabulary: dict[str, int]) -> str:
         return Path(wanted).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"data.chat_template={wanted!r} is neither one of {', '.join(NAMED)} nor a file that can be read: {error}"
+            f"chat.template={wanted!r} is neither one of {', '.join(NAMED)} nor a file that can be read: {error}"
         ) from error
 
 

@@ -145,8 +145,8 @@ def _write_tokenizer(model: Model, config: Config, output: Path) -> None:
     hf.copy_tokenizer_files(model.folder, output)
     if config.data.special_tokens:
         hf.load_tokenizer(model.folder, None, config.data.special_tokens).save_pretrained(output)
-    if config.data.chat_template is not None:
-        tokenizer = hf.load_tokenizer(model.folder, config.data.chat_template, config.data.special_tokens)
+    if config.chat.template is not None:
+        tokenizer = hf.load_tokenizer(model.folder, config.chat.template, config.data.special_tokens)
         end = data.ChatTemplate(tokenizer).turn_end()
         number = None if end is None else int(tokenizer.added_tokens_encoder[end])
         hf.write_chat_template(output, str(tokenizer.chat_template), number)

@@ -332,7 +332,7 @@ def _with_special_tokens(spec: ModelSpec, folder: Path, config: Config) -> Model
         raise UserError(
             f"data.special_tokens makes {tokens} tokens of the model's {spec.vocabulary}, but adapters train no "
             "embeddings: peft could not load them on this base. Train the whole model (lora.enabled=False), or leave "
-            "the tokens out and take a data.chat_template of tokens that the model has"
+            "the tokens out and take a chat.template of tokens that the model has"
         )
     return dataclasses.replace(spec, vocabulary=max(spec.vocabulary, tokens))
 

@@ -24,6 +24,7 @@ log = logging.getLogger("jaxtune")
 # Options that may differ when a run goes on: they change where and how, never what is computed.
 MAY_CHANGE = (
     "attention", "ckpt", "device", "eval", "export", "log", "memory", "mesh", "parallel", "prof", "data.cache_dir",
+    "data.cache_only", "data.num_proc", "data.num_workers", "data.prefetch",
     "train.output_dir", "train.run_name", "train.hang_seconds", "train.max_bad_steps", "train.max_steps",
     "train.epochs", "train.micro_batch_size", "train.grad_accum_steps",
 )  # fmt: skip

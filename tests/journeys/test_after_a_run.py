@@ -14,7 +14,7 @@ OPTIONS = {
     "eval.steps": 2,
     "eval.at_start": True,
     "lora.rank": 4,
-    "data.chat_template": "chatml",
+    "chat.template": "chatml",
 }
 
 

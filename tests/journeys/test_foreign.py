@@ -16,7 +16,7 @@ def get_config():
     config.model.path = {model!r}
     config.data.datasets = (dataset(path={data!r}, type="conversation", messages_field="conversations"),)
     config.data.validation_split = 0.1
-    config.data.chat_template = "chatml"
+    config.chat.template = "chatml"
     config.data.truncation = "delete"
     config.data.seq_len = 64
     config.train.micro_batch_size = 2

@@ -18,7 +18,9 @@ from mesh.harness import (
     MODELS,
     OBJECTIVES,
     OPTIMIZERS,
+    PREFERENCE,
     REMAT,
+    SCORED,
     STORAGE,
     Case,
     assert_equal,
@@ -85,6 +87,19 @@ def is_wanted(pair: Pair) -> bool:
 def test_a_classifier_equals_one_device():
     """Its head is trained in full beside adapters."""
     equal(Case("data=2 fsdp=2 tensor=2", adapter="lora", objective=CLASSIFICATION))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "adapter", "objective"),
+    [
+        ("data=2 fsdp=2 tensor=2", "none", PREFERENCE),
+        ("data=2 context=2 sequence=2", "lora", PREFERENCE),
+        ("data=2 fsdp=2 stage=2", "lora", SCORED),
+    ],
+)
+def test_preferences_equal_one_device(mesh, adapter, objective):
+    """A pair is a row, whose positions devices may share. The reference is a copy, no adapters, or a column."""
+    equal(Case(mesh, adapter=adapter, objective=objective))
 
 
 def test_tiles_of_positions_that_devices_share_equal_one_device(monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 from tiny import byte_tokenizer, torch_model
 
 from jaxtune import hf
-from jaxtune.config.schema import Config, Data, Lora, Mesh, Model
+from jaxtune.config.schema import Chat, Config, Data, Lora, Mesh, Model
 from jaxtune.errors import UserError
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.run.export import export_full
@@ -17,8 +17,9 @@ NEW = ("<|im_start|>", "<|im_end|>")
 
 
 def declared(folder, mesh, **changes):
-    data = Data(seq_len=32, special_tokens=NEW, chat_template="chatml")
-    config = Config(model=Model(path=str(folder), dtype="float32"), data=data, **changes)
+    data = Data(seq_len=32, special_tokens=NEW)
+    model = Model(path=str(folder), dtype="float32")
+    config = Config(model=model, data=data, chat=Chat(template="chatml"), **changes)
     return declare_model(read_base(config), config, mesh), config
 
 

@@ -233,8 +233,34 @@ def ernie_eval(o: Options) -> Settings:
     return settings | ({"eval.steps": o["eval_steps"]} if o.get("eval_steps") else {})
 
 
+def ernie_stage(o: Options) -> Settings:
+    """Preferences are learned with stage: DPO alone. Without a reference there is nothing to update."""
+    stage = str(o["stage"]).upper()
+    if stage in ("SFT", "PT"):
+        return {}
+    losses = ("sigmoid", "ipo", "kto_pair", "simpo", "orpo")
+    if stage != "DPO" or o["loss_type"] not in losses:
+        raise NotYet(f"the stages are SFT, PT and DPO, with a loss_type of {', '.join(losses)}")
+    loss, alone = o["loss_type"], o["loss_type"] in ("simpo", "orpo")
+    settings: Settings = {"preference.loss": loss, "preference.beta": o["beta"]}
+    settings |= {"preference.loss_weight": o["pref_loss_ratio"], "preference.sft_weight": o["sft_loss_ratio"]}
+    settings |= {"preference.offset_alpha": o["offset_alpha"]}
+    settings |= {"data.datasets[i].max_prompt_tokens": o["max_prompt_len"]}
+    if loss in ("sigmoid", "simpo"):
+        settings["preference.label_smoothing"] = o["label_smoothing"]
+    if loss == "simpo":
+        settings["preference.simpo_gamma"] = o["simpo_gamma"]
+    if not alone and o["reference_free"]:
+        settings["preference.reference"] = None
+    elif not alone and o["ref_model_update_steps"] > 0:
+        settings["preference.reference_update_steps"] = o["ref_model_update_steps"]
+    return settings
+
+
 def _ernie_entries(o: Options, part: str) -> list[Settings]:
     types = {"erniekit": "conversation", "alpaca": "instruction", "messages": "conversation"}
+    if str(o["stage"]).upper() == "DPO":
+        types = {"erniekit": "preference"}
     paths = _split(o[f"{part}_dataset_path"])
     kinds = _split(o[f"{part}_dataset_type"])
     try:
@@ -396,6 +422,11 @@ def qefficient_warmup(o: Options) -> Settings:
     """Below one it is a part of the steps."""
     warmup = o["scheduler.warmup_steps"]
     return {"optim.warmup_ratio": warmup} if 0 < warmup < 1 else {"optim.warmup_steps": int(warmup)}
+
+
+def qefficient_workers(o: Options) -> Settings:
+    """Two options for one thing; the one that names the loader counts."""
+    return {"data.num_workers": o.get("dataset.dataloader_num_workers", o.get("dataset.num_workers"))}
 
 
 def qefficient_length(o: Options) -> Settings:

@@ -42,6 +42,13 @@ def test_prepare_prints_counts_and_shows_what_is_trained(tmp_path, capsys):
         "\n  trained | Y<|im_end|>\n  ... and 1 tokens more\n"
     )
 
+    shards = [f"--shard={shard}" for shard in ("0/2", "1/2", "2/2", "a")]
+    assert [prepare.main([*command, "--config.data.datasets[0].samples=1", shard]) for shard in shards] == [0, 0, 2, 2]
+    said = capsys.readouterr()
+    assert "1 documents in the 1 parts of shard 0/2; of all 1 parts 1 are there" in said.out
+    assert "0 documents in the 0 parts of shard 1/2" in said.out
+    assert "--shard=2/2: I/N" in said.err and "--shard=a: I/N" in said.err
+
     (tmp_path / "data.jsonl").write_text('{"instruction": "H"')
     assert prepare.main(command) == 2
     assert f"jaxtune: error: {tmp_path}/data.jsonl:1: not JSON" in capsys.readouterr().err

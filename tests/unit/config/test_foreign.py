@@ -154,6 +154,20 @@ TRANSLATED = [
     ),
     (ERNIEKIT, "offload_optim: true\n", {"memory.offload_optimizer": True}),
     (ERNIEKIT, "recompute: true\nrecompute_granularity: core_attn\n", {"memory.remat": "dots"}),
+    (
+        ERNIEKIT,
+        "stage: DPO\nloss_type: simpo\nbeta: 2.0\nsimpo_gamma: 1.0\nmax_prompt_len: 32\n",
+        {
+            "preference.loss": "simpo",
+            "preference.beta": 2.0,
+            "preference.simpo_gamma": 1.0,
+            "data.datasets[0].type": "preference",
+            "data.datasets[0].max_prompt_tokens": 32,
+        },
+    ),
+    (ERNIEKIT, "stage: DPO\nreference_free: true\n", {"preference.loss": "sigmoid", "preference.reference": None}),
+    (ERNIEKIT, "stage: DPO\nref_model_update_steps: 5\n", {"preference.reference_update_steps": 5}),
+    (ERNIEKIT, "beta: 0.2\n", {"preference.loss": None}),
     # QEfficient
     (QEFFICIENT, "", {"data.datasets[0].path": "a.json", "data.validation_split": 0.2, "precision.recipe": "fp16"}),
     (QEFFICIENT, "training: {do_eval: false}\n", {"data.validation_split": 0.0}),
@@ -163,6 +177,12 @@ TRANSLATED = [
     (QEFFICIENT, "training: {fsdp_config: {min_num_params: 1}}\n", {"mesh.fsdp": -1, "mesh.data": 1}),
     (QEFFICIENT, "scheduler: {scheduler_name: cosine, warmup_steps: 0.05}\n", {"optim.warmup_ratio": 0.05}),
     (QEFFICIENT, "scheduler: {scheduler_name: cosine, warmup_steps: 100}\n", {"optim.warmup_steps": 100}),
+    (QEFFICIENT.replace("dataset: {", "dataset: {num_workers: 3, "), "", {"data.num_workers": 3}),
+    (
+        QEFFICIENT.replace("dataset: {", "dataset: {num_workers: 3, dataloader_num_workers: 2, "),
+        "",
+        {"data.num_workers": 2, "data.prefetch": 1},
+    ),
     (QEFFICIENT, "callbacks: [tensorboard]\n", {"log.tensorboard": True}),
     (
         "model: {model_name: my/model, auto_class_name: AutoModelForSequenceClassification}\n"
@@ -218,7 +238,8 @@ def test_options_become_ours(system, more, expected):
         ),
         (XORL + "lora: {merge_lora_interval: 5}\n", "lora.merge_lora_interval = 5: not there yet: merging adapters"),
         (XORL + "optim: {lr: 1}\n", "optim = .*: no such option of XORL"),
-        (ERNIEKIT + "beta: 0.2\n", "beta = 0.2: not there yet: training on preferences"),
+        (ERNIEKIT + "stage: GRPO\n", "stage = 'GRPO': not there yet: the stages are SFT, PT and DPO"),
+        (ERNIEKIT + "stage: DPO\nloss_type: ppo\n", "loss_type = 'ppo': not there yet: .* a loss_type of sigmoid, ipo"),
         (ERNIEKIT + "save_strategy: epoch\n", "save_strategy = 'epoch': not there yet: saving by epochs"),
         (
             ERNIEKIT + "per_device_train_batch_size: 2\nbatch_size: 4\n",

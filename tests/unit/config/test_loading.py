@@ -197,6 +197,13 @@ def test_json_keeps_every_value(data):
     assert from_json(to_json(config)) == config
 
 
+def test_a_config_saved_before_an_option_was_renamed_has_the_new_name():
+    config = from_json('{"data": {"chat_template": "chatml", "seq_len": 64}, "chat": {"train_on_eos": "last"}}')
+    assert (config.chat.template, config.chat.train_on_eos, config.data.seq_len) == ("chatml", "last", 64)
+    assert from_json('{"data": {"chat_template": null}}') == Config()
+    assert all(new in keys.options() and old not in keys.options() for old, new in keys.RENAMED.items())
+
+
 def test_json_keeps_datasets(base):
     config = resolve(base, "recipe")
     assert from_json(to_json(config)) == config and isinstance(hash(config), int)

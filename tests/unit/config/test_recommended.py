@@ -6,6 +6,7 @@ from tiny import model_folder
 from jaxtune.config import load_recipe, read_recipe, recommended, resolve, to_json
 
 LORA = {"lora.enabled": "True"}
+PREFERENCES = {"preference.loss": "sigmoid"}
 QLORA = LORA | {"quant.format": "nf4"}
 
 
@@ -17,6 +18,8 @@ def resolved(base, **settings):
 MODES = [
     ({}, 0.6, 3e-5, "recommended: optim.learning_rate = 3e-05 (full: ERNIEKit's"),
     (LORA, 0.6, 3e-4, "recommended: optim.learning_rate = 0.0003 (LoRA: ERNIEKit's"),
+    (PREFERENCES, 0.6, 1e-6, "recommended: optim.learning_rate = 1e-06 (preferences: ERNIEKit's"),
+    (PREFERENCES | QLORA, 0.6, 1e-5, "recommended: optim.learning_rate = 1e-05 (preferences, LoRA: ERNIEKit's"),
     (QLORA, 7.0, 2e-4, "recommended: optim.learning_rate = 0.0002 (QLoRA, 7 billion parameters: Dettmers et al. 2023"),
     (QLORA, 70.0, 1e-4, "recommended: optim.learning_rate = 0.0001 (QLoRA, 70 billion parameters: Dettmers"),
     (
@@ -56,6 +59,13 @@ def test_what_the_recipe_or_the_command_line_sets_stays(base):
 
 def test_a_default_that_is_typed_is_set_too(base):
     assert resolved(base, **LORA, **{"optim.learning_rate": "2e-4"}).optim.learning_rate == 2e-4
+
+
+def test_reward_models_have_no_rule_of_thumb(base):
+    rewards = {"preference.loss": "bradley_terry", "model.head": "classification", "model.num_labels": "1"}
+    config = resolved(base, **rewards)
+    assert config.optim.learning_rate == 2e-4 and config.optim.warmup_ratio == 0.03
+    assert "recommended: nothing for optim.learning_rate: there is no rule of thumb for reward" in config.left_out[0]
 
 
 def test_other_optimizers_have_no_rule_of_thumb(base):

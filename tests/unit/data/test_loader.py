@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 from jax.sharding import NamedSharding
 from tiny import numbered_documents
 
@@ -43,6 +44,25 @@ def test_a_loader_that_starts_in_the_middle_goes_on_as_the_first_would_have():
     # Other batch sizes cut the same rows differently.
     for next_row, batch in batches(ROWS, (2, 2, SEQ_LEN), one_device(), 12, 24):
         assert np.array_equal(np.asarray(batch["tokens"]).reshape(4, SEQ_LEN), whole[next_row]["tokens"][0])
+
+
+@pytest.mark.parametrize(("workers", "prefetch"), [(0, 4), (1, 1), (8, 2), (2, 0)])
+def test_threads_and_batches_ahead_change_no_batch(workers, prefetch):
+    whole = list(batches(ROWS, (1, 4, SEQ_LEN), one_device(), 0, 24))
+    data = Data(num_workers=workers, prefetch=prefetch)
+    asked, ahead = [], []
+
+    class Asked:
+        def __getitem__(self, i):
+            asked.append(i)
+            return ROWS[i]
+
+    for (row, batch), (expected_row, expected) in zip(
+        batches(Asked(), (1, 4, SEQ_LEN), one_device(), 0, 24, data), whole, strict=True
+    ):
+        ahead.append((max(asked) + 1 - row) // 4)
+        assert row == expected_row and all(np.array_equal(batch[name], expected[name]) for name in expected)
+    assert max(ahead) <= (prefetch if workers else 0)
 
 
 class _SomeDevices:

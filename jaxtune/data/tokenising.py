@@ -1,0 +1,197 @@
+"""Samples to units, a block of samples after the other, in this process or in any other."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from jaxtune.config.schema import Chat, Dataset
+from jaxtune.data import formats
+from jaxtune.data.columns import LABEL, Column
+from jaxtune.data.encoding import Encoded, Encoder, Pair, Refused, Rendered
+from jaxtune.data.preferences import shortened
+from jaxtune.data.readers import Sample
+from jaxtune.data.units import Unit
+from jaxtune.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+Items = list[tuple[str, Sample] | UserError]
+"""Samples, each with where it comes from; or why one could not be read."""
+
+_Converted = tuple[str, Rendered | Encoded | Pair]
+"""Where a sample comes from, and what it became."""
+
+_BATCH_CHARS = 2**22
+
+
+@dataclass(frozen=True)
+class Tokenised:
+    """What became of a block of samples.
+
+    Attributes:
+        units: in the order of their samples.
+        longer: how many units were left out because they are longer than the entry allows.
+        problems: what is wrong with the other samples, in their order.
+        said: lines for the user; the same line may be in other blocks too.
+        characters: of the texts.
+    """
+
+    units: list[Unit]
+    longer: int
+    problems: list[UserError]
+    said: list[str]
+    characters: int
+
+
+class Tokeniser:
+    """Makes documents of the samples of one entry. The first sample decides the type.
+
+    It can be pickled and does then the same in another process.
+    """
+
+    def __init__(
+        self, entry: Dataset, tokenizer: "PreTrainedTokenizerFast", labels: tuple[str, ...] = (), chat: Chat = Chat()
+    ):
+        """`labels`: names of classes, by number; `chat`: what of conversations is trained."""
+        self._of = (entry, tokenizer, labels, chat)
+        self._settled: tuple[Dataset, tuple[str, ...]] | None = None
+        self._start()
+
+    def _start(self) -> None:
+        self._said: dict[str, None] = {}
+        self._characters = 0
+        self._seen: set[str] = set()
+        self._convert: formats.Format | None = None
+        self._encode = Encoder(self._of[1], self._count)
+
+    def __getstate__(self) -> tuple:
+        return self._of, self._settled
+
+    def __setstate__(self, state: tuple) -> None:
+        self._of, self._settled = state
+        self._start()
+
+    @property
+    def entry(self) -> Dataset:
+        """The entry, as it was given."""
+        return self._of[0]
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """The columns of the units, besides tokens and weights."""
+        return formats.COLUMNS.get(self.entry.type, ())
+
+    @property
+    def form(self) -> str | None:
+        """The type and the columns that decided it; None as long as it is not decided."""
+        return None if self._settled is None else f"{self._settled[0].type} from {', '.join(self._settled[1])}"
+
+    def settle(self, items: Items) -> None:
+        """Decides the type by the first sample that can be used, if there is one."""
+        for item in items:
+            if self._settled is None and not isinstance(item, UserError):
+                try:
+                    self._detect(item[1])
+                except UserError:
+                    continue  # whoever tokenises it reports it
+
+    def __call__(self, items: Items) -> Tokenised:
+        """Tokenises a block. Raises UserError where the tokenizer or the entry's options do not allow the type."""
+        self._said, self._characters = {}, 0
+        units, problems = [], []
+        longer, most = 0, self.entry.max_tokens
+        pending: list[_Converted | UserError] = []
+        chars = 0
+        for number, item in enumerate(items, start=1):
+            pending.append(self._document(item))
+            chars += sum(len(text.text) for text in _texts(pending[-1]))
+            if chars >= _BATCH_CHARS or number == len(items):
+                for found in self._encoded(pending):
+                    if isinstance(found, UserError):
+                        problems.append(found)
+                        continue
+                    if self.entry.max_prompt_tokens is not None:
+                        cut = tuple(shortened(document, self.entry.max_prompt_tokens) for document in found.documents)
+                        found = dataclasses.replace(found, documents=cut)
+                    if most is not None and sum(len(document.tokens) for document in found.documents) > most:
+                        longer += 1
+                    else:
+                        units.append(found)
+                pending, chars = [], 0
+        return Tokenised(units, longer, problems, list(self._said), self._characters)
+
+    def _detect(self, sample: Sample) -> None:
+        formats.refuse_images(sample)
+        self._settled = formats.detect(self.entry, sample)
+
+    def _document(self, item: tuple[str, Sample] | UserError) -> _Converted | UserError:
+        """(where the sample comes from, the document), or why there is none."""
+        if isinstance(item, UserError):
+            return item
+        where, sample = item
+        try:
+            if self._settled is None:
+                self._detect(sample)
+            else:
+                formats.refuse_images(sample)
+        except UserError as error:
+            return UserError(f"{where}: {error}")
+        assert self._settled is not None
+        settled, columns = self._settled
+        if self._convert is None:
+            _, tokenizer, labels, chat = self._of
+            self._convert = formats.make_format(settled, columns, tokenizer, self._say, labels, chat)
+        if not sample.keys() <= self._seen:
+            for line in formats.unused(settled, columns, sample):
+                self._say(line)
+            self._seen |= sample.keys()
+        try:
+            document = self._convert(sample)
+            for text in _texts((where, document)):
+                text.text.encode()
+        except UnicodeEncodeError:
+            return UserError(f"{where}: its text holds half a character (a lone surrogate)")
+        except UserError as error:
+            return type(error)(f"{where}: {error}")
+        return where, document
+
+    def _encoded(self, pending: list[_Converted | UserError]) -> list[Unit | UserError]:
+        """The documents, each a unit; without those that have no target and no label."""
+        found = []
+        texts = iter(self._encode([text for item in pending for text in _texts(item)]))
+        for item in pending:
+            if isinstance(item, UserError):
+                found.append(item)
+                continue
+            where, document = item
+            if isinstance(document, Pair):
+                answers = tuple(next(texts) for _ in document.documents)
+                trained = all(answer.loss_weights[1:].any() for answer in answers)
+                refused = Refused(f"{where}: no token of an answer is a target")
+                found.append(Unit(answers, values=document.values) if trained else refused)
+                continue
+            encoded = next(texts) if isinstance(document, Rendered) else document
+            label = document.label if isinstance(document, Rendered) else None
+            if label is not None and len(encoded.tokens):
+                found.append(Unit((encoded,), values={LABEL.name: label}))
+            elif encoded.loss_weights[1:].any():
+                continuous = self._settled is not None and self._settled[0].type in ("text", "tokenized")
+                found.append(Unit((encoded,), continuous))
+            else:
+                found.append(Refused(f"{where}: no token of it is a target"))
+        return found
+
+    def _say(self, line: str) -> None:
+        self._said[line] = None
+
+    def _count(self, characters: int) -> None:
+        self._characters += characters
+
+
+def _texts(item: _Converted | UserError) -> tuple[Rendered, ...]:
+    """What of a sample is to be tokenised."""
+    document = None if isinstance(item, UserError) else item[1]
+    if isinstance(document, Pair):
+        return document.documents
+    return (document,) if isinstance(document, Rendered) else ()
