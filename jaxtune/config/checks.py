@@ -61,9 +61,10 @@ def _data(config: Config) -> Iterator[Problem]:
                 yield Problem((key,), f"{key} = None: other datasets have a weight; give one to each, or to none")
     if data.validation_split >= 1 and data.validation_split % 1:
         yield _problem(config, "data.validation_split", "a number of documents, or a fraction below 1")
-    if data.packing and data.packing_method == "first_fit_decreasing" and not data.shuffle:
-        reason = "sorts documents by length, but data.shuffle = False keeps their order; choose 'sequential'"
-        yield _problem(config, "data.packing_method", reason, "data.shuffle")
+    if data.packing and data.packing_method == "first_fit_decreasing" and (not data.shuffle or data.shuffle_each):
+        key, value = ("data.shuffle_each", True) if data.shuffle else ("data.shuffle", False)
+        reason = f"sorts documents by length, but {key} = {value} keeps their order; choose 'sequential'"
+        yield _problem(config, "data.packing_method", reason, key)
 
 
 def _classification(config: Config) -> Iterator[Problem]:

@@ -148,7 +148,7 @@ class Data:
         "others (multipack); or the last one, so that the order stays", when="data.packing")
     group_by_length: bool = option(False,
         "rows of a step have documents of like lengths, so that devices wait less for each other; each row is padded "
-        "to data.seq_len all the same", when="not data.packing and data.shuffle")
+        "to data.seq_len all the same", when="not data.packing and data.shuffle and not data.shuffle_each")
     drop_last: bool = option(False, "leave out rows that do not fill the last step; otherwise padding fills it",
         when="train.max_steps is None")
     truncation: Literal["auto", "delete", "left", "right", "split"] = option("auto",
@@ -166,6 +166,13 @@ class Data:
         "as text, one", "processes [1, inf)", when="not data.cache_only")
     num_workers: int = option(4, "threads that read the rows of batches; 0: none, each batch when it is asked for",
         "threads [0, inf)")
+    samples_per_epoch: int | None = option(None,
+        "samples of an epoch, drawn in the shares of data.mixing (concat: of the sizes), and repeated where there are "
+        "not enough; unset: as many as data.mixing says", "samples [1, inf)")
+    shuffle_each: bool = option(False,
+        "the new order is one within each dataset, and the datasets follow each other as they are listed (a "
+        "curriculum); rows hold the end of one and the beginning of the next",
+        when="data.shuffle and data.mixing == 'concat'")
     prefetch: int = option(4, "batches that are read ahead", "batches [0, inf)", when="data.num_workers")
 
 

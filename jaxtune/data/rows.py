@@ -73,7 +73,7 @@ class Rows:
 
         Args:
             documents: the documents in the rows.
-            data: its seq_len, packing, packing_method, group_by_length, truncation, shuffle and seed.
+            data: its seq_len, packing, packing_method, group_by_length, truncation, shuffle, shuffle_each and seed.
             epochs: where the rows end; all rows after it are padding. None: there is no end.
             columns: the columns of a row.
             most_documents: in a row, of an attention kernel that must know. None: any number.
@@ -114,6 +114,7 @@ class Rows:
             method=data.packing_method if data.packing else None,
             shuffle=data.shuffle,
             rows_per_step=rows_per_step if data.group_by_length else None,
+            groups=documents.part_of[self._document[opens]] if data.shuffle_each else None,
         )
         self._planned = lru_cache(_PLANS_KEPT)(lambda epoch: self._bounded(planned(epoch), most_documents))
         self._first_row = [0]

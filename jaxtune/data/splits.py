@@ -46,7 +46,8 @@ def open_documents(
 
     train, validation = documents(data.datasets), None
     if data.eval_datasets:
-        validation = mix(documents(data.eval_datasets), data.eval_datasets, data)
+        whole = dataclasses.replace(data, samples_per_epoch=None)
+        validation = mix(documents(data.eval_datasets), data.eval_datasets, whole)
     elif data.validation_split:  # before mixing, which may repeat documents
         train, validation = hold_out(train, data.validation_split, data.seed)
     return mix(train, data.datasets, data), validation

@@ -133,6 +133,11 @@ class Documents:
         """Whether each document is running text, which may be cut anywhere."""
         return np.concatenate([part.continuous for part in self.parts])[self._numbers]
 
+    @cached_property
+    def part_of(self) -> Int64[np.ndarray, "documents"]:
+        """Number of the part that each document is in."""
+        return np.searchsorted(self._first, self._numbers, "right") - 1
+
     def read(self, i: int, start: int, stop: int) -> tuple[Int32[np.ndarray, "n"], Float16[np.ndarray, "n"]]:
         """Tokens [start, stop) of document i, up to its end, and the weight of predicting each."""
         return self.values("tokens", i, start, stop), self.values("loss_weight", i, start, stop)

@@ -20,7 +20,7 @@ TABLES = {
     "seed_precision_optim": {"surogate": 25, "xorl": 21, "erniekit": 24, "qefficient": 10},
     "seed_chat": {"surogate": 6},
     "seed_packing": {"surogate": 4, "xorl": 4, "erniekit": 1, "qefficient": 4},
-    "seed_load": {"surogate": 1, "xorl": 6, "erniekit": 1, "qefficient": 3},
+    "seed_load": {"surogate": 1, "xorl": 7, "erniekit": 2, "qefficient": 3},
     "seed_data": {"surogate": 8, "xorl": 12, "erniekit": 6, "qefficient": 8},
     "seed_parallel_memory": {"surogate": 18, "xorl": 21, "erniekit": 10, "qefficient": 4},
 }

@@ -54,6 +54,12 @@ LABELS = {
             "data.packing_method",
             "sorts documents by length.*data.shuffle = False keeps their order",
         ),
+        (
+            {"data.packing_method": "first_fit_decreasing", "data.shuffle_each": "yes"},
+            "data.packing_method",
+            "sorts documents by length.*data.shuffle_each = True keeps their order",
+        ),
+        ({"data.shuffle_each": "yes", "data.shuffle": "no"}, "data.shuffle_each", "only when data.shuffle and"),
         ({"data.group_by_length": "yes"}, "data.group_by_length", "only when not data.packing and data.shuffle"),
         ({"data.drop_last": "yes", "train.max_steps": "5"}, "data.drop_last", "only when train.max_steps is None"),
         ({"data.validation_split": "1.5"}, "data.validation_split", "number of documents, or a fraction below 1"),
