@@ -21,7 +21,7 @@ from rich.text import Text
 
 from jaxtune import command, hf
 from jaxtune.config.schema import Config
-from jaxtune.data import Documents, Rows, open_documents, prepare_documents
+from jaxtune.data import Documents, Rows, Stream, open_documents, open_validation, prepare_documents
 from jaxtune.data.columns import LABELLED, NEXT_TOKEN
 from jaxtune.data.formats import IGNORED_LABEL
 from jaxtune.errors import UserError
@@ -94,7 +94,11 @@ def _main(values: flags.FlagValues, config: Config):
         for line in prepare_documents(config, tokenizer, _shard(values.shard)):
             console.print(line, markup=False)
         return
-    train, validation = open_documents(config, tokenizer)
+    if config.data.streaming:
+        train, validation = next(Stream(config, tokenizer).windows()).documents, open_validation(config, tokenizer)
+        console.print("data.streaming: the first window of the training data; nothing is kept")
+    else:
+        train, validation = open_documents(config, tokenizer)
     for note in dict.fromkeys(config.left_out + train.notes + (validation.notes if validation else ())):
         console.print(note, markup=False)
     columns = LABELLED if config.model.head == "classification" else NEXT_TOKEN

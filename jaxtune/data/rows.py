@@ -5,6 +5,7 @@ import threading
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 
@@ -143,6 +144,18 @@ class Rows:
         if epochs == whole:
             return first
         return first + math.ceil((epochs - whole) * (self._first_row_of(whole + 1) - first))
+
+    def epoch(self, position: dict[str, Any]) -> float:
+        """The number of passes over the data up to a position."""
+        return position.get("row", 0) / self.counts.rows
+
+    def since(self, position: dict[str, Any]) -> "Rows":
+        """The rows, which can be read from any position on."""
+        return self
+
+    def position(self, row: int) -> dict[str, Any]:
+        """The position from which this row is the next, as JSON."""
+        return {"row": row}
 
     def __getitem__(self, index: int) -> Row:
         if self.stop is not None and index >= self.stop:
