@@ -28,6 +28,7 @@ from jaxtune.run.folder import RunFolder
 from jaxtune.run.labels import labelled
 from jaxtune.run.memory import out_of_memory_is_answered
 from jaxtune.run.model import Model, declare_model, read_base
+from jaxtune.run.reference import is_kept
 from jaxtune.run.resume import differences
 from jaxtune.run.values import frozen_parameters, initial_parameters, of_model, open_run, tokenizer_folder
 
@@ -46,17 +47,19 @@ def _recipe(values: flags.FlagValues) -> str | None:
 
 def _open(
     values: flags.FlagValues, config: Config, mesh: jax.sharding.Mesh
-) -> tuple[Config, Model, Parameters, Parameters]:
-    """(config, model, trained, frozen): of a run, of --model, or of the recipe's starting point."""
+) -> tuple[Config, Model, Parameters, Parameters, Parameters]:
+    """(config, model, trained, frozen, reference): of a run, of --model, or of the recipe's starting point."""
     if values.run is None:
         if values.step is not None:
             raise UserError(f"--step={values.step}: without --run there are no checkpoints")
         config = labelled(config if values.model is None else of_model(values.model, config))
         model = declare_model(read_base(config), config, mesh, train=values.model is None)
-        return config, model, initial_parameters(model, config), frozen_parameters(model, config)
+        if is_kept(config):
+            raise UserError(f"preference.loss={config.preference.loss!r} compares with a reference: give --run")
+        return config, model, initial_parameters(model, config), frozen_parameters(model, config), {}
     if values.model is not None:
         raise UserError("--run and --model: one at a time")
-    run = open_run(RunFolder(Path(values.run)), mesh, values.step, low_precision=True)
+    run = open_run(RunFolder(Path(values.run)), mesh, values.step, low_precision=True, reference=True)
     for option in ("path", "head"):
         trained, asked = getattr(run.config.model, option), getattr(config.model, option)
         if trained != asked:
@@ -73,7 +76,7 @@ def _open(
         raise UserError("\n".join(["the run was trained with other options:", *changed, "set them back"]))
     if config.data.seq_len > (most := run.model.spec.max_positions):
         raise UserError(f"data.seq_len={config.data.seq_len} is more than the model's {most} positions")
-    return config, run.model, run.trained, run.frozen
+    return config, run.model, run.trained, run.frozen, run.reference
 
 
 def _main(values: flags.FlagValues, config: Config) -> None:
@@ -84,15 +87,15 @@ def _main(values: flags.FlagValues, config: Config) -> None:
 
 def _evaluate(values: flags.FlagValues, config: Config) -> None:
     mesh = make_mesh(config.mesh, process.devices(config.device), parallel=config.parallel)
-    config, model, trained, frozen = _open(values, config, mesh)
+    config, model, trained, frozen, reference = _open(values, config, mesh)
     home = model.folder if values.model is None else tokenizer_folder(model, config)  # a run uses its base's
     tokenizer = hf.load_tokenizer(home, config.chat.template, config.data.special_tokens)
     documents = data.open_validation(config, tokenizer, model.spec.vocabulary)
     if documents is None:
         raise UserError("no validation data: set data.eval_datasets or data.validation_split")
-    rows = data.Rows(documents, config.data, 1, task_of(model).columns, config.attention.most_documents)
+    rows = data.Rows(documents, config.data, 1, task_of(model, config).columns, config.attention.most_documents)
     log.info("validation: %s", rows.counts)
-    for name, value in make_evaluate(config, model, rows, mesh)(trained, frozen).items():
+    for name, value in make_evaluate(config, model, rows, mesh)(trained, frozen, reference).items():
         print(f"{name} {value:.6f}")
 
 

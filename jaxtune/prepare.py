@@ -101,12 +101,13 @@ def _main(values: flags.FlagValues, config: Config):
         train, validation = open_documents(config, tokenizer)
     for note in dict.fromkeys(config.left_out + train.notes + (validation.notes if validation else ())):
         console.print(note, markup=False)
-    columns = LABELLED if config.model.head == "classification" else NEXT_TOKEN
+    classifier = config.sample_type == "classification"
+    columns, labels = (LABELLED, config.model.id2label) if classifier else (NEXT_TOKEN, ())
     console.print(f"training: {Rows(train, config.data, 1, columns).counts}")
     if validation:
         console.print(f"validation: {Rows(validation, config.data, 1, columns).counts}")
     for i in range(min(values.show, len(train))):
-        shown = describe(train, i, tokenizer, config.data.seq_len, values.ids, config.model.id2label)
+        shown = describe(train, i, tokenizer, config.data.seq_len, values.ids, labels)
         console.print(Text(f"\nsample {i}: ") + shown)
 
 

@@ -29,7 +29,7 @@ from jaxtune.run.generation import continue_text
 from jaxtune.run.labels import labelled
 from jaxtune.run.lock import locked
 from jaxtune.run.model import read_base
-from jaxtune.run.values import check_files, frozen_parameters, initial_parameters
+from jaxtune.run.values import check_files, frozen_parameters, initial_parameters, read_reference
 from jaxtune.run.watch import watching
 
 log = logging.getLogger("jaxtune")
@@ -89,6 +89,8 @@ def _train(config: Config, folder: RunFolder) -> bool:
             start = jax.jit(program.start, donate_argnums=0)
             first = ("eval",) if config.eval.at_start else ()
             state, position = start(initial_parameters(model, config)), loop.Position(put_off=first)
+            if state.reference and config.preference.reference != "start":
+                state = state._replace(reference=read_reference(model, config, state.reference))
         frozen = frozen_parameters(model, config)
         resume.begin(config, folder, feed.rows.counts)
 
@@ -99,7 +101,7 @@ def _train(config: Config, folder: RunFolder) -> bool:
         tasks = [loop.Task("save", loop.each(config.ckpt.save_steps, total_steps), save, at_stop=True)]
         if feed.eval_rows is not None:  # before saving: the rows of metrics after a checkpoint's step are cut on resume
             evaluate = make_evaluate(config, model, feed.eval_rows, mesh, goodput.beat)
-            show = lambda state, at: watch.evaluation(at.step, evaluate(state.trained, frozen))  # noqa: E731
+            show = lambda state, at: watch.evaluation(at.step, evaluate(state.trained, frozen, state.reference))  # noqa: E731
             tasks.insert(0, loop.Task("eval", loop.each(config.eval.steps, total_steps), show))
         batches = feed.batches(position.feed, total_steps - position.step)
         state = loop.train(config, train_step, state, frozen, batches, position, rates, tasks, watch)

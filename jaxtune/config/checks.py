@@ -16,7 +16,9 @@ def check(config: Config) -> list[Problem]:
     parts = (
         broken,
         _data,
+        _task,
         _classification,
+        _preference,
         _chat,
         _train,
         _attention,
@@ -72,15 +74,50 @@ def _data(config: Config) -> Iterator[Problem]:
         yield _problem(config, "data.packing_method", reason, key)
 
 
-def _classification(config: Config) -> Iterator[Problem]:
-    model, classifier = config.model, config.model.head == "classification"
+def _task(config: Config) -> Iterator[Problem]:
+    """Entries of a type that another task learns from."""
+    wanted = config.sample_type
+    of_classifier = {
+        None: "labels are learnt with model.head = 'classification'",
+        "classification": "model.head = 'classification' needs type='classification', whose target_column is a label",
+    }
     for name in ("datasets", "eval_datasets"):
         for i, entry in enumerate(getattr(config.data, name)):
-            if (entry.type == "classification") != classifier:
-                key, reason = f"data.{name}[{i}].type", "labels are learnt with model.head = 'classification'"
-                if classifier:
-                    reason = "model.head = 'classification' needs type='classification', whose target_column is a label"
-                yield Problem((key, "model.head"), f"{key} = {entry.type!r}: {reason}")
+            key = f"data.{name}[{i}].type"
+            if wanted in ("preference", "unpaired_preference"):
+                if entry.type not in ("auto", wanted):
+                    reason = f"preference.loss = {config.preference.loss!r} learns from type {wanted!r}"
+                    yield Problem((key, "preference.loss"), f"{key} = {entry.type!r}: {reason}")
+            elif entry.type in ("preference", "unpaired_preference"):
+                reason = "is learnt from with preference.loss, for example 'sigmoid' (DPO) or 'kto'"
+                yield Problem((key, "preference.loss"), f"{key} = {entry.type!r}: {reason}")
+            elif (entry.type == "classification") != (wanted == "classification"):
+                yield Problem((key, "model.head"), f"{key} = {entry.type!r}: {of_classifier[wanted]}")
+
+
+def _preference(config: Config) -> Iterator[Problem]:
+    options, model = config.preference, config.model
+    if options.loss is None:
+        return
+    if options.loss == "bradley_terry" and not (model.head == "classification" and model.num_labels == 1):
+        reason = "a reward is one number: set model.head = 'classification' and model.num_labels = 1"
+        yield _problem(config, "preference.loss", reason, "model.head", "model.num_labels")
+    if options.loss != "bradley_terry" and model.head != "lm":
+        yield _problem(config, "preference.loss", "learns from tokens: set model.head = 'lm'", "model.head")
+    if options.loss == "exo_pair" and not options.label_smoothing:
+        yield _problem(
+            config, "preference.label_smoothing", "exo_pair needs more, for example 0.001", "preference.loss"
+        )
+    for name in ("datasets", "eval_datasets") if options.offset_alpha else ():
+        for i, entry in enumerate(getattr(config.data, name)):
+            if entry.chosen_score_field is None or entry.rejected_score_field is None:
+                key = f"data.{name}[{i}].chosen_score_field"
+                reason = "preference.offset_alpha needs the scores of both answers: name their columns"
+                yield Problem((key, "preference.offset_alpha"), f"{key}: {reason}")
+
+
+def _classification(config: Config) -> Iterator[Problem]:
+    model, classifier = config.model, config.sample_type == "classification"
     if classifier and config.data.truncation == "split":
         reason = "a document has one label, which its parts may not have; choose 'left', 'right' or 'delete'"
         yield _problem(config, "data.truncation", reason, "model.head")

@@ -49,7 +49,17 @@ READ_BY_TYPE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "text": (("text_field",), ()),
     "classification": (("text_field", "target_column"), ("text_pair_field",)),
+    "preference": (
+        ("chosen_field", "rejected_field"),
+        ("prompt_field", "tools_field", "system_field", "system_prompt", "chosen_score_field", "rejected_score_field"),
+    ),
+    "unpaired_preference": (
+        ("output_field", "desirable_field"),
+        ("prompt_field", "tools_field", "system_field", "system_prompt"),
+    ),
 }
+# Types that 'auto' never chooses by the columns: the task does.
+OF_A_TASK = ("classification", "preference", "unpaired_preference")
 
 
 @dataclass(frozen=True)
@@ -79,8 +89,10 @@ class Dataset:
         "file, pattern of files, folder, URL of one (s3://, gs://, abfs://, https://), list of these; hub id; or "
         "dummy: random tokens, to measure speed")
     dummy_length: int = option(2048, "tokens of a sample of dummy", "tokens [2, inf)", when="path == 'dummy'")
-    type: Literal["auto", "text", "instruction", "conversation", "tokenized", "classification"] = option("auto",
-        "how a sample becomes tokens; auto decides by the columns and says what it chose, never classification")
+    type: Literal["auto", "text", "instruction", "conversation", "tokenized", "classification", "preference",
+                  "unpaired_preference"] = option("auto",
+        "how a sample becomes tokens; auto decides by the columns and says what it chose, never classification; with "
+        "preference.loss it is preference, or for kto unpaired_preference")
     split: str = option("train", "split of a hub dataset, or of a folder whose file names tell")
     subset: str | None = option(None, "subset (configuration name) of a hub dataset")
     revision: str | None = option(None, "branch, tag or commit on the hub")
@@ -94,6 +106,9 @@ class Dataset:
     shard_idx: int | None = option(None, "which part, from 0", "[0, inf)", when="shards is not None")
     max_tokens: int | None = option(None, "leave out documents of more tokens; unset: data.truncation decides",
         "tokens [2, inf)")
+    max_prompt_tokens: int | None = option(None,
+        "of a longer prompt, what stands before an answer, the beginning is left out", "tokens [1, inf)",
+        when="type in ('auto', 'preference', 'unpaired_preference')")
     weight: float | None = option(None,
         "share of the samples, relative to those of the other datasets, with data.mixing = 'interleave_...'; given for "
         "each or for none", "(0, inf)")
@@ -123,6 +138,15 @@ class Dataset:
     message_property_mappings: tuple[str, ...] = option((),
         "keys of messages that have another name in the data: ('role=speaker', 'content=utterance')", "KEY=NAME")
     tools_field: str | None = option(None, "column of the tool descriptions handed to the chat template")
+    prompt_field: str | None = option(None,
+        "column of the prompt of answers, text or messages; unset: prompt, question, query, instruction, conversations "
+        "or messages, if there is one; else the answers begin with it")
+    chosen_field: str = option("chosen", "column of the better answer, text or messages")
+    rejected_field: str = option("rejected", "column of the other answer")
+    chosen_score_field: str | None = option(None, "column of the score of the better answer, for "
+        "preference.offset_alpha")
+    rejected_score_field: str | None = option(None, "column of the score of the other answer")
+    desirable_field: str = option("label", "column that says whether the answer is wanted: true or false")
 
 
 @dataclass(frozen=True)
@@ -236,7 +260,7 @@ class Train:
     freeze: str | None = option(None, "parameters that are not trained, by Hugging Face name", "regex",
         when="not lora.enabled")
     z_loss: float = option(0.0, "adds this times log(sum(exp(logits)))^2 to the training loss of a token (PaLM, 2022)",
-        "[0, inf)", when="model.head == 'lm'")
+        "[0, inf)", when="model.head == 'lm' and preference.loss is None")
 
 
 @dataclass(frozen=True)
@@ -612,6 +636,40 @@ class Said(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Preference:
+    """Learning from preferences: pairs of answers, or answers that are wanted or not."""
+
+    loss: Literal["sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard",
+                  "apo_zero", "apo_down", "kto_pair", "simpo", "cpo", "orpo", "kto", "bradley_terry"] | None = option(
+        None,
+        "DPO (sigmoid) and its relatives, by TRL's names; without a reference: simpo, cpo, orpo; kto: of single "
+        "answers; bradley_terry: a reward model (model.head='classification'); unset: next tokens are learned")
+    beta: float = option(0.1, "how strongly the model is held to the reference; of SimPO and ORPO the weight",
+        "(0, inf)", when="preference.loss != 'bradley_terry'")
+    label_smoothing: float = option(0.0, "how often the labels are taken to be wrong", "fraction [0, 0.5)",
+        when="preference.loss in ('sigmoid', 'sigmoid_norm', 'robust', 'exo_pair', 'simpo', 'cpo')")
+    simpo_gamma: float = option(0.5, "SimPO's margin", "[0, inf)", when="preference.loss == 'simpo'")
+    offset_alpha: float = option(0.0,
+        "the margin grows by this times the logarithm of the difference of the answers' scores (ODPO)", "[0, inf)",
+        when="preference.loss not in ('kto', 'bradley_terry')")
+    loss_weight: float = option(1.0, "weight of the loss of pairs", "(0, inf)",
+        when="preference.loss not in ('kto', 'bradley_terry')")
+    sft_weight: float | None = option(None,
+        "weight of the chosen answers' cross-entropy, added; unset: 1 for cpo and orpo, 0 for others", "[0, inf)",
+        when="preference.loss not in ('kto', 'bradley_terry')")
+    desirable_weight: float = option(1.0, "weight of answers that are wanted", "[0, inf)",
+        when="preference.loss == 'kto'")
+    undesirable_weight: float = option(1.0, "weight of answers that are not wanted", "[0, inf)",
+        when="preference.loss == 'kto'")
+    reference: str | None = option("start",
+        "what log-probabilities are compared with: start: the model before its first step; a folder or hub id of one "
+        "like it, or with lora.enabled of an adapter; None: nothing (reference-free)",
+        when="preference.loss not in ('simpo', 'cpo', 'orpo', 'bradley_terry')")
+    reference_update_steps: int | None = option(None, "the model becomes the reference after each so many steps",
+        "steps [1, inf)", when="preference.loss not in ('simpo', 'cpo', 'orpo', 'bradley_terry')")
+
+
+@dataclass(frozen=True)
 class Config:
     """A whole run."""
 
@@ -634,8 +692,16 @@ class Config:
     log: Log = Log()
     prof: Prof = section(Prof(), when="prof.enabled")
     export: Export = Export()
+    preference: Preference = section(Preference(), when="preference.loss is not None")
     # Not an option: who set each value that is not the default.
     said: tuple[Said, ...] = dataclasses.field(default=(), compare=False, repr=False)
+
+    @property
+    def sample_type(self) -> str | None:
+        """The type of dataset entries that the task asks for; None: one of those that 'auto' chooses from."""
+        if self.preference.loss is not None:
+            return "unpaired_preference" if self.preference.loss == "kto" else "preference"
+        return "classification" if self.model.head == "classification" else None
 
     @property
     def left_out(self) -> tuple[str, ...]:

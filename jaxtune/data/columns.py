@@ -39,9 +39,15 @@ MADE = frozenset(column.name for column in (TOKENS, TARGETS, POSITIONS, SEGMENT_
 LOSS_WEIGHT = Column("loss_weight", np.float32)  # weight of the loss of predicting the target
 # Which label a document has, counted from 0; of a regression, the value.
 LABEL = Column("label", np.float32, "document")
+# Whether a unit's answer is wanted, 1 or 0; by how much the score of the chosen answer exceeds that of the other.
+DESIRABLE = Column("desirable", np.float32, "unit")
+SCORE_DELTA = Column("score_delta", np.float32, "unit")
 
 NEXT_TOKEN = (TOKENS, TARGETS, POSITIONS, SEGMENT_IDS, KEY_START, LOSS_WEIGHT)
 """The columns that next-token prediction on packed rows reads."""
 
 LABELLED = (TOKENS, POSITIONS, SEGMENT_IDS, KEY_START, LAST, LABEL)
 """The columns that classification of the documents in packed rows reads."""
+
+SCORED = (TOKENS, POSITIONS, SEGMENT_IDS, KEY_START, LAST)
+"""The columns that a reward model of the documents in packed rows reads."""

@@ -42,8 +42,8 @@ def messages_in(sample: Mapping[str, Any], columns: tuple[str, ...], renamed: Ma
     if columns == QUERIES_AND_ANSWERS:
         return list(_exchanges(sample))
     if len(columns) == 1:
-        return _known(sample[columns[0]], renamed)
-    context, completion = (_known(sample[column], renamed) for column in columns)
+        return conversation_of(sample[columns[0]], renamed)
+    context, completion = (conversation_of(sample[column], renamed) for column in columns)
     if not isinstance(context, list) or not isinstance(completion, list):
         raise UserError(f"columns {' and '.join(map(repr, columns))} must both be lists of messages, or both be text")
     return [message | {"train": False} if isinstance(message, dict) else message for message in context] + completion
@@ -75,7 +75,11 @@ def _exchanges(sample: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"role": "assistant", "content": answer} | ({"train": bool(labels[i])} if labels else {})
 
 
-def _known(raw: Any, renamed: Mapping[str, str]) -> Any:
+def conversation_of(raw: Any, renamed: Mapping[str, str] = {}) -> Any:
+    """A list of messages, or its JSON text, with the keys and roles of OpenAI; anything else as it is.
+
+    renamed: as of `messages_in`. Raises UserError for text that is not JSON.
+    """
     raw = _from_json(raw, "messages") if isinstance(raw, str) and raw.lstrip().startswith("[") else raw
     if not isinstance(raw, list) or not all(isinstance(message, dict) for message in raw):
         return raw

@@ -32,6 +32,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from jaxtune.config.schema import Chat, Dataset
 from jaxtune.data import cache, sources
 from jaxtune.data.encoding import Refused
+from jaxtune.data.preferences import with_other_answers
 from jaxtune.data.tokenising import Items, Tokenised, Tokeniser
 from jaxtune.data.units import Documents, Part, Unit
 from jaxtune.data.workers import mapped
@@ -414,13 +415,14 @@ def _join(parts: list[Path], folder: Path, name: str, tokeniser: Tokeniser, requ
         why += f"; the first problem: {first[0]}" if first else ""
         raise UserError(f"data: {name} has no sample that can be trained on{why}")
     with _appearing(folder) as temporary:
-        if len(parts) == 1:
+        paired = tokeniser.entry.type == "unpaired_preference"
+        if len(parts) == 1 and not paired:
             temporary.rmdir()
             parts[0].rename(temporary)
             summary = {name: summaries[0][name] for name in cache.CONTENT}
         else:
             units = itertools.chain.from_iterable(cache.units_of(cache.load(part)) for part in parts)
-            summary = cache.write(temporary, units, tokeniser.columns)
+            summary = cache.write(temporary, with_other_answers(units) if paired else units, tokeniser.columns)
         others = dict.fromkeys(line for each in summaries for line in each["said"])
         counts = f"{summary['documents']:,} documents of {summary['tokens']:,} tokens"
         notes = [f"{name}: {tokeniser.form}, {counts}", *(f"{name}: {line}" for line in others)]

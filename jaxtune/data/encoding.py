@@ -1,7 +1,7 @@
 """Text to tokens: trained characters make trained tokens, and tokens that begin or end a text are never doubled."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import repeat
 from typing import TYPE_CHECKING
@@ -44,6 +44,14 @@ class Rendered:
     append_eos: bool = False
     label: float | None = None
     weights: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A sample as a unit: answers to a prompt, each a document, and values of other columns of the unit by name."""
+
+    documents: tuple[Rendered, ...]
+    values: Mapping[str, float]
 
 
 @dataclass(frozen=True)

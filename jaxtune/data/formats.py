@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxtune.config.schema import READ_BY_TYPE, Chat, Dataset
+from jaxtune.config.schema import OF_A_TASK, READ_BY_TYPE, Chat, Dataset
+from jaxtune.data import preferences
 from jaxtune.data.chat import ChatTemplate
+from jaxtune.data.columns import DESIRABLE, LABEL, SCORE_DELTA, Column
 from jaxtune.data.dialects import HISTORY, PROMPT_AND_COMPLETION, QUERIES_AND_ANSWERS, history_of, messages_in
-from jaxtune.data.encoding import Encoded, Refused, Rendered
+from jaxtune.data.encoding import Encoded, Pair, Refused, Rendered
 from jaxtune.data.labels import label_of
 from jaxtune.data.messages import NO_IMAGES, check_messages, check_tools, clip
 from jaxtune.data.templates import columns_in, fill, fill_to, is_template
@@ -20,10 +22,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Sample = Mapping[str, Any]
-Format = Callable[[Sample], Rendered | Encoded]
+Format = Callable[[Sample], Rendered | Encoded | Pair]
 
 Say = Callable[[str], object]
 """Takes a line for the user about a dataset; the same line is shown only once."""
+
+COLUMNS: dict[str, tuple[Column, ...]] = {
+    "classification": (LABEL,),
+    "preference": (SCORE_DELTA,),
+    "unpaired_preference": (DESIRABLE,),
+}
+"""Columns that documents of a type have besides tokens and weights."""
 
 IGNORED_LABEL = -100
 """The label of a token that is not trained, as in Hugging Face datasets."""
@@ -56,8 +65,8 @@ def detect(entry: Dataset, sample: Sample) -> tuple[Dataset, tuple[str, ...]]:
     else:
         every = {option for type_ in READ_BY_TYPE for option in _options(type_)}
         given = {option for option in every if getattr(entry, option) != getattr(Dataset(), option)}
-        # Never classification: text beside other columns is text.
-        types = [type_ for type_ in READ_BY_TYPE if type_ != "classification" and given <= set(_options(type_))]
+        # Of classification text beside other columns is text, and one of two answers an answer.
+        types = [type_ for type_ in READ_BY_TYPE if type_ not in OF_A_TASK and given <= set(_options(type_))]
         if not types:
             raise UserError(f"no type reads all of {', '.join(sorted(given))}; set type, and only what it reads")
     for type_ in types:
@@ -80,7 +89,10 @@ def _no_type(types: list[str], entry: Dataset, sample: Sample) -> str:
     """The text of the error: what a sample has, and what each type needs."""
     has = ", ".join(map(str, sample)) or "none"
     if {"chosen", "rejected"} <= sample.keys():
-        return f"preference data, with the columns {has}: losses that learn from pairs are not there yet"
+        return (
+            f"preference data, with the columns {has}: set preference.loss, 'sigmoid' for DPO; or to learn the better "
+            "answer alone, type='instruction' with output_field='chosen'"
+        )
     needed = {
         type_: " and ".join(
             field + (f" ({option})" if option else "") for option, field in _needed(type_, entry, sample)
@@ -95,6 +107,8 @@ def _needed(type_: str, entry: Dataset, sample: Sample) -> list[tuple[str, str]]
     """The columns that a sample of a type must have, each with the option that names it, if there is one."""
     if type_ == "tokenized":
         return [("", "input_ids")]
+    if type_ == "preference" and (columns := preferences.found_columns(entry, sample)):
+        return [("", column) for column in columns]
     fields = [(option, _field(option, entry, sample)) for option in READ_BY_TYPE[type_][0]]
     if type_ == "conversation" and fields[0][1] not in sample:
         if set(QUERIES_AND_ANSWERS) <= sample.keys():
@@ -184,9 +198,22 @@ def make_format(
                     "the tokenizer has no end-of-sequence token: an answer after prompt_format would never stop"
                 )
             return partial(_formatted_instruction, entry, entry.prompt_format)
+        case "preference":
+            return partial(preferences.pair_of, entry, columns, _template_of(tokenizer, say, chat))
+        case "unpaired_preference":
+            return partial(preferences.wanted_of, entry, _template_of(tokenizer, say, chat))
         case "classification":
             return partial(_classification, entry, labels, _ends_texts(tokenizer))
     raise ValueError(entry.type)
+
+
+def _template_of(tokenizer: "PreTrainedTokenizerFast", say: Say, chat: Chat) -> ChatTemplate | None:
+    if tokenizer.chat_template:
+        return ChatTemplate(tokenizer, say, chat)
+    if tokenizer.eos_token is None:
+        raise UserError("the tokenizer has neither a chat template nor an end-of-sequence token; set chat.template")
+    say("the tokenizer has no chat template: an answer follows its prompt as it is")
+    return None
 
 
 def _conversation(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxtune.config.schema import Data
-from jaxtune.data.columns import LAST, MADE, NEXT_TOKEN, Column
+from jaxtune.data.columns import LABEL, MADE, NEXT_TOKEN, Column
 from jaxtune.data.packing import RowPlan, cut_to_rows, plan
 from jaxtune.data.units import Documents
 from jaxtune.errors import UserError
@@ -87,7 +87,7 @@ class Rows:
         self._documents, self._data, self._columns = documents, data, columns
         _check_columns(documents, columns)
         lengths = documents.lengths
-        labelled, truncation = LAST in columns, data.truncation
+        labelled, truncation = LABEL in columns, data.truncation
         if labelled and truncation == "auto":
             truncation = "right"  # the beginning of a document has its label too
         pieces = cut_to_rows(lengths, data.seq_len, truncation, documents.continuous, documents.units)

@@ -57,7 +57,7 @@ def _documents(
 ) -> Documents:
     data = config.data
     how = data.on_bad_row, config.model.id2label, config.chat, data.num_proc, data.cache_only
-    found = tokenize(entries, tokenizer, cache_folder(config), *how)
+    found = tokenize(of_task(config, entries), tokenizer, cache_folder(config), *how)
     refuse_unknown_tokens(found, tokenizer, vocabulary)
     return found
 
@@ -78,8 +78,15 @@ def prepare_documents(config: Config, tokenizer: "PreTrainedTokenizerFast", shar
     """Tokenises a shard of training and validation data, for `open_documents` to join; a line about each entry."""
     data = config.data
     how = data.on_bad_row, config.model.id2label, config.chat, data.num_proc
-    entries = data.datasets + data.eval_datasets
+    entries = of_task(config, data.datasets + data.eval_datasets)
     return prepare_shard(entries, tokenizer, cache_folder(config), shard, *how)
+
+
+def of_task(config: Config, entries: tuple[Dataset, ...]) -> tuple[Dataset, ...]:
+    """The entries, of the type that the task asks for."""
+    if config.sample_type is None:
+        return entries
+    return tuple(dataclasses.replace(entry, type=config.sample_type) for entry in entries)
 
 
 def cache_folder(config: Config) -> Path:

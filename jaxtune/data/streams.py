@@ -21,8 +21,9 @@ from jaxtune.config.schema import Config
 from jaxtune.data import cache, sources
 from jaxtune.data.columns import NEXT_TOKEN, Column
 from jaxtune.data.documents import folder_name, shaping_of
+from jaxtune.data.preferences import with_other_answers
 from jaxtune.data.rows import Row, Rows
-from jaxtune.data.splits import refuse_unknown_tokens
+from jaxtune.data.splits import of_task, refuse_unknown_tokens
 from jaxtune.data.tokenising import Items, Tokeniser
 from jaxtune.data.units import Documents, Unit
 from jaxtune.errors import UserError
@@ -80,11 +81,12 @@ class Stream:
         self._config, self._tokenizer, self._vocabulary, self._columns = config, tokenizer, vocabulary, columns
         self._rows_per_step = rows_per_step
         data, labels = config.data, config.model.id2label
-        self._sources = [sources.open_source(entry, len(tokenizer), streaming=True) for entry in data.datasets]
+        entries = of_task(config, data.datasets)
+        self._sources = [sources.open_source(entry, len(tokenizer), streaming=True) for entry in entries]
         shaping = shaping_of(tokenizer, data.on_bad_row, labels, config.chat)
-        names = [folder_name(source, entry, shaping) for source, entry in zip(self._sources, data.datasets)]
+        names = [folder_name(source, entry, shaping) for source, entry in zip(self._sources, entries)]
         self.key = hashlib.sha256(" ".join(names).encode()).hexdigest()
-        self._tokenisers = [Tokeniser(entry, tokenizer, labels, config.chat) for entry in data.datasets]
+        self._tokenisers = [Tokeniser(entry, tokenizer, labels, config.chat) for entry in entries]
 
     def has_key(self, key: str) -> bool:
         """Whether it is that of the same data."""
@@ -110,6 +112,8 @@ class Stream:
         said: set[str] = set()
         while True:
             units, skipped = self._next_units(reader, said)
+            if self._tokenisers[0].entry.type == "unpaired_preference":
+                units = list(with_other_answers(units))
             part = cache.gathered(
                 units, ", ".join(source.name for source in self._sources), self._tokenisers[0].columns
             )

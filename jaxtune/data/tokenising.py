@@ -1,12 +1,14 @@
 """Samples to units, a block of samples after the other, in this process or in any other."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jaxtune.config.schema import Chat, Dataset
 from jaxtune.data import formats
 from jaxtune.data.columns import LABEL, Column
-from jaxtune.data.encoding import Encoded, Encoder, Refused, Rendered
+from jaxtune.data.encoding import Encoded, Encoder, Pair, Refused, Rendered
+from jaxtune.data.preferences import shortened
 from jaxtune.data.readers import Sample
 from jaxtune.data.units import Unit
 from jaxtune.errors import UserError
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
 
 Items = list[tuple[str, Sample] | UserError]
 """Samples, each with where it comes from; or why one could not be read."""
+
+_Converted = tuple[str, Rendered | Encoded | Pair]
+"""Where a sample comes from, and what it became."""
 
 _BATCH_CHARS = 2**22
 
@@ -77,7 +82,7 @@ class Tokeniser:
     @property
     def columns(self) -> tuple[Column, ...]:
         """The columns of the units, besides tokens and weights."""
-        return (LABEL,) if self.entry.type == "classification" else ()
+        return formats.COLUMNS.get(self.entry.type, ())
 
     @property
     def form(self) -> str | None:
@@ -98,17 +103,20 @@ class Tokeniser:
         self._said, self._characters = {}, 0
         units, places, problems = [], [], []
         longer, most = 0, self.entry.max_tokens
-        pending: list[tuple[str, Rendered | Encoded] | UserError] = []
+        pending: list[_Converted | UserError] = []
         chars = 0
         for number, item in enumerate(items, start=1):
             pending.append(self._document(item))
-            if not isinstance(pending[-1], UserError) and isinstance(pending[-1][1], Rendered):
-                chars += len(pending[-1][1].text)
+            chars += sum(len(text.text) for text in _texts(pending[-1]))
             if chars >= _BATCH_CHARS or number == len(items):
                 for place, found in enumerate(self._encoded(pending), start=number - len(pending)):
                     if isinstance(found, UserError):
                         problems.append(found)
-                    elif most is not None and sum(len(document.tokens) for document in found.documents) > most:
+                        continue
+                    if self.entry.max_prompt_tokens is not None:
+                        cut = tuple(shortened(document, self.entry.max_prompt_tokens) for document in found.documents)
+                        found = dataclasses.replace(found, documents=cut)
+                    if most is not None and sum(len(document.tokens) for document in found.documents) > most:
                         longer += 1
                     else:
                         units.append(found)
@@ -120,7 +128,7 @@ class Tokeniser:
         formats.refuse_images(sample)
         self._settled = formats.detect(self.entry, sample)
 
-    def _document(self, item: tuple[str, Sample] | UserError) -> tuple[str, Rendered | Encoded] | UserError:
+    def _document(self, item: tuple[str, Sample] | UserError) -> _Converted | UserError:
         """(where the sample comes from, the document), or why there is none."""
         if isinstance(item, UserError):
             return item
@@ -143,24 +151,29 @@ class Tokeniser:
             self._seen |= sample.keys()
         try:
             document = self._convert(sample)
-            if isinstance(document, Rendered):
-                document.text.encode()
+            for text in _texts((where, document)):
+                text.text.encode()
         except UnicodeEncodeError:
             return UserError(f"{where}: its text holds half a character (a lone surrogate)")
         except UserError as error:
             return type(error)(f"{where}: {error}")
         return where, document
 
-    def _encoded(self, pending: list[tuple[str, Rendered | Encoded] | UserError]) -> list[Unit | UserError]:
+    def _encoded(self, pending: list[_Converted | UserError]) -> list[Unit | UserError]:
         """The documents, each a unit; without those that have no target and no label."""
         found = []
-        rendered = [item[1] for item in pending if not isinstance(item, UserError)]
-        texts = iter(self._encode([document for document in rendered if isinstance(document, Rendered)]))
+        texts = iter(self._encode([text for item in pending for text in _texts(item)]))
         for item in pending:
             if isinstance(item, UserError):
                 found.append(item)
                 continue
             where, document = item
+            if isinstance(document, Pair):
+                answers = tuple(next(texts) for _ in document.documents)
+                trained = all(answer.loss_weights[1:].any() for answer in answers)
+                refused = Refused(f"{where}: no token of an answer is a target")
+                found.append(Unit(answers, values=document.values) if trained else refused)
+                continue
             encoded = next(texts) if isinstance(document, Rendered) else document
             label = document.label if isinstance(document, Rendered) else None
             if label is not None and len(encoded.tokens):
@@ -177,3 +190,11 @@ class Tokeniser:
 
     def _count(self, characters: int) -> None:
         self._characters += characters
+
+
+def _texts(item: _Converted | UserError) -> tuple[Rendered, ...]:
+    """What of a sample is to be tokenised."""
+    document = None if isinstance(item, UserError) else item[1]
+    if isinstance(document, Pair):
+        return document.documents
+    return (document,) if isinstance(document, Rendered) else ()

@@ -20,6 +20,7 @@ from jaxtune.objectives.balanced import balanced
 from jaxtune.objectives.classification import classification
 from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.objectives.objective import Objective
+from jaxtune.objectives.preference import preference
 from jaxtune.optim.adamw_8bit import float32_moments, undivided_moments
 from jaxtune.optim.build import Optimizer, Trained, build
 from jaxtune.optim.rules import balancing
@@ -31,7 +32,8 @@ from jaxtune.precision.recipes import Recipe, recipe_of
 from jaxtune.run.model import Base, Model, declare_model
 from jaxtune.run.pipelined import pipelined_gradients
 from jaxtune.run.process import compiler_options
-from jaxtune.run.state import State, initial_state
+from jaxtune.run.reference import abstract_reference
+from jaxtune.run.state import State, initial_state, rounded_as
 from jaxtune.run.step import Gradients, accumulated_gradients, make_train_step
 
 log = logging.getLogger("jaxtune")
@@ -64,6 +66,7 @@ def assemble(base: Base, config: Config, mesh: jax.sharding.Mesh, objective: Obj
     model = declare_model(base, config, mesh)
     optimizer, recipe = _optimizer(model, config), recipe_of(config.precision, model.linears)
     objective, seed = objective or objective_of(config, model), config.train.seed
+    reference, update_steps = abstract_reference(model, config), config.preference.reference_update_steps
     places = places_of(model, RULES.value.gradients)
     forward, on_host = (model.graph, objective, recipe, call_of(config, recipe), seed), config.memory.offload_gradients
     if mesh.shape["stage"] == 1:
@@ -72,10 +75,12 @@ def assemble(base: Base, config: Config, mesh: jax.sharding.Mesh, objective: Obj
         gradients = accumulated_gradients(*forward, places, by_layer, summed_last(config, recipe, mesh))
     else:
         gradients = pipelined_gradients(*forward, config.parallel.pipeline, places)
-    step = make_train_step(gradients, optimizer, config.optim.max_grad_norm, recipe, seed, objective.counts)
+    step = make_train_step(
+        gradients, optimizer, config.optim.max_grad_norm, recipe, seed, objective.counts, update_steps
+    )
 
     def start(trained: Parameters) -> State:
-        return initial_state(optimizer, trained, recipe)
+        return initial_state(optimizer, trained, recipe)._replace(reference=rounded_as(trained, reference))
 
     shape = (config.train.grad_accum_steps, config.train.micro_batch_size * data_shards(mesh), config.data.seq_len)
     batch = data.abstract_batch(shape, jax.NamedSharding(mesh, jax.P(None, *by_token())), objective.columns)
@@ -104,7 +109,7 @@ def summed_last(config: Config, recipe: Recipe, mesh: jax.sharding.Mesh) -> Axes
 
 def objective_of(config: Config, model: Model) -> Objective:
     """What a run minimises."""
-    objective = task_of(model, config.train.z_loss)
+    objective = task_of(model, config, config.train.z_loss)
     if not model.spec.has_experts:
         return objective
     experts = config.experts
@@ -118,8 +123,10 @@ def objective_of(config: Config, model: Model) -> Objective:
     return balanced(objective, weight, experts.router_loss_over, experts.router_z_loss, corrections)
 
 
-def task_of(model: Model, z_loss: float = 0.0) -> Objective:
-    """What a model is evaluated by: the next token, or the label of a document."""
+def task_of(model: Model, config: Config, z_loss: float = 0.0) -> Objective:
+    """What a model is evaluated by: preferences, the label of a document, or the next token."""
+    if config.preference.loss is not None:
+        return preference(config.preference)
     return classification(model.spec.labels) if model.spec.labels else cross_entropy(z_loss)
 
 

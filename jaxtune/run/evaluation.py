@@ -19,15 +19,16 @@ from jaxtune.run.step import make_eval_step
 
 def make_evaluate(
     config: Config, model: Model, rows: data.Rows, mesh: jax.sharding.Mesh, beat: Callable[[], None] = lambda: None
-) -> Callable[[Parameters, Parameters], dict[str, float]]:
-    """(trained, frozen) -> eval_loss and more, over all of `rows` or eval.max_batches.
+) -> Callable[[Parameters, Parameters, Parameters], dict[str, float]]:
+    """(trained, frozen, reference) -> eval_loss and more, over all of `rows` or eval.max_batches.
 
-    Of a language model in nats a token, and eval_perplexity; of a classifier that of a document, and eval_accuracy.
+    Of a language model in nats a token, and eval_perplexity; of a classifier that of a document, and eval_accuracy; of
+    preferences that of a pair or an answer, and the metrics of `objectives.preference`.
     `beat` is called after each batch.
     """
-    recipe = recipe_of(config.precision, model.linears)
+    recipe, task = recipe_of(config.precision, model.linears), task_of(model, config)
     step = jax.jit(
-        make_eval_step(model.graph, task_of(model), recipe, call_of(config, recipe)._replace(remat="none")),
+        make_eval_step(model.graph, task, recipe, call_of(config, recipe)._replace(remat="none")),
         compiler_options=compiler_options(config),
     )
     rows_per_batch = config.train.micro_batch_size * data_shards(mesh)
@@ -36,16 +37,18 @@ def make_evaluate(
         stop_row = min(stop_row, config.eval.max_batches * rows_per_batch)
     shape, sharding = (1, rows_per_batch, config.data.seq_len), jax.NamedSharding(mesh, jax.P(None, *by_token()))
 
-    def evaluate(trained: Parameters, frozen: Parameters) -> dict[str, float]:
+    def evaluate(trained: Parameters, frozen: Parameters, reference: Parameters) -> dict[str, float]:
         sums = []
         for _, batch in data.batches(rows, shape, sharding, 0, stop_row, config.data):
             # In Python's numbers, which neither round nor wrap however many batches there are.
-            sums.append(jax.tree.map(lambda value: value.item(), jax.device_get(step(trained, frozen, batch))))
+            sums.append(
+                jax.tree.map(lambda value: value.item(), jax.device_get(step(trained, frozen, batch, reference)))
+            )
             beat()
         total = jax.tree.map(lambda *values: sum(values), *sums)
         loss = total.loss / max(total.weight, 1)
         means = {f"eval_{name}": value / max(weight, 1) for name, (value, weight) in total.metrics.items()}
-        perplexity = {} if model.spec.labels else {"eval_perplexity": math.exp(min(loss, 700.0))}
+        perplexity = {"eval_perplexity": math.exp(min(loss, 700.0))} if task.counts == "target_tokens" else {}
         return {"eval_loss": loss, **perplexity, **means}
 
     return evaluate

@@ -98,7 +98,12 @@ def pipelined_gradients(
         raise UserError("mesh.stage: not available yet for an objective that compares with a reference; take mesh.fsdp")
 
     def gradients(
-        trained: Parameters, frozen: Parameters, batch: Batch, step: Array, scaling: Scaling = Scaling()
+        trained: Parameters,
+        frozen: Parameters,
+        batch: Batch,
+        step: Array,
+        scaling: Scaling = Scaling(),
+        reference: Mapping[str, Any] = {},
     ) -> Summed:
         key = jax.random.fold_in(jax.random.key(seed), step)
         magnified = 1.0 if scaling.loss is None else scaling.loss.scale / batch["tokens"][0].size

@@ -21,12 +21,16 @@ class Scaling(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a step changes. Frozen parameters stand beside it."""
+    """What a step changes. Frozen parameters stand beside it.
+
+    reference: earlier values of the trained parameters, where an objective compares with them (`run.reference`).
+    """
 
     step: Int[Array, ""]
     trained: Parameters
     optimizer: OptimizerState
     scaling: Scaling = Scaling()
+    reference: Parameters = {}  # noqa: RUF012
 
 
 def initial_state(optimizer: Optimizer, trained: Parameters, recipe: Recipe | None = None) -> State:
@@ -37,3 +41,8 @@ def initial_state(optimizer: Optimizer, trained: Parameters, recipe: Recipe | No
     if recipe is not None and recipe.linears is not None:
         scaling = scaling._replace(amax=recipe.linears.initial_amax())
     return State(jnp.zeros((), jnp.int32), trained, optimizer.init(trained), scaling)
+
+
+def rounded_as(parameters: Parameters, like: Parameters) -> Parameters:
+    """The parameters in the dtypes of others by their names."""
+    return {name: jnp.copy(parameters[name].astype(other.dtype)) for name, other in like.items()}

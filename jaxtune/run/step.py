@@ -1,6 +1,7 @@
 """One optimizer step, and one evaluation step, as pure functions."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +23,7 @@ from jaxtune.parallel.offload import Added, is_on_host, to_device, zeros_of
 from jaxtune.precision import loss_scale
 from jaxtune.precision.linears import Amax, Linears
 from jaxtune.precision.recipes import Recipe
-from jaxtune.run.state import Scaling, State
+from jaxtune.run.state import Scaling, State, rounded_as
 
 Metrics = dict[str, Array]
 
@@ -36,7 +37,8 @@ class Summed(NamedTuple):
     magnified: Any = 1.0  # the gradients are this many times those of the loss
 
 
-# (trained, frozen, batch with a leading axis of micro-batches, step, scaling) -> sums. A pipeline can take its place.
+# (trained, frozen, batch with a leading axis of micro-batches, step, scaling, reference) -> sums. A pipeline can take
+# its place.
 Gradients = Callable[..., Summed]
 
 
@@ -58,18 +60,26 @@ def accumulated_gradients(
     """
 
     def gradients(
-        trained: Parameters, frozen: Parameters, batch: Batch, step: Array, scaling: Scaling = Scaling()
+        trained: Parameters,
+        frozen: Parameters,
+        batch: Batch,
+        step: Array,
+        scaling: Scaling = Scaling(),
+        reference: Mapping[str, Any] = {},
     ) -> Summed:
-        arguments = trained, frozen, batch, step, scaling
+        arguments = trained, frozen, batch, step, scaling, dict(reference)
         if not summed_last:
             return of_rows(*arguments)
-        specs = (P(), P(), P(None, summed_last), P(), P())
+        specs = (P(), P(), P(None, summed_last), P(), P(), P())
         return apart(summed_last, of_rows, specs, P())(*arguments)
 
-    def of_rows(trained: Parameters, frozen: Parameters, batch: Batch, step: Array, scaling: Scaling) -> Summed:
+    def of_rows(
+        trained: Parameters, frozen: Parameters, batch: Batch, step: Array, scaling: Scaling, reference: Parameters
+    ) -> Summed:
         """Of rows that devices along `summed_last` have; what the objective is given, and its sums, are of all rows."""
         key = jax.random.fold_in(jax.random.key(seed), step)
         weights_of, scales = weights_of_step(recipe.linears, trained, frozen, scaling.amax, step)
+        compared = compared_with(graph, recipe.linears, reference, frozen, scaling.amax, step)
         size = batch["tokens"][0].size * shards(summed_last, jax.sharding.get_abstract_mesh())
         # The loss scale is that of the mean loss, so that it means the same whatever the size of a micro-batch.
         magnified = 1.0 if scaling.loss is None else scaling.loss.scale / size
@@ -78,7 +88,7 @@ def accumulated_gradients(
             decoder = bind(graph, weights_of(given | {n: Added(trained[n], given[n]) for n in added_by_layer}, scales))
             head = "embed.weight" if decoder.head is None else "head.weight"
             noisy = call._replace(noise=noise_of(micro, key))
-            scores = scores_of(decoder, micro, objective, noisy, head in trained)
+            scores = scores_of(decoder, micro, objective, noisy, head in trained, compared=compared)
             sums = objective.loss(scores_with_others(scores, summed_last), with_others(micro, summed_last))
             return sums.loss * magnified, sums
 
@@ -115,19 +125,41 @@ def _zero(leaf: jax.ShapeDtypeStruct) -> Array:
 
 
 def scores_of(
-    decoder: Decoder, batch: Batch, objective: Objective, call: Call, head_gradient: bool, hidden: Hidden | None = None
+    decoder: Decoder,
+    batch: Batch,
+    objective: Objective,
+    call: Call,
+    head_gradient: bool,
+    hidden: Hidden | None = None,
+    compared: Decoder | None = None,
 ) -> Scores | LabelScores:
-    """Scores of a micro-batch, with those of the base alone where the objective compares with them.
+    """Scores of a micro-batch, with those of `compared` where the objective compares with a reference.
 
-    hidden: its `hidden_states`, if known.
+    hidden: its `hidden_states`, if known. compared: None: the same decoder without its adapters.
     """
     if decoder.spec.labels:
         return score_labels(decoder, batch, call, hidden)
     scores = score(decoder, batch, call, hidden, head_gradient=head_gradient, z_loss=objective.z_loss)
     if not objective.reference:
         return scores
-    reference = score(decoder, batch, call._replace(adapters=False, noise=None)).log_prob
+    reference = score(compared or decoder, batch, call._replace(adapters=compared is not None, noise=None)).log_prob
     return scores._replace(reference=jax.lax.stop_gradient(reference))
+
+
+def compared_with(
+    graph: nnx.GraphDef,
+    linears: Linears | None,
+    reference: Mapping[str, Any],
+    frozen: Parameters,
+    amax: Amax,
+    step: Array,
+) -> Decoder | None:
+    """The decoder with these values in place of the trained ones, computed as they are; None if there are none."""
+    if not reference:
+        return None
+    values = dict(reference)
+    weights_of, scales = weights_of_step(linears, values, frozen, amax, step)
+    return bind(graph, weights_of(values, scales))
 
 
 def scores_with_others(scores: Scores | LabelScores, axes: Axes) -> Scores | LabelScores:
@@ -156,17 +188,19 @@ def make_train_step(
     recipe: Recipe,
     seed: int = 0,
     counts: str = "target_tokens",
+    reference_update_steps: int | None = None,
 ) -> Callable[[State, Parameters, Batch, Float[Array, ""]], tuple[State, Metrics]]:
     """(state, frozen, batch, learning rate) -> (state, metrics).
 
     The sums are divided once, by the weight of the whole batch over all devices, which is the metric `counts`. A step
-    whose loss or gradient is not finite changes nothing but the step number and the loss scale.
+    whose loss or gradient is not finite changes nothing but the step number and the loss scale. After each
+    `reference_update_steps` the trained parameters become the reference.
     """
 
     def step(state: State, frozen: Parameters, batch: Batch, rate: Float[Array, ""]) -> tuple[State, Metrics]:
         at = optimizer.point(state.trained, state.optimizer)
         with jax.default_matmul_precision(recipe.matmul_precision):
-            summed = gradients(at, frozen, batch, state.step, state.scaling)
+            summed = gradients(at, frozen, batch, state.step, state.scaling, state.reference)
         weight = jnp.maximum(summed.sums.weight, 1).astype(jnp.float32)
         loss = summed.sums.loss / weight
         norm = _norm(summed.gradients) / (weight * summed.magnified)
@@ -192,7 +226,11 @@ def make_train_step(
             scaling = scaling._replace(loss=after)
         if recipe.linears is not None:
             scaling = scaling._replace(amax=recipe.linears.extended(scaling.amax, summed.amax, finite))
-        return State(state.step + 1, trained, optimizer_state, scaling), metrics
+        reference = state.reference
+        if reference and reference_update_steps:
+            due = (state.step + 1) % reference_update_steps == 0
+            reference = jax.lax.cond(due, partial(rounded_as, trained), lambda before: before, reference)
+        return State(state.step + 1, trained, optimizer_state, scaling, reference), metrics
 
     return step
 
@@ -208,19 +246,22 @@ def _norm(gradients: Parameters) -> Float[Array, ""]:
 
 def make_eval_step(
     graph: nnx.GraphDef, objective: Objective, recipe: Recipe, call: Call
-) -> Callable[[Parameters, Parameters, Batch], Sums]:
-    """(trained, frozen, batch) -> sums: scalars, never logits.
+) -> Callable[[Parameters, Parameters, Batch, Parameters], Sums]:
+    """(trained, frozen, batch, reference) -> sums: scalars, never logits.
 
     Computed as in training, except that scaling is never delayed: each tensor's own amax makes its scale.
     """
 
-    def step(trained: Parameters, frozen: Parameters, batch: Batch) -> Sums:
-        weights_of, _ = weights_of_step(recipe.linears, trained, frozen, {}, jnp.zeros((), jnp.int32))
+    def step(trained: Parameters, frozen: Parameters, batch: Batch, reference: Mapping[str, Any] = {}) -> Sums:
+        first = jnp.zeros((), jnp.int32)
+        weights_of, _ = weights_of_step(recipe.linears, trained, frozen, {}, first)
+        compared = compared_with(graph, recipe.linears, reference, frozen, {}, first)
 
         def of_micro_batch(micro: Batch) -> Sums:
             with jax.default_matmul_precision(recipe.matmul_precision):
                 decoder = bind(graph, weights_of(trained, {}))
-                return objective.loss(scores_of(decoder, micro, objective, call, head_gradient=False), micro)
+                scores = scores_of(decoder, micro, objective, call, head_gradient=False, compared=compared)
+                return objective.loss(scores, micro)
 
         def add(total: Sums, micro: Batch) -> tuple[Sums, None]:
             return jax.tree.map(jnp.add, total, of_micro_batch(micro)), None

@@ -21,6 +21,8 @@ from jaxtune.precision.linears import Frozen
 from jaxtune.quant.mxfp4 import Mxfp4
 from jaxtune.run.folder import RunFolder
 from jaxtune.run.model import Model, declare_model, read_base
+from jaxtune.run.reference import abstract_reference
+from jaxtune.run.state import rounded_as
 
 
 def check_files(model: Model, config: Config) -> None:
@@ -124,6 +126,26 @@ def frozen_parameters(model: Model, config: Config) -> Parameters:
     return _values(model, model.frozen, config)
 
 
+def read_reference(model: Model, config: Config, like: Parameters) -> Parameters:
+    """The values that preference.reference names, of a model or an adapter like the one that is trained.
+
+    like: the dtypes. Raises UserError where it is of another form, and as `initial_parameters`.
+    """
+    name = config.preference.reference
+    if config.lora.enabled:
+        other = dataclasses.replace(config, lora=dataclasses.replace(config.lora, path=name))
+        return rounded_as(initial_parameters(model, other), like)
+    own = dataclasses.replace(config.model, path=name, revision=None, from_scratch=False)
+    other = dataclasses.replace(config, model=own)
+    base = read_base(other)
+    if base.spec != model.base.spec or base.scheme is not None:
+        raise UserError(
+            f"preference.reference={name!r}: its config.json describes another model than that of model.path; take "
+            "one of the same family and sizes"
+        )
+    return rounded_as(initial_parameters(declare_model(base, other, jax.sharding.get_mesh()), other), like)
+
+
 def _values(model: Model, wanted: Mapping[str, Parameter], config: Config) -> Parameters:
     """These parameters from the model's folder; random ones where it has none."""
     random = wanted if config.model.from_scratch else {name: wanted[name] for name in wanted if name in model.new}
@@ -171,22 +193,30 @@ class TrainedModel:
     model: Model
     trained: Parameters
     frozen: Parameters
+    reference: Parameters
     step: int
     tokens: int
 
 
-def open_run(folder: RunFolder, mesh: jax.sharding.Mesh, step: int | None, low_precision: bool = False) -> TrainedModel:
-    """The model of a run at a step, or at its newest good checkpoint; `low_precision` to compute as it was trained."""
+def open_run(
+    folder: RunFolder, mesh: jax.sharding.Mesh, step: int | None, low_precision: bool = False, reference: bool = False
+) -> TrainedModel:
+    """The model of a run at a step, or at its newest good checkpoint; `low_precision` to compute as it was trained.
+
+    reference: whether to read what the run's state compares with, if it holds that.
+    """
     config = folder.read_config()
     model = declare_model(read_base(config), config, mesh, low_precision=low_precision)
-    wanted = {"trained": abstract(model.trained)}  # without the optimizer's state, which is larger
+    # Without the optimizer's state, which is larger.
+    wanted = {"trained": abstract(model.trained), "reference": abstract_reference(model, config) if reference else {}}
     restored = CheckpointManager(folder.checkpoints).restore(wanted, step, part=True, grouping=model.grouping)
     if restored is None:
         raise UserError(f"{folder.path} has no checkpoint yet")
     if not config.model.from_scratch:
         verify_fingerprint(model.folder, restored.host["base"])
     trained, frozen = restored.state["trained"], frozen_parameters(model, config)
-    return TrainedModel(config, model, trained, frozen, restored.step, restored.host["tokens"])
+    compared = restored.state["reference"]
+    return TrainedModel(config, model, trained, frozen, compared, restored.step, restored.host["tokens"])
 
 
 def of_model(name: str, config: Config) -> Config:

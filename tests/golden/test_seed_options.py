@@ -19,6 +19,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 TABLES = {
     "seed_precision_optim": {"surogate": 25, "xorl": 21, "erniekit": 24, "qefficient": 10},
     "seed_chat": {"surogate": 6},
+    "seed_preference": {"erniekit": 14},
     "seed_packing": {"surogate": 4, "xorl": 4, "erniekit": 1, "qefficient": 4},
     "seed_load": {"surogate": 1, "xorl": 7, "erniekit": 2, "qefficient": 3},
     "seed_data": {"surogate": 8, "xorl": 12, "erniekit": 6, "qefficient": 8},

@@ -22,6 +22,7 @@ from jaxtune.config.schema import (
     Optim,
     Parallel,
     Precision,
+    Preference,
     Quant,
     Train,
 )
@@ -120,7 +121,8 @@ LOW_PRECISION = 5e-3  # the same for recipes that round activations to bfloat16
 NORM = 1e-5  # of the first gradient, which no update has moved yet
 PARAMETERS = 1e-4  # of the largest, where the optimizer does not jump
 OBJECTIVES = {"cross_entropy": 0.0, "z-loss": 1e-2}
-CLASSIFICATION = "classification"  # in place of an objective: another head, whose test is its own
+# In place of an objective: another head, and pairs of answers, whose tests are their own.
+CLASSIFICATION, PREFERENCE = "classification", "preference"
 REMAT = ("none", "dots", "block", "offload")
 HELD = tempfile.TemporaryDirectory()  # of models, until the process ends
 
@@ -210,6 +212,8 @@ def train(
     state, losses, norms = jax.jit(program.start, out_shardings=shardings)(start), [], []
     for number in range(steps):
         rows = fields(steps, made.shape["context"])
+        if case.objective == PREFERENCE:  # a row is a pair
+            rows = rows | {"loss_weight": (~rows["last"]).astype(np.float32)}
         batch = {
             name: jax.device_put(rows[name][number].reshape(leaf.shape), leaf.sharding)
             for name, leaf in program.batch.items()
@@ -249,6 +253,7 @@ def config_of(case: Case, mesh: Mesh, length: Train, whole: bool) -> Config:
         lora=Lora(enabled=True, rank=16, dropout=0.2, target_modules=targets) if adapters else Lora(),
         mesh=mesh,
         memory=Memory(case.remat),
+        preference=Preference("sigmoid" if case.objective == PREFERENCE else None),
         **{"precision": Precision("fp32"), **sections},
     )
 

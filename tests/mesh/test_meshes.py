@@ -18,6 +18,7 @@ from mesh.harness import (
     MODELS,
     OBJECTIVES,
     OPTIMIZERS,
+    PREFERENCE,
     REMAT,
     STORAGE,
     Case,
@@ -85,6 +86,14 @@ def is_wanted(pair: Pair) -> bool:
 def test_a_classifier_equals_one_device():
     """Its head is trained in full beside adapters."""
     equal(Case("data=2 fsdp=2 tensor=2", adapter="lora", objective=CLASSIFICATION))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "adapter"), [("data=2 fsdp=2 tensor=2", "none"), ("data=2 context=2 sequence=2", "lora")]
+)
+def test_preferences_equal_one_device(mesh, adapter):
+    """A pair is a row, whose positions devices may share; all weights are compared with a copy of them."""
+    equal(Case(mesh, adapter=adapter, objective=PREFERENCE))
 
 
 def test_tiles_of_positions_that_devices_share_equal_one_device(monkeypatch):

@@ -1,4 +1,4 @@
-"""DPO (arXiv:2305.18290) as an objective of its own, with adapters off as the reference: TRL's loss and gradients."""
+"""DPO (arXiv:2305.18290) of adapters, with the model without them as the reference: TRL's loss and gradients."""
 
 import dataclasses
 
@@ -9,22 +9,12 @@ import pytest
 from batches import make_batch
 from tiny import byte_tokenizer, read, torch_model
 
-from jaxtune.config.schema import Lora, Precision
-from jaxtune.objectives.objective import Objective, Sums
+from jaxtune.config.schema import Lora, Precision, Preference
 from jaxtune.run.assembly import assemble
 
 trl = pytest.importorskip("trl", reason="the reference is TRL, which needs torch (Python 3.11 here)")
 datasets, peft, torch = (pytest.importorskip(name) for name in ("datasets", "peft", "torch"))
 BETA, PROMPT, CHOSEN, REJECTED = 0.3, "say a colour", " deep blue", " no"
-
-
-def dpo(scores, batch) -> Sums:
-    """-log sigmoid(beta * (how much more the chosen than the rejected one gained)): a pair is a row of two segments."""
-    gained = (scores.log_prob - scores.reference) * batch["loss_weight"]
-    chosen, rejected = (jnp.sum(gained * (batch["segment_ids"] == segment), axis=1) for segment in (1, 2))
-    accuracy = jnp.sum(chosen > rejected), jnp.float32(len(chosen))
-    losses = -jax.nn.log_sigmoid(BETA * (chosen - rejected))
-    return Sums(jnp.sum(losses), jnp.int32(len(losses)), {"rewards/accuracies": accuracy})
 
 
 def test_loss_and_gradients_are_those_of_trl(one_device, tmp_path):
@@ -49,8 +39,8 @@ def test_loss_and_gradients_are_those_of_trl(one_device, tmp_path):
     batch = make_batch(rows, one_device, [len(one) for one in ids])
     answers = batch["positions"] >= len(tokenizer(PROMPT)["input_ids"]) - 1
     batch |= {"loss_weight": batch["loss_weight"] * answers}
-    config = dataclasses.replace(config, precision=Precision("fp32"))
-    program = assemble(model.base, config, one_device, Objective(dpo, reference=True, counts="pairs"))
+    config = dataclasses.replace(config, precision=Precision("fp32"), preference=Preference("sigmoid", beta=BETA))
+    program = assemble(model.base, config, one_device)
     batch = jax.tree.map(lambda column: column[None], batch)
     with jax.default_matmul_precision("highest"):
         summed = jax.jit(program.gradients)(adapters, frozen, batch, jnp.int32(0))

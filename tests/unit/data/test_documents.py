@@ -426,7 +426,7 @@ def test_running_text_needs_a_token_that_ends_it(tmp_path):
 
 
 def test_preference_data_is_named(read, tmp_path):
-    with pytest.raises(UserError, match="preference data.*not there yet"):
+    with pytest.raises(UserError, match="preference data.*set preference.loss"):
         read(jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}]))
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from tiny import byte_tokenizer
 
-from jaxtune.config.schema import Config, Data, Dataset, Mesh, Model, Train
+from jaxtune.config.schema import Config, Data, Dataset, Mesh, Model, Preference, Train
 from jaxtune.data import streams
-from jaxtune.data.columns import LABELLED
+from jaxtune.data.columns import DESIRABLE, LABELLED, NEXT_TOKEN, UNIT_IDS
 from jaxtune.data.feed import open_feed
 from jaxtune.data.rows import Rows
 from jaxtune.data.splits import open_documents
@@ -93,14 +93,31 @@ def test_the_rows_are_the_same_on_other_devices_and_with_other_threads(folder, t
     assert rows(1, 8, 5) == rows(4, 2, 5) == rows(2, 2, 10) == rows(1, 4, 10, num_workers=0)
 
 
-def test_a_window_is_what_rows_make_of_its_documents(folder, tokenizer, monkeypatch):
+KINDS = {
+    "text": (lambda i: {"text": f"text {i}"}, Preference(), NEXT_TOKEN),
+    "pairs": (
+        lambda i: {"prompt": f"{i}?", "chosen": f"yes {i}", "rejected": "no"},
+        Preference(loss="sigmoid"),
+        (*NEXT_TOKEN, UNIT_IDS),
+    ),
+    "answers": (
+        lambda i: {"prompt": f"{i}?", "completion": f"yes {i}", "label": i % 3 > 0},
+        Preference(loss="kto"),
+        (*NEXT_TOKEN, UNIT_IDS, DESIRABLE),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_window_is_what_rows_make_of_its_documents(tokenizer, tmp_path, monkeypatch, kind):
     """With one window for all, a stream has the rows that the same data has without streaming."""
     monkeypatch.setattr(streams, "_DRAWN_AT_ONCE", 64)
-    config = config_of(folder, names="a", window_rows=1)
-    config = replace(config, data=replace(config.data, datasets=(replace(config.data.datasets[0], samples=64),)))
-    window = next(Stream(config, tokenizer).windows())
+    sample, preference, columns = KINDS[kind]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(sample(i)) for i in range(64)))
+    config = replace(config_of(tmp_path, names="a", window_rows=1, seq_len=160), preference=preference)
+    window = next(Stream(config, tokenizer, columns=columns).windows())
     documents, _ = open_documents(replace(config, data=replace(config.data, streaming=False)), tokenizer)
-    expected = Rows(documents, config.data, 1)
+    expected = Rows(documents, config.data, 1, columns)
     assert window.rows.counts == expected.counts and window.stop == expected.stop
     for i in range(expected.stop):
         for name, values in expected[i].items():

@@ -30,8 +30,11 @@ def test_a_layout_is_rendered_and_masked_as_the_page_says(tokenizer, tmp_path, m
     if "classification" in entry:
         config.model.head = "classification"
         labels = ("bad", "good") if "bad" in sample else ("LABEL_0",)
+    if "preference" in entry:
+        config.preference.loss = "kto" if "unpaired" in entry else "sigmoid"
     documents = tokenize(resolve(config, "docs/data.md").data.datasets, tokenizer, tmp_path / "cache", labels=labels)
-    found = str(describe(documents, 0, tokenizer, 10_000, ids=False, labels=labels)).strip().splitlines()
+    of_unit = [describe(documents, i, tokenizer, 10_000, ids=False, labels=labels) for i in range(documents.units[1])]
+    found = "".join(map(str, of_unit)).strip().splitlines()
     assert [line.strip() for line in found] == [line.rstrip() for line in shown.splitlines()]
 
 

@@ -1,0 +1,282 @@
+"""Learning from preferences: of two answers to a prompt the better one, or whether an answer is wanted.
+
+Losses, their names and their metrics are those of TRL. A pair is a unit of two documents, the chosen answer after its
+prompt and then the rejected one; what of a document is trained is the answer.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.nn import log_sigmoid, relu, sigmoid
+from jaxtyping import Array, Bool, Float
+
+from jaxtune.config.schema import Preference
+from jaxtune.data.columns import DESIRABLE, NEXT_TOKEN, SCORE_DELTA, SCORED
+from jaxtune.models.score import Batch, LabelScores, Scores
+from jaxtune.objectives.documents import of_documents
+from jaxtune.objectives.objective import Objective, Sums
+
+REFERENCE_FREE = ("simpo", "cpo", "orpo")
+"""Losses of the log-probabilities alone."""
+AVERAGED = ("simpo", "orpo")
+"""Losses of the mean log-probability of an answer's tokens, where others take the sum."""
+
+
+class Pairs(NamedTuple):
+    """The answers of pairs, (rows, pairs).
+
+    chosen, rejected: log-probabilities in nats, less those of the reference if there is one. tokens: of each answer.
+    """
+
+    chosen: Float[Array, "b n"]
+    rejected: Float[Array, "b n"]
+    tokens: tuple[Float[Array, "b n"], Float[Array, "b n"]]
+
+    @property
+    def gain(self) -> Float[Array, "b n"]:
+        """How much more the chosen answer gained."""
+        return self.chosen - self.rejected
+
+    @property
+    def mean_gain(self) -> Float[Array, "b n"]:
+        """The same, a token."""
+        return self.chosen / jnp.maximum(self.tokens[0], 1) - self.rejected / jnp.maximum(self.tokens[1], 1)
+
+
+def preference(options: Preference) -> Objective:
+    """The objective of preference.loss.
+
+    Metrics: rewards/chosen and rewards/rejected, beta times what the log-probability of an answer gained over the
+    reference's, rewards/margins, rewards/accuracies; logps/chosen and logps/rejected; with the answers' own
+    cross-entropy, nll_loss.
+    """
+    if options.loss == "bradley_terry":
+        return Objective(_rewards, SCORED, counts="pairs")
+    compares = options.reference is not None and options.loss not in REFERENCE_FREE
+    if options.loss == "kto":
+        return Objective(partial(_wanted, options), (*NEXT_TOKEN, DESIRABLE), compares, counts="answers")
+    columns = (*NEXT_TOKEN, SCORE_DELTA) if options.offset_alpha else NEXT_TOKEN
+    return Objective(partial(_compared, options), columns, compares, counts="pairs")
+
+
+def answer_weight(options: Preference) -> float:
+    """The weight of the chosen answers' cross-entropy: preference.sft_weight, or what the loss's authors take."""
+    if options.sft_weight is not None:
+        return options.sft_weight
+    return 1.0 if options.loss in ("cpo", "orpo") else 0.0
+
+
+# ---- losses of pairs ----
+def _sigmoid(pairs: Pairs, o: Preference) -> Array:
+    """DPO (arXiv:2305.18290, equation 7); with label_smoothing its conservative form."""
+    return _smoothed(o.beta * pairs.gain, o)
+
+
+def _smoothed(margin: Array, o: Preference) -> Array:
+    return -(1 - o.label_smoothing) * log_sigmoid(margin) - o.label_smoothing * log_sigmoid(-margin)
+
+
+def _robust(pairs: Pairs, o: Preference) -> Array:
+    """Labels that are wrong with probability label_smoothing (arXiv:2403.00409, equation 12)."""
+    margin, wrong = o.beta * pairs.gain, o.label_smoothing
+    return (wrong * log_sigmoid(-margin) - (1 - wrong) * log_sigmoid(margin)) / (1 - 2 * wrong)
+
+
+def _hinge(pairs: Pairs, o: Preference) -> Array:
+    """SLiC (arXiv:2305.10425), of normalised log-probabilities as in arXiv:2309.06657."""
+    return relu(1 - o.beta * pairs.gain)
+
+
+def _ipo(pairs: Pairs, o: Preference) -> Array:
+    """IPO (arXiv:2310.12036, equation 17), of mean log-probabilities, as its authors do."""
+    return jnp.square(pairs.mean_gain - 1 / (2 * o.beta))
+
+
+def _sigmoid_norm(pairs: Pairs, o: Preference) -> Array:
+    """DPO of mean log-probabilities."""
+    return _smoothed(o.beta * pairs.mean_gain, o)
+
+
+def _exo_pair(pairs: Pairs, o: Preference) -> Array:
+    """EXO (arXiv:2402.00856, equation 16)."""
+    margin, wrong = o.beta * pairs.gain, o.label_smoothing
+    of_chosen = sigmoid(margin) * (log_sigmoid(margin) - jnp.log1p(-wrong))
+    return of_chosen + sigmoid(-margin) * (log_sigmoid(-margin) - jnp.log(wrong))
+
+
+def _nca_pair(pairs: Pairs, o: Preference) -> Array:
+    """NCA (arXiv:2402.05369)."""
+    chosen, rejected = o.beta * pairs.chosen, o.beta * pairs.rejected
+    return -log_sigmoid(chosen) - 0.5 * log_sigmoid(-chosen) - 0.5 * log_sigmoid(-rejected)
+
+
+def _bco_pair(pairs: Pairs, o: Preference) -> Array:
+    """BCO (arXiv:2404.04656) without its running mean of rewards, as in TRL."""
+    return -log_sigmoid(o.beta * pairs.chosen) - log_sigmoid(-o.beta * pairs.rejected)
+
+
+def _sppo_hard(pairs: Pairs, o: Preference) -> Array:
+    """SPPO (arXiv:2405.00675, equation 4.7), the chosen answer winning always."""
+    return jnp.square(pairs.chosen - 0.5 / o.beta) + jnp.square(pairs.rejected + 0.5 / o.beta)
+
+
+def _apo_zero(pairs: Pairs, o: Preference) -> Array:
+    """APO-zero (arXiv:2408.06266, equation 7): chosen answers are better than the model's."""
+    return 1 - sigmoid(o.beta * pairs.chosen) + sigmoid(o.beta * pairs.rejected)
+
+
+def _apo_down(pairs: Pairs, o: Preference) -> Array:
+    """APO-down (arXiv:2408.06266, equation 8): the model's answers are better than the chosen ones."""
+    return sigmoid(o.beta * pairs.chosen) + 1 - sigmoid(o.beta * pairs.gain)
+
+
+def _kto_pair(pairs: Pairs, o: Preference) -> Array:
+    """KTO of pairs: each answer against what answers of the other kind gained on average in the micro-batch."""
+    there = pairs.tokens[0] > 0
+    chosen, rejected = (jax.lax.stop_gradient(relu(_mean(x, there))) for x in (pairs.chosen, pairs.rejected))
+    losses = 1 - sigmoid(o.beta * (pairs.chosen - rejected)), 1 - sigmoid(o.beta * (chosen - pairs.rejected))
+    return (losses[0] + losses[1]) / 2
+
+
+def _simpo(pairs: Pairs, o: Preference) -> Array:
+    """SimPO (arXiv:2405.14734, equation 6)."""
+    return _smoothed(o.beta * pairs.gain - o.simpo_gamma, o)
+
+
+def _orpo(pairs: Pairs, o: Preference) -> Array:
+    """The odds ratio of ORPO (arXiv:2403.07691, equation 7); its other term is the chosen answers' cross-entropy."""
+
+    def log_odds(x: Array) -> Array:
+        x = jnp.minimum(x, -1e-6)  # of a sure answer the odds are infinite
+        return x - jnp.log(-jnp.expm1(x))
+
+    return -o.beta * log_sigmoid(log_odds(pairs.chosen) - log_odds(pairs.rejected))
+
+
+LOSSES: dict[str, Callable[[Pairs, Preference], Array]] = {
+    "sigmoid": _sigmoid,
+    "sigmoid_norm": _sigmoid_norm,
+    "hinge": _hinge,
+    "ipo": _ipo,
+    "robust": _robust,
+    "exo_pair": _exo_pair,
+    "nca_pair": _nca_pair,
+    "bco_pair": _bco_pair,
+    "sppo_hard": _sppo_hard,
+    "apo_zero": _apo_zero,
+    "apo_down": _apo_down,
+    "kto_pair": _kto_pair,
+    "simpo": _simpo,
+    "cpo": _sigmoid,
+    "orpo": _orpo,
+}
+
+
+# ---- sums of a micro-batch ----
+def _compared(options: Preference, scores: Scores, batch: Batch) -> Sums:
+    trained = batch["loss_weight"] > 0
+    tokens = _pairs(trained.astype(jnp.float32), batch)
+    there = (tokens[0] > 0) & (tokens[1] > 0)
+    own = _pairs(-scores.loss, batch)
+    gained = own if scores.reference is None else _pairs(_gained(scores, batch), batch)
+    if options.loss in AVERAGED:
+        own, gained = (tuple(x / jnp.maximum(n, 1) for x, n in zip(pair, tokens)) for pair in (own, gained))
+    # Where a row has fewer pairs stand values at which every loss and its gradient are finite.
+    chosen, rejected = (jnp.where(there, x, -1.0) for x in gained)
+    if options.offset_alpha:
+        # ODPO (arXiv:2402.10571, equation 9): the margin that scores of the answers ask for.
+        delta = _pairs(batch["score_delta"] * trained, batch)[0] / jnp.maximum(tokens[0], 1)
+        offset = options.offset_alpha / options.beta * jnp.log(jnp.maximum(delta, 1e-6))
+        shifted = Pairs(jnp.where(there, chosen - offset, -1.0), rejected, tokens)
+    else:
+        shifted = Pairs(chosen, rejected, tokens)
+    losses = LOSSES[options.loss or ""](shifted, options)
+    pairs = jnp.sum(there, dtype=jnp.int32)
+    loss = options.loss_weight * jnp.sum(jnp.where(there, losses, 0.0))
+
+    def mean_of(values: Array) -> tuple[Array, Array]:
+        return jnp.sum(jnp.where(there, values, 0.0)), pairs
+
+    metrics = {
+        "rewards/chosen": mean_of(options.beta * chosen),
+        "rewards/rejected": mean_of(options.beta * rejected),
+        "rewards/margins": mean_of(options.beta * (chosen - rejected)),
+        "rewards/accuracies": mean_of(chosen > rejected),
+        "logps/chosen": mean_of(own[0]),
+        "logps/rejected": mean_of(own[1]),
+    }
+    if weight := answer_weight(options):
+        # The mean over the tokens of all chosen answers in the micro-batch, as in TRL.
+        nll = jnp.sum(_pairs(scores.loss, batch)[0]) / jnp.maximum(jnp.sum(tokens[0]), 1)
+        loss, metrics["nll_loss"] = loss + weight * nll * pairs, (nll * pairs, pairs)
+    return Sums(loss, pairs, metrics)
+
+
+def _wanted(options: Preference, scores: Scores, batch: Batch) -> Sums:
+    """KTO (arXiv:2402.01306, equation 8).
+
+    A unit is an answer, and an answer to another prompt after the same prompt: what such answers gained in the
+    micro-batch is on average how far the model has moved from the reference.
+    """
+    trained = batch["loss_weight"] > 0
+    tokens = _pairs(trained.astype(jnp.float32), batch)
+    there = tokens[0] > 0
+    gained, elsewhere = _pairs(_gained(scores, batch), batch)
+    wanted = _pairs(batch["desirable"] * trained, batch)[0] > 0
+    moved = jax.lax.stop_gradient(relu(_mean(elsewhere, there)))
+    losses = jnp.where(
+        wanted,
+        options.desirable_weight * (1 - sigmoid(options.beta * (gained - moved))),
+        options.undesirable_weight * (1 - sigmoid(options.beta * (moved - gained))),
+    )
+    answers, own = jnp.sum(there, dtype=jnp.int32), _pairs(-scores.loss, batch)[0]
+
+    def mean_of(values: Array, some: Array) -> tuple[Array, Array]:
+        return jnp.sum(jnp.where(some, values, 0.0)), jnp.sum(some, dtype=jnp.int32)
+
+    metrics = {"kl": (moved * answers, answers)}
+    for name, some in (("chosen", wanted & there), ("rejected", ~wanted & there)):
+        metrics[f"rewards/{name}"] = mean_of(options.beta * gained, some)
+        metrics[f"logps/{name}"] = mean_of(own, some)
+    return Sums(jnp.sum(jnp.where(there, losses, 0.0)), answers, metrics)
+
+
+def _rewards(scores: LabelScores, batch: Batch) -> Sums:
+    """-log sigmoid(reward of the chosen - reward of the rejected answer) (Bradley-Terry; arXiv:2203.02155, equation 1).
+
+    Metrics: accuracy, margin, mean_reward.
+    """
+    last = batch["last"].astype(jnp.float32)
+    chosen, rejected = _pairs(scores.logits[..., 0] * last, batch)
+    there = _pairs(last, batch)[1] > 0
+    pairs = jnp.sum(there, dtype=jnp.int32)
+
+    def mean_of(values: Array) -> tuple[Array, Array]:
+        return jnp.sum(jnp.where(there, values, 0.0)), pairs
+
+    metrics = {
+        "accuracy": mean_of(chosen > rejected),
+        "margin": mean_of(chosen - rejected),
+        "mean_reward": mean_of((chosen + rejected) / 2),
+    }
+    return Sums(mean_of(-log_sigmoid(chosen - rejected))[0], pairs, metrics)
+
+
+def _gained(scores: Scores, batch: Batch) -> Float[Array, "b s"]:
+    """What the log-probability of each token gained over the reference's."""
+    reference = 0.0 if scores.reference is None else scores.reference
+    return -scores.loss - reference * batch["loss_weight"]
+
+
+def _pairs(values: Float[Array, "b s"], batch: Batch) -> tuple[Float[Array, "b n"], Float[Array, "b n"]]:
+    """Sums over the first and the second document of each unit; a document has two tokens at least."""
+    count = max(1, values.shape[1] // 4)
+    found = of_documents(values, batch["segment_ids"], 2 * count)
+    return found[:, ::2], found[:, 1::2]
+
+
+def _mean(values: Array, there: Bool[Array, "b n"]) -> Float[Array, ""]:
+    return jnp.sum(jnp.where(there, values, 0.0)) / jnp.maximum(jnp.sum(there), 1)

@@ -1,0 +1,41 @@
+"""The reference of a preference loss, where it is more than the model without its adapters."""
+
+import jax
+
+from jaxtune.config.schema import Config
+from jaxtune.errors import UserError
+from jaxtune.objectives.preference import preference
+from jaxtune.precision.recipes import recipe_of
+from jaxtune.run.model import Model
+
+
+def is_kept(config: Config) -> bool:
+    """Whether a run's state holds values to compare with.
+
+    New adapters change nothing before the first step: there the reference is the model without them.
+    """
+    options = config.preference
+    if options.loss is None or not preference(options).reference:
+        return False
+    new = config.lora.enabled and config.lora.path is None
+    return not new or options.reference != "start" or options.reference_update_steps is not None
+
+
+def abstract_reference(model: Model, config: Config) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and shardings of what is kept, in the dtypes to which a forward pass rounds parameters; {} if nothing is.
+
+    Raises UserError where trained parameters wait on the host.
+    """
+    if not is_kept(config):
+        return {}
+    if any(parameter.on_host for parameter in model.trained.values()):
+        raise UserError(
+            "memory.offload_master: the reference of preference.loss would stay on the device; train adapters "
+            "(lora.enabled), which need no copy, or a loss without a reference (simpo, orpo, preference.reference=None)"
+        )
+    found, dtype = {}, recipe_of(config.precision, None).dtype
+    for name, parameter in model.trained.items():
+        wide = parameter.float32 or parameter.treatment.float32 or parameter.kind not in ("linear", "table")
+        own = parameter.dtype if wide else dtype
+        found[name] = jax.ShapeDtypeStruct(parameter.shape, own, sharding=parameter.sharding)
+    return found

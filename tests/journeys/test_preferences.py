@@ -1,0 +1,98 @@
+"""Learning from preferences: recipes as rows, whole models with a reference that is kept, a reward model."""
+
+import json
+import math
+import random
+
+import pytest
+from journey import loads_in_transformers, row
+from runs import call, metrics, recipe_command
+
+WORDS = {"chosen": ["red", "green", "blue"], "rejected": ["one", "two", "three", "four"]}
+ADAPTER = {"lora.rank": 4, "model.dtype": "float32", "precision.recipe": "fp32"}
+WHOLE = {"lora.enabled": False, "model.dtype": "float32", "precision.recipe": "fp32", "optim.learning_rate": 1e-3}
+
+
+@pytest.fixture(scope="module")
+def data(home):
+    """{form: options}: pairs, and answers that are wanted or not."""
+    draw = random.Random(0)
+    texts = [
+        {"prompt": f"say {i}"}
+        | {side: " ".join(draw.choice(words) for _ in range(draw.randint(1, 4))) for side, words in WORDS.items()}
+        for i in range(60)
+    ]
+    answers = [
+        {"prompt": text["prompt"], "completion": text[side], "label": side == "chosen"}
+        for i, text in enumerate(texts)
+        for side in (("chosen", "rejected")[i % 2],)
+    ]
+    found = {}
+    for name, samples in {"pairs": texts, "answers": answers}.items():
+        (home / f"{name}.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+        found[name] = {"data.datasets[0].path": home / f"{name}.jsonl", "data.datasets[0].type": "auto"}
+        found[name]["data.seq_len"] = 128
+    return found
+
+
+def test_adapters_learn_which_answer_is_better(home, data):
+    """DPO: nothing is preferred at the first step, whose loss is ln 2; then the answers that were chosen."""
+    folder, _ = row(home, "qwen_dpo.py", "dpo", **ADAPTER, **data["pairs"])
+    first, *_, last = [row for row in metrics(folder) if "loss" in row]
+    assert abs(first["loss"] - math.log(2)) <= 1e-6 and first["rewards/margins"] == 0 and first["pairs"] > 0
+    assert last["rewards/margins"] > 0.1 and last["rewards/accuracies"] > 0.9
+    evaluated = [row for row in metrics(folder) if "eval_loss" in row][-1]
+    assert evaluated["eval_rewards/accuracies"] > 0.9 and "eval_perplexity" not in evaluated
+    exported = home / "dpo-exported"
+    call("jaxtune.export", f"--run={folder}", f"--output={exported}", "--merge")
+    loads_in_transformers(exported, home / "model", folder / "export", within=1e-4)
+
+
+@pytest.mark.parametrize(("recipe", "form"), [("qwen_orpo.py", "pairs"), ("qwen_kto.py", "answers")])
+def test_recipes_train_and_resume_exactly(home, data, recipe, form):
+    folder, _ = row(home, recipe, recipe.removesuffix(".py"), **ADAPTER, **data[form])
+    first, *_, last = [row for row in metrics(folder) if "loss" in row]
+    gains = [row["rewards/chosen"] - row["rewards/rejected"] for row in (first, last)]
+    assert gains[1] > gains[0] + 0.01
+
+
+def test_all_weights_keep_what_they_started_from(home, data):
+    """The reference goes with the checkpoints; and becomes the model of the last update."""
+    folder, _ = row(home, "qwen_dpo.py", "dpo-whole", **WHOLE, **data["pairs"])
+    first, *_, last = [row for row in metrics(folder) if "loss" in row]
+    assert abs(first["loss"] - math.log(2)) <= 1e-6 and last["rewards/margins"] > 0.1
+    updated = {"preference.reference_update_steps": 4, "export.at_end": False}
+    call(*recipe_command(home, "qwen_dpo.py", "dpo-updated", **WHOLE, **data["pairs"], **updated))
+    rows = metrics(home / "runs" / "dpo-updated")
+    margins = [row["rewards/margins"] for row in rows if "loss" in row]
+    assert margins[:4] == [row["rewards/margins"] for row in metrics(folder) if "loss" in row][:4]
+    assert margins[3] > 0.01 and margins[4] == 0 < margins[5]
+
+
+def test_the_reference_may_be_another_model(home, data):
+    """That of the run before, so that what it learned is no gain; and, of adapters, another adapter."""
+    short = {"train.max_steps": 2, "export.at_end": False, "data.validation_split": 0}
+    trained = home / "runs" / "dpo-whole" / "export"
+    options = {**WHOLE, **data["pairs"], **short, "preference.reference": trained}
+    call(*recipe_command(home, "qwen_dpo.py", "other-reference", **options))
+    first = metrics(home / "runs" / "other-reference")[0]
+    assert first["rewards/margins"] < -0.1
+    adapter = home / "runs" / "dpo" / "export"
+    for name, start, margin in (("from", adapter, 0.0), ("against", None, -0.1)):
+        options = {**ADAPTER, **data["pairs"], **short}
+        options |= {"preference.reference": adapter} if start is None else {"lora.path": start}
+        call(*recipe_command(home, "qwen_dpo.py", f"{name}-adapter", **options))
+        first = metrics(home / "runs" / f"{name}-adapter")[0]
+        assert first["rewards/margins"] == 0 if margin == 0 else first["rewards/margins"] < margin
+
+
+def test_a_reward_model_of_pairs(home, data):
+    options = {**WHOLE, **data["pairs"], "preference.loss": "bradley_terry", "preference.beta": 0.1}
+    options |= {"model.head": "classification", "model.num_labels": 1}
+    folder, _ = row(home, "qwen_dpo.py", "reward", **options)
+    first, *_, last = [row for row in metrics(folder) if "loss" in row]
+    assert last["accuracy"] > 0.9 and last["margin"] > first["margin"]
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("torch", reason="loading the results needs torch (Python 3.11 here)")
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(folder / "export")
+    assert loaded.config.num_labels == 1

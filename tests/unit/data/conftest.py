@@ -1,0 +1,38 @@
+"""Samples as documents, shown as text."""
+
+import json
+from itertools import pairwise
+
+import pytest
+from tiny import byte_tokenizer
+
+from jaxtune.config.schema import Dataset
+from jaxtune.data.documents import tokenize
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory):
+    """Bytes, with a chat template."""
+    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def read(tokenizer, tmp_path):
+    """Tokenises samples; returns each with what is trained between « and », and the lines for the user."""
+
+    def get(*samples, **options):
+        path = tmp_path / "a.jsonl"
+        path.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+        found = tokenize((Dataset(path=str(path), **options),), tokenizer, tmp_path / "cache")
+        texts = []
+        for i in range(len(found)):
+            tokens, weights = found.read(i, 0, 10**9)
+            trained = (weights > 0).tolist()
+            edges = [trained[0], *(a != b for a, b in pairwise(trained))]
+            text = b""
+            for token, edge, on in zip(tokens, edges, trained):
+                text += ("«" if on else "»").encode() * edge + tokenizer.decode(token).encode()
+            texts.append(text.decode() + "»" * trained[-1])
+        return texts, [note.partition("a.jsonl: ")[2] for note in found.notes]
+
+    return get

@@ -1,0 +1,146 @@
+"""Preference data in the forms of TRL, LLaMA-Factory, ms-swift and ERNIEKit: two answers after one prompt."""
+
+import json
+
+import numpy as np
+import pytest
+from tiny import byte_tokenizer
+
+from jaxtune.config.schema import Config, Data, Dataset, Model, Preference, Train
+from jaxtune.data.columns import DESIRABLE, NEXT_TOKEN, SCORE_DELTA
+from jaxtune.data.documents import tokenize
+from jaxtune.data.rows import Rows
+from jaxtune.data.splits import open_documents
+from jaxtune.errors import UserError
+
+HI, YO, NO = (
+    {"role": role, "content": text} for role, text in (("user", "Hi"), ("assistant", "Yo"), ("assistant", "No"))
+)
+CHAT = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n«{}<|im_end|>»\n"
+PAIR = [CHAT.format("Yo"), CHAT.format("No")]
+FORMS = {
+    "TRL, text": {"prompt": "Hi", "chosen": "Yo", "rejected": "No"},
+    "TRL, messages": {"prompt": [HI], "chosen": [YO], "rejected": [NO]},
+    "TRL, the prompt in the answers": {"chosen": [HI, YO], "rejected": [HI, NO]},
+    "UltraFeedback": {"prompt": "Hi", "chosen": [HI, YO], "rejected": [HI, NO]},
+    "LLaMA-Factory, Alpaca": {"instruction": "Hi", "input": "", "chosen": "Yo", "rejected": "No"},
+    "LLaMA-Factory, ShareGPT": {
+        "conversations": [{"from": "human", "value": "Hi"}],
+        "chosen": {"from": "gpt", "value": "Yo"},
+        "rejected": {"from": "gpt", "value": "No"},
+    },
+    "ms-swift, text": {"messages": [HI, YO], "rejected_response": "No"},
+    "ms-swift, messages": {"messages": [HI, YO], "rejected_messages": [HI, NO]},
+    "ERNIEKit": {"src": ["Hi"], "tgt": [], "response": [["No"], ["Yo"]], "sort": [0, 1]},
+}
+
+
+@pytest.mark.parametrize("sample", FORMS.values(), ids=FORMS)
+def test_a_pair_is_two_answers_after_one_prompt(read, sample):
+    texts, notes = read(sample, type="preference")
+    assert texts == PAIR
+    assert notes[0].startswith("preference from ") and "2 documents" in notes[0]
+
+
+def test_what_conversations_share_is_not_trained(read):
+    """As TRL's extract_prompt; of what follows, the assistant's messages are."""
+    more = {"role": "user", "content": "So?"}
+    texts, _ = read({"chosen": [HI, YO, more, YO], "rejected": [HI, YO, more, NO]}, type="preference")
+    asked = CHAT.format("Yo").replace("«", "").replace("»", "") + CHAT.replace("Hi", "So?")
+    assert texts == [asked.format("Yo"), asked.format("No")]
+
+
+def test_what_texts_share_is_not_trained(tmp_path, read):
+    """As TRL's extract_prompt: a space belongs to the answers."""
+    texts, _ = read({"chosen": "Human: Hi Bot: Yo", "rejected": "Human: Hi Bot: No"}, type="preference")
+    assert texts == ["Human: Hi Bot:« Yo<|im_end|>»", "Human: Hi Bot:« No<|im_end|>»"]
+
+
+def test_a_tokenizer_without_a_template_joins_texts(tmp_path):
+    tokenizer = byte_tokenizer(tmp_path, chat_template=None)
+    (tmp_path / "a.jsonl").write_text(json.dumps(FORMS["TRL, text"]) + "\n" + json.dumps(FORMS["TRL, text"]) + "\n")
+    found = tokenize((Dataset(path=str(tmp_path / "a.jsonl"), type="preference"),), tokenizer, tmp_path / "cache")
+    tokens, weights = found.read(0, 0, 100)
+    assert tokenizer.decode(tokens) == "HiYo<|im_end|>" and weights.tolist() == [0, 0, 1, 1, 1]
+    assert any("no chat template" in note for note in found.notes)
+    (tmp_path / "b.jsonl").write_text(json.dumps(FORMS["TRL, messages"]) + "\n")
+    with pytest.raises(UserError, match="set chat.template"):
+        tokenize((Dataset(path=str(tmp_path / "b.jsonl"), type="preference"),), tokenizer, tmp_path / "cache")
+
+
+def test_a_prompt_that_is_too_long_loses_its_beginning(read):
+    texts, _ = read(FORMS["TRL, text"], type="preference", max_prompt_tokens=4)
+    assert texts == ["ant\n«Yo<|im_end|>»\n", "ant\n«No<|im_end|>»\n"]
+
+
+REFUSED = {
+    "another column is missing": ({"chosen": "a", "answer": "b"}, "needs preference: chosen"),
+    "an answer is empty": (FORMS["TRL, text"] | {"rejected": ""}, "an answer is empty"),
+    "answers are equal": ({"chosen": [HI, YO], "rejected": [HI, YO]}, "is the beginning of the other"),
+    "texts are equal": ({"chosen": "a", "rejected": "a"}, "is the beginning of the other"),
+    "neither text nor messages": ({"chosen": 1, "rejected": 2}, "must be text or messages, found 1"),
+    "one is text": ({"chosen": "a", "rejected": [HI, YO]}, "one answer is text, the other messages"),
+    "no order": (FORMS["ERNIEKit"] | {"sort": [1, 1]}, "larger for the better one"),
+}
+
+
+@pytest.mark.parametrize(("sample", "said"), REFUSED.values(), ids=REFUSED)
+def test_a_pair_that_is_none_is_refused_by_its_line(read, sample, said):
+    with pytest.raises(UserError, match=f"a.jsonl:1: .*{said}|a.jsonl: line 1: .*{said}|{said}"):
+        read(sample, type="preference")
+
+
+def test_scores_of_answers_are_a_column_of_the_pair(tokenizer, tmp_path):
+    rated = FORMS["TRL, text"] | {"good": 8.5, "bad": 6}
+    (tmp_path / "a.jsonl").write_text(json.dumps(rated) + "\n")
+    entry = Dataset(path=str(tmp_path / "a.jsonl"), chosen_score_field="good", rejected_score_field="bad")
+    data = Data(datasets=(entry,), seq_len=128)
+    config = Config(Model(), data, train=Train(output_dir=str(tmp_path)), preference=Preference("sigmoid"))
+    documents, _ = open_documents(config, tokenizer)
+    row = Rows(documents, data, 1, (*NEXT_TOKEN, SCORE_DELTA))[0]
+    assert set(row["score_delta"][row["segment_ids"] > 0].tolist()) == {2.5}
+    worse = json.dumps(rated | {"good": 6})
+    (tmp_path / "a.jsonl").write_text(worse + "\n")
+    with pytest.raises(UserError, match="is not larger than 6"):
+        open_documents(config, tokenizer)
+
+
+ANSWERS = [
+    {"prompt": "Hi", "completion": "Yo", "label": True},
+    {"prompt": [HI], "completion": [NO], "label": False},
+    {"messages": [HI, {"role": "assistant", "content": "Ok"}], "label": 1},
+]
+
+
+def test_an_answer_stands_with_that_of_the_next_prompt(read, tokenizer, tmp_path):
+    """KTO measures with answers to other prompts how far the model has moved."""
+    asked = [sample | {"prompt": prompt} for sample, prompt in zip(ANSWERS, ("one", "two"))]
+    texts, _ = read(*asked, type="unpaired_preference")
+    of = {name: CHAT.replace("Hi", name) for name in ("one", "two")}
+    expected = [of["one"].format("Yo"), of["one"].format("No"), of["two"].format("No"), of["two"].format("Yo")]
+    assert texts == expected
+
+
+def test_whether_an_answer_is_wanted_is_a_column_of_its_unit(read, tokenizer, tmp_path):
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in ANSWERS[:2]))
+    data = Data(datasets=(Dataset(path=str(tmp_path / "b.jsonl")),), seq_len=256, shuffle=False)
+    config = Config(Model(), data, train=Train(output_dir=str(tmp_path)), preference=Preference("kto"))
+    documents, _ = open_documents(config, tokenizer)
+    row = Rows(documents, data, 1, (*NEXT_TOKEN, DESIRABLE))[0]
+    of_documents = [set(row["desirable"][row["segment_ids"] == segment].tolist()) for segment in (1, 2, 3, 4)]
+    assert of_documents == [{1.0}, {1.0}, {0.0}, {0.0}]
+    texts, _ = read(ANSWERS[2], type="unpaired_preference", output_field="messages")
+    assert texts[0] == CHAT.format("Ok")
+    with pytest.raises(UserError, match="'label' must be true or false, found 'maybe'"):
+        read(ANSWERS[0] | {"label": "maybe"}, type="unpaired_preference")
+
+
+def test_pairs_are_not_cut(tokenizer, tmp_path):
+    """A pair that is longer than a row is left out and counted."""
+    samples = [FORMS["TRL, text"], FORMS["TRL, text"] | {"chosen": "long " * 40}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    data = Data(datasets=(Dataset(path=str(tmp_path / "a.jsonl")),), seq_len=128)
+    config = Config(Model(), data, train=Train(output_dir=str(tmp_path)), preference=Preference("sigmoid"))
+    rows = Rows(open_documents(config, tokenizer)[0], data, 1)
+    assert rows.counts.documents == 2 and rows.counts.dropped_documents == 2
+    assert np.unique(rows[0]["segment_ids"]).tolist() == [0, 1, 2]
