@@ -90,19 +90,20 @@ def _main(values: flags.FlagValues, config: Config):
     folder = hf.resolve(config.model.path, config.model.revision, weights=False)
     tokenizer = hf.load_tokenizer(folder, config.chat.template, config.data.special_tokens)
     console = Console(soft_wrap=True, highlight=False)
+    classifier = config.sample_type == "classification"
+    columns, labels = (LABELLED, config.model.id2label) if classifier else (NEXT_TOKEN, ())
     if values.shard is not None:
         for line in prepare_documents(config, tokenizer, _shard(values.shard)):
             console.print(line, markup=False)
         return
     if config.data.streaming:
-        train, validation = next(Stream(config, tokenizer).windows()).documents, open_validation(config, tokenizer)
-        console.print("data.streaming: the first window of the training data; nothing is kept")
+        window = next(Stream(config, tokenizer, columns=columns).windows())
+        train, validation = window.documents, open_validation(config, tokenizer)
+        console.print("data.streaming: of the training data the first rows, which are not kept")
     else:
         train, validation = open_documents(config, tokenizer)
     for note in dict.fromkeys(config.left_out + train.notes + (validation.notes if validation else ())):
         console.print(note, markup=False)
-    classifier = config.sample_type == "classification"
-    columns, labels = (LABELLED, config.model.id2label) if classifier else (NEXT_TOKEN, ())
     console.print(f"training: {Rows(train, config.data, 1, columns).counts}")
     if validation:
         console.print(f"validation: {Rows(validation, config.data, 1, columns).counts}")

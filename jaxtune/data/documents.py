@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("jaxtune")
 
-# A block is tokenised at once; a part is what a killed run loses at most. Changing these loses what is in parts.
+# A block is tokenised at once; a part is what a killed run loses at most. Where these change, the name in `_parts_of`
+# must: parts of other sizes hold other samples.
 _BLOCK_SIZE, _BLOCK_SAMPLES = 2**22, 1024
 _PART_SIZE = 2**26
 # Samples that cannot be trained on are counted before the error is raised, but after this many the rest is not read.

@@ -75,8 +75,13 @@ def refuse_unknown_tokens(documents: Documents, tokenizer: "PreTrainedTokenizerF
 
 
 def prepare_documents(config: Config, tokenizer: "PreTrainedTokenizerFast", shard: Shard) -> list[str]:
-    """Tokenises a shard of training and validation data, for `open_documents` to join; a line about each entry."""
+    """Tokenises a shard of training and validation data, for `open_documents` to join; a line about each entry.
+
+    Raises UserError as `tokenize`, and for a stream.
+    """
     data = config.data
+    if data.streaming:
+        raise UserError("data.streaming tokenises while it trains: nothing of it is prepared, so there are no shards")
     how = data.on_bad_row, config.model.id2label, config.chat, data.num_proc
     entries = of_task(config, data.datasets + data.eval_datasets)
     return prepare_shard(entries, tokenizer, cache_folder(config), shard, *how)
