@@ -30,6 +30,7 @@ from jaxtune.run.memory import out_of_memory_is_answered
 from jaxtune.run.model import Model, declare_model, read_base
 from jaxtune.run.reference import is_kept
 from jaxtune.run.resume import differences
+from jaxtune.run.scored import with_reference
 from jaxtune.run.values import frozen_parameters, initial_parameters, of_model, open_run, tokenizer_folder
 
 log = logging.getLogger("jaxtune")
@@ -95,6 +96,7 @@ def _evaluate(values: flags.FlagValues, config: Config) -> None:
         raise UserError("no validation data: set data.eval_datasets or data.validation_split")
     rows = data.Rows(documents, config.data, 1, task_of(model, config).columns, config.attention.most_documents)
     log.info("validation: %s", rows.counts)
+    rows = with_reference(config, model, mesh, rows)
     for name, value in make_evaluate(config, model, rows, mesh)(trained, frozen, reference).items():
         print(f"{name} {value:.6f}")
 

@@ -29,6 +29,7 @@ from jaxtune.run.generation import continue_text
 from jaxtune.run.labels import labelled
 from jaxtune.run.lock import locked
 from jaxtune.run.model import read_base
+from jaxtune.run.scored import with_reference
 from jaxtune.run.values import check_files, frozen_parameters, initial_parameters, read_reference
 from jaxtune.run.watch import watching
 
@@ -80,6 +81,8 @@ def _train(config: Config, folder: RunFolder) -> bool:
         program, train_step, record["remat"] = memory.compile_what_fits(config, program, mesh, before)
 
     # ---- values: from the checkpoint, or initial ones ----
+    with goodput.measure("reference"):
+        feed = feed.with_rows(partial(with_reference, config, model, mesh))
     with goodput.measure("restore"):
         wanted = saved["step"] if saved and config.ckpt.resume != "auto" else None
         if saved and (restored := checkpoints.restore(program.state, wanted, grouping=model.grouping)):
@@ -101,7 +104,7 @@ def _train(config: Config, folder: RunFolder) -> bool:
         tasks = [loop.Task("save", loop.each(config.ckpt.save_steps, total_steps), save, at_stop=True)]
         if feed.eval_rows is not None:  # before saving: the rows of metrics after a checkpoint's step are cut on resume
             evaluate = make_evaluate(config, model, feed.eval_rows, mesh, goodput.beat)
-            show = lambda state, at: watch.evaluation(at.step, evaluate(state.trained, frozen, state.reference))  # noqa: E731
+            show = lambda state, at: watch.evaluation(at.step, evaluate(state.result, frozen, state.reference))  # noqa: E731
             tasks.insert(0, loop.Task("eval", loop.each(config.eval.steps, total_steps), show))
         batches = feed.batches(position.feed, total_steps - position.step)
         state = loop.train(config, train_step, state, frozen, batches, position, rates, tasks, watch)
@@ -118,7 +121,7 @@ def _train(config: Config, folder: RunFolder) -> bool:
             f"the last {position.bad_steps} steps were not finite and changed no parameter, so nothing is exported; "
             "lower optim.learning_rate, or look for NaN in the weights and the data"
         )
-    parameters = {**frozen, **state.trained}
+    parameters = {**frozen, **state.result}
     if config.log.jsonl and multihost.is_main():
         curve.draw(folder.metrics, folder.loss_curve, folder.path.name)
     if config.export.at_end:

@@ -99,6 +99,9 @@ def _preference(config: Config) -> Iterator[Problem]:
     options, model = config.preference, config.model
     if options.loss is None:
         return
+    if options.precompute_reference and config.data.streaming:
+        reason = "scores all answers before the first step, and data.streaming does not know them then"
+        yield _problem(config, "preference.precompute_reference", reason, "data.streaming")
     if options.loss == "bradley_terry" and not (model.head == "classification" and model.num_labels == 1):
         reason = "a reward is one number: set model.head = 'classification' and model.num_labels = 1"
         yield _problem(config, "preference.loss", reason, "model.head", "model.num_labels")

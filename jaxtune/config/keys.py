@@ -46,6 +46,8 @@ ALIASES = {
     "data.datasets[i].system_prompt": "default_system system_message",
     "data.datasets[i].max_prompt_tokens": "max_prompt_length max_prompt_len",
     "data.datasets[i].desirable_field": "kto_tag",
+    "train.neftune_alpha": "neftune_noise_alpha",
+    "optim.ema_decay": "ema_beta",
     "preference.loss": "pref_loss dpo_loss loss_type rl",
     "preference.beta": "pref_beta dpo_beta rl_beta kto_beta",
     "preference.label_smoothing": "dpo_label_smoothing",

@@ -259,6 +259,8 @@ class Train:
     deterministic: bool = option(False, "bit-equal repeats on a GPU too, at some cost in speed")
     freeze: str | None = option(None, "parameters that are not trained, by Hugging Face name", "regex",
         when="not lora.enabled")
+    neftune_alpha: float = option(0.0, "noise on the embeddings of training rows (NEFTune, 2023), such as 5",
+        "[0, inf)")
     z_loss: float = option(0.0, "adds this times log(sum(exp(logits)))^2 to the training loss of a token (PaLM, 2022)",
         "[0, inf)", when="model.head == 'lm' and preference.loss is None")
 
@@ -297,6 +299,9 @@ class Optim:
         "format of moments and momentum; bfloat16 is rounded stochastically",
         when="optim.name in ('adamw', 'lion', 'muon', 'normuon') or (optim.name == 'sgd' and optim.beta1)")
     learning_rate: float = option(2e-4, "peak learning rate", "(0, inf)")
+    ema_decay: float | None = option(None,
+        "keep an average of the trained weights, moved by 1 - ema_decay of the way to them in each step, such as "
+        "0.999; it is what is evaluated and exported", "(0, 1)")
     schedule: Literal[
         "linear", "cosine", "wsd", "constant", "polynomial", "inverse_sqrt", "cosine_with_restarts"
     ] = option("linear", "shape of the learning rate after warm-up")
@@ -665,6 +670,11 @@ class Preference:
         "what log-probabilities are compared with: start: the model before its first step; a folder or hub id of one "
         "like it, or with lora.enabled of an adapter; None: nothing (reference-free)",
         when="preference.loss not in ('simpo', 'cpo', 'orpo', 'bradley_terry')")
+    precompute_reference: bool = option(False,
+        "score all answers by the reference once, before the first step, and keep that in data.cache_dir: no second "
+        "forward pass in a step, and no copy of weights",
+        when="preference.loss not in ('simpo', 'cpo', 'orpo', 'bradley_terry') and preference.reference is not None "
+        "and preference.reference_update_steps is None")
     reference_update_steps: int | None = option(None, "the model becomes the reference after each so many steps",
         "steps [1, inf)", when="preference.loss not in ('simpo', 'cpo', 'orpo', 'bradley_terry')")
 

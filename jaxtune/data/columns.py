@@ -42,6 +42,8 @@ LABEL = Column("label", np.float32, "document")
 # Whether a unit's answer is wanted, 1 or 0; by how much the score of the chosen answer exceeds that of the other.
 DESIRABLE = Column("desirable", np.float32, "unit")
 SCORE_DELTA = Column("score_delta", np.float32, "unit")
+# The log-probability of a document's trained tokens by the reference of a preference loss: see `run.reference`.
+REFERENCE = Column("reference_log_prob", np.float32, "document")
 
 NEXT_TOKEN = (TOKENS, TARGETS, POSITIONS, SEGMENT_IDS, KEY_START, LOSS_WEIGHT)
 """The columns that next-token prediction on packed rows reads."""

@@ -1,7 +1,8 @@
 """The data of a run: rows in batches for a mesh, the number of steps, and rows to evaluate on."""
 
+import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,12 @@ class Feed:
     def rows_per_step(self) -> int:
         """Rows of an optimizer step."""
         return self.shape[0] * self.shape[1]
+
+    def with_rows(self, change: Callable[[Rows], Rows]) -> "Feed":
+        """The feed with its rows, but of a stream, and those to evaluate on changed."""
+        rows = self.rows if isinstance(self.rows, Stream) else change(self.rows)
+        eval_rows = None if self.eval_rows is None else change(self.eval_rows)
+        return dataclasses.replace(self, rows=rows, eval_rows=eval_rows)
 
     def epoch(self, position: dict[str, Any]) -> float:
         """The number of passes over the data up to a position."""

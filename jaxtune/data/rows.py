@@ -1,5 +1,6 @@
 """Rows: random access to the training data by a row number that counts on through all epochs."""
 
+import copy
 import math
 import threading
 from bisect import bisect_right
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxtune.config.schema import Data
-from jaxtune.data.columns import LABEL, MADE, NEXT_TOKEN, Column
+from jaxtune.data.columns import LABEL, MADE, NEXT_TOKEN, REFERENCE, Column
 from jaxtune.data.packing import RowPlan, cut_to_rows, plan
 from jaxtune.data.units import Documents
 from jaxtune.errors import UserError
@@ -84,6 +85,7 @@ class Rows:
             UserError: no document is left; the documents lack a column; a row of the epochs holds more documents than
                 `most_documents`; as `cut_to_rows`. Of endless rows later epochs raise it when they begin.
         """
+        columns = tuple(column for column in columns if column != REFERENCE)  # `with_column` adds it
         self._documents, self._data, self._columns = documents, data, columns
         _check_columns(documents, columns)
         lengths = documents.lengths
@@ -137,6 +139,11 @@ class Rows:
             fill=float(self._length.sum() / (self.total(1) * data.seq_len)),
         )
 
+    @property
+    def documents(self) -> Documents:
+        """Those in the rows."""
+        return self._documents
+
     def total(self, epochs: float) -> int:
         """Rows of this many passes over the data; a fraction takes that part of the last pass."""
         whole = math.floor(epochs)
@@ -158,14 +165,28 @@ class Rows:
         return {"row": row}
 
     def __getitem__(self, index: int) -> Row:
+        return self._build(self._parcels_in(index))
+
+    def _parcels_in(self, index: int) -> np.ndarray | list[int]:
         if self.stop is not None and index >= self.stop:
-            return self._build([])
+            return []
         while self._first_row[-1] <= index:
             self._plan(len(self._first_row) - 1)
         epoch = bisect_right(self._first_row, index) - 1
         epoch_plan = self._plan(epoch)
         row = index - self._first_row[epoch]
-        return self._build(epoch_plan.order[epoch_plan.bounds[row] : epoch_plan.bounds[row + 1]])
+        return epoch_plan.order[epoch_plan.bounds[row] : epoch_plan.bounds[row + 1]]
+
+    def documents_in(self, index: int) -> list[int]:
+        """The numbers of the documents in row `index`, or of the parts of some, as they stand in it."""
+        parcels = self._parcels_in(index)
+        return [int(n) for p in parcels for n in self._document[self._parcels[p] : self._parcels[p + 1]]]
+
+    def with_column(self, column: Column, values: np.ndarray) -> "Rows":
+        """The same rows with another column, which has a value for each document."""
+        other = copy.copy(self)
+        other._documents, other._columns = self._documents.with_column(column, values), (*self._columns, column)
+        return other
 
     def _first_row_of(self, epoch: int) -> int:
         while len(self._first_row) <= epoch:

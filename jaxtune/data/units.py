@@ -1,5 +1,6 @@
 """Units, which are packed whole: one document or several. The data of a run is a sequence of units."""
 
+import dataclasses
 import hashlib
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
@@ -137,6 +138,20 @@ class Documents:
     def part_of(self) -> Int64[np.ndarray, "documents"]:
         """Number of the part that each document is in."""
         return np.searchsorted(self._first, self._numbers, "right") - 1
+
+    def with_column(self, column: Column, values: np.ndarray) -> "Documents":
+        """The same documents with another column, which has a value for each of them."""
+        of_parts = np.zeros(sum(part.units[-1] for part in self.parts), column.dtype)
+        of_parts[self._numbers] = values
+        parts = tuple(
+            dataclasses.replace(
+                part,
+                columns={**part.columns, column.name: column},
+                values={**part.values, column.name: of_parts[first : first + part.units[-1]]},
+            )
+            for part, first in zip(self.parts, self._first)
+        )
+        return dataclasses.replace(self, parts=parts)
 
     def read(self, i: int, start: int, stop: int) -> tuple[Int32[np.ndarray, "n"], Float16[np.ndarray, "n"]]:
         """Tokens [start, stop) of document i, up to its end, and the weight of predicting each."""

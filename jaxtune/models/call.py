@@ -23,7 +23,7 @@ class Call(NamedTuple):
     a mixture are computed, a name in BACKENDS of models.experts or 'auto'. capacity_factor: by which
     `models.exchange` sends tokens to experts on other devices; None: these get the tokens of all. groups: inside a
     mixture, which expert's weights multiply each token; None: a weight is one matrix. keep_gathered: whether weights
-    stay whole from the forward to the backward pass.
+    stay whole from the forward to the backward pass. neftune_alpha: of the noise on embeddings, where there is noise.
     """
 
     dtype: jnp.dtype
@@ -38,6 +38,7 @@ class Call(NamedTuple):
     capacity_factor: float | None = None
     groups: Groups | None = None
     keep_gathered: bool = False
+    neftune_alpha: float = 0.0
 
     def layer(self, number: Int[Array, ""]) -> "Call":
         """The call of a layer, from that of a decoder."""

@@ -17,6 +17,7 @@ from jaxtune.models.attention import Attend, Attention, Inputs
 from jaxtune.models.call import Call, Remat
 from jaxtune.models.declared import declared
 from jaxtune.models.delta_net import GatedDeltaNet
+from jaxtune.models.dropout import shaken
 from jaxtune.models.experts import Experts
 from jaxtune.models.latent_attention import LatentAttention
 from jaxtune.models.linear import EXPERT_PRODUCT, FFN_PRODUCT, PRODUCT, QKV_PRODUCT
@@ -209,12 +210,14 @@ class Decoder(nnx.Module):
         self, tokens: Int[Array, "b s"], inputs: Inputs, call: Call, cache: Any = None
     ) -> tuple[Float[Array, "b s d"], Any, Sums]:
         """Hidden states for the head, the cache afterwards, and the sums that layers emit."""
-        x, cache, sums = self.run(self.embedded(tokens, call.dtype), inputs, call, cache)
+        x, cache, sums = self.run(self.embedded(tokens, call), inputs, call, cache)
         return self.normed(x), cache, sums
 
-    def embedded(self, tokens: Int[Array, "b s"], dtype: jnp.dtype) -> Float[Array, "b s d"]:
+    def embedded(self, tokens: Int[Array, "b s"], call: Call) -> Float[Array, "b s d"]:
         """What the first layer takes."""
-        x = self.embed(tokens, dtype)
+        x = self.embed(tokens, call.dtype)
+        if call.noise is not None and call.neftune_alpha:
+            x = shaken(x, call.neftune_alpha, call.noise.site("embeddings"))
         if self.spec.embedding_scale != 1:
             x *= jnp.asarray(self.spec.embedding_scale, x.dtype)
         return jax.reshard(x, by_residual())

@@ -1,5 +1,6 @@
 """Dropout whose bits are a function of seed, step, global row, layer and site: the same on any mesh."""
 
+import math
 import zlib
 from functools import partial
 from typing import NamedTuple
@@ -65,6 +66,23 @@ def dropout(x: Float[Array, "b s i"], rate: float, noise: Noise) -> Float[Array,
         keep = jnp.take(keep.reshape(-1, x.shape[2]), noise.token_of, axis=0, mode="clip")[:, None]
     keep = jax.reshard(keep, jax.typeof(x).sharding.spec)
     return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)
+
+
+def shaken(x: Float[Array, "b s d"], alpha: float, noise: Noise) -> Float[Array, "b s d"]:
+    """Embeddings plus uniform noise of at most alpha / sqrt(s * d) (NEFTune, arXiv:2310.05914), as in transformers.
+
+    A row's bits come from its global number in the batch; s is the length of a row, however many documents it holds.
+    """
+    _, length, width = x.shape
+
+    def drawn(row: Int[Array, ""]) -> Array:
+        return jax.random.uniform(jax.random.fold_in(noise.key, row), (length, width), minval=-1.0)
+
+    moved = jax.vmap(drawn)(noise.rows)
+    if noise.place is not None:
+        moved = jnp.take_along_axis(moved, noise.place[..., None], axis=1)
+    moved = jax.reshard(moved, jax.typeof(x).sharding.spec)
+    return (x + moved * (alpha / math.sqrt(length * width))).astype(x.dtype)
 
 
 def _axes_of_features(x: Array, noise: Noise) -> tuple[str, ...]:

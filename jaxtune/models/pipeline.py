@@ -41,7 +41,7 @@ def whole_rows(batch: Batch, name: str) -> Array | None:
 
 def enter(decoder: Decoder, batch: Batch, call: Call) -> tuple[Float[Array, "b s d"], Sums]:
     """What the first stage takes, and the sums that layers before it emit."""
-    x = decoder.embedded(batch["tokens"], call.dtype)
+    x = decoder.embedded(batch["tokens"], call)
     x, _, sums = decoder.run(x, seen(decoder.spec, batch, call), call, part=slice(decoder.pipeline))
     return for_stages(x), sums
 

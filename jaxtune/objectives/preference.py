@@ -14,7 +14,7 @@ from jax.nn import log_sigmoid, relu, sigmoid
 from jaxtyping import Array, Bool, Float
 
 from jaxtune.config.schema import Preference
-from jaxtune.data.columns import DESIRABLE, NEXT_TOKEN, SCORE_DELTA, SCORED
+from jaxtune.data.columns import DESIRABLE, LAST, NEXT_TOKEN, REFERENCE, SCORE_DELTA, SCORED
 from jaxtune.models.score import Batch, LabelScores, Scores
 from jaxtune.objectives.documents import of_documents
 from jaxtune.objectives.objective import Objective, Sums
@@ -56,10 +56,13 @@ def preference(options: Preference) -> Objective:
     if options.loss == "bradley_terry":
         return Objective(_rewards, SCORED, counts="pairs")
     compares = options.reference is not None and options.loss not in REFERENCE_FREE
+    columns, beside = NEXT_TOKEN, compares and not options.precompute_reference
+    if compares and not beside:
+        columns = (*columns, LAST, REFERENCE)
     if options.loss == "kto":
-        return Objective(partial(_wanted, options), (*NEXT_TOKEN, DESIRABLE), compares, counts="answers")
-    columns = (*NEXT_TOKEN, SCORE_DELTA) if options.offset_alpha else NEXT_TOKEN
-    return Objective(partial(_compared, options), columns, compares, counts="pairs")
+        return Objective(partial(_wanted, options), (*columns, DESIRABLE), beside, counts="answers")
+    columns = (*columns, SCORE_DELTA) if options.offset_alpha else columns
+    return Objective(partial(_compared, options), columns, beside, counts="pairs")
 
 
 def answer_weight(options: Preference) -> float:
@@ -180,8 +183,7 @@ def _compared(options: Preference, scores: Scores, batch: Batch) -> Sums:
     trained = batch["loss_weight"] > 0
     tokens = _pairs(trained.astype(jnp.float32), batch)
     there = (tokens[0] > 0) & (tokens[1] > 0)
-    own = _pairs(-scores.loss, batch)
-    gained = own if scores.reference is None else _pairs(_gained(scores, batch), batch)
+    own, gained = _pairs(-scores.loss, batch), _gained(scores, batch)
     if options.loss in AVERAGED:
         own, gained = (tuple(x / jnp.maximum(n, 1) for x, n in zip(pair, tokens)) for pair in (own, gained))
     # Where a row has fewer pairs stand values at which every loss and its gradient are finite.
@@ -224,7 +226,7 @@ def _wanted(options: Preference, scores: Scores, batch: Batch) -> Sums:
     trained = batch["loss_weight"] > 0
     tokens = _pairs(trained.astype(jnp.float32), batch)
     there = tokens[0] > 0
-    gained, elsewhere = _pairs(_gained(scores, batch), batch)
+    gained, elsewhere = _gained(scores, batch)
     wanted = _pairs(batch["desirable"] * trained, batch)[0] > 0
     moved = jax.lax.stop_gradient(relu(_mean(elsewhere, there)))
     losses = jnp.where(
@@ -265,10 +267,16 @@ def _rewards(scores: LabelScores, batch: Batch) -> Sums:
     return Sums(mean_of(-log_sigmoid(chosen - rejected))[0], pairs, metrics)
 
 
-def _gained(scores: Scores, batch: Batch) -> Float[Array, "b s"]:
-    """What the log-probability of each token gained over the reference's."""
-    reference = 0.0 if scores.reference is None else scores.reference
-    return -scores.loss - reference * batch["loss_weight"]
+def _gained(scores: Scores, batch: Batch) -> tuple[Float[Array, "b n"], Float[Array, "b n"]]:
+    """What the log-probabilities of both answers gained over the reference's; themselves if there is none."""
+    own = _pairs(-scores.loss, batch)
+    if REFERENCE.name in batch:
+        reference = _pairs(batch[REFERENCE.name] * batch["last"], batch)
+    elif scores.reference is not None:
+        reference = _pairs(scores.reference * batch["loss_weight"], batch)
+    else:
+        return own
+    return own[0] - reference[0], own[1] - reference[1]
 
 
 def _pairs(values: Float[Array, "b s"], batch: Batch) -> tuple[Float[Array, "b n"], Float[Array, "b n"]]:

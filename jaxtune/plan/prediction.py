@@ -193,6 +193,8 @@ def _memory(run: Run, need: memory.Need, program: Program, config: Config) -> di
         "quantized weights": stored(quantized),
         "adapters": stored(adapters),
         "optimizer": sum(map(memory.device_bytes, jax.tree.leaves(run.state.optimizer))),
+        "reference": sum(map(memory.device_bytes, jax.tree.leaves(run.state.reference))),
+        "average of weights": sum(map(memory.device_bytes, jax.tree.leaves(run.state.average))),
     }
     found["batch and scales"] = max(0, need.state - sum(found.values()))
     dtype = jax.numpy.dtype(config.precision.gradient_dtype)

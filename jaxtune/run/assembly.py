@@ -29,7 +29,7 @@ from jaxtune.parallel.apart import GATHERS_OTHER_AXES
 from jaxtune.parallel.layout import RULES, Axes, Layout, P, by_token, spec
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.precision.recipes import Recipe, recipe_of
-from jaxtune.run.model import Base, Model, declare_model
+from jaxtune.run.model import Base, Model, abstract_average, declare_model
 from jaxtune.run.pipelined import pipelined_gradients
 from jaxtune.run.process import compiler_options
 from jaxtune.run.reference import abstract_reference
@@ -75,12 +75,15 @@ def assemble(base: Base, config: Config, mesh: jax.sharding.Mesh, objective: Obj
         gradients = accumulated_gradients(*forward, places, by_layer, summed_last(config, recipe, mesh))
     else:
         gradients = pipelined_gradients(*forward, config.parallel.pipeline, places)
+    averaged = abstract_average(model, config)
     step = make_train_step(
-        gradients, optimizer, config.optim.max_grad_norm, recipe, seed, objective.counts, update_steps
+        *(gradients, optimizer, config.optim.max_grad_norm, recipe, seed, objective.counts),
+        *(update_steps, config.optim.ema_decay or 0.0),
     )
 
     def start(trained: Parameters) -> State:
-        return initial_state(optimizer, trained, recipe)._replace(reference=rounded_as(trained, reference))
+        kept = {"reference": rounded_as(trained, reference), "average": rounded_as(trained, averaged)}
+        return initial_state(optimizer, trained, recipe)._replace(**kept)
 
     shape = (config.train.grad_accum_steps, config.train.micro_batch_size * data_shards(mesh), config.data.seq_len)
     batch = data.abstract_batch(shape, jax.NamedSharding(mesh, jax.P(None, *by_token())), objective.columns)
@@ -142,6 +145,7 @@ def call_of(config: Config, recipe: Recipe) -> Call:
         experts=config.experts.backend,
         capacity_factor=config.experts.capacity_factor if config.experts.dispatch == "all_to_all" else None,
         keep_gathered=not config.parallel.reshard_after_forward,
+        neftune_alpha=config.train.neftune_alpha,
     )
 
 

@@ -189,6 +189,18 @@ def declare_model(
     return model
 
 
+def abstract_average(model: Model, config: Config) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and shardings of the average of the trained parameters; {} if none is kept.
+
+    Raises UserError where they wait on the host.
+    """
+    if config.optim.ema_decay is None:
+        return {}
+    if any(parameter.on_host for parameter in model.trained.values()):
+        raise UserError("optim.ema_decay: the average would stay on the device; leave out memory.offload_master")
+    return {name: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=p.sharding) for name, p in model.trained.items()}
+
+
 def _treated(base: Base, config: Config, train: bool) -> ModelSpec:
     """The spec with what the config trains, stores, multiplies and adapts in its own way."""
     spec = base.spec

@@ -95,7 +95,10 @@ def pipelined_gradients(
     Raises UserError for an objective that compares with a reference.
     """
     if objective.reference:
-        raise UserError("mesh.stage: not available yet for an objective that compares with a reference; take mesh.fsdp")
+        raise UserError(
+            "mesh.stage: not available for an objective that computes a reference in each step; set "
+            "preference.precompute_reference=True, or take mesh.fsdp"
+        )
 
     def gradients(
         trained: Parameters,

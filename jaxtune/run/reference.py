@@ -31,7 +31,7 @@ def abstract_reference(model: Model, config: Config) -> dict[str, jax.ShapeDtype
     if any(parameter.on_host for parameter in model.trained.values()):
         raise UserError(
             "memory.offload_master: the reference of preference.loss would stay on the device; train adapters "
-            "(lora.enabled), which need no copy, or a loss without a reference (simpo, orpo, preference.reference=None)"
+            "(lora.enabled), which need no copy, or set preference.precompute_reference=True"
         )
     found, dtype = {}, recipe_of(config.precision, None).dtype
     for name, parameter in model.trained.items():

@@ -24,6 +24,7 @@ class State(NamedTuple):
     """What a step changes. Frozen parameters stand beside it.
 
     reference: earlier values of the trained parameters, where an objective compares with them (`run.reference`).
+    average: of the trained parameters over steps, float32, where optim.ema_decay asks for it.
     """
 
     step: Int[Array, ""]
@@ -31,6 +32,12 @@ class State(NamedTuple):
     optimizer: OptimizerState
     scaling: Scaling = Scaling()
     reference: Parameters = {}  # noqa: RUF012
+    average: Parameters = {}  # noqa: RUF012
+
+    @property
+    def result(self) -> Parameters:
+        """The trained parameters as they are evaluated and exported."""
+        return self.average or self.trained
 
 
 def initial_state(optimizer: Optimizer, trained: Parameters, recipe: Recipe | None = None) -> State:

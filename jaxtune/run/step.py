@@ -189,12 +189,14 @@ def make_train_step(
     seed: int = 0,
     counts: str = "target_tokens",
     reference_update_steps: int | None = None,
+    ema_decay: float = 0.0,
 ) -> Callable[[State, Parameters, Batch, Float[Array, ""]], tuple[State, Metrics]]:
     """(state, frozen, batch, learning rate) -> (state, metrics).
 
     The sums are divided once, by the weight of the whole batch over all devices, which is the metric `counts`. A step
     whose loss or gradient is not finite changes nothing but the step number and the loss scale. After each
-    `reference_update_steps` the trained parameters become the reference.
+    `reference_update_steps` the trained parameters become the reference; their average moves by 1 - `ema_decay` of the
+    way to them.
     """
 
     def step(state: State, frozen: Parameters, batch: Batch, rate: Float[Array, ""]) -> tuple[State, Metrics]:
@@ -230,7 +232,8 @@ def make_train_step(
         if reference and reference_update_steps:
             due = (state.step + 1) % reference_update_steps == 0
             reference = jax.lax.cond(due, partial(rounded_as, trained), lambda before: before, reference)
-        return State(state.step + 1, trained, optimizer_state, scaling, reference), metrics
+        average = {name: mean + (1 - ema_decay) * (trained[name] - mean) for name, mean in state.average.items()}
+        return State(state.step + 1, trained, optimizer_state, scaling, reference, average), metrics
 
     return step
 

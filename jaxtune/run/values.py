@@ -20,7 +20,7 @@ from jaxtune.models.parameters import Parameter, abstract, randomize
 from jaxtune.precision.linears import Frozen
 from jaxtune.quant.mxfp4 import Mxfp4
 from jaxtune.run.folder import RunFolder
-from jaxtune.run.model import Model, declare_model, read_base
+from jaxtune.run.model import Model, abstract_average, declare_model, read_base
 from jaxtune.run.reference import abstract_reference
 from jaxtune.run.state import rounded_as
 
@@ -208,14 +208,17 @@ def open_run(
     config = folder.read_config()
     model = declare_model(read_base(config), config, mesh, low_precision=low_precision)
     # Without the optimizer's state, which is larger.
-    wanted = {"trained": abstract(model.trained), "reference": abstract_reference(model, config) if reference else {}}
+    average = abstract_average(model, config)
+    result = "average" if average else "trained"
+    compared = abstract_reference(model, config) if reference else {}
+    wanted = {result: average or abstract(model.trained), "reference": compared}
     restored = CheckpointManager(folder.checkpoints).restore(wanted, step, part=True, grouping=model.grouping)
     if restored is None:
         raise UserError(f"{folder.path} has no checkpoint yet")
     if not config.model.from_scratch:
         verify_fingerprint(model.folder, restored.host["base"])
-    trained, frozen = restored.state["trained"], frozen_parameters(model, config)
-    compared = restored.state["reference"]
+    trained, compared = restored.state[result], restored.state["reference"]
+    frozen = frozen_parameters(model, config)
     return TrainedModel(config, model, trained, frozen, compared, restored.step, restored.host["tokens"])
 
 

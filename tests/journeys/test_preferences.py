@@ -86,6 +86,18 @@ def test_the_reference_may_be_another_model(home, data):
         assert first["rewards/margins"] == 0 if margin == 0 else first["rewards/margins"] < margin
 
 
+def test_a_reference_may_be_computed_once(home, data):
+    """To the losses of a run that computes it in each step; what it scored is kept, also for `evaluate`."""
+    options = {**WHOLE, **data["pairs"], "preference.precompute_reference": True}
+    folder, output = row(home, "qwen_dpo.py", "dpo-precomputed", **options)
+    assert output.count("scoring") == 2  # training and validation documents
+    expected, found = (
+        [row["loss"] for row in metrics(home / "runs" / name) if "loss" in row] for name in ("dpo-whole", folder.name)
+    )
+    assert max(abs(a / b - 1) for a, b in zip(expected, found)) <= 1e-5
+    assert "scoring" not in call("jaxtune.evaluate", f"--run={folder}")
+
+
 def test_a_reward_model_of_pairs(home, data):
     options = {**WHOLE, **data["pairs"], "preference.loss": "bradley_terry", "preference.beta": 0.1}
     options |= {"model.head": "classification", "model.num_labels": 1}

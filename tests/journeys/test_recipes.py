@@ -70,6 +70,18 @@ def test_a_decoder_inside_a_model_that_sees_trains_resumes_exactly_exports_and_l
     assert all(np.array_equal(before[name], after[name]) for name in others)
 
 
+def test_the_average_of_weights_is_evaluated_and_exported(home):
+    """With noise on embeddings, which is only of training: `evaluate` finds what the run found."""
+    options = {"optim.ema_decay": 0.5, "train.neftune_alpha": 5, "optim.learning_rate": 1e-3}
+    folder, _ = row(home, "qwen_full.py", "averaged", **options)
+    exported = home / "averaged-exported"
+    call("jaxtune.export", f"--run={folder}", f"--output={exported}")
+    one, other = (load_file(path / "model.safetensors") for path in (folder / "export", exported))
+    assert all(np.array_equal(one[name], other[name]) for name in one)
+    evaluated = call("jaxtune.evaluate", f"--config={folder / 'config.json'}", f"--model={exported}")
+    assert abs(float(evaluated.split("eval_loss ")[1].split()[0]) - metrics(folder)[-1]["eval_loss"]) <= 1e-2
+
+
 def test_a_classifier_trains_resumes_exactly_is_evaluated_and_exported(home):
     """Of texts whose labels are names, which go with the model; it is not a model to generate with."""
     file, rng = home / "labels.jsonl", random.Random(0)

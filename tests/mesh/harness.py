@@ -122,7 +122,7 @@ NORM = 1e-5  # of the first gradient, which no update has moved yet
 PARAMETERS = 1e-4  # of the largest, where the optimizer does not jump
 OBJECTIVES = {"cross_entropy": 0.0, "z-loss": 1e-2}
 # In place of an objective: another head, and pairs of answers, whose tests are their own.
-CLASSIFICATION, PREFERENCE = "classification", "preference"
+CLASSIFICATION, PREFERENCE, SCORED = "classification", "preference", "preference, reference scored before"
 REMAT = ("none", "dots", "block", "offload")
 HELD = tempfile.TemporaryDirectory()  # of models, until the process ends
 
@@ -212,7 +212,7 @@ def train(
     state, losses, norms = jax.jit(program.start, out_shardings=shardings)(start), [], []
     for number in range(steps):
         rows = fields(steps, made.shape["context"])
-        if case.objective == PREFERENCE:  # a row is a pair
+        if config.preference.loss is not None:  # a row is a pair
             rows = rows | {"loss_weight": (~rows["last"]).astype(np.float32)}
         batch = {
             name: jax.device_put(rows[name][number].reshape(leaf.shape), leaf.sharding)
@@ -253,7 +253,10 @@ def config_of(case: Case, mesh: Mesh, length: Train, whole: bool) -> Config:
         lora=Lora(enabled=True, rank=16, dropout=0.2, target_modules=targets) if adapters else Lora(),
         mesh=mesh,
         memory=Memory(case.remat),
-        preference=Preference("sigmoid" if case.objective == PREFERENCE else None),
+        preference=Preference(
+            "sigmoid" if case.objective in (PREFERENCE, SCORED) else None,
+            precompute_reference=case.objective == SCORED,
+        ),
         **{"precision": Precision("fp32"), **sections},
     )
 
@@ -300,6 +303,7 @@ def fields(steps: int, devices: int = 1) -> dict[str, np.ndarray]:
         "key_start": start.astype(np.int32),
         "loss_weight": (index < length - 1).astype(np.float32),
         "last": (index == length - 1) | (index == SEQUENCE - 1),
+        "reference_log_prob": np.where(index < length, -60.0, -70.0).astype(np.float32) + tokens[..., :1] % 7,
         "label": ((tokens[..., :1] + (index >= length)) % 3).astype(np.float32),
     }
     number = {"row": np.arange(steps * ROWS, dtype=np.int32).reshape(steps, ROWS)}

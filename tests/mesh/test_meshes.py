@@ -20,6 +20,7 @@ from mesh.harness import (
     OPTIMIZERS,
     PREFERENCE,
     REMAT,
+    SCORED,
     STORAGE,
     Case,
     assert_equal,
@@ -89,11 +90,16 @@ def test_a_classifier_equals_one_device():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "adapter"), [("data=2 fsdp=2 tensor=2", "none"), ("data=2 context=2 sequence=2", "lora")]
+    ("mesh", "adapter", "objective"),
+    [
+        ("data=2 fsdp=2 tensor=2", "none", PREFERENCE),
+        ("data=2 context=2 sequence=2", "lora", PREFERENCE),
+        ("data=2 fsdp=2 stage=2", "lora", SCORED),
+    ],
 )
-def test_preferences_equal_one_device(mesh, adapter):
-    """A pair is a row, whose positions devices may share; all weights are compared with a copy of them."""
-    equal(Case(mesh, adapter=adapter, objective=PREFERENCE))
+def test_preferences_equal_one_device(mesh, adapter, objective):
+    """A pair is a row, whose positions devices may share. The reference is a copy, no adapters, or a column."""
+    equal(Case(mesh, adapter=adapter, objective=objective))
 
 
 def test_tiles_of_positions_that_devices_share_equal_one_device(monkeypatch):

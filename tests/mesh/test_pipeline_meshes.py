@@ -83,7 +83,7 @@ def test_virtual_stages_that_cannot_take_turns_are_refused(stages, count):
 def test_an_objective_with_a_reference_is_refused():
     config = config_of(Case(""), Mesh(fsdp=1, stage=2), Train(), False)
     compared = dataclasses.replace(cross_entropy(), reference=True)
-    with pytest.raises(UserError, match="mesh.stage: not available yet for an objective"):
+    with pytest.raises(UserError, match="mesh.stage: not available for an objective"):
         assemble(read_base(config), config, make_mesh(config.mesh, jax.devices()[:2]), compared)
 
 

@@ -61,6 +61,16 @@ LABELS = {
         ),
         ({"data.streaming": "yes"}, "train.max_steps", "data.streaming has no end"),
         (
+            {
+                "data.streaming": "yes",
+                "train.max_steps": "5",
+                "preference.loss": "sigmoid",
+                "preference.precompute_reference": "yes",
+            },
+            "preference.precompute_reference",
+            "scores all answers before the first step",
+        ),
+        (
             {"data.streaming": "yes", "train.max_steps": "5", "data.validation_split": "0.1"},
             "data.validation_split",
             "data.streaming holds nothing out; give data.eval_datasets",

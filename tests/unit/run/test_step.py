@@ -190,15 +190,15 @@ def test_no_weight_is_multiplied_again_without_remat(one_device, remat, products
     assert sum(any(value.aval.shape in weights for value in dot.invars) for dot in dots) == products
 
 
-def step_on(gradient_of, optim: Optim, parameters, names, max_norm=0.0, steps=5):
+def step_on(gradient_of, optim: Optim, parameters, names, max_norm=0.0, steps=5, averaged=False):
     """Parameters after steps whose gradient is `gradient_of(step)`; several names are a stack."""
     optimizer = build(optim, {key: Trained(one, (len(one),) if len(one) > 1 else ()) for key, one in names.items()}, 3)
 
-    def gradients(trained, frozen, batch, step, scaling):
+    def gradients(trained, frozen, batch, step, *_):
         return Summed(gradient_of(step), Sums(jnp.float32(1.0), jnp.int32(1)))
 
-    step = make_train_step(gradients, optimizer, max_norm, RECIPES["fp32"])
-    state = initial_state(optimizer, parameters)
+    step = make_train_step(gradients, optimizer, max_norm, RECIPES["fp32"], ema_decay=optim.ema_decay or 0.0)
+    state = initial_state(optimizer, parameters)._replace(average=parameters if averaged else {})
     batch = {"segment_ids": jnp.ones((1, 1, 1), jnp.int32)}
     found = []
     for _ in range(steps):
@@ -263,6 +263,16 @@ def test_moments_of_bfloat16_parameters_decay(one_device):
     moments = state.optimizer.rules["w"]
     assert state.trained["w"].dtype == jnp.bfloat16 and moments["nu"].dtype == jnp.float32
     np.testing.assert_allclose(moments["nu"], 0.001 * 0.999**199, rtol=1e-4)
+
+
+def test_the_average_follows_the_weights():
+    start, names = {"w": jnp.arange(4.0)}, {"w": ("w",)}
+    optim = Optim("sgd", learning_rate=0.1, beta1=0.0, ema_decay=0.9)
+    state, _ = step_on(lambda _: {"w": jnp.ones(4)}, optim, start, names, steps=3, averaged=True)
+    weights = [np.arange(4.0) - 0.1 * step for step in range(4)]
+    expected = 0.9**3 * weights[0] + 0.1 * sum(0.9 ** (3 - step) * weights[step] for step in (1, 2, 3))
+    np.testing.assert_allclose(state.trained["w"], weights[3], rtol=1e-6)
+    np.testing.assert_allclose(state.result["w"], expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
