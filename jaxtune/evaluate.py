@@ -91,7 +91,7 @@ def _evaluate(values: flags.FlagValues, config: Config) -> None:
     config, model, trained, frozen, reference = _open(values, config, mesh)
     home = model.folder if values.model is None else tokenizer_folder(model, config)  # a run uses its base's
     tokenizer = hf.load_tokenizer(home, config.chat.template, config.data.special_tokens)
-    _, documents = data.open_documents(config, tokenizer, model.spec.vocabulary)
+    documents = data.open_validation(config, tokenizer, model.spec.vocabulary)
     if documents is None:
         raise UserError("no validation data: set data.eval_datasets or data.validation_split")
     rows = data.Rows(documents, config.data, 1, task_of(model, config).columns, config.attention.most_documents)

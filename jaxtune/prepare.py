@@ -21,7 +21,7 @@ from rich.text import Text
 
 from jaxtune import command, hf
 from jaxtune.config.schema import Config
-from jaxtune.data import Documents, Rows, open_documents, prepare_documents
+from jaxtune.data import Documents, Rows, Stream, open_documents, open_validation, prepare_documents
 from jaxtune.data.columns import LABELLED, NEXT_TOKEN
 from jaxtune.data.formats import IGNORED_LABEL
 from jaxtune.errors import UserError
@@ -90,15 +90,20 @@ def _main(values: flags.FlagValues, config: Config):
     folder = hf.resolve(config.model.path, config.model.revision, weights=False)
     tokenizer = hf.load_tokenizer(folder, config.chat.template, config.data.special_tokens)
     console = Console(soft_wrap=True, highlight=False)
+    classifier = config.sample_type == "classification"
+    columns, labels = (LABELLED, config.model.id2label) if classifier else (NEXT_TOKEN, ())
     if values.shard is not None:
         for line in prepare_documents(config, tokenizer, _shard(values.shard)):
             console.print(line, markup=False)
         return
-    train, validation = open_documents(config, tokenizer)
+    if config.data.streaming:
+        window = next(Stream(config, tokenizer, columns=columns).windows())
+        train, validation = window.documents, open_validation(config, tokenizer)
+        console.print("data.streaming: of the training data the first rows, which are not kept")
+    else:
+        train, validation = open_documents(config, tokenizer)
     for note in dict.fromkeys(config.left_out + train.notes + (validation.notes if validation else ())):
         console.print(note, markup=False)
-    classifier = config.sample_type == "classification"
-    columns, labels = (LABELLED, config.model.id2label) if classifier else (NEXT_TOKEN, ())
     console.print(f"training: {Rows(train, config.data, 1, columns).counts}")
     if validation:
         console.print(f"validation: {Rows(validation, config.data, 1, columns).counts}")

@@ -61,11 +61,17 @@ def _data(config: Config) -> Iterator[Problem]:
             elif not all(weighted):
                 key = f"data.{name}[{weighted.index(False)}].weight"
                 yield Problem((key,), f"{key} = None: other datasets have a weight; give one to each, or to none")
+    if data.streaming and data.validation_split and not data.eval_datasets:
+        reason = "has no effect: data.streaming holds nothing out; give data.eval_datasets"
+        yield _problem(config, "data.validation_split", reason, "data.streaming", moot=True)
+    if data.streaming and config.train.max_steps is None:
+        yield _problem(config, "train.max_steps", "data.streaming has no end; say after how many steps to stop")
     if data.validation_split >= 1 and data.validation_split % 1:
         yield _problem(config, "data.validation_split", "a number of documents, or a fraction below 1")
-    if data.packing and data.packing_method == "first_fit_decreasing" and not data.shuffle:
-        reason = "sorts documents by length, but data.shuffle = False keeps their order; choose 'sequential'"
-        yield _problem(config, "data.packing_method", reason, "data.shuffle")
+    if data.packing and data.packing_method == "first_fit_decreasing" and (not data.shuffle or data.shuffle_each):
+        key, value = ("data.shuffle_each", True) if data.shuffle else ("data.shuffle", False)
+        reason = f"sorts documents by length, but {key} = {value} keeps their order; choose 'sequential'"
+        yield _problem(config, "data.packing_method", reason, key)
 
 
 def _task(config: Config) -> Iterator[Problem]:
@@ -93,6 +99,9 @@ def _preference(config: Config) -> Iterator[Problem]:
     options, model = config.preference, config.model
     if options.loss is None:
         return
+    if options.precompute_reference and config.data.streaming:
+        reason = "scores all answers before the first step, and data.streaming does not know them then"
+        yield _problem(config, "preference.precompute_reference", reason, "data.streaming")
     if options.loss == "bradley_terry" and not (model.head == "classification" and model.num_labels == 1):
         reason = "a reward is one number: set model.head = 'classification' and model.num_labels = 1"
         yield _problem(config, "preference.loss", reason, "model.head", "model.num_labels")
@@ -115,6 +124,8 @@ def _classification(config: Config) -> Iterator[Problem]:
     if classifier and config.data.truncation == "split":
         reason = "a document has one label, which its parts may not have; choose 'left', 'right' or 'delete'"
         yield _problem(config, "data.truncation", reason, "model.head")
+    if classifier and config.data.streaming and not model.id2label and model.num_labels != 1:
+        yield _problem(config, "model.id2label", "data.streaming reads no label before training; name them")
     if model.id2label and model.num_labels not in (None, len(model.id2label)):
         reason = f"model.id2label names {len(model.id2label)} labels; leave one of the two out"
         yield _problem(config, "model.num_labels", reason, "model.id2label")

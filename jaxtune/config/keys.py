@@ -67,6 +67,8 @@ ALIASES = {
     "data.packing": "sample_packing neat_packing use_packing collate_fn",
     "data.packing_method": "sample_packing_method sample_packing_sequentially packing_strategy greedy_intokens",
     "data.group_by_length": "length_column_name",
+    "data.samples_per_epoch": "num_samples_each_epoch",
+    "data.shuffle_each": "shuffle_before_merging_datasets",
     "data.num_proc": "dataset_num_proc preprocessing_num_workers dataset_num_processes",
     "data.num_workers": "dataloader_num_workers num_dataloader_workers",
     "data.prefetch": "dataloader_prefetch_factor prefetch_factor",

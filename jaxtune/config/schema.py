@@ -162,7 +162,7 @@ class Data:
         "all of each dataset; or shares, until the first is used up, or until the last is, repeating others")
     mixing_temperature: float | None = option(None,
         "shares as size ** (1 / temperature): 1 as the sizes are, more is more even; unset: by weight, or equal",
-        "(0, inf)", when="data.mixing != 'concat'")
+        "(0, inf)", when="data.mixing != 'concat' and not data.streaming")
     special_tokens: tuple[str, ...] = option((),
         "tokens added to the tokenizer; embeddings without rows left for them get new rows, the mean of the others")
     seq_len: int = option(2048, "tokens in a row", "tokens [2, inf)")
@@ -172,7 +172,8 @@ class Data:
         "others (multipack); or the last one, so that the order stays", when="data.packing")
     group_by_length: bool = option(False,
         "rows of a step have documents of like lengths, so that devices wait less for each other; each row is padded "
-        "to data.seq_len all the same", when="not data.packing and data.shuffle")
+        "to data.seq_len all the same",
+        when="not data.packing and data.shuffle and not data.shuffle_each and not data.streaming")
     drop_last: bool = option(False, "leave out rows that do not fill the last step; otherwise padding fills it",
         when="train.max_steps is None")
     truncation: Literal["auto", "delete", "left", "right", "split"] = option("auto",
@@ -184,12 +185,27 @@ class Data:
         "a sample that cannot be read or trained on: stop, or skip and count")
     cache_dir: str | None = option(None, "folder of tokenised documents; unset: <train.output_dir>/cache")
     cache_only: bool = option(False,
-        "read no source: take the documents that were last made of it, with these options, from the cache")
+        "read no source: take the documents that were last made of it, with these options, from the cache",
+        when="not data.streaming")
     num_proc: int = option(1,
         "processes that tokenise; 1: this one, whose tokenizer uses all cores, but Python, which writes conversations "
-        "as text, one", "processes [1, inf)", when="not data.cache_only")
+        "as text, one", "processes [1, inf)",
+        when="not data.cache_only and (not data.streaming or data.eval_datasets)")
     num_workers: int = option(4, "threads that read the rows of batches; 0: none, each batch when it is asked for",
         "threads [0, inf)")
+    samples_per_epoch: int | None = option(None,
+        "samples of an epoch, drawn in the shares of data.mixing (concat: of the sizes), and repeated where there are "
+        "not enough; unset: as many as data.mixing says", "samples [1, inf)", when="not data.streaming")
+    shuffle_each: bool = option(False,
+        "the new order is one within each dataset, and the datasets follow each other as they are listed (a "
+        "curriculum); rows hold the end of one and the beginning of the next",
+        when="data.shuffle and data.mixing == 'concat' and not data.streaming")
+    streaming: bool = option(False,
+        "read, tokenise and pack data.datasets while training, without a cache and without knowing their length; "
+        "needs train.max_steps, as they begin again when they end")
+    window_rows: int = option(256,
+        "rows of a stream that are packed, and shuffled, together: more mix samples and fill rows better, and take "
+        "more of the host's memory", "rows [1, inf)", when="data.streaming")
     prefetch: int = option(4, "batches that are read ahead", "batches [0, inf)", when="data.num_workers")
 
 

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from jaxtune.data.feed import Feed, open_feed
     from jaxtune.data.loader import abstract_batch, batches
     from jaxtune.data.rows import Counts, Rows
-    from jaxtune.data.splits import open_documents, prepare_documents
+    from jaxtune.data.splits import open_documents, open_validation, prepare_documents
+    from jaxtune.data.streams import Stream
     from jaxtune.data.units import Documents
 
 _HOMES = {
@@ -19,7 +20,8 @@ _HOMES = {
     "feed": ("Feed", "open_feed"),
     "loader": ("abstract_batch", "batches"),
     "rows": ("Counts", "Rows"),
-    "splits": ("open_documents", "prepare_documents"),
+    "splits": ("open_documents", "open_validation", "prepare_documents"),
+    "streams": ("Stream",),
     "units": ("Documents",),
 }
 

@@ -2,10 +2,11 @@
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -101,6 +102,31 @@ def load(folder: Path) -> Part:
             raise UserError(f"{folder} is damaged: {name}.bin does not hold {count} values; delete the folder")
     notes = tuple(summary["notes"])
     return Part(summary["name"], summary["key"], columns, values, **arrays, skipped=summary["skipped"], notes=notes)
+
+
+def gathered(units: Sequence[Unit], name: str, columns: tuple[Column, ...] = ()) -> Part:
+    """Units in memory, as a part of documents without a folder."""
+    documents = [document for unit in units for document in unit.documents]
+    values: dict[str, list[Any]] = {
+        _TOKENS.name: [document.tokens for document in documents],
+        _LOSS_WEIGHT.name: [document.loss_weights for document in documents],
+    }
+    for column in columns:
+        stored = [unit.values[column.name] for unit in units]
+        values[column.name] = list(itertools.chain(*stored)) if column.per == "token" else [np.ravel(x) for x in stored]
+    every = {column.name: column for column in (_TOKENS, _LOSS_WEIGHT, *columns)}
+    return Part(
+        name,
+        key="",
+        columns=every,
+        values={name: np.concatenate(arrays).astype(every[name].dtype) for name, arrays in values.items()},
+        offsets=np.cumsum([0, *(len(document.tokens) for document in documents)]),
+        units=np.cumsum([0, *(len(unit.documents) for unit in units)]),
+        targets=np.array([np.count_nonzero(document.loss_weights[1:]) for document in documents]),
+        continuous=np.array([unit.continuous for unit in units for _ in unit.documents], bool),
+        skipped=0,
+        notes=(),
+    )
 
 
 def units_of(part: Part) -> Iterator[Unit]:

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("jaxtune")
 
-# A block is tokenised at once; a part is what a killed run loses at most. Changing these loses what is in parts.
+# A block is tokenised at once; a part is what a killed run loses at most. Where these change, the name in `_parts_of`
+# must: parts of other sizes hold other samples.
 _BLOCK_SIZE, _BLOCK_SAMPLES = 2**22, 1024
 _PART_SIZE = 2**26
 # Samples that cannot be trained on are counted before the error is raised, but after this many the rest is not read.
@@ -86,7 +87,7 @@ def tokenize(
         UserError: a source does not exist; a sample cannot be read or trained on and may not be skipped; no sample is
             left; with `cache_only`, nothing was made.
     """
-    shaping = _shaping(tokenizer, on_bad_row, labels, chat)
+    shaping = shaping_of(tokenizer, on_bad_row, labels, chat)
     if cache_only:
         return Documents.joined([_last_made(entry, cache_dir, shaping) for entry in entries])
     found = []
@@ -118,7 +119,7 @@ def prepare_shard(
     Args and errors as of `tokenize`, but that a shard may have no samples.
     """
     lines = []
-    for source, entry, folder in _found(entries, tokenizer, cache_dir, _shaping(tokenizer, on_bad_row, labels, chat)):
+    for source, entry, folder in _found(entries, tokenizer, cache_dir, shaping_of(tokenizer, on_bad_row, labels, chat)):
         with _locked(cache_dir / f"{folder.name}.lock", shared=True):
             if folder.exists():
                 lines.append(f"{source.name}: it is whole in the cache already")
@@ -141,7 +142,7 @@ def _found(
         raise UserError("data.datasets is empty; add an entry with jaxtune.config.dataset(path=...)")
     found = [sources.open_source(entry, len(tokenizer)) for entry in entries]
     cache_dir.mkdir(parents=True, exist_ok=True)
-    return [(source, entry, cache_dir / _folder_name(source, entry, shaping)) for source, entry in zip(found, entries)]
+    return [(source, entry, cache_dir / folder_name(source, entry, shaping)) for source, entry in zip(found, entries)]
 
 
 def _last_made(entry: Dataset, cache_dir: Path, shaping: str) -> Part:
@@ -183,13 +184,14 @@ def _locked(path: Path, shared: bool = False) -> Iterator[bool]:
                 return  # else `jaxtune cache` has just removed the file that was waited for
 
 
-def _folder_name(source: sources.Source, entry: Dataset, shaping: str) -> str:
+def folder_name(source: sources.Source, entry: Dataset, shaping: str) -> str:
+    """A hash of everything that shapes an entry's documents; `shaping`: what `shaping_of` returned."""
     parts = [source.identity, _given(entry), shaping]
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:32]
 
 
 def _request(entry: Dataset, shaping: str) -> str:
-    """What `_folder_name` says of an entry, but which state of its source it is."""
+    """What `folder_name` says of an entry, but which state of its source it is."""
     return hashlib.sha256(json.dumps([_given(entry), shaping], default=str).encode()).hexdigest()
 
 
@@ -200,7 +202,7 @@ def _given(entry: Dataset) -> dict[str, Any]:
     return {option: value for option, value in options if value != getattr(Dataset(), option)}
 
 
-def _shaping(tokenizer: "PreTrainedTokenizerFast", on_bad_row: str, labels: tuple[str, ...], chat: Chat) -> str:
+def shaping_of(tokenizer: "PreTrainedTokenizerFast", on_bad_row: str, labels: tuple[str, ...], chat: Chat) -> str:
     """A hash of what shapes the tokens and labels of every entry."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     # Set by whoever used the tokenizer last; the encoder here does not use them.

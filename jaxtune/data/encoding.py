@@ -107,7 +107,11 @@ class Encoder:
         tokens, weights = bytearray(), bytearray()  # grown in place; joining arrays would take twice the memory
         for batch in self._batches(documents):
             texts = [document.text[start:stop] for document, start, stop in batch]
-            encodings = self._backend.encode_batch(texts, add_special_tokens=False)
+            # Offsets, which only spans need, cost a fifth of the time.
+            encode = self._backend.encode_batch_fast
+            if any(document.spans for document, _, _ in batch):
+                encode = self._backend.encode_batch
+            encodings = encode(texts, add_special_tokens=False)
             for (document, start, stop), encoding in zip(batch, encodings):
                 tokens += np.array(encoding.ids, np.int32).tobytes()
                 weights += _weights(document, start, encoding).tobytes()

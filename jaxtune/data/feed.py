@@ -12,7 +12,8 @@ from jaxtune.config.schema import Config, Data
 from jaxtune.data.columns import NEXT_TOKEN, Column
 from jaxtune.data.loader import batches
 from jaxtune.data.rows import Rows
-from jaxtune.data.splits import open_documents
+from jaxtune.data.splits import open_documents, open_validation
+from jaxtune.data.streams import Stream
 from jaxtune.data.units import Documents
 from jaxtune.errors import UserError
 from jaxtune.parallel.layout import P, by_token
@@ -25,18 +26,19 @@ log = logging.getLogger("jaxtune")
 class Feed:
     """Rows of training data, and of validation data if there is any.
 
-    A position in the training data is JSON, {"row": the next global row}; {} is the beginning.
+    A position in the training data is JSON, {"row": the next global row}, and of a stream its place; {} is the
+    beginning.
 
     Attributes:
-        documents: the training documents.
+        documents: the training documents, or the stream.
         shape: (micro-batches, rows of a micro-batch over all devices, positions) of a step.
         total_steps: the step at which the run ends.
         chat: whether every document was rendered by the chat template, so that prompts should be too.
         data: its num_workers and prefetch are used.
     """
 
-    documents: Documents
-    rows: Rows
+    documents: Documents | Stream
+    rows: Rows | Stream
     eval_rows: Rows | None
     shape: tuple[int, int, int]
     sharding: jax.NamedSharding
@@ -50,13 +52,14 @@ class Feed:
         return self.shape[0] * self.shape[1]
 
     def with_rows(self, change: Callable[[Rows], Rows]) -> "Feed":
-        """The feed with its rows, and those to evaluate on, changed."""
+        """The feed with its rows, but of a stream, and those to evaluate on changed."""
+        rows = self.rows if isinstance(self.rows, Stream) else change(self.rows)
         eval_rows = None if self.eval_rows is None else change(self.eval_rows)
-        return dataclasses.replace(self, rows=change(self.rows), eval_rows=eval_rows)
+        return dataclasses.replace(self, rows=rows, eval_rows=eval_rows)
 
     def epoch(self, position: dict[str, Any]) -> float:
         """The number of passes over the data up to a position."""
-        return position.get("row", 0) / self.rows.counts.rows
+        return self.rows.epoch(position)
 
     def batches(
         self, position: dict[str, Any], steps: int | None = None
@@ -66,10 +69,10 @@ class Feed:
         Ends after `steps` batches. None: at the end of the rows, the last batch filled up with padding, or never if the
         rows have no end.
         """
-        first = position.get("row", 0)
-        stop = self.rows.stop if steps is None else first + steps * self.rows_per_step
-        for row, batch in batches(self.rows, self.shape, self.sharding, first, stop, self.data):
-            yield {"row": row}, batch
+        rows, first = self.rows.since(position), position.get("row", 0)
+        stop = rows.stop if steps is None else first + steps * self.rows_per_step
+        for row, batch in batches(rows, self.shape, self.sharding, first, stop, self.data):
+            yield rows.position(row), batch
 
 
 def open_feed(
@@ -79,19 +82,27 @@ def open_feed(
 
     Raises UserError as `open_documents` and `Rows`; data.drop_last leaves no step.
     """
-    documents, eval_documents = open_documents(config, tokenizer, vocabulary)
-    for note in documents.notes:
-        log.info("data: %s", note)
     train, data = config.train, config.data
     most = config.attention.most_documents
     shape = (train.grad_accum_steps, train.micro_batch_size * data_shards(mesh), data.seq_len)
     rows_per_step = shape[0] * shape[1]
-    rows = Rows(documents, data, None if train.max_steps else train.epochs, columns, most, rows_per_step)
-    log.info("data: %s", rows.counts)
-    total_steps = train.max_steps or _steps(rows.total(train.epochs), rows_per_step, data.drop_last)
+    if data.streaming:
+        eval_documents = open_validation(config, tokenizer, vocabulary)
+        documents = rows = Stream(config, tokenizer, vocabulary, columns, rows_per_step)
+        chat = all(entry.type in ("conversation", "instruction") for entry in data.datasets)
+        assert train.max_steps is not None
+        total_steps = train.max_steps
+    else:
+        documents, eval_documents = open_documents(config, tokenizer, vocabulary)
+        for note in documents.notes:
+            log.info("data: %s", note)
+        rows = Rows(documents, data, None if train.max_steps else train.epochs, columns, most, rows_per_step)
+        log.info("data: %s", rows.counts)
+        chat = not documents.continuous.any()
+        total_steps = train.max_steps or _steps(rows.total(train.epochs), rows_per_step, data.drop_last)
     log.info("%d steps of %d rows of %d tokens", total_steps, rows_per_step, data.seq_len)
     eval_rows = None if eval_documents is None else Rows(eval_documents, data, 1, columns, most)
-    chat = not documents.continuous.any() and all(entry.prompt_format is None for entry in data.datasets)
+    chat = chat and all(entry.prompt_format is None for entry in data.datasets)
     sharding = jax.NamedSharding(mesh, P(None, *by_token()))
     return Feed(documents, rows, eval_rows, shape, sharding, total_steps, chat, data)
 

@@ -13,6 +13,7 @@ from jaxtune.config.schema import Data
 from jaxtune.data.columns import NEXT_TOKEN, PLACE, Column
 from jaxtune.data.deal import dealt
 from jaxtune.data.rows import Row, Rows
+from jaxtune.data.streams import OpenStream
 from jaxtune.parallel.layout import RULES, shards
 
 
@@ -37,7 +38,7 @@ def abstract_batch(
 
 
 def batches(
-    rows: Rows,
+    rows: Rows | OpenStream,
     shape: tuple[int, int, int],
     sharding: NamedSharding,
     start_row: int,

@@ -108,6 +108,7 @@ def plan(
     method: Method | None = "best_fit",
     shuffle: bool = True,
     rows_per_step: int | None = None,
+    groups: Int64[np.ndarray, "parcels"] | None = None,
 ) -> RowPlan:
     """Rows of one epoch, for parcels of at most seq_len tokens. Each parcel stands in exactly one row.
 
@@ -119,13 +120,15 @@ def plan(
         shuffle: whether the parcels have a new order. Without it they keep theirs, or nearly with best_fit;
             first_fit_decreasing sorts them all the same.
         rows_per_step: rows of a step, which get like lengths; only without a method. None: lengths do not matter.
+        groups: of each parcel; all of a group come before those of the next, each group in a new order.
     """
     order = _shuffled(len(lengths), seed, epoch) if shuffle else np.arange(len(lengths))
+    order = order if groups is None else order[np.argsort(groups[order], kind="stable")]
     if method is None:
         order = order if rows_per_step is None else _grouped(order, lengths, seed, epoch, rows_per_step)
         return RowPlan(order, np.arange(len(lengths) + 1))
     if method == "best_fit":
-        row = _best_fit(lengths[order].tolist(), seq_len, None if shuffle else _OPEN_ROWS_IN_ORDER)
+        row = _best_fit(lengths[order].tolist(), seq_len, None if shuffle and groups is None else _OPEN_ROWS_IN_ORDER)
     elif method == "first_fit_decreasing":
         order = order[np.argsort(-lengths[order], kind="stable")]
         row = _first_fit(lengths[order].tolist(), seq_len)

@@ -6,6 +6,7 @@ import threading
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 
@@ -74,7 +75,7 @@ class Rows:
 
         Args:
             documents: the documents in the rows.
-            data: its seq_len, packing, packing_method, group_by_length, truncation, shuffle and seed.
+            data: its seq_len, packing, packing_method, group_by_length, truncation, shuffle, shuffle_each and seed.
             epochs: where the rows end; all rows after it are padding. None: there is no end.
             columns: the columns of a row.
             most_documents: in a row, of an attention kernel that must know. None: any number.
@@ -116,6 +117,7 @@ class Rows:
             method=data.packing_method if data.packing else None,
             shuffle=data.shuffle,
             rows_per_step=rows_per_step if data.group_by_length else None,
+            groups=documents.part_of[self._document[opens]] if data.shuffle_each else None,
         )
         self._planned = lru_cache(_PLANS_KEPT)(lambda epoch: self._bounded(planned(epoch), most_documents))
         self._first_row = [0]
@@ -149,6 +151,18 @@ class Rows:
         if epochs == whole:
             return first
         return first + math.ceil((epochs - whole) * (self._first_row_of(whole + 1) - first))
+
+    def epoch(self, position: dict[str, Any]) -> float:
+        """The number of passes over the data up to a position."""
+        return position.get("row", 0) / self.counts.rows
+
+    def since(self, position: dict[str, Any]) -> "Rows":
+        """The rows, which can be read from any position on."""
+        return self
+
+    def position(self, row: int) -> dict[str, Any]:
+        """The position from which this row is the next, as JSON."""
+        return {"row": row}
 
     def __getitem__(self, index: int) -> Row:
         return self._build(self._parcels_in(index))

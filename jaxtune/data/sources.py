@@ -42,12 +42,13 @@ class Source:
     read: Callable[[Report], Samples]
 
 
-def open_source(entry: Dataset, vocabulary: int = 256) -> Source:
+def open_source(entry: Dataset, vocabulary: int = 256, streaming: bool = False) -> Source:
     """Finds what an entry names: files, folders, URLs, or else a dataset on the hub; or makes up random tokens.
 
     Args:
         entry: says which of the samples and columns are used, and which function changes them.
         vocabulary: number of different tokens, where they are made up.
+        streaming: whether to read a dataset on the hub without downloading it whole first.
 
     Raises:
         UserError: it does not exist, or none of its files match.
@@ -55,7 +56,7 @@ def open_source(entry: Dataset, vocabulary: int = 256) -> Source:
     if not entry.path:
         raise UserError("data.datasets: an entry has no path; give a file, a folder, a URL or a hub id")
     _check_encoding(entry.encoding)
-    source = _random(entry, vocabulary) if entry.path == DUMMY else _found(entry, entry.path)
+    source = _random(entry, vocabulary) if entry.path == DUMMY else _found(entry, entry.path, streaming)
     if entry.function:
         source = dataclasses.replace(source, identity=source.identity + fingerprint(entry.function))
     return dataclasses.replace(source, read=lambda report: selected(source.read(report), entry, report))
@@ -72,11 +73,11 @@ def _random(entry: Dataset, vocabulary: int) -> Source:
     return Source(DUMMY, str(vocabulary), read)
 
 
-def _found(entry: Dataset, path: str | tuple[str, ...]) -> Source:
+def _found(entry: Dataset, path: str | tuple[str, ...], streaming: bool) -> Source:
     paths = (path,) if isinstance(path, str) else path
     found = [find(one, _patterns(entry)) for one in paths]
     if isinstance(path, str) and found == [None]:
-        return _open_hub(entry, path)
+        return _open_hub(entry, path, streaming)
     files = [file for one, those in zip(paths, found) for file in _files(one, those, entry)]
     try:
         identity = json.dumps([file.version() for file in files])
@@ -121,12 +122,12 @@ def _check_encoding(name: str):
         raise UserError(f"data: encoding={name!r} does not end a line with one byte; convert the file to UTF-8")
 
 
-def _open_hub(entry: Dataset, hub_id: str) -> Source:
+def _open_hub(entry: Dataset, hub_id: str, streaming: bool) -> Source:
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub_id) or Path(hub_id).suffix in SUFFIXES:
         raise UserError(f"data: no such file or folder: {hub_id}")
     _check_unused(entry, f"{hub_id} is a dataset on the hub", "encoding", "ds_type")
     try:
-        rows, identity = _hub_rows(entry, hub_id)
+        rows, identity = _hub_rows(entry, hub_id, streaming or entry.samples is not None)
     except Exception as error:  # the hub client raises a dozen unrelated types; all mean that the data is out of reach
         raise UserError(f"data: {hub_id} is not a file or folder here, and the hub answers: {error}") from error
 
@@ -140,12 +141,12 @@ def _open_hub(entry: Dataset, hub_id: str) -> Source:
     return Source(hub_id, json.dumps(identity), read)
 
 
-def _hub_rows(entry: Dataset, hub_id: str) -> tuple[Iterable[Sample], Any]:
-    """(the rows of a split, their identity as in `Source`)."""
+def _hub_rows(entry: Dataset, hub_id: str, streaming: bool) -> tuple[Iterable[Sample], Any]:
+    """(the rows of a split, their identity as in `Source`); where they can be streamed, they are, if asked for."""
     import datasets
 
     files: dict[str, Any] = {"data_files": list(_patterns(entry))} if entry.glob else {}
-    if entry.samples is not None and "[" not in entry.split:  # a slice of a split cannot be streamed
+    if streaming and "[" not in entry.split:  # a slice of a split cannot be streamed
         builder: Any = datasets.load_dataset_builder(hub_id, entry.subset, revision=entry.revision, **files)
         with contextlib.suppress(NotImplementedError):  # nor can some kinds of archive
             # The hash is the commit that the revision names now, from which the rows are read.

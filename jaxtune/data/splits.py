@@ -30,37 +30,64 @@ def open_documents(
         UserError: as `tokenize` and `hold_out`; a token has no embedding.
     """
     data = config.data
-
-    def documents(entries: tuple[Dataset, ...]) -> Documents:
-        how = data.on_bad_row, config.model.id2label, config.chat, data.num_proc, data.cache_only
-        found = tokenize(_of_task(config, entries), tokenizer, cache_folder(config), *how)
-        if vocabulary is None or len(tokenizer) <= vocabulary:
-            return found
-        if (most := max(int(part.values["tokens"].max()) for part in found.parts)) >= vocabulary:
-            raise UserError(
-                f"the data has token {most}, {tokenizer.convert_ids_to_tokens(most)!r}, and the model has embeddings "
-                f"for {vocabulary} tokens; list the tokens added to the tokenizer in data.special_tokens, so that the "
-                "embeddings grow"
-            )
-        return found
-
-    train, validation = documents(data.datasets), None
-    if data.eval_datasets:
-        validation = mix(documents(data.eval_datasets), data.eval_datasets, data)
-    elif data.validation_split:  # before mixing, which may repeat documents
+    train = _documents(config, data.datasets, tokenizer, vocabulary)
+    if data.validation_split and not data.eval_datasets:  # before mixing, which may repeat documents
         train, validation = hold_out(train, data.validation_split, data.seed)
+    else:
+        validation = open_validation(config, tokenizer, vocabulary)
     return mix(train, data.datasets, data), validation
 
 
-def prepare_documents(config: Config, tokenizer: "PreTrainedTokenizerFast", shard: Shard) -> list[str]:
-    """Tokenises a shard of training and validation data, for `open_documents` to join; a line about each entry."""
+def open_validation(
+    config: Config, tokenizer: "PreTrainedTokenizerFast", vocabulary: int | None = None
+) -> Documents | None:
+    """The validation documents alone; arguments and errors as of `open_documents`."""
     data = config.data
+    if data.eval_datasets:
+        whole = dataclasses.replace(data, samples_per_epoch=None)
+        return mix(_documents(config, data.eval_datasets, tokenizer, vocabulary), data.eval_datasets, whole)
+    if data.validation_split:
+        whole = _documents(config, data.datasets, tokenizer, vocabulary)
+        return hold_out(whole, data.validation_split, data.seed)[1]
+    return None
+
+
+def _documents(
+    config: Config, entries: tuple[Dataset, ...], tokenizer: "PreTrainedTokenizerFast", vocabulary: int | None
+) -> Documents:
+    data = config.data
+    how = data.on_bad_row, config.model.id2label, config.chat, data.num_proc, data.cache_only
+    found = tokenize(of_task(config, entries), tokenizer, cache_folder(config), *how)
+    refuse_unknown_tokens(found, tokenizer, vocabulary)
+    return found
+
+
+def refuse_unknown_tokens(documents: Documents, tokenizer: "PreTrainedTokenizerFast", vocabulary: int | None) -> None:
+    """Raises UserError where a document has a token without an embedding; `vocabulary`: as of `open_documents`."""
+    if vocabulary is None or len(tokenizer) <= vocabulary:
+        return
+    if (most := max(int(part.values["tokens"].max()) for part in documents.parts)) >= vocabulary:
+        raise UserError(
+            f"the data has token {most}, {tokenizer.convert_ids_to_tokens(most)!r}, and the model has embeddings "
+            f"for {vocabulary} tokens; list the tokens added to the tokenizer in data.special_tokens, so that the "
+            "embeddings grow"
+        )
+
+
+def prepare_documents(config: Config, tokenizer: "PreTrainedTokenizerFast", shard: Shard) -> list[str]:
+    """Tokenises a shard of training and validation data, for `open_documents` to join; a line about each entry.
+
+    Raises UserError as `tokenize`, and for a stream.
+    """
+    data = config.data
+    if data.streaming:
+        raise UserError("data.streaming tokenises while it trains: nothing of it is prepared, so there are no shards")
     how = data.on_bad_row, config.model.id2label, config.chat, data.num_proc
-    entries = _of_task(config, data.datasets + data.eval_datasets)
+    entries = of_task(config, data.datasets + data.eval_datasets)
     return prepare_shard(entries, tokenizer, cache_folder(config), shard, *how)
 
 
-def _of_task(config: Config, entries: tuple[Dataset, ...]) -> tuple[Dataset, ...]:
+def of_task(config: Config, entries: tuple[Dataset, ...]) -> tuple[Dataset, ...]:
     """The entries, of the type that the task asks for."""
     if config.sample_type is None:
         return entries

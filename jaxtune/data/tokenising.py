@@ -31,6 +31,7 @@ class Tokenised:
 
     Attributes:
         units: in the order of their samples.
+        places: which sample of the block each is of.
         longer: how many units were left out because they are longer than the entry allows.
         problems: what is wrong with the other samples, in their order.
         said: lines for the user; the same line may be in other blocks too.
@@ -38,6 +39,7 @@ class Tokenised:
     """
 
     units: list[Unit]
+    places: list[int]
     longer: int
     problems: list[UserError]
     said: list[str]
@@ -99,7 +101,7 @@ class Tokeniser:
     def __call__(self, items: Items) -> Tokenised:
         """Tokenises a block. Raises UserError where the tokenizer or the entry's options do not allow the type."""
         self._said, self._characters = {}, 0
-        units, problems = [], []
+        units, places, problems = [], [], []
         longer, most = 0, self.entry.max_tokens
         pending: list[_Converted | UserError] = []
         chars = 0
@@ -107,7 +109,7 @@ class Tokeniser:
             pending.append(self._document(item))
             chars += sum(len(text.text) for text in _texts(pending[-1]))
             if chars >= _BATCH_CHARS or number == len(items):
-                for found in self._encoded(pending):
+                for place, found in enumerate(self._encoded(pending), start=number - len(pending)):
                     if isinstance(found, UserError):
                         problems.append(found)
                         continue
@@ -118,8 +120,9 @@ class Tokeniser:
                         longer += 1
                     else:
                         units.append(found)
+                        places.append(place)
                 pending, chars = [], 0
-        return Tokenised(units, longer, problems, list(self._said), self._characters)
+        return Tokenised(units, places, longer, problems, list(self._said), self._characters)
 
     def _detect(self, sample: Sample) -> None:
         formats.refuse_images(sample)

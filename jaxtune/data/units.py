@@ -134,6 +134,11 @@ class Documents:
         """Whether each document is running text, which may be cut anywhere."""
         return np.concatenate([part.continuous for part in self.parts])[self._numbers]
 
+    @cached_property
+    def part_of(self) -> Int64[np.ndarray, "documents"]:
+        """Number of the part that each document is in."""
+        return np.searchsorted(self._first, self._numbers, "right") - 1
+
     def with_column(self, column: Column, values: np.ndarray) -> "Documents":
         """The same documents with another column, which has a value for each of them."""
         of_parts = np.zeros(sum(part.units[-1] for part in self.parts), column.dtype)

@@ -52,12 +52,17 @@ class RunFolder:
         """Whether `export` is whole and of the last step: its README is written last, and removed by a resumed run."""
         return (self.export / "README.md").exists()
 
-    def write_records(self, config: Config, counts: Counts) -> None:
-        """Record the config, as the recipe to resume by, and the counts of documents; an export is outdated by it."""
+    def write_records(self, config: Config, counts: Counts | None) -> None:
+        """Record the config, as the recipe to resume by, and the counts of documents; an export is outdated by it.
+
+        A stream has no counts.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
         goes_on = dataclasses.replace(config, ckpt=dataclasses.replace(config.ckpt, resume="auto"))
         self.config.write_text(to_json(goes_on))
-        (self.path / "data.json").write_text(json.dumps(dataclasses.asdict(counts), indent=1) + "\n")
+        (self.path / "data.json").unlink(missing_ok=True)
+        if counts is not None:
+            (self.path / "data.json").write_text(json.dumps(dataclasses.asdict(counts), indent=1) + "\n")
         (self.export / "README.md").unlink(missing_ok=True)
 
     def read_config(self) -> Config:

@@ -57,7 +57,7 @@ def saved_run(config: Config, folder: RunFolder, checkpoints: CheckpointManager)
     return saved
 
 
-def begin(config: Config, folder: RunFolder, counts: Counts) -> None:
+def begin(config: Config, folder: RunFolder, counts: Counts | None) -> None:
     """Makes the folder that of this run, once nothing of its options, model and data can be refused any more.
 
     With ckpt.resume='overwrite' the checkpoints and the export that are there are removed.

@@ -17,6 +17,15 @@ TEXT = {
     "data.datasets[0].subset": None,
     "optim.cooldown_steps": 2,
 }
+# Of a stream no part is held out; a step has four rows, so that windows end within steps and between them.
+STREAM = {
+    "data.validation_split": 0.0,
+    "data.window_rows": 6,
+    "data.eval_datasets[0].path": "{home}/chat.jsonl",
+    "data.eval_datasets[0].subset": None,
+    "data.eval_datasets[0].split": "train",
+    "train.micro_batch_size": 2,
+}
 TOKENS = ",".join(f"<|tool {number}|>" for number in range(80))  # more than the model has rows left for
 ADAPTER = {"lora.rank": 4, "model.dtype": "float32"}
 RECIPES = {
@@ -24,6 +33,10 @@ RECIPES = {
     "qwen_full_8bit.py": {"optim.learning_rate": 1e-3},
     "llama_pretrain.py": TEXT,
     "qwen_pretrain_normuon.py": TEXT,
+    "pretrain_stream.py": TEXT | STREAM | {"data.eval_datasets[0].type": "conversation"},
+    "mix_and_stream.py": ADAPTER
+    | STREAM
+    | {"data.datasets[1].path": "{home}/text", "data.datasets[1].subset": None, "data.datasets[0].subset": None},
     "qwen_fp8.py": ADAPTER,
     "qwen_nvfp4.py": ADAPTER,
 }
@@ -33,8 +46,8 @@ RECIPES = {
 def test_trains_resumes_exactly_exports_and_loads(home, recipe):
     options = {key: str(value).format(home=home) for key, value in RECIPES[recipe].items()}
     folder, output = row(home, recipe, recipe.removesuffix(".py"), **options)
-    adapter = RECIPES[recipe] is ADAPTER
-    if adapter:
+    adapter = "lora.rank" in RECIPES[recipe]
+    if RECIPES[recipe] is ADAPTER:
         assert "is emulated on cpu" in output
     exported = home / f"{folder.name}-exported"
     call("jaxtune.export", f"--run={folder}", f"--output={exported}", *(["--merge"] if adapter else []))

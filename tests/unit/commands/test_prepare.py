@@ -49,6 +49,12 @@ def test_prepare_prints_counts_and_shows_what_is_trained(tmp_path, capsys):
     assert "0 documents in the 0 parts of shard 1/2" in said.out
     assert "--shard=2/2: I/N" in said.err and "--shard=a: I/N" in said.err
 
+    stream = [*command, "--config.data.streaming=yes", "--config.train.max_steps=1", "--config.data.window_rows=2"]
+    assert prepare.main([*stream, "--show=1"]) == 0
+    out = capsys.readouterr().out
+    assert "first rows, which are not kept" in out and "sample 0:" in out and "H(39|-100|0)" in out
+    assert prepare.main([*stream, "--shard=0/2"]) == 2 and "there are no shards" in capsys.readouterr().err
+
     (tmp_path / "data.jsonl").write_text('{"instruction": "H"')
     assert prepare.main(command) == 2
     assert f"jaxtune: error: {tmp_path}/data.jsonl:1: not JSON" in capsys.readouterr().err

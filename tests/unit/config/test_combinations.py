@@ -54,6 +54,33 @@ LABELS = {
             "data.packing_method",
             "sorts documents by length.*data.shuffle = False keeps their order",
         ),
+        (
+            {"data.packing_method": "first_fit_decreasing", "data.shuffle_each": "yes"},
+            "data.packing_method",
+            "sorts documents by length.*data.shuffle_each = True keeps their order",
+        ),
+        ({"data.streaming": "yes"}, "train.max_steps", "data.streaming has no end"),
+        (
+            {
+                "data.streaming": "yes",
+                "train.max_steps": "5",
+                "preference.loss": "sigmoid",
+                "preference.precompute_reference": "yes",
+            },
+            "preference.precompute_reference",
+            "scores all answers before the first step",
+        ),
+        (
+            {"data.streaming": "yes", "train.max_steps": "5", "data.validation_split": "0.1"},
+            "data.validation_split",
+            "data.streaming holds nothing out; give data.eval_datasets",
+        ),
+        (
+            {"data.streaming": "yes", "train.max_steps": "5", "data.num_proc": "2"},
+            "data.num_proc",
+            "only when not data.cache_only and .*data.streaming = True",
+        ),
+        ({"data.shuffle_each": "yes", "data.shuffle": "no"}, "data.shuffle_each", "only when data.shuffle and"),
         ({"data.group_by_length": "yes"}, "data.group_by_length", "only when not data.packing and data.shuffle"),
         ({"data.drop_last": "yes", "train.max_steps": "5"}, "data.drop_last", "only when train.max_steps is None"),
         ({"data.validation_split": "1.5"}, "data.validation_split", "number of documents, or a fraction below 1"),

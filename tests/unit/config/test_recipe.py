@@ -50,7 +50,11 @@ def test_the_config_of_a_run_is_a_recipe():
             r"recipe qwen_lor: no such file; there are own.py; jaxtune has a recipe qwen_lora, which needs no path",
         ),
         ("configs/qwen_lora.py", None, "jaxtune has a recipe qwen_lora, which needs no path"),
-        ("my_recipe", None, r"no such file; there are own.py; jaxtune has (\w+, )*llama_pretrain, quickstart, "),
+        (
+            "my_recipe",
+            None,
+            r"no such file; there are own.py; jaxtune has (\w+, )*llama_pretrain, (\w+, )*quickstart, ",
+        ),
         (
             "run.toml",
             "[lora]",

@@ -40,6 +40,14 @@ def test_a_token_is_trained_if_any_of_its_characters_is(merged, text, ends):
     assert encoded.loss_weights.astype(bool).tolist() == expected
 
 
+@given(text=st.text("aeé \n.😀:<|en>", max_size=60))
+@settings(max_examples=100, deadline=None)
+def test_a_text_that_is_trained_whole_has_the_same_tokens(merged, text):
+    """Its offsets are not asked for."""
+    whole, [part] = Encoder(merged)([Rendered(text), Rendered(text)]), Encoder(merged)([Rendered(text, ((0, 1),))])
+    assert all(np.array_equal(one.tokens, part.tokens) and one.loss_weights.all() for one in whole)
+
+
 def _byte_alphabet() -> dict[int, str]:
     """GPT-2's printable character for each byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]

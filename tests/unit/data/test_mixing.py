@@ -57,6 +57,9 @@ def shares(texts) -> list[int]:
         ({"mixing": "interleave_over"}, (1, 2, 1), [60, 120, 60]),
         ({"mixing": "interleave_under", "mixing_temperature": 1}, None, [60, 30, 10]),
         ({"mixing": "interleave_over", "mixing_temperature": 2}, None, [60, 42, 24]),
+        ({"samples_per_epoch": 20}, None, [12, 6, 2]),
+        ({"samples_per_epoch": 333}, None, [200, 100, 33]),
+        ({"samples_per_epoch": 31, "mixing": "interleave_over"}, (0.1, 0.8, 0.1), [3, 25, 3]),
     ],
 )
 def test_datasets_are_in_the_data_in_their_shares(opened, options, weights, wanted):
@@ -90,6 +93,25 @@ def test_one_dataset_is_used_up_and_none_is_repeated_or_all_are(opened, sizes, w
 def test_without_shuffling_datasets_alternate_in_their_own_order(opened):
     (texts, _), *_ = opened((4, 9), (1, 2), mixing="interleave_under", shuffle=False)
     assert texts == ["1-0", "0-0", "1-1", "1-2", "0-1", "1-3", "1-4", "0-2", "1-5", "1-6", "0-3", "1-7"]
+
+
+@pytest.mark.parametrize("method", [{"packing": False}, {"packing_method": "sequential"}, {}], ids=str)
+def test_datasets_follow_each_other_each_in_a_new_order_every_epoch(opened, method):
+    """A curriculum: rows of the first dataset, some that hold documents of both, and rows of the second."""
+    _, documents, data = opened((40, 30), shuffle_each=True, **method)
+    rows = Rows(documents, replace(data, seq_len=16), epochs=2)
+    epochs = []
+    for epoch in range(2):
+        found = [rows[i] for i in range(rows.total(epoch), rows.total(epoch + 1))]
+        kinds = [
+            {int(row["tokens"][row["segment_ids"] == k][0]) for k in set(row["segment_ids"]) - {0}} for row in found
+        ]
+        easy, hard = sorted(set.union(*kinds))  # the tokens of "0" and "1", with which the documents begin
+        order = [(hard in kind) + (easy not in kind) for kind in kinds]
+        assert [kind == 2 for kind in order] == sorted(kind == 2 for kind in order) and {0, 2} <= set(order)
+        assert not method or (order == sorted(order) and order.count(1) <= 1)  # best fit keeps some rows open
+        epochs.append([token for row in found for token in row["tokens"][row["segment_ids"] > 0].tolist()])
+    assert epochs[0] != epochs[1] and sorted(epochs[0]) == sorted(epochs[1])
 
 
 def test_no_document_is_in_training_and_validation(opened):
