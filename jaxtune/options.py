@@ -86,7 +86,7 @@ def _translate(path: str, dialect: str | None) -> None:
     translation = foreign.translate(written, dialect)
     print("\n".join(translation.notes(path)))
     refuse(path, translation.problems)
-    for line in read_recipe(path, dialect=dialect).resolve().left_out[len(translation.notes(path)) :]:
+    for line in read_recipe(path, dialect=dialect).resolve().opening_lines[len(translation.notes(path)) :]:
         print(line)
 
 

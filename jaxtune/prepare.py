@@ -102,7 +102,7 @@ def _main(values: flags.FlagValues, config: Config):
         console.print("data.streaming: of the training data the first rows, which are not kept")
     else:
         train, validation = open_documents(config, tokenizer)
-    for note in dict.fromkeys(config.left_out + train.notes + (validation.notes if validation else ())):
+    for note in dict.fromkeys(config.opening_lines + train.notes + (validation.notes if validation else ())):
         console.print(note, markup=False)
     console.print(f"training: {Rows(train, config.data, 1, columns).counts}")
     if validation:

@@ -1,7 +1,7 @@
 """Everything tiny: tokenizers, documents, decoders, and model folders with torch or without."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
 
@@ -40,15 +40,31 @@ def byte_tokenizer(
     tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
+    fast = with_special_tokens(tokenizer, special, bos, eos)
+    fast.chat_template = chat_template
+    fast.save_pretrained(folder)
+    return fast
+
+
+def with_special_tokens(
+    tokenizer: Tokenizer, special: Iterable[str], bos: str | None, eos: str | None
+) -> PreTrainedTokenizerFast:
+    """The tokenizer with them; it starts every text with `bos`."""
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     if bos is not None:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
         )
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=bos, eos_token=eos)
-    fast.chat_template = chat_template
-    fast.save_pretrained(folder)
-    return fast
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=bos, eos_token=eos)
+
+
+# Options of data: orders of documents in rows that a run may be asked for.
+ORDERS = (
+    {},
+    {"packing_method": "first_fit_decreasing"},
+    {"packing_method": "sequential"},
+    {"packing": False, "group_by_length": True},
+)
 
 
 def numbered_documents(lengths, weights=None, continuous=True, sizes=None) -> Documents:

@@ -722,6 +722,6 @@ class Config:
         return "classification" if self.model.head == "classification" else None
 
     @property
-    def left_out(self) -> tuple[str, ...]:
+    def opening_lines(self) -> tuple[str, ...]:
         """The lines that a run begins with: its notes, and one for each value without effect, replaced by a default."""
         return (*self.notes, *(f"left out: {said.moot}" for said in self.said if said.moot))

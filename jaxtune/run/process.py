@@ -116,7 +116,7 @@ def configure(config: Config) -> None:
     _show_log()
     if jax.process_count() > 1:
         multihost.agree(facts(config))
-    for line in config.left_out:
+    for line in config.opening_lines:
         log.info(line)
 
 

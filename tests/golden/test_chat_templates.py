@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tiny import with_special_tokens
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from jaxtune.config.schema import Chat
@@ -95,12 +96,7 @@ def tokenizer_of(name: str, words: tuple[str, ...] = ()) -> PreTrainedTokenizerF
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate((*words, "<unk>"))}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r" ?\w+| ?[^\w\s]+|\s+"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    if bos is not None:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
-        )
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=bos, eos_token=eos)
+    fast = with_special_tokens(tokenizer, special, bos, eos)
     fast.chat_template = find_template(name, fast.get_vocab())
     return fast
 

@@ -25,7 +25,7 @@ def record(path: pathlib.Path) -> str:
         for key, option, section in every_option(config)
         if (value := getattr(section, option.key.rpartition(".")[2])) != option.default and not keys.has_entries(key)
     ]
-    return "\n".join([*config.left_out, "", *changed, ""])
+    return "\n".join([*config.opening_lines, "", *changed, ""])
 
 
 @pytest.mark.parametrize("dialect", foreign.DIALECTS)

@@ -265,7 +265,7 @@ def test_what_cannot_be_translated_is_an_error_by_name(text, told):
 
 
 def test_what_is_not_there_yet_at_its_default_is_a_note_and_so_is_a_reason():
-    notes = resolved(SUROGATE + "checkpoint_dir: output\npadding_side: left\nnormuon_beta2: 0.9\n").left_out
+    notes = resolved(SUROGATE + "checkpoint_dir: output\npadding_side: left\nnormuon_beta2: 0.9\n").opening_lines
     assert notes[0] == "its.yaml: a config of Surogate; what became of it:"
     assert "  checkpoint_dir = 'output' -> not there yet, and this is as without it" in notes
     assert any(note.startswith("  padding_side = 'left' -> padding is neither seen nor trained") for note in notes)
@@ -280,7 +280,7 @@ def test_the_dialect_can_be_said_and_our_own_options_come_on_top():
     pathlib.Path("top.yaml").write_text("base: its.yaml\noptim: {beta2: 0.95}\n")
     config = read_recipe("top.yaml").resolve()
     assert (config.optim.beta2, config.optim.learning_rate) == (0.95, 1e-4)
-    assert config.left_out[0] == "its.yaml: a config of ERNIEKit; what became of it:"
+    assert config.opening_lines[0] == "its.yaml: a config of ERNIEKit; what became of it:"
 
 
 def test_options_from_shows_what_becomes_of_a_config_without_training(capsys):

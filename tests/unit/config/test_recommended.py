@@ -37,7 +37,7 @@ def test_a_mode_and_size_have_their_learning_rate_and_warmup(base, monkeypatch, 
     monkeypatch.setattr(recommended, "_billions", lambda model: billions)
     config = resolved(base, **settings)
     assert (config.optim.learning_rate, config.optim.warmup_ratio) == (rate, 0.03)
-    first, second = config.left_out
+    first, second = config.opening_lines
     assert first.startswith(told) and second.startswith(
         "recommended: optim.warmup_ratio = 0.03 (1% to 10% of steps: ERNIE"
     )
@@ -45,14 +45,14 @@ def test_a_mode_and_size_have_their_learning_rate_and_warmup(base, monkeypatch, 
 
 def test_without_the_option_nothing_is_recommended(base):
     config = resolve(base, "recipe", LORA.items())
-    assert (config.optim.learning_rate, config.optim.warmup_ratio, config.left_out) == (2e-4, 0.0, ())
+    assert (config.optim.learning_rate, config.optim.warmup_ratio, config.opening_lines) == (2e-4, 0.0, ())
 
 
 def test_what_the_recipe_or_the_command_line_sets_stays(base):
     base.optim.learning_rate = 1e-3
     config = resolved(base, **LORA, **{"optim.warmup_steps": "5"})
     assert (config.optim.learning_rate, config.optim.warmup_steps, config.optim.warmup_ratio) == (1e-3, 5, 0.0)
-    rate, warmup = config.left_out
+    rate, warmup = config.opening_lines
     assert rate.endswith("but optim.learning_rate is set and stays")
     assert warmup.endswith("but optim.warmup_steps is set and stays")
 
@@ -65,19 +65,21 @@ def test_reward_models_have_no_rule_of_thumb(base):
     rewards = {"preference.loss": "bradley_terry", "model.head": "classification", "model.num_labels": "1"}
     config = resolved(base, **rewards)
     assert config.optim.learning_rate == 2e-4 and config.optim.warmup_ratio == 0.03
-    assert "recommended: nothing for optim.learning_rate: there is no rule of thumb for reward" in config.left_out[0]
+    assert (
+        "recommended: nothing for optim.learning_rate: there is no rule of thumb for reward" in config.opening_lines[0]
+    )
 
 
 def test_other_optimizers_have_no_rule_of_thumb(base):
     config = resolved(base, **{"optim.name": "lion"})
     assert config.optim.learning_rate == 2e-4
-    assert "recommended: nothing for optim.learning_rate: rules of thumb are for AdamW" in config.left_out[0]
+    assert "recommended: nothing for optim.learning_rate: rules of thumb are for AdamW" in config.opening_lines[0]
 
 
 def test_the_size_is_that_of_config_json(base, tmp_path):
     base.model.path = str(model_folder(tmp_path / "model"))
     base.model.from_scratch = True
-    (line, _) = resolved(base).left_out
+    (line, _) = resolved(base).opening_lines
     assert "recommended: optim.learning_rate = 0.0006 (pretraining, 3.2e-05 billion parameters" in line
 
 

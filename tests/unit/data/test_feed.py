@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
-from tiny import numbered_documents
+from tiny import ORDERS, numbered_documents
 
 from jaxtune.config.schema import Config, Data, Mesh, Train
 from jaxtune.data import feed as feeds
@@ -86,15 +86,7 @@ def test_rows_of_a_step_have_like_lengths_wherever_the_run_goes_on(monkeypatch):
     assert tokens(open_feed(config, None, 0, mesh).batches(batches[6][0], 3)) == tokens(batches[7:])
 
 
-@pytest.mark.parametrize(
-    "order",
-    [
-        {"packing_method": "first_fit_decreasing"},
-        {"packing_method": "sequential"},
-        {"packing": False, "group_by_length": True},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_a_run_goes_on_with_the_same_rows_on_other_devices(monkeypatch, order):
     monkeypatch.setattr(feeds, "open_documents", lambda *_: (DOCUMENTS, None))
     data = Data(seq_len=SEQ_LEN, **order)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import numbered_documents
+from tiny import ORDERS, numbered_documents
 
 from jaxtune.config.schema import Data
 from jaxtune.data.columns import LABELLED, Column
@@ -22,15 +22,7 @@ SEQ_LEN = 16
 @given(
     lengths=st.lists(st.integers(2, 3 * SEQ_LEN), min_size=1, max_size=20),
     order=st.sampled_from(
-        [
-            {"packing": False},
-            {"packing": False, "group_by_length": True},
-            {"packing": False, "shuffle": False},
-            {"shuffle": False},
-            {"packing_method": "first_fit_decreasing"},
-            {"packing_method": "sequential"},
-            {},
-        ]
+        [*ORDERS, {"packing": False}, {"packing": False, "shuffle": False}, {"shuffle": False}],
     ),
     truncation=st.sampled_from(["split", "left", "right"]),
 )
@@ -103,16 +95,7 @@ def test_a_row_with_more_documents_than_the_kernel_takes_is_refused():
         Rows(found, data, epochs=2, most_documents=fullest - 1)
 
 
-@pytest.mark.parametrize(
-    "order",
-    [
-        {},
-        {"packing_method": "first_fit_decreasing"},
-        {"packing_method": "sequential"},
-        {"packing": False, "group_by_length": True},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_rows_are_random_access(order):
     """The state of the data is one number: any row can be read first, of any epoch."""
     found, data = numbered_documents([3, 5, 7, 9, 11, 2, 4] * 5), Data(seq_len=SEQ_LEN, **order)
