@@ -14,7 +14,8 @@ from typing import Any
 
 from absl import flags
 
-from jaxtune.config import keys, load_recipe, resolve
+from jaxtune.config import keys, read_recipe
+from jaxtune.config.foreign import DIALECTS
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 
@@ -51,7 +52,9 @@ def run(
     define_flags(values)
     if with_config:
         meaning = "recipe, NAME or FILE or either with :ARGUMENT; --config.SECTION.OPTION=VALUE changes an option"
-        flags.DEFINE_string("config", None, meaning, flag_values=values, required=recipe is None)
+        flags.DEFINE_string("config", None, meaning, flag_values=values)
+        meaning = "the system that a YAML file of another system was written for; its keys tell if it is not said"
+        flags.DEFINE_enum("dialect", None, list(DIALECTS), meaning, flag_values=values)
     if {"-h", "--help", "-help"} & set(arguments):
         print(f"{inspect.getdoc(sys.modules[define_flags.__module__])}\n\n{_flags_help(values)}")
         return 0
@@ -103,20 +106,23 @@ def _parse(
     except (flags.Error, ValueError) as error:
         missing = re.fullmatch(r"flag --(\w+)=None: .*", str(error))
         raise UserError(f"--{missing[1]}=... is missing; --help tells more" if missing else str(error)) from error
-    if rest:
-        raise UserError(f"{rest[0]!r} does not belong to a flag; write --name=value")
+    # As other systems call it: train config.yaml
+    positional = [word for word in rest if with_config and pathlib.Path(word).suffix in (".yaml", ".yml")]
+    if rest != positional:
+        stray = next(word for word in rest if word not in positional)
+        raise UserError(f"{stray!r} does not belong to a flag; write --name=value")
     if not with_config:
         return None
-    given = [argument for argument in arguments if re.match("--?config(=|$)", argument)]
+    given = [argument for argument in arguments if re.match("--?config(=|$)", argument)] + positional
     if len(given) > 1:
         raise UserError(f"{' and '.join(given)}: one recipe at a time; one may start from another by import")
-    implied = None if values.config or recipe is None else recipe(values)
-    if not (values.config or implied):
+    named = values.config or "".join(positional)
+    implied = None if named or recipe is None else recipe(values)
+    if not (named or implied):
         raise UserError("--config=... is missing; --help tells more")
-    path, _, argument = (implied, "", "") if implied else values.config.partition(":")
-    config = load_recipe(path, argument or None)
+    path, _, argument = (implied, "", "") if implied else named.partition(":")
     overrides = [(key, getattr(values, f"config.{key}")) for key in settings]
-    resolved = resolve(config, path, overrides)
+    resolved = read_recipe(path, argument or None, values.dialect).resolve(overrides)
     if resolved.train.run_name is None:
         # The same name each time, so that ckpt.resume='auto' finds the run again.
         train = dataclasses.replace(resolved.train, run_name=pathlib.Path(path).stem)

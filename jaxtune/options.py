@@ -1,9 +1,11 @@
 """List every option with its type, default, unit, range, precondition and meaning.
 
     python -m jaxtune.options [PATTERN]
+    python -m jaxtune.options --from=FILE.yaml [--dialect=surogate|xorl|erniekit|qefficient]
 
 PATTERN is a regular expression; only options whose key or meaning contains a match are shown. If the output is not a
-terminal, columns are separated by tabs.
+terminal, columns are separated by tabs. --from shows what becomes of a config that was written for another system,
+which its options tell, or --dialect.
 """
 
 import inspect
@@ -16,7 +18,9 @@ import rich.table
 import rich.text
 
 from jaxtune.command import guarded
-from jaxtune.config import keys
+from jaxtune.config import foreign, keys, yaml_file
+from jaxtune.config.loading import refuse
+from jaxtune.config.recipe import read_recipe, recipe_file
 from jaxtune.config.rules import in_words
 from jaxtune.errors import UserError
 
@@ -49,6 +53,10 @@ def _main(arguments: list[str]) -> None:
     if {"-h", "--help"} & set(arguments):
         print(inspect.cleandoc(__doc__ or ""))
         return
+    flags = {name: value for name, _, value in (argument.partition("=") for argument in arguments)}
+    if "--from" in flags and flags.keys() <= {"--from", "--dialect"}:
+        _translate(flags["--from"], flags.get("--dialect"))
+        return
     if len(arguments) > 1:
         raise UserError(f"one pattern at most, not {len(arguments)}: {' '.join(arguments)}")
     found = find(arguments[0] if arguments else "")
@@ -63,6 +71,23 @@ def _main(arguments: list[str]) -> None:
         if not option.key.startswith(twice):
             table.add_row(*map(rich.text.Text, _row(option)))  # Text: the brackets of a key are not markup
     rich.console.Console().print(table)
+
+
+def _translate(path: str, dialect: str | None) -> None:
+    """Prints what becomes of another system's config. Raises UserError, after that, if it cannot be translated."""
+    if dialect is not None and dialect not in foreign.DIALECTS:
+        raise UserError(f"--dialect={dialect}: there are {', '.join(foreign.DIALECTS)}")
+    file = recipe_file(path)
+    written = yaml_file.read(file, path)
+    dialect = dialect or foreign.recognise(written.values, path)
+    if dialect is None:
+        systems = ", ".join(foreign.DIALECTS.values())
+        raise UserError(f"{path}: its options are not those of {systems}; --dialect=NAME reads it as one all the same")
+    translation = foreign.translate(written, dialect)
+    print("\n".join(translation.notes(path)))
+    refuse(path, translation.problems)
+    for line in read_recipe(path, dialect=dialect).resolve().left_out[len(translation.notes(path)) :]:
+        print(line)
 
 
 def _row(option: keys.Option) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import functools
 import re
 import types
 import typing
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Union
 
@@ -46,6 +47,7 @@ ALIASES = {
     "data.datasets[i].system_prompt": "default_system system_message",
     "data.datasets[i].max_prompt_tokens": "max_prompt_length max_prompt_len",
     "data.datasets[i].desirable_field": "kto_tag",
+    "train.label_smoothing": "label_smoothing_factor",
     "train.neftune_alpha": "neftune_noise_alpha",
     "optim.ema_decay": "ema_beta",
     "preference.loss": "pref_loss dpo_loss loss_type rl",
@@ -173,6 +175,27 @@ def entry_type(annotation: Any) -> Any | None:
     """The dataclass of the entries if an option is a list of sections, else None."""
     arguments = typing.get_args(annotation)
     return arguments[0] if arguments and dataclasses.is_dataclass(arguments[0]) else None
+
+
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(key, value) of nested options; a key may also be written with its dots."""
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and lookup(key) is None:
+            yield from leaves(value, f"{key}.")
+        elif value is not None or not is_section(key):  # a section below which nothing stands says nothing
+            yield key, value
+
+
+def is_section(key: str) -> bool:
+    """Whether options stand below it."""
+    return any(known.startswith(f"{key}.") for known in options())
+
+
+def has_entries(key: str) -> bool:
+    """Whether an option is a list of sections."""
+    option = lookup(key)
+    return option is not None and entry_type(option.annotation) is not None
 
 
 def describe(annotation: Any) -> str:

@@ -13,11 +13,12 @@ from typing import Any, Literal, Union
 
 from ml_collections import ConfigDict
 
-from jaxtune.config import checks, keys, rules
+from jaxtune.config import checks, keys, recommended, rules
 from jaxtune.config.rules import Problem
 from jaxtune.config.schema import Config, Dataset, Said
 from jaxtune.errors import UserError
 
+NOT_OPTIONS = ("said", "notes")  # fields of Config
 _TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
@@ -25,6 +26,14 @@ def new_config() -> ConfigDict:
     """Every option at its default, for a recipe to change; setting an unknown key raises."""
     # Types are checked by `resolve`, all at once: ml_collections knows neither unions nor allowed values.
     return ConfigDict(as_dict(Config()), type_safe=False).lock()
+
+
+def with_values(config: ConfigDict, given: Mapping[str, Any]) -> ConfigDict:
+    """A copy of a config in which options have these values, by key."""
+    values = plain(config)
+    for key, value in given.items():
+        set_value(values, key, plain(value))
+    return ConfigDict(values, type_safe=False)
 
 
 def dataset(**fields: Any) -> ConfigDict:
@@ -44,6 +53,8 @@ def resolve(
     recipe: str,
     overrides: Iterable[tuple[str, str]] = (),
     source: Literal["recipe", "translation"] = "recipe",
+    given: Mapping[str, Any] | None = None,
+    notes: tuple[str, ...] = (),
 ) -> Config:
     """The typed and checked Config; its `said` records who gave each value.
 
@@ -56,36 +67,58 @@ def resolve(
         recipe: Its name, for messages.
         overrides: Key and text of each command-line setting, such as ('train.max_steps', '10').
         source: Where the values in `config` are from.
+        given: Values that a YAML file sets on top of `config`, by key. Of a translated file, those that it states;
+            `config` has the defaults of its system.
+        notes: Lines for the user that the run begins with.
 
     Raises:
         UserError: There are unknown keys, wrong types or contradictions; the message lists all of them.
     """
-    values, typed = _plain(config), dict(overrides)
-    own = () if source == "translation" else [p.keys[0] for p in checks.check(_build(Config, values, "", [])) if p.moot]
+    values, typed, stated = plain(config), dict(overrides), _leaves(given or {})
+    own = [problem.keys[0] for problem in checks.check(_build(Config, values, "", [])) if problem.moot]
+    for key, value in (given or {}).items():
+        set_value(values, key, plain(value))
     wrong = [problem for key, text in typed.items() if (problem := _override(values, key, text))]
     moot = list(_of_other_datasets(values, typed))
+    if (asked := _build(Config, values, "", [])).train.recommend:
+        own_values = () if source == "translation" else _changed(asked)
+        better, lines = recommended.recommend(asked, {*typed, *stated, *own_values})
+        for key, value in better.items():
+            set_value(values, key, value)
+        notes += lines
+    mine = () if source == "translation" else (*own, *stated)
     while True:
         problems = list(wrong)
         resolved = _build(Config, values, "", problems)
         # An option that already has a problem of its own is not checked in combination with others.
         judged = {key for problem in problems for key in problem.keys}
         found = [problem for problem in checks.check(resolved) if judged.isdisjoint(problem.keys)]
-        spared = [problem for problem in found if problem.moot and problem.keys[0] not in (*typed, *own)]
+        spared = [problem for problem in found if problem.moot and problem.keys[0] not in (*typed, *mine)]
         if not spared:
             break
         for problem in spared:
             option = keys.lookup(problem.keys[0])
             assert option is not None
-            _set(values, problem.keys[0], option.default)
+            set_value(values, problem.keys[0], option.default)
         moot += spared
-    _raise(recipe, problems + found)
+    refuse(recipe, problems + found)
+    kept = {*typed, *stated, *_changed(resolved)}
     said = [
         Said(key, "command line" if key in typed else source)
-        for key, option, section in rules.every_option(resolved)
-        if key in typed or getattr(section, option.key.rpartition(".")[2]) != option.default
+        for key, _, _ in rules.every_option(resolved)
+        if key in kept
     ]
-    said += [Said(problem.keys[0], source, f"{source}: {problem.text}") for problem in moot]
-    return dataclasses.replace(resolved, said=tuple(said))
+    # That a default of the other system has no effect is nothing its user needs to know.
+    told = [problem for problem in moot if given is None or source == "recipe" or problem.keys[0] in stated]
+    said += [Said(problem.keys[0], source, f"{source}: {problem.text}") for problem in told]
+    return dataclasses.replace(resolved, said=tuple(said), notes=notes)
+
+
+def _changed(config: Config) -> Iterator[str]:
+    """The keys whose values are not the defaults."""
+    for key, option, section in rules.every_option(config):
+        if getattr(section, option.key.rpartition(".")[2]) != option.default:
+            yield key
 
 
 def _of_other_datasets(values: dict[str, Any], typed: Mapping[str, str]) -> Iterator[Problem]:
@@ -104,7 +137,7 @@ def _of_other_datasets(values: dict[str, Any], typed: Mapping[str, str]) -> Iter
 
 def as_dict(config: Config) -> dict[str, Any]:
     """The options, as nested dicts."""
-    return {name: value for name, value in dataclasses.asdict(config).items() if name != "said"}
+    return {name: value for name, value in dataclasses.asdict(config).items() if name not in NOT_OPTIONS}
 
 
 def to_json(config: Config) -> str:
@@ -129,34 +162,42 @@ def from_json(text: str, source: str = "saved config") -> Config:
     for old, new in keys.RENAMED.items() if isinstance(values, dict) else ():
         section, _, name = old.partition(".")
         if isinstance(values.get(section), dict) and name in values[section]:
-            _set(values, new, values[section].pop(name))
+            set_value(values, new, values[section].pop(name))
     problems: list[Problem] = []
     config = _build(Config, values, "", problems)
-    _raise(source, problems)
+    refuse(source, problems)
     return config
 
 
-def _raise(source: str, problems: list[Problem]) -> None:
+def refuse(source: str, problems: list[Problem]) -> None:
+    """Raises UserError with all problems of a file, if there are any."""
     if len(problems) == 1:
         raise UserError(f"{source}: {problems[0].text}")
     if problems:
         raise UserError("\n  ".join([f"{source}: {len(problems)} problems", *(problem.text for problem in problems)]))
 
 
-def _plain(value: Any) -> Any:
+def _leaves(given: Mapping[str, Any]) -> set[str]:
+    """The keys of values, with those of list entries."""
+    lists = {key: value for key, value in given.items() if keys.has_entries(key) and isinstance(value, list | tuple)}
+    entries = [(f"{key}[{i}]", entry) for key, value in lists.items() for i, entry in enumerate(value)]
+    return {*given, *(f"{at}.{name}" for at, entry in entries if isinstance(entry, Mapping) for name in entry)}
+
+
+def plain(value: Any) -> Any:
     """ConfigDicts as dicts, tuples as lists, all the way down."""
     if isinstance(value, ConfigDict | dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _override(values: dict[str, Any], key: str, text: str) -> Problem | None:
     """Sets one option from the command line in the plain tree, or says why not."""
     option = keys.lookup(key)
-    return _unknown(key, text) if option is None else _set(values, key, _from_text(text, option.annotation))
+    return _unknown(key, text) if option is None else set_value(values, key, _from_text(text, option.annotation))
 
 
-def _set(values: dict[str, Any], key: str, value: Any) -> Problem | None:
+def set_value(values: dict[str, Any], key: str, value: Any) -> Problem | None:
     """Sets one option in the plain tree; returns a problem if the key's list index does not exist."""
     *parents, name = re.findall(r"\w+", key)
     node: Any = values
@@ -183,7 +224,7 @@ def _build(section: Any, values: Any, prefix: str, problems: list[Problem]) -> A
     fields = {}
     for name, value in values.items():
         key, annotation = f"{prefix}{name}", annotations.get(name)
-        if annotation is None or (section, name) == (Config, "said"):
+        if annotation is None or (section is Config and name in NOT_OPTIONS):
             problems.append(_unknown(key, value))
         elif dataclasses.is_dataclass(annotation):
             fields[name] = _build(annotation, value, f"{key}.", problems)

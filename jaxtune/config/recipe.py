@@ -1,7 +1,8 @@
 """The recipe that a user names: a file of their own, one that comes with jaxtune, or the config.json of a run.
 
 A recipe is a Python file whose `get_config()`, or `get_config(argument)`, starts from `new_config()` and returns it.
-Recipes inherit by import: from jaxtune.recipes, or from the folder of the recipe.
+Recipes inherit by import: from jaxtune.recipes, or from the folder of the recipe. Or it is a YAML file of options, in
+our keys, with an optional `base`, the recipe whose values it changes; or in those of another system (`config.foreign`).
 """
 
 import ast
@@ -12,15 +13,42 @@ import re
 import runpy
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from ml_collections import ConfigDict
 
-from jaxtune.config import keys
-from jaxtune.config.loading import as_dict, from_json
+from jaxtune.config import foreign, keys, yaml_file
+from jaxtune.config.loading import as_dict, from_json, new_config, refuse, resolve, with_values
+from jaxtune.config.rules import Problem
+from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 
 RECIPES = pathlib.Path(__file__).parents[1] / "recipes"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a recipe says.
+
+    Attributes:
+        name: As the user calls it.
+        config: All options.
+        given: The values that a YAML file states, by key, which come on top of `config`.
+        source: Whether it was written for jaxtune.
+        notes: Of a translated file, what became of its options.
+    """
+
+    name: str
+    config: ConfigDict
+    given: Mapping[str, Any] = field(default_factory=dict)
+    source: Literal["recipe", "translation"] = "recipe"
+    notes: tuple[str, ...] = ()
+
+    def resolve(self, overrides: Iterable[tuple[str, str]] = ()) -> Config:
+        """The typed and checked Config (`loading.resolve`)."""
+        return resolve(self.config, self.name, overrides, self.source, self.given, self.notes)
 
 
 def own_recipes() -> dict[str, pathlib.Path]:
@@ -58,11 +86,42 @@ def load_recipe(path: str, argument: str | None = None) -> ConfigDict:
     Raises:
         UserError: No such recipe, or an error in it; the message names the line in the recipe.
     """
+    recipe = read_recipe(path, argument)
+    return with_values(recipe.config, recipe.given)
+
+
+def read_recipe(
+    path: str, argument: str | None = None, dialect: str | None = None, above: tuple[pathlib.Path, ...] = ()
+) -> Recipe:
+    """The recipe of a file or name.
+
+    Args:
+        path: The file, or the name of a recipe that comes with jaxtune.
+        argument: Passed to get_config(); None: it is called without arguments.
+        dialect: The system that a YAML file was written for; None: its keys tell.
+        above: YAML files that start from this one.
+
+    Raises:
+        UserError: No such recipe, or an error in it; the message names the line in the recipe.
+    """
     file = recipe_file(path)
+    if file.suffix in (".yaml", ".yml"):
+        if argument is not None:
+            raise UserError(f"recipe {path}: a YAML file takes no argument; write base: NAME:{argument} in it")
+        return _from_yaml(path, file, dialect, above)
+    if dialect is not None:
+        raise UserError(f"--dialect={dialect}: has no effect: {path} is not a YAML file")
     if file.suffix == ".json":
-        return ConfigDict(as_dict(from_json(file.read_text(encoding="utf-8"), path)), type_safe=False)
+        saved = from_json(file.read_text(encoding="utf-8"), path)
+        return Recipe(path, ConfigDict(as_dict(saved), type_safe=False))
     if file.suffix != ".py":
-        raise UserError(f"recipe {path}: a recipe is a Python file with get_config(), or the config.json of a run")
+        raise UserError(
+            f"recipe {path}: a recipe is a Python file with get_config(), a YAML file, or the config.json of a run"
+        )
+    return Recipe(path, _from_python(path, file, argument))
+
+
+def _from_python(path: str, file: pathlib.Path, argument: str | None) -> ConfigDict:
     try:
         with _importable(file.parent):
             get_config = runpy.run_path(str(file)).get("get_config")
@@ -77,6 +136,42 @@ def load_recipe(path: str, argument: str | None = None) -> ConfigDict:
             "it must start from jaxtune.config.new_config() and return that"
         )
     return config
+
+
+def _from_yaml(path: str, file: pathlib.Path, dialect: str | None, above: tuple[pathlib.Path, ...]) -> Recipe:
+    written = yaml_file.read(file, path)
+    dialect = dialect or foreign.recognise(written.values, path)
+    if dialect is not None:
+        translation = foreign.translate(written, dialect)
+        refuse(path, translation.problems)
+        defaults = with_values(new_config(), translation.defaults)
+        return Recipe(path, defaults, translation.stated, "translation", translation.notes(path))
+    values = dict(written.values)
+    base, given, problems = values.pop("base", None), {}, []
+    for key, value in keys.leaves(values):
+        if keys.lookup(key) is None:
+            problems.append(
+                Problem((key,), f"line {written.lines[key]}: {key} = {value!r}: {keys.no_such_option(key)}")
+            )
+        elif key in given:
+            problems.append(Problem((key,), f"line {written.lines[key]}: {key} is written twice"))
+        given[key] = value
+    if problems and len(problems) == len(given):
+        systems = " or ".join(foreign.DIALECTS)
+        raise UserError(f"{path}: {problems[0].text}; nor are there options of {systems}")
+    refuse(path, problems)
+    if base is None:
+        return Recipe(path, new_config(), given)
+    where = f"{path}, line {written.lines['base']}: base = {base!r}"
+    if not isinstance(base, str):
+        raise UserError(f"{where}: expected a recipe, such as qwen_lora")
+    name, _, argument = base.partition(":")
+    beside = pathlib.Path(path).parent / name
+    name = str(beside) if beside.is_file() else name
+    if pathlib.Path(name).resolve() in (file, *above):
+        raise UserError(f"{where}: a recipe cannot start from itself")
+    below = read_recipe(name, argument or None, above=(file, *above))
+    return Recipe(path, with_values(below.config, below.given), given, below.source, below.notes)
 
 
 @contextlib.contextmanager

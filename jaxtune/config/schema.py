@@ -261,8 +261,14 @@ class Train:
         when="not lora.enabled")
     neftune_alpha: float = option(0.0, "noise on the embeddings of training rows (NEFTune, 2023), such as 5",
         "[0, inf)")
+    label_smoothing: float = option(0.0,
+        "share of a token's target that is divided over the whole vocabulary in training", "fraction [0, 1)",
+        when="model.head == 'lm' and preference.loss is None")
     z_loss: float = option(0.0, "adds this times log(sum(exp(logits)))^2 to the training loss of a token (PaLM, 2022)",
         "[0, inf)", when="model.head == 'lm' and preference.loss is None")
+    recommend: bool = option(False,
+        "learning rate and warm-up, unless they are set, by a rule of thumb for what is trained and the model's size; "
+        "each is printed with its source")
 
 
 @dataclass(frozen=True)
@@ -705,6 +711,8 @@ class Config:
     preference: Preference = section(Preference(), when="preference.loss is not None")
     # Not an option: who set each value that is not the default.
     said: tuple[Said, ...] = dataclasses.field(default=(), compare=False, repr=False)
+    # Nor this: what became of the options of another system's file, and which values were recommended.
+    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     @property
     def sample_type(self) -> str | None:
@@ -715,5 +723,5 @@ class Config:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """A line for the user for each value without effect, which its default replaced."""
-        return tuple(f"left out: {said.moot}" for said in self.said if said.moot)
+        """The lines that a run begins with: its notes, and one for each value without effect, replaced by a default."""
+        return (*self.notes, *(f"left out: {said.moot}" for said in self.said if said.moot))

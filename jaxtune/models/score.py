@@ -5,11 +5,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from jaxtune.errors import UserError
 from jaxtune.models import pipeline
 from jaxtune.models.call import Call
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.lookup import lookup
 from jaxtune.models.pipeline import Batch
 from jaxtune.parallel.layout import P, by_token, gather, used
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
@@ -47,11 +49,14 @@ def score(
     *,
     head_gradient: bool = False,
     z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
 ) -> Scores:
     """Scores of a batch of packed rows, whose columns are (rows, positions); hidden: its `hidden_states`, if known.
 
     `head_gradient`: whether the head is trained; without, its gradient is zero and costs nothing. `z_loss`: the penalty
-    z_loss * logsumexp(logits)^2 (PaLM, arXiv:2204.02311).
+    z_loss * logsumexp(logits)^2 (PaLM, arXiv:2204.02311). `label_smoothing`: share of the target that is divided over
+    the vocabulary in `loss` (arXiv:1512.00567), as label_smoothing of torch's cross_entropy. Raises UserError where
+    logits are capped.
     """
     states, sums = hidden_states(decoder, batch, call) if hidden is None else hidden
     head = gather(decoder.head_weight.astype(call.dtype))
@@ -73,7 +78,26 @@ def score(
 
     by_device = (by_token(None), P(used("vocabulary"), None), by_token(), by_token())
     mapped = jax.shard_map(kernel, in_specs=by_device, out_specs=by_token())
-    return Scores(*mapped(states, head, batch["targets"], batch["loss_weight"]), sums)
+    log_prob, loss = mapped(states, head, batch["targets"], batch["loss_weight"])
+    if label_smoothing:
+        head = head if head_gradient else jax.lax.stop_gradient(head)
+        excess = _above_mean(decoder, states, head, batch["targets"])
+        loss += label_smoothing * excess * batch["loss_weight"]
+    return Scores(log_prob, loss, sums)
+
+
+def _above_mean(
+    decoder: Decoder, states: Float[Array, "b s d"], head: Float[Array, "v d"], targets: Int[Array, "b s"]
+) -> Float[Array, "b s"]:
+    """By how much the logit of each target exceeds the mean over the vocabulary, float32: no other logit is needed."""
+    if decoder.spec.logit_cap is not None:
+        raise UserError(f"train.label_smoothing: the logits of a {decoder.spec.family} are capped; leave it out")
+    head, count = jax.reshard(head, P(None, None)), decoder.spec.vocabulary
+    real = jnp.arange(len(head)) < count
+    mean = jnp.sum(jnp.where(real[:, None], head, 0), 0, dtype=jnp.float32) / count
+    wide = states.astype(jnp.float32)
+    own = jnp.sum(wide * lookup(head, targets).astype(jnp.float32), axis=-1)
+    return own - jnp.sum(wide * mean, axis=-1)
 
 
 def score_labels(decoder: Decoder, batch: Batch, call: Call, hidden: Hidden | None = None) -> LabelScores:

@@ -6,9 +6,12 @@ from jaxtune.models.score import Batch, Scores
 from jaxtune.objectives.objective import Objective, Sums
 
 
-def cross_entropy(z_loss: float = 0.0) -> Objective:
-    """(-log p(target) + z_loss * logsumexp(logits)^2) * loss_weight, over the number of tokens that have a weight."""
-    return Objective(_sums, z_loss=z_loss)
+def cross_entropy(z_loss: float = 0.0, label_smoothing: float = 0.0) -> Objective:
+    """(-log p(target) + z_loss * logsumexp(logits)^2) * loss_weight, over the number of tokens that have a weight.
+
+    label_smoothing: the share of a target that is divided over the vocabulary.
+    """
+    return Objective(_sums, z_loss=z_loss, label_smoothing=label_smoothing)
 
 
 def _sums(scores: Scores, batch: Batch) -> Sums:

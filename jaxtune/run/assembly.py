@@ -112,7 +112,7 @@ def summed_last(config: Config, recipe: Recipe, mesh: jax.sharding.Mesh) -> Axes
 
 def objective_of(config: Config, model: Model) -> Objective:
     """What a run minimises."""
-    objective = task_of(model, config, config.train.z_loss)
+    objective = task_of(model, config, config.train.z_loss, config.train.label_smoothing)
     if not model.spec.has_experts:
         return objective
     experts = config.experts
@@ -126,11 +126,11 @@ def objective_of(config: Config, model: Model) -> Objective:
     return balanced(objective, weight, experts.router_loss_over, experts.router_z_loss, corrections)
 
 
-def task_of(model: Model, config: Config, z_loss: float = 0.0) -> Objective:
+def task_of(model: Model, config: Config, z_loss: float = 0.0, label_smoothing: float = 0.0) -> Objective:
     """What a model is evaluated by: preferences, the label of a document, or the next token."""
     if config.preference.loss is not None:
         return preference(config.preference)
-    return classification(model.spec.labels) if model.spec.labels else cross_entropy(z_loss)
+    return classification(model.spec.labels) if model.spec.labels else cross_entropy(z_loss, label_smoothing)
 
 
 def call_of(config: Config, recipe: Recipe) -> Call:

@@ -139,7 +139,8 @@ def scores_of(
     """
     if decoder.spec.labels:
         return score_labels(decoder, batch, call, hidden)
-    scores = score(decoder, batch, call, hidden, head_gradient=head_gradient, z_loss=objective.z_loss)
+    penalties = {"z_loss": objective.z_loss, "label_smoothing": objective.label_smoothing}
+    scores = score(decoder, batch, call, hidden, head_gradient=head_gradient, **penalties)
     if not objective.reference:
         return scores
     reference = score(compared or decoder, batch, call._replace(adapters=compared is not None, noise=None)).log_prob

@@ -247,7 +247,10 @@ def config_of(case: Case, mesh: Mesh, length: Train, whole: bool) -> Config:
         model=Model(path=str(folder(case.model, not adapters, whole)), dtype="float32", **head),
         data=Data(datasets=(Dataset(path="made here"),), seq_len=SEQUENCE),
         train=dataclasses.replace(
-            length, z_loss=OBJECTIVES.get(case.objective, 0.0), freeze=None if adapters else others
+            length,
+            z_loss=OBJECTIVES.get(case.objective, 0.0),
+            label_smoothing=0.1 if case.objective == "z-loss" else 0.0,
+            freeze=None if adapters else others,
         ),
         optim=Optim(case.optimizer, learning_rate=rate, schedule="constant", weight_decay=0.1, **epsilon),
         lora=Lora(enabled=True, rank=16, dropout=0.2, target_modules=targets) if adapters else Lora(),

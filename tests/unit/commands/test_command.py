@@ -61,3 +61,16 @@ def test_two_recipes_are_refused():
 def test_a_program_that_calls_train_is_told_what_it_takes():
     with pytest.raises(UserError, match=r"train\(\) takes a Config, not ConfigDict: jaxtune.config.resolve\("):
         train(cast(Config, new_config()))
+
+
+def test_a_yaml_file_may_stand_alone_and_other_words_may_not(tmp_path):
+    (tmp_path / "my.yaml").write_text("base: qwen_lora\nlora: {rank: 0}\n")
+    said = call("jaxtune.train", tmp_path / "my.yaml", "--config.optim.beta1=0.8", code=2)
+    assert "my.yaml: lora.rank = 0: must be at least 1" in said
+    assert "'my.yam' does not belong to a flag" in call("jaxtune.train", "my.yam", code=2)
+    said = call("jaxtune.train", "a.yaml", "--config=b.yaml", code=2)
+    assert "--config=b.yaml and a.yaml: one recipe at a time" in said
+    assert "--dialect=xorl: has no effect: quickstart is not" in call(
+        "jaxtune.train", "--config=quickstart", "--dialect=xorl", code=2
+    )
+    assert "--dialect=axolotl: value should be one of" in call("jaxtune.train", "a.yaml", "--dialect=axolotl", code=2)

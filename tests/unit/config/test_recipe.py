@@ -55,7 +55,11 @@ def test_the_config_of_a_run_is_a_recipe():
             None,
             r"no such file; there are own.py; jaxtune has (\w+, )*llama_pretrain, (\w+, )*quickstart, ",
         ),
-        ("run.yaml", "lora: {}", "run.yaml: a recipe is a Python file with get_config.., or the config.json of a run"),
+        (
+            "run.toml",
+            "[lora]",
+            "run.toml: a recipe is a Python file with get_config.., a YAML file, or the config.json",
+        ),
         ("config.json", "{", "config.json: not JSON"),
         ("config.json", json.dumps({"model_type": "qwen3"}), "config.json: it describes a model, not a run"),
     ],

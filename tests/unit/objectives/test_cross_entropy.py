@@ -1,4 +1,4 @@
-"""train.z_loss: PaLM's penalty of the logits' normaliser (arXiv:2204.02311), on the tokens that are trained."""
+"""train.label_smoothing and train.z_loss (PaLM's, arXiv:2204.02311), on the tokens that are trained."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,8 @@ from jaxtune.objectives.objective import Sums
 from jaxtune.parallel.layout import by_token, used
 
 Z_LOSS, POSITIONS, TRAINED, WIDTH, PADDED = 1e-2, 16, 8, 8, 512
-OBJECTIVE = cross_entropy(Z_LOSS)
+SMOOTHING = 0.1
+OBJECTIVE = cross_entropy(Z_LOSS, SMOOTHING)
 
 
 def only_a_head(head: jax.Array) -> Any:
@@ -27,7 +28,9 @@ def only_a_head(head: jax.Array) -> Any:
 def sums(hidden: jax.Array, head: jax.Array, batch: dict) -> Sums:
     """What the objective makes of them."""
     call = Call(jnp.dtype("float32"))
-    scores = score(only_a_head(head), batch, call, (hidden, {}), head_gradient=True, z_loss=OBJECTIVE.z_loss)
+    scores = score(
+        only_a_head(head), batch, call, (hidden, {}), head_gradient=True, z_loss=Z_LOSS, label_smoothing=SMOOTHING
+    )
     return OBJECTIVE.loss(scores, batch)
 
 
@@ -60,7 +63,8 @@ def test_loss_and_gradients_are_those_of_the_definition(one_device):
     def defined(parts):
         logits = jnp.matmul(parts[0][0, :TRAINED], parts[1][:VOCABULARY].T, precision="highest")
         normalizer = jax.nn.logsumexp(logits, axis=-1)
-        return jnp.sum(normalizer - logits[np.arange(TRAINED), targets] + Z_LOSS * normalizer**2)
+        smooth = (1 - SMOOTHING) * logits[np.arange(TRAINED), targets] + SMOOTHING * logits.mean(-1)
+        return jnp.sum(normalizer - smooth + Z_LOSS * normalizer**2)
 
     loss, gradients = ours((hidden, head))
     jax.set_mesh(None)

@@ -1,0 +1,92 @@
+"""`train.recommend`: the rule of thumb of a mode and model size, for options that nobody set."""
+
+import math
+from collections.abc import Iterator, Set
+
+from jaxtune.config.schema import Config, Model
+
+ERNIEKIT = "ERNIEKit's training configuration, 1.3"
+QLORA = "Dettmers et al. 2023, table 9"
+GPT3 = "Brown et al. 2020, table 2.1"
+ADAMW = ("adamw", "adamw_8bit")  # the optimizers of these rates
+
+# mode, largest model in billions of parameters, peak learning rate, source
+LEARNING_RATES = (
+    ("pretraining", 0.2, 6e-4, GPT3),
+    ("pretraining", 0.6, 3e-4, GPT3),
+    ("pretraining", 1.0, 2.5e-4, GPT3),
+    ("pretraining", 2.0, 2e-4, GPT3),
+    ("pretraining", 4.0, 1.6e-4, GPT3),
+    ("pretraining", 10.0, 1.2e-4, GPT3),
+    ("pretraining", 20.0, 1e-4, GPT3),
+    ("pretraining", math.inf, 6e-5, GPT3),
+    ("preferences", math.inf, 1e-6, ERNIEKIT),
+    ("preferences, LoRA", math.inf, 1e-5, ERNIEKIT),
+    ("full", math.inf, 3e-5, ERNIEKIT),
+    ("LoRA", math.inf, 3e-4, ERNIEKIT),
+    ("QLoRA", 20.0, 2e-4, QLORA),
+    ("QLoRA", math.inf, 1e-4, QLORA),
+)
+WARMUP_RATIO = 0.03, f"1% to 10% of steps: {ERNIEKIT}"
+
+
+def recommend(config: Config, told: Set[str]) -> tuple[dict[str, float], tuple[str, ...]]:
+    """What is recommended for the mode and the size of the model, whose config.json may be read for it.
+
+    Args:
+        config: All options.
+        told: The keys that the user or the recipe has set, which stay as they are.
+
+    Returns:
+        Values by key, and a line for the user about each.
+    """
+    values, lines = {}, []
+    for key, value, why in _advice(config):
+        mine = sorted(told & ({key, "optim.warmup_steps"} if key == "optim.warmup_ratio" else {key}))
+        if value is None:
+            lines.append(f"recommended: nothing for {key}: {why}")
+        elif mine:
+            lines.append(f"recommended: {key} = {value:g} ({why}), but {' and '.join(mine)} is set and stays")
+        else:
+            lines.append(f"recommended: {key} = {value:g} ({why})")
+            values[key] = value
+    return values, tuple(lines)
+
+
+def _advice(config: Config) -> Iterator[tuple[str, float | None, str]]:
+    """(key, value, why)."""
+    mode = _mode(config)
+    if mode is None:
+        yield "optim.learning_rate", None, "there is no rule of thumb for reward models"
+    elif config.optim.name in ADAMW:
+        rates = [(most, rate, source) for of, most, rate, source in LEARNING_RATES if of == mode]
+        size = _billions(config.model) if len(rates) > 1 else 0.0
+        rate, source = next((rate, source) for most, rate, source in rates if size <= most)
+        of = f"{mode}, {size:.2g} billion parameters" if len(rates) > 1 else mode
+        yield "optim.learning_rate", rate, f"{of}: {source}"
+    else:
+        yield "optim.learning_rate", None, f"rules of thumb are for AdamW, not for optim.name = {config.optim.name!r}"
+    yield "optim.warmup_ratio", *WARMUP_RATIO
+
+
+def _mode(config: Config) -> str | None:
+    if config.preference.loss == "bradley_terry":
+        return None
+    if config.preference.loss is not None:
+        return "preferences, LoRA" if config.lora.enabled else "preferences"
+    if config.model.from_scratch:
+        return "pretraining"
+    if not config.lora.enabled:
+        return "full"
+    return "LoRA" if config.quant.format is None else "QLoRA"
+
+
+def _billions(model: Model) -> float:
+    """Parameters of a model in billions, by its config.json, which is downloaded if need be."""
+    from jaxtune import hf  # imports jax, which other configs need not wait for
+    from jaxtune.models import families
+    from jaxtune.models.parameters import declare
+
+    folder = hf.resolve(model.path or "", model.revision, weights=False)
+    declared = declare(families.read_spec(hf.read_config(folder)))[1]
+    return sum(math.prod(parameter.shape) for parameter in declared.values()) / 1e9

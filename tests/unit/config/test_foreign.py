@@ -1,0 +1,301 @@
+"""Configs of other systems: which system it is, what each option becomes, and what cannot be translated, by name."""
+
+import pathlib
+
+import pytest
+
+from jaxtune import options
+from jaxtune.config import read_recipe
+from jaxtune.errors import UserError
+
+SUROGATE = "model: my/model\ndatasets: [{path: a.jsonl, type: conversation}]\nsequence_len: 512\n"
+XORL = "model: {model_path: my/model}\ndata: {datasets: [{path: a.jsonl}]}\ntrain: {output_dir: out}\n"
+ERNIEKIT = "model_name_or_path: my/model\ntrain_dataset_path: a.jsonl\nmax_seq_len: 64\nbf16: true\n"
+QEFFICIENT = (
+    "model: {model_name: my/model}\n"
+    "dataset: {json_file_path: a.json, prompt_template: 'Sum up: {text}', completion_template: '{summary}'}\n"
+    "optimizers: {lr: 1e-4}\n"
+)
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def resolved(text: str, dialect: str | None = None, overrides=()):
+    pathlib.Path("its.yaml").write_text(text)
+    return read_recipe("its.yaml", dialect=dialect).resolve(overrides)
+
+
+def value(config, key: str):
+    for part in key.replace("[0]", ".0").split("."):
+        config = config[int(part)] if part.isdigit() else getattr(config, part)
+    return config
+
+
+# system, lines of its config, what becomes of them
+TRANSLATED = [
+    # Surogate: options that are read together
+    (
+        SUROGATE,
+        "recompute_block: false\nrecompute_ffn: false\nrecompute_qkv: false\n",
+        {"memory.remat": "attention+qkv"},
+    ),
+    (SUROGATE, "recompute_block: false\nrecompute_att: false\nrecompute_qkv: false\n", {"memory.remat": "ffn"}),
+    (
+        SUROGATE,
+        "recompute_block: false\nrecompute_att: false\nrecompute_ffn: false\nrecompute_qkv: false\n",
+        {"memory.remat": "none"},
+    ),
+    (SUROGATE, "offload_residual: true\n", {"memory.remat": "offload"}),
+    (SUROGATE, "zero_level: 1\nshard_gradients: true\n", {"parallel.zero": 2}),
+    (SUROGATE, "shard_weights: true\n", {"parallel.zero": 3}),
+    (SUROGATE, "gpus: 0\n", {"device.gpus": None}),
+    (SUROGATE, "gpus: 2\ndistributed: {gpus_per_node: 8}\n", {"device.gpus": 8}),
+    (SUROGATE, "use_cuda_graphs: false\n", {"device.command_buffers": "off"}),
+    (SUROGATE, "qlora_bnb: true\nqlora_bnb_block_size: 128\n", {"quant.format": "nf4", "quant.block_size": 128}),
+    (SUROGATE, "qlora_fp8: true\nskip_quant_first_layers: 2\n", {"quant.format": "fp8", "quant.skip_first_layers": 2}),
+    (
+        SUROGATE,
+        "qlora_fp4: true\nqlora_four_over_six: false\n",
+        {"quant.format": "nvfp4", "quant.four_over_six": False},
+    ),
+    (
+        SUROGATE,
+        "recipe: nvfp4\nskip_quant_last_layers: 1\n",
+        {"precision.recipe": "nvfp4", "precision.skip_last_layers": 1},
+    ),
+    (SUROGATE, "lora: false\n", {"precision.master_dtype": "bfloat16", "lora.enabled": False, "lora.dropout": 0.0}),
+    (SUROGATE, "lora: false\ntorch_dtype: float32\n", {"precision.master_dtype": "float32"}),
+    (SUROGATE, "max_steps: 7\n", {"train.max_steps": 7, "train.epochs": 1.0}),
+    (SUROGATE, "system: Be kind.\n", {"data.datasets[0].system_prompt": "Be kind."}),
+    (SUROGATE, "report_to: [wandb]\n", {"log.wandb.enabled": True, "log.wandb.project": "Surogate"}),
+    (SUROGATE, "lora_target_modules: [q_proj, v_proj]\n", {"lora.target_modules": ("q_proj", "v_proj")}),
+    (SUROGATE, "resume_from_checkpoint: true\n", {"ckpt.resume": "auto"}),
+    (
+        SUROGATE.replace(
+            "type: conversation", "type: conversation, message_property_mappings: {role: from, content: content}"
+        ),
+        "",
+        {"data.datasets[0].message_property_mappings": ("role=from",)},
+    ),
+    (
+        SUROGATE.replace("type: conversation", "type: instruction, instruction_field: q, output_field: a"),
+        "",
+        {"data.datasets[0].input_field": None, "data.datasets[0].instruction_field": "q"},
+    ),
+    # XORL
+    (
+        XORL,
+        "",
+        {"optim.learning_rate": 5e-5, "optim.schedule": "constant", "lora.enabled": False, "data.seq_len": 32000},
+    ),
+    (XORL.replace("out}", "out, optimizer: sgd}"), "", {"optim.name": "sgd", "optim.beta1": 0.0}),
+    (
+        XORL.replace("out}", "out, optimizer: anyprecision_adamw}"),
+        "",
+        {"optim.name": "adamw", "optim.state_dtype": "bfloat16"},
+    ),
+    (XORL.replace("out}", "out, optimizer: muon}"), "", {"optim.muon.learning_rate": 0.02}),
+    (XORL.replace("out}", "out, recompute_modules: [mlp]}"), "", {"memory.remat": "ffn"}),
+    (XORL.replace("out}", "out, recompute_modules: [mlp, self_attn]}"), "", {"memory.remat": "block"}),
+    (XORL.replace("out}", "out, enable_activation_offload: true}"), "", {"memory.remat": "offload"}),
+    (XORL.replace("out}", "out, data_parallel_mode: ddp}"), "", {"mesh.data": -1, "mesh.fsdp": 1}),
+    (
+        XORL.replace("out}", "out, data_parallel_replicate_size: 2, data_parallel_shard_size: 4}"),
+        "",
+        {"mesh.data": 2, "mesh.fsdp": 4},
+    ),
+    (
+        XORL.replace("out}", "out, pipeline_parallel_size: 2, pipeline_parallel_schedule: GPipe}"),
+        "",
+        {"mesh.stage": 2, "parallel.pipeline": "gpipe"},
+    ),
+    (
+        XORL.replace("out}", "out, enable_profiling: true, profile_start_step: 3, profile_end_step: 5}"),
+        "",
+        {"prof.start_step": 3, "prof.steps": 2},
+    ),
+    (XORL, "lora: {enable_qlora: true, quant_format: nf4}\n", {"lora.enabled": True, "quant.format": "nf4"}),
+    (XORL.replace("model_path: my/model", "config_path: my/model"), "", {"model.from_scratch": True}),
+    (
+        XORL.replace("}\ntrain", ", sample_packing_method: multipack}\ntrain"),
+        "",
+        {"data.packing_method": "first_fit_decreasing"},
+    ),
+    (XORL.replace("out}", "out, weight_decay: 0.1, no_decay_modules: [norm]}"), "", {"optim.no_decay": "norm"}),
+    # ERNIEKit
+    (ERNIEKIT, "lora: true\n", {"lora.rank": 8, "lora.alpha": 16.0}),
+    (ERNIEKIT, "lora: true\nrslora: true\n", {"lora.alpha": 4.0, "lora.use_rslora": True}),
+    (ERNIEKIT, "lora: true\nrslora_plus: true\n", {"lora.alpha": 4.0, "optim.lr_multipliers": ("lora_B=4",)}),
+    (ERNIEKIT, "fine_tuning: LoRA\nweight_quantize_algo: weight_only_mix\n", {"quant.format": "weight_only_mix"}),
+    (
+        ERNIEKIT,
+        "weight_quantize_algo: fp8_linear\n",
+        {"precision.recipe": "fp8_hybrid", "precision.fp8.hadamard": True, "precision.fp8.online_scale_steps": 200},
+    ),
+    (ERNIEKIT.replace("bf16: true\n", ""), "", {"precision.recipe": "fp32", "model.dtype": "float32"}),
+    (ERNIEKIT.replace("bf16", "fp16"), "", {"precision.recipe": "fp16", "model.dtype": "float32"}),
+    (ERNIEKIT.replace("bf16", "fp16"), "fp16_opt_level: O2\n", {"precision.recipe": "fp16", "model.dtype": "float16"}),
+    (ERNIEKIT, "fp16_opt_level: O2\n", {"precision.gradient_dtype": "bfloat16", "model.dtype": "bfloat16"}),
+    (ERNIEKIT, "lr_scheduler_type: polynomial\npower: 2.0\n", {"optim.power": 2.0, "optim.min_lr": 1e-7}),
+    (ERNIEKIT, "lr_scheduler_type: constant_with_warmup\nwarmup_steps: 5\n", {"optim.schedule": "constant"}),
+    (
+        ERNIEKIT,
+        "do_eval: true\neval_dataset_path: e.jsonl\n",
+        {"data.eval_datasets[0].path": "e.jsonl", "eval.max_batches": 1},
+    ),
+    (ERNIEKIT, "eval_dataset_path: e.jsonl\n", {"data.eval_datasets": ()}),
+    (
+        ERNIEKIT,
+        "sharding: stage2\nsharding_parallel_degree: 4\n",
+        {"parallel.zero": 2, "mesh.fsdp": 4, "mesh.data": -1},
+    ),
+    (ERNIEKIT, "offload_optim: true\n", {"memory.offload_optimizer": True}),
+    (ERNIEKIT, "recompute: true\nrecompute_granularity: core_attn\n", {"memory.remat": "dots"}),
+    (
+        ERNIEKIT,
+        "stage: DPO\nloss_type: simpo\nbeta: 2.0\nsimpo_gamma: 1.0\nmax_prompt_len: 32\n",
+        {
+            "preference.loss": "simpo",
+            "preference.beta": 2.0,
+            "preference.simpo_gamma": 1.0,
+            "data.datasets[0].type": "preference",
+            "data.datasets[0].max_prompt_tokens": 32,
+        },
+    ),
+    (ERNIEKIT, "stage: DPO\nreference_free: true\n", {"preference.loss": "sigmoid", "preference.reference": None}),
+    (ERNIEKIT, "stage: DPO\nref_model_update_steps: 5\n", {"preference.reference_update_steps": 5}),
+    (ERNIEKIT, "beta: 0.2\n", {"preference.loss": None}),
+    # QEfficient
+    (QEFFICIENT, "", {"data.datasets[0].path": "a.json", "data.validation_split": 0.2, "precision.recipe": "fp16"}),
+    (QEFFICIENT, "training: {do_eval: false}\n", {"data.validation_split": 0.0}),
+    (QEFFICIENT, "training: {eval_strategy: steps, eval_steps: 5}\n", {"eval.steps": 5}),
+    (QEFFICIENT, "training: {save_strategy: steps, save_steps: 5}\n", {"ckpt.save_steps": 5}),
+    (QEFFICIENT, "training: {use_cpu: true}\n", {"device.platform": "cpu"}),
+    (QEFFICIENT, "training: {fsdp_config: {min_num_params: 1}}\n", {"mesh.fsdp": -1, "mesh.data": 1}),
+    (QEFFICIENT, "scheduler: {scheduler_name: cosine, warmup_steps: 0.05}\n", {"optim.warmup_ratio": 0.05}),
+    (QEFFICIENT, "scheduler: {scheduler_name: cosine, warmup_steps: 100}\n", {"optim.warmup_steps": 100}),
+    (QEFFICIENT.replace("dataset: {", "dataset: {num_workers: 3, "), "", {"data.num_workers": 3}),
+    (
+        QEFFICIENT.replace("dataset: {", "dataset: {num_workers: 3, dataloader_num_workers: 2, "),
+        "",
+        {"data.num_workers": 2, "data.prefetch": 1},
+    ),
+    (QEFFICIENT, "callbacks: [tensorboard]\n", {"log.tensorboard": True}),
+    (
+        "model: {model_name: my/model, auto_class_name: AutoModelForSequenceClassification}\n"
+        "dataset: {dataset_name: imdb, target_column: label, input_columns: [title, body], dataset_subset: plain}\n",
+        "",
+        {
+            "model.head": "classification",
+            "data.datasets[0].text_field": "{title} {body}",
+            "data.datasets[0].subset": "plain",
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("system", "more", "expected"), TRANSLATED, ids=lambda part: str(part)[-60:].replace("\n", ";")
+)
+def test_options_become_ours(system, more, expected):
+    config = resolved(system + more)
+    assert {key: value(config, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            SUROGATE + "learning_rat: 1\n",
+            "line 4: learning_rat = 1: no such option of Surogate; nearest: learning_rate",
+        ),
+        (
+            SUROGATE + "checkpoint_dir: x\n",
+            "line 4: checkpoint_dir = 'x': not there yet: a folder of their own for check",
+        ),
+        (SUROGATE + "report_to: [aim]\n", r"report_to = \['aim'\]: not there yet; there are wandb, tensorboard"),
+        (SUROGATE + "template: minicpm\n", "template = 'minicpm': not there yet; there are auto, chatml, qwen"),
+        (SUROGATE + "zero_level: two\n", "zero_level = 'two': expected a value such as 1"),
+        (
+            SUROGATE.replace("type:", "tpye:"),
+            r"line 2: datasets\[0\].tpye = 'conversation': no such option of Surogate's datasets; nearest: type",
+        ),
+        (
+            SUROGATE.replace("[{path: a.jsonl, type: conversation}]", "a.jsonl"),
+            "expected a list of datasets with a path",
+        ),
+        (SUROGATE + "lora_rank: -1\n", "its.yaml: lora.rank = -1: must be at least 1"),
+        (
+            XORL.replace("out}", "out, load_checkpoint_path: x}"),
+            "train.load_checkpoint_path = 'x': not there yet: resuming",
+        ),
+        (
+            XORL.replace("my/model}", "my/model, tokenizer_path: b}"),
+            "not there yet: config.json or the tokenizer from an",
+        ),
+        (XORL + "lora: {merge_lora_interval: 5}\n", "lora.merge_lora_interval = 5: not there yet: merging adapters"),
+        (XORL + "optim: {lr: 1}\n", "optim = .*: no such option of XORL"),
+        (ERNIEKIT + "stage: GRPO\n", "stage = 'GRPO': not there yet: the stages are SFT, PT and DPO"),
+        (ERNIEKIT + "stage: DPO\nloss_type: ppo\n", "loss_type = 'ppo': not there yet: .* a loss_type of sigmoid, ipo"),
+        (ERNIEKIT + "save_strategy: epoch\n", "save_strategy = 'epoch': not there yet: saving by epochs"),
+        (
+            ERNIEKIT + "per_device_train_batch_size: 2\nbatch_size: 4\n",
+            "batch_size = 4: train.micro_batch_size is 2 by per_",
+        ),
+        (
+            QEFFICIENT + "callbacks:\n  early_stopping:\n",
+            "callbacks.early_stopping = True: not there yet: stopping early",
+        ),
+        (
+            QEFFICIENT.replace("prompt_template", "prompt_func"),
+            "prompt_func = .*: not there yet: a function that returns",
+        ),
+        (
+            "learning_rate: 1\nmax_steps: 3\n",
+            "Surogate and ERNIEKit have these options; say which it is with --dialect=sur",
+        ),
+    ],
+)
+def test_what_cannot_be_translated_is_an_error_by_name(text, told):
+    with pytest.raises(UserError, match=told):
+        resolved(text)
+
+
+def test_what_is_not_there_yet_at_its_default_is_a_note_and_so_is_a_reason():
+    notes = resolved(SUROGATE + "checkpoint_dir: output\npadding_side: left\nnormuon_beta2: 0.9\n").left_out
+    assert notes[0] == "its.yaml: a config of Surogate; what became of it:"
+    assert "  checkpoint_dir = 'output' -> not there yet, and this is as without it" in notes
+    assert any(note.startswith("  padding_side = 'left' -> padding is neither seen nor trained") for note in notes)
+    (moot,) = [note for note in notes if note.startswith("left out")]
+    assert "optim.normuon.beta2 = 0.9: has no effect" in moot
+
+
+def test_the_dialect_can_be_said_and_our_own_options_come_on_top():
+    text = "learning_rate: 1e-4\nmodel_name_or_path: my/model\ntrain_dataset_path: a.jsonl\n"
+    config = resolved(text, "erniekit", [("optim.learning_rate", "3e-4")])
+    assert config.optim.learning_rate == 3e-4 and config.model.path == "my/model"
+    pathlib.Path("top.yaml").write_text("base: its.yaml\noptim: {beta2: 0.95}\n")
+    config = read_recipe("top.yaml").resolve()
+    assert (config.optim.beta2, config.optim.learning_rate) == (0.95, 1e-4)
+    assert config.left_out[0] == "its.yaml: a config of ERNIEKit; what became of it:"
+
+
+def test_options_from_shows_what_becomes_of_a_config_without_training(capsys):
+    pathlib.Path("its.yaml").write_text(SUROGATE + "normuon_beta2: 0.9\n")
+    assert options.main(["--from=its.yaml"]) == 0
+    shown = capsys.readouterr().out
+    assert "sequence_len = 512 -> data.seq_len = 512\n" in shown
+    assert "lora_dropout = 0.05 (its default) -> lora.dropout = 0.05\n" in shown
+    assert "left out: translation: optim.normuon.beta2 = 0.9: has no effect" in shown
+    pathlib.Path("its.yaml").write_text(SUROGATE + "aim_repo: x\n")
+    assert options.main(["--from=its.yaml"]) == 2
+    shown = capsys.readouterr()
+    assert "sequence_len = 512 -> data.seq_len = 512\n" in shown.out and "aim_repo = 'x': not there yet" in shown.err
+    pathlib.Path("its.yaml").write_text("base: qwen_lora\n")
+    assert options.main(["--from=its.yaml"]) == 2
+    assert "its options are not those of Surogate, XORL, ERNIEKit, QEfficient" in capsys.readouterr().err
+    assert options.main(["--from=its.yaml", "--dialect=axolotl"]) == 2
+    assert "there are surogate, xorl, erniekit, qefficient" in capsys.readouterr().err

@@ -1,0 +1,135 @@
+"""What users of other toolkits complain about most, of data and masks: a test by the name of each complaint.
+
+Two that need a model are elsewhere: packed documents that see each other (tests/parity/test_packing.py), and DPO whose
+rewards stay at 0 or whose reference is wrong (tests/journeys/test_preferences.py).
+"""
+
+import json
+from itertools import islice
+
+import jax
+import numpy as np
+import pytest
+from tiny import CHATML, byte_tokenizer, numbered_documents
+
+from jaxtune.config.schema import Data, Dataset, Mesh
+from jaxtune.data import documents
+from jaxtune.data.chat import ChatTemplate
+from jaxtune.data.documents import tokenize
+from jaxtune.data.encoding import Encoder
+from jaxtune.data.feed import Feed
+from jaxtune.data.rows import Rows
+from jaxtune.errors import UserError
+from jaxtune.parallel.layout import P, by_token
+from jaxtune.parallel.mesh import make_mesh
+
+TURNS = [("user", "Hi"), ("assistant", "Yo"), ("user", "So?"), ("assistant", "Ok.")]
+MESSAGES = [{"role": role, "content": text} for role, text in TURNS]
+
+
+def test_label_masks_are_wrong_and_the_loss_looks_fine(read):
+    """Exactly the answers are trained, in each kind of data (each family of templates: tests/golden/chat)."""
+    prompt = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n«{}<|im_end|>»\n"
+    asked = prompt.format("Hi", "Yo")
+    assert read({"messages": MESSAGES})[0] == [asked + prompt.format("So?", "Ok.")]
+    assert read({"prompt": "Hi", "completion": "Yo"})[0] == [asked]
+    assert read({"instruction": "Hi", "input": "", "output": "Yo"})[0] == [asked]
+    assert read({"prompt": "Hi", "chosen": "Yo", "rejected": "No"}, type="preference")[0] == [
+        asked,
+        prompt.format("Hi", "No"),
+    ]
+
+
+def test_the_token_that_ends_a_turn_is_never_trained(read, tmp_path):
+    """It is, at the end of each turn; where a template writes none, the sample is refused."""
+    assert read({"messages": MESSAGES})[0][0].count("<|im_end|>»") == 2
+    endless = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    tokenizer = byte_tokenizer(tmp_path / "endless", chat_template=endless)
+    (tmp_path / "b.jsonl").write_text(json.dumps({"messages": MESSAGES}))
+    with pytest.raises(UserError, match="without a stop token at its end"):
+        tokenize((Dataset(path=str(tmp_path / "b.jsonl")),), tokenizer, tmp_path / "cache")
+
+
+def test_a_pad_token_that_is_the_end_token_masks_the_end(tmp_path):
+    tokenizer = byte_tokenizer(tmp_path)
+    tokenizer.pad_token = tokenizer.eos_token
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "Hi", "completion": "Yo"}))
+    found = tokenize((Dataset(path=str(tmp_path / "a.jsonl")),), tokenizer, tmp_path / "cache")
+    row = Rows(found, Data(seq_len=128), 1)[0]
+    ends = (row["targets"] == tokenizer.eos_token_id) & (row["loss_weight"] > 0)
+    assert ends.sum() == 1
+
+
+def test_every_label_is_masked_and_the_run_succeeds(read):
+    with pytest.raises(UserError, match="cannot be trained on"):
+        read({"messages": [*MESSAGES[:1], {**MESSAGES[1], "train": False}]})
+    with pytest.raises(UserError, match="cannot be trained on"):
+        read({"input_ids": [1, 2, 3], "labels": [-100, -100, -100]})
+    cut = numbered_documents([20], [[0] * 15 + [1] * 5], continuous=False)
+    with pytest.raises(UserError, match="leaves no trained token"):
+        Rows(cut, Data(seq_len=10, truncation="right"), 1)
+
+
+def test_long_samples_are_truncated_silently():
+    """What is cut, split or left out is counted and printed."""
+    long = numbered_documents([5, 30], continuous=False)
+    dropped = Rows(long, Data(seq_len=10), 1).counts
+    assert "1 dropped with 30 tokens" in str(dropped)
+    cut = Rows(long, Data(seq_len=10, truncation="right"), 1).counts
+    assert "1 truncated by 20 tokens" in str(cut) and cut.dropped_documents == 0
+
+
+@pytest.mark.parametrize("written", ["", "{{ bos_token }}"], ids=["by the tokenizer", "by the template too"])
+def test_training_and_inference_use_different_templates_or_two_bos(tmp_path, written):
+    """What is asked is how the trained conversation begins, with one BOS (named templates: test_chat.py)."""
+    special = ("<s>", "<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    tokenizer = byte_tokenizer(tmp_path, chat_template=written + CHATML, special=special, bos="<s>")
+    template = ChatTemplate(tokenizer)
+    trained = Encoder(tokenizer)([template.render(MESSAGES[:2])])[0]
+    asked = template.prompt(MESSAGES[:1])
+    assert trained.tokens[: len(asked)].tolist() == asked
+    assert (trained.tokens == tokenizer.bos_token_id).sum() == 1 and trained.tokens[0] == tokenizer.bos_token_id
+
+
+def test_tool_calls_render_differently_by_family(tmp_path):
+    """Arguments as an object and as JSON text are the same conversation."""
+    calling = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer, found = byte_tokenizer(tmp_path, chat_template=calling), []
+    for number, arguments in enumerate(({"city": "Paris"}, '{"city": "Paris"}')):
+        call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+        sample = {"messages": [MESSAGES[0], {"role": "assistant", "content": None, "tool_calls": [call]}]}
+        (tmp_path / f"{number}.jsonl").write_text(json.dumps(sample))
+        one = tokenize((Dataset(path=str(tmp_path / f"{number}.jsonl")),), tokenizer, tmp_path / "cache")
+        found.append(tokenizer.decode(one.read(0, 0, 10**6)[0]))
+    assert found[0] == found[1] and 'weather{"city": "Paris"}<|im_end|>' in found[0] and "None" not in found[0]
+
+
+def of_data() -> Feed:
+    numbered = numbered_documents([3, 5, 8, 6, 2] * 3)
+    sharding = jax.NamedSharding(make_mesh(Mesh(), jax.devices()[:1]), P(None, *by_token()))
+    rows = Rows(numbered, Data(seq_len=8), None)
+    return Feed(numbered, rows, None, (1, 2, 8), sharding, total_steps=12, chat=False, data=Data(seq_len=8))
+
+
+def test_a_run_that_resumes_starts_its_data_again():
+    """Neither the first resume does, nor the second."""
+    whole = [(at, np.asarray(batch["tokens"])) for at, batch in islice(of_data().batches({}), 9)]
+    position, found = {}, []
+    for _ in range(3):
+        for after, batch in islice(of_data().batches(json.loads(json.dumps(position))), 3):
+            position = after
+            found.append((after, np.asarray(batch["tokens"])))
+    assert [at for at, _ in found] == [at for at, _ in whole]
+    assert all(np.array_equal(a, b) for (_, a), (_, b) in zip(found, whole))
+
+
+def test_tokenising_is_repeated_at_every_start(tokenizer, tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": MESSAGES}))
+    entries = (Dataset(path=str(tmp_path / "a.jsonl")),)
+    first = tokenize(entries, tokenizer, tmp_path / "cache")
+    monkeypatch.setattr(documents, "_write", None)  # what tokenises
+    assert tokenize(entries, tokenizer, tmp_path / "cache").key == first.key
