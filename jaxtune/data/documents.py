@@ -97,7 +97,8 @@ def tokenize(
                 for left_by_a_kill in cache_dir.glob(f"{folder.name}.{socket.gethostname()}.*.tmp"):
                     shutil.rmtree(left_by_a_kill, ignore_errors=True)
             if not folder.exists():
-                parts = _parts_of(folder) if locked else _temporary(folder, "parts")
+                shared = locked or _parts_of(folder).exists()  # without locks, shards may have been made all the same
+                parts = _parts_of(folder) if shared else _temporary(folder, "parts")
                 tokeniser = Tokeniser(entry, tokenizer, labels, chat)
                 _write(folder, parts, source, tokeniser, on_bad_row, num_proc, _request(entry, shaping))
             found.append(cache.load(folder))

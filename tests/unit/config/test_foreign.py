@@ -126,6 +126,8 @@ TRANSLATED = [
     ),
     (XORL.replace("out}", "out, weight_decay: 0.1, no_decay_modules: [norm]}"), "", {"optim.no_decay": "norm"}),
     # ERNIEKit
+    (ERNIEKIT, "num_samples_each_epoch: 500\n", {"data.samples_per_epoch": 500}),
+    (ERNIEKIT, "num_samples_each_epoch: 6000000\n", {"data.samples_per_epoch": None}),
     (ERNIEKIT, "lora: true\n", {"lora.rank": 8, "lora.alpha": 16.0}),
     (ERNIEKIT, "lora: true\nrslora: true\n", {"lora.alpha": 4.0, "lora.use_rslora": True}),
     (ERNIEKIT, "lora: true\nrslora_plus: true\n", {"lora.alpha": 4.0, "optim.lr_multipliers": ("lora_B=4",)}),

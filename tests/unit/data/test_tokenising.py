@@ -129,6 +129,17 @@ def test_machines_make_a_shard_each_and_the_run_joins_them(entry, tokenizer, tmp
     assert "is whole in the cache already" in prepare_shard((entry,), tokenizer, cache, (0, 3), "skip")[0]
 
 
+def test_shards_are_joined_on_a_file_system_without_locks_too(entry, tokenizer, tmp_path, expected, small, monkeypatch):
+    def no_locks(*_):
+        raise OSError("no locks here")
+
+    monkeypatch.setattr(module.fcntl, "flock", no_locks)
+    for shard in ((0, 2), (1, 2)):
+        prepare_shard((entry,), tokenizer, tmp_path / "cache", shard, "skip")
+    tokenize((entry,), tokenizer, tmp_path / "cache", "skip")
+    assert files(tmp_path / "cache") == expected and len(small) == BLOCKS
+
+
 def test_parts_that_nobody_goes_on_with_are_removed(entry, tokenizer, tmp_path, small, capsys):
     cache = tmp_path / "cache"
     prepare_shard((entry,), tokenizer, cache, (0, 2), "skip")
