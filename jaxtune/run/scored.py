@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,21 +44,18 @@ def with_reference(config: Config, model: Model, mesh: jax.sharding.Mesh, rows: 
     if config.preference.loss is None or REFERENCE not in preference(config.preference).columns:
         return rows
     file = cache_folder(config) / f"reference-{_key(config, model, rows)}.npy"
-    there = multihost_utils.broadcast_one_to_all(np.int32(file.exists()))
-    if not there:
+    if not multihost_utils.process_allgather(np.int32(file.exists())).all():  # hosts may have folders of their own
         log.info("preference.precompute_reference: scoring %d documents", len(rows.documents))
         _write(file, _scores(config, model, mesh, rows))
-    multihost_utils.sync_global_devices("the reference is there")
     return rows.with_column(REFERENCE, np.load(file))
 
 
 def _key(config: Config, model: Model, rows: data.Rows) -> str:
     """A hash of what the scores are computed of and how."""
     folders = [None if config.model.from_scratch else model.folder]
-    if config.preference.reference != "start":
-        folders.append(hf.resolve(config.preference.reference or ""))
-    if config.lora.path is not None:
-        folders.append(hf.resolve(config.lora.path, holds="adapter_config.json"))
+    holds = "adapter_config.json" if config.lora.enabled else "config.json"
+    for name in (config.lora.path, config.preference.reference):
+        folders += [] if name in (None, "start") else [hf.resolve(name, holds=holds)]
     sections = [dataclasses.asdict(section) for section in (config.model, config.lora, config.quant, config.precision)]
     files = [folder and fingerprint(folder) for folder in folders]
     documents = [rows.documents.key, hashlib.sha256(rows.documents.chosen.tobytes()).hexdigest()]
@@ -66,12 +64,11 @@ def _key(config: Config, model: Model, rows: data.Rows) -> str:
 
 
 def _write(file: Path, values: np.ndarray) -> None:
-    if jax.process_index() == 0:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = file.with_suffix(f".{os.getpid()}.tmp")
-        with unfinished.open("wb") as stream:
-            np.save(stream, values)
-        unfinished.rename(file)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_suffix(f".{socket.gethostname()}.{os.getpid()}.tmp")
+    with unfinished.open("wb") as stream:
+        np.save(stream, values)
+    unfinished.rename(file)
 
 
 def _scores(config: Config, model: Model, mesh: jax.sharding.Mesh, rows: data.Rows) -> np.ndarray:

@@ -77,13 +77,17 @@ def test_the_reference_may_be_another_model(home, data):
     call(*recipe_command(home, "qwen_dpo.py", "other-reference", **options))
     first = metrics(home / "runs" / "other-reference")[0]
     assert first["rewards/margins"] < -0.1
-    adapter = home / "runs" / "dpo" / "export"
-    for name, start, margin in (("from", adapter, 0.0), ("against", None, -0.1)):
-        options = {**ADAPTER, **data["pairs"], **short}
-        options |= {"preference.reference": adapter} if start is None else {"lora.path": start}
-        call(*recipe_command(home, "qwen_dpo.py", f"{name}-adapter", **options))
-        first = metrics(home / "runs" / f"{name}-adapter")[0]
-        assert first["rewards/margins"] == 0 if margin == 0 else first["rewards/margins"] < margin
+    adapter, margins = home / "runs" / "dpo" / "export", {}
+    for name, changes in {
+        "from": {"lora.path": adapter},
+        "against": {"preference.reference": adapter},
+        "scored-against": {"preference.reference": adapter, "preference.precompute_reference": True},
+    }.items():
+        command = recipe_command(home, "qwen_dpo.py", f"{name}-adapter", **ADAPTER, **data["pairs"], **short, **changes)
+        call(*command)
+        margins[name] = metrics(home / "runs" / f"{name}-adapter")[0]["rewards/margins"]
+    assert margins["from"] == 0 and margins["against"] < -0.1
+    assert abs(margins["scored-against"] / margins["against"] - 1) <= 1e-4
 
 
 def test_a_reference_may_be_computed_once(home, data):
