@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from runs import conversations, model_folder, run
+from runs import answers, conversations, model_folder, run
 
 ROOT = Path(__file__).parents[1]
 TRAININGS = ("jaxtune.train --config=quickstart", "jaxtune.train --config=quickstart_lora")
@@ -27,8 +27,9 @@ def empty_folder(made: pytest.TempPathFactory) -> Iterator[Path]:
         shutil.copy(ROOT / name, source)
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(wheel), str(source)]
     subprocess.run(pip, check=True, timeout=300)
-    model_folder(folder / "my" / "model", max_position_embeddings=2048)
+    model_folder(folder / "my" / "model", max_position_embeddings=4096)
     conversations(folder / "chats.jsonl", 200)
+    answers(folder / "pairs.jsonl")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("PYTHONPATH", str(wheel))

@@ -56,6 +56,19 @@ def conversations(path: Path, count: int = 60) -> Path:
     return path
 
 
+def answers(path: Path, count: int = 60, paired: bool = True) -> Path:
+    """A jsonl of prompts with a better answer, colours, and a worse one, numbers; or one of them and which it is."""
+    rng = random.Random(0)
+    words = {"chosen": ["red", "green", "blue"], "rejected": ["one", "two", "three", "four"]}
+    with path.open("w") as file:
+        for i in range(count):
+            both = {side: " ".join(rng.choices(known, k=rng.randint(1, 4))) for side, known in words.items()}
+            side = ("chosen", "rejected")[i % 2]
+            answer = both if paired else {"completion": both[side], "label": side == "chosen"}
+            file.write(json.dumps({"prompt": f"say {i}"} | answer) + "\n")
+    return path
+
+
 def recipe(folder: Path, lora: bool = False) -> Path:
     """A recipe file, with its model and data, in `folder`."""
     model = folder / "model"

@@ -1,14 +1,11 @@
 """Learning from preferences: recipes as rows, whole models with a reference that is kept, a reward model."""
 
-import json
 import math
-import random
 
 import pytest
 from journey import loads_in_transformers, row
-from runs import call, metrics, recipe_command
+from runs import answers, call, metrics, recipe_command
 
-WORDS = {"chosen": ["red", "green", "blue"], "rejected": ["one", "two", "three", "four"]}
 ADAPTER = {"lora.rank": 4, "model.dtype": "float32", "precision.recipe": "fp32"}
 WHOLE = {"lora.enabled": False, "model.dtype": "float32", "precision.recipe": "fp32", "optim.learning_rate": 1e-3}
 
@@ -16,23 +13,9 @@ WHOLE = {"lora.enabled": False, "model.dtype": "float32", "precision.recipe": "f
 @pytest.fixture(scope="module")
 def data(home):
     """{form: options}: pairs, and answers that are wanted or not."""
-    draw = random.Random(0)
-    texts = [
-        {"prompt": f"say {i}"}
-        | {side: " ".join(draw.choice(words) for _ in range(draw.randint(1, 4))) for side, words in WORDS.items()}
-        for i in range(60)
-    ]
-    answers = [
-        {"prompt": text["prompt"], "completion": text[side], "label": side == "chosen"}
-        for i, text in enumerate(texts)
-        for side in (("chosen", "rejected")[i % 2],)
-    ]
-    found = {}
-    for name, samples in {"pairs": texts, "answers": answers}.items():
-        (home / f"{name}.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
-        found[name] = {"data.datasets[0].path": home / f"{name}.jsonl", "data.datasets[0].type": "auto"}
-        found[name]["data.seq_len"] = 128
-    return found
+    files = {form: answers(home / f"{form}.jsonl", paired=form == "pairs") for form in ("pairs", "answers")}
+    own = {"data.datasets[0].type": "auto", "data.seq_len": 128}
+    return {form: {"data.datasets[0].path": file, **own} for form, file in files.items()}
 
 
 def test_adapters_learn_which_answer_is_better(home, data):
