@@ -90,6 +90,14 @@ def _main(values: flags.FlagValues, _: None) -> None:
         print(f"{'removed' if removed else entry.name[:8]}  {size / 1e6:10,.1f} MB  last used {day}  {notes}")
         if removed:
             remove(entry)
+    for scores in folder.glob("reference-*.npy"):  # of preference.precompute_reference
+        made = scores.stat().st_mtime
+        removed = limit is not None and made <= limit
+        name = "removed" if removed else scores.stem.removeprefix("reference-")[:8]
+        day, size = datetime.date.fromtimestamp(made), scores.stat().st_size / 1e6
+        print(f"{name}  {size:10,.1f} MB  made {day}  scores of answers by a reference")
+        if removed:
+            scores.unlink()
     if limit is not None:
         remove_remains(folder, limit)
 

@@ -55,7 +55,7 @@ def _open(
             raise UserError(f"--step={values.step}: without --run there are no checkpoints")
         config = labelled(config if values.model is None else of_model(values.model, config))
         model = declare_model(read_base(config), config, mesh, train=values.model is None)
-        if is_kept(config):
+        if is_kept(config) or config.preference.precompute_reference:
             raise UserError(f"preference.loss={config.preference.loss!r} compares with a reference: give --run")
         return config, model, initial_parameters(model, config), frozen_parameters(model, config), {}
     if values.model is not None:

@@ -93,6 +93,8 @@ def _main(values: flags.FlagValues, config: Config):
     classifier = config.sample_type == "classification"
     columns, labels = (LABELLED, config.model.id2label) if classifier else (NEXT_TOKEN, ())
     if values.shard is not None:
+        if config.data.cache_only:
+            raise UserError("--shard reads the sources, and data.cache_only=True says not to")
         for line in prepare_documents(config, tokenizer, _shard(values.shard)):
             console.print(line, markup=False)
         return

@@ -107,6 +107,10 @@ def _preference(config: Config) -> Iterator[Problem]:
         yield _problem(config, "preference.loss", reason, "model.head", "model.num_labels")
     if options.loss != "bradley_terry" and model.head != "lm":
         yield _problem(config, "preference.loss", "learns from tokens: set model.head = 'lm'", "model.head")
+    if config.data.truncation not in ("auto", "delete"):
+        yield _problem(
+            config, "data.truncation", "answers belong together and are not cut: choose 'delete'", "preference.loss"
+        )
     if options.loss == "exo_pair" and not options.label_smoothing:
         yield _problem(
             config, "preference.label_smoothing", "exo_pair needs more, for example 0.001", "preference.loss"
@@ -142,7 +146,8 @@ def _chat(config: Config) -> Iterator[Problem]:
         yield _problem(config, "chat.roles", "names no role, so nothing would be trained")
     entries = (*config.data.datasets, *config.data.eval_datasets)
     of_generation = ("template", "response_prefix")
-    if not any(entry.type in ("auto", "conversation", "instruction") and not entry.prompt_format for entry in entries):
+    rendered = ("auto", "conversation", "instruction", "preference", "unpaired_preference")
+    if not any(entry.type in rendered and not entry.prompt_format for entry in entries):
         for field in dataclasses.fields(Chat):
             if getattr(config.chat, field.name) != field.default and field.name not in of_generation:
                 reason = "has no effect: a chat template renders no entry of data.datasets"

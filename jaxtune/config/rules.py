@@ -1,5 +1,6 @@
 """The rules that options carry: the interval of a number, the form of a text, and the condition for an effect."""
 
+import dataclasses
 import math
 import operator
 import re
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxtune.config import keys
-from jaxtune.config.schema import Config
+from jaxtune.config.schema import Config, Dataset
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ def broken(config: Config) -> Iterator[Problem]:
         if wrong := malformed(value, option.unit):
             yield Problem((key,), f"{key} = {value!r}: {wrong}")
         scope, prefix = (section, f"{key.rpartition('.')[0]}.") if "[" in key else (config, "")
+        if isinstance(scope, Dataset) and scope.type == "auto" and config.sample_type is not None:
+            scope = dataclasses.replace(scope, type=config.sample_type)
         for condition in option.when if value != option.default else ():
             # Safe to eval: the expression is from the schema, and sees nothing but options.
             if not eval(condition, {"__builtins__": {}}, vars(scope)):

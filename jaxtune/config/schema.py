@@ -51,11 +51,12 @@ READ_BY_TYPE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "classification": (("text_field", "target_column"), ("text_pair_field",)),
     "preference": (
         ("chosen_field", "rejected_field"),
-        ("prompt_field", "tools_field", "system_field", "system_prompt", "chosen_score_field", "rejected_score_field"),
+        ("prompt_field", "input_field", "message_property_mappings", "tools_field", "system_field", "system_prompt",
+         "chosen_score_field", "rejected_score_field"),
     ),
     "unpaired_preference": (
         ("output_field", "desirable_field"),
-        ("prompt_field", "tools_field", "system_field", "system_prompt"),
+        ("prompt_field", "input_field", "message_property_mappings", "tools_field", "system_field", "system_prompt"),
     ),
 }
 # Types that 'auto' never chooses by the columns: the task does.
@@ -666,7 +667,8 @@ class Preference:
     loss_weight: float = option(1.0, "weight of the loss of pairs", "(0, inf)",
         when="preference.loss not in ('kto', 'bradley_terry')")
     sft_weight: float | None = option(None,
-        "weight of the chosen answers' cross-entropy, added; unset: 1 for cpo and orpo, 0 for others", "[0, inf)",
+        "weight of the chosen answers' cross-entropy, added, without their prompts (TRL's ORPO has these too); unset: "
+        "1 for cpo and orpo, 0 for others", "[0, inf)",
         when="preference.loss not in ('kto', 'bradley_terry')")
     desirable_weight: float = option(1.0, "weight of answers that are wanted", "[0, inf)",
         when="preference.loss == 'kto'")
@@ -681,7 +683,8 @@ class Preference:
         "forward pass in a step, and no copy of weights",
         when="preference.loss not in ('simpo', 'cpo', 'orpo', 'bradley_terry') and preference.reference is not None "
         "and preference.reference_update_steps is None")
-    reference_update_steps: int | None = option(None, "the model becomes the reference after each so many steps",
+    reference_update_steps: int | None = option(None,
+        "the model becomes the reference after each so many steps; an evaluation then compares it with itself",
         "steps [1, inf)", when="preference.loss not in ('simpo', 'cpo', 'orpo', 'bradley_terry')")
 
 

@@ -24,6 +24,8 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key is not text: quote {{...}}", key.start_mark)
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"{key.value} is written twice", key.start_mark)
             seen.add(key.value)
@@ -48,8 +50,12 @@ def read(file: Path, name: str) -> Written:
         node = loader.get_single_node()
         lines: dict[str, int] = {}
         if node is not None:
-            _find_lines(node, "", lines)
+            _find_lines(node, "", lines, {})
         values = {} if node is None else loader.construct_document(node)
+    except RecursionError:
+        raise UserError(f"{name}: nested too deeply") from None
+    except (TypeError, ValueError) as error:  # a date that is none, a key that is a list, a tag that does not fit
+        raise UserError(f"{name}: {error}; put text into quotes") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f", line {mark.line + 1}" if mark else ""
@@ -63,13 +69,20 @@ def read(file: Path, name: str) -> Written:
     return Written(values, lines)
 
 
-def _find_lines(node: yaml.Node, name: str, lines: dict[str, int]) -> None:
+def _find_lines(node: yaml.Node, name: str, lines: dict[str, int], finished: dict[int, bool]) -> None:
+    """`finished`: of each node that was met, whether all below it were; an alias is the node that it stands for."""
     lines.setdefault(name, node.start_mark.line + 1)
+    if id(node) in finished:
+        if not finished[id(node)]:
+            raise yaml.MarkedYAMLError(problem="an alias inside of what it stands for", problem_mark=node.start_mark)
+        return
+    finished[id(node)] = False
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             inner = f"{name}.{key.value}" if name else str(key.value)
             lines[inner] = key.start_mark.line + 1
-            _find_lines(value, inner, lines)
+            _find_lines(value, inner, lines, finished)
     elif isinstance(node, yaml.SequenceNode):
         for i, item in enumerate(node.value):
-            _find_lines(item, f"{name}[{i}]", lines)
+            _find_lines(item, f"{name}[{i}]", lines, finished)
+    finished[id(node)] = True

@@ -79,7 +79,10 @@ def detect(entry: Dataset, sample: Sample) -> tuple[Dataset, tuple[str, ...]]:
     changes: dict[str, Any] = {option: field for option, field in needed if option}
     if changes.get("instruction_field") == entry.input_field:
         changes["input_field"] = None
-    for option, known in BESIDE.items() if entry.type == "auto" else ():
+    of_preference = type_ in ("preference", "unpaired_preference")
+    if of_preference and changes.get("prompt_field") != "instruction":
+        changes["input_field"] = None
+    for option, known in BESIDE.items() if entry.type == "auto" or of_preference else ():
         if option in _options(type_) and not getattr(entry, option):
             changes[option] = next((column for column in known if column in sample), None)
     return dataclasses.replace(entry, type=type_, **changes), columns
@@ -107,9 +110,12 @@ def _needed(type_: str, entry: Dataset, sample: Sample) -> list[tuple[str, str]]
     """The columns that a sample of a type must have, each with the option that names it, if there is one."""
     if type_ == "tokenized":
         return [("", "input_ids")]
-    if type_ == "preference" and (columns := preferences.found_columns(entry, sample)):
-        return [("", column) for column in columns]
+    if type_ == "preference" and (found := preferences.needed_fields(entry, sample)):
+        return found
     fields = [(option, _field(option, entry, sample)) for option in READ_BY_TYPE[type_][0]]
+    if type_ == "unpaired_preference":
+        entry = dataclasses.replace(entry, output_field=fields[0][1])
+        return [*fields, *preferences.prompt_fields(entry, sample)]
     if type_ == "conversation" and fields[0][1] not in sample:
         if set(QUERIES_AND_ANSWERS) <= sample.keys():
             return [("", column) for column in QUERIES_AND_ANSWERS]

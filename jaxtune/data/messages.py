@@ -62,6 +62,8 @@ def _check_message(raw: Any, i: int) -> Message:
     message["content"] = content
     _check_training(message, i)
     if "tool_calls" in message:
+        if not isinstance(message["tool_calls"], list):
+            raise UserError(f"message {i}: tool_calls must be a list, found {clip(repr(message['tool_calls']))}")
         message["tool_calls"] = [_check_tool_call(call, i) for call in message["tool_calls"]]
     return message
 

@@ -1,5 +1,7 @@
 """Preference data: the two answers of a sample, or one and whether it is wanted, each after its prompt."""
 
+import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -8,53 +10,61 @@ import numpy as np
 from jaxtune.config.schema import Dataset
 from jaxtune.data.chat import ChatTemplate
 from jaxtune.data.columns import DESIRABLE, SCORE_DELTA
-from jaxtune.data.dialects import conversation_of
+from jaxtune.data.dialects import HISTORY, conversation_of, history_of
 from jaxtune.data.encoding import Encoded, Pair, Refused, Rendered
 from jaxtune.data.messages import Message, check_messages, check_tools, clip
-from jaxtune.data.templates import columns_in, fill
+from jaxtune.data.templates import fill, is_template
 from jaxtune.data.units import Unit
 from jaxtune.errors import UserError
 
 Sample = Mapping[str, Any]
 
-# Where the two answers are, the better one first; ms-swift's follow the conversation, whose last answer is the better.
-CHOSEN_AND_REJECTED = ("chosen", "rejected")
+# ms-swift: the worse answer, beside a conversation whose last answer is the better one.
 _SWIFT = ("rejected_response", "rejected_messages")
 # ERNIEKit: queries, earlier answers, two answers, and a number for each, larger for the better one.
 ERNIE = ("src", "tgt", "response", "sort")
+_WANTED = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
 
 
-def found_columns(entry: Dataset, sample: Sample) -> tuple[str, ...] | None:
-    """The columns of a sample that hold a prompt and two answers, as one of the toolkits writes them; None: none do."""
-    answers = entry.chosen_field, entry.rejected_field
-    if set(answers) <= sample.keys():
-        prompt = _prompt_field(entry, sample)
-        return (*(columns_in(prompt) if prompt else ()), *answers)
-    if {"messages"} <= sample.keys() and (rejected := next((name for name in _SWIFT if name in sample), None)):
-        return "messages", rejected
-    return ERNIE if set(ERNIE) <= sample.keys() else None
+def needed_fields(entry: Dataset, sample: Sample) -> list[tuple[str, str]] | None:
+    """The columns of a sample that hold a prompt and two answers, as one of the toolkits writes them; None: none do.
+
+    Each with the option that names it, if there is one.
+    """
+    answers = [("chosen_field", entry.chosen_field), ("rejected_field", entry.rejected_field)]
+    if {field for _, field in answers} <= sample.keys():
+        return [*prompt_fields(entry, sample), *answers]
+    rejected = [("", name) for name in _SWIFT if name in sample]
+    if "messages" in sample and rejected:
+        return [("", "messages"), *rejected]
+    return [("", name) for name in ERNIE] if set(ERNIE) <= sample.keys() else None
 
 
-def _prompt_field(entry: Dataset, sample: Sample) -> str | None:
+def prompt_fields(entry: Dataset, sample: Sample) -> list[tuple[str, str]]:
+    """The column of the prompt, which is that of all samples, and that of earlier exchanges; [] if there is none."""
     if entry.prompt_field is not None:
-        return entry.prompt_field
+        return [("prompt_field", entry.prompt_field)]
     known = ("prompt", "question", "query", "instruction", "conversations", "messages")
-    there = (column for column in known if sample.get(column) is not None and column != entry.output_field)
-    return next(there, None)
+    answer = entry.output_field if entry.type == "unpaired_preference" else None
+    field = next((name for name in known if sample.get(name) is not None and name != answer), None)
+    beside = [("", HISTORY)] if isinstance(sample.get(HISTORY), list) else []
+    return [] if field is None else [("prompt_field", field), *beside]
 
 
 def pair_of(entry: Dataset, columns: tuple[str, ...], template: ChatTemplate | None, sample: Sample) -> Pair:
     """The chosen and the rejected answer of a sample after their prompt. Raises UserError for another form.
 
-    template: None: the tokenizer has none, and texts are joined as they are.
+    entry, columns: what `formats.detect` returned. template: None: the tokenizer has none, and texts are joined.
     """
-    values = _score_delta(entry, sample)
+    values = {SCORE_DELTA.name: _score_delta(entry, sample)}
     if columns == ERNIE:
         prompt, *answers = _of_ernie(sample)
     elif columns[0] == "messages" and columns[-1] in _SWIFT:
-        prompt, *answers = _of_swift(sample, columns[-1])
+        prompt, *answers = _of_swift(entry, sample)
     else:
-        prompt, *answers = _of_answers(entry, columns, sample)
+        prompt, *answers = _of_answers(entry, sample)
+    if answers[0] == answers[1]:
+        raise Refused("both answers are the same, so that none is better")
     if prompt is None and all(isinstance(answer, str) for answer in answers):
         return Pair(_continuations(*answers), values)
     if prompt is None:
@@ -66,13 +76,13 @@ def pair_of(entry: Dataset, columns: tuple[str, ...], template: ChatTemplate | N
 def wanted_of(entry: Dataset, template: ChatTemplate | None, sample: Sample) -> Pair:
     """An answer after its prompt, and whether it is wanted. Raises UserError for another form."""
     label = sample.get(entry.desirable_field)
-    if not isinstance(label, bool | np.bool_) and label not in (0, 1):
+    wanted = _WANTED.get(str(label).lower())
+    if wanted is None:
         raise UserError(f"column {entry.desirable_field!r} must be true or false, found {clip(repr(label))}")
-    field, answer = _prompt_field(entry, sample), _value(sample, entry.output_field)
-    prompt = None if field is None else fill(field, sample) if "{" in field else _value(sample, field)
+    prompt, answer = _prompt(entry, sample), _value(entry, sample, entry.output_field)
     if prompt is None and isinstance(answer, list):  # a conversation, whose last message is judged
         prompt, answer = answer[:-1], answer[-1:]
-    return Pair((_after(prompt, answer, entry, template, sample),), {DESIRABLE.name: float(label)})
+    return Pair((_after(prompt, answer, entry, template, sample),), {DESIRABLE.name: wanted})
 
 
 def with_other_answers(units: Iterable[Unit]) -> Iterator[Unit]:
@@ -116,51 +126,93 @@ def shortened(document: Encoded, most: int) -> Encoded:
 def _of_ernie(sample: Sample) -> tuple[Any, Any, Any]:
     queries, answers, both, order = (sample[column] for column in ERNIE)
     lists = all(isinstance(value, list) for value in (queries, answers, both, order))
-    if not lists or len(both) != 2 or len(order) != 2 or order[0] == order[1] or len(queries) != len(answers) + 1:
+    if not lists or not (len(both) == len(order) == 2 and len(queries) == len(answers) + 1):
         raise UserError(
             "expected src with one text more than tgt, two of response and a number for each in sort, larger for the "
             f"better one; found {clip(repr({column: sample[column] for column in ERNIE}))}"
         )
+    first, second = (_number("sort", number) for number in order)
+    if first == second:
+        raise Refused(f"sort is {order!r}, so that no answer is better")
     prompt = [{"role": "user", "content": queries[0]}]
     for answer, query in zip(answers, queries[1:]):
         prompt += [{"role": "assistant", "content": answer}, {"role": "user", "content": query}]
-    texts = ["".join(text) if isinstance(text, list) else text for text in both]
-    chosen, rejected = texts if order[0] > order[1] else texts[::-1]
+    texts = ["".join(text) if isinstance(text, list) and all(map(_is_text, text)) else text for text in both]
+    if not all(map(_is_text, texts)):
+        raise UserError(f"column 'response' must be two texts, found {clip(repr(both))}")
+    chosen, rejected = texts if first > second else texts[::-1]
     return prompt, chosen, rejected
 
 
-def _of_swift(sample: Sample, column: str) -> tuple[Any, Any, Any]:
-    messages, rejected = conversation_of(sample["messages"]), _value(sample, column)
-    if not isinstance(messages, list) or not messages or not isinstance(messages[-1], dict):
+def _of_swift(entry: Dataset, sample: Sample) -> tuple[Any, Any, Any]:
+    messages = _value(entry, sample, "messages")
+    # Of Arrow's files every sample has both columns, one of them empty.
+    column = next((name for name in _SWIFT if sample.get(name) is not None), _SWIFT[0])
+    rejected = _value(entry, sample, column)
+    if not isinstance(messages, list):
         raise UserError(f"column 'messages' must be a conversation, found {clip(repr(messages))}")
     if column == "rejected_messages":
         return None, messages, rejected
     return messages[:-1], messages[-1:], rejected
 
 
-def _of_answers(entry: Dataset, columns: tuple[str, ...], sample: Sample) -> tuple[Any, Any, Any]:
-    chosen, rejected = _value(sample, entry.chosen_field), _value(sample, entry.rejected_field)
-    field = _prompt_field(entry, sample)
-    prompt = None if field is None else fill(field, sample) if "{" in field else _value(sample, field)
-    if field == "instruction" and isinstance(more := sample.get("input"), str) and more:
-        prompt = f"{prompt}\n{more}"
+def _of_answers(entry: Dataset, sample: Sample) -> tuple[Any, Any, Any]:
+    chosen, rejected = _value(entry, sample, entry.chosen_field), _value(entry, sample, entry.rejected_field)
+    prompt = _prompt(entry, sample)
     if isinstance(chosen, list) and isinstance(prompt, str) and chosen[0].get("role") != "assistant":
         prompt = None  # the answers are whole conversations, and the prompt is their beginning
     return prompt, chosen, rejected
 
 
-def _value(sample: Sample, column: str) -> Any:
-    """Text, or a list of messages, with the keys and roles of OpenAI."""
+def _prompt(entry: Dataset, sample: Sample) -> Any:
+    """Text or messages; None where the answers begin with it."""
+    field = entry.prompt_field
+    if field is None:
+        return None
+    prompt = fill(field, sample) if is_template(field) else _value(entry, sample, field)
+    if isinstance(prompt, str):
+        more = sample.get(entry.input_field) if entry.input_field else None
+        prompt = f"{prompt}\n{more}" if isinstance(more, str) and more else prompt
+        if isinstance(sample.get(HISTORY), list):
+            prompt = [*history_of(sample), {"role": "user", "content": prompt}]
+    return prompt
+
+
+def _value(entry: Dataset, sample: Sample, column: str) -> Any:
+    """Text, or a list of messages with the keys and roles of OpenAI, which may also be given as its JSON text."""
     if column not in sample:
         raise UserError(f"missing column {column!r}; it has {', '.join(map(str, sample)) or 'none'}")
     value = sample[column]
-    value = [value] if isinstance(value, dict) else value
-    found = value if isinstance(value, str) and not value.lstrip().startswith("[") else conversation_of(value)
+    renamed = dict(pair.split("=", 1) for pair in entry.message_property_mappings)
+    found = [value] if isinstance(value, dict) else _listed(value) if isinstance(value, str) else value
     if isinstance(found, list) and found and all(isinstance(message, dict) for message in found):
-        return found
-    if not isinstance(found, str):
+        return conversation_of(found, renamed)
+    if not isinstance(value, str):
         raise UserError(f"column {column!r} must be text or messages, found {clip(repr(value))}")
-    return found
+    return value
+
+
+def _listed(text: str) -> Any:
+    """The list that a text is as JSON; answers that merely begin with a bracket stay text."""
+    try:
+        return json.loads(text) if text.lstrip().startswith("[") else None
+    except ValueError:
+        return None
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _number(column: str, value: Any) -> float:
+    """A number, also as the text that CSV files have. Raises UserError for anything else, and NaN."""
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not abs(number) < 1e30:
+        raise UserError(f"column {column!r} must be a number, found {clip(repr(value))}")
+    return number
 
 
 def _after(prompt: Any, answer: Any, entry: Dataset, template: ChatTemplate | None, sample: Sample) -> Rendered:
@@ -176,7 +228,10 @@ def _after(prompt: Any, answer: Any, entry: Dataset, template: ChatTemplate | No
     answers = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
     before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
     messages = check_messages([*({**message, "train": False} for message in before), *answers])
-    system = entry.system_prompt if entry.system_field is None else sample.get(entry.system_field)
+    system = sample.get(entry.system_field) if entry.system_field else None
+    if not isinstance(system, str | None):
+        raise UserError(f"column {entry.system_field!r} must be text, found {clip(repr(system))}")
+    system = system or entry.system_prompt
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     tools = check_tools(sample.get(entry.tools_field)) if entry.tools_field else None
@@ -205,14 +260,12 @@ def _with_shared_beginning(chosen: Any, rejected: Any) -> tuple[list[Message], l
     return chosen[:shared], chosen[shared:], rejected[shared:]
 
 
-def _score_delta(entry: Dataset, sample: Sample) -> dict[str, float]:
+def _score_delta(entry: Dataset, sample: Sample) -> float:
     """By how much the score of the chosen answer is larger; 1 where the data has no scores."""
     if entry.chosen_score_field is None or entry.rejected_score_field is None:
-        return {SCORE_DELTA.name: 1.0}
+        return 1.0
     columns = entry.chosen_score_field, entry.rejected_score_field
-    chosen, rejected = (sample.get(column) for column in columns)
-    if not isinstance(chosen, int | float) or not isinstance(rejected, int | float):
-        raise UserError(f"columns {' and '.join(map(repr, columns))} must be numbers, found {chosen!r}, {rejected!r}")
+    chosen, rejected = (_number(column, sample.get(column)) for column in columns)
     if chosen <= rejected:
-        raise Refused(f"the score of the chosen answer, {chosen!r}, is not larger than {rejected!r}")
-    return {SCORE_DELTA.name: float(chosen - rejected)}
+        raise Refused(f"the score of the chosen answer, {chosen:g}, is not larger than {rejected:g}")
+    return chosen - rejected

@@ -124,8 +124,12 @@ class Stream:
             rows = Rows(documents, of_window, 1, self._columns, most)
             numbers = {"window": place["window"] + 1, "row": place["row"] + rows.total(1)}
             after = numbers | reader.state() | {"skipped": place["skipped"] + skipped}
+            dropped = place.get("dropped", 0) + rows.counts.dropped_documents
+            after["dropped"] = dropped
             if skipped:
                 log.warning("data: %d bad samples skipped until row %d", after["skipped"], after["row"])
+            if rows.counts.dropped_documents:
+                log.warning("data: %d documents longer than a row left out until row %d", dropped, after["row"])
             yield Window(place, after, documents, rows)
             place = after
 

@@ -89,8 +89,8 @@ def _answer(process: subprocess.Popen, task: Any) -> Any:
     except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
         code = process.wait()
         raise UserError(
-            f"a process that tokenises ended with code {code}, which is -9 if the system had no memory left; choose a "
-            "smaller data.num_proc"
+            f"a process that tokenises ended with code {code}; "
+            + ("the system had no memory left: choose a smaller data.num_proc" if code == -9 else "it says why above")
         ) from error
     if isinstance(result, UserError):
         raise result

@@ -1,6 +1,7 @@
 """Learning from preferences: of two answers to a prompt the better one, or whether an answer is wanted.
 
-Losses, their names and their metrics are those of TRL. A pair is a unit of two documents, the chosen answer after its
+Losses, their names and their metrics are those of TRL; but the cross-entropy of ORPO is that of the answer, as its
+authors write, where TRL's is that of the prompt too. A pair is a unit of two documents, the chosen answer after its
 prompt and then the rejected one; what of a document is trained is the answer.
 """
 

@@ -19,6 +19,7 @@ from jaxtune.checkpoint import fingerprint
 from jaxtune.config.schema import Config
 from jaxtune.data.columns import REFERENCE
 from jaxtune.data.splits import cache_folder
+from jaxtune.errors import UserError
 from jaxtune.models.decoder import Parameters, bind
 from jaxtune.models.score import Batch, score
 from jaxtune.objectives.documents import of_documents
@@ -47,7 +48,11 @@ def with_reference(config: Config, model: Model, mesh: jax.sharding.Mesh, rows: 
     if not multihost_utils.process_allgather(np.int32(file.exists())).all():  # hosts may have folders of their own
         log.info("preference.precompute_reference: scoring %d documents", len(rows.documents))
         _write(file, _scores(config, model, mesh, rows))
-    return rows.with_column(REFERENCE, np.load(file))
+    try:
+        values = np.load(file)
+    except (EOFError, ValueError) as error:
+        raise UserError(f"{file} is damaged; delete it") from error
+    return rows.with_column(REFERENCE, values)
 
 
 def _key(config: Config, model: Model, rows: data.Rows) -> str:

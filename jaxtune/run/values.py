@@ -134,7 +134,10 @@ def read_reference(model: Model, config: Config, like: Parameters) -> Parameters
     name = config.preference.reference
     if config.lora.enabled:
         other = dataclasses.replace(config, lora=dataclasses.replace(config.lora, path=name))
-        return rounded_as(initial_parameters(model, other), like)
+        try:
+            return rounded_as(initial_parameters(model, other), like)
+        except UserError as error:
+            raise UserError(f"preference.reference={name!r}: {error}") from error
     own = dataclasses.replace(config.model, path=name, revision=None, from_scratch=False)
     other = dataclasses.replace(config, model=own)
     base = read_base(other)

@@ -83,6 +83,8 @@ def test_a_reference_may_be_computed_once(home, data):
     )
     assert max(abs(a / b - 1) for a, b in zip(expected, found)) <= 1e-5
     assert "scoring" not in call("jaxtune.evaluate", f"--run={folder}")
+    alone = ("jaxtune.evaluate", f"--config={folder / 'config.json'}", f"--model={folder / 'export'}")
+    assert "compares with a reference: give --run" in call(*alone, code=2)
 
 
 def test_a_reward_model_of_pairs(home, data):

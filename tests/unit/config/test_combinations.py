@@ -8,6 +8,8 @@ from jaxtune.config import dataset, keys, resolve
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 
+PAIRS = {"preference.loss": "sigmoid"}
+ONE_SCORED = {"data.datasets[1].chosen_score_field": "good", "data.datasets[1].rejected_score_field": "bad"}
 LABELS = {
     "model.head": "classification",
     "data.datasets[0].type": "classification",
@@ -60,6 +62,20 @@ LABELS = {
             "sorts documents by length.*data.shuffle_each = True keeps their order",
         ),
         ({"data.streaming": "yes"}, "train.max_steps", "data.streaming has no end"),
+        ({**PAIRS, "data.datasets[0].prompt_format": "x"}, r"data.datasets\[0\].prompt_format", "no effect"),
+        ({**PAIRS, "data.datasets[0].type": "text"}, r"data.datasets\[0\].type", "learns from type 'preference'"),
+        ({"data.datasets[0].type": "preference"}, r"data.datasets\[0\].type", "with preference.loss"),
+        ({**PAIRS, "data.truncation": "left"}, "data.truncation", "answers belong together"),
+        ({**PAIRS, "train.z_loss": "0.1"}, "train.z_loss", "preference.loss is None"),
+        (
+            {**PAIRS, **ONE_SCORED, "preference.offset_alpha": "1"},
+            r"data.datasets\[0\].chosen_score_field",
+            "needs the scores of both",
+        ),
+        ({"preference.loss": "exo_pair"}, "preference.label_smoothing", "exo_pair needs more"),
+        ({"preference.loss": "bradley_terry"}, "preference.loss", "a reward is one number"),
+        ({"preference.loss": "orpo", "preference.reference": "x"}, "preference.reference", "no effect"),
+        ({"preference.beta": "1"}, "preference.beta", "only when preference.loss is not None"),
         (
             {
                 "data.streaming": "yes",
@@ -448,6 +464,8 @@ def test_two_kinds_of_validation_data(base):
         {"attention.backend": "triton", "train.deterministic": "true"},
         {"train.max_steps": "5"},
         {"train.epochs": "0.5"},
+        {"preference.loss": "kto", "data.datasets[0].desirable_field": "kto_tag", "chat.agent_template": "hermes"},
+        {**PAIRS, "data.datasets[0].type": "preference", "chat.agent_template": "hermes"},
         {"log.wandb.enabled": "true", "log.wandb.name": "x"},
         {"data.datasets[0].type": "conversation", "data.datasets[0].messages_field": "turns"},
     ],

@@ -80,6 +80,11 @@ def test_what_a_file_makes_moot_of_its_base_is_a_note_and_its_own_values_are_not
             "hello = 1: no such option.*nor are there options of surogate or xorl or erniekit or qefficient",
         ),
         ("lora: !!python/object/apply:os.getcwd []\n", "line 1: could not determine a constructor for the tag"),
+        ("model: {path: {{MODEL}}}\n", "my.yaml, line 1: a key is not text"),
+        ("train.run_name: 2026-99-25\n", "my.yaml: month must be in 1..12; put text into quotes"),
+        ("lora.rank: !!int abc\n", "my.yaml: invalid literal for int"),
+        ("model: &a [*a]\n", "my.yaml, line 1: an alias inside of what it stands for"),
+        ("a: " + "[" * 3000, "my.yaml: nested too deeply"),
         ("", "my.yaml: 2 problems\n +model.path = None: must name a Hugging Face folder or hub id\n +data.datasets = "),
     ],
 )

@@ -31,6 +31,8 @@ FORMS = {
     },
     "ms-swift, text": {"messages": [HI, YO], "rejected_response": "No"},
     "ms-swift, messages": {"messages": [HI, YO], "rejected_messages": [HI, NO]},
+    "ms-swift, of Arrow": {"messages": [HI, YO], "rejected_response": None, "rejected_messages": [HI, NO]},
+    "messages as text": {"prompt": json.dumps([HI]), "chosen": json.dumps([YO]), "rejected": "No"},
     "ERNIEKit": {"src": ["Hi"], "tgt": [], "response": [["No"], ["Yo"]], "sort": [0, 1]},
 }
 
@@ -76,11 +78,19 @@ def test_a_prompt_that_is_too_long_loses_its_beginning(read):
 REFUSED = {
     "another column is missing": ({"chosen": "a", "answer": "b"}, "needs preference: chosen"),
     "an answer is empty": (FORMS["TRL, text"] | {"rejected": ""}, "an answer is empty"),
-    "answers are equal": ({"chosen": [HI, YO], "rejected": [HI, YO]}, "is the beginning of the other"),
-    "texts are equal": ({"chosen": "a", "rejected": "a"}, "is the beginning of the other"),
+    "an answer is longer": ({"chosen": [HI, YO, HI], "rejected": [HI, YO]}, "is the beginning of the other"),
+    "a text is longer": ({"chosen": "ab", "rejected": "a"}, "is the beginning of the other"),
     "neither text nor messages": ({"chosen": 1, "rejected": 2}, "must be text or messages, found 1"),
     "one is text": ({"chosen": "a", "rejected": [HI, YO]}, "one answer is text, the other messages"),
-    "no order": (FORMS["ERNIEKit"] | {"sort": [1, 1]}, "larger for the better one"),
+    "no order": (FORMS["ERNIEKit"] | {"sort": [1, 1]}, "no answer is better"),
+    "an order that is none": (FORMS["ERNIEKit"] | {"sort": [None, 1]}, "'sort' must be a number, found None"),
+    "answers that are none": (FORMS["ERNIEKit"] | {"response": [[1], ["Yo"]]}, "'response' must be two texts"),
+    "the same answer": ({"prompt": "Hi", "chosen": "Yo", "rejected": "Yo"}, "both answers are the same"),
+    "a system prompt that is none": (FORMS["TRL, text"] | {"system": 5}, "'system' must be text, found 5"),
+    "calls that are none": (
+        {"prompt": "Hi", "chosen": [YO | {"tool_calls": 5}], "rejected": [NO]},
+        "message 1: tool_calls must be a list",
+    ),
 }
 
 
@@ -88,6 +98,41 @@ REFUSED = {
 def test_a_pair_that_is_none_is_refused_by_its_line(read, sample, said):
     with pytest.raises(UserError, match=f"a.jsonl:1: .*{said}|a.jsonl: line 1: .*{said}|{said}"):
         read(sample, type="preference")
+
+
+def test_answers_that_begin_with_a_bracket_are_text(read):
+    sample = {"prompt": "[INST] Hi [/INST]", "chosen": "[1, 2, 3]", "rejected": "[Verse 1] la"}
+    texts, _ = read(sample, type="preference")
+    asked = CHAT.replace("Hi", "[INST] Hi [/INST]")
+    assert texts == [asked.format("[1, 2, 3]"), asked.format("[Verse 1] la")]
+
+
+def test_the_first_sample_settles_which_column_is_the_prompt(read):
+    """A sample without it is a bad one: it would be rendered in another way."""
+    with pytest.raises(UserError, match="a.jsonl:2: column 'prompt' must be text or messages, found None"):
+        read(FORMS["TRL, text"], FORMS["TRL, text"] | {"prompt": None}, type="preference")
+
+
+@pytest.mark.parametrize("answers", [{"chosen": "Yo", "rejected": "No"}, {"output": "Yo", "label": True}], ids=str)
+def test_what_stands_beside_a_prompt_is_read(read, answers):
+    """LLaMA-Factory's columns, and those that `auto` reads of other types; none is called unused."""
+    sample = {"instruction": "a", "input": "b", "system": "S", "history": [["q", "r"]], **answers}
+    texts, notes = read(sample, type="preference" if "chosen" in answers else "unpaired_preference")
+    before = "".join(
+        f"<|im_start|>{role}\n{text}<|im_end|>\n"
+        for role, text in (("system", "S"), ("user", "q"), ("assistant", "r"), ("user", "a\nb"))
+    )
+    assert texts[0] == f"{before}<|im_start|>assistant\n«Yo<|im_end|>»\n"
+    assert not any("not used" in note for note in notes)
+
+
+def test_messages_may_have_keys_of_their_own(read):
+    said = [{"speaker": "user", "text": "Hi"}]
+    mapped = ("role=speaker", "content=text")
+    texts, _ = read(
+        {"prompt": said, "chosen": "Yo", "rejected": "No"}, type="preference", message_property_mappings=mapped
+    )
+    assert texts == PAIR
 
 
 def test_scores_of_answers_are_a_column_of_the_pair(tokenizer, tmp_path):
@@ -102,6 +147,9 @@ def test_scores_of_answers_are_a_column_of_the_pair(tokenizer, tmp_path):
     worse = json.dumps(rated | {"good": 6})
     (tmp_path / "a.jsonl").write_text(worse + "\n")
     with pytest.raises(UserError, match="is not larger than 6"):
+        open_documents(config, tokenizer)
+    (tmp_path / "a.jsonl").write_text(json.dumps(rated | {"good": float("nan")}) + "\n")
+    with pytest.raises(UserError, match="'good' must be a number"):
         open_documents(config, tokenizer)
 
 
@@ -131,6 +179,11 @@ def test_whether_an_answer_is_wanted_is_a_column_of_its_unit(read, tokenizer, tm
     assert of_documents == [{1.0}, {1.0}, {0.0}, {0.0}]
     texts, _ = read(ANSWERS[2], type="unpaired_preference", output_field="messages")
     assert texts[0] == CHAT.format("Ok")
+    (tmp_path / "c.csv").write_text("prompt,completion,label\nHi,Yo,true\nHi,No,False\n")
+    found = tokenize(
+        (Dataset(path=str(tmp_path / "c.csv"), type="unpaired_preference"),), tokenizer, tmp_path / "cache"
+    )
+    assert [found.values("desirable", i, 0, 9) for i in range(4)] == [1, 1, 0, 0]
     with pytest.raises(UserError, match="'label' must be true or false, found 'maybe'"):
         read(ANSWERS[0] | {"label": "maybe"}, type="unpaired_preference")
 

@@ -162,6 +162,17 @@ def test_a_bad_sample_ends_the_stream_or_is_left_out_and_counted(folder, tokeniz
     assert found == good[: len(found)] and len(found) > 10 and "bad samples skipped until row" in caplog.text
 
 
+def test_documents_that_are_longer_than_a_row_are_counted(folder, tokenizer, caplog):
+    caplog.set_level("INFO", logger="jaxtune")
+    stream = Stream(config_of(folder, names="a", seq_len=12, truncation="delete", window_rows=2), tokenizer)
+    first, second = islice(stream.windows(), 2)
+    lost = [window.rows.counts.dropped_documents for window in (first, second)]
+    assert all(lost) and second.after["dropped"] == sum(lost)
+    assert f"{sum(lost)} documents longer than a row left out until row {second.stop}" in caplog.text
+    (again,) = islice(stream.windows(second.place), 1)
+    assert again.after == second.after
+
+
 def test_a_stream_without_a_sample_says_so(tokenizer, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(UserError, match="no sample of the stream can be trained on"):
