@@ -45,9 +45,12 @@ def test_loss_and_gradients(case, one_device, tmp_path):
     import torch
 
     model, parameters, config = read(folder, one_device)
-    reference.zero_grad()
+    # In float64, but for experts, which torch groups in float32 alone: in float32 its gradients of some norms differ
+    # between CPUs by as much as ours may from them.
+    (reference if model.spec.has_experts else reference.double()).zero_grad()
     expected = reference(torch.tensor(rows), labels=torch.tensor(rows)).loss
     expected.backward()
+    reference.float()
     torch_gradients = gradients_in_files(reference, tmp_path)
 
     @jax.jit
