@@ -96,7 +96,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("sample", "said"), REFUSED.values(), ids=REFUSED)
 def test_a_pair_that_is_none_is_refused_by_its_line(read, sample, said):
-    with pytest.raises(UserError, match=f"a.jsonl:1: .*{said}|a.jsonl: line 1: .*{said}|{said}"):
+    with pytest.raises(UserError, match=f"a.jsonl:1: .*{said}"):
         read(sample, type="preference")
 
 
