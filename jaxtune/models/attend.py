@@ -63,7 +63,8 @@ def attend_cached(index: Int[Array, ""], key_start: Int[Array, "b s"]) -> Attend
 
         q, k, v = (to_heads(x, x.shape[2]) for x in (q, k, v))
         sinks = None if sinks is None else to_heads(sinks, mixer.heads, axis=0)
-        arguments = (q, k, v, *cache, jax.reshard(key_start, P(*by_head()[:2])), sinks, index)
+        keys, values = cache
+        arguments = (q, k, v, keys, values, jax.reshard(key_start, P(*by_head()[:2])), sinks, index)
         specs = jax.tree.map(lambda array: jax.typeof(array).sharding.spec, arguments)
         attended, cache = jax.shard_map(kernel, in_specs=specs, out_specs=by_head())(*arguments)
         return from_heads(attended), cache

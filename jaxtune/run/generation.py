@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,11 @@ from jaxtune.errors import UserError
 from jaxtune.models.decode import Sampling, advance, begin, rules_of_decoding
 from jaxtune.models.decoder import Parameters, bind
 from jaxtune.models.spec import ModelSpec
-from jaxtune.parallel.layout import RULES, P, shards
+from jaxtune.parallel.layout import RULES, shards
 from jaxtune.run.model import Model
 from jaxtune.run.process import compiler_options
 
-# Prompts are padded to a multiple, so that few lengths are compiled.
+# Prompts are padded to a multiple of this, or of an eighth of their length and more, so that few lengths are compiled.
 PROMPT_BUCKET = 64
 
 # (parameters, prompts, the number of each) -> the next token of each prompt, again and again.
@@ -96,7 +96,8 @@ def _padded(prompts: Sequence[Sequence[int]], max_new_tokens: int, spec: ModelSp
             f"{spec.max_positions} positions; ask for fewer with --max_new_tokens"
         )
     parts = shards(rules_of_decoding(RULES.value).batch, jax.sharding.get_abstract_mesh())
-    rows, length = -(-len(prompts) // parts) * parts, -(-longest // PROMPT_BUCKET) * PROMPT_BUCKET
+    bucket = max(PROMPT_BUCKET, 2 ** longest.bit_length() // 8)
+    rows, length = -(-len(prompts) // parts) * parts, -(-longest // bucket) * bucket
     tokens, start = np.zeros((rows, length), np.int32), np.full(rows, length - 1, np.int32)
     for row, prompt in enumerate(prompts):
         start[row] = length - len(prompt)
@@ -123,7 +124,7 @@ def completed(tokens: Iterable[np.ndarray], prompts: int, ended: Callable[[Seque
     return [Completion(of_row, row not in open_rows) for row, of_row in enumerate(found)]
 
 
-def ending(stop: frozenset[int], strings: Sequence[str] = (), tokenizer=None) -> Callable[[Sequence[int]], bool]:
+def ending(stop: frozenset[int], strings: Sequence[str] = (), tokenizer: Any = None) -> Callable[[Sequence[int]], bool]:
     """Whether tokens end: with one of `stop`, or with one that completes one of the strings."""
     # A character is four tokens at most, where a token is a byte.
     reach = 4 * max(map(len, strings), default=0) + 4
@@ -137,17 +138,34 @@ def ending(stop: frozenset[int], strings: Sequence[str] = (), tokenizer=None) ->
     return ended
 
 
-def stream_text(tokenizer, tokens: Iterator[int]) -> Iterator[str]:
-    """Text as it becomes certain: characters whose bytes are not all there yet wait."""
+def text_of(completion: Completion, tokenizer, strings: Sequence[str] = ()) -> str:
+    """Its text, without special tokens and without the string that ended it."""
+    return before(strings, tokenizer.decode(completion.tokens, skip_special_tokens=True))
+
+
+def before(strings: Sequence[str], text: str) -> str:
+    """What of a text is before the first of the strings."""
+    return text[: min((text.index(string) for string in strings if string in text), default=None)]
+
+
+def stream_text(tokenizer, tokens: Iterator[int], strings: Sequence[str] = ()) -> Iterator[str]:
+    """Text as it becomes certain, up to one of the strings.
+
+    Characters whose bytes are not all there yet wait, and what may be the beginning of a string.
+    """
     seen: list[int] = []
-    shown = ""
+    shown = text = ""
     for token in tokens:
         seen.append(token)
         text = tokenizer.decode(seen, skip_special_tokens=True)
-        if not text.endswith("\ufffd"):
-            yield text[len(shown) :]
-            shown = text
-    yield tokenizer.decode(seen, skip_special_tokens=True)[len(shown) :]
+        if any(string in text for string in strings):
+            break
+        waiting = max((n for string in strings for n in range(1, len(string)) if text.endswith(string[:n])), default=0)
+        certain = text[: len(text) - waiting]
+        if not text.endswith("\ufffd") and len(certain) > len(shown):
+            yield certain[len(shown) :]
+            shown = certain
+    yield before(strings, text)[len(shown) :]
 
 
 def continue_text(model: Model, parameters: Parameters, tokenizer, prompt: str, tokens: int = 120) -> str:

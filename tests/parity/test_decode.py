@@ -147,6 +147,16 @@ def test_text_streams_whole_characters():
     assert "".join(pieces) == "naïve €" and not any("\ufffd" in piece for piece in pieces)
 
 
+def test_text_streams_up_to_a_string_that_ends_it():
+    class Bytes:
+        def decode(self, ids, skip_special_tokens):
+            return bytes(ids).decode("utf-8", errors="replace")
+
+    pieces = list(stream_text(Bytes(), iter(b"a STO b STOP c"), ["STOP", "zz"]))
+    assert "".join(pieces) == "a STO b "
+    assert "".join(stream_text(Bytes(), iter(b"a ST"), ["STOP"])) == "a ST"
+
+
 @pytest.mark.parametrize(("listed", "expected"), [("[0, 7]", {0, 3, 7}), ("0", {0, 3}), ("null", {3})])
 def test_every_end_token_stops(tmp_path, listed, expected):
     class Tokenizer:
