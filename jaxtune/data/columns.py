@@ -45,6 +45,10 @@ SCORE_DELTA = Column("score_delta", np.float32, "unit")
 # The log-probability of a document's trained tokens by the reference of a preference loss: see `run.reference`.
 REFERENCE = Column("reference_log_prob", np.float32, "document")
 
+# How much better a completion is than others of its prompt; the log-probability of each token before it was trained.
+ADVANTAGE = Column("advantage", np.float32, "document")
+OLD_LOG_PROB = Column("old_log_prob", np.float32)
+
 NEXT_TOKEN = (TOKENS, TARGETS, POSITIONS, SEGMENT_IDS, KEY_START, LOSS_WEIGHT)
 """The columns that next-token prediction on packed rows reads."""
 

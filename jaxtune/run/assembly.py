@@ -19,6 +19,7 @@ from jaxtune.models.spec import Experts
 from jaxtune.objectives.balanced import balanced
 from jaxtune.objectives.classification import classification
 from jaxtune.objectives.cross_entropy import cross_entropy
+from jaxtune.objectives.grpo import grpo
 from jaxtune.objectives.objective import Objective
 from jaxtune.objectives.preference import preference
 from jaxtune.optim.adamw_8bit import float32_moments, undivided_moments
@@ -127,9 +128,11 @@ def objective_of(config: Config, model: Model) -> Objective:
 
 
 def task_of(model: Model, config: Config, z_loss: float = 0.0, label_smoothing: float = 0.0) -> Objective:
-    """What a model is evaluated by: preferences, the label of a document, or the next token."""
+    """What a model is evaluated by: preferences, rewards, the label of a document, or the next token."""
     if config.preference.loss is not None:
         return preference(config.preference)
+    if config.rollout.rewards:
+        return grpo(config.grpo, config.rollout.max_new_tokens)
     return classification(model.spec.labels) if model.spec.labels else cross_entropy(z_loss, label_smoothing)
 
 

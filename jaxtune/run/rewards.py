@@ -20,7 +20,7 @@ from jaxtune.data import user_files
 from jaxtune.data.messages import Message, clip
 from jaxtune.errors import UserError
 
-OPTION = "rewards"
+OPTION = "rollout.rewards"
 _OURS = ("prompts", "completions", "completion_ids")
 
 
