@@ -113,7 +113,10 @@ def summed_last(config: Config, recipe: Recipe, mesh: jax.sharding.Mesh) -> Axes
 
 def objective_of(config: Config, model: Model) -> Objective:
     """What a run minimises."""
-    objective = task_of(model, config, config.train.z_loss, config.train.label_smoothing)
+    if config.rollout.rewards:
+        objective = grpo(config.grpo, config.rollout.max_new_tokens)
+    else:
+        objective = task_of(model, config, config.train.z_loss, config.train.label_smoothing)
     if not model.spec.has_experts:
         return objective
     experts = config.experts
@@ -128,11 +131,9 @@ def objective_of(config: Config, model: Model) -> Objective:
 
 
 def task_of(model: Model, config: Config, z_loss: float = 0.0, label_smoothing: float = 0.0) -> Objective:
-    """What a model is evaluated by: preferences, rewards, the label of a document, or the next token."""
+    """What a model is evaluated by: preferences, the label of a document, or the next token."""
     if config.preference.loss is not None:
         return preference(config.preference)
-    if config.rollout.rewards:
-        return grpo(config.grpo, config.rollout.max_new_tokens)
     return classification(model.spec.labels) if model.spec.labels else cross_entropy(z_loss, label_smoothing)
 
 

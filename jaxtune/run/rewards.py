@@ -87,21 +87,11 @@ def rewards_of(
 
 
 def total(
-    values: Float64[np.ndarray, "completions functions"],
-    weights: Sequence[float],
-    samples: Sequence[str] | None = None,
+    values: Float64[np.ndarray, "completions functions"], weights: Sequence[float]
 ) -> Float64[np.ndarray, " completions"]:
-    """The weighted sum of what the functions say of each completion, NaN left out.
-
-    Raises:
-        UserError: no function says anything of a completion; `samples`, one a completion, names it.
-    """
+    """The weighted sum of what the functions say of each completion; NaN where none says anything, as in TRL."""
     silent = np.isnan(values).all(axis=1)
-    if silent.any():
-        first = int(silent.argmax())
-        sample = samples[first] if samples is not None else f"completion {first}"
-        raise UserError(f"{OPTION}: every function returned None for {sample}; one must give it a number")
-    return np.nan_to_num(values, nan=0.0) @ np.asarray(weights, np.float64)
+    return np.where(silent, np.nan, np.nan_to_num(values, nan=0.0) @ np.asarray(weights, np.float64))
 
 
 def _check_callable(reward: Reward) -> None:

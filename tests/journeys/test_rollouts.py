@@ -79,6 +79,17 @@ def test_a_run_goes_on_in_equal_bits(home, data, whole):
     ]
 
 
+def test_devices_share_the_completions_of_a_step(home, data):
+    """Which are those of one device, as random numbers are of a completion."""
+    options = OPTIONS | data | {"train.max_steps": 1, "export.at_end": False}
+    call(*recipe_command(home, "qwen_grpo.py", "one", **options))
+    options |= {"train.micro_batch_size": 2, "mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
+    call(*recipe_command(home, "qwen_grpo.py", "eight", **options), devices=8)
+    (one,), (eight,) = rows_of(home, "one"), rows_of(home, "eight")
+    assert one["reward"] == eight["reward"] and one["completions/mean_length"] == eight["completions/mean_length"]
+    assert abs(one["grad_norm"] / eight["grad_norm"] - 1) <= 1e-4
+
+
 def test_what_cannot_be_rewarded_is_refused(home, data):
     def refused(**options):
         return call(*recipe_command(home, "qwen_grpo.py", "refused", **OPTIONS | data | options), code=2)

@@ -15,6 +15,7 @@ from jaxtune.config.schema import (
     Config,
     Data,
     Dataset,
+    Grpo,
     Lora,
     Memory,
     Mesh,
@@ -24,6 +25,7 @@ from jaxtune.config.schema import (
     Precision,
     Preference,
     Quant,
+    Rollout,
     Train,
 )
 from jaxtune.data.deal import dealt
@@ -121,8 +123,9 @@ LOW_PRECISION = 5e-3  # the same for recipes that round activations to bfloat16
 NORM = 1e-5  # of the first gradient, which no update has moved yet
 PARAMETERS = 1e-4  # of the largest, where the optimizer does not jump
 OBJECTIVES = {"cross_entropy": 0.0, "z-loss": 1e-2}
-# In place of an objective: another head, and pairs of answers, whose tests are their own.
+# In place of an objective: another head, pairs of answers, and rewarded completions, whose tests are their own.
 CLASSIFICATION, PREFERENCE, SCORED = "classification", "preference", "preference, reference scored before"
+REWARDED = "rewarded completions"
 REMAT = ("none", "dots", "block", "offload")
 HELD = tempfile.TemporaryDirectory()  # of models, until the process ends
 
@@ -260,6 +263,8 @@ def config_of(case: Case, mesh: Mesh, length: Train, whole: bool) -> Config:
             "sigmoid" if case.objective in (PREFERENCE, SCORED) else None,
             precompute_reference=case.objective == SCORED,
         ),
+        rollout=Rollout(("rewards.py:made_here",) if case.objective == REWARDED else ()),
+        grpo=Grpo("grpo", "sequence", clip_low=0.02, beta=0.1, iterations=2) if case.objective == REWARDED else Grpo(),
         **{"precision": Precision("fp32"), **sections},
     )
 
@@ -307,6 +312,8 @@ def fields(steps: int, devices: int = 1) -> dict[str, np.ndarray]:
         "loss_weight": (index < length - 1).astype(np.float32),
         "last": (index == length - 1) | (index == SEQUENCE - 1),
         "reference_log_prob": np.where(index < length, -60.0, -70.0).astype(np.float32) + tokens[..., :1] % 7,
+        "advantage": np.where(index < length, 1.0, -0.5).astype(np.float32) + tokens[..., :1] % 3,
+        "old_log_prob": np.full(tokens.shape, -5.5, np.float32) + tokens % 3 / 50,
         "label": ((tokens[..., :1] + (index >= length)) % 3).astype(np.float32),
     }
     number = {"row": np.arange(steps * ROWS, dtype=np.int32).reshape(steps, ROWS)}
