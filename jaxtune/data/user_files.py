@@ -1,4 +1,4 @@
-"""Functions in files of the user's own, named FILE.py:NAME."""
+"""Functions in files of the user's own, named FILE.py:NAME, or MODULE:NAME where Python finds the module."""
 
 import hashlib
 import importlib.util
@@ -13,10 +13,18 @@ from jaxtune.errors import UserError
 
 def split(function: str, option: str) -> tuple[Path, str]:
     """File and name. Raises UserError, which begins with the option that named the function, unless it has both."""
-    path, _, name = function.rpartition(":")
-    if not path.endswith(".py") or not name.isidentifier():
-        raise UserError(f"{option}={function!r} is not FILE.py:NAME, such as 'prepare.py:to_messages'")
-    return Path(path).expanduser(), name
+    place, _, name = function.rpartition(":")
+    if name.isidentifier() and place.endswith(".py"):
+        return Path(place).expanduser(), name
+    if not name.isidentifier() or not all(part.isidentifier() for part in place.split(".")):
+        raise UserError(f"{option}={function!r} is not FILE.py:NAME, such as 'prepare.py:to_messages', or MODULE:NAME")
+    try:
+        spec = importlib.util.find_spec(place)
+    except ImportError:
+        spec = None
+    if spec is None or spec.origin is None:
+        raise UserError(f"{option}={function!r}: Python finds no module {place}; a file is named with its .py")
+    return Path(spec.origin), name
 
 
 def fingerprint(function: str, option: str) -> str:

@@ -1,8 +1,7 @@
 """GRPO of adapters on a Qwen3 chat model: it answers questions, and answers that are right become likelier; one GPU.
 
     python -m jaxtune.train --config=qwen_grpo
-    python -m jaxtune.train --config=qwen_grpo:PATH_OR_HUB_ID '--config.data.datasets[0].path=my.jsonl' \
-        '--config.rollout.rewards=("my_rewards.py:right",)'
+    python -m jaxtune.train --config=qwen_grpo:PATH_OR_HUB_ID --config.rollout.rewards=my_rewards.py:right
 
 Each step takes a prompt for each rollout.group_size completions. A reward function of your own is called as below; it
 gets the columns of the data by their names. Watch reward, which should rise, completions/clipped_ratio, the share of
@@ -26,7 +25,7 @@ def get_config(model="Qwen/Qwen3-0.6B"):
     config.data.validation_split = 0.0
     config.data.seq_len = 1024
     config.chat.template = "qwen3_nothinking"
-    config.rollout.rewards = (f"{__file__}:right",)
+    config.rollout.rewards = ("jaxtune.recipes.qwen_grpo:right",)
     config.rollout.group_size = 8
     config.rollout.max_new_tokens = 512
     config.train.micro_batch_size = 8

@@ -174,3 +174,14 @@ def test_the_total_weighs_what_is_said():
     values = np.array([[1.0, 2.0], [np.nan, 2.0], [np.nan, np.nan]])
     assert total(values, [10.0, 1.0])[:2].tolist() == [12.0, 2.0]
     assert np.isnan(total(values, [10.0, 1.0])[2])
+
+
+def test_a_function_may_be_in_a_module():
+    right = load_rewards(["jaxtune.recipes.qwen_grpo:right"])
+    asked = {"prompts": ["1 + 1", "2 + 2", "3 + 3"], "completions": ["it is 1,002.", "5", "none"]}
+    given = rewards_of(
+        right, **asked, completion_ids=[[1]] * 3, columns={"answer": ["1 #### 1002", "#### 4", "#### 6"]}
+    )
+    assert given.tolist() == [[1.0], [0.0], [0.0]]
+    with pytest.raises(UserError, match="Python finds no module nowhere.at_all; a file is named with its .py"):
+        load_rewards(["nowhere.at_all:f"])
