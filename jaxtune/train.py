@@ -85,8 +85,10 @@ def _train(config: Config, folder: RunFolder) -> bool:
     with goodput.measure("compile"):
         before = (saved or {}).get("remat")
         program, train_step, record["remat"] = memory.compile_what_fits(config, program, mesh, before)
-    if rewards:
-        train_step = with_rollouts(config, program, tokenizer, rewards, train_step)
+    evaluate = None
+    if isinstance(feed, data.PromptFeed):
+        options = config, program, tokenizer, rewards, feed
+        train_step, evaluate = with_rollouts(*options, train_step, folder.path, goodput.beat)
 
     # ---- values: from the checkpoint, or initial ones ----
     with goodput.measure("reference"):
@@ -110,8 +112,9 @@ def _train(config: Config, folder: RunFolder) -> bool:
     with watching(config, folder, position.step, total_steps, feed.epoch, work, goodput) as watch:
         save = lambda state, at: checkpoints.save(at.step, state, record | at.to_json(), model.grouping)  # noqa: E731
         tasks = [loop.Task("save", loop.each(config.ckpt.save_steps, total_steps), save, at_stop=True)]
-        if feed.eval_rows is not None:  # before saving: the rows of metrics after a checkpoint's step are cut on resume
+        if feed.eval_rows is not None:
             evaluate = make_evaluate(config, model, feed.eval_rows, mesh, goodput.beat)
+        if evaluate is not None:  # before saving: the rows of metrics after a checkpoint's step are cut on resume
             show = lambda state, at: watch.evaluation(at.step, evaluate(state.result, frozen, state.reference))  # noqa: E731
             tasks.insert(0, loop.Task("eval", loop.each(config.eval.steps, total_steps), show))
         batches = feed.batches(position.feed, total_steps - position.step)
@@ -135,10 +138,10 @@ def _train(config: Config, folder: RunFolder) -> bool:
     if config.export.at_end:
         kind = "peft" if config.lora.enabled else "hf"
         export(model, parameters, config, folder, folder.export, kind, steps=position.step, tokens=position.tokens)
-    if config.eval.sample_prompt and mesh.size == 1:
+    if config.eval.sample_prompt and mesh.shape["stage"] == 1:
         log.info("sample: %s", continue_text(model, parameters, tokenizer, config.eval.sample_prompt))
     elif config.eval.sample_prompt:
-        log.info("no sample: decoding is not sharded; see generate below")
+        log.info("no sample: decoding has no stages; see generate below")
     log.info(goodput.report())
     log.info(closing(config, folder, feed.chat))
     return True

@@ -126,8 +126,8 @@ def _preference(config: Config) -> Iterator[Problem]:
 
 # Options of data that say how documents become rows, which prompts never are.
 _OF_DOCUMENTS = (
-    *("eval_datasets", "validation_split", "mixing", "packing", "packing_method", "group_by_length", "truncation"),
-    *("cache_only", "num_proc", "num_workers", "samples_per_epoch", "shuffle_each", "streaming", "prefetch"),
+    *("mixing", "packing", "packing_method", "group_by_length", "truncation", "cache_only", "num_proc", "num_workers"),
+    *("samples_per_epoch", "shuffle_each", "streaming", "prefetch"),
 )
 
 

@@ -708,8 +708,6 @@ class Rollout:
     server: str | None = option(None,
         "URL of an OpenAI-compatible server, such as vLLM, that makes the completions, to which adapters are sent; "
         "unset: the devices of the run make them")
-    server_model: str | None = option(None, "name of the base at the server; unset: model.path",
-        when="rollout.server is not None")
     server_seconds: int = option(600, "wait so long for an answer of the server", "seconds [1, inf)",
         when="rollout.server is not None")
 

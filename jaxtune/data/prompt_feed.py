@@ -53,17 +53,19 @@ class PromptSet:
 class PromptFeed:
     """Prompts for a mesh, in the place of `data.Feed`; a position is {"prompt": the number of the next one}."""
 
-    eval_rows = None
     counts = None
+    eval_rows = None
 
-    def __init__(self, prompts: PromptSet, config: Config, completions_per_step: int, chat: bool):
+    def __init__(
+        self, prompts: PromptSet, validation: list[Prompt] | None, config: Config, completions_per_step: int, chat: bool
+    ):
         """chat: whether prompts are written by a chat template."""
-        self.documents, self.chat, self.rows_per_step = prompts, chat, completions_per_step
+        self.documents, self.eval_prompts, self.chat = prompts, validation, chat
+        self.rows_per_step = completions_per_step
         self._data, self._group_size = config.data, config.rollout.group_size
         self._per_step = completions_per_step // self._group_size
-        steps = math.ceil(config.train.epochs * len(prompts.prompts) / self._per_step)
-        if config.data.drop_last:
-            steps = max(1, math.floor(config.train.epochs * len(prompts.prompts) / self._per_step))
+        passes = config.train.epochs * len(prompts.prompts) / self._per_step
+        steps = max(1, math.floor(passes)) if config.data.drop_last else math.ceil(passes)
         self.total_steps = config.train.max_steps or steps
         self._order = lru_cache(2)(self._order_of)
 
@@ -93,7 +95,7 @@ class PromptFeed:
 
 def open_prompts(config: Config, tokenizer: "PreTrainedTokenizerFast", mesh: jax.sharding.Mesh) -> PromptFeed:
     """The prompts of a config. Raises UserError as `read_prompts`, and where a step has no whole groups."""
-    train, options, data = config.train, config.rollout, config.data
+    train, options = config.train, config.rollout
     completions = train.grad_accum_steps * train.micro_batch_size * data_shards(mesh)
     if completions % options.group_size:
         least = train.grad_accum_steps * options.group_size // math.gcd(completions, options.group_size)
@@ -103,9 +105,27 @@ def open_prompts(config: Config, tokenizer: "PreTrainedTokenizerFast", mesh: jax
             f"groups of rollout.group_size={options.group_size}; make it a multiple, such as with "
             f"train.grad_accum_steps={least}"
         )
-    most, skip = data.seq_len - options.max_new_tokens, data.on_bad_row == "skip"
-    prompts = PromptSet(read_prompts(data.datasets, tokenizer, config.chat, most, skip))
-    feed = PromptFeed(prompts, config, completions, bool(tokenizer.chat_template))
+    prompts, validation = _read(config, tokenizer)
+    feed = PromptFeed(PromptSet(prompts), validation, config, completions, bool(tokenizer.chat_template))
     per_step = completions // options.group_size
     log.info("%d steps of %d prompts, each completed %d times", feed.total_steps, per_step, options.group_size)
     return feed
+
+
+def _read(config: Config, tokenizer: "PreTrainedTokenizerFast") -> tuple[list[Prompt], list[Prompt] | None]:
+    """Prompts to train and to validate with; None: the config asks for none of these."""
+    data = config.data
+    most, skip = data.seq_len - config.rollout.max_new_tokens, data.on_bad_row == "skip"
+    found = read_prompts(data.datasets, tokenizer, config.chat, most, skip)
+    if data.eval_datasets:
+        return found, read_prompts(data.eval_datasets, tokenizer, config.chat, most, skip)
+    if not data.validation_split:
+        return found, None
+    count = (
+        int(data.validation_split) if data.validation_split >= 1 else max(1, round(data.validation_split * len(found)))
+    )
+    if count >= len(found):
+        raise UserError(f"data.validation_split = {data.validation_split:g}, but there are only {len(found)} prompts")
+    order = shuffled(len(found), data.seed, 0, 3)
+    held, kept = np.sort(order[:count]), np.sort(order[count:])
+    return [found[number] for number in kept], [found[number] for number in held]

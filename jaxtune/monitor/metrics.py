@@ -100,7 +100,7 @@ def cut(path: pathlib.Path, resume_step: int) -> None:
     rows = [row for row in read(path) if resume_step and row["step"] <= resume_step]
     temporary = path.with_suffix(".jsonl.tmp")
     with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)

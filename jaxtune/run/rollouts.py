@@ -1,9 +1,11 @@
 """A step that learns from the model's own completions: make them, reward them, update by them."""
 
 import dataclasses
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +22,13 @@ from jaxtune.data.units import Documents, Part
 from jaxtune.models.decode import Sampling
 from jaxtune.models.decoder import Parameters, bind
 from jaxtune.models.score import Batch, score
+from jaxtune.monitor.metrics import cut
 from jaxtune.objectives.grpo import advantages
 from jaxtune.parallel import multihost
 from jaxtune.precision.recipes import recipe_of
+from jaxtune.run import completion_server
 from jaxtune.run.assembly import Program, call_of
+from jaxtune.run.export import export_adapter
 from jaxtune.run.generation import Completion, completed, ending, make_generate, stop_tokens, text_of
 from jaxtune.run.model import Model
 from jaxtune.run.process import compiler_options
@@ -35,39 +40,133 @@ from jaxtune.run.step import weights_of_step
 Complete = Callable[[Parameters, Parameters, list[list[int]], Sequence[int]], list[Completion]]
 
 
+class Rollout(NamedTuple):
+    """Completions, and what they are worth: by each function, NaN where it says nothing, and in all."""
+
+    prompts: list[Prompt]
+    completions: list[Completion]
+    texts: list[str]
+    each: dict[str, Float64[np.ndarray, " completions"]]
+    rewards: Float64[np.ndarray, " completions"]
+
+
+# (trained, frozen, a prompt for each completion, the number of each) -> what was made of them.
+MakeRollout = Callable[[Parameters, Parameters, list[Prompt], Sequence[int]], Rollout]
+
+
+# (trained, frozen, reference) -> metrics, as `evaluation.make_evaluate` makes it.
+Evaluate = Callable[[Parameters, Parameters, Parameters], dict[str, float]]
+
+
 def with_rollouts(
     config: Config,
     program: Program,
     tokenizer,
     functions: Mapping[str, Reward],
+    feed: data.PromptFeed,
     train_step: Callable[..., tuple[State, dict[str, Any]]],
-) -> Callable[..., tuple[State, dict[str, Any]]]:
-    """(state, frozen, prompts of a step, learning rate) -> (state, metrics), in the place of `train_step`.
+    run: Path,
+    beat: Callable[[], None],
+) -> tuple[Callable[..., tuple[State, dict[str, Any]]], Evaluate | None]:
+    """(state, frozen, prompts of a step, learning rate) -> (state, metrics), and an evaluation, if there are prompts.
 
-    Metrics are those of the last update, and as TRL names them: reward, reward_std, rewards/NAME/mean,
-    frac_reward_zero_std, completions/mean_length, completions/clipped_ratio. Raises UserError as `rewards_of`.
+    Completions are made on the devices of the current mesh, or by rollout.server, and used for grpo.iterations of
+    `train_step`. Metrics are those of the last, and as TRL names them: reward, reward_std, rewards/NAME/mean,
+    frac_reward_zero_std, completions/mean_length, completions/clipped_ratio. `run`: the folder, for the completions of
+    the first prompt of each step, if log.jsonl, and for adapters that are sent. Both raise UserError as `rewards_of`
+    and, of a server, as `completion_server.complete`. `beat`: called after each batch of an evaluation.
     """
-    options = config.rollout
-    complete, weights = _on_devices(config, program, tokenizer), _weights(functions, options.reward_weights)
+    make = _make_rollouts(config, program.model, tokenizer, functions, run)
+    group_size = config.rollout.group_size
     scored = jax.jit(_make_scored(config, program.model), compiler_options=compiler_options(config))
+    written = _Written(run / "completions.jsonl") if config.log.jsonl and multihost.is_main() else None
 
     def step(state: State, frozen: Parameters, asked: Asked, rate: Any) -> tuple[State, dict[str, Any]]:
-        prompts = [prompt for prompt in asked.prompts for _ in range(options.group_size)]
-        numbers = range(asked.first, asked.first + len(prompts))
-        found = complete(state.trained, frozen, [prompt.tokens for prompt in prompts], numbers)
-        texts = [text_of(completion, tokenizer) for completion in found]
-        each = _rewarded(functions, prompts, texts, found)
-        rewards = total(each, weights)
-        above = advantages(rewards, options.group_size, config.grpo.advantage_scale)
-        batch = _batch(config, program, prompts, found, above)
+        prompts = [prompt for prompt in asked.prompts for _ in range(group_size)]
+        made = make(state.trained, frozen, prompts, range(asked.first, asked.first + len(prompts)))
+        above = advantages(made.rewards, group_size, config.grpo.advantage_scale)
+        if written is not None:
+            written.write(asked.first // len(prompts) + 1, made, above, group_size)
+        batch = _batch(config, program, made, above)
         if config.grpo.iterations > 1:
             batch[OLD_LOG_PROB.name] = scored(state.trained, frozen, batch)
         metrics = {}
         for _ in range(config.grpo.iterations):
             state, metrics = train_step(state, frozen, batch, rate)
-        return state, {**metrics, **_described(functions, each, rewards, found, options.group_size)}
+        groups = made.rewards.reshape(-1, group_size)
+        alike = np.max(groups, 1) - np.min(groups, 1) < 1e-8
+        spread = {"reward_std": np.nanstd(made.rewards, ddof=1), "frac_reward_zero_std": np.mean(alike)}
+        return state, {**metrics, **spread, **_described(made)}
 
-    return step
+    return step, None if feed.eval_prompts is None else _make_evaluate(config, make, feed, beat)
+
+
+def _make_rollouts(config: Config, model: Model, tokenizer, functions: Mapping[str, Reward], run: Path) -> MakeRollout:
+    """Completions of prompts, rewarded."""
+    weights = _weights(functions, config.rollout.reward_weights)
+    if config.rollout.server is None:
+        complete = _on_devices(config, model, tokenizer)
+    else:
+        complete = _by_server(config, model, tokenizer, run / "rollout_adapter")
+
+    def make(trained: Parameters, frozen: Parameters, prompts: list[Prompt], numbers: Sequence[int]) -> Rollout:
+        found = complete(trained, frozen, [prompt.tokens for prompt in prompts], numbers)
+        texts = [text_of(completion, tokenizer) for completion in found]
+        each = _rewarded(functions, prompts, texts, found)
+        return Rollout(prompts, found, texts, dict(zip(functions, each.T)), total(each, weights))
+
+    return make
+
+
+def _make_evaluate(config: Config, make: MakeRollout, feed: data.PromptFeed, beat: Callable[[], None]) -> Evaluate:
+    """eval_reward and more, of a completion of each validation prompt, or of eval.max_batches of them."""
+    at_once, prompts = feed.rows_per_step, feed.eval_prompts or []
+    if config.eval.max_batches is not None:
+        prompts = prompts[: config.eval.max_batches * at_once]
+
+    def evaluate(trained: Parameters, frozen: Parameters, reference: Parameters) -> dict[str, float]:
+        sums: dict[str, float] = {}
+        for first in range(0, len(prompts), at_once):
+            # The last of them fill up the batch, so that it has the size that is compiled, and are left out again.
+            numbers = [min(number, len(prompts) - 1) for number in range(first, first + at_once)]
+            made = make(trained, frozen, [prompts[number] for number in numbers], numbers)
+            count = min(at_once, len(prompts) - first)
+            each = {name: values[:count] for name, values in made.each.items()}
+            part = Rollout(prompts[:count], made.completions[:count], made.texts[:count], each, made.rewards[:count])
+            for name, value in _described(part).items():
+                sums[name] = sums.get(name, 0.0) + float(value) * count
+            beat()
+        return {f"eval_{name}": value / len(prompts) for name, value in sums.items()}
+
+    return evaluate
+
+
+def _described(made: Rollout) -> dict[str, Any]:
+    """Means over completions."""
+    return {
+        "reward": np.nanmean(made.rewards),
+        **{f"rewards/{name}/mean": np.nanmean(values) for name, values in made.each.items()},
+        "completions/mean_length": np.mean([len(completion.tokens) for completion in made.completions]),
+        "completions/clipped_ratio": np.mean([not completion.finished for completion in made.completions]),
+    }
+
+
+class _Written:
+    """A file of completions, a line each, from the first step of this process on."""
+
+    def __init__(self, path: Path):
+        self._path, self._begun = path, False
+
+    def write(self, step: int, made: Rollout, above: np.ndarray, count: int) -> None:
+        """The first `count` completions of a step, with their advantages."""
+        if not self._begun:  # a run that goes on makes some steps again
+            cut(self._path, step - 1)
+            self._begun = True
+        with self._path.open("a", encoding="utf-8") as file:
+            for prompt, text, reward, advantage in zip(made.prompts[:count], made.texts, made.rewards, above):
+                line = {"step": step, "prompt": prompt.given, "completion": text}
+                line |= {"reward": float(reward), "advantage": float(advantage)}
+                file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
 
 
 def _weights(functions: Mapping[str, Reward], factors: Sequence[str]) -> list[float]:
@@ -79,15 +178,13 @@ def _weights(functions: Mapping[str, Reward], factors: Sequence[str]) -> list[fl
     return list(weights.values())
 
 
-def _on_devices(config: Config, program: Program, tokenizer) -> Complete:
+def _on_devices(config: Config, model: Model, tokenizer) -> Complete:
     """Completions that the devices of the run make, a group's each with random numbers of its own."""
-    options, model, recipe = config.rollout, program.model, recipe_of(config.precision, program.model.linears)
+    options, recipe = config.rollout, recipe_of(config.precision, model.linears)
     sampling = Sampling(**{name: getattr(options, name) for name in Sampling._fields})
     how = {"max_new_tokens": options.max_new_tokens, "sampling": sampling, "seed": config.train.seed}
     generate = make_generate(model.graph, model.spec, dtype=recipe.dtype, **how)
-    stop, end = stop_tokens(model.folder, tokenizer), Prompts(tokenizer, config.chat).turn_end
-    stop |= frozenset() if end is None else {tokenizer.added_tokens_encoder[end]}
-    ended = ending(stop, options.stop, tokenizer)
+    ended = ending(_stops(config, model, tokenizer), options.stop, tokenizer)
 
     def complete(
         trained: Parameters, frozen: Parameters, prompts: list[list[int]], numbers: Sequence[int]
@@ -95,6 +192,38 @@ def _on_devices(config: Config, program: Program, tokenizer) -> Complete:
         return completed(generate({**frozen, **trained}, prompts, numbers), len(prompts), ended)
 
     return complete
+
+
+def _by_server(config: Config, model: Model, tokenizer, folder: Path) -> Complete:
+    """Completions of an OpenAI-compatible server, to which the adapter is sent first; one process asks for all."""
+    options = config.rollout
+    url, name = options.server or "", config.train.run_name or "run"
+    sampling = {key: getattr(options, key) for key in Sampling._fields} | {"top_k": options.top_k or 0}
+    ends = {"stop": _stops(config, model, tokenizer), "strings": options.stop}
+    how = {**sampling, **ends, "max_tokens": options.max_new_tokens, "seed": config.train.seed}
+
+    def complete(
+        trained: Parameters, frozen: Parameters, prompts: list[list[int]], numbers: Sequence[int]
+    ) -> list[Completion]:
+        export_adapter(model, {**frozen, **trained}, config, folder)
+        found = np.zeros((len(prompts), 2 + options.max_new_tokens), np.int32)  # finished, length, tokens
+        if multihost.is_main():
+            served = completion_server.send_adapter(url, name, folder)
+            made = completion_server.complete(url, served, prompts, numbers, timeout=options.server_seconds, **how)
+            for row, completion in zip(found, made):
+                row[:2] = completion.finished, len(completion.tokens)
+                row[2 : 2 + len(completion.tokens)] = completion.tokens
+        found = multihost_utils.broadcast_one_to_all(found)
+        return [Completion(row[2 : 2 + row[1]].tolist(), bool(row[0])) for row in found]
+
+    return complete
+
+
+def _stops(config: Config, model: Model, tokenizer) -> frozenset[int]:
+    """The tokens that end a completion."""
+    end = Prompts(tokenizer, config.chat).turn_end
+    own = frozenset() if end is None else frozenset({tokenizer.added_tokens_encoder[end]})
+    return stop_tokens(model.folder, tokenizer) | own
 
 
 def _rewarded(
@@ -111,15 +240,13 @@ def _rewarded(
     return multihost_utils.broadcast_one_to_all(each)
 
 
-def _batch(
-    config: Config, program: Program, prompts: Sequence[Prompt], found: list[Completion], above: np.ndarray
-) -> Batch:
+def _batch(config: Config, program: Program, made: Rollout, above: np.ndarray) -> Batch:
     """The batch of a step: each completion after its prompt, in a row of its own."""
-    skipped = [config.grpo.mask_truncated and not completion.finished for completion in found]
-    tokens = [[*prompt.tokens, *completion.tokens] for prompt, completion in zip(prompts, found)]
+    pairs = list(zip(made.prompts, made.completions))
+    tokens = [[*prompt.tokens, *completion.tokens] for prompt, completion in pairs]
     weights = [
-        [0] * len(prompt.tokens) + [not skip] * len(completion.tokens)
-        for prompt, completion, skip in zip(prompts, found, skipped)
+        [0] * len(prompt.tokens) + [completion.finished or not config.grpo.mask_truncated] * len(completion.tokens)
+        for prompt, completion in pairs
     ]
     part = Part(
         name="completions",
@@ -160,22 +287,3 @@ def _make_scored(config: Config, model: Model) -> Callable[[Parameters, Paramete
         return jax.lax.scan(of_micro_batch, None, batch)[1]
 
     return scored
-
-
-def _described(
-    functions: Mapping[str, Reward],
-    each: Float64[np.ndarray, "completions functions"],
-    rewards: Float64[np.ndarray, " completions"],
-    found: list[Completion],
-    group_size: int,
-) -> dict[str, Any]:
-    """Metrics of the completions of a step."""
-    groups = rewards.reshape(-1, group_size)
-    return {
-        "reward": np.nanmean(rewards),
-        "reward_std": np.nanstd(rewards, ddof=1),
-        "frac_reward_zero_std": np.mean(np.nanmax(groups, 1) - np.nanmin(groups, 1) < 1e-8),
-        **{f"rewards/{name}/mean": np.nanmean(of_one) for name, of_one in zip(functions, each.T)},
-        "completions/mean_length": np.mean([len(completion.tokens) for completion in found]),
-        "completions/clipped_ratio": np.mean([not completion.finished for completion in found]),
-    }

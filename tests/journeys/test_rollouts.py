@@ -48,11 +48,17 @@ def rows_of(home, name):
 
 def test_a_rewarded_pattern_is_learned(home, data):
     whole = {"lora.enabled": False, "optim.learning_rate": 1e-2, "train.max_steps": 20}
-    call(*recipe_command(home, "qwen_grpo.py", "pattern", **OPTIONS, **data, **whole))
+    whole |= {"data.validation_split": 6, "eval.steps": 10, "eval.at_start": True}
+    call(*recipe_command(home, "qwen_grpo.py", "pattern", **OPTIONS, **data | whole))
     rows = rows_of(home, "pattern")
     rewards = [row["reward"] for row in rows]
     assert rewards == [row["rewards/letters/mean"] for row in rows]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.4
+    found = [row for row in metrics(home / "runs" / "pattern") if "eval_reward" in row]
+    assert [row["step"] for row in found] == [0, 10, 20] and found[-1]["eval_reward"] > found[0]["eval_reward"] + 0.4
+    lines = [json.loads(line) for line in (home / "runs" / "pattern" / "completions.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [step for step in range(1, 21) for _ in range(4)]
+    assert lines[0]["prompt"].startswith("say") and lines[0]["reward"] <= 1
     assert 0 < rows[0]["completions/mean_length"] <= 12 and 0 <= rows[0]["completions/clipped_ratio"] <= 1
 
 
@@ -72,7 +78,9 @@ def test_a_run_goes_on_in_equal_bits(home, data, whole):
     assert first["reward"] == pytest.approx(first["rewards/letters/mean"] + 0.5 * first["rewards/short/mean"])
     shutil.rmtree(home / "runs" / name / "checkpoints" / "8")
     shutil.rmtree(home / "runs" / name / "export")
+    written = (home / "runs" / name / "completions.jsonl").read_text()
     assert "resumed from step 4" in call(*command)
+    assert (home / "runs" / name / "completions.jsonl").read_text() == written
     compared = ("loss", "grad_norm", "reward", "kl", "completions/mean_length")
     assert [[row[key] for key in compared] for row in rows_of(home, name)] == [
         [row[key] for key in compared] for row in rows
