@@ -125,15 +125,12 @@ def send_adapter(url: str, name: str, folder: Path, *, timeout: float = 300.0, w
         UserError: it is not an adapter's folder; the server cannot be reached, or does not load the adapter.
     """
     served = f"{name}-{_digest(folder)}"
-    listed = _entries(url, _called(url, "models", None, timeout, wait), "data")
-    loaded = [str(entry.get("id")) for entry in listed]
-    # First, since with --max-loras=1 loading evicts the earlier one, which vLLM then fails to unload.
-    for earlier in loaded:
-        if earlier != served and re.fullmatch(rf"{re.escape(name)}-[0-9a-f]{{12}}", earlier):
-            _called(url, "unload_lora_adapter", {"lora_name": earlier}, timeout, wait, fine=(404,))
-    if served not in loaded:
-        body = {"lora_name": served, "lora_path": str(folder.resolve())}
-        _called(url, "load_lora_adapter", body, timeout, wait)
+    # Unloaded first, since with --max-loras=1 loading evicts the earlier one, which vLLM then fails to unload. The same
+    # one too, which an earlier run may have loaded from a folder that is gone.
+    for entry in _entries(url, _called(url, "models", None, timeout, wait), "data"):
+        if re.fullmatch(rf"{re.escape(name)}-[0-9a-f]{{12}}", str(entry.get("id"))):
+            _called(url, "unload_lora_adapter", {"lora_name": entry["id"]}, timeout, wait, fine=(404,))
+    _called(url, "load_lora_adapter", {"lora_name": served, "lora_path": str(folder.resolve())}, timeout, wait)
     return served
 
 

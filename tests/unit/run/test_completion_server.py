@@ -211,10 +211,15 @@ def test_the_next_adapter_takes_the_place_of_the_earlier_and_has_another_name(se
     assert unloads == [loads[1] - 1]
 
 
-def test_the_same_adapter_is_not_loaded_again(server, adapter):
-    served = send_adapter(server.url, "run", adapter(b"one"))
-    assert send_adapter(server.url, "run", adapter(b"one")) == served
-    assert [path for path, _ in server.requests].count("/v1/load_lora_adapter") == 1
+def test_the_same_adapter_is_loaded_from_where_it_is_now(server, adapter):
+    served = send_adapter(server.url, "run", adapter(b"one", "gone"))
+    assert send_adapter(server.url, "run", adapter(b"one", "here")) == served
+    assert server.adapters[served].endswith("here")
+
+
+def test_an_earlier_adapter_that_has_just_gone_is_no_error(server, adapter):
+    server.models.append("run-0123456789ab")  # listed, and not found when it is to be unloaded
+    assert send_adapter(server.url, "run", adapter(b"one")) in server.adapters
 
 
 def test_a_server_that_loads_no_adapters_is_told_how_to_start_it(server, adapter):
