@@ -15,13 +15,13 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxtune.data.messages import clip
 from jaxtune.errors import UserError
 from jaxtune.hf.peft import CONFIG, WEIGHTS
+from jaxtune.run.generation import Completion
 
 PARALLEL = 256
 """Requests under way at once: as many sequences as vLLM has in a batch, unless it is told otherwise."""
@@ -32,18 +32,11 @@ _TOO_BUSY = (429, 502, 503, 504)
 Wait = Callable[[float], None]
 
 
-@dataclass(frozen=True)
-class Completion:
-    """Tokens after a prompt, the stop token included, and whether there was one: false if max_tokens ended them."""
-
-    tokens: list[int]
-    finished: bool
-
-
 def complete(
     url: str,
     model: str,
     prompts: Sequence[Sequence[int]],
+    numbers: Sequence[int],
     *,
     max_tokens: int,
     temperature: float,
@@ -52,16 +45,18 @@ def complete(
     min_p: float,
     repetition_penalty: float,
     stop: Collection[int],
+    strings: Collection[str] = (),
     seed: int,
     timeout: float,
     wait: Wait = time.sleep,
 ) -> list[Completion]:
-    """A completion of each prompt, in order; the same prompt twice gets two, each with a seed of its own.
+    """A completion of each prompt, in order; the same prompt with another number gets another.
 
     Args:
         url: of the server, as in http://localhost:8000.
         model: as the server calls it: the base model, or an adapter by the name that send_adapter returns.
         prompts: their tokens.
+        numbers: of each, which with `seed` says what its random numbers are.
         max_tokens: of each completion.
         temperature: 0 takes the likeliest token.
         top_p: 1 leaves none out.
@@ -69,6 +64,7 @@ def complete(
         min_p: 0 leaves none out.
         repetition_penalty: 1 is none.
         stop: tokens that end a completion. vLLM also stops at those of the model's generation_config.json.
+        strings: texts that end a completion, and are the end of it.
         seed: of them all.
         timeout: seconds until a completion must be there, its time in the server's queue included.
         wait: sleeps between attempts.
@@ -87,6 +83,7 @@ def complete(
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "stop_token_ids": sorted(stop),
+        **({"stop": list(strings), "include_stop_str_in_output": True} if strings else {}),
     }
 
     def one(index: int) -> Completion:
@@ -95,7 +92,7 @@ def complete(
             "model": model,
             "prompt": [list(prompts[index])],
             "n": 1,
-            "seed": _seed(seed, index),
+            "seed": _seed(seed, numbers[index]),
             "return_token_ids": True,
             **sampling,
         }
@@ -134,9 +131,9 @@ def send_adapter(url: str, name: str, folder: Path, *, timeout: float = 300.0, w
     return served
 
 
-def _seed(seed: int, index: int) -> int:
-    """Of a prompt's request; another for each index, and nothing like those of the next seed."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:6], "big")
+def _seed(seed: int, number: int) -> int:
+    """Of a prompt's request; another for each number, and nothing like those of the next seed."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{number}".encode()).digest()[:6], "big")
 
 
 def _completion(url: str, body: bytes) -> Completion:

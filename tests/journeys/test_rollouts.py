@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from completion_server import CompletionServer
 from runs import call, metrics, recipe_command
 
 REWARDS = '''
@@ -108,3 +109,21 @@ def test_what_cannot_be_rewarded_is_refused(home, data):
     assert "adapters are sent" in refused(**{"rollout.server": "http://localhost:1", "lora.enabled": False})
     assert "use mesh.fsdp" in refused(**{"mesh.stage": 2})
     assert "has no effect" in refused(**{"data.packing_method": "sequential"})
+
+
+def test_a_server_makes_the_completions(home, data):
+    """It gets the adapter of each step, and each completion of a prompt a seed of its own."""
+
+    def script(prompt, seed):
+        return [65 + seed % 10, 66, 67, 68]
+
+    with CompletionServer(script) as server:
+        options = OPTIONS | data | {"rollout.server": server.url, "train.max_steps": 2}
+        call(*recipe_command(home, "qwen_grpo.py", "served", **options))
+        asked = [body for path, body in server.requests if path.endswith("/completions")]
+        loaded = [body for path, body in server.requests if path.endswith("/load_lora_adapter")]
+    assert len(asked) == 32 and len({(tuple(body["prompt"][0]), body["seed"]) for body in asked}) == 32
+    assert [len({body["model"] for body in part}) for part in (asked[:16], asked[16:])] == [1, 1]
+    assert len({body["lora_name"] for body in loaded}) == 2  # another adapter after a step
+    assert all(body["max_tokens"] == 12 and body["temperature"] == 1.0 for body in asked)
+    assert [row["completions/mean_length"] for row in rows_of(home, "served")] == [4, 4]

@@ -28,7 +28,7 @@ def ask(server, prompts, **changed):
     url = server if isinstance(server, str) else server.url
     asked = dict(max_tokens=8, temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, repetition_penalty=1.2, stop={STOP})
     asked |= dict(model="base", seed=0, timeout=10.0, wait=lambda seconds: None)
-    return complete(url, prompts=prompts, **(asked | changed))
+    return complete(url, prompts=prompts, **({"numbers": range(len(prompts))} | asked | changed))
 
 
 @pytest.fixture
