@@ -30,6 +30,7 @@ from jaxtune.run.labels import labelled
 from jaxtune.run.lock import locked
 from jaxtune.run.model import read_base
 from jaxtune.run.scored import with_reference
+from jaxtune.run.teacher import declare_teacher, with_teacher
 from jaxtune.run.values import check_files, frozen_parameters, initial_parameters, read_reference
 from jaxtune.run.watch import watching
 
@@ -66,6 +67,7 @@ def _train(config: Config, folder: RunFolder) -> bool:
     # ---- data: documents, rows, the number of steps ----
     tokenizer = hf.load_tokenizer(model.folder, config.chat.template, config.data.special_tokens)
     feed = data.open_feed(config, tokenizer, model.spec.vocabulary, mesh, program.objective.columns)
+    teacher = declare_teacher(config, tokenizer, model.spec.vocabulary, mesh)
     record = resume.record(config, model, feed)
     if saved is not None:
         resume.check_same(saved, record, model, feed)
@@ -83,6 +85,8 @@ def _train(config: Config, folder: RunFolder) -> bool:
     # ---- values: from the checkpoint, or initial ones ----
     with goodput.measure("reference"):
         feed = feed.with_rows(partial(with_reference, config, model, mesh))
+    with goodput.measure("teacher"):
+        feed = with_teacher(teacher, mesh, feed)
     with goodput.measure("restore"):
         wanted = saved["step"] if saved and config.ckpt.resume != "auto" else None
         if saved and (restored := checkpoints.restore(program.state, wanted, grouping=model.grouping)):
