@@ -64,8 +64,12 @@ def scored_beside(
     how = Head(decoder.spec.vocabulary, used("vocabulary"), decoder.spec.logit_cap)
 
     def kernel(hidden, head, targets, weight, tokens, log_probs):
-        flat: Any = [x.reshape(-1, *x.shape[2:]) for x in (hidden, targets, tokens, log_probs, weight != 0)]
-        found = linear_divergence(flat[0], head, *flat[1:], how, divergence, z_loss, head_gradient)
+        hidden, tokens, log_probs = (x.reshape(-1, x.shape[-1]) for x in (hidden, tokens, log_probs))
+        keep = weight.reshape(-1) != 0
+        found = linear_divergence(
+            *(hidden, head, targets.reshape(-1), tokens, log_probs, keep),
+            *(how, divergence, z_loss, head_gradient),
+        )
         return tuple(x.reshape(targets.shape) for x in found)
 
     specs = by_token(None), P(used("vocabulary"), None), by_token(), by_token(), by_token(None), by_token(None)
