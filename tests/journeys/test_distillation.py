@@ -1,6 +1,7 @@
 """A small model learns from a larger one, whose likeliest tokens are kept from before the first step."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 from journey import loads_in_transformers, row
@@ -76,3 +77,11 @@ REFUSED = {
 def test_is_refused_by_name(home, teacher, options, said):
     command = recipe_command(home, "qwen_distill.py", "refused", **{**OPTIONS, "distill.teacher": teacher, **options})
     assert said in call(*command, code=2)
+
+
+def test_a_disk_without_room_is_told_before_anything_is_scored(home, teacher, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    options = {**OPTIONS, "distill.teacher": teacher, "distill.temperature": 3.0}
+    output = call(*recipe_command(home, "qwen_distill.py", "no-room", **options), code=2)
+    assert "distill.top_k=16 likeliest tokens for" in output and "where 1e-06 GB are free" in output
+    assert "distill.teacher: scoring" not in output
