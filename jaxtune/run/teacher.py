@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 log = logging.getLogger("jaxtune")
+SPAN = 2 * 4096  # bytes: the file has whole blocks, also where what is kept begins and ends
 
 
 class Teacher(NamedTuple):
@@ -115,8 +116,8 @@ def _with_columns(teacher: Teacher, mesh: jax.sharding.Mesh, rows: data.Rows, us
     file = cache_folder(config) / f"teacher-{_key(teacher, rows, used)}.npy"
 
     def write(path: Path) -> None:
-        targets = sum(count for row in range(used) for *_, count in rows.targets_in(row))
-        needed, free = targets * _record(config).itemsize, shutil.disk_usage(path.parent).free
+        targets, spans = np.sum([_trained(rows, row) for row in range(used)], axis=0)
+        needed, free = targets * _record(config).itemsize + spans * SPAN, shutil.disk_usage(path.parent).free
         room = f"{needed / 1e9:.3g} GB in {path.parent}"
         if needed > free:
             raise UserError(
@@ -130,6 +131,16 @@ def _with_columns(teacher: Teacher, mesh: jax.sharding.Mesh, rows: data.Rows, us
     for column in of_teacher(options.top_k):
         rows = rows.with_column(column, values[column.name])
     return rows
+
+
+def _trained(rows: data.Rows, row: int) -> tuple[int, int]:
+    """(number of targets in a row that are trained, number of spans without others between them)."""
+    targets = spans = 0
+    for document, start, _, count in rows.targets_in(row):
+        trained = rows.documents.values("loss_weight", document, start, start + count) != 0
+        targets += np.count_nonzero(trained)
+        spans += np.count_nonzero(np.diff(trained, prepend=False) & trained)
+    return targets, spans
 
 
 def _record(config: Config) -> np.dtype:
@@ -155,7 +166,7 @@ def _key(teacher: Teacher, rows: data.Rows, used: int) -> str:
 
 
 def _write(path: Path, teacher: Teacher, mesh: jax.sharding.Mesh, rows: data.Rows, used: int) -> None:
-    """Writes what is kept of each token of all parts of the documents; of those that are no target, nothing."""
+    """Writes an array of all tokens of all parts of the documents, with nothing for those that are not trained."""
     config, model = teacher.config, teacher.model
     parameters = read_parameters(model, model.whole)
     if config.lora.enabled:
@@ -170,11 +181,12 @@ def _write(path: Path, teacher: Teacher, mesh: jax.sharding.Mesh, rows: data.Row
         found = {name: np.asarray(array.addressable_data(0)) for name, array in step(parameters, batch).items()}
         place = found.pop("place", None)
         for number, row in enumerate(range(first, min(after, used))):
+            order = np.arange(config.data.seq_len) if place is None else np.argsort(place[number])
             for document, start, position, count in rows.targets_in(row):
-                at = slice(first_token[document] + start, first_token[document] + start + count)
-                order = slice(None) if place is None else np.argsort(place[number])
+                weights = rows.documents.values("loss_weight", document, start, start + count)
+                trained = np.flatnonzero(weights)
                 for name, array in found.items():
-                    values[name][at] = array[number][order][position : position + count]
+                    values[name][first_token[document] + start + trained] = array[number, order[position + trained]]
         first = after
         if 10 * first // used > told:
             told = 10 * first // used

@@ -34,6 +34,8 @@ def folder(tmp_path_factory):
     lengths = [5, 9, 20, 70, 31, 100, 12, 3, 40]
     texts = ("".join(random.choice(list("abcdefgh "), length)) for length in lengths)
     (home / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    asked = ({"instruction": "a" * i, "output": "b" * 6} for i in range(3))  # of which the output alone is trained
+    (home / "asked.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in asked))
     return home
 
 
@@ -44,7 +46,10 @@ def test_columns_are_those_of_transformers(folder, tmp_path, mesh):
     config = Config(
         model=Model(path=str(folder / "student"), dtype="float32"),
         data=Data(
-            datasets=(Dataset(path=str(folder / "text.jsonl"), type="text"),),
+            datasets=(
+                Dataset(path=str(folder / "text.jsonl"), type="text"),
+                Dataset(path=str(folder / "asked.jsonl"), prompt_format="{instruction}?"),
+            ),
             validation_split=2,
             seq_len=SEQ_LEN,
             cache_dir=str(tmp_path),
@@ -79,4 +84,6 @@ def test_columns_are_those_of_transformers(folder, tmp_path, mesh):
     [kept] = tmp_path.glob("teacher-*.npy")
     tokens = sum(part.offsets[-1] for part in feed.rows.documents.parts)
     assert kept.stat().st_size - tokens * (8 * TOP_K + 4) in range(1000)
+    there = np.load(kept)["teacher_log_probs"].any(axis=1)
+    assert there.sum() == feed.rows.counts.target_tokens < feed.rows.counts.tokens - feed.rows.counts.documents
     assert isinstance(feed.eval_rows, data.Rows) and "teacher_tokens" not in feed.eval_rows[0]
