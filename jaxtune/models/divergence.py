@@ -74,7 +74,7 @@ def scored_beside(
 
     specs = by_token(None), P(used("vocabulary"), None), by_token(), by_token(), by_token(None), by_token(None)
     columns = (batch[name] for name in ("targets", "loss_weight", "teacher_tokens", "teacher_log_probs"))
-    mapped = jax.shard_map(kernel, in_specs=specs, out_specs=(by_token(), by_token()))
+    mapped: Any = jax.shard_map(kernel, in_specs=specs, out_specs=(by_token(), by_token()))
     return mapped(states, head, *columns)
 
 

@@ -138,8 +138,8 @@ def _trained(rows: data.Rows, row: int) -> tuple[int, int]:
     targets = spans = 0
     for document, start, _, count in rows.targets_in(row):
         trained = rows.documents.values("loss_weight", document, start, start + count) != 0
-        targets += np.count_nonzero(trained)
-        spans += np.count_nonzero(np.diff(trained, prepend=False) & trained)
+        targets += int(np.count_nonzero(trained))
+        spans += int(np.count_nonzero(np.diff(trained, prepend=False) & trained))
     return targets, spans
 
 
