@@ -29,6 +29,8 @@ from jaxtune.run.generation import continue_text
 from jaxtune.run.labels import labelled
 from jaxtune.run.lock import locked
 from jaxtune.run.model import read_base
+from jaxtune.run.rewards import load_rewards
+from jaxtune.run.rollouts import with_rollouts
 from jaxtune.run.scored import with_reference
 from jaxtune.run.teacher import declare_teacher, with_teacher
 from jaxtune.run.values import check_files, frozen_parameters, initial_parameters, read_reference
@@ -66,8 +68,12 @@ def _train(config: Config, folder: RunFolder) -> bool:
 
     # ---- data: documents, rows, the number of steps ----
     tokenizer = hf.load_tokenizer(model.folder, config.chat.template, config.data.special_tokens)
-    feed = data.open_feed(config, tokenizer, model.spec.vocabulary, mesh, program.objective.columns)
+    rewards = load_rewards(config.rollout.rewards)
     teacher = declare_teacher(config, tokenizer, model.spec.vocabulary, mesh)
+    if rewards:
+        feed = data.open_prompts(config, tokenizer, mesh)
+    else:
+        feed = data.open_feed(config, tokenizer, model.spec.vocabulary, mesh, program.objective.columns)
     record = resume.record(config, model, feed)
     if saved is not None:
         resume.check_same(saved, record, model, feed)
@@ -81,6 +87,8 @@ def _train(config: Config, folder: RunFolder) -> bool:
     with goodput.measure("compile"):
         before = (saved or {}).get("remat")
         program, train_step, record["remat"] = memory.compile_what_fits(config, program, mesh, before)
+    if rewards:
+        train_step = with_rollouts(config, program, tokenizer, rewards, train_step)
 
     # ---- values: from the checkpoint, or initial ones ----
     with goodput.measure("reference"):
@@ -99,7 +107,7 @@ def _train(config: Config, folder: RunFolder) -> bool:
             if state.reference and config.preference.reference != "start":
                 state = state._replace(reference=read_reference(model, config, state.reference))
         frozen = frozen_parameters(model, config)
-        resume.begin(config, folder, feed.rows.counts)
+        resume.begin(config, folder, feed.counts)
 
     # ---- the loop: steps, and the tasks between them ----
     work, total_steps = model.work(config.data.seq_len), feed.total_steps

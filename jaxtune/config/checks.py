@@ -20,6 +20,7 @@ def check(config: Config) -> list[Problem]:
         _classification,
         _preference,
         _distill,
+        _rollout,
         _chat,
         _train,
         _attention,
@@ -128,6 +129,40 @@ def _distill(config: Config) -> Iterator[Problem]:
     if config.distill.teacher is not None and config.data.streaming:
         reason = "scores all documents before the first step, and data.streaming does not know them then"
         yield _problem(config, "distill.teacher", reason, "data.streaming")
+
+
+# Options of data that say how documents become rows, which prompts never are.
+_OF_DOCUMENTS = (
+    *("eval_datasets", "validation_split", "mixing", "packing", "packing_method", "group_by_length", "truncation"),
+    *("cache_only", "num_proc", "num_workers", "samples_per_epoch", "shuffle_each", "streaming", "prefetch"),
+)
+
+
+def _rollout(config: Config) -> Iterator[Problem]:
+    options = config.rollout
+    if not options.rewards:
+        return
+    if config.preference.loss is not None or config.model.head != "lm":
+        other = "preference.loss" if config.preference.loss is not None else "model.head"
+        yield _problem(config, "rollout.rewards", "learns from tokens that the model makes, and nothing else", other)
+    for name in _OF_DOCUMENTS:
+        if getattr(config.data, name) != getattr(type(config.data)(), name):
+            reason = "has no effect: with rollout.rewards the data is prompts, each continued as it is"
+            yield _problem(config, f"data.{name}", reason, "rollout.rewards", moot=True)
+    for i, entry in enumerate(config.data.datasets):
+        if entry.type != "auto":
+            key = f"data.datasets[{i}].type"
+            yield Problem(
+                (key,), f"{key} = {entry.type!r}: with rollout.rewards samples are prompts: leave it at 'auto'"
+            )
+    if options.max_new_tokens >= config.data.seq_len:
+        reason = f"leaves no room for prompts in data.seq_len = {config.data.seq_len}"
+        yield _problem(config, "rollout.max_new_tokens", reason, "data.seq_len")
+    if config.mesh.stage != 1:
+        yield _problem(config, "rollout.rewards", "not available with mesh.stage: use mesh.fsdp", "mesh.stage")
+    if options.server is not None and not config.lora.enabled:
+        reason = "adapters are sent to a server, and all weights are not: set lora.enabled, or leave it out"
+        yield _problem(config, "rollout.server", reason, "lora.enabled")
 
 
 def _classification(config: Config) -> Iterator[Problem]:

@@ -695,7 +695,7 @@ class Distill:
     teacher: str | None = option(None,
         "a larger model with the same tokenizer: Hugging Face folder, hub id or adapter; it scores the documents once, "
         "before the first step, and data.cache_dir keeps that: 8 * top_k + 4 bytes a token",
-        when="model.head == 'lm' and preference.loss is None")
+        when="model.head == 'lm' and preference.loss is None and not rollout.rewards")
     divergence: Literal["forward_kl", "reverse_kl", "js"] = option("forward_kl",
         "of teacher p and student q: KL(p||q), KL(q||p), or between them the generalised Jensen-Shannon divergence of "
         "GKD (Agarwal et al. 2024)")
@@ -710,6 +710,51 @@ class Distill:
         "share of the divergence in the loss; the rest is the cross-entropy of the targets, which 1 leaves out, as the "
         "teacher has seen them too",
         "fraction (0, 1]")
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Learning from answers that the model itself makes and Python functions reward, instead of those in the data."""
+
+    rewards: tuple[str, ...] = option((),
+        "FILE.py:NAME, functions that reward completions, called as TRL does: f(prompts, completions, **columns) -> a "
+        "number for each; the files are run; unset: the data's own answers are learned")
+    reward_weights: tuple[str, ...] = option((),
+        "factor of a function's reward by its name, the last match counts", "REGEX=FACTOR")
+    group_size: int = option(8, "completions of a prompt, which are compared with each other", "completions [2, inf)")
+    max_new_tokens: int = option(256, "tokens of a completion, at most", "tokens [1, inf)")
+    temperature: float = option(1.0, "of sampling; the loss takes log-probabilities without it", "(0, inf)")
+    top_p: float = option(1.0, "only the likeliest tokens of this total probability", "(0, 1]")
+    top_k: int | None = option(None, "only so many of the likeliest tokens", "tokens [1, inf)")
+    min_p: float = option(0.0, "only tokens of this share of the likeliest one's probability", "[0, 1)")
+    repetition_penalty: float = option(1.0, "above 1, tokens that were there are less likely", "(0, inf)")
+    stop: tuple[str, ...] = option((), "texts that end a completion, besides the end of a turn and of a text")
+    server: str | None = option(None,
+        "URL of an OpenAI-compatible server, such as vLLM, that makes the completions, to which adapters are sent; "
+        "unset: the devices of the run make them")
+    server_model: str | None = option(None, "name of the base at the server; unset: model.path",
+        when="rollout.server is not None")
+    server_seconds: int = option(600, "wait so long for an answer of the server", "seconds [1, inf)",
+        when="rollout.server is not None")
+
+
+@dataclass(frozen=True)
+class Grpo:
+    """GRPO (Shao et al. 2024, arXiv:2402.03300) and its relatives: completions against the mean of their prompt."""
+
+    loss: Literal["grpo", "dr_grpo", "dapo"] = option("dapo",
+        "mean over completions of the mean over tokens; or their sum over rollout.max_new_tokens (Dr. GRPO, 2025); or "
+        "the mean over all tokens of the step (DAPO, 2025), as is TRL's default")
+    importance: Literal["token", "sequence"] = option("token",
+        "what is clipped: the ratio of each token's probabilities, or of a completion's (GSPO, 2025)")
+    advantage_scale: Literal["group", "batch", "none"] = option("group",
+        "rewards less their mean in the group are divided by the standard deviation of the group, of all completions "
+        "of the step, or by nothing (Dr. GRPO)")
+    clip_low: float = option(0.2, "ratios below 1 less this give no gradient that lowers them", "fraction [0, 1]")
+    clip_high: float | None = option(None, "the same above 1; unset: clip_low", "[0, inf)")
+    beta: float = option(0.0, "weight of the KL divergence from the model before its first step", "[0, inf)")
+    iterations: int = option(1, "updates by the completions of a step", "updates [1, inf)")
+    mask_truncated: bool = option(False, "completions that did not end teach nothing (DAPO)")
 
 
 @dataclass(frozen=True)
@@ -736,6 +781,8 @@ class Config:
     prof: Prof = section(Prof(), when="prof.enabled")
     export: Export = Export()
     preference: Preference = section(Preference(), when="preference.loss is not None")
+    rollout: Rollout = section(Rollout(), when="rollout.rewards")
+    grpo: Grpo = section(Grpo(), when="rollout.rewards")
     distill: Distill = section(Distill(), when="distill.teacher is not None")
     # Not an option: who set each value that is not the default.
     said: tuple[Said, ...] = dataclasses.field(default=(), compare=False, repr=False)

@@ -51,6 +51,10 @@ SCORE_DELTA = Column("score_delta", np.float32, "unit")
 # The log-probability of a document's trained tokens by the reference of a preference loss: see `run.reference`.
 REFERENCE = Column("reference_log_prob", np.float32, "document")
 
+# How much better a completion is than others of its prompt; the log-probability of each token before it was trained.
+ADVANTAGE = Column("advantage", np.float32, "document")
+OLD_LOG_PROB = Column("old_log_prob", np.float32)
+
 
 def of_teacher(top_k: int) -> tuple[Column, Column]:
     """A teacher's likeliest tokens in place of each target, and their log-probabilities; last that of any other token.

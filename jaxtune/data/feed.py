@@ -11,7 +11,7 @@ import jax
 from jaxtune.config.schema import Config, Data
 from jaxtune.data.columns import NEXT_TOKEN, Column
 from jaxtune.data.loader import batches
-from jaxtune.data.rows import Rows
+from jaxtune.data.rows import Counts, Rows
 from jaxtune.data.splits import open_documents, open_validation
 from jaxtune.data.streams import Stream
 from jaxtune.data.units import Documents
@@ -45,6 +45,11 @@ class Feed:
     total_steps: int
     chat: bool
     data: Data = Data()
+
+    @property
+    def counts(self) -> Counts | None:
+        """What became of the documents; None of a stream."""
+        return self.rows.counts
 
     @property
     def rows_per_step(self) -> int:

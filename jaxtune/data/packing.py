@@ -122,7 +122,7 @@ def plan(
         rows_per_step: rows of a step, which get like lengths; only without a method. None: lengths do not matter.
         groups: of each parcel; all of a group come before those of the next, each group in a new order.
     """
-    order = _shuffled(len(lengths), seed, epoch) if shuffle else np.arange(len(lengths))
+    order = shuffled(len(lengths), seed, epoch) if shuffle else np.arange(len(lengths))
     order = order if groups is None else order[np.argsort(groups[order], kind="stable")]
     if method is None:
         order = order if rows_per_step is None else _grouped(order, lengths, seed, epoch, rows_per_step)
@@ -132,14 +132,14 @@ def plan(
     elif method == "first_fit_decreasing":
         order = order[np.argsort(-lengths[order], kind="stable")]
         row = _first_fit(lengths[order].tolist(), seq_len)
-        row = _shuffled(row.max() + 1, seed, epoch, 1)[row]  # otherwise the longest documents would be trained first
+        row = shuffled(row.max() + 1, seed, epoch, 1)[row]  # otherwise the longest documents would be trained first
     else:
         row = _next_fit(lengths[order].tolist(), seq_len)
     order = order[np.argsort(row, kind="stable")]
     return RowPlan(order, np.concatenate([[0], np.cumsum(np.bincount(row))]))
 
 
-def _shuffled(count: int, seed: int, epoch: int, *purpose: int) -> Int64[np.ndarray, "count"]:
+def shuffled(count: int, seed: int, epoch: int, *purpose: int) -> Int64[np.ndarray, "count"]:
     """A permutation that is the same in every numpy version: only a bit generator's raw stream is guaranteed stable."""
     seeds = np.random.SeedSequence([seed, epoch], spawn_key=purpose)
     return np.argsort(np.random.Philox(seeds).random_raw(count), kind="stable")
@@ -159,7 +159,7 @@ def _grouped(
     pool = (np.arange(count) - begin) // (_STEPS_SORTED * rows_per_step)
     order = order[np.lexsort((lengths[order], pool))]
     steps = order[begin:end].reshape(-1, rows_per_step)
-    return np.concatenate([order[:begin], steps[_shuffled(len(steps), seed, epoch, 2)].ravel(), order[end:]])
+    return np.concatenate([order[:begin], steps[shuffled(len(steps), seed, epoch, 2)].ravel(), order[end:]])
 
 
 def _best_fit(lengths: list[int], seq_len: int, max_open: int | None) -> Int64[np.ndarray, "parcels"]:

@@ -1,6 +1,5 @@
 """Preference data: the two answers of a sample, or one and whether it is wanted, each after its prompt."""
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -10,10 +9,9 @@ import numpy as np
 from jaxtune.config.schema import Dataset
 from jaxtune.data.chat import ChatTemplate
 from jaxtune.data.columns import DESIRABLE, SCORE_DELTA
-from jaxtune.data.dialects import HISTORY, conversation_of, history_of
 from jaxtune.data.encoding import Encoded, Pair, Refused, Rendered
-from jaxtune.data.messages import Message, check_messages, check_tools, clip
-from jaxtune.data.templates import fill, is_template
+from jaxtune.data.messages import Message, clip
+from jaxtune.data.prompts import conversation, prompt_fields, prompt_in, value_in
 from jaxtune.data.units import Unit
 from jaxtune.errors import UserError
 
@@ -38,17 +36,6 @@ def needed_fields(entry: Dataset, sample: Sample) -> list[tuple[str, str]] | Non
     if "messages" in sample and rejected:
         return [("", "messages"), *rejected]
     return [("", name) for name in ERNIE] if set(ERNIE) <= sample.keys() else None
-
-
-def prompt_fields(entry: Dataset, sample: Sample) -> list[tuple[str, str]]:
-    """The column of the prompt, which is that of all samples, and that of earlier exchanges; [] if there is none."""
-    if entry.prompt_field is not None:
-        return [("prompt_field", entry.prompt_field)]
-    known = ("prompt", "question", "query", "instruction", "conversations", "messages")
-    answer = entry.output_field if entry.type == "unpaired_preference" else None
-    field = next((name for name in known if sample.get(name) is not None and name != answer), None)
-    beside = [("", HISTORY)] if isinstance(sample.get(HISTORY), list) else []
-    return [] if field is None else [("prompt_field", field), *beside]
 
 
 def pair_of(entry: Dataset, columns: tuple[str, ...], template: ChatTemplate | None, sample: Sample) -> Pair:
@@ -79,7 +66,7 @@ def wanted_of(entry: Dataset, template: ChatTemplate | None, sample: Sample) -> 
     wanted = _WANTED.get(str(label).lower())
     if wanted is None:
         raise UserError(f"column {entry.desirable_field!r} must be true or false, found {clip(repr(label))}")
-    prompt, answer = _prompt(entry, sample), _value(entry, sample, entry.output_field)
+    prompt, answer = prompt_in(entry, sample), value_in(entry, sample, entry.output_field)
     if prompt is None and isinstance(answer, list):  # a conversation, whose last message is judged
         prompt, answer = answer[:-1], answer[-1:]
     return Pair((_after(prompt, answer, entry, template, sample),), {DESIRABLE.name: wanted})
@@ -145,10 +132,10 @@ def _of_ernie(sample: Sample) -> tuple[Any, Any, Any]:
 
 
 def _of_swift(entry: Dataset, sample: Sample) -> tuple[Any, Any, Any]:
-    messages = _value(entry, sample, "messages")
+    messages = value_in(entry, sample, "messages")
     # Of Arrow's files every sample has both columns, one of them empty.
     column = next((name for name in _SWIFT if sample.get(name) is not None), _SWIFT[0])
-    rejected = _value(entry, sample, column)
+    rejected = value_in(entry, sample, column)
     if not isinstance(messages, list):
         raise UserError(f"column 'messages' must be a conversation, found {clip(repr(messages))}")
     if column == "rejected_messages":
@@ -157,47 +144,11 @@ def _of_swift(entry: Dataset, sample: Sample) -> tuple[Any, Any, Any]:
 
 
 def _of_answers(entry: Dataset, sample: Sample) -> tuple[Any, Any, Any]:
-    chosen, rejected = _value(entry, sample, entry.chosen_field), _value(entry, sample, entry.rejected_field)
-    prompt = _prompt(entry, sample)
+    chosen, rejected = value_in(entry, sample, entry.chosen_field), value_in(entry, sample, entry.rejected_field)
+    prompt = prompt_in(entry, sample)
     if isinstance(chosen, list) and isinstance(prompt, str) and chosen[0].get("role") != "assistant":
         prompt = None  # the answers are whole conversations, and the prompt is their beginning
     return prompt, chosen, rejected
-
-
-def _prompt(entry: Dataset, sample: Sample) -> Any:
-    """Text or messages; None where the answers begin with it."""
-    field = entry.prompt_field
-    if field is None:
-        return None
-    prompt = fill(field, sample) if is_template(field) else _value(entry, sample, field)
-    if isinstance(prompt, str):
-        more = sample.get(entry.input_field) if entry.input_field else None
-        prompt = f"{prompt}\n{more}" if isinstance(more, str) and more else prompt
-        if isinstance(sample.get(HISTORY), list):
-            prompt = [*history_of(sample), {"role": "user", "content": prompt}]
-    return prompt
-
-
-def _value(entry: Dataset, sample: Sample, column: str) -> Any:
-    """Text, or a list of messages with the keys and roles of OpenAI, which may also be given as its JSON text."""
-    if column not in sample:
-        raise UserError(f"missing column {column!r}; it has {', '.join(map(str, sample)) or 'none'}")
-    value = sample[column]
-    renamed = dict(pair.split("=", 1) for pair in entry.message_property_mappings)
-    found = [value] if isinstance(value, dict) else _listed(value) if isinstance(value, str) else value
-    if isinstance(found, list) and found and all(isinstance(message, dict) for message in found):
-        return conversation_of(found, renamed)
-    if not isinstance(value, str):
-        raise UserError(f"column {column!r} must be text or messages, found {clip(repr(value))}")
-    return value
-
-
-def _listed(text: str) -> Any:
-    """The list that a text is as JSON; answers that merely begin with a bracket stay text."""
-    try:
-        return json.loads(text) if text.lstrip().startswith("[") else None
-    except ValueError:
-        return None
 
 
 def _is_text(value: Any) -> bool:
@@ -227,15 +178,8 @@ def _after(prompt: Any, answer: Any, entry: Dataset, template: ChatTemplate | No
         )
     answers = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
     before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
-    messages = check_messages([*({**message, "train": False} for message in before), *answers])
-    system = sample.get(entry.system_field) if entry.system_field else None
-    if not isinstance(system, str | None):
-        raise UserError(f"column {entry.system_field!r} must be text, found {clip(repr(system))}")
-    system = system or entry.system_prompt
-    if system and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": system})
-    tools = check_tools(sample.get(entry.tools_field)) if entry.tools_field else None
-    return template.render(messages, tools)
+    messages = [*({**message, "train": False} for message in before), *answers]
+    return template.render(*conversation(messages, entry, sample))
 
 
 def _continuations(chosen: str, rejected: str) -> tuple[Rendered, Rendered]:

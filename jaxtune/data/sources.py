@@ -20,7 +20,8 @@ import numpy as np
 from jaxtune.config.schema import Dataset
 from jaxtune.data.files import File, Found, find, is_url
 from jaxtune.data.readers import SUFFIXES, Report, Sample, Samples, has_samples, is_binary, read_file
-from jaxtune.data.selection import fingerprint, selected
+from jaxtune.data.selection import selected
+from jaxtune.data.user_files import fingerprint
 from jaxtune.errors import UserError
 
 DUMMY = "dummy"
@@ -58,7 +59,7 @@ def open_source(entry: Dataset, vocabulary: int = 256, streaming: bool = False) 
     _check_encoding(entry.encoding)
     source = _random(entry, vocabulary) if entry.path == DUMMY else _found(entry, entry.path, streaming)
     if entry.function:
-        source = dataclasses.replace(source, identity=source.identity + fingerprint(entry.function))
+        source = dataclasses.replace(source, identity=source.identity + fingerprint(entry.function, "data: function"))
     return dataclasses.replace(source, read=lambda report: selected(source.read(report), entry, report))
 
 

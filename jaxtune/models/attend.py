@@ -47,23 +47,26 @@ def attend_packed(key_start: Int[Array, "b s"], call: Call, place: Int[Array, "b
     return attend
 
 
-def attend_cached(index: Int[Array, ""]) -> Attend:
-    """Write keys and values at `index` and attend to everything up to each query."""
+def attend_cached(index: Int[Array, ""], key_start: Int[Array, "b s"]) -> Attend:
+    """Write keys and values at `index` of a cache, and attend to those from `key_start` up to each query.
+
+    Each device has whole rows of some heads, and keeps their keys and values (`decode.empty_cache`).
+    """
 
     def attend(q: Array, k: Array, v: Array, mixer: Heads, sinks: Array | None, cache: Any) -> tuple[Array, Any]:
+        def kernel(q, k, v, keys, values, key_start, sinks, index):
+            keys = jax.lax.dynamic_update_slice_in_dim(keys, k.astype(keys.dtype), index, axis=1)
+            values = jax.lax.dynamic_update_slice_in_dim(values, v.astype(values.dtype), index, axis=1)
+            mask = MaskSpec(window=mixer.window, key_start=key_start, query_offset=index)
+            seen = keys.astype(q.dtype), values.astype(q.dtype)
+            return flash_attention(q, *seen, mask, mixer.scale, soft_cap=mixer.soft_cap, sinks=sinks), (keys, values)
+
+        q, k, v = (to_heads(x, x.shape[2]) for x in (q, k, v))
+        sinks = None if sinks is None else to_heads(sinks, mixer.heads, axis=0)
         keys, values = cache
-        placed = jax.typeof(q).sharding.spec
-        q, k, v = (jax.reshard(x, P()) for x in (q, k, v))  # decoding is not sharded: the mesh is one device
-        keys = jax.lax.dynamic_update_slice(keys, k.astype(keys.dtype), (0, index, 0, 0))
-        values = jax.lax.dynamic_update_slice(values, v.astype(values.dtype), (0, index, 0, 0))
-
-        def kernel(q, keys, values, index, sinks):
-            mask = MaskSpec(window=mixer.window, query_offset=index)
-            keys, values = keys.astype(q.dtype), values.astype(q.dtype)
-            return flash_attention(q, keys, values, mask, mixer.scale, soft_cap=mixer.soft_cap, sinks=sinks)
-
-        sinks = None if sinks is None else jax.reshard(sinks, P())
-        attended = jax.shard_map(kernel, in_specs=P(), out_specs=P())(q, keys, values, index, sinks)
-        return jax.reshard(attended, placed), (keys, values)
+        arguments = (q, k, v, keys, values, jax.reshard(key_start, P(*by_head()[:2])), sinks, index)
+        specs = jax.tree.map(lambda array: jax.typeof(array).sharding.spec, arguments)
+        attended, cache = jax.shard_map(kernel, in_specs=specs, out_specs=by_head())(*arguments)
+        return from_heads(attended), cache
 
     return attend

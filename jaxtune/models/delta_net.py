@@ -80,10 +80,14 @@ class GatedDeltaNet(nnx.Module):
         arguments: Any = (qkv, b, a, kernels, rates, inputs.positions, inputs.valid, inputs.place, cache)
         if cache is None:
             arguments = self._to_heads(*arguments)
-        else:  # decoding is not sharded: the mesh is one device
-            arguments = jax.tree.map(lambda array: jax.reshard(array, P()), arguments)
+        else:  # in decoding a device has all heads of its rows
+            rows = P(by_head()[0])
+            of_parameters = jax.tree.map(lambda array: jax.reshard(array, P()), (kernels, rates))
+            of_rows = (qkv, b, a, *arguments[-4:])
+            (qkv, b, a, *rest) = jax.tree.map(lambda array: jax.reshard(array, rows), of_rows)
+            arguments = (qkv, b, a, *of_parameters, *rest)
         specs = jax.tree.map(lambda array: jax.typeof(array).sharding.spec, arguments)
-        outs = (by_head(), None) if cache is None else P()
+        outs = (by_head(), None) if cache is None else P(by_head()[0])
         read, cache = jax.shard_map(partial(_on_device, self.net), in_specs=specs, out_specs=outs)(*arguments)
         read = from_heads(read)
         gated = self.norm(read).astype(jnp.float32) * jax.nn.silu(
@@ -143,9 +147,8 @@ def _on_device(
     out, state = gated_delta_rule(q, k, v, log_decay, beta, positions == 0, state)
     if before is None:
         return out if place is None else dealt(out, place), None
-    seen = valid[0].sum()  # rows are as long as each other, as they are decoded together
-    last = [jax.lax.dynamic_slice_in_dim(x, seen, net.kernel - 1, axis=1) for x in with_tails]
-    return out, Memory(tuple(last), state)
+    # Rows that are decoded together end together: their padding is on the left, and convolved with no token.
+    return out, Memory(tuple(x[:, x.shape[1] - (net.kernel - 1) :] for x in with_tails), state)
 
 
 def convolution(

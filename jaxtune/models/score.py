@@ -143,8 +143,10 @@ def hidden_states(decoder: Decoder, batch: Batch, call: Call) -> Hidden:
 
 
 def logits(decoder: Decoder, hidden: Float[Array, "*b d"], dtype: jnp.dtype) -> Float[Array, "*b v"]:
-    """Float32 logits of hidden states, whole on every device: for a few tokens, in decoding and comparisons."""
-    head = jax.reshard(decoder.head_weight.astype(dtype), P())
-    found = jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32)
-    found, cap = found[..., : decoder.spec.vocabulary], decoder.spec.logit_cap
+    """Float32 logits of hidden states, whole on the devices that have these: for a few tokens, as in decoding."""
+    rows = jax.typeof(hidden).sharding.spec[:-1]
+    head = gather(decoder.head_weight.astype(dtype))
+    by_row = P(*rows, used("vocabulary"))
+    found = jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32, out_sharding=by_row)
+    found, cap = jax.reshard(found, P(*rows, None))[..., : decoder.spec.vocabulary], decoder.spec.logit_cap
     return found if cap is None else cap * jnp.tanh(found / cap)

@@ -16,7 +16,7 @@ MEAN_STEPS = 20  # the mean loss is over this many steps
 
 class Progress:
     """Shows step, loss, its mean over the last steps, learning rate, gradient norm, epoch, tokens/s and the time left;
-    MFU and the device's peak memory if they are known.
+    reward, MFU and the device's peak memory if they are known.
 
     `start` steps of `total` are already done. On a terminal this is a bar; otherwise a line every `every` steps and for
     the last step. A step whose loss is not finite always gets its own line. Only the main process shows anything.
@@ -77,6 +77,7 @@ def _numbers(metrics: Mapping[str, float]) -> rich.text.Text:
     formats = (
         ("loss", "loss", lambda value: f"{value:.4f}"),
         ("mean_loss", "mean", lambda value: f"{value:.3f}"),
+        ("reward", "reward", lambda value: f"{value:.3f}"),
         ("learning_rate", "lr", lambda value: f"{value:.1e}"),
         ("grad_norm", "grad norm", lambda value: f"{value:.3f}"),
         ("epoch", "epoch", lambda value: f"{value:.2f}"),

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxtune.parallel.layout import RULES, Axes, P, axes_in, by_head, by_token, shards
+from jaxtune.parallel.layout import RULES, Axes, Entry, P, axes_in, by_head, by_token, shards
 
 
 def to_heads(x: Float[Array, "..."], heads: int, axis: int = 2, *, kept: Axes = ()) -> Float[Array, "..."]:
@@ -22,13 +22,22 @@ def to_heads(x: Float[Array, "..."], heads: int, axis: int = 2, *, kept: Axes = 
     positions.
     """
     positions, over = by_head(kept)[1:3]
-    parts = shards(axes_in(over), jax.sharding.get_abstract_mesh())
-    times = parts // math.gcd(parts, heads)
+    times = _times(heads, over)
     if times > 1:
         x = _repeated(x, heads, axis, times)
     places = [positions if axes_in(entry) == RULES.value.positions else entry for entry in jax.typeof(x).sharding.spec]
     places[axis] = over
     return jax.reshard(x, P(*places))
+
+
+def heads_on_devices(heads: int) -> int:
+    """The number of heads that so many are after `to_heads`."""
+    return heads * _times(heads, by_head()[2])
+
+
+def _times(heads: int, over: Entry) -> int:
+    parts = shards(axes_in(over), jax.sharding.get_abstract_mesh())
+    return parts // math.gcd(parts, heads)
 
 
 def from_heads(x: Float[Array, "b s h d"]) -> Float[Array, "b s h d"]:

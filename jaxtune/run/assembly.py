@@ -20,6 +20,7 @@ from jaxtune.objectives.balanced import balanced
 from jaxtune.objectives.classification import classification
 from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.objectives.distillation import distillation
+from jaxtune.objectives.grpo import grpo
 from jaxtune.objectives.objective import Objective
 from jaxtune.objectives.preference import preference
 from jaxtune.optim.adamw_8bit import float32_moments, undivided_moments
@@ -114,10 +115,12 @@ def summed_last(config: Config, recipe: Recipe, mesh: jax.sharding.Mesh) -> Axes
 def objective_of(config: Config, model: Model) -> Objective:
     """What a run minimises."""
     beside = config.train.z_loss, config.train.label_smoothing
-    if config.distill.teacher is None:
-        objective = task_of(model, config, *beside)
-    else:
+    if config.rollout.rewards:
+        objective = grpo(config.grpo, config.rollout.max_new_tokens)
+    elif config.distill.teacher is not None:
         objective = distillation(config.distill, *beside)
+    else:
+        objective = task_of(model, config, *beside)
     if not model.spec.has_experts:
         return objective
     experts = config.experts

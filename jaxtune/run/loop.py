@@ -14,7 +14,6 @@ from jaxtyping import Float32
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 from jaxtune.models.decoder import Parameters
-from jaxtune.models.score import Batch
 from jaxtune.run.state import State
 from jaxtune.run.watch import Watch
 
@@ -65,10 +64,10 @@ def each(steps: int, total_steps: int) -> Callable[[int], bool]:
 
 def train(
     config: Config,
-    train_step: Callable[[State, Parameters, Batch, np.float32], tuple[State, dict[str, jax.Array]]],
+    train_step: Callable[[State, Parameters, Any, np.float32], tuple[State, dict[str, Any]]],
     state: State,
     frozen: Parameters,
-    batches: Iterator[tuple[dict[str, Any], Batch]],
+    batches: Iterator[tuple[dict[str, Any], Any]],
     position: Position,
     rates: Float32[np.ndarray, " steps"],
     tasks: Sequence[Task],
@@ -76,7 +75,8 @@ def train(
 ) -> State:
     """Steps from `position`, which is updated, to the last, or until asked to stop; returns the last state.
 
-    `rates`: the learning rate of every step of the run, from its first.
+    `batches`: (position of the feed after it, what `train_step` takes), again and again. `rates`: the learning rate of
+    every step of the run, from its first.
     Metrics of a step are read after the next one has been dispatched, so that the device never waits for the host;
     before a task they are up to date. Raises UserError after train.max_bad_steps non-finite steps in a row.
     """

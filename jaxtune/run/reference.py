@@ -1,4 +1,4 @@
-"""The reference of a preference loss, where it is more than the model without its adapters."""
+"""What an objective compares with, where that is more than the model without its adapters."""
 
 import jax
 
@@ -14,10 +14,12 @@ def is_kept(config: Config) -> bool:
 
     New adapters change nothing before the first step: there the reference is the model without them.
     """
+    new = config.lora.enabled and config.lora.path is None
+    if config.rollout.rewards:
+        return bool(config.grpo.beta) and not new
     options = config.preference
     if options.loss is None or not preference(options).reference:
         return False
-    new = config.lora.enabled and config.lora.path is None
     return not new or options.reference != "start" or options.reference_update_steps is not None
 
 
@@ -30,8 +32,8 @@ def abstract_reference(model: Model, config: Config) -> dict[str, jax.ShapeDtype
         return {}
     if any(parameter.on_host for parameter in model.trained.values()):
         raise UserError(
-            "memory.offload_master: the reference of preference.loss would stay on the device; train adapters "
-            "(lora.enabled), which need no copy, or set preference.precompute_reference=True"
+            "memory.offload_master: the reference of preference.loss, or of grpo.beta, would stay on the device; train "
+            "adapters (lora.enabled), which need no copy, or set preference.precompute_reference=True"
         )
     found, dtype = {}, recipe_of(config.precision, None).dtype
     for name, parameter in model.trained.items():

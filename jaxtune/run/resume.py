@@ -13,7 +13,7 @@ from jaxtune.checkpoint import CheckpointManager, fingerprint, verify_fingerprin
 from jaxtune.config import from_json, to_json
 from jaxtune.config.loading import as_dict
 from jaxtune.config.schema import Config
-from jaxtune.data import Counts, Feed
+from jaxtune.data import Counts, Feed, PromptFeed
 from jaxtune.errors import UserError
 from jaxtune.parallel import multihost
 from jaxtune.run.folder import RunFolder
@@ -71,7 +71,7 @@ def begin(config: Config, folder: RunFolder, counts: Counts | None) -> None:
     multihost_utils.sync_global_devices("the run has begun")
 
 
-def record(config: Config, model: Model, feed: Feed) -> dict[str, Any]:
+def record(config: Config, model: Model, feed: Feed | PromptFeed) -> dict[str, Any]:
     """What every checkpoint says of its run, for `check_same` to compare."""
     return {
         "config": json.loads(to_json(config)),
@@ -82,7 +82,7 @@ def record(config: Config, model: Model, feed: Feed) -> dict[str, Any]:
     }
 
 
-def check_same(saved: dict, now: dict, model: Model, feed: Feed) -> None:
+def check_same(saved: dict, now: dict, model: Model, feed: Feed | PromptFeed) -> None:
     """Raise UserError unless data, base model and rows a step are those that the checkpoint was trained with."""
     if saved["rows_per_step"] != now["rows_per_step"]:
         raise UserError(

@@ -97,7 +97,9 @@ def _config_of(name: str, config: Config) -> Config:
     return of_model(name, whole)
 
 
-def with_teacher(teacher: Teacher | None, mesh: jax.sharding.Mesh, feed: data.Feed) -> data.Feed:
+def with_teacher(
+    teacher: Teacher | None, mesh: jax.sharding.Mesh, feed: data.Feed | data.PromptFeed
+) -> data.Feed | data.PromptFeed:
     """The feed with the teacher's columns in the rows that are trained on; as it is without a teacher.
 
     They are kept in the folder of tokenised documents, by what they were computed of. Raises UserError as
@@ -105,7 +107,7 @@ def with_teacher(teacher: Teacher | None, mesh: jax.sharding.Mesh, feed: data.Fe
     """
     if teacher is None:
         return feed
-    assert isinstance(feed.rows, data.Rows), "a stream is refused by config.checks"
+    assert isinstance(feed, data.Feed) and isinstance(feed.rows, data.Rows), "config.checks refuses others"
     used = min(feed.rows.total(1), feed.total_steps * feed.rows_per_step)
     return dataclasses.replace(feed, rows=_with_columns(teacher, mesh, feed.rows, used))
 

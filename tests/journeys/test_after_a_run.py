@@ -41,6 +41,43 @@ def test_an_adapter_answers_by_the_chat_template_that_it_was_trained_with(home, 
     assert "of the adapter" in call("jaxtune.generate", f"--model={copy}", *asked, code=2)
 
 
+def test_a_file_of_prompts_is_answered_line_by_line(home, adapter):
+    """As one by one, in the order of the file, by a base with its adapter beside it; other columns stay."""
+    asked = [{"prompt": "say", "id": 7}, {"prompt": "say more", "id": 8}]
+    asked.append({"messages": [{"role": "user", "content": "say 3"}, {"role": "assistant", "content": "left out"}]})
+    (home / "prompts.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in asked))
+    greedy = ("--max_new_tokens=4", "--temperature=0")
+    own = (f"--model={home / 'model'}", f"--adapter={adapter / 'export'}", *greedy)
+    call(
+        "jaxtune.generate",
+        *own,
+        f"--input={home / 'prompts.jsonl'}",
+        f"--output={home / 'answers.jsonl'}",
+        "--batch_size=2",
+    )
+    found = [json.loads(line) for line in (home / "answers.jsonl").read_text().splitlines()]
+    assert [{name: line[name] for name in sample} for sample, line in zip(asked, found, strict=True)] == asked
+    assert {line["finish_reason"] for line in found} <= {"stop", "length"}
+    alone = [
+        call("jaxtune.generate", *own, "--prompt=say more"),
+        call("jaxtune.generate", *own, "--prompt=say 3", "--chat"),
+    ]
+    assert alone == [line["completion"] + "\n" for line in found[1:]]
+    end = found[1]["completion"][-1]
+    stopped = call("jaxtune.generate", *own, "--prompt=say more", f"--stop={end}")
+    assert stopped == found[1]["completion"].partition(end)[0] + "\n"
+    assert call("jaxtune.generate", *own, "--prompt=say", "--quant=nf4", "--mesh=data=1")
+    for flags, complaint in (
+        (("--prompt=a", "--input=b"), "one of them"),
+        (("--prompt=a", "--mesh=stage=2"), "is not AXIS=DEVICES"),
+        (("--prompt=a", "--output=b"), "--output is of --input"),
+    ):
+        assert complaint in call("jaxtune.generate", *own, *flags, code=2)
+    (home / "prompts.jsonl").write_text(json.dumps({"text": "no prompt"}) + "\n")
+    said = call("jaxtune.generate", *own, f"--input={home / 'prompts.jsonl'}", code=2)
+    assert "prompts.jsonl:1: it has no prompt" in said
+
+
 def test_an_adapter_as_the_model_to_train_is_told_from_a_model(home, adapter):
     command = recipe_command(home, "qwen_lora.py", "on-an-adapter", **{"model.path": adapter / "export"})
     said = call(*command, code=2)

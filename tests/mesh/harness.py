@@ -16,6 +16,7 @@ from jaxtune.config.schema import (
     Data,
     Dataset,
     Distill,
+    Grpo,
     Lora,
     Memory,
     Mesh,
@@ -25,6 +26,7 @@ from jaxtune.config.schema import (
     Precision,
     Preference,
     Quant,
+    Rollout,
     Train,
 )
 from jaxtune.data.deal import dealt
@@ -122,9 +124,9 @@ LOW_PRECISION = 5e-3  # the same for recipes that round activations to bfloat16
 NORM = 1e-5  # of the first gradient, which no update has moved yet
 PARAMETERS = 1e-4  # of the largest, where the optimizer does not jump
 OBJECTIVES = {"cross_entropy": 0.0, "z-loss": 1e-2}
-# In place of an objective: another head, pairs of answers, and a teacher, whose tests are their own.
+# In place of an objective: another head, pairs of answers, rewarded completions, a teacher. Their tests are their own.
 CLASSIFICATION, PREFERENCE, SCORED = "classification", "preference", "preference, reference scored before"
-DISTILLED, TOP_K = "distillation", 5
+REWARDED, DISTILLED, TOP_K = "rewarded completions", "distillation", 5
 REMAT = ("none", "dots", "block", "offload")
 HELD = tempfile.TemporaryDirectory()  # of models, until the process ends
 
@@ -263,6 +265,8 @@ def config_of(case: Case, mesh: Mesh, length: Train, whole: bool) -> Config:
             precompute_reference=case.objective == SCORED,
         ),
         distill=Distill("made here", "js", top_k=TOP_K, weight=0.5) if case.objective == DISTILLED else Distill(),
+        rollout=Rollout(("rewards.py:made_here",) if case.objective == REWARDED else ()),
+        grpo=Grpo("grpo", "sequence", clip_low=0.02, beta=0.1, iterations=2) if case.objective == REWARDED else Grpo(),
         **{"precision": Precision("fp32"), **sections},
     )
 
@@ -310,6 +314,8 @@ def fields(steps: int, devices: int = 1) -> dict[str, np.ndarray]:
         "loss_weight": (index < length - 1).astype(np.float32),
         "last": (index == length - 1) | (index == SEQUENCE - 1),
         "reference_log_prob": np.where(index < length, -60.0, -70.0).astype(np.float32) + tokens[..., :1] % 7,
+        "advantage": np.where(index < length, 1.0, -0.5).astype(np.float32) + tokens[..., :1] % 3,
+        "old_log_prob": np.full(tokens.shape, -5.5, np.float32) + tokens % 3 / 50,
         "label": ((tokens[..., :1] + (index >= length)) % 3).astype(np.float32),
         "teacher_tokens": (tokens[..., None] + 41 * np.arange(TOP_K)) % 256,  # anywhere in the vocabulary
         "teacher_log_probs": np.log(rng.dirichlet(np.ones(TOP_K + 1), tokens.shape)).astype(np.float32),

@@ -21,6 +21,7 @@ from mesh.harness import (
     OPTIMIZERS,
     PREFERENCE,
     REMAT,
+    REWARDED,
     SCORED,
     STORAGE,
     Case,
@@ -114,6 +115,14 @@ def test_preferences_equal_one_device(mesh, adapter, objective):
 def test_distillation_equals_one_device(mesh, adapter):
     """What the teacher said are columns of several values a position; the vocabulary may be sharded."""
     equal(Case(mesh, adapter=adapter, objective=DISTILLED))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "adapter"), [("data=2 fsdp=2 tensor=2", "lora"), ("data=2 context=2 sequence=2", "none")]
+)
+def test_rewarded_completions_equal_one_device(mesh, adapter):
+    """Of which ratios are those of a whole row. The reference is no adapters, or a copy."""
+    equal(Case(mesh, adapter=adapter, objective=REWARDED))
 
 
 def test_tiles_of_positions_that_devices_share_equal_one_device(monkeypatch):

@@ -1,14 +1,15 @@
-"""Decoding with a cache: the same tokens as transformers, and sampling from the nucleus alone."""
+"""Decoding with a cache: the same tokens as transformers, and the same tokens to choose from."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from batches import tokens
 from tiny import read, torch_model
 
 from jaxtune.errors import UserError
-from jaxtune.models.decode import sample
-from jaxtune.run.generation import generate_tokens, stop_tokens, stream_text
+from jaxtune.models.decode import Sampling, choose, kept
+from jaxtune.run.generation import completed, ending, make_generate, stop_tokens, stream_text, until
 
 NEW = 24
 
@@ -35,46 +36,106 @@ def test_greedy_tokens_equal_transformers(family, one_device, tmp_path):
     import torch
 
     model, parameters, _ = read(tmp_path, one_device)
-    prompt = tokens(1, 37)
+    prompts = [tokens(1, length, seed=length)[0].tolist() for length in (37, 2, 70)]
     options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    # Without a mask transformers hides every token 0 of the prompt, as padding.
-    everything = torch.ones(prompt.shape, dtype=torch.long)
-    expected = reference.generate(torch.tensor(prompt), attention_mask=everything, **options)[0, prompt.shape[1] :]
-    expected = expected.tolist()
 
-    def ours(stop):
-        with jax.default_matmul_precision("highest"):
-            found = generate_tokens(
-                model.graph,
-                model.spec,
-                parameters,
-                prompt[0].tolist(),
-                max_new_tokens=NEW,
-                stop=stop,
-                dtype=jnp.dtype("float32"),
-                temperature=0.0,
-            )
-            return list(found)
+    def theirs(prompt):
+        # Without a mask transformers hides every token 0 of the prompt, as padding.
+        everything = torch.ones((1, len(prompt)), dtype=torch.long)
+        return reference.generate(torch.tensor([prompt]), attention_mask=everything, **options)[0].tolist()
 
-    assert ours(frozenset()) == expected
-    assert ours(frozenset({expected[5]})) == expected[: expected.index(expected[5])]
+    expected = [theirs(prompt)[len(prompt) :] for prompt in prompts]
+    sampling = {"sampling": Sampling(temperature=0.0), "dtype": jnp.dtype("float32")}
+    generate = make_generate(model.graph, model.spec, max_new_tokens=NEW, **sampling)
+    with jax.default_matmul_precision("highest"):
+        found = np.stack(list(generate(parameters, prompts)), axis=1)
+        assert found.tolist() == expected
+        alone = until(generate(parameters, prompts[:1]), frozenset({expected[0][5]}))
+        assert list(alone) == expected[0][: expected[0].index(expected[0][5])]
 
 
 def test_a_prompt_that_does_not_fit_is_refused(one_device, tmp_path):
     torch_model("qwen3, a period of two", tmp_path)
     model, parameters, _ = read(tmp_path, one_device)
-    options = {"max_new_tokens": 300, "stop": frozenset(), "dtype": jnp.dtype("float32")}
+    generate = make_generate(model.graph, model.spec, max_new_tokens=300, dtype=jnp.dtype("float32"))
     with pytest.raises(UserError, match="256 positions"):
-        next(generate_tokens(model.graph, model.spec, parameters, [1, 2], **options))
+        next(generate(parameters, [[1], [1, 2]]))
     with pytest.raises(UserError, match="no tokens"):
-        next(generate_tokens(model.graph, model.spec, parameters, [], **options))
+        next(generate(parameters, [[1], []]))
 
 
-def test_only_the_nucleus_is_sampled():
+def test_what_is_sampled_does_not_depend_on_other_prompts(one_device, tmp_path):
+    torch_model("qwen3, a period of two", tmp_path)
+    model, parameters, _ = read(tmp_path, one_device)
+    generate = make_generate(model.graph, model.spec, max_new_tokens=8, dtype=jnp.dtype("float32"), seed=3)
+    prompts = [tokens(1, length, seed=length)[0].tolist() for length in (5, 9)]
+    together = np.stack(list(generate(parameters, [*prompts, prompts[0]], [7, 8, 9])), axis=1)
+    alone = np.stack(list(generate(parameters, prompts[:1], [7])), axis=1)
+    assert together[0].tolist() == alone[0].tolist()
+    assert together[0].tolist() != together[2].tolist()
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=0.7),
+        Sampling(top_k=5),
+        Sampling(top_k=1000),
+        Sampling(top_p=0.6),
+        Sampling(temperature=1.5, top_k=20, top_p=0.9, min_p=0.02),
+        Sampling(min_p=0.3),
+    ],
+    ids=str,
+)
+def test_tokens_to_choose_from_equal_transformers(sampling):
+    import torch
+    from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    logits = 3 * np.random.default_rng(0).standard_normal((4, 60)).astype(np.float32)
+    warpers = [TemperatureLogitsWarper(sampling.temperature)]
+    warpers += [] if sampling.top_k is None else [TopKLogitsWarper(sampling.top_k)]
+    warpers += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
+    warpers += [MinPLogitsWarper(sampling.min_p)] if sampling.min_p else []
+    expected = torch.tensor(logits)
+    for warper in warpers:
+        expected = warper(torch.zeros((4, 1), dtype=torch.long), expected)
+    np.testing.assert_allclose(kept(jnp.array(logits) / sampling.temperature, sampling), expected, rtol=1e-6)
+
+
+def test_penalty_of_repetition_equals_transformers(one_device, tmp_path):
+    reference = torch_model("llama, llama3 rope, untied, biases", tmp_path)
+    import torch
+
+    model, parameters, _ = read(tmp_path, one_device)
+    prompts = [tokens(1, length, seed=length)[0].tolist() for length in (20, 12)]
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = []
+    for prompt in prompts:
+        everything = torch.ones((1, len(prompt)), dtype=torch.long)
+        options |= {"attention_mask": everything, "repetition_penalty": 1.7}
+        expected.append(reference.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist())
+    sampling = Sampling(temperature=0.0, repetition_penalty=1.7)
+    how = {"max_new_tokens": NEW, "dtype": jnp.dtype("float32"), "sampling": sampling}
+    generate = make_generate(model.graph, model.spec, **how)
+    with jax.default_matmul_precision("highest"):
+        assert np.stack(list(generate(parameters, prompts)), axis=1).tolist() == expected
+
+
+def test_only_what_is_kept_is_sampled():
     logits = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]]))
-    found = {int(sample(logits, jax.random.key(i), 1.0, 0.7)[0]) for i in range(100)}
-    assert found == {0, 1}
-    assert int(sample(logits, jax.random.key(0), 0.0, 1.0)[0]) == 0
+    keys = jax.random.split(jax.random.key(0), 100)
+    found = choose(jnp.repeat(logits, 100, 0), keys, None, Sampling(top_p=0.7))
+    assert set(found.tolist()) == {0, 1}
+
+
+def test_rows_end_one_by_one():
+    class Bytes:
+        def decode(self, ids):
+            return bytes(ids).decode("utf-8", errors="replace")
+
+    made = [np.array(row) for row in zip(b"ab\0cd", b"xy STO", b"naive ")]
+    found = completed(made, 3, ending(frozenset({0}), ["TO", "y S"], Bytes()))
+    assert [(bytes(one.tokens), one.finished) for one in found] == [(b"ab\0", True), (b"xy S", True), (b"naive", False)]
 
 
 def test_text_streams_whole_characters():
@@ -84,6 +145,16 @@ def test_text_streams_whole_characters():
 
     pieces = list(stream_text(Bytes(), iter("naïve €".encode())))
     assert "".join(pieces) == "naïve €" and not any("\ufffd" in piece for piece in pieces)
+
+
+def test_text_streams_up_to_a_string_that_ends_it():
+    class Bytes:
+        def decode(self, ids, skip_special_tokens):
+            return bytes(ids).decode("utf-8", errors="replace")
+
+    pieces = list(stream_text(Bytes(), iter(b"a STO b STOP c"), ["STOP", "zz"]))
+    assert "".join(pieces) == "a STO b "
+    assert "".join(stream_text(Bytes(), iter(b"a ST"), ["STOP"])) == "a ST"
 
 
 @pytest.mark.parametrize(("listed", "expected"), [("[0, 7]", {0, 3, 7}), ("0", {0, 3}), ("null", {3})])

@@ -1,0 +1,111 @@
+"""The data of a run that learns from its own completions: prompts in an order, those of a step at a time."""
+
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxtune.config.schema import Config
+from jaxtune.data.packing import shuffled
+from jaxtune.data.prompts import Prompt, read_prompts
+from jaxtune.errors import UserError
+from jaxtune.parallel.mesh import data_shards
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+log = logging.getLogger("jaxtune")
+
+
+class Asked(NamedTuple):
+    """The prompts of a step, and the number of the first of their completions, counted through the run."""
+
+    prompts: list[Prompt]
+    first: int
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """All prompts of a run."""
+
+    prompts: list[Prompt]
+
+    @property
+    def key(self) -> str:
+        """A hash of their tokens and of all columns, which are rewarded."""
+        content = hashlib.sha256()
+        for prompt in self.prompts:
+            content.update(json.dumps([prompt.tokens, dict(prompt.sample)], sort_keys=True, default=str).encode())
+        return content.hexdigest()
+
+    def has_key(self, key: str) -> bool:
+        """Whether they are the prompts of this key."""
+        return key == self.key
+
+
+class PromptFeed:
+    """Prompts for a mesh, in the place of `data.Feed`; a position is {"prompt": the number of the next one}."""
+
+    eval_rows = None
+    counts = None
+
+    def __init__(self, prompts: PromptSet, config: Config, completions_per_step: int, chat: bool):
+        """chat: whether prompts are written by a chat template."""
+        self.documents, self.chat, self.rows_per_step = prompts, chat, completions_per_step
+        self._data, self._group_size = config.data, config.rollout.group_size
+        self._per_step = completions_per_step // self._group_size
+        steps = math.ceil(config.train.epochs * len(prompts.prompts) / self._per_step)
+        if config.data.drop_last:
+            steps = max(1, math.floor(config.train.epochs * len(prompts.prompts) / self._per_step))
+        self.total_steps = config.train.max_steps or steps
+        self._order = lru_cache(2)(self._order_of)
+
+    def with_rows(self, change: Any) -> "PromptFeed":
+        """The feed as it is: completions are made in each step, and nothing of them can be scored before."""
+        return self
+
+    def epoch(self, position: dict[str, Any]) -> float:
+        """The number of passes over the prompts up to a position."""
+        return position.get("prompt", 0) / len(self.documents.prompts)
+
+    def batches(self, position: dict[str, Any], steps: int) -> Iterator[tuple[dict[str, Any], Asked]]:
+        """(position after a step, its prompts), from a position on; the last epoch's end is filled with the next's."""
+        first = position.get("prompt", 0)
+        for start in range(first, first + steps * self._per_step, self._per_step):
+            after = start + self._per_step
+            yield {"prompt": after}, Asked([self._prompt(n) for n in range(start, after)], start * self._group_size)
+
+    def _prompt(self, number: int) -> Prompt:
+        epoch, place = divmod(number, len(self.documents.prompts))
+        return self.documents.prompts[self._order(epoch)[place]]
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        count = len(self.documents.prompts)
+        return shuffled(count, self._data.seed, epoch) if self._data.shuffle else np.arange(count)
+
+
+def open_prompts(config: Config, tokenizer: "PreTrainedTokenizerFast", mesh: jax.sharding.Mesh) -> PromptFeed:
+    """The prompts of a config. Raises UserError as `read_prompts`, and where a step has no whole groups."""
+    train, options, data = config.train, config.rollout, config.data
+    completions = train.grad_accum_steps * train.micro_batch_size * data_shards(mesh)
+    if completions % options.group_size:
+        least = train.grad_accum_steps * options.group_size // math.gcd(completions, options.group_size)
+        raise UserError(
+            f"a step has {completions} completions (train.micro_batch_size={train.micro_batch_size} times "
+            f"train.grad_accum_steps={train.grad_accum_steps} on {data_shards(mesh)} data shards), which are no whole "
+            f"groups of rollout.group_size={options.group_size}; make it a multiple, such as with "
+            f"train.grad_accum_steps={least}"
+        )
+    most, skip = data.seq_len - options.max_new_tokens, data.on_bad_row == "skip"
+    prompts = PromptSet(read_prompts(data.datasets, tokenizer, config.chat, most, skip))
+    feed = PromptFeed(prompts, config, completions, bool(tokenizer.chat_template))
+    per_step = completions // options.group_size
+    log.info("%d steps of %d prompts, each completed %d times", feed.total_steps, per_step, options.group_size)
+    return feed

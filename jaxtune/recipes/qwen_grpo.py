@@ -1,0 +1,48 @@
+"""GRPO of adapters on a Qwen3 chat model: it answers questions, and answers that are right become likelier; one GPU.
+
+    python -m jaxtune.train --config=qwen_grpo
+    python -m jaxtune.train --config=qwen_grpo:PATH_OR_HUB_ID --config.rollout.rewards=my_rewards.py:right
+
+Each step takes a prompt for each rollout.group_size completions. A reward function of your own is called as below; it
+gets the columns of the data by their names. Watch reward, which should rise, completions/clipped_ratio, the share of
+completions that did not end in rollout.max_new_tokens, and frac_reward_zero_std, the share of prompts whose
+completions are all worth the same, from which nothing is learned. Answers are asked for without thoughts; with them
+(chat.template=qwen3) a completion needs several times the tokens.
+"""
+
+import re
+
+from jaxtune.config import dataset
+from jaxtune.recipes import qwen_lora
+
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+def get_config(model="Qwen/Qwen3-0.6B"):
+    """The recipe for a model: a Hugging Face folder or hub id."""
+    config = qwen_lora.get_config(model)
+    config.data.datasets = (dataset(path="openai/gsm8k", subset="main"),)
+    config.data.validation_split = 0.0
+    config.data.seq_len = 1024
+    config.chat.template = "qwen3_nothinking"
+    config.rollout.rewards = ("jaxtune.recipes.qwen_grpo:right",)
+    config.rollout.group_size = 8
+    config.rollout.max_new_tokens = 512
+    config.train.micro_batch_size = 8
+    config.train.grad_accum_steps = 8
+    config.optim.learning_rate = 1e-5
+    config.optim.schedule = "constant"
+    config.optim.warmup_ratio = 0.0
+    config.eval.steps = 0
+    return config
+
+
+def right(completions, answer, **columns):
+    """1 where the last number of a completion is that of the answer in the data, which is after ####; else 0."""
+    texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
+    return [float(_last_number(text) == _last_number(wanted)) for text, wanted in zip(texts, answer)]
+
+
+def _last_number(text):
+    found = NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None

@@ -1,0 +1,102 @@
+"""Learning from rewards: a token pattern is learned, a run resumes exactly, completions come from a server."""
+
+import json
+import shutil
+
+import pytest
+from runs import call, metrics, recipe_command
+
+REWARDS = '''
+def letters(completions, **columns):
+    """The share of small letters in what was written."""
+    return [sum("a" <= letter <= "z" for letter in text) / max(1, len(text)) for text in completions]
+
+
+def short(completion_ids, wanted, **columns):
+    return [float(len(ids) <= most) for ids, most in zip(completion_ids, wanted)]
+'''
+OPTIONS = {
+    "model.dtype": "float32",
+    "precision.recipe": "fp32",
+    "chat.template": "chatml",
+    "data.seq_len": 64,
+    "rollout.max_new_tokens": 12,
+    "rollout.group_size": 4,
+    "train.micro_batch_size": 8,
+    "train.grad_accum_steps": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def data(home):
+    """Options of prompts with a column for the rewards, and their functions."""
+    (home / "rewards.py").write_text(REWARDS)
+    rows = [{"prompt": f"say {i}", "wanted": 3 + i % 3} for i in range(30)]
+    (home / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "data.datasets[0].path": home / "prompts.jsonl",
+        "data.datasets[0].type": "auto",
+        "data.datasets[0].subset": None,
+        "data.validation_split": 0,
+        "rollout.rewards": f"('{home / 'rewards.py'}:letters',)",
+    }
+
+
+def rows_of(home, name):
+    return [row for row in metrics(home / "runs" / name) if "loss" in row]
+
+
+def test_a_rewarded_pattern_is_learned(home, data):
+    whole = {"lora.enabled": False, "optim.learning_rate": 1e-2, "train.max_steps": 20}
+    call(*recipe_command(home, "qwen_grpo.py", "pattern", **OPTIONS, **data, **whole))
+    rows = rows_of(home, "pattern")
+    rewards = [row["reward"] for row in rows]
+    assert rewards == [row["rewards/letters/mean"] for row in rows]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.4
+    assert 0 < rows[0]["completions/mean_length"] <= 12 and 0 <= rows[0]["completions/clipped_ratio"] <= 1
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_run_goes_on_in_equal_bits(home, data, whole):
+    """Adapters, or all weights with a copy of what they were; two updates a step, of which the second is clipped."""
+    name = f"resumed-{whole}"
+    options = {"lora.enabled": not whole, "grpo.iterations": 2, "grpo.beta": 0.1, "grpo.clip_low": 0.01}
+    options |= {"grpo.loss": "grpo", "ckpt.save_steps": 4, "rollout.reward_weights": "('short=0.5',)"}
+    both = data["rollout.rewards"].replace(",)", f", '{home / 'rewards.py'}:short')")
+    command = recipe_command(home, "qwen_grpo.py", name, **OPTIONS, **data | {"rollout.rewards": both}, **options)
+    call(*command)
+    rows = rows_of(home, name)
+    assert rows[0]["kl"] >= 0 and rows[-1]["kl"] > 1e-4
+    assert max(row["clip_ratio/low"] + row["clip_ratio/high"] for row in rows) > 0
+    first = rows[0]
+    assert first["reward"] == pytest.approx(first["rewards/letters/mean"] + 0.5 * first["rewards/short/mean"])
+    shutil.rmtree(home / "runs" / name / "checkpoints" / "8")
+    shutil.rmtree(home / "runs" / name / "export")
+    assert "resumed from step 4" in call(*command)
+    compared = ("loss", "grad_norm", "reward", "kl", "completions/mean_length")
+    assert [[row[key] for key in compared] for row in rows_of(home, name)] == [
+        [row[key] for key in compared] for row in rows
+    ]
+
+
+def test_devices_share_the_completions_of_a_step(home, data):
+    """Which are those of one device, as random numbers are of a completion."""
+    options = OPTIONS | data | {"train.max_steps": 1, "export.at_end": False}
+    call(*recipe_command(home, "qwen_grpo.py", "one", **options))
+    options |= {"train.micro_batch_size": 2, "mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
+    call(*recipe_command(home, "qwen_grpo.py", "eight", **options), devices=8)
+    (one,), (eight,) = rows_of(home, "one"), rows_of(home, "eight")
+    assert one["reward"] == eight["reward"] and one["completions/mean_length"] == eight["completions/mean_length"]
+    assert abs(one["grad_norm"] / eight["grad_norm"] - 1) <= 1e-4
+
+
+def test_what_cannot_be_rewarded_is_refused(home, data):
+    def refused(**options):
+        return call(*recipe_command(home, "qwen_grpo.py", "refused", **OPTIONS | data | options), code=2)
+
+    assert "no whole groups of rollout.group_size=3" in refused(**{"rollout.group_size": 3})
+    assert "no prompt of at most 4 tokens" in refused(**{"data.seq_len": 16})
+    assert "has no function nobody" in refused(**{"rollout.rewards": f"('{home / 'rewards.py'}:nobody',)"})
+    assert "adapters are sent" in refused(**{"rollout.server": "http://localhost:1", "lora.enabled": False})
+    assert "use mesh.fsdp" in refused(**{"mesh.stage": 2})
+    assert "has no effect" in refused(**{"data.packing_method": "sequential"})

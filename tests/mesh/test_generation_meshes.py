@@ -1,0 +1,52 @@
+"""Decoding on every mesh: the tokens of one device, whichever device has a row and which heads."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mesh.harness import MESHES, folder
+
+from jaxtune.config.schema import Config, Data, Mesh, Model
+from jaxtune.models.decode import Sampling
+from jaxtune.parallel.mesh import make_mesh
+from jaxtune.run.generation import make_generate
+from jaxtune.run.model import declare_model, read_base
+from jaxtune.run.values import read_parameters
+
+PROMPTS = [np.random.default_rng(n).integers(0, 256, n).tolist() for n in (3, 17, 9, 1, 30)]
+
+
+def tokens(model: str, mesh: Mesh, devices: int, sampling: Sampling) -> list[list[int]]:
+    """What follows each prompt."""
+    made = make_mesh(mesh, jax.devices()[:devices])
+    config = Config(model=Model(path=str(folder(model, False, False)), dtype="float32"), data=Data(seq_len=64))
+    declared = declare_model(read_base(config), config, made, train=False)
+    how = {"max_new_tokens": 8, "dtype": jnp.dtype("float32"), "sampling": sampling}
+    generate = make_generate(declared.graph, declared.spec, **how)
+    with jax.default_matmul_precision("highest"):
+        found = list(generate(read_parameters(declared, declared.whole), PROMPTS))
+    return np.stack(found, axis=1).tolist()
+
+
+@functools.cache
+def of_one_device(model: str, sampling: Sampling) -> list[list[int]]:
+    """What every mesh must give."""
+    return tokens(model, Mesh(), 1, sampling)
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [
+        ("dense", "data=2 fsdp=2 tensor=2"),
+        ("dense", "tensor=8"),
+        ("dense", "data=2 context=2 sequence=2"),
+        ("hybrid", "fsdp=2 sequence=2 tensor=2"),
+        ("moe", "data=2 fsdp=2 expert=2"),
+    ],
+)
+def test_tokens_equal_one_device(model, mesh):
+    mesh = MESHES.get(mesh, Mesh(data=2, fsdp=2, expert=2))
+    sampling = Sampling(0.8, top_p=0.95, repetition_penalty=1.2) if model == "dense" else Sampling(temperature=0.0)
+    assert tokens(model, mesh, 8, sampling) == of_one_device(model, sampling)

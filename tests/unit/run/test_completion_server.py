@@ -1,0 +1,229 @@
+"""Completions and adapters of a server: what is asked of it, what comes back, and what a user is told when it fails."""
+
+import socket
+import threading
+
+import pytest
+from completion_server import CompletionServer
+
+from jaxtune.errors import UserError
+from jaxtune.run.completion_server import PAUSES, Completion, complete, send_adapter
+
+STOP = 2
+
+
+@pytest.fixture(autouse=True)
+def nothing_from_outside(monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.setenv("no_proxy", "*")
+
+
+@pytest.fixture
+def server():
+    with CompletionServer(lambda prompt, seed: [prompt[-1] + 1, prompt[-1] + 2, STOP, 9]) as server:
+        yield server
+
+
+def ask(server, prompts, **changed):
+    url = server if isinstance(server, str) else server.url
+    asked = dict(max_tokens=8, temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, repetition_penalty=1.2, stop={STOP})
+    asked |= dict(model="base", seed=0, timeout=10.0, wait=lambda seconds: None)
+    return complete(url, prompts=prompts, **(asked | changed))
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    """Writes a folder with an adapter of these weights."""
+
+    def write(weights: bytes, name: str = "adapter"):
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        (folder / "adapter_config.json").write_text("{}")
+        (folder / "adapter_model.safetensors").write_bytes(weights)
+        return folder
+
+    return write
+
+
+def test_completions_are_in_the_order_of_the_prompts_with_the_stop_token(server):
+    found = ask(server, [[10 * n] for n in range(1, 50)])
+    assert found == [Completion([10 * n + 1, 10 * n + 2, STOP], finished=True) for n in range(1, 50)]
+
+
+def test_a_completion_that_max_tokens_ends_is_not_finished(server):
+    assert ask(server, [[10]], max_tokens=2) == [Completion([11, 12], finished=False)]
+
+
+def test_no_prompt_asks_for_nothing(server):
+    assert ask(server, []) == []
+    assert server.requests == []
+
+
+def test_the_server_is_told_how_to_sample(server):
+    ask(server, [[10, 11]], stop={7, 2})
+    ((path, body),) = server.requests
+    assert path == "/v1/completions"
+    assert 0 <= body.pop("seed") < 2**53
+    assert body == {
+        "model": "base",
+        "prompt": [[10, 11]],
+        "n": 1,
+        "return_token_ids": True,
+        "max_tokens": 8,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "stop_token_ids": [2, 7],
+    }
+
+
+def test_a_group_differs_and_a_seed_gives_the_same_again(server):
+    server.script = lambda prompt, seed: [seed]
+    group = [completion.tokens[0] for completion in ask(server, [[10]] * 8, seed=3)]
+    assert len(set(group)) == 8
+    assert [completion.tokens[0] for completion in ask(server, [[10]] * 8, seed=3)] == group
+    assert not set(group) & {completion.tokens[0] for completion in ask(server, [[10]] * 8, seed=4)}
+
+
+def test_requests_are_under_way_together(server):
+    together = threading.Barrier(4, timeout=10)
+
+    def answer(*request):
+        together.wait()
+        return 200, {"choices": [{"token_ids": [5], "finish_reason": "stop"}]}
+
+    server.answer = answer
+    assert ask(server, [[10]] * 4) == [Completion([5], finished=True)] * 4
+
+
+@pytest.mark.parametrize("suffix", ["/", "/v1", "/v1/"])
+def test_the_address_may_end_as_users_write_it(server, suffix):
+    assert ask(server.url + suffix, [[10]])[0].finished
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "file:///etc/passwd", "http://", "http://localhost:port"])
+def test_an_address_that_is_none_is_refused(url):
+    with pytest.raises(UserError, match="is not the address of a server; one is as http://localhost:8000"):
+        ask(url, [[10]])
+
+
+def test_a_password_in_the_address_is_refused_and_not_shown():
+    with pytest.raises(UserError, match=r"^'host:8000' is not the address of a server.*without a user"):
+        ask("http://me:secret@host:8000", [[10]])
+
+
+def test_the_key_is_sent_from_the_environment(server, monkeypatch):
+    server.key = "secret"
+    with pytest.raises(UserError, match="answers 401: Unauthorized; the environment variable OPENAI_API_KEY is sent"):
+        ask(server, [[10]])
+    monkeypatch.setenv("OPENAI_API_KEY", "secret\n")
+    assert ask(server, [[10]])[0].finished
+
+
+def test_a_key_that_no_header_can_hold_is_not_shown(server, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sec\nret")
+    with pytest.raises(UserError, match="^OPENAI_API_KEY has characters that cannot be sent in a header$"):
+        ask(server, [[10]])
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_busy_server_is_asked_again_after_longer_and_longer_pauses(server, status):
+    server.failures, server.failure = 2, status
+    pauses = []
+    assert ask(server, [[10]], wait=pauses.append)[0].finished
+    assert pauses == list(PAUSES[:2])
+
+
+def test_a_server_that_stays_busy_is_said_with_its_words(server):
+    server.failures = 100
+    with pytest.raises(UserError, match=rf"answers 503: not now \(6 attempts in {sum(PAUSES):g} seconds\)"):
+        ask(server, [[10]])
+
+
+def test_a_server_that_is_not_there_is_said_with_the_attempts():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and listens to nobody
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        pauses = []
+        with pytest.raises(UserError, match=rf"{url}/v1/completions cannot be reached: .*refused \(6 attempts in 31 s"):
+            ask(url, [[10]], wait=pauses.append)
+    assert pauses == list(PAUSES)
+
+
+def test_a_server_that_takes_too_long_is_not_asked_again():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(UserError, match=r"v1/completions did not answer within 0\.05 seconds"):
+            ask(url, [[10]], timeout=0.05, wait=lambda seconds: pytest.fail("asked again"))
+
+
+@pytest.mark.parametrize(
+    "answer, message",
+    [
+        ((400, {"error": {"message": "too long"}}), r"v1/completions answers 400: too long$"),
+        ((400, {"object": "error", "message": "too long"}), r"answers 400: too long$"),
+        ((422, {"detail": "Unprocessable"}), r"answers 422: Unprocessable$"),
+        ((500, "<html>broken</html>"), r"answers 500: <html>broken</html>$"),
+        ((200, "<html>hello</html>"), "does not answer as an OpenAI-compatible server: <html>hello"),
+        ((200, {"choices": []}), "does not answer as an OpenAI-compatible server"),
+        ((200, [1]), "does not answer as an OpenAI-compatible server"),
+        ((200, {"choices": [{"token_ids": [1], "finish_reason": "abort"}]}), "with finish_reason='abort', which is"),
+    ],
+    ids=["400", "400-old", "422", "500", "page", "no-choice", "list", "aborted"],
+)
+def test_an_answer_that_is_no_completion_is_said_at_once(server, answer, message):
+    server.answer = lambda *request: answer
+    with pytest.raises(UserError, match=message):
+        ask(server, [[10]], wait=lambda seconds: pytest.fail("asked again"))
+
+
+def test_a_model_that_is_not_served_is_named(server):
+    with pytest.raises(UserError, match="answers 404: The model `other` does not exist"):
+        ask(server, [[10]], model="other")
+
+
+def test_a_server_without_tokens_is_told_which_version_has_them(server):
+    server.token_ids = False
+    with pytest.raises(UserError, match=r"does not return the tokens .* vLLM does since version 0\.10\.2"):
+        ask(server, [[10]])
+
+
+def test_an_adapter_is_loaded_and_asked_for_by_its_name(server, adapter):
+    folder = adapter(b"one")
+    served = send_adapter(server.url, "run", folder)
+    assert server.adapters == {served: str(folder.resolve())}
+    assert ask(server, [[10]], model=served)[0].finished
+
+
+def test_the_next_adapter_takes_the_place_of_the_earlier_and_has_another_name(server, adapter):
+    server.adapters["run-two-0123456789ab"] = "another run's"
+    server.adapters["run-mine"] = "the user's"
+    first = send_adapter(server.url, "run", adapter(b"one"))
+    second = send_adapter(server.url, "run", adapter(b"two"))
+    assert first != second
+    assert list(server.adapters) == ["run-two-0123456789ab", "run-mine", second]
+    unloads = [place for place, (path, _) in enumerate(server.requests) if path == "/v1/unload_lora_adapter"]
+    loads = [place for place, (path, _) in enumerate(server.requests) if path == "/v1/load_lora_adapter"]
+    assert unloads == [loads[1] - 1]
+
+
+def test_the_same_adapter_is_not_loaded_again(server, adapter):
+    served = send_adapter(server.url, "run", adapter(b"one"))
+    assert send_adapter(server.url, "run", adapter(b"one")) == served
+    assert [path for path, _ in server.requests].count("/v1/load_lora_adapter") == 1
+
+
+def test_a_server_that_loads_no_adapters_is_told_how_to_start_it(server, adapter):
+    server.updates = False
+    with pytest.raises(UserError, match=r"answers 404: Not Found; start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=Tr"):
+        send_adapter(server.url, "run", adapter(b"one"))
+
+
+def test_a_folder_without_an_adapter_is_refused(server, tmp_path):
+    with pytest.raises(UserError, match=r"is not an adapter's folder: adapter_config\.json: No such file"):
+        send_adapter(server.url, "run", tmp_path)
+    assert server.requests == []
