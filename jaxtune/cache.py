@@ -23,6 +23,9 @@ from jaxtune import command
 from jaxtune.data.cache import FORMAT, SUMMARY
 from jaxtune.errors import UserError
 
+KEPT = {"reference": "scores of answers by a reference", "teacher": "likeliest tokens of a teacher"}
+"""Files of preference.precompute_reference and distill.teacher, by how their names begin."""
+
 
 def entries(folder: Path) -> list[Path]:
     """The folders of tokenised documents in a cache, the most recently used last."""
@@ -90,14 +93,17 @@ def _main(values: flags.FlagValues, _: None) -> None:
         print(f"{'removed' if removed else entry.name[:8]}  {size / 1e6:10,.1f} MB  last used {day}  {notes}")
         if removed:
             remove(entry)
-    for scores in folder.glob("reference-*.npy"):  # of preference.precompute_reference
-        made = scores.stat().st_mtime
-        removed = limit is not None and made <= limit
-        name = "removed" if removed else scores.stem.removeprefix("reference-")[:8]
-        day, size = datetime.date.fromtimestamp(made), scores.stat().st_size / 1e6
-        print(f"{name}  {size:10,.1f} MB  made {day}  scores of answers by a reference")
-        if removed:
-            scores.unlink()
+    for kind, what in KEPT.items():
+        for scores in folder.glob(f"{kind}-*"):
+            made = scores.stat().st_mtime
+            removed = limit is not None and made <= limit
+            name = "removed" if removed else scores.stem.removeprefix(f"{kind}-")[:8]
+            # Of blocks: what the teacher did not score, such as validation documents, takes no room in the file.
+            day, size = datetime.date.fromtimestamp(made), scores.stat().st_blocks * 512 / 1e6
+            unfinished = " (unfinished)" if scores.suffix == ".tmp" else ""
+            print(f"{name}  {size:10,.1f} MB  made {day}  {what}{unfinished}")
+            if removed:
+                scores.unlink()
     if limit is not None:
         remove_remains(folder, limit)
 

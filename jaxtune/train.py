@@ -32,6 +32,7 @@ from jaxtune.run.model import read_base
 from jaxtune.run.rewards import load_rewards
 from jaxtune.run.rollouts import with_rollouts
 from jaxtune.run.scored import with_reference
+from jaxtune.run.teacher import declare_teacher, with_teacher
 from jaxtune.run.values import check_files, frozen_parameters, initial_parameters, read_reference
 from jaxtune.run.watch import watching
 
@@ -68,6 +69,7 @@ def _train(config: Config, folder: RunFolder) -> bool:
     # ---- data: documents, rows, the number of steps ----
     tokenizer = hf.load_tokenizer(model.folder, config.chat.template, config.data.special_tokens)
     rewards = load_rewards(config.rollout.rewards)
+    teacher = declare_teacher(config, tokenizer, model.spec.vocabulary, mesh)
     if rewards:
         feed = data.open_prompts(config, tokenizer, mesh)
     else:
@@ -93,6 +95,8 @@ def _train(config: Config, folder: RunFolder) -> bool:
     # ---- values: from the checkpoint, or initial ones ----
     with goodput.measure("reference"):
         feed = feed.with_rows(partial(with_reference, config, model, mesh))
+    with goodput.measure("teacher"):
+        feed = with_teacher(teacher, mesh, feed)
     with goodput.measure("restore"):
         wanted = saved["step"] if saved and config.ckpt.resume != "auto" else None
         if saved and (restored := checkpoints.restore(program.state, wanted, grouping=model.grouping)):

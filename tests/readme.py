@@ -27,7 +27,8 @@ def empty_folder(made: pytest.TempPathFactory) -> Iterator[Path]:
         shutil.copy(ROOT / name, source)
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(wheel), str(source)]
     subprocess.run(pip, check=True, timeout=300)
-    model_folder(folder / "my" / "model", max_position_embeddings=4096)
+    for name in ("model", "teacher"):
+        model_folder(folder / "my" / name, max_position_embeddings=4096)
     conversations(folder / "chats.jsonl", 200)
     answers(folder / "pairs.jsonl")
     with pytest.MonkeyPatch.context() as patch:

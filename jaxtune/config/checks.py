@@ -19,6 +19,7 @@ def check(config: Config) -> list[Problem]:
         _task,
         _classification,
         _preference,
+        _distill,
         _rollout,
         _chat,
         _train,
@@ -122,6 +123,12 @@ def _preference(config: Config) -> Iterator[Problem]:
                 key = f"data.{name}[{i}].chosen_score_field"
                 reason = "preference.offset_alpha needs the scores of both answers: name their columns"
                 yield Problem((key, "preference.offset_alpha"), f"{key}: {reason}")
+
+
+def _distill(config: Config) -> Iterator[Problem]:
+    if config.distill.teacher is not None and config.data.streaming:
+        reason = "scores all documents before the first step, and data.streaming does not know them then"
+        yield _problem(config, "distill.teacher", reason, "data.streaming")
 
 
 # Options of data that say how documents become rows, which prompts never are.

@@ -689,6 +689,30 @@ class Preference:
 
 
 @dataclass(frozen=True)
+class Distill:
+    """Distillation: the student learns the distribution of the next token that a teacher has."""
+
+    teacher: str | None = option(None,
+        "a larger model with the same tokenizer: Hugging Face folder, hub id or adapter; it scores the documents once, "
+        "before the first step, and data.cache_dir keeps that: 8 * top_k + 4 bytes a token",
+        when="model.head == 'lm' and preference.loss is None and not rollout.rewards")
+    divergence: Literal["forward_kl", "reverse_kl", "js"] = option("forward_kl",
+        "of teacher p and student q: KL(p||q), KL(q||p), or between them the generalised Jensen-Shannon divergence of "
+        "GKD (Agarwal et al. 2024)")
+    js_beta: float = option(0.5,
+        "share of the teacher in the mixture m = js_beta p + (1 - js_beta) q, and of KL(p||m) beside KL(q||m)",
+        "(0, 1)", when="distill.divergence == 'js'")
+    temperature: float = option(1.0,
+        "divides the logits of both; the divergence is not multiplied by its square (TRL's GKD does not, either)",
+        "(0, inf)")
+    top_k: int = option(64, "likeliest tokens of the teacher that are kept; all others count as one", "tokens [1, inf)")
+    weight: float = option(1.0,
+        "share of the divergence in the loss; the rest is the cross-entropy of the targets, which 1 leaves out, as the "
+        "teacher has seen them too",
+        "fraction (0, 1]")
+
+
+@dataclass(frozen=True)
 class Rollout:
     """Learning from answers that the model itself makes and Python functions reward, instead of those in the data."""
 
@@ -757,6 +781,7 @@ class Config:
     preference: Preference = section(Preference(), when="preference.loss is not None")
     rollout: Rollout = section(Rollout(), when="rollout.rewards")
     grpo: Grpo = section(Grpo(), when="rollout.rewards")
+    distill: Distill = section(Distill(), when="distill.teacher is not None")
     # Not an option: who set each value that is not the default.
     said: tuple[Said, ...] = dataclasses.field(default=(), compare=False, repr=False)
     # Nor this: what became of the options of another system's file, and which values were recommended.

@@ -6,7 +6,7 @@ import numpy as np
 
 
 class Column(NamedTuple):
-    """An array of a row, (positions,); of a batch, (micro-batches, rows, positions).
+    """An array of a row, (positions,); of a batch, (micro-batches, rows, positions); with a `width` one axis more.
 
     The columns in `MADE` are computed when a row is built. Any other column is stored with the documents: a token's
     value stands at the position where that token is the target, like its loss weight; the value of a document or a
@@ -17,12 +17,18 @@ class Column(NamedTuple):
         dtype: of the array.
         per: whether each token, document or unit has a value. A unit is packed whole: one document, or several.
         padding: the value at positions that hold no token or no target; "seq_len": the length of the row.
+        width: how many values each position has, the last axis; None: one, and no such axis.
     """
 
     name: str
     dtype: type[np.generic]
     per: Literal["token", "document", "unit"] = "token"
     padding: float | Literal["seq_len"] = 0
+    width: int | None = None
+
+    def shape(self, *positions: int) -> tuple[int, ...]:
+        """The shape of its array, of that of the positions."""
+        return positions if self.width is None else (*positions, self.width)
 
 
 TOKENS = Column("tokens", np.int32)
@@ -48,6 +54,18 @@ REFERENCE = Column("reference_log_prob", np.float32, "document")
 # How much better a completion is than others of its prompt; the log-probability of each token before it was trained.
 ADVANTAGE = Column("advantage", np.float32, "document")
 OLD_LOG_PROB = Column("old_log_prob", np.float32)
+
+
+def of_teacher(top_k: int) -> tuple[Column, Column]:
+    """A teacher's likeliest tokens in place of each target, and their log-probabilities; last that of any other token.
+
+    See `run.teacher`.
+    """
+    return Column("teacher_tokens", np.int32, width=top_k), Column("teacher_log_probs", np.float32, width=top_k + 1)
+
+
+# Columns that are computed of the documents by a model, before the first step: `Rows.with_column` adds them.
+ADDED = frozenset({REFERENCE.name, *(column.name for column in of_teacher(1))})
 
 NEXT_TOKEN = (TOKENS, TARGETS, POSITIONS, SEGMENT_IDS, KEY_START, LOSS_WEIGHT)
 """The columns that next-token prediction on packed rows reads."""

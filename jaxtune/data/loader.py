@@ -32,7 +32,9 @@ def abstract_batch(
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes, dtypes and shardings of a batch of (accum, rows_per_micro, seq_len), as `batches` yields it."""
     columns = columns if _devices_of_a_row(sharding) == 1 else (*columns, PLACE)
-    batch = {column.name: jax.ShapeDtypeStruct(shape, column.dtype, sharding=sharding) for column in columns}
+    batch = {
+        column.name: jax.ShapeDtypeStruct(column.shape(*shape), column.dtype, sharding=sharding) for column in columns
+    }
     row_sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:2]))
     return batch | {"row": jax.ShapeDtypeStruct(shape[:2], np.int32, sharding=row_sharding)}
 
@@ -56,9 +58,9 @@ def batches(
         data: its num_workers and prefetch.
 
     Yields:
-        (the row after the batch, the batch): each column as an (accum, rows_per_micro, seq_len) array, and `row`, int32
-        (accum, rows_per_micro): the number of each row, modulo 2^31. Where devices share rows, each keeping positions
-        (mesh.context), rows are dealt to them.
+        (the row after the batch, the batch): each column as an (accum, rows_per_micro, seq_len) array, of a column with
+        a width (accum, rows_per_micro, seq_len, width), and `row`, int32 (accum, rows_per_micro): the number of each
+        row, modulo 2^31. Where devices share rows, each keeping positions (mesh.context), rows are dealt to them.
     """
     size = shape[0] * shape[1]
     needed = needed_rows(sharding, shape)
@@ -91,4 +93,5 @@ def _place(
         micro_batches, rows = (range(size)[part] for size, part in zip(shape, index[:2]))
         return np.stack([np.stack([block[i, j][name][index[2]] for j in rows]) for i in micro_batches])
 
-    return jax.make_array_from_callback(shape, sharding, part)
+    width = next(iter(block.values()))[name].shape[1:]
+    return jax.make_array_from_callback((*shape, *width), sharding, part)

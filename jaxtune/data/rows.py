@@ -4,6 +4,7 @@ import copy
 import math
 import threading
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxtune.config.schema import Data
-from jaxtune.data.columns import LABEL, MADE, NEXT_TOKEN, REFERENCE, Column
+from jaxtune.data.columns import ADDED, LABEL, MADE, NEXT_TOKEN, Column
 from jaxtune.data.packing import RowPlan, cut_to_rows, plan
 from jaxtune.data.units import Documents
 from jaxtune.errors import UserError
@@ -85,7 +86,7 @@ class Rows:
             UserError: no document is left; the documents lack a column; a row of the epochs holds more documents than
                 `most_documents`; as `cut_to_rows`. Of endless rows later epochs raise it when they begin.
         """
-        columns = tuple(column for column in columns if column != REFERENCE)  # `with_column` adds it
+        columns = tuple(column for column in columns if column.name not in ADDED)  # by `with_column`
         self._documents, self._data, self._columns = documents, data, columns
         _check_columns(documents, columns)
         lengths = documents.lengths
@@ -182,8 +183,19 @@ class Rows:
         parcels = self._parcels_in(index)
         return [int(n) for p in parcels for n in self._document[self._parcels[p] : self._parcels[p + 1]]]
 
+    def targets_in(self, index: int) -> Iterator[tuple[int, int, int, int]]:
+        """The targets of each document in row `index`, or of each part of one, as they stand in it.
+
+        Yields:
+            (document, the first of its tokens that is a target, the position of the row that predicts it, their number)
+        """
+        for piece, begin, _ in self._placed(self._parcels_in(index)):
+            document, start = int(self._document[piece]), int(self._start[piece])
+            count = min(int(self._length[piece]), int(self._documents.lengths[document]) - start - 1)
+            yield document, start + 1, int(begin), count
+
     def with_column(self, column: Column, values: np.ndarray) -> "Rows":
-        """The same rows with another column, which has a value for each document."""
+        """The same rows with another column; its values as of `Documents.with_column`."""
         other = copy.copy(self)
         other._documents, other._columns = self._documents.with_column(column, values), (*self._columns, column)
         return other
@@ -215,16 +227,22 @@ class Rows:
     def _build(self, parcels: np.ndarray | list[int]) -> Row:
         seq_len = self._data.seq_len
         row = {
-            column.name: np.full(seq_len, seq_len if column.padding == "seq_len" else column.padding, column.dtype)
+            column.name: np.full(
+                column.shape(seq_len), seq_len if column.padding == "seq_len" else column.padding, column.dtype
+            )
             for column in self._columns
         }
-        begin, segment = 0, 0
+        for segment, (piece, begin, unit) in enumerate(self._placed(parcels), start=1):
+            self._put(row, piece, begin, segment, unit)
+        return row
+
+    def _placed(self, parcels: np.ndarray | list[int]) -> Iterator[tuple[int, int, int]]:
+        """(piece, its first position, number of its unit from 1) of each piece of a row."""
+        begin = 0
         for unit, parcel in enumerate(parcels, start=1):
             for piece in range(self._parcels[parcel], self._parcels[parcel + 1]):
-                segment += 1
-                self._put(row, piece, begin, segment, unit)
+                yield piece, begin, unit
                 begin += self._length[piece]
-        return row
 
     def _put(self, row: Row, piece: int, begin: int, segment: int, unit: int) -> None:
         """Writes a piece into a row from position `begin` on."""

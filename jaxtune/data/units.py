@@ -140,18 +140,32 @@ class Documents:
         return np.searchsorted(self._first, self._numbers, "right") - 1
 
     def with_column(self, column: Column, values: np.ndarray) -> "Documents":
-        """The same documents with another column, which has a value for each of them."""
-        of_parts = np.zeros(sum(part.units[-1] for part in self.parts), column.dtype)
-        of_parts[self._numbers] = values
+        """The same documents with another column, which has a value for each of them.
+
+        A column per token has one for each token of all parts, chosen or not (`first_token`): it is taken as it is, so
+        that a file that is mapped into memory is not read.
+        """
+        if column.per == "token":
+            ends = np.cumsum([0, *(part.offsets[-1] for part in self.parts)])
+        else:
+            of_parts = np.zeros(sum(part.units[-1] for part in self.parts), column.dtype)
+            of_parts[self._numbers] = values
+            values, ends = of_parts, np.array([*self._first, len(of_parts)])
         parts = tuple(
             dataclasses.replace(
                 part,
                 columns={**part.columns, column.name: column},
-                values={**part.values, column.name: of_parts[first : first + part.units[-1]]},
+                values={**part.values, column.name: values[first:end]},
             )
-            for part, first in zip(self.parts, self._first)
+            for part, (first, end) in zip(self.parts, pairwise(ends))
         )
         return dataclasses.replace(self, parts=parts)
+
+    @cached_property
+    def first_token(self) -> Int64[np.ndarray, "documents"]:
+        """Number of the first token of each document, counted through all tokens of the parts, chosen or not."""
+        lengths = np.concatenate([np.diff(part.offsets) for part in self.parts])
+        return (np.cumsum(lengths) - lengths)[self._numbers]
 
     def read(self, i: int, start: int, stop: int) -> tuple[Int32[np.ndarray, "n"], Float16[np.ndarray, "n"]]:
         """Tokens [start, stop) of document i, up to its end, and the weight of predicting each."""

@@ -11,6 +11,7 @@ from jaxtune.errors import UserError
 from jaxtune.models import pipeline
 from jaxtune.models.call import Call
 from jaxtune.models.decoder import Decoder
+from jaxtune.models.divergence import Divergence, scored_beside
 from jaxtune.models.lookup import lookup
 from jaxtune.models.pipeline import Batch
 from jaxtune.parallel.layout import P, by_token, gather, used
@@ -22,13 +23,15 @@ class Scores(NamedTuple):
 
     log_prob: of each target, in nats, float32; 0 where loss_weight is 0, whose logits are never computed. With a z-loss
     its penalty is taken off. loss: -log_prob * loss_weight. sums: what layers emit (`models.experts`). reference:
-    log_prob without adapters, no gradient reaches it; None where the objective does not ask for it.
+    log_prob without adapters, no gradient reaches it; None where the objective does not ask for it. divergence: from a
+    teacher, as log_prob float32 in nats and 0 where loss_weight is 0; None where it is not asked for.
     """
 
     log_prob: Float[Array, "b s"]
     loss: Float[Array, "b s"]
     sums: Mapping[str, Array]
     reference: Float[Array, "b s"] | None = None
+    divergence: Float[Array, "b s"] | None = None
 
 
 class LabelScores(NamedTuple):
@@ -50,16 +53,39 @@ def score(
     head_gradient: bool = False,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
+    divergence: Divergence | None = None,
 ) -> Scores:
     """Scores of a batch of packed rows, whose columns are (rows, positions); hidden: its `hidden_states`, if known.
 
     `head_gradient`: whether the head is trained; without, its gradient is zero and costs nothing. `z_loss`: the penalty
     z_loss * logsumexp(logits)^2 (PaLM, arXiv:2204.02311). `label_smoothing`: share of the target that is divided over
-    the vocabulary in `loss` (arXiv:1512.00567), as label_smoothing of torch's cross_entropy. Raises UserError where
-    logits are capped.
+    the vocabulary in `loss` (arXiv:1512.00567), as label_smoothing of torch's cross_entropy; raises UserError where
+    logits are capped. `divergence`: from the teacher of the batch's columns teacher_tokens and teacher_log_probs.
     """
     states, sums = hidden_states(decoder, batch, call) if hidden is None else hidden
     head = gather(decoder.head_weight.astype(call.dtype))
+    apart = None
+    if divergence is None:
+        log_prob, loss = _cross_entropy(decoder, states, head, batch, z_loss, head_gradient)
+    else:
+        found, apart = scored_beside(decoder, states, head, batch, divergence, z_loss, head_gradient)
+        log_prob, loss = -found, found * batch["loss_weight"]
+    if label_smoothing:
+        head = head if head_gradient else jax.lax.stop_gradient(head)
+        excess = _above_mean(decoder, states, head, batch["targets"])
+        loss += label_smoothing * excess * batch["loss_weight"]
+    return Scores(log_prob, loss, sums, divergence=apart)
+
+
+def _cross_entropy(
+    decoder: Decoder,
+    states: Float[Array, "b s d"],
+    head: Float[Array, "v d"],
+    batch: Batch,
+    z_loss: float,
+    head_gradient: bool,
+) -> tuple[Float[Array, "b s"], Float[Array, "b s"]]:
+    """(log_prob, loss) of each target, without label smoothing."""
 
     def kernel(hidden, head, targets, weight):
         weight = weight.reshape(-1)
@@ -78,12 +104,7 @@ def score(
 
     by_device = (by_token(None), P(used("vocabulary"), None), by_token(), by_token())
     mapped = jax.shard_map(kernel, in_specs=by_device, out_specs=by_token())
-    log_prob, loss = mapped(states, head, batch["targets"], batch["loss_weight"])
-    if label_smoothing:
-        head = head if head_gradient else jax.lax.stop_gradient(head)
-        excess = _above_mean(decoder, states, head, batch["targets"])
-        loss += label_smoothing * excess * batch["loss_weight"]
-    return Scores(log_prob, loss, sums)
+    return mapped(states, head, batch["targets"], batch["loss_weight"])
 
 
 def _above_mean(

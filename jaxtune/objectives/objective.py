@@ -7,6 +7,7 @@ from typing import NamedTuple
 from jaxtyping import Array, Float, Num
 
 from jaxtune.data.columns import NEXT_TOKEN, Column
+from jaxtune.models.divergence import Divergence
 
 
 class Sums(NamedTuple):
@@ -30,7 +31,7 @@ class Objective:
         loss: (scores, micro-batch) -> sums; of a classifier the scores are `LabelScores`, else `Scores`.
         columns: of the batch, that it reads.
         reference: whether scores must also hold the log-probabilities of the base alone, without adapters.
-        z_loss, label_smoothing: of `models.score.score`.
+        z_loss, label_smoothing, divergence: of `models.score.score`.
         counts: name of the metric under which a step reports the weight.
     """
 
@@ -39,6 +40,7 @@ class Objective:
     reference: bool = False
     z_loss: float = 0.0
     label_smoothing: float = 0.0
+    divergence: Divergence | None = None
     counts: str = "target_tokens"
 
     def __post_init__(self):

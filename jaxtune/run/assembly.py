@@ -19,6 +19,7 @@ from jaxtune.models.spec import Experts
 from jaxtune.objectives.balanced import balanced
 from jaxtune.objectives.classification import classification
 from jaxtune.objectives.cross_entropy import cross_entropy
+from jaxtune.objectives.distillation import distillation
 from jaxtune.objectives.grpo import grpo
 from jaxtune.objectives.objective import Objective
 from jaxtune.objectives.preference import preference
@@ -113,10 +114,13 @@ def summed_last(config: Config, recipe: Recipe, mesh: jax.sharding.Mesh) -> Axes
 
 def objective_of(config: Config, model: Model) -> Objective:
     """What a run minimises."""
+    beside = config.train.z_loss, config.train.label_smoothing
     if config.rollout.rewards:
         objective = grpo(config.grpo, config.rollout.max_new_tokens)
+    elif config.distill.teacher is not None:
+        objective = distillation(config.distill, *beside)
     else:
-        objective = task_of(model, config, config.train.z_loss, config.train.label_smoothing)
+        objective = task_of(model, config, *beside)
     if not model.spec.has_experts:
         return objective
     experts = config.experts
@@ -131,7 +135,7 @@ def objective_of(config: Config, model: Model) -> Objective:
 
 
 def task_of(model: Model, config: Config, z_loss: float = 0.0, label_smoothing: float = 0.0) -> Objective:
-    """What a model is evaluated by: preferences, the label of a document, or the next token."""
+    """What a model is evaluated by: preferences, the label of a document, or the next token (a student too)."""
     if config.preference.loss is not None:
         return preference(config.preference)
     return classification(model.spec.labels) if model.spec.labels else cross_entropy(z_loss, label_smoothing)

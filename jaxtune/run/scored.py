@@ -4,22 +4,18 @@ import dataclasses
 import hashlib
 import json
 import logging
-import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 
 from jaxtune import data, hf
 from jaxtune.checkpoint import fingerprint
 from jaxtune.config.schema import Config
 from jaxtune.data.columns import REFERENCE
 from jaxtune.data.splits import cache_folder
-from jaxtune.errors import UserError
 from jaxtune.models.decoder import Parameters, bind
 from jaxtune.models.score import Batch, score
 from jaxtune.objectives.documents import of_documents
@@ -28,6 +24,7 @@ from jaxtune.parallel.layout import P, by_token
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.precision.recipes import recipe_of
 from jaxtune.run.assembly import call_of
+from jaxtune.run.kept import kept
 from jaxtune.run.model import Model
 from jaxtune.run.process import compiler_options
 from jaxtune.run.step import weights_of_step
@@ -45,14 +42,13 @@ def with_reference(config: Config, model: Model, mesh: jax.sharding.Mesh, rows: 
     if config.preference.loss is None or REFERENCE not in preference(config.preference).columns:
         return rows
     file = cache_folder(config) / f"reference-{_key(config, model, rows)}.npy"
-    if not multihost_utils.process_allgather(np.int32(file.exists())).all():  # hosts may have folders of their own
+
+    def write(path: Path) -> None:
         log.info("preference.precompute_reference: scoring %d documents", len(rows.documents))
-        _write(file, _scores(config, model, mesh, rows))
-    try:
-        values = np.load(file)
-    except (EOFError, ValueError) as error:
-        raise UserError(f"{file} is damaged; delete it") from error
-    return rows.with_column(REFERENCE, values)
+        with path.open("wb") as stream:
+            np.save(stream, _scores(config, model, mesh, rows))
+
+    return rows.with_column(REFERENCE, kept(file, write))
 
 
 def _key(config: Config, model: Model, rows: data.Rows) -> str:
@@ -66,14 +62,6 @@ def _key(config: Config, model: Model, rows: data.Rows) -> str:
     documents = [rows.documents.key, hashlib.sha256(rows.documents.chosen.tobytes()).hexdigest()]
     parts = [documents, files, sections, config.train.seed if config.model.from_scratch else 0, config.data.seq_len]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
-
-
-def _write(file: Path, values: np.ndarray) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_suffix(f".{socket.gethostname()}.{os.getpid()}.tmp")
-    with unfinished.open("wb") as stream:
-        np.save(stream, values)
-    unfinished.rename(file)
 
 
 def _scores(config: Config, model: Model, mesh: jax.sharding.Mesh, rows: data.Rows) -> np.ndarray:

@@ -139,7 +139,7 @@ def scores_of(
     """
     if decoder.spec.labels:
         return score_labels(decoder, batch, call, hidden)
-    penalties = {"z_loss": objective.z_loss, "label_smoothing": objective.label_smoothing}
+    penalties = {name: getattr(objective, name) for name in ("z_loss", "label_smoothing", "divergence")}
     scores = score(decoder, batch, call, hidden, head_gradient=head_gradient, **penalties)
     if not objective.reference:
         return scores

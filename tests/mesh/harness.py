@@ -15,6 +15,7 @@ from jaxtune.config.schema import (
     Config,
     Data,
     Dataset,
+    Distill,
     Grpo,
     Lora,
     Memory,
@@ -123,9 +124,9 @@ LOW_PRECISION = 5e-3  # the same for recipes that round activations to bfloat16
 NORM = 1e-5  # of the first gradient, which no update has moved yet
 PARAMETERS = 1e-4  # of the largest, where the optimizer does not jump
 OBJECTIVES = {"cross_entropy": 0.0, "z-loss": 1e-2}
-# In place of an objective: another head, pairs of answers, and rewarded completions, whose tests are their own.
+# In place of an objective: another head, pairs of answers, rewarded completions, a teacher. Their tests are their own.
 CLASSIFICATION, PREFERENCE, SCORED = "classification", "preference", "preference, reference scored before"
-REWARDED = "rewarded completions"
+REWARDED, DISTILLED, TOP_K = "rewarded completions", "distillation", 5
 REMAT = ("none", "dots", "block", "offload")
 HELD = tempfile.TemporaryDirectory()  # of models, until the process ends
 
@@ -263,6 +264,7 @@ def config_of(case: Case, mesh: Mesh, length: Train, whole: bool) -> Config:
             "sigmoid" if case.objective in (PREFERENCE, SCORED) else None,
             precompute_reference=case.objective == SCORED,
         ),
+        distill=Distill("made here", "js", top_k=TOP_K, weight=0.5) if case.objective == DISTILLED else Distill(),
         rollout=Rollout(("rewards.py:made_here",) if case.objective == REWARDED else ()),
         grpo=Grpo("grpo", "sequence", clip_low=0.02, beta=0.1, iterations=2) if case.objective == REWARDED else Grpo(),
         **{"precision": Precision("fp32"), **sections},
@@ -315,9 +317,12 @@ def fields(steps: int, devices: int = 1) -> dict[str, np.ndarray]:
         "advantage": np.where(index < length, 1.0, -0.5).astype(np.float32) + tokens[..., :1] % 3,
         "old_log_prob": np.full(tokens.shape, -5.5, np.float32) + tokens % 3 / 50,
         "label": ((tokens[..., :1] + (index >= length)) % 3).astype(np.float32),
+        "teacher_tokens": (tokens[..., None] + 41 * np.arange(TOP_K)) % 256,  # anywhere in the vocabulary
+        "teacher_log_probs": np.log(rng.dirichlet(np.ones(TOP_K + 1), tokens.shape)).astype(np.float32),
     }
     number = {"row": np.arange(steps * ROWS, dtype=np.int32).reshape(steps, ROWS)}
     if devices == 1:
         return columns | number
     each = [dealt({name: x[at] for name, x in columns.items()}, devices) for at in np.ndindex(steps, ROWS)]
-    return {name: np.stack([row[name] for row in each]).reshape(tokens.shape) for name in each[0]} | number
+    stacked = {name: np.stack([row[name] for row in each]) for name in each[0]}
+    return {name: x.reshape(*tokens.shape, *x.shape[2:]) for name, x in stacked.items()} | number

@@ -14,6 +14,7 @@ import pytest
 from mesh.harness import (
     ADAPTERS,
     CLASSIFICATION,
+    DISTILLED,
     MESHES,
     MODELS,
     OBJECTIVES,
@@ -101,6 +102,19 @@ def test_a_classifier_equals_one_device():
 def test_preferences_equal_one_device(mesh, adapter, objective):
     """A pair is a row, whose positions devices may share. The reference is a copy, no adapters, or a column."""
     equal(Case(mesh, adapter=adapter, objective=objective))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "adapter"),
+    [
+        ("data=2 fsdp=2 tensor=2", "none"),
+        ("data=2 context=2 sequence=2", "lora"),
+        ("data=2 fsdp=2 stage=2", "none"),
+    ],
+)
+def test_distillation_equals_one_device(mesh, adapter):
+    """What the teacher said are columns of several values a position; the vocabulary may be sharded."""
+    equal(Case(mesh, adapter=adapter, objective=DISTILLED))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding
 from tiny import numbered_documents
 
 from jaxtune.config.schema import Data, Mesh
-from jaxtune.data.columns import LOSS_WEIGHT, NEXT_TOKEN, SEGMENT_IDS, UNIT_IDS
+from jaxtune.data.columns import LOSS_WEIGHT, NEXT_TOKEN, SEGMENT_IDS, UNIT_IDS, Column
 from jaxtune.data.loader import abstract_batch, batches, needed_rows
 from jaxtune.data.rows import Rows
 from jaxtune.parallel.layout import P, by_token
@@ -103,3 +103,22 @@ def test_row_numbers_wrap_before_int32_does():
 
     [(next_row, batch)] = batches(Far(), (1, 2, SEQ_LEN), one_device(), 2**31 - 1, 2**31)
     assert next_row == 2**31 + 1 and batch["row"].tolist() == [[2**31 - 1, 0]]
+
+
+@pytest.mark.parametrize("mesh", [Mesh(fsdp=2, tensor=2), Mesh(fsdp=2, context=2, sequence=2)], ids=["whole", "dealt"])
+def test_a_column_of_several_numbers_has_an_axis_more(mesh):
+    wide = Column("wide", np.float32, width=3)
+    values = np.arange(3 * sum(ROWS.documents.lengths), dtype=np.float32).reshape(-1, 3)
+    rows = ROWS.with_column(wide, values)
+    sharding = NamedSharding(make_mesh(mesh, jax.devices()[: 8 if mesh.context == 2 else 4]), P(None, *by_token()))
+    _, batch = next(batches(rows, (2, 2, SEQ_LEN), sharding, 0))
+    expected = abstract_batch((2, 2, SEQ_LEN), sharding, (*NEXT_TOKEN, wide))
+    assert batch.keys() == expected.keys()
+    for name, leaf in expected.items():
+        assert (batch[name].shape, batch[name].dtype) == (leaf.shape, leaf.dtype)
+        assert batch[name].sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
+    found = {name: np.asarray(array) for name, array in batch.items()}
+    for i, j in np.ndindex(2, 2):
+        row = rows[2 * i + j]
+        place = found["place"][i, j] if "place" in found else np.arange(SEQ_LEN)
+        assert np.array_equal(found["wide"][i, j], row["wide"][place]) and row["wide"].any()

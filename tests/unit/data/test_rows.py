@@ -50,6 +50,35 @@ def test_every_target_is_trained_once_an_epoch_after_its_own_document(lengths, o
     assert seen == Counter(expected) and not starts & set(seen)
 
 
+@given(
+    lengths=st.tuples(*[st.lists(st.integers(2, 3 * SEQ_LEN), min_size=2, max_size=10)] * 2),
+    order=st.sampled_from([*ORDERS, {"packing": False}]),
+    truncation=st.sampled_from(["split", "left", "right"]),
+    held_out=st.sampled_from([None, 1]),
+)
+@settings(deadline=None)
+def test_values_of_several_numbers_stand_where_their_token_is_the_target(lengths, order, truncation, held_out):
+    """Of each part of a document, in every epoch; those of other documents are there and not read."""
+    first, second = (numbered_documents(each).parts[0] for each in lengths)
+    count = len(first.values["tokens"])
+    second = replace(second, values=second.values | {"tokens": second.values["tokens"] + count})
+    found = Documents.joined([first, second])
+    found = found if held_out is None else hold_out(found, held_out, seed=1)[0]
+    numbers = np.arange(count + len(second.values["tokens"]), dtype=np.int32)
+    column = Column("wide", np.int32, width=2, padding=-1)
+    rows = Rows(found, Data(seq_len=SEQ_LEN, truncation=truncation, **order), epochs=2, rows_per_step=4)
+    rows = rows.with_column(column, np.stack([numbers, -numbers], axis=1))
+    for i in range(rows.stop + 1):
+        row, there = rows[i], np.full(SEQ_LEN, -1)
+        trained = row["loss_weight"] > 0
+        assert row["wide"].shape == (SEQ_LEN, 2) and row["wide"].dtype == np.int32
+        assert np.array_equal(row["wide"][trained], np.stack([row["targets"] - 1, 1 - row["targets"]], axis=1)[trained])
+        assert (row["wide"][~trained] == -1).all()
+        for document, start, position, size in rows.targets_in(i):
+            there[position : position + size] = rows.documents.first_token[document] + start + np.arange(size)
+        assert np.array_equal(there, row["wide"][:, 0])
+
+
 def test_positions_segments_and_visible_keys_restart_with_each_document():
     row = Rows(numbered_documents([3, 5, 4]), Data(seq_len=SEQ_LEN, shuffle=False))[0]
     assert row["tokens"].tolist() == [*range(1, 13), 0, 0, 0, 0]

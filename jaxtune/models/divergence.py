@@ -1,0 +1,277 @@
+"""How far the decoder's distribution of the next token is from a teacher's, beside the cross-entropy of the target.
+
+A teacher's distribution has k + 1 outcomes: its k likeliest tokens, and any other token. The divergence of two such
+distributions is a lower bound of that over the whole vocabulary, and equals it where k is the whole vocabulary.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxtune.models.decoder import Decoder
+from jaxtune.models.pipeline import Batch
+from jaxtune.parallel.layout import P, by_token, gather, used
+from pallas_kernels import cost
+from pallas_kernels.manual_axes import vary_over, varying_axes
+
+LOWEST = np.finfo(np.float32).min  # not -inf, whose difference with itself is NaN
+NEVER = -1e4  # the log-probability of an outcome that has no token; its exponential is 0, its differences are finite
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """What is computed between a teacher p and a student q.
+
+    Attributes:
+        kind: forward_kl: KL(p||q); reverse_kl: KL(q||p); js: beta KL(p||m) + (1 - beta) KL(q||m) for the mixture
+            m = beta p + (1 - beta) q, the generalised Jensen-Shannon divergence of GKD (arXiv:2306.13649).
+        beta: of js, above 0 and below 1.
+        temperature: divides the logits of both before their softmax.
+    """
+
+    kind: Literal["forward_kl", "reverse_kl", "js"] = "forward_kl"
+    beta: float = 0.5
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True)
+class Head:
+    """How hidden states become logits; `axis`: the mesh axes over which the rows of the head are sharded."""
+
+    vocabulary: int
+    axis: Any = None
+    soft_cap: float | None = None
+
+
+def scored_beside(
+    decoder: Decoder,
+    states: Float[Array, "b s d"],
+    head: Float[Array, "v d"],
+    batch: Batch,
+    divergence: Divergence,
+    z_loss: float,
+    head_gradient: bool,
+) -> tuple[Float[Array, "b s"], Float[Array, "b s"]]:
+    """(-log_prob with the z-loss added, divergence) of each target; 0 where loss_weight is 0.
+
+    Both are of the same logits, which are in memory for a tile of tokens at a time.
+    """
+    how = Head(decoder.spec.vocabulary, used("vocabulary"), decoder.spec.logit_cap)
+
+    def kernel(hidden, head, targets, weight, tokens, log_probs):
+        hidden, tokens, log_probs = (x.reshape(-1, x.shape[-1]) for x in (hidden, tokens, log_probs))
+        keep = weight.reshape(-1) != 0
+        found = linear_divergence(
+            *(hidden, head, targets.reshape(-1), tokens, log_probs, keep),
+            *(how, divergence, z_loss, head_gradient),
+        )
+        return tuple(x.reshape(targets.shape) for x in found)
+
+    specs = by_token(None), P(used("vocabulary"), None), by_token(), by_token(), by_token(None), by_token(None)
+    columns = (batch[name] for name in ("targets", "loss_weight", "teacher_tokens", "teacher_log_probs"))
+    mapped: Any = jax.shard_map(kernel, in_specs=specs, out_specs=(by_token(), by_token()))
+    return mapped(states, head, *columns)
+
+
+def linear_divergence(
+    hidden: Float[Array, "t d"],
+    head: Float[Array, "v d"],
+    targets: Int[Array, " t"],
+    tokens: Int[Array, "t k"],
+    log_probs: Float[Array, "t k+1"],
+    keep: Bool[Array, " t"],
+    how: Head,
+    divergence: Divergence,
+    z_loss: float = 0.0,
+    head_gradient: bool = True,
+    tile: int | None = None,
+) -> tuple[Float[Array, " t"], Float[Array, " t"]]:
+    """(cross-entropy plus z_loss * logsumexp(logits)^2, divergence) of each token in nats, float32; 0 where not kept.
+
+    log_probs: of the teacher's `tokens`, and last of any other. Tokens that are not kept cost no logits. `tile`: of how
+    many tokens logits are in memory at once, at most.
+    """
+    count = len(hidden)
+    vocabulary_axes = frozenset(jax.tree.leaves(how.axis))
+    axes = varying_axes(hidden, targets, tokens, log_probs, keep) | (varying_axes(head) - vocabulary_axes)
+    head, hidden, targets, tokens, log_probs, keep = vary_over(axes, head, hidden, targets, tokens, log_probs, keep)
+    tiles, size = _tiles(count, tile or _tokens_at_once(len(head)))
+    # The tokens that are kept come first; the slots after them have no token, whatever their number.
+    kept = jnp.sum(keep)
+    order = jnp.pad(jnp.argsort(~keep, stable=True), (0, tiles * size - count))
+    slots = jnp.where(jnp.arange(tiles * size) < kept, order, count)
+
+    def in_tiles(x: Array) -> Array:
+        return x.at[slots].get(mode="fill", fill_value=0).reshape(tiles, size, *x.shape[1:])
+
+    columns = tuple(map(in_tiles, (targets, tokens, log_probs)))
+    found: Any = _tiled(in_tiles(hidden), head, columns, -(-kept // size), (how, divergence, z_loss), head_gradient)
+    in_order = [jnp.zeros_like(targets, jnp.float32).at[slots].set(x.reshape(-1), mode="drop") for x in found]
+    return in_order[0], in_order[1]
+
+
+def likeliest(
+    decoder: Decoder, states: Float[Array, "b s d"], dtype: jnp.dtype, count: int, vocabulary: int, temperature: float
+) -> tuple[Int[Array, "b s k"], Float[Array, "b s k+1"]]:
+    """The `count` likeliest tokens after each, and their log-probabilities; last that of any other token.
+
+    Of the softmax of the logits divided by `temperature`, over the first `vocabulary` tokens.
+    """
+    how = Head(vocabulary, used("vocabulary"), decoder.spec.logit_cap)
+
+    def kernel(hidden, head):
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        tiles, size = _tiles(len(flat), _tokens_at_once(len(head)))
+
+        def of_tile(hidden: Array) -> tuple[Array, Array]:
+            logits = _tempered(_logits(hidden, head), temperature, how)
+            best, tokens = jax.lax.top_k(logits, min(count, len(head)))
+            tokens += _first(logits, how)
+            if how.axis is not None:
+                best, tokens = (jax.lax.all_gather(x, how.axis, axis=1, tiled=True) for x in (best, tokens))
+                _, chosen = jax.lax.top_k(best, count)
+                tokens = jnp.take_along_axis(tokens, chosen, axis=1)
+            return tokens, outcomes(logits, tokens, how)
+
+        padded = jnp.pad(flat, ((0, tiles * size - len(flat)), (0, 0)))
+        found = jax.lax.map(of_tile, padded.reshape(tiles, size, -1))
+        return tuple(x.reshape(tiles * size, -1)[: len(flat)].reshape(*hidden.shape[:2], -1) for x in found)
+
+    # Unchecked: what all devices gathered is the same on each, which jax cannot know.
+    specs = by_token(None), P(used("vocabulary"), None)
+    mapped = jax.shard_map(kernel, in_specs=specs, out_specs=(by_token(None), by_token(None)), check_vma=False)
+    return mapped(states, gather(decoder.head_weight.astype(dtype)))
+
+
+def outcomes(logits: Float[Array, "t v"], tokens: Int[Array, "t k"], how: Head) -> Float[Array, "t k+1"]:
+    """Log-probabilities of these tokens, and last that of any other: of its own logits, as 1 less a sum is rounding."""
+    total = _logsumexp(logits, how)
+    size = logits.shape[1]
+    place = tokens - _first(logits, how)
+    here = (place >= 0) & (place < size)
+    own = _over(
+        jax.lax.psum, jnp.where(here, jnp.take_along_axis(logits, jnp.clip(place, 0, size - 1), axis=1), 0), how
+    )
+    rows = jnp.arange(len(logits))[:, None]
+    others = logits.at[rows, jnp.where(here, place, size)].set(LOWEST, mode="drop")
+    other = jnp.maximum(_logsumexp(others, how) - total, NEVER)
+    return jnp.concatenate([own - total[:, None], other[:, None]], axis=1)
+
+
+def between(teacher: Float[Array, "t n"], student: Float[Array, "t n"], divergence: Divergence) -> Float[Array, " t"]:
+    """The divergence of distributions that are given as log-probabilities."""
+    match divergence.kind:
+        case "forward_kl":
+            return _kl(teacher, student)
+        case "reverse_kl":
+            return _kl(student, teacher)
+        case "js":
+            beta = divergence.beta
+            mixture = jnp.logaddexp(teacher + np.log(beta), student + np.log1p(-beta))
+            return beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture)
+
+
+def _kl(p: Float[Array, "t n"], q: Float[Array, "t n"]) -> Float[Array, " t"]:
+    return jnp.sum(jnp.exp(p) * (p - q), axis=-1)
+
+
+# ---- tiles: their logits are computed again in the backward pass ----
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _tiled(hidden, head, columns, needed, what, head_gradient):
+    """Both losses of the first `needed` tiles, (tiles, size) each in float32; 0 in the others, not computed."""
+
+    def tile(i, losses):
+        of_tile = _losses(_logits(hidden[i], head), [column[i] for column in columns], *what)
+        return tuple(all.at[i].set(own) for all, own in zip(losses, of_tile))
+
+    zeros = jnp.zeros_like(columns[0], jnp.float32)
+    return _over_tiles(needed, tile, (zeros, zeros), hidden)
+
+
+def _over_tiles(needed, tile, start, hidden):
+    with cost.iterations(len(hidden)):
+        return jax.lax.fori_loop(0, needed, tile, start)
+
+
+def _forward(hidden, head, columns, needed, what, head_gradient):
+    return _tiled(hidden, head, columns, needed, what, head_gradient), (hidden, head, columns, needed)
+
+
+def _backward(what, head_gradient, residuals, d_losses):
+    hidden, head, columns, needed = residuals
+    how = what[0]
+
+    def tile(i, gradients):
+        d_hidden, *d_head = gradients
+        losses = partial(
+            _losses, columns=[column[i] for column in columns], how=how, divergence=what[1], z_loss=what[2]
+        )
+        _, transposed = jax.vjp(losses, _logits(hidden[i], head))
+        d_logits = transposed(tuple(d[i] for d in d_losses))[0].astype(head.dtype)
+        own = jnp.dot(d_logits, head, preferred_element_type=jnp.float32)
+        d_hidden = d_hidden.at[i].set(_over(jax.lax.psum, own, how).astype(hidden.dtype))
+        # In float32, whatever the head is rounded to: it is a sum over tiles.
+        return d_hidden, *(d + jnp.dot(d_logits.T, hidden[i], preferred_element_type=jnp.float32) for d in d_head)
+
+    start = jnp.zeros_like(hidden), *([jnp.zeros_like(head, jnp.float32)] if head_gradient else [])
+    d_hidden, *d_head = _over_tiles(needed, tile, start, hidden)
+    return d_hidden, d_head[0].astype(head.dtype) if d_head else None, None, None
+
+
+_tiled.defvjp(_forward, _backward)
+
+
+def _losses(logits, columns, how, divergence, z_loss):
+    """(cross-entropy with its z-loss, divergence) of a tile, of its logits before the cap."""
+    targets, tokens, log_probs = columns
+    plain = _tempered(logits, 1.0, how)
+    total = _logsumexp(plain, how)
+    place = targets - _first(logits, how)
+    here = (place >= 0) & (place < logits.shape[1])
+    at_target = jnp.take_along_axis(plain, jnp.clip(place, 0, logits.shape[1] - 1)[:, None], axis=1)[:, 0]
+    own = _over(jax.lax.psum, jnp.where(here, at_target, 0), how)
+    student = outcomes(_tempered(logits, divergence.temperature, how), tokens, how)
+    return total - own + z_loss * total**2, between(log_probs, student, divergence)
+
+
+def _logits(hidden, head):
+    """(t, v) in float32, before the cap."""
+    return jnp.dot(hidden, head.T, preferred_element_type=jnp.float32)
+
+
+def _tempered(logits, temperature, how):
+    """Capped, divided by the temperature, and without the rows of the head that pad the vocabulary."""
+    capped = logits if how.soft_cap is None else how.soft_cap * jnp.tanh(logits / how.soft_cap)
+    return jnp.where(_first(logits, how) + jnp.arange(logits.shape[1]) < how.vocabulary, capped / temperature, LOWEST)
+
+
+def _first(logits, how):
+    """Place in the vocabulary of the first of this device's logits."""
+    return 0 if how.axis is None else jax.lax.axis_index(how.axis) * logits.shape[1]
+
+
+def _logsumexp(logits, how):
+    top = _over(jax.lax.pmax, jax.lax.stop_gradient(jnp.max(logits, axis=-1)), how)
+    return top + jnp.log(_over(jax.lax.psum, jnp.sum(jnp.exp(logits - top[:, None]), axis=-1), how))
+
+
+def _over(reduce, x, how):
+    return x if how.axis is None else reduce(x, how.axis)
+
+
+def _tokens_at_once(vocabulary: int) -> int:
+    """Of how many tokens logits are in memory: of a large vocabulary 2^26 in float32, 256 MiB, a few times over."""
+    return max(512, 2**26 // vocabulary)
+
+
+def _tiles(tokens: int, most: int) -> tuple[int, int]:
+    """(number, size) of tiles of equal size, a multiple of 8, for so many tokens."""
+    tiles = max(1, -(-tokens // most))
+    return tiles, -(-tokens // (8 * tiles)) * 8
