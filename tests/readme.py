@@ -1,6 +1,7 @@
 """The commands of the README, in order, in an empty folder with the wheel installed."""
 
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -14,6 +15,7 @@ import pytest
 from runs import answers, conversations, model_folder, run
 
 ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
 TRAININGS = ("jaxtune.train --config=quickstart", "jaxtune.train --config=quickstart_lora")
 
 
@@ -31,6 +33,10 @@ def empty_folder(made: pytest.TempPathFactory) -> Iterator[Path]:
         model_folder(folder / "my" / name, max_position_embeddings=4096)
     conversations(folder / "chats.jsonl", 200)
     answers(folder / "pairs.jsonl")
+    prompts = ({"prompt": f"say {i}", "answer": str(i)} for i in range(8))
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    (code,) = re.findall(r"^```python\n(def right.*?)^```", README.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    (folder / "my_rewards.py").write_text(code)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("PYTHONPATH", str(wheel))
@@ -45,8 +51,8 @@ def run_commands(*trained_with: str) -> dict[str, str]:
 
     They are compiled as a user's where they are run as they are written.
     """
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)  # without pip's and SLURM's lines
+    text = README.read_text(encoding="utf-8")
+    blocks = re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE)  # without pip's and SLURM's lines
     lines = [line for block in blocks for line in block.replace("\\\n", "").splitlines()]
     written = [line.partition("python -m ")[2] for line in lines if "python -m jaxtune" in line]
     written = [command for command in written if "jaxtune.plan" not in command]  # needs the extra `aot`: tests/aot

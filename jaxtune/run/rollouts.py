@@ -132,7 +132,9 @@ def _make_evaluate(config: Config, make: MakeRollout, feed: data.PromptFeed, bea
             made = make(trained, frozen, [prompts[number] for number in numbers], numbers)
             count = min(at_once, len(prompts) - first)
             each = {name: values[:count] for name, values in made.each.items()}
-            part = Rollout(prompts[:count], made.completions[:count], made.texts[:count], each, made.rewards[:count])
+            part = Rollout(
+                made.prompts[:count], made.completions[:count], made.texts[:count], each, made.rewards[:count]
+            )
             for name, value in _described(part).items():
                 sums[name] = sums.get(name, 0.0) + float(value) * count
             beat()
@@ -230,14 +232,14 @@ def _rewarded(
     functions: Mapping[str, Reward], prompts: Sequence[Prompt], texts: list[str], found: list[Completion]
 ) -> Float64[np.ndarray, "completions functions"]:
     """What each function gives each completion; called by one process alone."""
-    if not multihost.is_main():
-        shape = (len(prompts), len(functions))
-        return multihost_utils.broadcast_one_to_all(np.zeros(shape))
-    names = dict.fromkeys(name for prompt in prompts for name in prompt.sample)
-    columns = {name: [prompt.sample.get(name) for prompt in prompts] for name in names}
-    given = [prompt.given for prompt in prompts]
-    each = rewards_of(functions, given, texts, [completion.tokens for completion in found], columns)
-    return multihost_utils.broadcast_one_to_all(each)
+    each = np.zeros((len(prompts), len(functions)))
+    if multihost.is_main():
+        names = dict.fromkeys(name for prompt in prompts for name in prompt.sample)
+        columns = {name: [prompt.sample.get(name) for prompt in prompts] for name in names}
+        given = [prompt.given for prompt in prompts]
+        each = rewards_of(functions, given, texts, [completion.tokens for completion in found], columns)
+    # As integers, because jax would round them to float32.
+    return multihost_utils.broadcast_one_to_all(each.view(np.int32)).view(np.float64)
 
 
 def _batch(config: Config, program: Program, made: Rollout, above: np.ndarray) -> Batch:
