@@ -1,4 +1,4 @@
-"""Loss and perplexity of a model on validation data; of a classifier loss and accuracy.
+"""Loss and perplexity of a model on validation data; of a classifier loss and accuracy; of rewarded answers rewards.
 
     python -m jaxtune.evaluate --run=runs/quickstart_lora
     python -m jaxtune.evaluate --config=quickstart_lora --model=runs/quickstart/export
@@ -10,6 +10,7 @@ or adapter), or the model that a recipe starts from. --config.SECTION.OPTION=VAL
 import dataclasses
 import logging
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 from jaxtune.models.decoder import Parameters
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.run import process
+from jaxtune.run import process, rollouts
 from jaxtune.run.assembly import task_of
 from jaxtune.run.evaluation import make_evaluate
 from jaxtune.run.folder import RunFolder
@@ -30,10 +31,14 @@ from jaxtune.run.memory import out_of_memory_is_answered
 from jaxtune.run.model import Model, declare_model, read_base
 from jaxtune.run.reference import is_kept
 from jaxtune.run.resume import differences
+from jaxtune.run.rewards import load_rewards
 from jaxtune.run.scored import with_reference
 from jaxtune.run.values import frozen_parameters, initial_parameters, of_model, open_run, tokenizer_folder
 
 log = logging.getLogger("jaxtune")
+
+NO_DATA = "no validation data: set data.eval_datasets or data.validation_split"
+Evaluate = Callable[[Parameters, Parameters, Parameters], dict[str, float]]
 
 
 def _define_flags(values: flags.FlagValues) -> None:
@@ -91,14 +96,29 @@ def _evaluate(values: flags.FlagValues, config: Config) -> None:
     config, model, trained, frozen, reference = _open(values, config, mesh)
     home = model.folder if values.model is None else tokenizer_folder(model, config)  # a run uses its base's
     tokenizer = hf.load_tokenizer(home, config.chat.template, config.data.special_tokens)
+    if config.rollout.rewards:
+        evaluate = _of_prompts(values, config, model, mesh, tokenizer)
+    else:
+        evaluate = _of_documents(config, model, mesh, tokenizer)
+    for name, value in evaluate(trained, frozen, reference).items():
+        print(f"{name} {value:.6f}")
+
+
+def _of_documents(config: Config, model: Model, mesh: jax.sharding.Mesh, tokenizer) -> Evaluate:
     documents = data.open_validation(config, tokenizer, model.spec.vocabulary)
     if documents is None:
-        raise UserError("no validation data: set data.eval_datasets or data.validation_split")
+        raise UserError(NO_DATA)
     rows = data.Rows(documents, config.data, 1, task_of(model, config).columns, config.attention.most_documents)
     log.info("validation: %s", rows.counts)
-    rows = with_reference(config, model, mesh, rows)
-    for name, value in make_evaluate(config, model, rows, mesh)(trained, frozen, reference).items():
-        print(f"{name} {value:.6f}")
+    return make_evaluate(config, model, with_reference(config, model, mesh, rows), mesh)
+
+
+def _of_prompts(values: flags.FlagValues, config: Config, model: Model, mesh: jax.sharding.Mesh, tokenizer) -> Evaluate:
+    rewards, feed = load_rewards(config.rollout.rewards), data.open_prompts(config, tokenizer, mesh)
+    if feed.eval_prompts is None:
+        raise UserError(NO_DATA)
+    make = rollouts.make_rollouts(config, model, tokenizer, rewards, Path(values.run or config.train.output_dir))
+    return rollouts.make_evaluate(config, make, feed.eval_prompts, feed.rows_per_step)
 
 
 main = partial(command.run, _define_flags, _main, recipe=_recipe)

@@ -19,7 +19,7 @@ from jaxtune.monitor.goodput import Goodput
 from jaxtune.optim.schedules import learning_rates
 from jaxtune.parallel import multihost
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.run import loop, memory, process, resume
+from jaxtune.run import loop, memory, process, resume, rollouts
 from jaxtune.run.assembly import assemble
 from jaxtune.run.describe import describe_layout, describe_pipeline
 from jaxtune.run.evaluation import make_evaluate
@@ -30,7 +30,6 @@ from jaxtune.run.labels import labelled
 from jaxtune.run.lock import locked
 from jaxtune.run.model import read_base
 from jaxtune.run.rewards import load_rewards
-from jaxtune.run.rollouts import with_rollouts
 from jaxtune.run.scored import with_reference
 from jaxtune.run.teacher import declare_teacher, with_teacher
 from jaxtune.run.values import check_files, frozen_parameters, initial_parameters, read_reference
@@ -89,8 +88,10 @@ def _train(config: Config, folder: RunFolder) -> bool:
         program, train_step, record["remat"] = memory.compile_what_fits(config, program, mesh, before)
     evaluate = None
     if isinstance(feed, data.PromptFeed):
-        options = config, program, tokenizer, rewards, feed
-        train_step, evaluate = with_rollouts(*options, train_step, folder.path, goodput.beat)
+        make = rollouts.make_rollouts(config, model, tokenizer, rewards, folder.path)
+        train_step = rollouts.with_rollouts(config, program, make, train_step, folder.path)
+        if feed.eval_prompts is not None:
+            evaluate = rollouts.make_evaluate(config, make, feed.eval_prompts, feed.rows_per_step, goodput.beat)
 
     # ---- values: from the checkpoint, or initial ones ----
     with goodput.measure("reference"):

@@ -54,29 +54,19 @@ class Rollout(NamedTuple):
 MakeRollout = Callable[[Parameters, Parameters, list[Prompt], Sequence[int]], Rollout]
 
 
-# (trained, frozen, reference) -> metrics, as `evaluation.make_evaluate` makes it.
-Evaluate = Callable[[Parameters, Parameters, Parameters], dict[str, float]]
-
-
 def with_rollouts(
     config: Config,
     program: Program,
-    tokenizer,
-    functions: Mapping[str, Reward],
-    feed: data.PromptFeed,
+    make: MakeRollout,
     train_step: Callable[..., tuple[State, dict[str, Any]]],
     run: Path,
-    beat: Callable[[], None],
-) -> tuple[Callable[..., tuple[State, dict[str, Any]]], Evaluate | None]:
-    """(state, frozen, prompts of a step, learning rate) -> (state, metrics), and an evaluation, if there are prompts.
+) -> Callable[..., tuple[State, dict[str, Any]]]:
+    """(state, frozen, prompts of a step, learning rate) -> (state, metrics), in the place of `train_step`.
 
-    Completions are made on the devices of the current mesh, or by rollout.server, and used for grpo.iterations of
-    `train_step`. Metrics are those of the last, and as TRL names them: reward, reward_std, rewards/NAME/mean,
-    frac_reward_zero_std, completions/mean_length, completions/clipped_ratio. `run`: the folder, for the completions of
-    the first prompt of each step, if log.jsonl, and for adapters that are sent. Both raise UserError as `rewards_of`
-    and, of a server, as `completion_server.complete`. `beat`: called after each batch of an evaluation.
+    Completions are used for grpo.iterations of `train_step`. Metrics are those of the last, and as TRL names them:
+    reward, reward_std, rewards/NAME/mean, frac_reward_zero_std, completions/mean_length, completions/clipped_ratio.
+    `run`: the folder, for the completions of the first prompt of each step, if log.jsonl.
     """
-    make = _make_rollouts(config, program.model, tokenizer, functions, run)
     group_size = config.rollout.group_size
     scored = jax.jit(_make_scored(config, program.model), compiler_options=compiler_options(config))
     written = _Written(run / "completions.jsonl") if config.log.jsonl and multihost.is_main() else None
@@ -98,11 +88,15 @@ def with_rollouts(
         spread = {"reward_std": np.nanstd(made.rewards, ddof=1), "frac_reward_zero_std": np.mean(alike)}
         return state, {**metrics, **spread, **_described(made)}
 
-    return step, None if feed.eval_prompts is None else _make_evaluate(config, make, feed, beat)
+    return step
 
 
-def _make_rollouts(config: Config, model: Model, tokenizer, functions: Mapping[str, Reward], run: Path) -> MakeRollout:
-    """Completions of prompts, rewarded."""
+def make_rollouts(config: Config, model: Model, tokenizer, functions: Mapping[str, Reward], run: Path) -> MakeRollout:
+    """Completions of prompts, rewarded: made on the devices of the current mesh, or by rollout.server.
+
+    `run`: the folder, for adapters that are sent. The function raises UserError as `rewards_of` and, of a server, as
+    `completion_server.complete`.
+    """
     weights = _weights(functions, config.rollout.reward_weights)
     if config.rollout.server is None:
         complete = _on_devices(config, model, tokenizer)
@@ -118,9 +112,13 @@ def _make_rollouts(config: Config, model: Model, tokenizer, functions: Mapping[s
     return make
 
 
-def _make_evaluate(config: Config, make: MakeRollout, feed: data.PromptFeed, beat: Callable[[], None]) -> Evaluate:
-    """eval_reward and more, of a completion of each validation prompt, or of eval.max_batches of them."""
-    at_once, prompts = feed.rows_per_step, feed.eval_prompts or []
+def make_evaluate(
+    config: Config, make: MakeRollout, prompts: list[Prompt], at_once: int, beat: Callable[[], None] = lambda: None
+) -> Callable[[Parameters, Parameters, Parameters], dict[str, float]]:
+    """(trained, frozen, reference) -> eval_reward and more, of a completion of each prompt, so many `at_once`.
+
+    Of eval.max_batches of these, if it says so; `beat` is called after each.
+    """
     if config.eval.max_batches is not None:
         prompts = prompts[: config.eval.max_batches * at_once]
 
