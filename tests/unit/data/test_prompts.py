@@ -1,0 +1,114 @@
+"""Prompts: which samples are prompts, in which order steps take them, and which are left out."""
+
+import json
+from pathlib import Path
+
+import jax
+import pytest
+from tiny import byte_tokenizer
+
+from jaxtune.config.schema import Chat, Config, Data, Dataset, Mesh, Rollout, Train
+from jaxtune.data.prompt_feed import open_prompts
+from jaxtune.data.prompts import Prompts, read_prompts
+from jaxtune.errors import UserError
+from jaxtune.parallel.mesh import make_mesh
+
+
+def file_of(folder: Path, *samples: dict) -> Dataset:
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    return Dataset(path=str(path))
+
+
+def read(entry: Dataset, tokenizer, most: int = 1000, skip: bool = False) -> list:
+    return read_prompts((entry,), tokenizer, Chat(), most, skip)
+
+
+@pytest.mark.parametrize(
+    ("sample", "text"),
+    [
+        ({"prompt": "Hi"}, "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"),
+        ({"question": "Hi", "answer": "Yo"}, "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"),
+        ({"prompt": [{"role": "user", "content": "Hi"}]}, "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"),
+        (
+            {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "left out"}]},
+            "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "Hi"}]},
+            "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+        ),
+    ],
+)
+def test_what_is_asked(tmp_path, sample, text):
+    tokenizer = byte_tokenizer(tmp_path / "chat")
+    (prompt,) = read(file_of(tmp_path, sample), tokenizer)
+    assert tokenizer.decode(prompt.tokens) == text and prompt.sample == sample
+
+
+def test_a_text_is_a_text_without_a_chat_template(tmp_path):
+    plain = byte_tokenizer(tmp_path / "plain", chat_template=None)
+    (prompt,) = read(file_of(tmp_path, {"prompt": "Hi"}), plain)
+    assert plain.decode(prompt.tokens) == "Hi" and prompt.given == "Hi"
+    with pytest.raises(UserError, match=r"prompts.jsonl:1: it holds messages, and the tokenizer has no chat template"):
+        read(file_of(tmp_path, {"messages": [{"role": "user", "content": "Hi"}]}), plain)
+    asked = Prompts(byte_tokenizer(tmp_path / "chat"), Chat(), texts_are_chat=False)
+    assert asked(Dataset(), {"prompt": "Hi"}).tokens == prompt.tokens
+
+
+def test_a_system_prompt_and_another_column(tmp_path):
+    tokenizer = byte_tokenizer(tmp_path / "chat")
+    entry = file_of(tmp_path, {"ask": "Hi", "style": "Be short."})
+    entry = Dataset(path=entry.path, prompt_field="{ask}!", system_field="style")
+    (prompt,) = read(entry, tokenizer)
+    assert tokenizer.decode(prompt.tokens).startswith("<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nHi!")
+
+
+def test_what_is_left_out(tmp_path):
+    tokenizer = byte_tokenizer(tmp_path / "plain", chat_template=None)
+    entry = file_of(tmp_path, {"prompt": "Hi"}, {"text": "none"}, {"prompt": "too long"})
+    with pytest.raises(UserError, match=r"prompts.jsonl:2: it has no prompt; its columns are text"):
+        read(entry, tokenizer)
+    assert [prompt.given for prompt in read(entry, tokenizer, most=4, skip=True)] == ["Hi"]
+    with pytest.raises(UserError, match="no prompt of at most 1 tokens"):
+        read(entry, tokenizer, most=1, skip=True)
+
+
+def feed(tmp_path, data: dict, **train):
+    tokenizer = byte_tokenizer(tmp_path / "plain", chat_template=None)
+    entry = file_of(tmp_path, *({"prompt": f"say {number}"} for number in range(5)))
+    options = Data(datasets=(entry,), seq_len=64, **data)
+    config = Config(
+        data=options,
+        train=Train(**{"micro_batch_size": 4, **train}),
+        rollout=Rollout(("r.py:r",), group_size=2, max_new_tokens=8),
+    )
+    return open_prompts(config, tokenizer, make_mesh(Mesh(), jax.devices()[:1]))
+
+
+def taken(feed, position, steps) -> list[list[str]]:
+    return [[prompt.given for prompt in asked.prompts] for _, asked in feed.batches(position, steps)]
+
+
+def test_each_epoch_takes_all_in_an_order_of_its_own(tmp_path):
+    found = feed(tmp_path, {}, epochs=2)
+    assert found.total_steps == 5 and found.rows_per_step == 4
+    in_order = [prompt for step in taken(found, {}, 5) for prompt in step]
+    assert sorted(in_order[:5]) == sorted(in_order[5:]) == [f"say {number}" for number in range(5)]
+    assert in_order[:5] != in_order[5:]
+    positions = [after for after, _ in found.batches({}, 5)]
+    assert taken(found, positions[1], 3) == taken(found, {}, 5)[2:]
+    assert [asked.first for _, asked in found.batches(positions[0], 2)] == [4, 8]
+
+
+def test_options_of_the_order(tmp_path):
+    assert taken(feed(tmp_path, {"shuffle": False}), {}, 2) == [["say 0", "say 1"], ["say 2", "say 3"]]
+    assert feed(tmp_path, {"drop_last": True}).total_steps == 2
+    assert feed(tmp_path, {}, max_steps=7).total_steps == 7
+    held = feed(tmp_path, {"validation_split": 2})
+    assert len(held.eval_prompts) == 2 and len(held.documents.prompts) == 3
+    assert feed(tmp_path, {}).documents.key != held.documents.key
+    with pytest.raises(UserError, match="only 5 prompts"):
+        feed(tmp_path, {"validation_split": 5})
+    with pytest.raises(UserError, match=r"no whole groups of rollout.group_size=2; .* train.grad_accum_steps=2"):
+        feed(tmp_path, {}, micro_batch_size=1)

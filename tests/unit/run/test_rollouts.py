@@ -1,0 +1,49 @@
+"""Rows of completions: what of them is trained, and in which order they stand."""
+
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+
+from jaxtune.config.schema import Config, Data, Grpo, Mesh, Rollout
+from jaxtune.data import abstract_batch
+from jaxtune.data.prompts import Prompt
+from jaxtune.objectives.grpo import grpo
+from jaxtune.parallel.layout import P, by_token
+from jaxtune.parallel.mesh import make_mesh
+from jaxtune.run import rollouts
+from jaxtune.run.generation import Completion
+
+PROMPTS = [[11, 12, 13], [21], [31, 32], [41, 42, 43, 44]]
+FOUND = [Completion([1, 2], True), Completion([3, 4, 5], True), Completion([6], False), Completion([7, 8, 9], True)]
+
+
+def batch(grpo_options: Grpo) -> dict[str, np.ndarray]:
+    mesh = make_mesh(Mesh(), jax.devices()[:1])
+    objective = grpo(grpo_options, 4)
+    like = abstract_batch((2, 2, 8), jax.NamedSharding(mesh, P(None, *by_token())), objective.columns)
+    prompts = [Prompt("", tokens, {}) for tokens in PROMPTS]
+    made = rollouts.Rollout(prompts, FOUND, [""] * 4, {}, np.zeros(4))
+    config = Config(data=Data(seq_len=8), rollout=Rollout(("r.py:r",)), grpo=grpo_options)
+    program = SimpleNamespace(objective=objective, batch=like)
+    found = rollouts._batch(config, program, made, np.array([0.5, -0.5, 2.0, -2.0]))  # pyright: ignore
+    assert {name: (x.shape, x.dtype) for name, x in found.items()} == {
+        name: (x.shape, x.dtype) for name, x in like.items() if name != "old_log_prob"
+    }
+    return {name: np.asarray(x).reshape(4, -1) for name, x in found.items()}
+
+
+def test_a_row_is_a_completion_whose_tokens_alone_are_targets():
+    rows = batch(Grpo(iterations=2))
+    for row, (prompt, completion) in enumerate(zip(PROMPTS, FOUND)):
+        trained = rows["loss_weight"][row] > 0
+        assert rows["targets"][row][trained].tolist() == completion.tokens
+        assert np.flatnonzero(trained)[0] == len(prompt) - 1, "the prompt's last token predicts the first"
+        length = len(prompt) + len(completion.tokens)
+        assert rows["tokens"][row][:length].tolist() == [*prompt, *completion.tokens]
+        assert (rows["segment_ids"][row] > 0).sum() == length
+    assert rows["advantage"][:, 0].tolist() == [0.5, -0.5, 2.0, -2.0]
+
+
+def test_completions_that_did_not_end_may_teach_nothing():
+    assert (batch(Grpo(mask_truncated=True))["loss_weight"].sum(1) > 0).tolist() == [True, True, False, True]
