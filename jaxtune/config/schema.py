@@ -723,7 +723,7 @@ class Rollout:
         "factor of a function's reward by its name, the last match counts", "REGEX=FACTOR")
     group_size: int = option(8, "completions of a prompt, which are compared with each other", "completions [2, inf)")
     max_new_tokens: int = option(256, "tokens of a completion, at most", "tokens [1, inf)")
-    temperature: float = option(1.0, "of sampling; the loss takes log-probabilities without it", "(0, inf)")
+    temperature: float = option(1.0, "of sampling, which also divides the logits of the loss", "(0, inf)")
     top_p: float = option(1.0, "only the likeliest tokens of this total probability", "(0, 1]")
     top_k: int | None = option(None, "only so many of the likeliest tokens", "tokens [1, inf)")
     min_p: float = option(0.0, "only tokens of this share of the likeliest one's probability", "[0, 1)")

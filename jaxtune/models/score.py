@@ -54,15 +54,21 @@ def score(
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     divergence: Divergence | None = None,
+    temperature: float = 1.0,
 ) -> Scores:
     """Scores of a batch of packed rows, whose columns are (rows, positions); hidden: its `hidden_states`, if known.
 
     `head_gradient`: whether the head is trained; without, its gradient is zero and costs nothing. `z_loss`: the penalty
     z_loss * logsumexp(logits)^2 (PaLM, arXiv:2204.02311). `label_smoothing`: share of the target that is divided over
-    the vocabulary in `loss` (arXiv:1512.00567), as label_smoothing of torch's cross_entropy; raises UserError where
-    logits are capped. `divergence`: from the teacher of the batch's columns teacher_tokens and teacher_log_probs.
+    the vocabulary in `loss` (arXiv:1512.00567), as label_smoothing of torch's cross_entropy. `divergence`: from the
+    teacher of the batch's columns teacher_tokens and teacher_log_probs. `temperature`: divides all logits. Raises
+    UserError for label_smoothing or a temperature where logits are capped.
     """
     states, sums = hidden_states(decoder, batch, call) if hidden is None else hidden
+    if temperature != 1:
+        if decoder.spec.logit_cap is not None:
+            raise UserError(f"rollout.temperature: the logits of a {decoder.spec.family} are capped; leave it at 1")
+        states /= jnp.asarray(temperature, states.dtype)
     head = gather(decoder.head_weight.astype(call.dtype))
     apart = None
     if divergence is None:

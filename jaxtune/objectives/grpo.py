@@ -18,16 +18,18 @@ from jaxtune.objectives.objective import Objective, Sums
 EPSILON = 1e-4  # beside a standard deviation, as in TRL
 
 
-def grpo(options: Grpo, max_new_tokens: int) -> Objective:
+def grpo(options: Grpo, max_new_tokens: int, temperature: float = 1.0) -> Objective:
     """The objective of rows with advantages.
 
-    max_new_tokens: by which Dr. GRPO divides. With more than one iteration rows also have the log-probabilities before
+    max_new_tokens: by which Dr. GRPO divides. temperature: at which completions were sampled: log-probabilities are of
+    logits divided by it. With more than one iteration rows also have the log-probabilities before
     the first; without, a ratio is 1, though its gradient is not 0. Metrics: clip_ratio/low and clip_ratio/high, the
     shares of tokens (GSPO: of completions) whose ratio is clipped, and kl, with a beta.
     """
     columns = (*NEXT_TOKEN, ADVANTAGE, *([OLD_LOG_PROB] if options.iterations > 1 else []))
     counts = "target_tokens" if options.loss == "dapo" else "completions"
-    return Objective(partial(_sums, options, max_new_tokens), columns, options.beta > 0, counts=counts)
+    sums, compares = partial(_sums, options, max_new_tokens), options.beta > 0
+    return Objective(sums, columns, compares, temperature=temperature, counts=counts)
 
 
 def _sums(options: Grpo, max_new_tokens: int, scores: Scores, batch: Batch) -> Sums:

@@ -116,7 +116,7 @@ def objective_of(config: Config, model: Model) -> Objective:
     """What a run minimises."""
     beside = config.train.z_loss, config.train.label_smoothing
     if config.rollout.rewards:
-        objective = grpo(config.grpo, config.rollout.max_new_tokens)
+        objective = grpo(config.grpo, config.rollout.max_new_tokens, config.rollout.temperature)
     elif config.distill.teacher is not None:
         objective = distillation(config.distill, *beside)
     else:

@@ -282,7 +282,8 @@ def _make_scored(config: Config, model: Model) -> Callable[[Parameters, Paramete
 
         def of_micro_batch(_: None, micro: Batch) -> tuple[None, Array]:
             with jax.default_matmul_precision(recipe.matmul_precision):
-                return None, score(bind(model.graph, weights_of(trained, {})), micro, call).log_prob
+                decoder = bind(model.graph, weights_of(trained, {}))
+                return None, score(decoder, micro, call, temperature=config.rollout.temperature).log_prob
 
         return jax.lax.scan(of_micro_batch, None, batch)[1]
 

@@ -139,11 +139,12 @@ def scores_of(
     """
     if decoder.spec.labels:
         return score_labels(decoder, batch, call, hidden)
-    penalties = {name: getattr(objective, name) for name in ("z_loss", "label_smoothing", "divergence")}
-    scores = score(decoder, batch, call, hidden, head_gradient=head_gradient, **penalties)
+    asked = {name: getattr(objective, name) for name in ("z_loss", "label_smoothing", "divergence", "temperature")}
+    scores = score(decoder, batch, call, hidden, head_gradient=head_gradient, **asked)
     if not objective.reference:
         return scores
-    reference = score(compared or decoder, batch, call._replace(adapters=compared is not None, noise=None)).log_prob
+    plain = call._replace(adapters=compared is not None, noise=None)
+    reference = score(compared or decoder, batch, plain, temperature=objective.temperature).log_prob
     return scores._replace(reference=jax.lax.stop_gradient(reference))
 
 

@@ -1,4 +1,4 @@
-"""train.label_smoothing and train.z_loss (PaLM's, arXiv:2204.02311), on the tokens that are trained."""
+"""train.label_smoothing, train.z_loss (PaLM's, arXiv:2204.02311) and temperatures, on the tokens that are trained."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,9 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from batches import make_batch, tokens
 from tiny import VOCABULARY
 
+from jaxtune.errors import UserError
 from jaxtune.models.call import Call
 from jaxtune.models.score import score
 from jaxtune.objectives.cross_entropy import cross_entropy
@@ -20,9 +22,10 @@ SMOOTHING = 0.1
 OBJECTIVE = cross_entropy(Z_LOSS, SMOOTHING)
 
 
-def only_a_head(head: jax.Array) -> Any:
+def only_a_head(head: jax.Array, logit_cap: float | None = None) -> Any:
     """A decoder whose hidden states are given."""
-    return SimpleNamespace(head_weight=head, spec=SimpleNamespace(vocabulary=VOCABULARY, logit_cap=None))
+    spec = SimpleNamespace(vocabulary=VOCABULARY, logit_cap=logit_cap, family="made here")
+    return SimpleNamespace(head_weight=head, spec=spec)
 
 
 def sums(hidden: jax.Array, head: jax.Array, batch: dict) -> Sums:
@@ -79,3 +82,15 @@ def test_tokens_without_weight_pay_none(one_device):
     total = jax.jit(lambda batch: sums(hidden, head, batch)[:2])
     assert total(batch)[0] > 0 and total(batch)[1] == TRAINED
     assert total(batch | {"loss_weight": 0 * batch["loss_weight"]}) == (0.0, 0)
+
+
+def test_a_temperature_divides_the_logits(one_device):
+    hidden, head, batch = make(one_device)
+    call = Call(jnp.dtype("float32"))
+    with jax.default_matmul_precision("highest"):
+        found = score(only_a_head(head), batch, call, (hidden, {}), temperature=0.6).log_prob[0, :TRAINED]
+    logits = np.asarray(hidden, np.float64)[0, :TRAINED] @ np.asarray(head, np.float64)[:VOCABULARY].T / 0.6
+    own = logits[np.arange(TRAINED), np.asarray(batch["targets"])[0, :TRAINED]]
+    np.testing.assert_allclose(found, own - np.log(np.exp(logits).sum(-1)), rtol=1e-5)
+    with pytest.raises(UserError, match="logits of a made here are capped"):
+        score(only_a_head(head, 30.0), batch, call, (hidden, {}), temperature=0.6)
