@@ -21,7 +21,7 @@ from jaxtune import command, data, hf
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 from jaxtune.models.decoder import Parameters
-from jaxtune.parallel.mesh import make_mesh
+from jaxtune.parallel.mesh import data_shards, make_mesh
 from jaxtune.run import process, rollouts
 from jaxtune.run.assembly import task_of
 from jaxtune.run.evaluation import make_evaluate
@@ -60,7 +60,7 @@ def _open(
             raise UserError(f"--step={values.step}: without --run there are no checkpoints")
         config = labelled(config if values.model is None else of_model(values.model, config))
         model = declare_model(read_base(config), config, mesh, train=values.model is None)
-        if is_kept(config) or config.preference.precompute_reference:
+        if not config.rollout.rewards and (is_kept(config) or config.preference.precompute_reference):
             raise UserError(f"preference.loss={config.preference.loss!r} compares with a reference: give --run")
         return config, model, initial_parameters(model, config), frozen_parameters(model, config), {}
     if values.model is not None:
@@ -114,11 +114,14 @@ def _of_documents(config: Config, model: Model, mesh: jax.sharding.Mesh, tokeniz
 
 
 def _of_prompts(values: flags.FlagValues, config: Config, model: Model, mesh: jax.sharding.Mesh, tokenizer) -> Evaluate:
-    rewards, feed = load_rewards(config.rollout.rewards), data.open_prompts(config, tokenizer, mesh)
-    if feed.eval_prompts is None:
+    rewards, train = load_rewards(config.rollout.rewards), config.train
+    _, prompts = data.open_prompt_sets(config, tokenizer)
+    if prompts is None:
         raise UserError(NO_DATA)
-    make = rollouts.make_rollouts(config, model, tokenizer, rewards, Path(values.run or config.train.output_dir))
-    return rollouts.make_evaluate(config, make, feed.eval_prompts, feed.rows_per_step)
+    folder = Path(values.run or config.train.output_dir) / "evaluation"  # for an adapter that is sent to a server
+    make = rollouts.make_rollouts(config, model, tokenizer, rewards, folder)
+    at_once = train.micro_batch_size * train.grad_accum_steps * data_shards(mesh)
+    return rollouts.make_evaluate(config, make, prompts, at_once)
 
 
 main = partial(command.run, _define_flags, _main, recipe=_recipe)

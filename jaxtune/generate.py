@@ -52,9 +52,11 @@ def _define_flags(values: flags.FlagValues) -> None:
     number("top_p", 0.95, "only the likeliest tokens of this total probability", lower_bound=0.0, upper_bound=1.0)
     whole("top_k", None, "only so many of the likeliest tokens", lower_bound=1)
     number("min_p", 0.0, "only tokens of this share of the likeliest one's probability", lower_bound=0, upper_bound=1)
-    number("repetition_penalty", 1.0, "above 1, tokens that were there are less likely", lower_bound=0.01)
+    number(
+        "repetition_penalty", 1.0, "above 1, tokens that were there are less likely", lower_bound=0.01, upper_bound=99
+    )
     flags.DEFINE_multi_string("stop", [], "text that ends what is made; may be given several times", flag_values=values)
-    whole("seed", 0, "seed of the sampling")
+    whole("seed", 0, "seed of the sampling", lower_bound=0, upper_bound=2**31 - 1)
     whole("batch_size", 8, "prompts of --input that are continued together", lower_bound=1)
     whole("step", None, "checkpoint of a run; default: the newest good one")
     formats = get_args(get_args(get_type_hints(Quant)["format"])[0])
@@ -81,6 +83,8 @@ def _mesh(axes: list[str]) -> jax.sharding.Mesh:
         if axis not in AXES or axis == "stage" or not size.removeprefix("-").isdigit():
             known = ", ".join(axis for axis in AXES if axis != "stage")
             raise UserError(f"--mesh: {entry!r} is not AXIS=DEVICES, with an axis of {known}")
+        if axis in sizes:
+            raise UserError(f"--mesh: {axis} is there twice")
         sizes[axis] = int(size)
     return make_mesh(Mesh(**{"fsdp": 1} | sizes))
 
@@ -98,7 +102,8 @@ def _open(values: flags.FlagValues, mesh: jax.sharding.Mesh) -> Opened:
     if values.step is not None:
         raise UserError(f"--step={values.step}: {values.model} is not a run folder, so it has no checkpoints")
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    plain = Config(model=ModelOptions(dtype=dtype), data=Data(seq_len=1))
+    # A row length that any axis of the mesh divides, for the checks of a model that is trained.
+    plain = Config(model=ModelOptions(dtype=dtype), data=Data(seq_len=mesh.size))
     config = of_model(values.adapter or values.model, plain)
     if values.adapter is not None and not config.lora.enabled:
         raise UserError(f"--adapter={values.adapter}: it has no adapter_config.json, so it is not an adapter")
@@ -121,19 +126,19 @@ def _refuse_classifier(name: str, config: Config) -> None:
 
 
 def _answers(
-    values: flags.FlagValues, generate: Generate, prompts: Prompts, stop: frozenset[int], tokenizer
+    values: flags.FlagValues, generate: Generate, prompts: Prompts, stop: frozenset[int], tokenizer, most: int
 ) -> Iterator[str]:
-    """A line of JSON for each sample of --input, in its order."""
+    """A line of JSON for each sample of --input, in its order; `most`: tokens of a prompt."""
     entry, ended = Dataset(path=values.input), ending(stop, values.stop, tokenizer)
     samples = enumerate(open_source(entry).read(_stop_at))
     while chunk := list(islice(samples, values.batch_size)):
-        asked = [_asked(prompts, entry, where, sample) for _, (where, sample) in chunk]
+        asked = [_asked(prompts, entry, where, sample, most) for _, (where, sample) in chunk]
         # Always as many rows, so that one number of them is compiled.
         rows = [asked[min(row, len(asked) - 1)].tokens for row in range(values.batch_size)]
         numbers = [chunk[min(row, len(chunk) - 1)][0] for row in range(values.batch_size)]
         found = completed(generate(rows, numbers), len(asked), ended)
         for prompt, completion in zip(asked, found):
-            made = {"completion": text_of(completion, tokenizer, values.stop)}
+            made = {"completion": prompt.begun + text_of(completion, tokenizer, values.stop)}
             made["finish_reason"] = "stop" if completion.finished else "length"
             yield json.dumps({**prompt.sample, **made}, ensure_ascii=False, default=str)
 
@@ -142,15 +147,32 @@ def _stop_at(error: UserError) -> None:
     raise error
 
 
-def _asked(prompts: Prompts, entry: Dataset, where: str, sample: Any) -> Prompt:
+def _asked(prompts: Prompts, entry: Dataset, where: str, sample: Any, most: int) -> Prompt:
+    """The prompt of a sample. Raises UserError, which says where, if it cannot be continued or what is made written."""
+    if taken := {"completion", "finish_reason"} & sample.keys():
+        raise UserError(f"{where}: it has a column {min(taken)!r}, which what is made would replace; rename it")
     try:
-        return prompts(entry, sample)
+        prompt = prompts(entry, sample)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
+    if len(prompt.tokens) > most:
+        raise UserError(
+            f"{where}: {len(prompt.tokens)} tokens of prompt, and the model's positions leave {most} beside "
+            "--max_new_tokens"
+        )
+    return prompt
 
 
-def _written(output: str | None) -> contextlib.AbstractContextManager[TextIO]:
-    return contextlib.nullcontext(sys.stdout) if output is None else Path(output).open("w", encoding="utf-8")
+@contextlib.contextmanager
+def _written(output: str | None) -> Iterator[TextIO]:
+    """A file that has its name once it is whole: until then the earlier one is there, and OUTPUT.part."""
+    if output is None:
+        yield sys.stdout
+        return
+    part = Path(f"{output}.part")
+    with part.open("w", encoding="utf-8") as file:
+        yield file
+    part.replace(output)
 
 
 def _main(values: flags.FlagValues, _: None) -> None:
@@ -158,6 +180,8 @@ def _main(values: flags.FlagValues, _: None) -> None:
         raise UserError(f"--temperature={values.temperature}: must be a finite number, at least 0")
     if (values.prompt is None) == (values.input is None):
         raise UserError("give --prompt=... or --input=FILE, one of them")
+    if "" in values.stop:
+        raise UserError("--stop= is empty, and would end everything at once")
     if values.output is not None and values.input is None:
         raise UserError("--output is of --input; a --prompt is continued in the terminal")
     opened = _open(values, _mesh(values.mesh))
@@ -172,12 +196,12 @@ def _main(values: flags.FlagValues, _: None) -> None:
         stop |= {tokenizer.added_tokens_encoder[prompts.turn_end]}
     if values.input is not None:
         with _written(values.output) as file:
-            for line in _answers(values, generate, prompts, stop, tokenizer):
+            most = opened.model.spec.max_positions - values.max_new_tokens
+            for line in _answers(values, generate, prompts, stop, tokenizer, most):
                 print(line, file=file, flush=True)
         return
     prompt = prompts(Dataset(), {"prompt": values.prompt})
-    if values.chat:
-        print(opened.config.chat.response_prefix or "", end="")
+    print(prompt.begun, end="")
     tokens = generate([prompt.tokens])
     for text in stream_text(tokenizer, until(tokens, stop), values.stop):
         print(text, end="", flush=True)

@@ -21,7 +21,15 @@ from rich.text import Text
 
 from jaxtune import command, hf
 from jaxtune.config.schema import Config
-from jaxtune.data import Documents, Rows, Stream, open_documents, open_validation, prepare_documents
+from jaxtune.data import (
+    Documents,
+    Rows,
+    Stream,
+    open_documents,
+    open_prompt_sets,
+    open_validation,
+    prepare_documents,
+)
 from jaxtune.data.columns import LABELLED, NEXT_TOKEN
 from jaxtune.data.formats import IGNORED_LABEL
 from jaxtune.errors import UserError
@@ -92,11 +100,20 @@ def _main(values: flags.FlagValues, config: Config):
     console = Console(soft_wrap=True, highlight=False)
     classifier = config.sample_type == "classification"
     columns, labels = (LABELLED, config.model.id2label) if classifier else (NEXT_TOKEN, ())
+    if values.shard is not None and config.rollout.rewards:
+        raise UserError("--shard: prompts (rollout.rewards) are read when a run starts, and kept nowhere")
     if values.shard is not None:
         if config.data.cache_only:
             raise UserError("--shard reads the sources, and data.cache_only=True says not to")
         for line in prepare_documents(config, tokenizer, _shard(values.shard)):
             console.print(line, markup=False)
+        return
+    if config.rollout.rewards:
+        train, validation = open_prompt_sets(config, tokenizer)
+        validating = f", {len(validation):,} to validate with" if validation else ""
+        console.print(f"prompts: {len(train):,}, {sum(len(prompt.tokens) for prompt in train):,} tokens{validating}")
+        for i, prompt in enumerate(train[: values.show]):
+            console.print(Text(f"\nprompt {i}: {_in_a_line(tokenizer, prompt.tokens)}"))
         return
     if config.data.streaming:
         window = next(Stream(config, tokenizer, columns=columns).windows())

@@ -136,6 +136,13 @@ _OF_DOCUMENTS = (
     *("mixing", "packing", "packing_method", "group_by_length", "truncation", "cache_only", "num_proc", "num_workers"),
     *("samples_per_epoch", "shuffle_each", "streaming", "prefetch"),
 )
+# The same of an entry, and of chat: answers are not read.
+_OF_ANSWERS = (
+    *("max_tokens", "weight", "text_field", "text_pair_field", "target_column", "instruction_field", "output_field"),
+    *("prompt_format", "prompt_format_no_input", "messages_field", "chosen_field", "rejected_field"),
+    *("chosen_score_field", "rejected_score_field", "desirable_field"),
+)
+_OF_TRAINED_MESSAGES = ("roles", "loss_scale", "pattern_weights", "train_on_eos")
 
 
 def _rollout(config: Config) -> Iterator[Problem]:

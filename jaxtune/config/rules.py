@@ -70,12 +70,15 @@ def inside(value: float, within: str) -> bool:
 
 
 def malformed(value: Any, unit: str) -> str | None:
-    """What is wrong with a text whose unit is "regex", or a list of "REGEX=FACTOR" or "KEY=NAME"; None if valid."""
+    """What is wrong with a text of unit "regex", or of a list "REGEX=FACTOR", "NAME=NUMBER" or "KEY=NAME"; or None."""
     if unit == "regex" and isinstance(value, str):
         return _not_a_regex(value)
     for entry in value if unit == "KEY=NAME" else ():
         if not re.fullmatch(r"[^=]+=.+", entry):
             return f"{entry!r} is not 'KEY=NAME', such as 'role=speaker'"
+    for entry in value if unit == "NAME=NUMBER" else ():
+        if not re.fullmatch(r"\w+=-?\d*\.?\d+(e-?\d+)?", entry):
+            return f"{entry!r} is not 'NAME=NUMBER', such as 'length=-0.5'"
     for entry in value if unit == "REGEX=FACTOR" else ():
         pattern, _, factor = entry.rpartition("=")
         if not pattern or not _is_factor(factor):

@@ -264,9 +264,12 @@ class Train:
         "[0, inf)")
     label_smoothing: float = option(0.0,
         "share of a token's target that is divided over the whole vocabulary in training", "fraction [0, 1)",
-        when="model.head == 'lm' and preference.loss is None")
+        when="model.head == 'lm' and preference.loss is None and not rollout.rewards and "
+        "(not distill.teacher or distill.weight < 1)")
     z_loss: float = option(0.0, "adds this times log(sum(exp(logits)))^2 to the training loss of a token (PaLM, 2022)",
-        "[0, inf)", when="model.head == 'lm' and preference.loss is None")
+        "[0, inf)",
+        when="model.head == 'lm' and preference.loss is None and not rollout.rewards and "
+        "(not distill.teacher or distill.weight < 1)")
     recommend: bool = option(False,
         "learning rate and warm-up, unless they are set, by a rule of thumb for what is trained and the model's size; "
         "each is printed with its source")
@@ -717,10 +720,9 @@ class Rollout:
     """Learning from answers that the model itself makes and Python functions reward, instead of those in the data."""
 
     rewards: tuple[str, ...] = option((),
-        "FILE.py:NAME, functions that reward completions, called as TRL does: f(prompts, completions, **columns) -> a "
-        "number for each; the files are run; unset: the data's own answers are learned")
-    reward_weights: tuple[str, ...] = option((),
-        "factor of a function's reward by its name, the last match counts", "REGEX=FACTOR")
+        "FILE.py:NAME or MODULE:NAME, functions that reward completions, called as TRL does: f(prompts, completions, "
+        "**columns) -> a number for each; the files are run; unset: the data's own answers are learned")
+    reward_weights: tuple[str, ...] = option((), "factors of the functions' rewards, 1 if not named", "NAME=NUMBER")
     group_size: int = option(8, "completions of a prompt, which are compared with each other", "completions [2, inf)")
     max_new_tokens: int = option(256, "tokens of a completion, at most", "tokens [1, inf)")
     temperature: float = option(1.0, "of sampling, which also divides the logits of the loss", "(0, inf)")
@@ -729,6 +731,9 @@ class Rollout:
     min_p: float = option(0.0, "only tokens of this share of the likeliest one's probability", "[0, 1)")
     repetition_penalty: float = option(1.0, "above 1, tokens that were there are less likely", "(0, inf)")
     stop: tuple[str, ...] = option((), "texts that end a completion, besides the end of a turn and of a text")
+    batch_size: int | None = option(None,
+        "completions that the devices make at once: the cache of keys and values is for so many, which neither `plan` "
+        "nor memory.check counts; unset: all of a step", "completions [1, inf)", when="rollout.server is None")
     server: str | None = option(None,
         "URL of an OpenAI-compatible server, such as vLLM, that makes the completions, to which adapters are sent; "
         "unset: the devices of the run make them")

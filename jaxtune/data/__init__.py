@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from jaxtune.data.chat import ChatTemplate
     from jaxtune.data.feed import Feed, open_feed
     from jaxtune.data.loader import abstract_batch, batches
-    from jaxtune.data.prompt_feed import PromptFeed, open_prompts
+    from jaxtune.data.prompt_feed import PromptFeed, open_prompt_sets, open_prompts
     from jaxtune.data.rows import Counts, Rows
     from jaxtune.data.splits import open_documents, open_validation, prepare_documents
     from jaxtune.data.streams import Stream
@@ -20,7 +20,7 @@ _HOMES = {
     "chat": ("ChatTemplate",),
     "feed": ("Feed", "open_feed"),
     "loader": ("abstract_batch", "batches"),
-    "prompt_feed": ("PromptFeed", "open_prompts"),
+    "prompt_feed": ("PromptFeed", "open_prompt_sets", "open_prompts"),
     "rows": ("Counts", "Rows"),
     "splits": ("open_documents", "open_validation", "prepare_documents"),
     "streams": ("Stream",),

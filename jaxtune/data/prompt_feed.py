@@ -105,15 +105,15 @@ def open_prompts(config: Config, tokenizer: "PreTrainedTokenizerFast", mesh: jax
             f"groups of rollout.group_size={options.group_size}; make it a multiple, such as with "
             f"train.grad_accum_steps={least}"
         )
-    prompts, validation = _read(config, tokenizer)
+    prompts, validation = open_prompt_sets(config, tokenizer)
     feed = PromptFeed(PromptSet(prompts), validation, config, completions, bool(tokenizer.chat_template))
     per_step = completions // options.group_size
     log.info("%d steps of %d prompts, each completed %d times", feed.total_steps, per_step, options.group_size)
     return feed
 
 
-def _read(config: Config, tokenizer: "PreTrainedTokenizerFast") -> tuple[list[Prompt], list[Prompt] | None]:
-    """Prompts to train and to validate with; None: the config asks for none of these."""
+def open_prompt_sets(config: Config, tokenizer: "PreTrainedTokenizerFast") -> tuple[list[Prompt], list[Prompt] | None]:
+    """Prompts to train and to validate with; None: the config asks for none of these. Raises UserError."""
     data = config.data
     most, skip = data.seq_len - config.rollout.max_new_tokens, data.on_bad_row == "skip"
     found = read_prompts(data.datasets, tokenizer, config.chat, most, skip)

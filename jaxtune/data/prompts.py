@@ -26,12 +26,14 @@ Sample = Mapping[str, Any]
 class Prompt(NamedTuple):
     """A prompt to continue.
 
-    given: text or messages, as in the data. tokens: up to where the answer begins. sample: all columns of the data.
+    given: text or messages, as in the data. tokens: up to where the model goes on. sample: all columns of the data.
+    begun: text of the answer that is among the tokens already, chat.response_prefix.
     """
 
     given: str | list[Message]
     tokens: list[int]
     sample: Sample
+    begun: str = ""
 
 
 class Prompts:
@@ -42,7 +44,7 @@ class Prompts:
         has_template = bool(tokenizer.chat_template)
         self._texts_are_chat = has_template if texts_are_chat is None else texts_are_chat
         self._template = ChatTemplate(tokenizer, chat=chat) if has_template or texts_are_chat else None
-        self._encode = Encoder(tokenizer)
+        self._encode, self._begun = Encoder(tokenizer), chat.response_prefix or ""
 
     @property
     def turn_end(self) -> str | None:
@@ -50,9 +52,17 @@ class Prompts:
         return None if self._template is None else self._template.turn_end()
 
     def __call__(self, entry: Dataset, sample: Sample) -> Prompt:
-        """The prompt of a sample. Raises UserError where it has none, or one of another form."""
+        """The prompt of a sample. Raises UserError where it has none, or one of another form.
+
+        Columns `system` and `tools` are used without being named, and `input` after an instruction.
+        """
         if entry.prompt_field is None and (found := prompt_fields(entry, sample)):
             entry = dataclasses.replace(entry, prompt_field=found[0][1])
+        if entry.input_field == Dataset().input_field and entry.prompt_field != Dataset().instruction_field:
+            entry = dataclasses.replace(entry, input_field=None)
+        for option, column in (("system_field", "system"), ("tools_field", "tools")):
+            if getattr(entry, option) is None and sample.get(column):
+                entry = dataclasses.replace(entry, **{option: column})
         given = prompt_in(entry, sample)
         if not given:
             raise UserError(f"it has no prompt; its columns are {', '.join(sample)}")
@@ -63,7 +73,7 @@ class Prompts:
         if not isinstance(given, str) and given[-1]["role"] == "assistant":
             given = given[:-1]  # what the data has for an answer
         messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
-        return Prompt(given, self._template.prompt(*conversation(messages, entry, sample)), sample)
+        return Prompt(given, self._template.prompt(*conversation(messages, entry, sample)), sample, self._begun)
 
 
 def read_prompts(
@@ -88,9 +98,10 @@ def read_prompts(
             except UserError as error:
                 report(UserError(f"{where}: {error}"))
                 continue
-            most = min(most_tokens, entry.max_prompt_tokens or most_tokens)
-            longer += len(prompt.tokens) > most
-            found += [prompt] if len(prompt.tokens) <= most else []
+            if entry.max_prompt_tokens is not None:
+                prompt = prompt._replace(tokens=prompt.tokens[-entry.max_prompt_tokens :])
+            longer += len(prompt.tokens) > most_tokens
+            found += [prompt] if len(prompt.tokens) <= most_tokens else []
     log.info(
         "data: %s prompts; %s too long, %s bad samples skipped", *(f"{n:,}" for n in (len(found), longer, len(bad)))
     )

@@ -1,6 +1,7 @@
 """Functions in files of the user's own, named FILE.py:NAME, or MODULE:NAME where Python finds the module."""
 
 import hashlib
+import importlib
 import importlib.util
 import sys
 import traceback
@@ -38,23 +39,29 @@ def fingerprint(function: str, option: str) -> str:
 
 def load(function: str, option: str) -> Callable[..., object]:
     """The function; its file is run."""
+    return find(module_of(function, option), function, option)
+
+
+def module_of(function: str, option: str) -> ModuleType:
+    """The module of a function, which is run. Raises UserError, which names the option, if it is not there or fails."""
     path, _ = split(function, option)
-    return find(run(path, f"{option}={function!r}"), function, option)
-
-
-def run(path: Path, where: str) -> ModuleType:
-    """The file's module. Raises UserError, which begins with `where`, if the file is not there or fails."""
+    place, where = function.rpartition(":")[0], f"{option}={function!r}"
     if not path.is_file():
         raise UserError(f"{where}: there is no file {path}")
-    # Known to Python under a name that hides no other module, since dataclasses look their own module up.
-    spec = importlib.util.spec_from_file_location(f"jaxtune_user_file_{path.stem}", path)
+    try:
+        return _run(path) if place.endswith(".py") else importlib.import_module(place)
+    except Exception as error:  # the file is the user's program: it can fail in any way
+        raise UserError(f"{where}: {raised_at(error, path)} fails: {type(error).__name__}: {error}") from error
+
+
+def _run(path: Path) -> ModuleType:
+    # Known to Python under a name of its own, since dataclasses look their own module up.
+    own = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
+    spec = importlib.util.spec_from_file_location(f"jaxtune_user_file_{path.stem}_{own}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # the file is the user's program: it can fail in any way
-        raise UserError(f"{where}: {raised_at(error, path)} fails: {type(error).__name__}: {error}") from error
+    spec.loader.exec_module(module)
     return module
 
 

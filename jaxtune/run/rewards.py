@@ -50,7 +50,7 @@ def load_rewards(names: Sequence[str]) -> dict[str, Reward]:
         if name in rewards:
             raise UserError(f"{OPTION}: two functions are called {name} ({rewards[name].file} and {file}); rename one")
         if file not in modules:
-            modules[file] = user_files.run(file, f"{OPTION}={named!r}")
+            modules[file] = user_files.module_of(named, OPTION)
         reward = Reward(name, file, user_files.find(modules[file], named, OPTION))
         _check_callable(reward)
         rewards[name] = reward
@@ -115,7 +115,7 @@ def _values(reward: Reward, given: Mapping[str, Sequence[object]], count: int) -
             if isinstance(returned, Iterable) and not isinstance(returned, str | bytes | Mapping)
             else None
         )
-    except Exception as error:  # the function is the user's program: it can fail in any way
+    except (Exception, SystemExit) as error:  # the function is the user's program: it can fail in any way
         where = user_files.raised_at(error, reward.file)
         problem = f"fails: {type(error).__name__}: {error}"
         if where == str(reward.file) and isinstance(error, TypeError):  # the call itself failed

@@ -1,8 +1,10 @@
 """A step that learns from the model's own completions: make them, reward them, update by them."""
 
 import dataclasses
+import hashlib
 import json
-import re
+import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +21,7 @@ from jaxtune.data.columns import ADVANTAGE, LOSS_WEIGHT, OLD_LOG_PROB, TOKENS, C
 from jaxtune.data.prompt_feed import Asked
 from jaxtune.data.prompts import Prompt, Prompts
 from jaxtune.data.units import Documents, Part
+from jaxtune.errors import UserError
 from jaxtune.models.decode import Sampling
 from jaxtune.models.decoder import Parameters, bind
 from jaxtune.models.score import Batch, score
@@ -36,6 +39,8 @@ from jaxtune.run.rewards import Reward, rewards_of, total
 from jaxtune.run.state import State
 from jaxtune.run.step import weights_of_step
 
+log = logging.getLogger("jaxtune")
+
 # (trained, frozen, the tokens of each prompt, the number of each completion) -> completions.
 Complete = Callable[[Parameters, Parameters, list[list[int]], Sequence[int]], list[Completion]]
 
@@ -48,6 +53,11 @@ class Rollout(NamedTuple):
     texts: list[str]
     each: dict[str, Float64[np.ndarray, " completions"]]
     rewards: Float64[np.ndarray, " completions"]
+
+    def first(self, count: int) -> "Rollout":
+        """The first so many of them."""
+        each = {name: values[:count] for name, values in self.each.items()}
+        return Rollout(self.prompts[:count], self.completions[:count], self.texts[:count], each, self.rewards[:count])
 
 
 # (trained, frozen, a prompt for each completion, the number of each) -> what was made of them.
@@ -74,6 +84,8 @@ def with_rollouts(
     def step(state: State, frozen: Parameters, asked: Asked, rate: Any) -> tuple[State, dict[str, Any]]:
         prompts = [prompt for prompt in asked.prompts for _ in range(group_size)]
         made = make(state.trained, frozen, prompts, range(asked.first, asked.first + len(prompts)))
+        if np.isnan(made.rewards).all() and multihost.is_main():
+            log.warning("rollout.rewards: None for every completion of a step, from which nothing is learned")
         above = advantages(made.rewards, group_size, config.grpo.advantage_scale)
         if written is not None:
             written.write(asked.first // len(prompts) + 1, made, above, group_size)
@@ -83,10 +95,7 @@ def with_rollouts(
         metrics = {}
         for _ in range(config.grpo.iterations):
             state, metrics = train_step(state, frozen, batch, rate)
-        groups = made.rewards.reshape(-1, group_size)
-        alike = np.max(groups, 1) - np.min(groups, 1) < 1e-8
-        spread = {"reward_std": np.nanstd(made.rewards, ddof=1), "frac_reward_zero_std": np.mean(alike)}
-        return state, {**metrics, **spread, **_described(made)}
+        return state, {**metrics, **_spread(made.rewards, group_size), **_described(made)}
 
     return step
 
@@ -105,7 +114,7 @@ def make_rollouts(config: Config, model: Model, tokenizer, functions: Mapping[st
 
     def make(trained: Parameters, frozen: Parameters, prompts: list[Prompt], numbers: Sequence[int]) -> Rollout:
         found = complete(trained, frozen, [prompt.tokens for prompt in prompts], numbers)
-        texts = [text_of(completion, tokenizer) for completion in found]
+        texts = [prompt.begun + text_of(completion, tokenizer) for prompt, completion in zip(prompts, found)]
         each = _rewarded(functions, prompts, texts, found)
         return Rollout(prompts, found, texts, dict(zip(functions, each.T)), total(each, weights))
 
@@ -123,32 +132,51 @@ def make_evaluate(
         prompts = prompts[: config.eval.max_batches * at_once]
 
     def evaluate(trained: Parameters, frozen: Parameters, reference: Parameters) -> dict[str, float]:
-        sums: dict[str, float] = {}
+        parts = []
         for first in range(0, len(prompts), at_once):
-            # The last of them fill up the batch, so that it has the size that is compiled, and are left out again.
+            # As many rows as in a step, which are compiled; the last prompt fills them up, and is left out again.
             numbers = [min(number, len(prompts) - 1) for number in range(first, first + at_once)]
-            made = make(trained, frozen, [prompts[number] for number in numbers], numbers)
-            count = min(at_once, len(prompts) - first)
-            each = {name: values[:count] for name, values in made.each.items()}
-            part = Rollout(
-                made.prompts[:count], made.completions[:count], made.texts[:count], each, made.rewards[:count]
-            )
-            for name, value in _described(part).items():
-                sums[name] = sums.get(name, 0.0) + float(value) * count
+            # Random numbers that no step has, the same in each evaluation.
+            made = make(trained, frozen, [prompts[number] for number in numbers], [-1 - number for number in numbers])
+            parts.append(made.first(min(at_once, len(prompts) - first)))
             beat()
-        return {f"eval_{name}": value / len(prompts) for name, value in sums.items()}
+        return {f"eval_{name}": float(value) for name, value in _described(_joined(parts)).items()}
 
     return evaluate
 
 
+def _joined(parts: list[Rollout]) -> Rollout:
+    """One after another."""
+    return Rollout(
+        [prompt for part in parts for prompt in part.prompts],
+        [completion for part in parts for completion in part.completions],
+        [text for part in parts for text in part.texts],
+        {name: np.concatenate([part.each[name] for part in parts]) for name in parts[0].each},
+        np.concatenate([part.rewards for part in parts]),
+    )
+
+
 def _described(made: Rollout) -> dict[str, Any]:
-    """Means over completions."""
+    """Means over completions; of rewards over those that have one, and NaN if none does."""
+
+    def mean(values: Float64[np.ndarray, " n"]) -> float:
+        known = values[~np.isnan(values)]
+        return float(known.mean()) if len(known) else math.nan
+
     return {
-        "reward": np.nanmean(made.rewards),
-        **{f"rewards/{name}/mean": np.nanmean(values) for name, values in made.each.items()},
+        "reward": mean(made.rewards),
+        **{f"rewards/{name}/mean": mean(values) for name, values in made.each.items()},
         "completions/mean_length": np.mean([len(completion.tokens) for completion in made.completions]),
         "completions/clipped_ratio": np.mean([not completion.finished for completion in made.completions]),
     }
+
+
+def _spread(rewards: Float64[np.ndarray, " n"], group_size: int) -> dict[str, Any]:
+    """How much rewards differ: their standard deviation, and the share of groups in which they are all alike."""
+    known = rewards[~np.isnan(rewards)]
+    groups = (group[~np.isnan(group)] for group in rewards.reshape(-1, group_size))
+    alike = [len(group) > 1 and np.ptp(group) < 1e-8 for group in groups]
+    return {"reward_std": known.std(ddof=1) if len(known) > 1 else math.nan, "frac_reward_zero_std": np.mean(alike)}
 
 
 class _Written:
@@ -170,12 +198,14 @@ class _Written:
 
 
 def _weights(functions: Mapping[str, Reward], factors: Sequence[str]) -> list[float]:
-    """The weight of each function."""
-    weights = dict.fromkeys(functions, 1.0)
-    for factor in factors:
-        pattern, _, value = factor.rpartition("=")
-        weights |= {name: float(value) for name in functions if re.search(pattern, name)}
-    return list(weights.values())
+    """The weight of each function. Raises UserError for one that is not there."""
+    named = dict(factor.split("=") for factor in factors)
+    if strangers := named.keys() - functions.keys():
+        known = ", ".join(functions)
+        raise UserError(
+            f"rollout.reward_weights: {min(strangers)!r} is not one of the functions of rollout.rewards: {known}"
+        )
+    return [float(named.get(name, 1.0)) for name in functions]
 
 
 def _on_devices(config: Config, model: Model, tokenizer) -> Complete:
@@ -189,7 +219,13 @@ def _on_devices(config: Config, model: Model, tokenizer) -> Complete:
     def complete(
         trained: Parameters, frozen: Parameters, prompts: list[list[int]], numbers: Sequence[int]
     ) -> list[Completion]:
-        return completed(generate({**frozen, **trained}, prompts, numbers), len(prompts), ended)
+        found, parameters, size = [], {**frozen, **trained}, options.batch_size or len(prompts)
+        for first in range(0, len(prompts), size):
+            # The last of them fill up the batch, so that it has the size that is compiled, and are left out again.
+            rows = [min(row, len(prompts) - 1) for row in range(first, first + size)]
+            tokens = generate(parameters, [prompts[row] for row in rows], [numbers[row] for row in rows])
+            found += completed(tokens, min(size, len(prompts) - first), ended)
+        return found
 
     return complete
 
@@ -197,7 +233,9 @@ def _on_devices(config: Config, model: Model, tokenizer) -> Complete:
 def _by_server(config: Config, model: Model, tokenizer, folder: Path) -> Complete:
     """Completions of an OpenAI-compatible server, to which the adapter is sent first; one process asks for all."""
     options = config.rollout
-    url, name = options.server or "", config.train.run_name or "run"
+    # Of two runs of one name, and of a run and its evaluation, each unloads its own adapters alone.
+    own = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:6]
+    url, name = options.server or "", f"{config.train.run_name or 'run'}-{own}"
     sampling = {key: getattr(options, key) for key in Sampling._fields} | {"top_k": options.top_k or 0}
     ends = {"stop": _stops(config, model, tokenizer), "strings": options.stop}
     how = {**sampling, **ends, "max_tokens": options.max_new_tokens, "seed": config.train.seed}

@@ -66,16 +66,29 @@ def test_a_file_of_prompts_is_answered_line_by_line(home, adapter):
     end = found[1]["completion"][-1]
     stopped = call("jaxtune.generate", *own, "--prompt=say more", f"--stop={end}")
     assert stopped == found[1]["completion"].partition(end)[0] + "\n"
-    assert call("jaxtune.generate", *own, "--prompt=say", "--quant=nf4", "--mesh=data=1")
+    assert call("jaxtune.generate", *own, "--prompt=say", "--quant=nf4")
+    wide = ("--mesh=data=2,fsdp=2,tensor=2", "--prompt=say more")
+    assert call("jaxtune.generate", *own, *wide, devices=8) == alone[0]
     for flags, complaint in (
         (("--prompt=a", "--input=b"), "one of them"),
         (("--prompt=a", "--mesh=stage=2"), "is not AXIS=DEVICES"),
+        (("--prompt=a", "--mesh=data=1,data=1"), "data is there twice"),
         (("--prompt=a", "--output=b"), "--output is of --input"),
+        (("--prompt=a", "--stop="), "--stop= is empty"),
     ):
         assert complaint in call("jaxtune.generate", *own, *flags, code=2)
     (home / "prompts.jsonl").write_text(json.dumps({"text": "no prompt"}) + "\n")
     said = call("jaxtune.generate", *own, f"--input={home / 'prompts.jsonl'}", code=2)
     assert "prompts.jsonl:1: it has no prompt" in said
+    kept = (home / "answers.jsonl").read_text()
+    for sample, complaint in (
+        ({"prompt": "a", "completion": "gold"}, "prompts.jsonl:1: it has a column 'completion'"),
+        ({"prompt": "a" * 5000}, "prompts.jsonl:1: 5000 tokens of prompt"),
+    ):
+        (home / "prompts.jsonl").write_text(json.dumps(sample) + "\n")
+        asked = (f"--input={home / 'prompts.jsonl'}", f"--output={home / 'answers.jsonl'}")
+        assert complaint in call("jaxtune.generate", *own, *asked, code=2)
+    assert (home / "answers.jsonl").read_text() == kept and kept, "an error leaves the earlier file as it is"
 
 
 def test_an_adapter_as_the_model_to_train_is_told_from_a_model(home, adapter):

@@ -74,7 +74,7 @@ def test_a_run_goes_on_in_equal_bits(home, data, whole):
         "rollout.temperature": 0.9,
         "grpo.loss": "grpo",
         "ckpt.save_steps": 4,
-        "rollout.reward_weights": "('short=0.5',)",
+        "rollout.reward_weights": "('short=-0.5',)",
     }
     both = data["rollout.rewards"].replace(",)", f", '{home / 'rewards.py'}:short')")
     command = recipe_command(home, "qwen_grpo.py", name, **OPTIONS, **data | {"rollout.rewards": both}, **options)
@@ -83,7 +83,7 @@ def test_a_run_goes_on_in_equal_bits(home, data, whole):
     assert rows[0]["kl"] >= 0 and rows[-1]["kl"] > 1e-4
     assert max(row["clip_ratio/low"] + row["clip_ratio/high"] for row in rows) > 0
     first = rows[0]
-    assert first["reward"] == pytest.approx(first["rewards/letters/mean"] + 0.5 * first["rewards/short/mean"])
+    assert first["reward"] == pytest.approx(first["rewards/letters/mean"] - 0.5 * first["rewards/short/mean"])
     shutil.rmtree(home / "runs" / name / "checkpoints" / "8")
     shutil.rmtree(home / "runs" / name / "export")
     written = (home / "runs" / name / "completions.jsonl").read_text()
@@ -115,7 +115,20 @@ def test_what_cannot_be_rewarded_is_refused(home, data):
     assert "has no function nobody" in refused(**{"rollout.rewards": f"('{home / 'rewards.py'}:nobody',)"})
     assert "adapters are sent" in refused(**{"rollout.server": "http://localhost:1", "lora.enabled": False})
     assert "use mesh.fsdp" in refused(**{"mesh.stage": 2})
-    assert "has no effect" in refused(**{"data.packing_method": "sequential"})
+    for key, value in (
+        ("data.packing_method", "sequential"),
+        ("train.z_loss", 1e-3),
+        ("data.datasets[0].output_field", "answer"),
+        ("chat.loss_scale", "all"),
+    ):
+        assert "has no effect" in refused(**{key: value})
+    weights = {"rollout.reward_weights": "('nobody=2',)"}
+    assert "'nobody' is not one of the functions of rollout.rewards: letters" in refused(**weights)
+
+
+def test_prompts_are_shown_before_they_are_used(home, data):
+    said = call("jaxtune.prepare", *recipe_command(home, "qwen_grpo.py", "shown", **OPTIONS, **data)[1:])
+    assert "prompts: 30, " in said and r"prompt 0: <|im_start|>user\nsay 0<|im_end|>" in said
 
 
 def test_a_server_makes_the_completions(home, data):

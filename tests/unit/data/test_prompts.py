@@ -64,12 +64,32 @@ def test_a_system_prompt_and_another_column(tmp_path):
     assert tokenizer.decode(prompt.tokens).startswith("<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nHi!")
 
 
+def plain_of(prompt, tokenizer) -> str:
+    return tokenizer.decode(prompt.tokens)
+
+
+def test_columns_that_are_used_without_being_named(tmp_path):
+    tokenizer = byte_tokenizer(tmp_path / "chat")
+    samples = {"instruction": "Add", "input": "1, 2"}, {"prompt": "Hi", "input": "left out", "system": "Be short."}
+    found = [plain_of(prompt, tokenizer) for prompt in read(file_of(tmp_path, *samples), tokenizer)]
+    assert "user\nAdd\n1, 2<|im_end|>" in found[0] and "left out" not in found[1]
+    assert found[1].startswith("<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nHi<|im_end|>")
+
+
+def test_an_answer_that_is_begun(tmp_path):
+    tokenizer = byte_tokenizer(tmp_path / "chat")
+    prompt = Prompts(tokenizer, Chat(response_prefix="<think>"))(Dataset(), {"prompt": "Hi"})
+    assert prompt.begun == "<think>" and plain_of(prompt, tokenizer).endswith("assistant\n<think>")
+
+
 def test_what_is_left_out(tmp_path):
     tokenizer = byte_tokenizer(tmp_path / "plain", chat_template=None)
     entry = file_of(tmp_path, {"prompt": "Hi"}, {"text": "none"}, {"prompt": "too long"})
     with pytest.raises(UserError, match=r"prompts.jsonl:2: it has no prompt; its columns are text"):
         read(entry, tokenizer)
     assert [prompt.given for prompt in read(entry, tokenizer, most=4, skip=True)] == ["Hi"]
+    shortened = Dataset(path=entry.path, max_prompt_tokens=3)
+    assert [plain_of(prompt, tokenizer) for prompt in read(shortened, tokenizer, most=4, skip=True)] == ["Hi", "ong"]
     with pytest.raises(UserError, match="no prompt of at most 1 tokens"):
         read(entry, tokenizer, most=1, skip=True)
 

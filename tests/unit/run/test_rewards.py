@@ -185,3 +185,16 @@ def test_a_function_may_be_in_a_module():
     assert given.tolist() == [[1.0], [0.0], [0.0]]
     with pytest.raises(UserError, match="Python finds no module nowhere.at_all; a file is named with its .py"):
         load_rewards(["nowhere.at_all:f"])
+
+
+def test_a_module_is_imported_as_one(tmp_path, monkeypatch):
+    """So that it can import its neighbours; two files of one name are two modules."""
+    package = tmp_path / "own_rewards"
+    package.mkdir()
+    for name, text in (("__init__", ""), ("util", "ONE = 1.0\n")):
+        (package / f"{name}.py").write_text(text)
+    text = "from .util import ONE\ndef r(prompts, **columns):\n    return [ONE] * len(prompts)\n"
+    (package / "rewards.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    given = {"prompts": ["a"], "completions": ["b"], "completion_ids": [[1]], "columns": {}}
+    assert rewards_of(load_rewards(["own_rewards.rewards:r"]), **given).tolist() == [[1.0]]
