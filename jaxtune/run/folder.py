@@ -5,11 +5,13 @@ import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jaxtune.config import from_json, to_json
 from jaxtune.config.schema import Config
 from jaxtune.data import Counts
 from jaxtune.errors import UserError
+from jaxtune.monitor import metrics
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,16 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def counts(self) -> Path:
+        """What became of the documents."""
+        return self.path / "data.json"
+
+    @property
+    def samples(self) -> Path:
+        """What the model wrote once it was trained: one JSON object a sample."""
+        return self.path / "samples.jsonl"
+
+    @property
     def loss_curve(self) -> Path:
         """A picture of the metrics."""
         return self.path / "loss.png"
@@ -53,23 +65,37 @@ class RunFolder:
         return (self.export / "README.md").exists()
 
     def write_records(self, config: Config, counts: Counts | None) -> None:
-        """Record the config, as the recipe to resume by, and the counts of documents; an export is outdated by it.
+        """Record the config, as the recipe to resume by, and the counts of documents; export and samples are outdated.
 
         A stream has no counts.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         goes_on = dataclasses.replace(config, ckpt=dataclasses.replace(config.ckpt, resume="auto"))
         self.config.write_text(to_json(goes_on))
-        (self.path / "data.json").unlink(missing_ok=True)
+        self.counts.unlink(missing_ok=True)
+        self.samples.unlink(missing_ok=True)
         if counts is not None:
-            (self.path / "data.json").write_text(json.dumps(dataclasses.asdict(counts), indent=1) + "\n")
+            self.counts.write_text(json.dumps(dataclasses.asdict(counts), indent=1) + "\n")
         (self.export / "README.md").unlink(missing_ok=True)
 
     def read_config(self) -> Config:
         """The recorded config. Raises UserError if this is not a run folder."""
         if not self.config.is_file():
             raise UserError(f"{self.path} is not a run folder: it has no config.json")
-        return from_json(self.config.read_text())
+        return from_json(self.config.read_text(), str(self.config))
+
+    def add_sample(self, step: int, prompt: str, text: str) -> None:
+        """Record what the model of a step wrote, with the prompt that it begins with."""
+        with self.samples.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n")
+
+    def read_samples(self) -> list[dict[str, Any]]:
+        """The recorded samples: step, prompt, text. Raises UserError for a damaged line."""
+        found = metrics.read(self.samples) if self.samples.is_file() else []
+        for line, sample in enumerate(found, start=1):
+            if not (isinstance(sample.get("prompt"), str) and isinstance(sample.get("text"), str)):
+                raise UserError(f"{self.samples}, line {line}: not a sample: it has no 'prompt' and 'text'")
+        return found
 
 
 def run_folder(config: Config) -> RunFolder:
@@ -100,6 +126,8 @@ def closing(config: Config, folder: RunFolder, chat: bool) -> str:
         if config.model.head == "lm"
         else f"evaluate: python -m jaxtune.evaluate --run={run}",
     ]
+    if config.log.jsonl:
+        lines.append(f"report:   python -m jaxtune.report {run}")
     if config.log.next_command:
         lines.append(f"next:     {config.log.next_command}")
     return "\n".join(lines)

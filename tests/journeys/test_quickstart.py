@@ -20,7 +20,14 @@ def printed(home):
 
 
 def test_the_quickstart_learns_and_says_what_to_do_next(home, printed):
-    for shown in ("sample: def ", "--config=quickstart_lora", "jaxtune.export", "jaxtune.generate", "resume:"):
+    for shown in (
+        "sample: def ",
+        "--config=quickstart_lora",
+        "jaxtune.export",
+        "jaxtune.generate",
+        "jaxtune.report",
+        "resume:",
+    ):
         assert shown in printed[TRAININGS[0]]
     rows = metrics(home / "runs/quickstart")
     trained = [row["loss"] for row in rows if "loss" in row]
