@@ -23,6 +23,7 @@ COMMANDS = (
     "recipes",
     "cache",
     "launch",
+    "doctor",
 )
 
 
