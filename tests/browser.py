@@ -14,14 +14,11 @@ from typing import Any
 import pytest
 
 
-def in_browser(page: Path, expression: str, width: int = 1200, picture: Path | None = None) -> tuple[Any, list[str]]:
-    """An expression's value, as JSON, in a page that is so wide, and what the page said on the console.
-
-    `picture` is a PNG to write of it.
-    """
+def in_browser(page: Path, expression: str, width: int = 1200) -> tuple[Any, list[str]]:
+    """An expression's value, as JSON, in a page that is so wide, and what the page said on the console."""
     if importlib.util.find_spec("PySide6") is None or importlib.util.find_spec("PySide6.QtWebEngineCore") is None:
         pytest.skip("no browser: pip install PySide6-WebEngine")
-    command = [sys.executable, __file__, str(page), expression, str(width), str(picture or "")]
+    command = [sys.executable, __file__, str(page), expression, str(width)]
     environment = {**os.environ, "QT_QPA_PLATFORM": "offscreen", "QTWEBENGINE_DISABLE_SANDBOX": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     if done.returncode == 77:
@@ -30,7 +27,7 @@ def in_browser(page: Path, expression: str, width: int = 1200, picture: Path | N
     return tuple(json.loads(done.stdout.splitlines()[-1]))
 
 
-def _main(page: str, expression: str, width: str, picture: str) -> None:
+def _main(page: str, expression: str, width: str) -> None:
     try:
         from PySide6.QtCore import QTimer, QUrl
         from PySide6.QtWebEngineCore import QWebEnginePage
@@ -53,10 +50,7 @@ def _main(page: str, expression: str, width: str, picture: str) -> None:
 
     def found(value: str) -> None:
         print(json.dumps([json.loads(value) if value else None, said]), flush=True)
-        if picture:
-            QTimer.singleShot(500, lambda: (view.grab().save(picture), app.quit()))
-        else:
-            app.quit()
+        app.quit()
 
     # After the page has its size.
     ask = lambda: view.page().runJavaScript(f"JSON.stringify({expression})", found)  # noqa: E731

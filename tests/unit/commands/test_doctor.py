@@ -61,6 +61,7 @@ def outcome(platform="gpu", devices=1, **more):
         (doctor.check_hub(False, False), "note", "no token", "hf auth login"),
         (doctor.check_hub(True, True), "note", "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE"),
         (doctor.check_step(outcome(), outcome("cpu"), 1), "ok", "1 x NVIDIA H100 as on the CPU", None),
+        (doctor.check_step(outcome(losses=[5.6, 5.2, 5.002]), outcome("cpu"), 1), "ok", "as on the CPU", None),
         (doctor.check_step(outcome("cpu"), None, 0), "ok", "trains on the CPU", None),
         (doctor.check_step(outcome("cpu"), None, 1), "broken", "does not see the GPUs", "JAX_PLATFORMS=cuda"),
         (doctor.check_step(Outcome(None, "exit code -11: "), None, 1), "broken", "exit code -11", "selftest"),
@@ -68,7 +69,7 @@ def outcome(platform="gpu", devices=1, **more):
         (doctor.check_step(outcome(norms=[1, float("nan"), 1]), None, 1), "broken", "does not fall", "selftest"),
         (doctor.check_step(outcome(devices=4, sum=0.0), outcome("cpu"), 4), "broken", "0.0, not 6", "NCCL_DEBUG=INFO"),
         (
-            doctor.check_step(outcome(norms=[1.7, 1.8, 2.4]), outcome("cpu"), 1),
+            doctor.check_step(outcome(norms=[1.7, 1.8, 1.63]), outcome("cpu"), 1),
             *("broken", "this GPU computes otherwise", "gpu_suite.py --only correctness"),
         ),
     ],
@@ -113,7 +114,10 @@ def test_a_cache_larger_than_what_is_free_is_named(tmp_path, monkeypatch):
 
 def test_the_table_of_the_driver_is_read():
     table = "NVIDIA H100 80GB HBM3, 575.51.03, 81559, 4, 9.0\nNVIDIA H100 80GB HBM3, 575.51.03, 81559, 4, 9.0\n"
-    assert doctor.read_gpus(table) == [H100, H100] and doctor.read_gpus("") == []
+    assert doctor.read_gpus(table) == [H100, H100] and doctor.read_gpus("No devices were found\n") == []
+    (unsaid,) = doctor.read_gpus("NVIDIA GB10, 580.95.05, [N/A], [N/A], 12.1\n")
+    assert (unsaid.memory, unsaid.used) == (None, None)
+    assert doctor.check_driver([unsaid], 1) == Finding("driver", "ok", "580.95.05, 1 x NVIDIA GB10")
 
 
 def test_a_process_that_dies_or_hangs_is_an_outcome(monkeypatch):
