@@ -22,7 +22,7 @@ from jaxtune.config.loading import as_dict
 from jaxtune.config.schema import Config, Dataset
 from jaxtune.errors import UserError
 from jaxtune.monitor import metrics
-from jaxtune.monitor.page import GENERATOR, Record, flat, page
+from jaxtune.monitor.page import GENERATOR, Record, flat, of_some_steps, page
 from jaxtune.run.folder import RunFolder
 
 NAME = "report.html"
@@ -57,7 +57,9 @@ def read_record(folder: RunFolder, name: str) -> Record:
     if not any(len(row) > 1 for row in rows):
         raise UserError(f"{folder.metrics} is empty: no step has ended yet")
     counts = json.loads(folder.counts.read_text()) if folder.counts.is_file() else {}
-    return Record(name, _options(config), rows, counts, folder.read_samples())
+    return Record(
+        name, _options(config), rows, counts, [*of_some_steps(folder.read_completions()), *folder.read_samples()]
+    )
 
 
 def _options(config: Config) -> dict[str, Any]:

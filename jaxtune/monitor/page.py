@@ -20,7 +20,7 @@ GENERATOR = "jaxtune report"
 
 _FILES = Path(__file__).with_name("report_page")
 # By heading, the metrics that are not the objective's own; those come first, of which these begin.
-_FIRST = ("loss", "eval_loss")
+_FIRST = ("loss", "eval_loss", "reward", "eval_reward")
 _GROUPS = {
     "Learning rate and gradients": ("learning_rate", "grad_norm", "loss_scale", "bad_steps"),
     "Throughput and memory": ("tokens_per_second", "step_seconds", "mfu", "peak_memory_bytes"),
@@ -38,7 +38,7 @@ class Record:
         options: By key; one that is not there is not set.
         rows: Of metrics.jsonl.
         counts: Of documents and tokens; a stream has none.
-        samples: What the trained model wrote: step, prompt, text.
+        samples: What the model wrote: step, prompt, text, and its reward where it learns from rewards.
     """
 
     name: str
@@ -97,7 +97,7 @@ def contents(records: Sequence[Record], defaults: Mapping[str, Any], most: int =
         "counts": _table([record.counts for record in records]),
         "options": {"columns": columns, "rows": differences(options)},
         "samples": [
-            {"run": run, **sample}
+            {"run": run, **_plain(sample)}
             for run, record in enumerate(records)
             for sample in [*record.samples, *_texts(record)]
         ],
@@ -111,6 +111,20 @@ def grouped(names: Sequence[str]) -> list[tuple[str, str]]:
     ordered = [name for name in _FIRST if name in own] + [name for name in own if name not in _FIRST]
     groups = {"Objective": ordered} | _GROUPS
     return [(heading, name) for heading, group in groups.items() for name in group if name in names]
+
+
+def of_some_steps(completions: Sequence[Row], most: int = 6) -> list[dict[str, Any]]:
+    """As samples, the completions with the highest and the lowest reward of some steps, from the first to the last."""
+    steps = sorted({each["step"] for each in completions})
+    chosen = [steps[round(i)] for i in np.linspace(0, len(steps) - 1, min(most, len(steps)))]
+    found = []
+    for step in chosen:
+        ordered = sorted((each for each in completions if each["step"] == step), key=lambda each: -each["reward"])
+        found += [ordered[0], ordered[-1]] if ordered[0]["reward"] > ordered[-1]["reward"] else ordered[:1]
+    return [
+        {"step": each["step"], "prompt": _shown(each["prompt"]), "text": each["completion"], "reward": each["reward"]}
+        for each in found
+    ]
 
 
 def differences(options: Sequence[Mapping[str, Any]]) -> list[list[str]]:

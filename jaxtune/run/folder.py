@@ -46,6 +46,11 @@ class RunFolder:
         return self.path / "samples.jsonl"
 
     @property
+    def completions(self) -> Path:
+        """What the model of each step wrote to learn from its rewards: one JSON object a completion."""
+        return self.path / "completions.jsonl"
+
+    @property
     def loss_curve(self) -> Path:
         """A picture of the metrics."""
         return self.path / "loss.png"
@@ -91,11 +96,20 @@ class RunFolder:
 
     def read_samples(self) -> list[dict[str, Any]]:
         """The recorded samples: step, prompt, text. Raises UserError for a damaged line."""
-        found = metrics.read(self.samples) if self.samples.is_file() else []
-        for line, sample in enumerate(found, start=1):
-            if not (isinstance(sample.get("prompt"), str) and isinstance(sample.get("text"), str)):
-                raise UserError(f"{self.samples}, line {line}: not a sample: it has no 'prompt' and 'text'")
-        return found
+        return _read(self.samples, {"prompt": str, "text": str})
+
+    def read_completions(self) -> list[dict[str, Any]]:
+        """Those of a run that learns from rewards: step, prompt, completion, reward. Raises UserError as above."""
+        return _read(self.completions, {"prompt": object, "completion": str, "reward": float})
+
+
+def _read(path: Path, wanted: dict[str, type]) -> list[dict[str, Any]]:
+    """The lines of a file, none where there is none; each has `step` and these keys, of these types."""
+    found = metrics.read(path) if path.is_file() else []
+    for line, row in enumerate(found, start=1):
+        if wrong := [key for key, kind in wanted.items() if not isinstance(row.get(key), kind)]:
+            raise UserError(f"{path}, line {line}: {wrong[0]} is {row.get(wrong[0])!r}; repair or remove the file")
+    return found
 
 
 def run_folder(config: Config) -> RunFolder:

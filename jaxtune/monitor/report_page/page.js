@@ -241,11 +241,11 @@ function numbers() {
   return table(["metric", ...(several ? ["run"] : []), "last, at step", "lowest, at step", "highest, at step", "values"], rows);
 }
 
-function sample({ run, step, prompt, text }) {
-  const continued = text.startsWith(prompt), several = data.runs.length > 1 ? `${data.runs[run]}, ` : "";
-  const told = continued ? [element("b", {}, prompt), text.slice(prompt.length)] : [text];
-  const head = `${several}step ${step.toLocaleString("en")}${continued ? "" : `: ${prompt}`}`;
-  return element("figure", {}, element("figcaption", {}, head), element("pre", {}, ...told));
+function sample({ run, step, prompt, text, reward }) {
+  const whose = data.runs.length > 1 ? `${data.runs[run]}, ` : "", rest = text.startsWith(prompt) ? text.slice(prompt.length) : `\n${text}`;
+  const rewarded = reward === undefined ? "" : `, reward ${shown(Number(reward))}`;
+  const head = `${whose}step ${step.toLocaleString("en")}${rewarded}`;
+  return element("figure", {}, element("figcaption", {}, head), element("pre", {}, element("b", {}, prompt), rest));
 }
 
 function start() {

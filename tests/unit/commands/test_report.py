@@ -100,7 +100,11 @@ def test_a_damaged_sample_and_config_are_named(tmp_path, capsys):
     path = run(tmp_path / "a")
     (path / "samples.jsonl").write_text('{"step": 1, "prompt": 3}\n')
     assert report.main([str(path)]) == 2
-    assert "samples.jsonl, line 1" in capsys.readouterr().err
+    assert "samples.jsonl, line 1: prompt is 3" in capsys.readouterr().err
+    (path / "samples.jsonl").unlink()
+    (path / "completions.jsonl").write_text('{"step": 1, "prompt": "x", "completion": "y"}\n')
+    assert report.main([str(path)]) == 2
+    assert "completions.jsonl, line 1: reward is None" in capsys.readouterr().err
     (path / "config.json").write_text('{"optim"')
     assert report.main([str(path)]) == 2
     assert f"{path}/config.json: not JSON" in capsys.readouterr().err

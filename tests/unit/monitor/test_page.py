@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from jaxtune.monitor.page import Record, contents, differences, flat, grouped, page
+from jaxtune.monitor.page import Record, contents, differences, flat, grouped, of_some_steps, page
 
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(1)>{{script}}{{data}}\u2028\ud800"
 
@@ -48,9 +48,18 @@ def test_a_browser_runs_the_script_of_the_page_alone_and_loads_nothing():
 
 
 def test_charts_are_of_the_metrics_that_there_are_losses_first():
-    names = ["grad_norm", "rewards/margins", "tokens", "loss", "expert_load_max", "learning_rate", "eval_loss"]
+    names = [
+        "grad_norm",
+        "rewards/margins",
+        "reward",
+        "tokens",
+        "loss",
+        "expert_load_max",
+        "learning_rate",
+        "eval_loss",
+    ]
     assert [name for _, name in grouped(names)] == [
-        *("loss", "eval_loss", "rewards/margins", "expert_load_max"),
+        *("loss", "eval_loss", "reward", "rewards/margins", "expert_load_max"),
         *("learning_rate", "grad_norm", "tokens"),
     ]
 
@@ -70,6 +79,18 @@ def test_of_a_long_run_a_part_is_drawn_but_the_numbers_are_of_all():
     (line,) = contents([record(rows=rows)], {}, most=50)["charts"][0]["lines"]
     assert len(line["drawn"]["values"]) < 100 and 99 in line["drawn"]["values"]
     assert line["summary"]["count"] == 5000 and line["summary"]["highest"] == [99, 777]
+
+
+def test_of_completions_the_best_and_the_worst_of_some_steps_are_shown():
+    made = [
+        {"step": step, "prompt": [{"role": "user"}], "completion": f"{step}.{i}", "reward": float(i * (step > 1))}
+        for step in range(1, 101)
+        for i in range(4)
+    ]
+    found = of_some_steps(made, most=3)
+    assert [each["text"] for each in found] == ["1.0", "51.3", "51.0", "100.3", "100.0"]
+    assert found[1] == {"step": 51, "prompt": '[{"role": "user"}]', "text": "51.3", "reward": 3.0}
+    assert of_some_steps([]) == [] and len(of_some_steps(made[:8])) == 3
 
 
 def test_options_that_differ_are_listed_and_one_run_is_compared_with_the_defaults():
