@@ -11,7 +11,20 @@ from jaxtune.command import guarded
 from jaxtune.errors import UserError
 
 # Each name is a module of this package, or a subpackage with a __main__.
-COMMANDS = ("train", "evaluate", "export", "generate", "prepare", "plan", "options", "recipes", "cache", "launch")
+COMMANDS = (
+    "train",
+    "evaluate",
+    "export",
+    "generate",
+    "prepare",
+    "plan",
+    "report",
+    "options",
+    "recipes",
+    "cache",
+    "launch",
+    "doctor",
+)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -144,7 +144,10 @@ def _train(config: Config, folder: RunFolder) -> bool:
         kind = "peft" if config.lora.enabled else "hf"
         export(model, parameters, config, folder, folder.export, kind, steps=position.step, tokens=position.tokens)
     if config.eval.sample_prompt and mesh.shape["stage"] == 1:
-        log.info("sample: %s", continue_text(model, parameters, tokenizer, config.eval.sample_prompt))
+        text = continue_text(model, parameters, tokenizer, config.eval.sample_prompt)
+        log.info("sample: %s", text)
+        if multihost.is_main():
+            folder.add_sample(position.step, config.eval.sample_prompt, text)
     elif config.eval.sample_prompt:
         log.info("no sample: decoding has no stages; see generate below")
     log.info(goodput.report())

@@ -52,8 +52,9 @@ def run_commands(*trained_with: str) -> dict[str, str]:
     They are compiled as a user's where they are run as they are written.
     """
     text = README.read_text(encoding="utf-8")
-    blocks = re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE)  # without pip's and SLURM's lines
-    lines = [line for block in blocks for line in block.replace("\\\n", "").splitlines()]
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    commands = [block for language, block in blocks if not language]  # also pip's and SLURM's, left out below
+    lines = [line for block in commands for line in block.replace("\\\n", "").splitlines()]
     written = [line.partition("python -m ")[2] for line in lines if "python -m jaxtune" in line]
     written = [command for command in written if "jaxtune.plan" not in command]  # needs the extra `aot`: tests/aot
     printed = {}

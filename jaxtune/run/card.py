@@ -14,9 +14,8 @@ def card_rows(config: Config, folder: RunFolder, steps: int, tokens: int) -> dic
     data, optim, lora = config.data, config.optim, config.lora
     paths = [path for entry in data.datasets for path in _several(entry.path or "")]
     rows = {"data": ", ".join(Path(path).name for path in paths)}
-    counts = folder.path / "data.json"
-    if counts.is_file():
-        found = json.loads(counts.read_text())
+    if folder.counts.is_file():
+        found = json.loads(folder.counts.read_text())
         counted = f"{found['target_tokens']:,} of {found['tokens']:,} tokens trained"
         counted = counted if config.model.head == "lm" else f"{found['tokens']:,} tokens"
         rows["documents"] = f"{found['documents']:,}, {counted}"

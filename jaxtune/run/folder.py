@@ -5,11 +5,13 @@ import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jaxtune.config import from_json, to_json
 from jaxtune.config.schema import Config
 from jaxtune.data import Counts
 from jaxtune.errors import UserError
+from jaxtune.monitor import metrics
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,21 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def counts(self) -> Path:
+        """What became of the documents."""
+        return self.path / "data.json"
+
+    @property
+    def samples(self) -> Path:
+        """What the model wrote once it was trained: one JSON object a sample."""
+        return self.path / "samples.jsonl"
+
+    @property
+    def completions(self) -> Path:
+        """What the model of each step wrote to learn from its rewards: one JSON object a completion."""
+        return self.path / "completions.jsonl"
+
+    @property
     def loss_curve(self) -> Path:
         """A picture of the metrics."""
         return self.path / "loss.png"
@@ -53,23 +70,46 @@ class RunFolder:
         return (self.export / "README.md").exists()
 
     def write_records(self, config: Config, counts: Counts | None) -> None:
-        """Record the config, as the recipe to resume by, and the counts of documents; an export is outdated by it.
+        """Record the config, as the recipe to resume by, and the counts of documents; export and samples are outdated.
 
         A stream has no counts.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         goes_on = dataclasses.replace(config, ckpt=dataclasses.replace(config.ckpt, resume="auto"))
         self.config.write_text(to_json(goes_on))
-        (self.path / "data.json").unlink(missing_ok=True)
+        self.counts.unlink(missing_ok=True)
+        self.samples.unlink(missing_ok=True)
         if counts is not None:
-            (self.path / "data.json").write_text(json.dumps(dataclasses.asdict(counts), indent=1) + "\n")
+            self.counts.write_text(json.dumps(dataclasses.asdict(counts), indent=1) + "\n")
         (self.export / "README.md").unlink(missing_ok=True)
 
     def read_config(self) -> Config:
         """The recorded config. Raises UserError if this is not a run folder."""
         if not self.config.is_file():
             raise UserError(f"{self.path} is not a run folder: it has no config.json")
-        return from_json(self.config.read_text())
+        return from_json(self.config.read_text(), str(self.config))
+
+    def add_sample(self, step: int, prompt: str, text: str) -> None:
+        """Record what the model of a step wrote, with the prompt that it begins with."""
+        with self.samples.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n")
+
+    def read_samples(self) -> list[dict[str, Any]]:
+        """The recorded samples: step, prompt, text. Raises UserError for a damaged line."""
+        return _read(self.samples, {"prompt": str, "text": str})
+
+    def read_completions(self) -> list[dict[str, Any]]:
+        """Those of a run that learns from rewards: step, prompt, completion, reward. Raises UserError as above."""
+        return _read(self.completions, {"prompt": object, "completion": str, "reward": float})
+
+
+def _read(path: Path, wanted: dict[str, type]) -> list[dict[str, Any]]:
+    """The lines of a file, none where there is none; each has `step` and these keys, of these types."""
+    found = metrics.read(path) if path.is_file() else []
+    for line, row in enumerate(found, start=1):
+        if wrong := [key for key, kind in wanted.items() if not isinstance(row.get(key), kind)]:
+            raise UserError(f"{path}, line {line}: {wrong[0]} is {row.get(wrong[0])!r}; repair or remove the file")
+    return found
 
 
 def run_folder(config: Config) -> RunFolder:
@@ -100,6 +140,8 @@ def closing(config: Config, folder: RunFolder, chat: bool) -> str:
         if config.model.head == "lm"
         else f"evaluate: python -m jaxtune.evaluate --run={run}",
     ]
+    if config.log.jsonl:
+        lines.append(f"report:   python -m jaxtune.report {run}")
     if config.log.next_command:
         lines.append(f"next:     {config.log.next_command}")
     return "\n".join(lines)

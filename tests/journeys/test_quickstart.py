@@ -3,6 +3,8 @@
 The trainings are cut to a few steps here; tests/nightly/test_quickstart.py runs them as they are written.
 """
 
+import json
+
 import pytest
 from readme import TRAININGS, empty_folder, run_commands
 from runs import call, metrics
@@ -20,8 +22,14 @@ def printed(home):
 
 
 def test_the_quickstart_learns_and_says_what_to_do_next(home, printed):
-    for shown in ("sample: def ", "--config=quickstart_lora", "jaxtune.export", "jaxtune.generate", "resume:"):
-        assert shown in printed[TRAININGS[0]]
+    commands = (
+        "--config=quickstart_lora",
+        *(f"jaxtune.{name}" for name in ("export", "generate", "report")),
+        "resume:",
+    )
+    assert all(shown in printed[TRAININGS[0]] for shown in commands)
+    (sample,) = (json.loads(line) for line in (home / "runs/quickstart/samples.jsonl").read_text().splitlines())
+    assert (sample["step"], sample["prompt"]) == (5, "def ") and sample["text"].startswith("def ")
     rows = metrics(home / "runs/quickstart")
     trained = [row["loss"] for row in rows if "loss" in row]
     assert abs(trained[0] - 5.5) < 0.2 and trained[-1] < trained[0]

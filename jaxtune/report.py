@@ -1,0 +1,101 @@
+"""Make one HTML page of one or several runs: curves, numbers, samples, and the options in which they differ.
+
+    python -m jaxtune.report runs/quickstart
+    python -m jaxtune.report runs/one runs/another --output=compared.html
+
+The page needs nothing else, and no network. It is RUN/report.html of one run, report.html of several, or --output. A
+run that is still going on is shown up to its last step.
+"""
+
+import dataclasses
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from jaxtune import command
+from jaxtune.config.loading import as_dict
+from jaxtune.config.schema import Config, Dataset
+from jaxtune.errors import UserError
+from jaxtune.monitor import metrics
+from jaxtune.monitor.page import GENERATOR, Record, flat, of_some_steps, page
+from jaxtune.run.folder import RunFolder
+
+NAME = "report.html"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Writes the page; returns the exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    runs = [argument for argument in arguments if not argument.startswith("-")]
+    rest = [argument for argument in arguments if argument.startswith("-")]
+    return command.run(_define_flags, lambda values, _: _main(runs, values.output), rest, with_config=False)
+
+
+def read_record(folder: RunFolder, name: str) -> Record:
+    """What a run has written so far.
+
+    Raises:
+        UserError: Not a run folder, no metrics in it, or a damaged file.
+    """
+    if not folder.config.is_file() and (inside := sorted(path.parent for path in folder.path.glob("*/metrics.jsonl"))):
+        listed = " ".join(shlex.quote(str(path)) for path in inside)
+        raise UserError(f"{folder.path} is not a run folder, but has some: python -m jaxtune.report {listed}")
+    config = folder.read_config()
+    if not folder.metrics.is_file():
+        why = "no step has ended yet" if config.log.jsonl else "log.jsonl is off"
+        raise UserError(f"{folder.path} has no metrics.jsonl: {why}")
+    rows = metrics.read(folder.metrics)
+    for line, row in enumerate(rows, start=1):
+        for metric, value in row.items():
+            if not isinstance(value, int | float | str):
+                raise UserError(f"{folder.metrics}, line {line}: {metric} is {value!r}, not a number or a text")
+    if not any(len(row) > 1 for row in rows):
+        raise UserError(f"{folder.metrics} is empty: no step has ended yet")
+    counts = json.loads(folder.counts.read_text()) if folder.counts.is_file() else {}
+    return Record(
+        name, _options(config), rows, counts, [*of_some_steps(folder.read_completions()), *folder.read_samples()]
+    )
+
+
+def _options(config: Config) -> dict[str, Any]:
+    """By key, without the run's name; of datasets what is not the default, as runs differ in how many they have."""
+    values, default = as_dict(config), dataclasses.asdict(Dataset())
+    for name in ("datasets", "eval_datasets"):
+        entries = values["data"][name]
+        values["data"][name] = [{key: each[key] for key in each if each[key] != default[key]} for each in entries]
+    options = flat(values)
+    del options["train.run_name"]
+    return options
+
+
+def _define_flags(values: flags.FlagValues) -> None:
+    flags.DEFINE_string("output", None, "file to write", flag_values=values)
+
+
+def _main(runs: Sequence[str], output: str | None) -> None:
+    if not runs:
+        raise UserError(
+            "which runs? python -m jaxtune.report RUN ..., each the folder of a run, such as runs/quickstart"
+        )
+    paths = [Path(run) for run in runs]
+    if repeated := [
+        run for run, path in zip(runs, paths) if sum(path.resolve() == each.resolve() for each in paths) > 1
+    ]:
+        raise UserError(f"{' and '.join(repeated)}: a run is named once")
+    last_parts = [path.resolve().name for path in paths]
+    names = last_parts if len(set(last_parts)) == len(paths) else list(runs)
+    records = [read_record(RunFolder(path), name) for path, name in zip(paths, names)]
+    file = Path(output) if output else (paths[0] if len(paths) == 1 else Path()) / NAME
+    if file.is_file() and GENERATOR not in file.read_text(encoding="utf-8", errors="replace")[:2000]:
+        raise UserError(f"--output={file} is another file; name a new one")
+    file.write_text(page(records, _options(Config())), encoding="utf-8")
+    print(f"report: {file}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""Opens a page in Chromium, without a window, and prints what an expression comes to there: run by `in_browser`.
+
+The browser is that of PySide6-WebEngine, from the extra `test`.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def in_browser(page: Path, expression: str, width: int = 1200) -> tuple[Any, list[str]]:
+    """An expression's value, as JSON, in a page that is so wide, and what the page said on the console."""
+    if importlib.util.find_spec("PySide6") is None or importlib.util.find_spec("PySide6.QtWebEngineCore") is None:
+        pytest.skip("no browser: pip install PySide6-WebEngine")
+    command = [sys.executable, __file__, str(page), expression, str(width)]
+    environment = {**os.environ, "QT_QPA_PLATFORM": "offscreen", "QTWEBENGINE_DISABLE_SANDBOX": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    if done.returncode == 77:
+        pytest.skip(f"no browser: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    return tuple(json.loads(done.stdout.splitlines()[-1]))
+
+
+def _main(page: str, expression: str, width: str) -> None:
+    try:
+        from PySide6.QtCore import QTimer, QUrl
+        from PySide6.QtWebEngineCore import QWebEnginePage
+        from PySide6.QtWebEngineWidgets import QWebEngineView
+        from PySide6.QtWidgets import QApplication
+    except ImportError as error:  # a library of the system is missing
+        print(error, file=sys.stderr)
+        sys.exit(77)
+    said: list[str] = []
+
+    class Page(QWebEnginePage):
+        def javaScriptConsoleMessage(self, level, message, line, source):
+            said.append(message)
+
+    app = QApplication([""])
+    view = QWebEngineView()
+    view.setPage(Page(view))
+    view.resize(int(width), 900)
+    view.show()
+
+    def found(value: str) -> None:
+        print(json.dumps([json.loads(value) if value else None, said]), flush=True)
+        app.quit()
+
+    # After the page has its size.
+    ask = lambda: view.page().runJavaScript(f"JSON.stringify({expression})", found)  # noqa: E731
+    view.loadFinished.connect(lambda _: QTimer.singleShot(300, ask))
+    view.load(QUrl.fromLocalFile(str(Path(page).resolve())))
+    app.exec()
+    view.setPage(None)  # pyright: ignore  # before its profile goes
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,181 @@
+"""`python -m jaxtune.report`: from run folders to a page, what it says where it cannot, and the page in a browser."""
+
+import dataclasses
+import json
+
+import pytest
+from browser import in_browser
+
+from jaxtune import report
+from jaxtune.config import to_json
+from jaxtune.config.schema import Config, Dataset, Log
+from jaxtune.data import Counts
+from jaxtune.monitor.metrics import MetricsLog
+from jaxtune.run.folder import RunFolder
+
+HOSTILE = "</script><script>window.bad = 1</script><img src=x onerror='window.bad = 1'>"
+
+
+def run(path, steps=30, datasets=1, learning_rate=1e-4):
+    """A run folder, written as training writes it."""
+    config = Config()
+    data = dataclasses.replace(config.data, datasets=(Dataset(path="a.jsonl"), Dataset(path="b.jsonl"))[:datasets])
+    optim = dataclasses.replace(config.optim, learning_rate=learning_rate)
+    folder = RunFolder(path)
+    counts = Counts(**{field.name: 7 for field in dataclasses.fields(Counts)})
+    folder.write_records(dataclasses.replace(config, data=data, optim=optim), counts)
+    log = MetricsLog(path, Log(), path.name, {}, 0, is_main=True)
+    for step in range(1, steps + 1):
+        values = {"loss": 9.0 if step == 20 else 3 / step, "rewards/margins": 0.0, "learning_rate": learning_rate}
+        log.write(step, values | {"tokens": 64 * step, "step_seconds": 0.5})
+    log.write(steps, {"eval_loss": 0.25})
+    log.close()
+    folder.add_sample(steps, "def ", f"def {HOSTILE}")
+    return path
+
+
+def test_one_run_and_several(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    one, other = run(tmp_path / "one"), run(tmp_path / "other", datasets=2, learning_rate=1e-3)
+    assert report.main([str(one)]) == 0 and "metrics" not in capsys.readouterr().err
+    assert report.main([str(one)]) == 0  # its own page is written anew
+    assert report.main([str(one), str(other)]) == 0
+    assert report.main([str(one), str(other), "--output=both.html"]) == 0
+    assert (one / "report.html").is_file()
+    assert (tmp_path / "report.html").read_bytes() == (tmp_path / "both.html").read_bytes()
+    found = json.loads((tmp_path / "both.html").read_text().partition('id="data">')[2].partition("</script>")[0])
+    assert found["options"]["columns"] == ["one", "other"]
+    assert found["options"]["rows"] == [
+        ["data.datasets[1].path", "-", "b.jsonl"],
+        ["optim.learning_rate", "0.0001", "0.001"],
+    ]
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for place in ("x", "y"):
+        run(tmp_path / place / "qwen")
+    assert report.main(["x/qwen", "y/qwen"]) == 0
+    assert '["x/qwen", "y/qwen"]' in (tmp_path / "report.html").read_text()
+
+
+def broken(folder, line):
+    path = run(folder / "runs" / "broken")
+    rows = (path / "metrics.jsonl").read_text().splitlines()
+    (path / "metrics.jsonl").write_text("\n".join([*rows[:3], line, *rows[3:]]) + "\n")
+    return [str(path)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (lambda folder: [], "which runs?"),
+        (lambda folder: [str(folder / "none")], "none is not a run folder: it has no config.json"),
+        (lambda folder: [str(run(folder / "runs" / "a").parent)], "has some: python -m jaxtune.report "),
+        (lambda folder: [str(run(folder / "a"))] * 2, "a run is named once"),
+        (lambda folder: broken(folder, '{"step": 4, "lo'), "metrics.jsonl, line 4: not a JSON object"),
+        (lambda folder: broken(folder, '{"step": 4, "loss": [1]}'), "metrics.jsonl, line 4: loss is [1], not a number"),
+        (lambda folder: [str(run(folder / "a")), f"--output={folder}/a/config.json"], "is another file"),
+        (lambda folder: [str(run(folder / "a")), f"--output={folder}/none/x.html"], "No such file or directory"),
+    ],
+)
+def test_errors_say_what_is_wrong(tmp_path, capsys, arguments, part):
+    assert report.main(arguments(tmp_path)) == 2
+    assert part in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rows", "part"), [(None, "no step has ended yet"), ("", "no step has ended yet"), ("off", "log.jsonl is off")]
+)
+def test_a_run_without_metrics_says_why(tmp_path, capsys, rows, part):
+    log = Log(jsonl=rows != "off")
+    (tmp_path / "config.json").write_text(to_json(dataclasses.replace(Config(), log=log)))
+    if rows == "":
+        (tmp_path / "metrics.jsonl").write_text("")
+    assert report.main([str(tmp_path)]) == 2
+    assert part in capsys.readouterr().err
+
+
+def test_a_damaged_sample_and_config_are_named(tmp_path, capsys):
+    path = run(tmp_path / "a")
+    (path / "samples.jsonl").write_text('{"step": 1, "prompt": 3}\n')
+    assert report.main([str(path)]) == 2
+    assert "samples.jsonl, line 1: prompt is 3" in capsys.readouterr().err
+    (path / "samples.jsonl").unlink()
+    (path / "completions.jsonl").write_text('{"step": 1, "prompt": "x", "completion": "y"}\n')
+    assert report.main([str(path)]) == 2
+    assert "completions.jsonl, line 1: reward is None" in capsys.readouterr().err
+    (path / "config.json").write_text('{"optim"')
+    assert report.main([str(path)]) == 2
+    assert f"{path}/config.json: not JSON" in capsys.readouterr().err
+
+
+SEEN = """(() => {
+  const plots = [...document.querySelectorAll('.plot')], loss = plots[0];
+  const press = key => (loss.dispatchEvent(new KeyboardEvent('keydown', {key})), loss.getAttribute('aria-valuetext'));
+  const set = (id, value) => {
+    document.getElementById(id).value = value;
+    document.getElementById(id).dispatchEvent(new Event('input', {bubbles: true}));
+  };
+  const still = loss.getAttribute('aria-valuetext');
+  const keys = ['Home', 'ArrowRight', 'PageUp', 'End'].map(press);
+  const box = loss.getBoundingClientRect();
+  loss.dispatchEvent(new PointerEvent('pointermove', {clientX: box.left + 59, clientY: box.top + 50}));
+  const hovered = loss.nextSibling.textContent;
+  loss.dispatchEvent(new PointerEvent('pointerleave'));
+  const drawn = loss.querySelectorAll('path').length;
+  set('smoothing', 0);
+  const unsmoothed = loss.querySelectorAll('path').length;
+  set('axis', 'tokens');
+  const tokens = press('Home');
+  document.querySelector('#runs input').click();
+  return {
+    headings: [...document.querySelectorAll('h3')].map(each => each.textContent), still, keys, hovered, drawn,
+    unsmoothed, tokens, one: loss.querySelectorAll('path').length, bad: window.bad ?? null,
+    images: document.images.length, sample: document.querySelector('pre').textContent, title: document.title,
+    labelled: plots.every(each => each.tabIndex === 0 && each.getAttribute('aria-label')),
+    ink: getComputedStyle(document.body).color,
+  };
+})()"""
+
+
+def test_the_page_in_a_browser(tmp_path):
+    runs = [run(tmp_path / "one"), run(tmp_path / f"other {HOSTILE.replace('/', '')}", steps=10, learning_rate=1e-3)]
+    page = tmp_path / "page.html"
+    assert report.main([*map(str, runs), f"--output={page}"]) == 0
+    found, said = in_browser(page, SEEN)
+    assert said == [] and found["bad"] is None and found["images"] == 0
+    assert found["headings"][:4] == ["loss", "eval_loss", "rewards/margins", "learning_rate"]
+    assert found["title"].startswith("one, other <script>") and found["sample"] == f"def {HOSTILE}"
+    assert found["still"].startswith("step 30; one: 0.1") and found["labelled"]
+    first, second, later, last = found["keys"]
+    assert first.startswith("step 1; one: 3") and second.startswith("step 2; one: 1.5")
+    assert later.startswith("step 5; one: 0.6") and last.startswith("step 30; one: 0.1") and "at step 10" in last
+    assert found["hovered"].startswith("step 1 one: 3")
+    assert (found["drawn"], found["unsmoothed"], found["one"]) == (4, 2, 1)
+    assert found["tokens"].startswith("tokens 64; one: 3")
+
+
+def test_the_page_fits_a_telephone(tmp_path):
+    page = run(tmp_path / "a-run-with-a-very-long-name-that-would-not-fit-in-one-line-of-a-telephone") / "report.html"
+    assert report.main([str(page.parent)]) == 0
+    (wide, room), _ = in_browser(page, "[document.documentElement.scrollWidth, innerWidth]", width=320)
+    assert wide <= room == 320
+
+
+def test_lines_are_smoothed_over_what_is_near_and_leave_out_what_is_not_finite(tmp_path):
+    page = run(tmp_path / "a") / "report.html"
+    assert report.main([str(page.parent)]) == 0
+    expression = """[
+      smoothed([1, 2, 3, 50], [1, 2, 3, 9], 4), smoothed([1, 2, 3], [5, NaN, 5], 2).map(String),
+      ticks(0, 1, 4), ticks(-3, 1234, 5), logarithmicTicks(0.01, 100), nearest([1, 5, 9], 6),
+      shown(1234567), shown(NaN), shown(0.00012345), [look(0), look(6), look(13)].length,
+      new Set([...Array(12).keys()].map(look)).size,
+    ]"""
+    (near, gap, *rest), _ = in_browser(page, expression)
+    assert near == pytest.approx([1.3333, 2, 2.6667, 9], abs=1e-3)
+    assert gap == ["5", "5", "5"]
+    assert rest == [
+        *([0, 0.5, 1], [0, 500, 1000], [0.01, 0.1, 1, 10, 100], 1),
+        *("1.2346M", "NaN", "1.234e-4", 3, 12),
+    ]
