@@ -32,6 +32,7 @@ from jaxtune.precision.recipes import recipe_of
 from jaxtune.run import completion_server
 from jaxtune.run.assembly import Program, call_of
 from jaxtune.run.export import export_adapter
+from jaxtune.run.folder import RunFolder
 from jaxtune.run.generation import Completion, completed, ending, make_generate, stop_tokens, text_of
 from jaxtune.run.model import Model
 from jaxtune.run.process import compiler_options
@@ -79,7 +80,7 @@ def with_rollouts(
     """
     group_size = config.rollout.group_size
     scored = jax.jit(_make_scored(config, program.model), compiler_options=compiler_options(config))
-    written = _Written(run / "completions.jsonl") if config.log.jsonl and multihost.is_main() else None
+    written = _Written(RunFolder(run).completions) if config.log.jsonl and multihost.is_main() else None
 
     def step(state: State, frozen: Parameters, asked: Asked, rate: Any) -> tuple[State, dict[str, Any]]:
         prompts = [prompt for prompt in asked.prompts for _ in range(group_size)]
