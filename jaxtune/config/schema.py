@@ -731,8 +731,8 @@ class Rollout:
     min_p: float = option(0.0, "only tokens of this share of the likeliest one's probability", "[0, 1)")
     repetition_penalty: float = option(1.0, "above 1, tokens that were there are less likely", "(0, inf)")
     stop: tuple[str, ...] = option((), "texts that end a completion, besides the end of a turn and of a text")
-    batch_size: int | None = option(None,
-        "completions that the devices make at once: the cache of keys and values is for so many, which neither `plan` "
+    completions_at_once: int | None = option(None,
+        "how many the devices make together: the cache of keys and values is for so many, which neither `plan` "
         "nor memory.check counts; unset: all of a step", "completions [1, inf)", when="rollout.server is None")
     server: str | None = option(None,
         "URL of an OpenAI-compatible server, such as vLLM, that makes the completions, to which adapters are sent; "

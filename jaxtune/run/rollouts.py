@@ -220,7 +220,7 @@ def _on_devices(config: Config, model: Model, tokenizer) -> Complete:
     def complete(
         trained: Parameters, frozen: Parameters, prompts: list[list[int]], numbers: Sequence[int]
     ) -> list[Completion]:
-        found, parameters, size = [], {**frozen, **trained}, options.batch_size or len(prompts)
+        found, parameters, size = [], {**frozen, **trained}, options.completions_at_once or len(prompts)
         for first in range(0, len(prompts), size):
             # The last of them fill up the batch, so that it has the size that is compiled, and are left out again.
             rows = [min(row, len(prompts) - 1) for row in range(first, first + size)]
