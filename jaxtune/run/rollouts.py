@@ -96,7 +96,8 @@ def with_rollouts(
         metrics = {}
         for _ in range(config.grpo.iterations):
             state, metrics = train_step(state, frozen, batch, rate)
-        return state, {**metrics, **_spread(made.rewards, group_size), **_described(made)}
+        of_completions = _spread(made.rewards, group_size) | _described(made)
+        return state, metrics | {name: np.asarray(value) for name, value in of_completions.items()}
 
     return step
 
