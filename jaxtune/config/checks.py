@@ -156,12 +156,23 @@ def _rollout(config: Config) -> Iterator[Problem]:
         if getattr(config.data, name) != getattr(type(config.data)(), name):
             reason = "has no effect: with rollout.rewards the data is prompts, each continued as it is"
             yield _problem(config, f"data.{name}", reason, "rollout.rewards", moot=True)
-    for i, entry in enumerate(config.data.datasets):
-        if entry.type != "auto":
-            key = f"data.datasets[{i}].type"
-            yield Problem(
-                (key,), f"{key} = {entry.type!r}: with rollout.rewards samples are prompts: leave it at 'auto'"
-            )
+    for name in ("datasets", "eval_datasets"):
+        for i, entry in enumerate(getattr(config.data, name)):
+            if entry.type != "auto":
+                key = f"data.{name}[{i}].type"
+                reason = "with rollout.rewards samples are prompts: leave it at 'auto'"
+                yield Problem((key, "rollout.rewards"), f"{key} = {entry.type!r}: {reason}")
+            for field in _OF_ANSWERS:
+                if getattr(entry, field) != getattr(type(entry)(), field):
+                    key = f"data.{name}[{i}].{field}"
+                    reason = "has no effect: with rollout.rewards a sample is a prompt, in the column prompt_field"
+                    yield Problem((key, "rollout.rewards"), f"{key}: {reason}", moot=True)
+    for field in _OF_TRAINED_MESSAGES:
+        if getattr(config.chat, field) != getattr(type(config.chat)(), field):
+            reason = "has no effect: with rollout.rewards what the model writes is trained"
+            yield _problem(config, f"chat.{field}", reason, "rollout.rewards", moot=True)
+    if "" in options.stop:
+        yield _problem(config, "rollout.stop", "an empty text would end every completion at once")
     if options.max_new_tokens >= config.data.seq_len:
         reason = f"leaves no room for prompts in data.seq_len = {config.data.seq_len}"
         yield _problem(config, "rollout.max_new_tokens", reason, "data.seq_len")
