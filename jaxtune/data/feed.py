@@ -104,7 +104,7 @@ def open_feed(
         rows = Rows(documents, data, None if train.max_steps else train.epochs, columns, most, rows_per_step)
         log.info("data: %s", rows.counts)
         chat = not documents.continuous.any()
-        total_steps = train.max_steps or _steps(rows.total(train.epochs), rows_per_step, data.drop_last)
+        total_steps = train.max_steps or steps_of(rows.total(train.epochs), rows_per_step, data.drop_last)
     log.info("%d steps of %d rows of %d tokens", total_steps, rows_per_step, data.seq_len)
     eval_rows = None if eval_documents is None else Rows(eval_documents, data, 1, columns, most)
     chat = chat and all(entry.prompt_format is None for entry in data.datasets)
@@ -112,7 +112,7 @@ def open_feed(
     return Feed(documents, rows, eval_rows, shape, sharding, total_steps, chat, data)
 
 
-def _steps(rows: int, rows_per_step: int, drop_last: bool) -> int:
+def steps_of(rows: int, rows_per_step: int, drop_last: bool) -> int:
     """Steps that take these rows, or with data.drop_last those that they fill."""
     if not drop_last:
         return -(-rows // rows_per_step)

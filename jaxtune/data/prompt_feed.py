@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxtune.config.schema import Config
+from jaxtune.data.feed import steps_of
 from jaxtune.data.packing import shuffled
 from jaxtune.data.prompts import Prompt, read_prompts
 from jaxtune.errors import UserError
@@ -64,9 +65,9 @@ class PromptFeed:
         self.rows_per_step = completions_per_step
         self._data, self._group_size = config.data, config.rollout.group_size
         self._per_step = completions_per_step // self._group_size
-        passes = config.train.epochs * len(prompts.prompts) / self._per_step
-        steps = max(1, math.floor(passes)) if config.data.drop_last else math.ceil(passes)
-        self.total_steps = config.train.max_steps or steps
+        completions = math.ceil(config.train.epochs * len(prompts.prompts)) * self._group_size
+        steps = config.train.max_steps or steps_of(completions, completions_per_step, config.data.drop_last)
+        self.total_steps = steps
         self._order = lru_cache(2)(self._order_of)
 
     def with_rows(self, change: Any) -> "PromptFeed":

@@ -28,6 +28,7 @@ from jaxtune.models.score import Batch, score
 from jaxtune.monitor.metrics import cut
 from jaxtune.objectives.grpo import advantages
 from jaxtune.parallel import multihost
+from jaxtune.parallel.mesh import data_shards
 from jaxtune.precision.recipes import recipe_of
 from jaxtune.run import completion_server
 from jaxtune.run.assembly import Program, call_of
@@ -54,11 +55,6 @@ class Rollout(NamedTuple):
     texts: list[str]
     each: dict[str, Float64[np.ndarray, " completions"]]
     rewards: Float64[np.ndarray, " completions"]
-
-    def first(self, count: int) -> "Rollout":
-        """The first so many of them."""
-        each = {name: values[:count] for name, values in self.each.items()}
-        return Rollout(self.prompts[:count], self.completions[:count], self.texts[:count], each, self.rewards[:count])
 
 
 # (trained, frozen, a prompt for each completion, the number of each) -> what was made of them.
@@ -136,11 +132,10 @@ def make_evaluate(
     def evaluate(trained: Parameters, frozen: Parameters, reference: Parameters) -> dict[str, float]:
         parts = []
         for first in range(0, len(prompts), at_once):
-            # As many rows as in a step, which are compiled; the last prompt fills them up, and is left out again.
-            numbers = [min(number, len(prompts) - 1) for number in range(first, first + at_once)]
+            numbers = range(first, min(first + at_once, len(prompts)))
             # Random numbers that no step has, the same in each evaluation.
-            made = make(trained, frozen, [prompts[number] for number in numbers], [-1 - number for number in numbers])
-            parts.append(made.first(min(at_once, len(prompts) - first)))
+            own = [-1 - number for number in numbers]
+            parts.append(make(trained, frozen, [prompts[number] for number in numbers], own))
             beat()
         return {f"eval_{name}": float(value) for name, value in _described(_joined(parts)).items()}
 
@@ -217,11 +212,13 @@ def _on_devices(config: Config, model: Model, tokenizer) -> Complete:
     how = {"max_new_tokens": options.max_new_tokens, "sampling": sampling, "seed": config.train.seed}
     generate = make_generate(model.graph, model.spec, dtype=recipe.dtype, **how)
     ended = ending(_stops(config, model, tokenizer), options.stop, tokenizer)
+    of_step = config.train.micro_batch_size * config.train.grad_accum_steps * data_shards(jax.sharding.get_mesh())
+    size = options.completions_at_once or of_step
 
     def complete(
         trained: Parameters, frozen: Parameters, prompts: list[list[int]], numbers: Sequence[int]
     ) -> list[Completion]:
-        found, parameters, size = [], {**frozen, **trained}, options.completions_at_once or len(prompts)
+        found, parameters = [], {**frozen, **trained}
         for first in range(0, len(prompts), size):
             # The last of them fill up the batch, so that it has the size that is compiled, and are left out again.
             rows = [min(row, len(prompts) - 1) for row in range(first, first + size)]
