@@ -298,6 +298,22 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         "dataset.tokenizer_name": ({"dataset.tokenizer_name": "my/model"}, {"model.path": "my/model"}),
         "dataset.dataset_name": (SPLIT, {"data.datasets[0].path": "x/y"}),
         "dataset.json_file_path": ({"dataset.dataset_name": "x/y"}, {"data.datasets[0].path": "a.json"}),
+        "dataset.prompt_template": (
+            {"dataset.prompt_template": 'f"Correct:\\n{text}"'},
+            {"data.datasets[0].prompt_format": "Correct:\n{text}"},
+        ),
+        "dataset.completion_template": (
+            {"dataset.completion_template": "{title}: {sum}"},
+            {"data.datasets[0].output_field": "{title}: {sum}"},
+        ),
+        "dataset.prompt_func": (
+            {"dataset.prompt_template": None, "dataset.prompt_func": "a/b:write"},
+            {"data.datasets[0].prompt_format": "{returned}", "data.datasets[0].function": "a/b.py:write"},
+        ),
+        "dataset.completion_func": (
+            {"dataset.completion_template": None, "dataset.completion_func": "a/b.py:write"},
+            {"data.datasets[0].output_field": "returned", "data.datasets[0].function": "a/b.py:write"},
+        ),
         "dataset.train_split": ({**SPLIT, "dataset.train_split": "some"}, {"data.datasets[0].split": "some"}),
         "dataset.test_split": ({**SPLIT, "dataset.test_split": "some"}, {"data.eval_datasets[0].split": "some"}),
         "dataset.split_ratio": ({"dataset.split_ratio": 0.75}, {"data.validation_split": 0.25}),
