@@ -479,7 +479,10 @@ def qefficient_tokenizer(o: Options) -> Settings:
     return {}
 
 
-_SYSTEM = re.compile("(surogate|xorl|ernie|qefficient)_")
-CONVERSIONS: dict[str, Callable[[Options], Settings]] = {
-    name: function for name, function in list(vars().items()) if _SYSTEM.match(name)
-}
+def conversions_of(names: Mapping[str, Any], *systems: str) -> dict[str, Callable[[Options], Settings]]:
+    """The functions of a module that are named for one of these systems."""
+    starts = tuple(f"{system}_" for system in systems)
+    return {name: function for name, function in list(names.items()) if name.startswith(starts)}
+
+
+CONVERSIONS = conversions_of(vars(), "surogate", "xorl", "ernie", "qefficient")

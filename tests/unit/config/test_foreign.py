@@ -261,7 +261,7 @@ def test_options_become_ours(system, more, expected):
         ),
         (
             "learning_rate: 1\nmax_steps: 3\n",
-            "Surogate and ERNIEKit have these options; say which it is with --dialect=sur",
+            "Surogate, ERNIEKit, TRL and Axolotl have these options; say which it is with --dialect=surogate",
         ),
     ],
 )
@@ -302,6 +302,6 @@ def test_options_from_shows_what_becomes_of_a_config_without_training(capsys):
     assert "sequence_len = 512 -> data.seq_len = 512\n" in shown.out and "aim_repo = 'x': not there yet" in shown.err
     pathlib.Path("its.yaml").write_text("base: qwen_lora\n")
     assert options.main(["--from=its.yaml"]) == 2
-    assert "its options are not those of Surogate, XORL, ERNIEKit, QEfficient" in capsys.readouterr().err
-    assert options.main(["--from=its.yaml", "--dialect=axolotl"]) == 2
-    assert "there are surogate, xorl, erniekit, qefficient" in capsys.readouterr().err
+    assert "its options are not those of Surogate, XORL, ERNIEKit, QEfficient, TRL, Axolotl" in capsys.readouterr().err
+    assert options.main(["--from=its.yaml", "--dialect=unsloth"]) == 2
+    assert "there are surogate, xorl, erniekit, qefficient, trl, axolotl" in capsys.readouterr().err
