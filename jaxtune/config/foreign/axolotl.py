@@ -28,7 +28,8 @@ _TEMPLATES = {
 def _entries(o: Options) -> Iterator[Mapping[str, Any]]:
     """Those of all lists of datasets."""
     for name in ("datasets", "test_datasets"):
-        yield from (entry for entry in o.get(name) or () if isinstance(entry, Mapping))
+        entries = o.get(name)
+        yield from (entry for entry in (entries if isinstance(entries, list) else ()) if isinstance(entry, Mapping))
 
 
 def _common(o: Options, name: str) -> Any:
@@ -43,24 +44,24 @@ def _common(o: Options, name: str) -> Any:
 
 
 def axolotl_type(o: Options) -> Settings:
-    """A kind of data and its columns; a section: the user's own format, or names of columns of preferences."""
+    """A kind of data and its columns; a section: the user's own format, or names of columns of preferences.
+
+    Preferences have no type, as the objective says whether they are pairs.
+    """
     kind = o.get("type")
     own = {name.removeprefix("type."): value for name, value in o.items() if name.startswith("type.") and value}
     if own:
         return _own_type(own)
     if kind is None or kind is True:
         return {"type": "tokenized"}
-    name, _, more = str(kind).partition(".")
-    name, variant = name.partition(":")[0], kind.partition(":")[2]
-    if name == "completion" and not (more or variant):
+    if kind == "completion":
         return {"type": "text", "text_field": o.get("field") or "text"}
     if kind == "chat_template":
         return {"type": "conversation", "messages_field": o.get("field_messages") or "messages"}
     if kind == "alpaca":
         return {"type": "instruction", "prompt_format": _WITH_INPUT, "prompt_format_no_input": _WITHOUT}
     if kind in ("chat_template.default", "chatml.intel", "chatml.ultra", "llama3.intel", "llama3.ultra"):
-        messages = {"prompt_field": o["field_messages"]} if o.get("field_messages") else {}
-        return {"type": "preference", **messages}
+        return {"prompt_field": o["field_messages"]} if o.get("field_messages") else {}
     raise NotYet(
         "a type is completion, chat_template, alpaca, a section with format and field_..., of preferences "
         "chat_template.default, chatml.intel, chatml.ultra, llama3.intel, llama3.ultra; or none, of tokens"
@@ -70,7 +71,7 @@ def axolotl_type(o: Options) -> Settings:
 def _own_type(own: Mapping[str, Any]) -> Settings:
     columns = {"field_chosen": "chosen_field", "field_rejected": "rejected_field", "field_prompt": "prompt_field"}
     if own.keys() & columns.keys():
-        return {"type": "preference"} | {ours: own[theirs] for theirs, ours in columns.items() if theirs in own}
+        return {ours: own[theirs] for theirs, ours in columns.items() if theirs in own}
     columns = {
         "field_instruction": "instruction_field",
         "field_output": "output_field",
@@ -88,14 +89,12 @@ def axolotl_split(o: Options) -> Settings:
     return {"split": o.get("split") or "train"}
 
 
-def axolotl_files(o: Options) -> Settings:
-    """Files of a dataset; where the path is a word for their format, they are the path."""
+def axolotl_path(o: Options) -> Settings:
+    """A path, and files of it; where it is a word for the format of files, they are the path."""
     files, path = o.get("data_files"), o.get("path")
-    if files is None:
-        return {}
-    if path in ("json", "csv", "parquet", "text", "arrow"):
+    if files is not None and path in ("json", "csv", "parquet", "text", "arrow"):
         return {"path": files, "ds_type": path}
-    return {"glob": files}
+    return {"path": path} | ({"glob": files} if files is not None else {})
 
 
 def axolotl_mappings(o: Options) -> Settings:
@@ -164,9 +163,7 @@ def axolotl_length(o: Options) -> Settings:
     ways = {"drop": "delete", "truncate": "right"}
     if o["excess_length_strategy"] not in ways:
         raise NotYet(f"excess_length_strategy is one of {', '.join(ways)}")
-    kinds = {entry.get("type") for entry in _entries(o)}
-    streamed = bool(o.get("pretraining_dataset"))
-    if o.get("rl") or streamed or (kinds and kinds <= {"completion"}):
+    if o.get("rl") or all(entry.get("type") == "completion" for entry in _entries(o)):
         return {}
     return {"data.truncation": ways[o["excess_length_strategy"]]}
 
@@ -174,6 +171,12 @@ def axolotl_length(o: Options) -> Settings:
 def axolotl_prompt(o: Options) -> Settings:
     """Read with preferences alone."""
     return {"data.datasets[i].max_prompt_tokens": o["max_prompt_len"]} if o.get("rl") else {}
+
+
+def axolotl_stream(o: Options) -> Settings:
+    """Data of pretraining are a stream, unless that is said to be false."""
+    said = o.get("streaming")
+    return {"data.streaming": True} if said or (said is None and o.get("pretraining_dataset")) else {}
 
 
 def axolotl_order(o: Options) -> Settings:
@@ -211,7 +214,12 @@ def axolotl_trained(o: Options) -> Settings:
 def axolotl_rates(o: Options) -> Settings:
     """Factors of the learning rate: of groups, tables, and B matrices of adapters."""
     rate, factors = float(o.get("learning_rate") or 0), []
+    given = any(o.get(name) for name in ("lr_groups", "embedding_lr"))
+    if given and rate <= 0:
+        raise NotYet("learning rates of groups without a learning_rate, of which they are factors here")
     for group in o.get("lr_groups") or ():
+        if not isinstance(group, Mapping) or not {"modules", "lr"} <= group.keys():
+            raise NotYet("a group is {name: ..., modules: [...], lr: ...}")
         factors.append(f"{'|'.join(group['modules'])}={float(group['lr']) / rate:g}")
     if o.get("embedding_lr"):
         factors.append(f"embed_tokens|lm_head={float(o['embedding_lr']) / rate:g}")
