@@ -269,11 +269,15 @@ def test_options_become_ours(system, more, expected):
             "prompt_func = .*: not there yet: a function each; write one that returns",
         ),
         (TRL + "lr_scheduler_type: reduce_lr_on_plateau\n", "lr_scheduler_type = .*: not there yet: the schedules are"),
+        (
+            SUROGATE + "gradient_dtype: fp32\n",
+            "gradient_dtype = 'fp32': not there yet: backward products of another dtype than the recipe's, which is bf",
+        ),
         (TRL + "optim: galore_adamw\n", "optim = 'galore_adamw': not there yet: the optimizers are adamw_torch,"),
         (TRL + "gradient_acumulation_steps: 1\n", "no such option of TRL; nearest: gradient_accumulation_steps"),
         (TRL + "loss_type: dft\n", "loss_type = 'dft': not there yet: loss_type is nll or chunked_nll, or of DPO sig"),
         (TRL + "sync_ref_model: true\n", "sync_ref_model = True: not there yet: a reference that is mixed"),
-        (TRL + "eval_strategy: epoch\n", "eval_strategy = 'epoch': not there yet: evaluation after each of several"),
+        (TRL + "eval_strategy: often\n", "eval_strategy = 'often': not there yet: eval_strategy is no, steps or epoch"),
         (AXOLOTL + "sample_paking: true\n", "no such option of Axolotl; nearest: sample_packing"),
         (AXOLOTL + "rl: grpo\n", "rl = 'grpo': not there yet: rl is one of dpo, ipo, orpo, kto, simpo"),
         (
