@@ -116,8 +116,8 @@ class Dataset:
     select_columns: tuple[str, ...] | None = option(None,
         "columns that are read, the others are as if they were not there: leaves out an attention_mask, for example")
     function: str | None = option(None,
-        "FILE.py:NAME, a function of your own that gets each sample as a dict and returns the dict to use, or None to "
-        "leave it out; the file is run")
+        "FILE.py:NAME, a function of your own that gets each sample as a dict and returns the dict to use; or a text, "
+        "which is added as the column 'returned'; or None to leave the sample out; the file is run")
     encoding: str = option("utf-8", "of text, CSV and JSON files; one in which a newline is one byte, such as cp1252")
     text_field: str = option("text",
         "column of types text and classification; as every field, also a text with columns: '{title}: {body}'")

@@ -39,6 +39,10 @@ def _changed(sample: Sample, change: Callable[[dict], object]) -> Sample | None:
         result = change(dict(sample))
     except Exception as error:  # the function is the user's program: it can fail in any way
         raise UserError(f"{type(error).__name__}: {error}") from error
+    if isinstance(result, str):
+        return {**sample, "returned": result}
     if result is not None and not isinstance(result, dict):
-        raise UserError(f"it must return a dict of columns, or None to leave the sample out, not {clip(repr(result))}")
+        raise UserError(
+            f"it must return a dict of columns, a text, or None to leave the sample out, not {clip(repr(result))}"
+        )
     return result

@@ -1,6 +1,7 @@
 """Configs of other systems train, and one of them as the recipe that says the same, to the last bit."""
 
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -8,6 +9,16 @@ import pytest
 from runs import call, losses, metrics
 
 EXAMPLES = Path(__file__).parents[1] / "golden" / "foreign"
+# As those of the other journeys, of longer rows and as many layers as stages.
+SIZES = dict(
+    hidden_size=64,
+    intermediate_size=128,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=512,
+    num_hidden_layers=4,
+)
 RECIPE = """
 from jaxtune.config import dataset, new_config
 
@@ -64,29 +75,62 @@ def test_surogates_example_and_the_same_recipe_have_bit_equal_losses(home):
     assert "lora_dropout = 0.05 -> lora.dropout = 0.05" in printed
 
 
-# system, rows of its data, the lists of data, options for one CPU besides
+# system, rows of its data, the lists of data, how many devices its config asks for
 OTHERS = {
-    "xorl": ({"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8]}, ["datasets[0]"], {"mesh.stage": 1}),
-    "erniekit": (
-        {"src": ["say it"], "tgt": ["red"]},
-        ["datasets[0]", "datasets[1]", "eval_datasets[0]"],
-        {"mesh.fsdp": 1, "optim.warmup_steps": 1},
-    ),
-    "qefficient": ({"dialogue": "say it", "summary": "red"}, ["datasets[0]", "eval_datasets[0]"], {}),
+    "xorl": ({"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8]}, ["datasets[0]"], 4),
+    "erniekit": ({"src": ["say it"], "tgt": ["red"]}, ["datasets[0]", "datasets[1]", "eval_datasets[0]"], 8),
+    "qefficient": ({"dialogue": "say it", "summary": "red"}, ["datasets[0]", "eval_datasets[0]"], 1),
 }
 
 
 @pytest.mark.parametrize("system", OTHERS)
 def test_examples_of_other_systems_train(home, system):
-    row, lists, others = OTHERS[system]
+    """With other paths and sizes alone: XORL's has four stages of a pipeline, ERNIEKit's eight shards."""
+    row, lists, devices = OTHERS[system]
     data = home / f"{system}.jsonl"
-    data.write_text(f"{json.dumps(row)}\n" * 40)
-    options = {
+    data.write_text(f"{json.dumps(row)}\n" * 400)
+    options = sizes(home, seq_len=64) | {f"data.{name}.path": data for name in lists}
+    options |= {"erniekit": {"optim.warmup_steps": 1}, "xorl": {"train.grad_accum_steps": 4}}.get(system, {})
+    settings = [f"--config.{key}={value}" for key, value in options.items()]
+    call("jaxtune.train", EXAMPLES / f"{system}.yaml", *settings, devices=devices)
+    assert [row["step"] for row in metrics(home / "runs" / system) if "loss" in row]
+
+
+def sizes(home: Path, seq_len: int) -> dict[str, object]:
+    """Paths and sizes."""
+    return {
         "model.path": home / "model",
-        "data.seq_len": 64,
+        "data.seq_len": seq_len,
         "train.max_steps": 2,
+        "train.grad_accum_steps": 1,
         "train.output_dir": home / "runs",
     }
-    options |= {f"data.{name}.path": data for name in lists} | others
-    call("jaxtune.train", EXAMPLES / f"{system}.yaml", *[f"--config.{key}={value}" for key, value in options.items()])
-    assert [row["step"] for row in metrics(home / "runs" / system) if "loss" in row]
+
+
+ALPACA = {"instruction": "say it", "input": "", "output": "red"}
+CHAT = {"messages": [{"role": "user", "content": "say it"}, {"role": "assistant", "content": "red"}]}
+# The file of an example, and a row of each of its datasets.
+DATA = {
+    "surogate_adapters": [{"text": "the quick brown fox"}, ALPACA, CHAT],
+    "surogate_pretraining": [{"text": "the quick brown fox"}],
+    "qefficient_alpaca": [ALPACA, ALPACA | {"input": "and more"}],
+    "qefficient_gsm8k": [{"question": "1 + 1?", "answer": "2"}, {"question": "1 + 2?", "answer": "3"}],
+    "qefficient_grammar": [{"input": "i is", "target": "I am"}],
+}
+
+
+@pytest.mark.parametrize("example", DATA)
+def test_examples_of_data_train(home, example):
+    """With other paths and sizes alone. QEfficient's validation data are the split of a name, a list of their own."""
+    lists = ["datasets[0]", "eval_datasets[0]"] if example in ("qefficient_alpaca", "qefficient_gsm8k") else []
+    lists = lists or [f"datasets[{i}]" for i in range(len(DATA[example]))]
+    options = sizes(home, seq_len=64 if "surogate" in example else 256)
+    for name, row in zip(lists, DATA[example]):
+        file = home / f"{example}_{name[:-3]}{name[-2]}.jsonl"
+        file.write_text(f"{json.dumps(row)}\n" * 40)
+        options[f"data.{name}.path"] = file
+    shutil.copytree(EXAMPLES / "data", home / "preprocess", dirs_exist_ok=True)
+    file = EXAMPLES / "data" / f"{example}.yaml"
+    printed = call("jaxtune.train", file, *[f"--config.{key}={value}" for key, value in options.items()])
+    rows = metrics(home / "runs" / example)
+    assert [row["step"] for row in rows if "loss" in row] and "eval_loss" in rows[-1], printed

@@ -1,5 +1,6 @@
 """Options of other systems whose values must be read together. Each function gets all options of its file or entry."""
 
+import ast
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -388,6 +389,43 @@ def qefficient_data(o: Options) -> Settings:
     if o.get("dataset.test_split") and not file:
         return settings | {"data.eval_datasets": [entry | {"split": o["dataset.test_split"]}]}
     return settings | {"data.validation_split": round(1 - o["dataset.split_ratio"], 6)}
+
+
+def qefficient_function(o: Options) -> Settings:
+    """FILE:NAME of a function that writes a text, of the prompt or of the completion."""
+    prompt, completion = o["dataset.prompt_func"], o["dataset.completion_func"]
+    if prompt and completion:
+        raise NotYet(
+            "a function each; write one that returns {'prompt': ..., 'completion': ...}, and name it by "
+            "data.datasets[i].function = 'FILE.py:NAME'"
+        )
+    if not (prompt or completion):
+        return {}
+    place, _, name = str(prompt or completion).rpartition(":")
+    if not place:
+        raise NotYet("a function that is not named as FILE:NAME")
+    function = f"{place}:{name}" if place.endswith(".py") or "/" not in place else f"{place}.py:{name}"
+    written = {"prompt_format": "{returned}"} if prompt else {"output_field": "returned"}
+    return {f"data.datasets[i].{key}": value for key, value in {"function": function, **written}.items()}
+
+
+def qefficient_prompt(o: Options) -> Settings:
+    """A text with columns; their example of grammar has one as Python writes it, f"...\\n"."""
+    return _qefficient_text("prompt_format", o["dataset.prompt_template"])
+
+
+def qefficient_completion(o: Options) -> Settings:
+    """A text with columns."""
+    return _qefficient_text("output_field", o["dataset.completion_template"])
+
+
+def _qefficient_text(key: str, template: Any) -> Settings:
+    if template is None:
+        return {}
+    text = str(template)
+    if re.fullmatch(r'f"(?:[^"\\]|\\.)*"', text):
+        text = ast.literal_eval(text[1:])
+    return {f"data.datasets[i].{key}": text}
 
 
 def qefficient_eval(o: Options) -> Settings:

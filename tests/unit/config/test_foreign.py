@@ -252,8 +252,12 @@ def test_options_become_ours(system, more, expected):
             "callbacks.early_stopping = True: not there yet: stopping early",
         ),
         (
-            QEFFICIENT.replace("prompt_template", "prompt_func"),
-            "prompt_func = .*: not there yet: a function that returns",
+            QEFFICIENT.replace("prompt_template:", "prompt_func: 'a.py:f', prompt_template:"),
+            "prompt_template = .*: data.datasets.i..prompt_format is '{returned}' by dataset.prompt_func",
+        ),
+        (
+            QEFFICIENT.replace("prompt_template: 'Sum up: {text}'", "prompt_func: 'a.py:f', completion_func: 'a.py:g'"),
+            "prompt_func = .*: not there yet: a function each; write one that returns",
         ),
         (
             "learning_rate: 1\nmax_steps: 3\n",

@@ -235,16 +235,22 @@ def prompt(row):
     form = "### Instruction:\\n{instruction}\\n\\n"
     form += "### Input:\\n{input}\\n\\n" if row["input"] else ""
     return {"prompt": (form + "### Response:\\n").format_map(row), "completion": row["output"]}
+
+def text(row):
+    return prompt(row)["prompt"]
 """
 
 
 def test_a_function_writes_the_prompt_and_a_format_takes_it_as_it_is(read, tmp_path):
     (tmp_path / "alpaca_func.py").write_text(ALPACA)
     samples = [{"instruction": "Hi", "input": more, "output": "Yo"} for more in ("", "x")]
-    assert read(*samples, function=f"{tmp_path}/alpaca_func.py:prompt", prompt_format="{instruction}")[0] == [
+    expected = [
         "### Instruction:\nHi\n\n### Response:\n«Yo<|im_end|>»",
         "### Instruction:\nHi\n\n### Input:\nx\n\n### Response:\n«Yo<|im_end|>»",
     ]
+    file = f"{tmp_path}/alpaca_func.py"
+    assert read(*samples, function=f"{file}:prompt", prompt_format="{instruction}")[0] == expected
+    assert read(*samples, function=f"{file}:text", prompt_format="{returned}")[0] == expected
 
 
 TOOLS = (

@@ -254,7 +254,7 @@ def to_text(sample):
     return {"text": sample["title"] + "!"}
 
 def wrong(sample):
-    return sample["title"]
+    return sample["score"]
 """
 
 
@@ -263,7 +263,7 @@ def test_a_function_changes_or_leaves_out_samples(lines, tmp_path):
     (tmp_path / "own.py").write_text(FUNCTION)
     assert texts(path, function=f"{tmp_path}/own.py:to_text") == ["a!", "c!"]
     for name, wrong in (
-        ("own.py:wrong", r"lines.jsonl:1: .*own.py:wrong: it must return a dict of columns, or None .* not 'a'"),
+        ("own.py:wrong", r"lines.jsonl:1: .*own.py:wrong: it must return a dict of columns, a text, or None .* not 1"),
         ("own.py:none", "own.py has no function none"),
         ("none.py:to_text", "none.py:to_text': No such file"),
         ("own:to_text", "is not FILE.py:NAME"),
