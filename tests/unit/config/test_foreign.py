@@ -175,6 +175,11 @@ TRANSLATED = [
     (QEFFICIENT, "training: {do_eval: false}\n", {"data.validation_split": 0.0}),
     (QEFFICIENT, "training: {eval_strategy: steps, eval_steps: 5}\n", {"eval.steps": 5}),
     (QEFFICIENT, "training: {save_strategy: steps, save_steps: 5}\n", {"ckpt.save_steps": 5}),
+    (QEFFICIENT, "training: {num_train_epochs: 3}\n", {"ckpt.save_epochs": 1.0, "eval.epochs": 1.0}),
+    (QEFFICIENT, "callbacks:\n  early_stopping:\n", {"eval.patience": 3, "eval.min_improvement": 0.01}),
+    (ERNIEKIT, "save_strategy: epoch\n", {"ckpt.save_epochs": 1.0, "ckpt.save_steps": 0}),
+    (ERNIEKIT, "", {"ckpt.at_end": False}),
+    (XORL.replace("out}", "out, load_checkpoint_path: other/run}"), "", {"ckpt.start": "other/run"}),
     (QEFFICIENT, "training: {use_cpu: true}\n", {"device.platform": "cpu"}),
     (QEFFICIENT, "training: {fsdp_config: {min_num_params: 1}}\n", {"mesh.fsdp": -1, "mesh.data": 1}),
     (QEFFICIENT, "scheduler: {scheduler_name: cosine, warmup_steps: 0.05}\n", {"optim.warmup_ratio": 0.05}),
@@ -214,10 +219,6 @@ def test_options_become_ours(system, more, expected):
             SUROGATE + "learning_rat: 1\n",
             "line 4: learning_rat = 1: no such option of Surogate; nearest: learning_rate",
         ),
-        (
-            SUROGATE + "checkpoint_dir: x\n",
-            "line 4: checkpoint_dir = 'x': not there yet: a folder of their own for check",
-        ),
         (SUROGATE + "report_to: [aim]\n", r"report_to = \['aim'\]: not there yet; there are wandb, tensorboard"),
         (SUROGATE + "template: minicpm\n", "template = 'minicpm': not there yet; there are auto, chatml, qwen"),
         (SUROGATE + "zero_level: two\n", "zero_level = 'two': expected a value such as 1"),
@@ -231,8 +232,8 @@ def test_options_become_ours(system, more, expected):
         ),
         (SUROGATE + "lora_rank: -1\n", "its.yaml: lora.rank = -1: must be at least 1"),
         (
-            XORL.replace("out}", "out, load_checkpoint_path: x}"),
-            "train.load_checkpoint_path = 'x': not there yet: resuming",
+            XORL.replace("out}", "out, activation_gpu_limit: 5.0}"),
+            "line 3: train.activation_gpu_limit = 5.0: not there yet: a limit in GB",
         ),
         (
             XORL.replace("my/model}", "my/model, tokenizer_path: b}"),
@@ -242,14 +243,10 @@ def test_options_become_ours(system, more, expected):
         (XORL + "optim: {lr: 1}\n", "optim = .*: no such option of XORL"),
         (ERNIEKIT + "stage: GRPO\n", "stage = 'GRPO': not there yet: the stages are SFT, PT and DPO"),
         (ERNIEKIT + "stage: DPO\nloss_type: ppo\n", "loss_type = 'ppo': not there yet: .* a loss_type of sigmoid, ipo"),
-        (ERNIEKIT + "save_strategy: epoch\n", "save_strategy = 'epoch': not there yet: saving by epochs"),
+        (ERNIEKIT + "save_strategy: weekly\n", "save_strategy = 'weekly': not there yet: the strategies are steps"),
         (
             ERNIEKIT + "per_device_train_batch_size: 2\nbatch_size: 4\n",
             "batch_size = 4: train.micro_batch_size is 2 by per_",
-        ),
-        (
-            QEFFICIENT + "callbacks:\n  early_stopping:\n",
-            "callbacks.early_stopping = True: not there yet: stopping early",
         ),
         (
             QEFFICIENT.replace("prompt_template:", "prompt_func: 'a.py:f', prompt_template:"),
@@ -271,9 +268,10 @@ def test_what_cannot_be_translated_is_an_error_by_name(text, told):
 
 
 def test_what_is_not_there_yet_at_its_default_is_a_note_and_so_is_a_reason():
-    notes = resolved(SUROGATE + "checkpoint_dir: output\npadding_side: left\nnormuon_beta2: 0.9\n").opening_lines
+    (note,) = [x for x in resolved(XORL.replace("out}", "out, activation_gpu_limit: 0}")).notes if "gpu_limit" in x]
+    assert note == "  train.activation_gpu_limit = 0 -> not there yet, and this is as without it"
+    notes = resolved(SUROGATE + "padding_side: left\nnormuon_beta2: 0.9\n").opening_lines
     assert notes[0] == "its.yaml: a config of Surogate; what became of it:"
-    assert "  checkpoint_dir = 'output' -> not there yet, and this is as without it" in notes
     assert any(note.startswith("  padding_side = 'left' -> padding is neither seen nor trained") for note in notes)
     (moot,) = [note for note in notes if note.startswith("left out")]
     assert "optim.normuon.beta2 = 0.9: has no effect" in moot
