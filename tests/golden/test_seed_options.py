@@ -23,6 +23,7 @@ TABLES = {
     "seed_packing": {"surogate": 4, "xorl": 4, "erniekit": 1, "qefficient": 4},
     "seed_load": {"surogate": 1, "xorl": 7, "erniekit": 2, "qefficient": 3},
     "seed_data": {"surogate": 8, "xorl": 12, "erniekit": 6, "qefficient": 8},
+    "seed_model": {"surogate": 6, "xorl": 6, "erniekit": 4, "qefficient": 4},
     "seed_parallel_memory": {"surogate": 21, "xorl": 22, "erniekit": 12, "qefficient": 5},
 }
 COLUMNS = ["seed", "section", "option", "category", "jaxtune", "note", "test"]
