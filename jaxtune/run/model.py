@@ -28,6 +28,7 @@ from jaxtune.precision.linears import Linears
 from jaxtune.precision.operands import Numbers
 from jaxtune.precision.recipes import check_device, linears_of
 from jaxtune.quant import Format, format_of
+from jaxtune.run import plugins
 from jaxtune.run.described import spec_of
 from pallas_kernels.gpus import current_device
 
@@ -141,6 +142,7 @@ class Model:
 
 def read_base(config: Config) -> Base:
     """The model of a config, from its folder, downloaded from the hub; no weight is loaded. Raises UserError."""
+    plugins.load(config)  # one may be the family
     folders = hf.folders(config.model)
     folder, saved = folders.weights, hf.read_config(folders.config)
     described = hf.changed(saved, config.model)
