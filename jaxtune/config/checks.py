@@ -251,6 +251,9 @@ def _attention(config: Config) -> Iterator[Problem]:
             "'triton', which are, or train.deterministic = False"
         )
         yield _problem(config, "attention.backend", reason, "train.deterministic")
+    if config.train.attention_dropout and config.attention.backend not in ("auto", "xla"):
+        reason = "no kernel drops probabilities; set attention.backend = 'xla', or take train.hidden_dropout"
+        yield _problem(config, "train.attention_dropout", reason, "attention.backend")
 
 
 def _optim(config: Config) -> Iterator[Problem]:

@@ -1,6 +1,7 @@
 """Options of other systems whose values must be read together. Each function gets all options of its file or entry."""
 
 import ast
+import json
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -31,6 +32,18 @@ def surogate_remat(o: Options) -> Settings:
         return {"memory.remat": "block"}
     chosen = {"attention+qkv": attention, "ffn": feed_forward, "qkv": o["recompute_qkv"]}
     return {"memory.remat": next((policy for policy, wanted in chosen.items() if wanted), "none")}
+
+
+def surogate_rope(o: Options) -> Settings:
+    """A name with max_model_len, or JSON with a factor; without either the positions stay those of config.json."""
+    scaling, positions = o["rope_scaling"], o.get("max_model_len")
+    if scaling is None:
+        return {}
+    if isinstance(scaling, Mapping):
+        scaling = json.dumps(dict(scaling), default=str)
+    if not isinstance(scaling, str) or not isinstance(positions, int | None):
+        raise NotYet("rope_scaling is linear, dynamic, yarn or JSON, and max_model_len a number")
+    return {"model.rope_scaling": scaling} | ({"model.max_positions": positions} if positions else {})
 
 
 def surogate_zero(o: Options) -> Settings:
@@ -104,12 +117,26 @@ def xorl_model(o: Options) -> Settings:
     if model is None:
         if config is None:
             return {}
-        if tokenizer not in (None, config):
-            raise NotYet("a tokenizer from another folder than config.json")
-        return {"model.path": config, "model.from_scratch": True}
-    if {config, tokenizer} - {None, model}:
-        raise NotYet("config.json or the tokenizer from another folder than the weights")
-    return {"model.path": model}
+        own = {"model.tokenizer": tokenizer} if tokenizer not in (None, config) else {}
+        return {"model.path": config, "model.from_scratch": True} | own
+    settings = {"model.path": model}
+    if config not in (None, model):
+        settings |= {"model.config": config}
+    if tokenizer not in (None, config or model):
+        settings |= {"model.tokenizer": tokenizer}
+    return settings
+
+
+def xorl_foundation(o: Options) -> Settings:
+    """Entries of config.json, as JSON."""
+    entries = o["model.foundation"]
+    if not isinstance(entries, Mapping):
+        raise NotYet("anything but entries of config.json by their names")
+    return (
+        {"model.overrides": [f"{name}={json.dumps(value, default=str)}" for name, value in entries.items()]}
+        if entries
+        else {}
+    )
 
 
 def xorl_packing(o: Options) -> Settings:
@@ -492,10 +519,9 @@ def qefficient_length(o: Options) -> Settings:
 
 
 def qefficient_tokenizer(o: Options) -> Settings:
-    """That of the model."""
-    if o["dataset.tokenizer_name"] != o["model.model_name"]:
-        raise NotYet(f"another tokenizer than that of {o['model.model_name']}")
-    return {}
+    """That of the model, or another one."""
+    name = o["dataset.tokenizer_name"]
+    return {"model.tokenizer": name} if name != o["model.model_name"] else {}
 
 
 _SYSTEM = re.compile("(surogate|xorl|ernie|qefficient)_")

@@ -68,6 +68,42 @@ TRANSLATED = [
     ),
     (SUROGATE, "lora: false\n", {"precision.master_dtype": "bfloat16", "lora.enabled": False, "lora.dropout": 0.0}),
     (SUROGATE, "lora: false\ntorch_dtype: float32\n", {"precision.master_dtype": "float32"}),
+    (
+        SUROGATE,
+        "rope_scaling: yarn\nmax_model_len: 4096\n",
+        {"model.rope_scaling": "yarn", "model.max_positions": 4096},
+    ),
+    (SUROGATE, "rope_scaling: {factor: 2.0, type: yarn}\n", {"model.rope_scaling": '{"factor": 2.0, "type": "yarn"}'}),
+    (SUROGATE, "max_model_len: 2048\n", {"model.max_positions": None}),
+    (SUROGATE, "max_pixels: 1000\nnorm_bbox: norm1000\n", {"model.path": "my/model"}),
+    (
+        XORL.replace("my/model}", "my/model, config_path: b, tokenizer_path: c, attn_implementation: eager}"),
+        "",
+        {"model.config": "b", "model.tokenizer": "c", "attention.backend": "xla"},
+    ),
+    (
+        XORL.replace("model_path: my/model}", "config_path: b, tokenizer_path: c}"),
+        "",
+        {"model.path": "b", "model.from_scratch": True, "model.config": None, "model.tokenizer": "c"},
+    ),
+    (
+        XORL.replace("my/model}", "my/model, foundation: {rope_theta: 1.0e6, hidden_act: gelu}, merge_qkv: false}"),
+        "",
+        {"model.overrides": ("rope_theta=1000000.0", 'hidden_act="gelu"')},
+    ),
+    (XORL.replace("my/model}", "my/model, encoders: {image: {model_path: e}}}"), "", {"model.path": "my/model"}),
+    (
+        ERNIEKIT,
+        "hidden_dropout_prob: 0.1\nattention_probs_dropout_prob: 0.2\ndropout_warmup_steps: 5\n",
+        {"train.hidden_dropout": 0.1, "train.attention_dropout": 0.2, "train.dropout_warmup_steps": 5},
+    ),
+    (
+        QEFFICIENT.replace("my/model}", "my/model, attn_implementation: eager}").replace(
+            "a.json", "a.json, tokenizer_name: t"
+        ),
+        "",
+        {"attention.backend": "xla", "model.tokenizer": "t"},
+    ),
     (SUROGATE, "max_steps: 7\n", {"train.max_steps": 7, "train.epochs": 1.0}),
     (SUROGATE, "system: Be kind.\n", {"data.datasets[0].system_prompt": "Be kind."}),
     (SUROGATE, "report_to: [wandb]\n", {"log.wandb.enabled": True, "log.wandb.project": "Surogate"}),
@@ -235,10 +271,8 @@ def test_options_become_ours(system, more, expected):
             XORL.replace("out}", "out, activation_gpu_limit: 5.0}"),
             "line 3: train.activation_gpu_limit = 5.0: not there yet: a limit in GB",
         ),
-        (
-            XORL.replace("my/model}", "my/model, tokenizer_path: b}"),
-            "not there yet: config.json or the tokenizer from an",
-        ),
+        (XORL.replace("my/model}", "my/model, foundation: [a]}"), "foundation = .*: expected a value such as {}"),
+        (SUROGATE + "rope_scaling: 3\n", "rope_scaling = 3: not there yet: .* linear, dynamic, yarn or JSON"),
         (XORL + "lora: {merge_lora_interval: 5}\n", "lora.merge_lora_interval = 5: not there yet: merging adapters"),
         (XORL + "optim: {lr: 1}\n", "optim = .*: no such option of XORL"),
         (ERNIEKIT + "stage: GRPO\n", "stage = 'GRPO': not there yet: the stages are SFT, PT and DPO"),
