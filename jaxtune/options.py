@@ -1,7 +1,7 @@
 """List every option with its type, default, unit, range, precondition and meaning.
 
     python -m jaxtune.options [PATTERN]
-    python -m jaxtune.options --from=FILE.yaml [--dialect=surogate|xorl|erniekit|qefficient]
+    python -m jaxtune.options --from=FILE.yaml [--dialect=surogate|xorl|erniekit|qefficient|trl|axolotl]
 
 PATTERN is a regular expression; only options whose key or meaning contains a match are shown. If the output is not a
 terminal, columns are separated by tabs. --from shows what becomes of a config that was written for another system,

@@ -27,6 +27,13 @@ LEAST: dict[str, dict[str, Any]] = {
         "train.output_dir": "out",
     },
     "erniekit": {"model_name_or_path": "my/model", "train_dataset_path": "a.jsonl", "bf16": True},
+    "trl": {"model_name_or_path": "my/model", "dataset_name": "a/b"},
+    "axolotl": {
+        "base_model": "my/model",
+        "datasets": [{"path": "a/b", "type": "chat_template"}],
+        "learning_rate": 1e-4,
+        "gradient_checkpointing": True,
+    },
     "qefficient": {
         "model.model_name": "my/model",
         "dataset.json_file_path": "a.json",
@@ -72,12 +79,31 @@ BESIDE: dict[str, dict[str, Any]] = {
         "per_device_eval_batch_size": {"do_eval": True, "eval_dataset_path": "b.jsonl"},
         "scale_loss": {"bf16": False, "fp16": True},
     },
+    "trl": {
+        "log.wandb": {"report_to": "wandb"},
+        "lora": {"use_peft": True},
+        "quant": {"use_peft": True, "load_in_4bit": True},
+        "dataset_streaming": {"max_steps": 5},
+        "streaming": {"max_steps": 5},
+        "data.prefetch": {"dataloader_num_workers": 4},
+        "eval.": {"eval_strategy": "steps"},
+        "max_prompt_length": {"beta": 0.1},
+    },
+    "axolotl": {
+        "lora": {"adapter": "lora"},
+        "data.datasets": {"max_steps": 5},
+        "dataset_shard_num": {"dataset_shard_idx": 0},
+        "dataset_shard_idx": {"dataset_shard_num": 4},
+        "log.wandb.name": {"use_wandb": True},
+    },
     "qefficient": {
         "model.auto_class_name": LABELS,
         "model.peft_config.task_type": LABELS,
         "training.metric_for_best_model": EARLY,
     },
 }
+# Lists of datasets that stand for another way to name data, which a file of LEAST has.
+INSTEAD = {("trl", "datasets"): "dataset_name", ("axolotl", "pretraining_dataset"): "datasets"}
 # The same within the entry of a list.
 IN_ENTRY: dict[str, dict[str, Any]] = {
     "text_field": {"type": "text"},
@@ -99,6 +125,7 @@ VALUES: dict[str, Any] = {
     "optim.start_lr": 1e-6,
 }
 # Options that are read together with others: what a file says, and what that becomes.
+ALPACA = "### Instruction:\n{instruction}\n\n### Response:\n"
 OFF = {"recompute_block": False, "recompute_att": False, "recompute_ffn": False, "recompute_qkv": False}
 DPO = {"stage": "DPO"}
 # Columns of the data that their file does not name.
@@ -303,6 +330,240 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         "reference_free": ({**DPO, "reference_free": True}, {"preference.reference": None}),
         "ref_model_update_steps": ({**DPO, "ref_model_update_steps": 5}, {"preference.reference_update_steps": 5}),
     },
+    "trl": {
+        "dtype": ({"dtype": "bfloat16"}, {"model.dtype": "bfloat16", "precision.master_dtype": "bfloat16"}),
+        "torch_dtype": ({"torch_dtype": "bfloat16"}, {"model.dtype": "bfloat16"}),
+        "lora_dropout": ({"use_peft": True, "lora_dropout": 0.25}, {"lora.dropout": 0.25}),
+        "disable_dropout": ({"use_peft": True, "disable_dropout": True}, {"lora.dropout": 0.0}),
+        "lora_target_modules": ({"use_peft": True}, {"lora.target_modules": ("q_proj", "v_proj")}),
+        "load_in_8bit": ({"use_peft": True, "load_in_8bit": True}, {"quant.format": "int8"}),
+        "load_in_4bit": ({"use_peft": True, "load_in_4bit": True}, {"quant.format": "nf4"}),
+        "bnb_4bit_quant_type": (
+            {"use_peft": True, "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+            {"quant.format": "fp4", "quant.double_quant": False},
+        ),
+        "dataset_name": ({}, {"data.datasets[0].path": "a/b", "data.eval_datasets": ()}),
+        "dataset_config": ({"dataset_config": "main"}, {"data.datasets[0].subset": "main"}),
+        "dataset_train_split": ({"dataset_train_split": "some"}, {"data.datasets[0].split": "some"}),
+        "dataset_test_split": (
+            {"eval_strategy": "steps", "dataset_test_split": "some"},
+            {"data.eval_datasets[0].split": "some"},
+        ),
+        "max_length": ({"max_length": 64}, {"data.seq_len": 64, "data.truncation": "right"}),
+        "truncation_mode": ({"truncation_mode": "keep_end"}, {"data.truncation": "left"}),
+        "packing_strategy": (
+            {"packing": True, "packing_strategy": "wrapped"},
+            {"data.packing_method": "sequential", "data.truncation": "split"},
+        ),
+        "completion_only_loss": ({"completion_only_loss": True}, {"chat.loss_scale": "default"}),
+        "assistant_only_loss": ({}, {"chat.loss_scale": "all"}),
+        "train_sampling_strategy": ({"train_sampling_strategy": "sequential"}, {"data.shuffle": False}),
+        "seed": ({"seed": 7}, {"train.seed": 7, "data.seed": 7}),
+        "data_seed": ({"seed": 7, "data_seed": 8}, {"train.seed": 7, "data.seed": 8}),
+        "learning_rate": ({"beta": 0.1}, {"optim.learning_rate": 1e-6}),
+        "lr_scheduler_type": ({"lr_scheduler_type": "constant_with_warmup"}, {"optim.schedule": "constant"}),
+        "lr_scheduler_kwargs": (
+            {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-6}},
+            {"optim.schedule": "cosine", "optim.min_lr": 1e-6},
+        ),
+        "warmup_steps": ({"warmup_steps": 0.25}, {"optim.warmup_ratio": 0.25}),
+        "warmup_ratio": ({"warmup_ratio": 0.25}, {"optim.warmup_ratio": 0.25}),
+        "optim": ({"optim": "paged_adamw_8bit"}, {"optim.name": "adamw_8bit"}),
+        "adam_beta1": ({"optim": "sgd"}, {"optim.name": "sgd", "optim.beta1": 0.0}),
+        "bf16": ({"bf16": False}, {"precision.recipe": "fp32"}),
+        "fp16": ({"fp16": True}, {"precision.recipe": "fp16", "model.dtype": "float32"}),
+        "gradient_checkpointing": ({"gradient_checkpointing": False}, {"memory.remat": "none"}),
+        "activation_checkpointing": ({"activation_checkpointing": False}, {"memory.remat": "none"}),
+        "activation_offloading": ({"activation_offloading": True}, {"memory.remat": "offload"}),
+        "fsdp": ({"fsdp": "full_shard auto_wrap"}, {"mesh.fsdp": -1, "parallel.zero": 3}),
+        "deepspeed": (
+            {"deepspeed": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}},
+            {"mesh.fsdp": -1, "parallel.zero": 2, "memory.offload_optimizer": True},
+        ),
+        "eval_strategy": ({"eval_strategy": "steps"}, {"eval.steps": 10, "data.eval_datasets[0].split": "test"}),
+        "evaluation_strategy": ({"evaluation_strategy": "steps"}, {"eval.steps": 10}),
+        "eval_steps": ({"eval_strategy": "steps", "eval_steps": 7}, {"eval.steps": 7}),
+        "save_strategy": ({"save_strategy": "no"}, {"ckpt.save_steps": 0}),
+        "save_steps": ({"save_steps": 7}, {"ckpt.save_steps": 7}),
+        "loss_type": ({"loss_type": ["ipo"]}, {"preference.loss": "ipo", "data.datasets[0].type": "preference"}),
+        "beta": ({"beta": 0.5}, {"preference.loss": "sigmoid", "preference.beta": 0.5}),
+        "label_smoothing": ({"label_smoothing": 0.1}, {"preference.label_smoothing": 0.1}),
+        "precompute_ref_log_probs": (
+            {"precompute_ref_log_probs": True},
+            {"preference.precompute_reference": True},
+        ),
+        "sync_ref_model": (
+            {"sync_ref_model": True, "ref_model_mixup_alpha": 1.0},
+            {"preference.reference_update_steps": 512},
+        ),
+        "ref_model_sync_steps": (
+            {"sync_ref_model": True, "ref_model_mixup_alpha": 1.0, "ref_model_sync_steps": 7},
+            {"preference.reference_update_steps": 7},
+        ),
+        "ref_model_mixup_alpha": ({"ref_model_mixup_alpha": 1.0}, {"preference.reference_update_steps": None}),
+        "rpo_alpha": ({"rpo_alpha": 0.5}, {"preference.sft_weight": 0.5}),
+    },
+    "axolotl": {
+        "special_tokens": (
+            {"special_tokens": {"additional_special_tokens": ["<a>"]}},
+            {"data.special_tokens": ("<a>",)},
+        ),
+        "plugins": ({"plugins": ["axolotl.integrations.liger.LigerPlugin"]}, {}),
+        "adapter": ({"adapter": "qlora", "load_in_4bit": True}, {"lora.enabled": True, "quant.format": "nf4"}),
+        "load_in_8bit": ({"adapter": "lora", "load_in_8bit": True}, {"quant.format": "int8"}),
+        "load_in_4bit": ({"adapter": "lora", "load_in_4bit": True}, {"quant.format": "nf4"}),
+        "lora_target_modules": (
+            {"adapter": "lora", "lora_target_modules": ["q_proj"]},
+            {"lora.target_modules": ("q_proj",)},
+        ),
+        "lora_target_linear": (
+            {"adapter": "lora", "lora_target_linear": True},
+            {"lora.target_modules": "all-linear"},
+        ),
+        "loraplus_lr_ratio": ({"adapter": "lora", "loraplus_lr_ratio": 16}, {"optim.lr_multipliers": ("lora_B=16",)}),
+        **{
+            f"{entries}.{name}": (
+                {entries: [{"path": "a/b", **entry}]},
+                {f"data.{ours}_datasets[0].{key}".replace("train_", ""): value for key, value in expected.items()},
+            )
+            for entries, ours in (("datasets", "train"), ("test_datasets", "eval"))
+            for name, (entry, expected) in {
+                "path": ({"type": "completion", "data_files": "*.txt"}, {"path": "a/b", "glob": "*.txt"}),
+                "type": ({"type": "alpaca"}, {"type": "instruction", "input_field": "input"}),
+                "type.system_prompt": (
+                    {"type": {"format": "{system}{instruction}", "system_prompt": "Be kind."}},
+                    {"system_prompt": "Be kind."},
+                ),
+                "type.field_system": ({"type": {"field_system": "s"}}, {"system_field": "s"}),
+                "type.field_instruction": ({"type": {"field_instruction": "q"}}, {"instruction_field": "q"}),
+                "type.field_input": ({"type": {"field_output": "a", "field_input": "c"}}, {"input_field": "c"}),
+                "type.field_output": ({"type": {"field_output": "a"}}, {"output_field": "a", "input_field": None}),
+                "type.format": ({"type": {"format": ALPACA}}, {"prompt_format": ALPACA}),
+                "type.no_input_format": (
+                    {"type": {"format": ALPACA, "no_input_format": "{instruction}"}},
+                    {"prompt_format_no_input": "{instruction}"},
+                ),
+                "field": ({"type": "completion", "field": "body"}, {"type": "text", "text_field": "body"}),
+                "field_messages": (
+                    {"type": "chat_template", "field_messages": "turns"},
+                    {"messages_field": "turns"},
+                ),
+                "split": ({"type": "completion", "split": "some"}, {"split": "some"}),
+                "data_files": (
+                    {"path": "json", "type": "completion", "data_files": ["a.jsonl"]},
+                    {"path": ("a.jsonl",), "ds_type": "json"},
+                ),
+                "message_field_role": (
+                    {"type": "chat_template", "message_field_role": "from"},
+                    {"message_property_mappings": ("role=from",)},
+                ),
+                "message_field_content": (
+                    {"type": "chat_template", "message_field_content": "value"},
+                    {"message_property_mappings": ("content=value",)},
+                ),
+                "message_property_mappings": (
+                    {"type": "chat_template", "message_property_mappings": {"role": "from"}},
+                    {"message_property_mappings": ("role=from",)},
+                ),
+            }.items()
+        },
+        **{
+            f"{entries}.type.field_{name}": (
+                {
+                    "rl": "dpo",
+                    "datasets": [{"path": "a/b", "type": "chat_template.default"}],
+                    entries: [{"path": "a/b", "type": {f"field_{name}": "x"}}],
+                },
+                {f"data.{ours}datasets[0].{name}_field": "x"},
+            )
+            for entries, ours in (("datasets", ""), ("test_datasets", "eval_"))
+            for name in ("prompt", "chosen", "rejected")
+        },
+        "pretraining_dataset.path": (
+            {"datasets": None, "max_steps": 5, "pretraining_dataset": [{"path": "a/b"}]},
+            {"data.datasets[0].path": "a/b", "data.datasets[0].type": "text", "data.streaming": True},
+        ),
+        "pretraining_dataset.data_files": (
+            {"datasets": None, "max_steps": 5, "pretraining_dataset": [{"path": "text", "data_files": "a.txt"}]},
+            {"data.datasets[0].path": "a.txt", "data.datasets[0].type": "text"},
+        ),
+        "streaming": ({"streaming": True, "max_steps": 5}, {"data.streaming": True}),
+        "excess_length_strategy": ({"excess_length_strategy": "truncate"}, {"data.truncation": "right"}),
+        "max_prompt_len": (
+            {"rl": "dpo", "datasets": [{"path": "a", "type": "chatml.intel"}], "max_prompt_len": 32},
+            {"data.datasets[0].max_prompt_tokens": 32},
+        ),
+        "sample_packing": ({}, {"data.packing": False}),
+        "sample_packing_sequentially": (
+            {"sample_packing": True, "sample_packing_sequentially": True},
+            {"data.packing_method": "sequential"},
+        ),
+        "curriculum_sampling": ({"curriculum_sampling": True}, {"data.shuffle": False}),
+        "chat_template": ({"chat_template": "qwen_25"}, {"chat.template": "chatml"}),
+        "chat_template_jinja": (
+            {"chat_template": "jinja", "chat_template_jinja": "my.jinja"},
+            {"chat.template": "my.jinja"},
+        ),
+        "train_on_inputs": (
+            {"datasets": [{"path": "a", "type": "chat_template", "roles_to_train": ["user"], "train_on_eos": "last"}]},
+            {"chat.roles": ("user",), "chat.train_on_eos": "last"},
+        ),
+        "lr_scheduler": ({"lr_scheduler": "linear"}, {"optim.schedule": "linear"}),
+        "lr_scheduler_kwargs": (
+            {"lr_scheduler": "polynomial", "lr_scheduler_kwargs": {"power": 2.0}},
+            {"optim.power": 2.0, "optim.min_lr": 1e-7},
+        ),
+        "cosine_min_lr_ratio": ({"cosine_min_lr_ratio": 0.25}, {"optim.final_lr_fraction": 0.25}),
+        "warmup_steps": ({"warmup_steps": 7}, {"optim.warmup_steps": 7, "optim.warmup_ratio": 0.0}),
+        "warmup_ratio": ({}, {"optim.warmup_ratio": 0.03}),
+        "lr_groups": (
+            {"lr_groups": [{"name": "a", "modules": ["q_proj", "k_proj"], "lr": 1e-5}]},
+            {"optim.lr_multipliers": ("q_proj|k_proj=0.1",)},
+        ),
+        "embedding_lr": ({"embedding_lr": 1e-5}, {"optim.lr_multipliers": ("embed_tokens|lm_head=0.1",)}),
+        "embedding_lr_scale": ({"embedding_lr_scale": 0.5}, {"optim.lr_multipliers": ("embed_tokens|lm_head=0.5",)}),
+        "optimizer": ({"optimizer": "adamw_bnb_8bit"}, {"optim.name": "adamw_8bit"}),
+        "bf16": ({}, {"precision.recipe": "bf16", "precision.master_dtype": "bfloat16"}),
+        "fp16": ({"fp16": True}, {"precision.recipe": "fp16", "model.dtype": "float16"}),
+        "fp8": ({"fp8": True}, {"precision.recipe": "fp8_hybrid"}),
+        "bfloat16": ({"bf16": False, "bfloat16": True}, {"precision.recipe": "bf16"}),
+        "float16": ({"bf16": False, "float16": True}, {"precision.recipe": "fp16"}),
+        "float32": ({"float32": True}, {"precision.recipe": "fp32", "model.dtype": "float32"}),
+        "gradient_checkpointing": ({"gradient_checkpointing": False}, {"memory.remat": "none"}),
+        "activation_offloading": ({"activation_offloading": True}, {"memory.remat": "offload"}),
+        "deepspeed": ({"deepspeed": "deepspeed_configs/zero2.json"}, {"mesh.fsdp": -1, "parallel.zero": 2}),
+        "fsdp": ({"fsdp": ["full_shard"]}, {"mesh.fsdp": -1, "parallel.zero": 3}),
+        "fsdp_config": ({"fsdp_config": {"a": 1}}, {"mesh.fsdp": -1, "mesh.data": 1}),
+        "dp_shard_size": ({"dp_shard_size": 4}, {"mesh.fsdp": 4, "mesh.data": 1}),
+        "dp_replicate_size": ({"dp_shard_size": 4, "dp_replicate_size": 2}, {"mesh.fsdp": 4, "mesh.data": 2}),
+        "eval_steps": ({"val_set_size": 0.1, "eval_steps": 7}, {"eval.steps": 7}),
+        "evals_per_epoch": ({"val_set_size": 0.1, "evals_per_epoch": 1}, {"eval.steps": 0}),
+        "eval_strategy": ({"val_set_size": 0.1, "eval_strategy": "epoch"}, {"eval.steps": 0}),
+        "save_steps": ({"save_steps": 7}, {"ckpt.save_steps": 7}),
+        "saves_per_epoch": ({"saves_per_epoch": 1}, {"ckpt.save_steps": 0}),
+        "save_strategy": ({"save_strategy": "no"}, {"ckpt.save_steps": 0}),
+        "wandb_project": ({"wandb_project": "a"}, {"log.wandb.enabled": True, "log.wandb.project": "a"}),
+        "profiler_steps": ({"profiler_steps": 3}, {"prof.enabled": True, "prof.steps": 3}),
+        **{
+            option: (
+                {"rl": rl, "datasets": [{"path": "a", "type": "chat_template.default"}], option: given},
+                {"preference.loss": loss, key: value},
+            )
+            for option, rl, loss, given, key, value in (
+                ("rl", "simpo", "simpo", "simpo", "preference.beta", 0.1),
+                ("rl_beta", "dpo", "sigmoid", 0.5, "preference.beta", 0.5),
+                ("dpo_beta", "dpo", "sigmoid", 0.5, "preference.beta", 0.5),
+                ("orpo_alpha", "orpo", "orpo", 0.5, "preference.beta", 0.5),
+                ("rpo_alpha", "dpo", "sigmoid", 0.5, "preference.sft_weight", 0.5),
+                ("cpo_alpha", "simpo", "simpo", 0.5, "preference.sft_weight", 0.5),
+                ("simpo_gamma", "simpo", "simpo", 1.0, "preference.simpo_gamma", 1.0),
+                ("dpo_label_smoothing", "dpo", "sigmoid", 0.1, "preference.label_smoothing", 0.1),
+                ("kto_desirable_weight", "kto", "kto", 0.5, "preference.desirable_weight", 0.5),
+                ("kto_undesirable_weight", "kto", "kto", 0.5, "preference.undesirable_weight", 0.5),
+                ("precompute_ref_log_probs", "dpo", "sigmoid", True, "preference.precompute_reference", True),
+            )
+        },
+    },
     "qefficient": {
         "dataset.tokenizer_name": ({"dataset.tokenizer_name": "my/model"}, {"model.path": "my/model"}),
         "dataset.dataset_name": (SPLIT, {"data.datasets[0].path": "x/y"}),
@@ -434,7 +695,9 @@ def test_an_option_becomes_what_its_row_promises(dialect, entries, name, row, tm
             if name.startswith(other) or key.startswith(other):
                 said |= more
         if entries:
-            first = next(iter(said["datasets" if "datasets" in said else "data.datasets"]))
+            instead = INSTEAD.get((dialect, entries))
+            first = said.pop(instead) if instead else next(value for value in said.values() if isinstance(value, list))
+            first = first[0] if isinstance(first, list) and not instead else {"path": "a/b"}
             said[entries] = [{**first, **IN_ENTRY.get(name, {}), name: value}]
         else:
             said[name] = value

@@ -75,11 +75,16 @@ def test_surogates_example_and_the_same_recipe_have_bit_equal_losses(home):
     assert "lora_dropout = 0.05 -> lora.dropout = 0.05" in printed
 
 
+ALPACA = {"instruction": "say it", "input": "", "output": "red"}
+CHAT = {"messages": [{"role": "user", "content": "say it"}, {"role": "assistant", "content": "red"}]}
+SHAREGPT = [{"from": "human", "value": "say it"}, {"from": "gpt", "value": "red"}]
 # system, rows of its data, the lists of data, how many devices its config asks for
 OTHERS = {
     "xorl": ({"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8]}, ["datasets[0]"], 4),
     "erniekit": ({"src": ["say it"], "tgt": ["red"]}, ["datasets[0]", "datasets[1]", "eval_datasets[0]"], 8),
     "qefficient": ({"dialogue": "say it", "summary": "red"}, ["datasets[0]", "eval_datasets[0]"], 1),
+    "trl": (CHAT, ["datasets[0]", "eval_datasets[0]"], 1),
+    "axolotl": (ALPACA | {"conversations": SHAREGPT}, ["datasets[0]", "datasets[1]"], 1),
 }
 
 
@@ -88,9 +93,10 @@ def test_examples_of_other_systems_train(home, system):
     """With other paths and sizes alone: XORL's has four stages of a pipeline, ERNIEKit's eight shards."""
     row, lists, devices = OTHERS[system]
     data = home / f"{system}.jsonl"
-    data.write_text(f"{json.dumps(row)}\n" * 400)
-    options = sizes(home, seq_len=64) | {f"data.{name}.path": data for name in lists}
-    options |= {"erniekit": {"optim.warmup_steps": 1}, "xorl": {"train.grad_accum_steps": 4}}.get(system, {})
+    data.write_text(f"{json.dumps(row)}\n" * 40 * devices)
+    options = sizes(home, seq_len=256 if system == "axolotl" else 64) | {f"data.{name}.path": data for name in lists}
+    warmup: dict[str, object] = {"optim.warmup_steps": 1}
+    options |= {"erniekit": warmup, "axolotl": warmup, "xorl": {"train.grad_accum_steps": 4}}.get(system, {})
     settings = [f"--config.{key}={value}" for key, value in options.items()]
     call("jaxtune.train", EXAMPLES / f"{system}.yaml", *settings, devices=devices)
     assert [row["step"] for row in metrics(home / "runs" / system) if "loss" in row]
@@ -107,8 +113,6 @@ def sizes(home: Path, seq_len: int) -> dict[str, object]:
     }
 
 
-ALPACA = {"instruction": "say it", "input": "", "output": "red"}
-CHAT = {"messages": [{"role": "user", "content": "say it"}, {"role": "assistant", "content": "red"}]}
 # The file of an example, and a row of each of its datasets.
 DATA = {
     "surogate_adapters": [{"text": "the quick brown fox"}, ALPACA, CHAT],

@@ -6,7 +6,7 @@ default   the value of that system where a file does not give one; absent: there
 key       the option here that gets the value, or a list of them; data.datasets[i].x: that of every dataset
 values    the value here by that there (null: stays as it is by default), or several by their keys
 others    with values: other ones are taken as they are; without it they are not there yet
-convert   the function of `conversions` that reads it, together with other options
+convert   the function that reads it, together with other options: of `conversions`, `trl` or `axolotl`
 like      a value of its kind, where there is no default to tell what convert can read
 entries   it is a list of datasets: the list here; of: the table of an entry
 present   it has no value: what counts is that it is there
@@ -25,11 +25,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxtune.config import keys, yaml_file
-from jaxtune.config.foreign.conversions import CONVERSIONS, NotYet, Settings
+from jaxtune.config.foreign import axolotl, conversions, trl
+from jaxtune.config.foreign.conversions import NotYet, Settings
 from jaxtune.config.rules import Problem
 from jaxtune.errors import UserError
 
-DIALECTS = {"surogate": "Surogate", "xorl": "XORL", "erniekit": "ERNIEKit", "qefficient": "QEfficient"}
+DIALECTS = {
+    "surogate": "Surogate",
+    "xorl": "XORL",
+    "erniekit": "ERNIEKit",
+    "qefficient": "QEfficient",
+    "trl": "TRL",
+    "axolotl": "Axolotl",
+}
+CONVERSIONS = conversions.CONVERSIONS | trl.CONVERSIONS | axolotl.CONVERSIONS
 _NO_DEFAULT = object()
 
 
@@ -122,7 +131,8 @@ def recognise(values: Mapping[str, Any], name: str) -> str | None:
     if "base" in values or known[found[0]] <= ours:
         return None
     if len(found) > 1:
-        systems = " and ".join(DIALECTS[dialect] for dialect in found)
+        first, last = found[:-1], found[-1]
+        systems = f"{', '.join(DIALECTS[dialect] for dialect in first)} and {DIALECTS[last]}"
         raise UserError(f"{name}: {systems} have these options; say which it is with --dialect={found[0]}")
     return found[0]
 

@@ -524,7 +524,10 @@ def qefficient_tokenizer(o: Options) -> Settings:
     return {"model.tokenizer": name} if name != o["model.model_name"] else {}
 
 
-_SYSTEM = re.compile("(surogate|xorl|ernie|qefficient)_")
-CONVERSIONS: dict[str, Callable[[Options], Settings]] = {
-    name: function for name, function in list(vars().items()) if _SYSTEM.match(name)
-}
+def conversions_of(names: Mapping[str, Any], *systems: str) -> dict[str, Callable[[Options], Settings]]:
+    """The functions of a module that are named for one of these systems."""
+    starts = tuple(f"{system}_" for system in systems)
+    return {name: function for name, function in list(names.items()) if name.startswith(starts)}
+
+
+CONVERSIONS = conversions_of(vars(), "surogate", "xorl", "ernie", "qefficient")

@@ -16,6 +16,8 @@ QEFFICIENT = (
     "dataset: {json_file_path: a.json, prompt_template: 'Sum up: {text}', completion_template: '{summary}'}\n"
     "optimizers: {lr: 1e-4}\n"
 )
+TRL = "model_name_or_path: my/model\ndataset_name: a/b\nmax_length: 64\n"
+AXOLOTL = "base_model: my/model\ndatasets: [{path: a.jsonl, type: chat_template}]\nlearning_rate: 1e-4\n"
 
 
 @pytest.fixture(autouse=True)
@@ -161,6 +163,13 @@ TRANSLATED = [
         {"data.packing_method": "first_fit_decreasing"},
     ),
     (XORL.replace("out}", "out, weight_decay: 0.1, no_decay_modules: [norm]}"), "", {"optim.no_decay": "norm"}),
+    # TRL
+    (TRL, "", {"optim.learning_rate": 2e-5, "train.epochs": 3.0, "model.dtype": "float32", "chat.loss_scale": "all"}),
+    (TRL, "beta: 0.2\n", {"preference.beta": 0.2, "optim.learning_rate": 1e-6, "chat.loss_scale": "default"}),
+    (TRL, "use_peft: true\nbeta: 0.2\n", {"lora.enabled": True, "lora.dropout": 0.0}),
+    # Axolotl
+    (AXOLOTL, "", {"optim.schedule": "cosine", "optim.warmup_ratio": 0.03, "memory.remat": "none"}),
+    (AXOLOTL, "adapter: lora\nlora_r: 4\n", {"lora.rank": 4, "lora.target_modules": ("q_proj", "v_proj")}),
     # ERNIEKit
     (ERNIEKIT, "num_samples_each_epoch: 500\n", {"data.samples_per_epoch": 500}),
     (ERNIEKIT, "num_samples_each_epoch: 6000000\n", {"data.samples_per_epoch": None}),
@@ -290,9 +299,29 @@ def test_options_become_ours(system, more, expected):
             QEFFICIENT.replace("prompt_template: 'Sum up: {text}'", "prompt_func: 'a.py:f', completion_func: 'a.py:g'"),
             "prompt_func = .*: not there yet: a function each; write one that returns",
         ),
+        (TRL + "lr_scheduler_type: reduce_lr_on_plateau\n", "lr_scheduler_type = .*: not there yet: the schedules are"),
+        (TRL + "optim: galore_adamw\n", "optim = 'galore_adamw': not there yet: the optimizers are adamw_torch,"),
+        (TRL + "gradient_acumulation_steps: 1\n", "no such option of TRL; nearest: gradient_accumulation_steps"),
+        (TRL + "loss_type: dft\n", "loss_type = 'dft': not there yet: loss_type is nll or chunked_nll, or of DPO sig"),
+        (TRL + "sync_ref_model: true\n", "sync_ref_model = True: not there yet: a reference that is mixed"),
+        (TRL + "eval_strategy: epoch\n", "eval_strategy = 'epoch': not there yet: evaluation after each of several"),
+        (AXOLOTL + "sample_paking: true\n", "no such option of Axolotl; nearest: sample_packing"),
+        (AXOLOTL + "rl: grpo\n", "rl = 'grpo': not there yet: rl is one of dpo, ipo, orpo, kto, simpo"),
+        (
+            AXOLOTL + "plugins: [a.SpectrumPlugin]\n",
+            "plugins = .*: not there yet: plugins of torch, such as a.Spectrum",
+        ),
+        (
+            AXOLOTL.replace("type: chat_template", "type: sharegpt"),
+            r"datasets\[0\].type = 'sharegpt': not there yet: a type is completion, chat_template, alpaca",
+        ),
+        (
+            AXOLOTL.replace("}]", ", train_on_eos: all}, {path: b, type: chat_template, train_on_eos: turn}]"),
+            "train_on_inputs = False: not there yet: a train_on_eos of each dataset; one for all is there",
+        ),
         (
             "learning_rate: 1\nmax_steps: 3\n",
-            "Surogate and ERNIEKit have these options; say which it is with --dialect=sur",
+            "Surogate, ERNIEKit, TRL and Axolotl have these options; say which it is with --dialect=surogate",
         ),
     ],
 )
@@ -334,6 +363,6 @@ def test_options_from_shows_what_becomes_of_a_config_without_training(capsys):
     assert "sequence_len = 512 -> data.seq_len = 512\n" in shown.out and "aim_repo = 'x': not there yet" in shown.err
     pathlib.Path("its.yaml").write_text("base: qwen_lora\n")
     assert options.main(["--from=its.yaml"]) == 2
-    assert "its options are not those of Surogate, XORL, ERNIEKit, QEfficient" in capsys.readouterr().err
-    assert options.main(["--from=its.yaml", "--dialect=axolotl"]) == 2
-    assert "there are surogate, xorl, erniekit, qefficient" in capsys.readouterr().err
+    assert "its options are not those of Surogate, XORL, ERNIEKit, QEfficient, TRL, Axolotl" in capsys.readouterr().err
+    assert options.main(["--from=its.yaml", "--dialect=unsloth"]) == 2
+    assert "there are surogate, xorl, erniekit, qefficient, trl, axolotl" in capsys.readouterr().err

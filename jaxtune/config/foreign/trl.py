@@ -1,0 +1,274 @@
+"""Options of TRL that must be read together (`conversions`)."""
+
+from collections.abc import Mapping
+
+from jaxtune.config.foreign.conversions import NotYet, Options, Settings, conversions_of
+
+# Options that a file of `trl dpo` alone has.
+_OF_DPO = (
+    *("beta", "label_smoothing", "precompute_ref_log_probs", "sync_ref_model", "ref_model_sync_steps"),
+    *("ref_model_mixup_alpha", "disable_dropout", "rpo_alpha", "max_prompt_length"),
+)
+_OF_SFT = (None, "nll", "chunked_nll")
+_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard")
+_LOSSES += ("apo_zero", "apo_down")
+
+
+def _loss(o: Options) -> str | None:
+    loss = o.get("loss_type")
+    if isinstance(loss, list) and len(loss) != 1:
+        raise NotYet("a sum of several losses")
+    return loss[0] if isinstance(loss, list) else loss
+
+
+def _dpo(o: Options) -> bool:
+    return any(o.get(name) is not None for name in _OF_DPO) or _loss(o) in _LOSSES
+
+
+def trl_objective(o: Options) -> Settings:
+    """Preferences are learned if one of their options is there."""
+    loss = _loss(o)
+    if not _dpo(o):
+        if loss not in _OF_SFT:
+            raise NotYet(f"loss_type is nll or chunked_nll, or of DPO {', '.join(_LOSSES)}")
+        return {}
+    loss = loss or "sigmoid"
+    if loss not in _LOSSES:
+        raise NotYet(f"of DPO, loss_type is {', '.join(_LOSSES)}")
+    settings: Settings = {"preference.loss": loss, "preference.beta": o.get("beta", 0.1)}
+    if loss in ("sigmoid", "sigmoid_norm", "robust", "exo_pair"):
+        settings["preference.label_smoothing"] = o.get("label_smoothing", 0.0)
+    if o.get("precompute_ref_log_probs"):
+        settings["preference.precompute_reference"] = True
+    if o.get("sync_ref_model"):
+        if o.get("ref_model_mixup_alpha", 0.6) != 1:
+            raise NotYet("a reference that is mixed; with ref_model_mixup_alpha: 1.0 the model becomes the reference")
+        settings["preference.reference_update_steps"] = o.get("ref_model_sync_steps", 512)
+    return settings | ({"preference.sft_weight": o["rpo_alpha"]} if o.get("rpo_alpha") else {})
+
+
+def trl_rate(o: Options) -> Settings:
+    """Its default is that of the trainer."""
+    rate = o.get("learning_rate")
+    return {"optim.learning_rate": (1e-6 if _dpo(o) else 2e-5) if rate is None else rate}
+
+
+def trl_dtype(o: Options) -> Settings:
+    """Of the weights that are read, and of the copy that is trained."""
+    dtype = o.get("torch_dtype") or o["dtype"]
+    if dtype == "auto":
+        return {}
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise NotYet("dtype is auto, float32, bfloat16 or float16")
+    master = {} if o["use_peft"] else {"precision.master_dtype": "bfloat16" if dtype == "bfloat16" else "float32"}
+    return {"model.dtype": dtype} | master
+
+
+def trl_precision(o: Options) -> Settings:
+    """bf16 unless fp16 is true, or it is false."""
+    if o["fp16"]:
+        return {"precision.recipe": "fp16"}
+    return {"precision.recipe": "fp32" if o.get("bf16") is False else "bf16"}
+
+
+def trl_dropout(o: Options) -> Settings:
+    """DPO has none, unless disable_dropout is false."""
+    return {"lora.dropout": 0.0 if _dpo(o) and o.get("disable_dropout", True) else o["lora_dropout"]}
+
+
+def trl_targets(o: Options) -> Settings:
+    """Unset, those that peft has for most families."""
+    names = o.get("lora_target_modules") or ["q_proj", "v_proj"]
+    return {"lora.target_modules": "all-linear" if names in ("all-linear", ["all-linear"]) else names}
+
+
+def trl_quant(o: Options) -> Settings:
+    """Of the base that adapters stand on."""
+    if o["load_in_8bit"]:
+        return {"quant.format": "int8"}
+    if not o["load_in_4bit"]:
+        return {}
+    if o["bnb_4bit_quant_type"] not in ("nf4", "fp4"):
+        raise NotYet("bnb_4bit_quant_type is nf4 or fp4")
+    return {"quant.format": o["bnb_4bit_quant_type"]}
+
+
+def trl_data(o: Options) -> Settings:
+    """One dataset by name; its test split, if there are evaluations."""
+    if not o.get("dataset_name"):
+        return {}
+    entry: Settings = {"path": o["dataset_name"]} | ({"type": "preference"} if _dpo(o) else {})
+    entry |= {"subset": o["dataset_config"]} if o.get("dataset_config") else {}
+    settings: Settings = {"data.datasets": [entry | {"split": o["dataset_train_split"]}]}
+    if _strategy(o) != "no":
+        settings["data.eval_datasets"] = [entry | {"split": o["dataset_test_split"]}]
+    return settings
+
+
+def trl_length(o: Options) -> Settings:
+    """What is longer is cut; pairs of answers are left out."""
+    modes = {"keep_start": "right", "keep_end": "left"}
+    if o["truncation_mode"] not in modes:
+        raise NotYet("truncation_mode is keep_start or keep_end")
+    split = o["packing"] and o["packing_strategy"] in ("bfd_split", "wrapped")
+    cut = {} if _dpo(o) or split else {"data.truncation": modes[o["truncation_mode"]]}
+    return cut if "max_seq_length" in o else {"data.seq_len": o["max_length"], **cut}
+
+
+def trl_packing(o: Options) -> Settings:
+    """How documents share rows; bfd_split and wrapped go on in the next row with what does not fit."""
+    methods = {"bfd": "best_fit", "bfd_split": "best_fit", "wrapped": "sequential"}
+    if not o["packing"]:
+        return {}
+    if o["packing_strategy"] not in methods:
+        raise NotYet(f"packing_strategy is one of {', '.join(methods)}")
+    split = {"data.truncation": "split"} if o["packing_strategy"] != "bfd" else {}
+    return {"data.packing_method": methods[o["packing_strategy"]]} | split
+
+
+def trl_trained(o: Options) -> Settings:
+    """All of a conversation, unless one of two options says otherwise."""
+    alone = o["assistant_only_loss"] or o.get("completion_only_loss") or _dpo(o)
+    return {} if alone else {"chat.loss_scale": "all"}
+
+
+def trl_order(o: Options) -> Settings:
+    """A new order in each epoch, by length, or none."""
+    orders: dict[str, Settings] = {
+        "random": {},
+        "sequential": {"data.shuffle": False},
+        "group_by_length": {"data.group_by_length": True},
+    }
+    if o["train_sampling_strategy"] not in orders:
+        raise NotYet(f"train_sampling_strategy is one of {', '.join(orders)}")
+    return orders[o["train_sampling_strategy"]]
+
+
+def trl_seeds(o: Options) -> Settings:
+    """Of dropout and weights; of the order the same, unless it is given."""
+    order = o.get("data_seed")
+    return {"train.seed": o["seed"], "data.seed": o["seed"] if order is None else order}
+
+
+def trl_schedule(o: Options) -> Settings:
+    """A schedule and its arguments."""
+    schedule, given = o["lr_scheduler_type"], dict(o.get("lr_scheduler_kwargs") or {})
+    named = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd"}
+    name = named.get(schedule, schedule)
+    schedules = ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "inverse_sqrt", "wsd")
+    if name not in schedules or schedule == "wsd":
+        raise NotYet(f"the schedules are {', '.join((*schedules[:-1], *named))}")
+    keys = {
+        "min_lr": "optim.min_lr",
+        "min_lr_rate": "optim.final_lr_fraction",
+        "lr_end": "optim.min_lr",
+        "num_cycles": "optim.cycles",
+        "power": "optim.power",
+        "num_decay_steps": "optim.cooldown_steps",
+        "min_lr_ratio": "optim.final_lr_fraction",
+    }
+    if unknown := given.keys() - keys.keys():
+        raise NotYet(f"of lr_scheduler_kwargs, {', '.join(sorted(unknown))}; there are {', '.join(keys)}")
+    if name == "polynomial":
+        given = {"lr_end": 1e-7} | given
+    return {"optim.schedule": name} | {keys[argument]: value for argument, value in given.items()}
+
+
+def trl_warmup(o: Options) -> Settings:
+    """Steps, or below one a part of them, which had an option of its own."""
+    steps, ratio = o["warmup_steps"], o.get("warmup_ratio") or 0.0
+    if 0 < steps < 1:
+        return {"optim.warmup_ratio": steps}
+    return {"optim.warmup_steps": int(steps)} if steps else {"optim.warmup_ratio": ratio}
+
+
+OPTIMIZERS = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "paged_adamw_32bit"), "adamw"),
+    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"), "adamw_8bit"),
+    **dict.fromkeys(("lion_32bit", "paged_lion_32bit"), "lion"),
+    "adafactor": "adafactor",
+    "sgd": "sgd",
+    "schedule_free_adamw": "schedule_free",
+}
+
+
+def trl_optimizer(o: Options) -> Settings:
+    """By transformers' names."""
+    if o["optim"] not in OPTIMIZERS:
+        raise NotYet(f"the optimizers are {', '.join(OPTIMIZERS)}")
+    return {"optim.name": OPTIMIZERS[o["optim"]]}
+
+
+def trl_beta1(o: Options) -> Settings:
+    """torch's SGD has no momentum."""
+    return {"optim.beta1": 0.0 if o["optim"] == "sgd" else o["adam_beta1"]}
+
+
+def trl_remat(o: Options) -> Settings:
+    """What is recomputed, or where it waits."""
+    if o["activation_offloading"]:
+        return {"memory.remat": "offload"}
+    newer = o.get("activation_checkpointing")
+    return {"memory.remat": "block" if (o["gradient_checkpointing"] if newer is None else newer) else "none"}
+
+
+def trl_devices(o: Options) -> Settings:
+    """Shards by FSDP or DeepSpeed; without, every device has a replica."""
+    if o.get("deepspeed"):
+        return zero_of(o["deepspeed"])
+    words = str(o.get("fsdp") or "").replace("[", " ").replace("]", " ").replace("'", " ").replace(",", " ").split()
+    if not words or words[0] in ("False", "no_shard"):
+        return {"mesh.fsdp": 1, "mesh.data": -1}
+    return {"mesh.fsdp": -1, "parallel.zero": 2 if "shard_grad_op" in words else 3}
+
+
+def zero_of(config: object) -> Settings:
+    """What a config of DeepSpeed says about ZeRO."""
+    stage = config.get("zero_optimization") if isinstance(config, Mapping) else None
+    if not isinstance(stage, Mapping) or stage.get("stage", 0) not in (1, 2, 3):
+        raise NotYet("a file of DeepSpeed, or one without ZeRO 1, 2 or 3; write its zero_optimization: {stage: 3} here")
+    found: Settings = {"mesh.fsdp": -1, "parallel.zero": stage["stage"]}
+    places = {"offload_optimizer": "memory.offload_optimizer", "offload_param": "memory.offload_master"}
+    for name, key in places.items():
+        if isinstance(stage.get(name), Mapping) and stage[name].get("device", "none") != "none":
+            found[key] = True
+    return found
+
+
+def _strategy(o: Options) -> str:
+    return str(o.get("evaluation_strategy") or o["eval_strategy"])
+
+
+def trl_eval(o: Options) -> Settings:
+    """By steps; or at the end, which is the end of an epoch where there is one."""
+    strategy = _strategy(o)
+    if strategy not in ("no", "steps", "epoch"):
+        raise NotYet("eval_strategy is no, steps or epoch")
+    if strategy == "steps":
+        return {"eval.steps": _steps("eval_steps", o.get("eval_steps") or o["logging_steps"])}
+    if strategy == "epoch" and _several(o):
+        raise NotYet("evaluation after each of several epochs; eval_strategy: steps is there")
+    return {}
+
+
+def trl_save(o: Options) -> Settings:
+    """By steps; or at the end, which is the end of an epoch where there is one."""
+    strategy = o["save_strategy"]
+    if strategy not in ("no", "steps", "epoch"):
+        raise NotYet("save_strategy is no, steps or epoch")
+    if strategy == "epoch" and _several(o):
+        raise NotYet("a checkpoint after each of several epochs; save_strategy: steps is there")
+    return {"ckpt.save_steps": _steps("save_steps", o["save_steps"]) if strategy == "steps" else 0}
+
+
+def _several(o: Options) -> bool:
+    return o["num_train_epochs"] > 1 and o["max_steps"] <= 0
+
+
+def _steps(name: str, steps: float) -> int:
+    if steps != int(steps):
+        raise NotYet(f"{name} as a part of all steps; a number of steps is there")
+    return int(steps)
+
+
+CONVERSIONS = conversions_of(vars(), "trl")
