@@ -94,7 +94,7 @@ def _main(values: flags.FlagValues, config: Config) -> None:
 def _evaluate(values: flags.FlagValues, config: Config) -> None:
     mesh = make_mesh(config.mesh, process.devices(config.device), parallel=config.parallel)
     config, model, trained, frozen, reference = _open(values, config, mesh)
-    home = model.folder if values.model is None else tokenizer_folder(model, config)  # a run uses its base's
+    home = model.folders.tokenizer if values.model is None else tokenizer_folder(model, config)  # a run uses its base's
     tokenizer = hf.load_tokenizer(home, config.chat.template, config.data.special_tokens)
     if config.rollout.rewards:
         evaluate = _of_prompts(values, config, model, mesh, tokenizer)

@@ -98,7 +98,7 @@ def _open(values: flags.FlagValues, mesh: jax.sharding.Mesh) -> Opened:
                 raise UserError(f"--{flag}: {values.model} is a run, whose own adapter and formats are used")
         _refuse_classifier(values.model, folder.read_config())
         run = open_run(folder, mesh, values.step)
-        return Opened(run.config, run.model, {**run.frozen, **run.trained}, run.model.folder)
+        return Opened(run.config, run.model, {**run.frozen, **run.trained}, run.model.folders.tokenizer)
     if values.step is not None:
         raise UserError(f"--step={values.step}: {values.model} is not a run folder, so it has no checkpoints")
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"

@@ -96,7 +96,7 @@ def _shard(text: str) -> tuple[int, int]:
 def _main(values: flags.FlagValues, config: Config):
     config = labelled(config)
     assert config.model.path is not None
-    folder = hf.resolve(config.model.path, config.model.revision, weights=False)
+    folder = hf.folders(config.model, weights=False).tokenizer
     tokenizer = hf.load_tokenizer(folder, config.chat.template, config.data.special_tokens)
     console = Console(soft_wrap=True, highlight=False)
     classifier = config.sample_type == "classification"

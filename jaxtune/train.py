@@ -70,7 +70,7 @@ def _train(config: Config, folder: RunFolder) -> bool:
     memory.check_state(config, program, mesh)
 
     # ---- data: documents, rows, the number of steps ----
-    tokenizer = hf.load_tokenizer(model.folder, config.chat.template, config.data.special_tokens)
+    tokenizer = hf.load_tokenizer(model.folders.tokenizer, config.chat.template, config.data.special_tokens)
     rewards = load_rewards(config.rollout.rewards)
     teacher = declare_teacher(config, tokenizer, model.spec.vocabulary, mesh)
     if rewards:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import operator
+import os
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -234,8 +235,9 @@ def _ckpt(config: Config) -> Iterator[Problem]:
     ckpt = config.ckpt
     if ckpt.start is not None and ckpt.resume == "never":
         yield _problem(config, "ckpt.start", "another run would go on, and ckpt.resume is 'never'", "ckpt.resume")
-    if config.export.best and not ckpt.keep_best:
-        return  # `rules` says that it has no effect
+    if ckpt.dir is not None and os.path.abspath(ckpt.dir) == os.path.abspath(config.train.output_dir):
+        reason = "is train.output_dir, where the runs are; leave it out, or give checkpoints a folder of their own"
+        yield _problem(config, "ckpt.dir", reason, "train.output_dir")
     evaluates = config.eval.steps or config.eval.epochs is not None or config.eval.at_end or config.eval.at_start
     for key in ("ckpt.keep_best", "eval.patience", "eval.target"):
         if _value(config, key) and not evaluates:
@@ -249,6 +251,9 @@ def _attention(config: Config) -> Iterator[Problem]:
             "'triton', which are, or train.deterministic = False"
         )
         yield _problem(config, "attention.backend", reason, "train.deterministic")
+    if config.train.attention_dropout and config.attention.backend not in ("auto", "xla"):
+        reason = "no kernel drops probabilities; set attention.backend = 'xla', or take train.hidden_dropout"
+        yield _problem(config, "train.attention_dropout", reason, "attention.backend")
 
 
 def _optim(config: Config) -> Iterator[Problem]:

@@ -87,6 +87,5 @@ def _billions(model: Model) -> float:
     from jaxtune.models import families
     from jaxtune.models.parameters import declare
 
-    folder = hf.resolve(model.path or "", model.revision, weights=False)
-    declared = declare(families.read_spec(hf.read_config(folder)))[1]
+    declared = declare(families.read_spec(hf.describe(model)))[1]
     return sum(math.prod(parameter.shape) for parameter in declared.values()) / 1e9

@@ -1,6 +1,7 @@
 """The rules that options carry: the interval of a number, the form of a text, and the condition for an effect."""
 
 import dataclasses
+import json
 import math
 import operator
 import re
@@ -70,12 +71,15 @@ def inside(value: float, within: str) -> bool:
 
 
 def malformed(value: Any, unit: str) -> str | None:
-    """What is wrong with a text of unit "regex", or of a list "REGEX=FACTOR", "NAME=NUMBER" or "KEY=NAME"; or None."""
+    """What is wrong with a text of unit "regex", or of a list of unit "REGEX=FACTOR" and its like; or None."""
     if unit == "regex" and isinstance(value, str):
         return _not_a_regex(value)
     for entry in value if unit == "KEY=NAME" else ():
         if not re.fullmatch(r"[^=]+=.+", entry):
             return f"{entry!r} is not 'KEY=NAME', such as 'role=speaker'"
+    for entry in value if unit == "KEY=JSON" else ():
+        if wrong := _not_json(entry):
+            return wrong
     for entry in value if unit == "NAME=NUMBER" else ():
         if not re.fullmatch(r"\w+=-?\d*\.?\d+(e-?\d+)?", entry):
             return f"{entry!r} is not 'NAME=NUMBER', such as 'length=-0.5'"
@@ -93,6 +97,16 @@ def _not_a_regex(text: str) -> str | None:
         re.compile(text)
     except re.error as error:
         return f"not a regular expression: {error}"
+
+
+def _not_json(entry: str) -> str | None:
+    key, equals, text = entry.partition("=")
+    if not (key and equals and text):
+        return f"{entry!r} is not 'KEY=JSON', such as 'rope_theta=1e6'"
+    try:
+        json.loads(text)
+    except ValueError:
+        return f"{entry!r}: {text!r} is not JSON; a text has quotes there: '{key}=\"...\"'"
 
 
 def _is_factor(text: str) -> bool:

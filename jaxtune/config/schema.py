@@ -21,7 +21,7 @@ def option(default: Any, doc: str, unit: str = "", when: str = "") -> Any:
         default: The value if it is not set.
         doc: Its meaning.
         unit: The unit and interval of a number: "steps [1, inf)", "(0, inf)", "fraction [0, 1)"; or the form of a text,
-            which is checked: "regex", "REGEX=FACTOR", "KEY=NAME".
+            which is checked: "regex", "REGEX=FACTOR", "KEY=NAME", "KEY=JSON".
         when: The condition under which it has an effect: a Python expression over options, such as
             "optim.name == 'muon'"; for an option of a list entry, over the options of the same entry.
     """
@@ -80,6 +80,21 @@ class Model:
     id2label: tuple[str, ...] = option((),
         "names of the labels by number; unset: those of the classifier in model.path, the texts in the data sorted, or "
         "LABEL_0 and so on", when="model.head == 'classification'")
+    config: str | None = option(None, "folder or hub id of the config.json; unset: model.path")
+    tokenizer: str | None = option(None,
+        "folder or hub id of the tokenizer and generation_config.json; unset: model.config, or model.path")
+    overrides: tuple[str, ...] = option((),
+        "entries that config.json has otherwise, as JSON, which exports have too; a dot leads into an object: "
+        "('sliding_window=1024', 'rope_parameters.rope_theta=1e6')", "KEY=JSON")
+    max_positions: int | None = option(None,
+        "stretch rope to so many positions, in exports too; unset: those of config.json, or of model.rope_scaling",
+        "positions [1, inf)")
+    rope_scaling: str | None = option(None,
+        "how rope is stretched: linear, dynamic or yarn, to model.max_positions; or in JSON, such as "
+        "'{\"rope_type\": \"yarn\", \"factor\": 2.0}'; unset: as config.json says")
+    zero_projections: bool = option(False,
+        "what attention and feed-forward layers add to the residual stream starts at zero: their output projections",
+        when="model.from_scratch")
 
 
 @dataclass(frozen=True)
@@ -280,6 +295,13 @@ class Train:
     recommend: bool = option(False,
         "learning rate and warm-up, unless they are set, by a rule of thumb for what is trained and the model's size; "
         "each is printed with its source")
+    hidden_dropout: float = option(0.0,
+        "dropout of what attention and feed-forward layers add to the residual stream", "fraction [0, 1)")
+    attention_dropout: float = option(0.0,
+        "dropout of attention's probabilities, which XLA computes then: no kernel drops them", "fraction [0, 1)")
+    dropout_warmup_steps: int = option(0,
+        "train.hidden_dropout and train.attention_dropout rise from 0 over the first steps", "steps [0, inf)",
+        when="train.hidden_dropout or train.attention_dropout")
 
 
 @dataclass(frozen=True)

@@ -27,14 +27,14 @@ from jaxtune.errors import UserError
 _TEXT_FILES = ["*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
 
 
-def resolve(path: str, revision: str | None = None, *, weights: bool = True, holds: str = "config.json") -> Path:
+def resolve(path: str, revision: str | None = None, *, weights: bool = True, holds: str | None = "config.json") -> Path:
     """Return the local folder of a model or adapter.
 
     Args:
         path: a folder, or the id of a model on the hub, which is then downloaded into the hub's cache.
         revision: branch, tag or commit on the hub; must be None for a local folder.
         weights: whether to download the safetensors files too.
-        holds: the file that must be in the folder (`adapter_config.json` for an adapter).
+        holds: the file that must be in the folder (`adapter_config.json` for an adapter); None: any will do.
 
     Raises:
         UserError: there is no such folder or model, or the folder lacks `holds`.
@@ -45,12 +45,12 @@ def resolve(path: str, revision: str | None = None, *, weights: bool = True, hol
             raise UserError(f"revision '{revision}' has no meaning for the local folder {path}; leave it out")
         folder = local
     elif local.exists():
-        raise UserError(f"{path} is a file; give the folder that holds {holds}")
+        raise UserError(f"{path} is a file; give the folder that holds {holds or 'it'}")
     elif local.is_absolute() or path.startswith((".", "~")) or not is_hub_id(path):
         raise UserError(f"no folder {path}{_nearest(local)}")
     else:
         folder = _download(path, revision, _TEXT_FILES + ["*.safetensors"] * weights, _nearest(local))
-    if not (folder / holds).is_file():
+    if holds is not None and not (folder / holds).is_file():
         found = ", ".join(sorted(file.name for file in folder.iterdir())[:8]) or "nothing"
         raise UserError(
             f"{path} has no {holds}, so it is not what was asked for; it holds {found}{_holders(folder, holds)}"
@@ -72,14 +72,21 @@ def label_names(config: dict[str, Any]) -> tuple[str, ...] | None:
 
 
 def write_config(
-    source: Path, target: Path, dtype: str, vocabulary: int, changes: Mapping[str, Any] | None = None
+    source: Path,
+    target: Path,
+    dtype: str,
+    vocabulary: int,
+    changes: Mapping[str, Any] | None = None,
+    described: Mapping[str, Any] | None = None,
 ) -> None:
     """Copy config.json from one model folder to another, byte for byte unless dtype, vocabulary size or more differ.
 
-    `changes`: other keys, and their values. A decoder inside a larger model has its own in `text_config`.
-    `quantization_config` is left out, because exported weights are never quantized.
+    `changes`: other keys, and their values. `described`: what is written in place of what the source holds. A decoder
+    inside a larger model has its own in `text_config`. `quantization_config` is left out, because exported weights are
+    never quantized.
     """
-    config = read_config(source)
+    saved = read_config(source)
+    config = saved if described is None else dict(described)
     dtypes = {"dtype", "torch_dtype"}  # transformers before 4.56 says torch_dtype
     written = {key: value for key, value in config.items() if key != "quantization_config"}
     written |= dict.fromkeys(dtypes & config.keys() or {"dtype"}, dtype)
@@ -90,7 +97,7 @@ def write_config(
         written["vocab_size"] = vocabulary
     written |= changes or {}
     target.mkdir(parents=True, exist_ok=True)
-    if written == config:
+    if written == saved:
         shutil.copyfile(source / "config.json", target / "config.json")
     else:
         (target / "config.json").write_text(json.dumps(written, indent=2) + "\n")

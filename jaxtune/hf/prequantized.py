@@ -69,8 +69,10 @@ class Scheme:
         return name
 
 
-def read_scheme(folder: Path) -> Scheme | None:
+def read_scheme(folder: Path, described: Mapping[str, Any] | None = None) -> Scheme | None:
     """How the weights of a Hugging Face folder are quantized, from its config.json and the headers of its files.
+
+    described: That config.json, where it is not the folder's.
 
     Returns:
         None if config.json has no quantization_config, or says MXFP4, which quant.format='mxfp4' keeps as it is.
@@ -79,7 +81,7 @@ def read_scheme(folder: Path) -> Scheme | None:
         UserError: the scheme is not supported; a tensor that a quantized weight needs is missing or has the wrong
             dtype; the blocks do not divide a weight.
     """
-    config = read_config(folder).get("quantization_config")
+    config = (read_config(folder) if described is None else described).get("quantization_config")
     if config is None:
         return None
     if isinstance(config, dict) and config.get("quant_method") == "mxfp4":

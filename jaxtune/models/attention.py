@@ -16,9 +16,9 @@ from jaxtune.models.rope import Rotation, rotate
 from jaxtune.models.spec import Heads, Layer, ModelSpec, Rope
 from jaxtune.parallel.layout import by_token
 
-# (queries, keys, values, the layer's heads, sinks, this layer's cache) -> (attended, the cache afterwards). Training
-# attends within packed rows and has no cache; generation attends to its cache. Neither knows the projections.
-Attend = Callable[[Array, Array, Array, Heads, Array | None, Any], tuple[Array, Any]]
+# (queries, keys, values, the layer's heads, sinks, this layer's cache, its call) -> (attended, the cache afterwards).
+# Training attends within packed rows and has no cache; generation attends to its cache. Neither knows the projections.
+Attend = Callable[[Array, Array, Array, Heads, Array | None, Any, Call], tuple[Array, Any]]
 
 
 class Inputs(NamedTuple):
@@ -77,7 +77,7 @@ class Attention(nnx.Module):
             if rotation.query_scale is not None:
                 q *= rotation.query_scale.astype(q.dtype)
         sinks = None if self.sinks is None else self.sinks.get_value()
-        attended, cache = inputs.attend(q, k, v, self.mixer, sinks, cache)
+        attended, cache = inputs.attend(q, k, v, self.mixer, sinks, cache, call)
         y = merged(attended)
         return self.o(y if gate is None else y * jax.nn.sigmoid(gate), call), cache
 

@@ -23,7 +23,8 @@ class Call(NamedTuple):
     a mixture are computed, a name in BACKENDS of models.experts or 'auto'. capacity_factor: by which
     `models.exchange` sends tokens to experts on other devices; None: these get the tokens of all. groups: inside a
     mixture, which expert's weights multiply each token; None: a weight is one matrix. keep_gathered: whether weights
-    stay whole from the forward to the backward pass. neftune_alpha: of the noise on embeddings, where there is noise.
+    stay whole from the forward to the backward pass. Where there is noise, neftune_alpha: of that on embeddings;
+    hidden_dropout: of what is added to the residual stream; attention_dropout: of probabilities.
     """
 
     dtype: jnp.dtype
@@ -39,6 +40,8 @@ class Call(NamedTuple):
     groups: Groups | None = None
     keep_gathered: bool = False
     neftune_alpha: float = 0.0
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
 
     def layer(self, number: Int[Array, ""]) -> "Call":
         """The call of a layer, from that of a decoder."""

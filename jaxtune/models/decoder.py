@@ -17,7 +17,7 @@ from jaxtune.models.attention import Attend, Attention, Inputs
 from jaxtune.models.call import Call, Remat
 from jaxtune.models.declared import declared
 from jaxtune.models.delta_net import GatedDeltaNet
-from jaxtune.models.dropout import shaken
+from jaxtune.models.dropout import dropout, shaken
 from jaxtune.models.experts import Experts
 from jaxtune.models.latent_attention import LatentAttention
 from jaxtune.models.linear import EXPERT_PRODUCT, FFN_PRODUCT, PRODUCT, QKV_PRODUCT
@@ -76,14 +76,16 @@ class Block(nnx.Module):
         normed = jax.reshard(_normalized(x, self.attention_norm), by_token(None))
         mixer: Any = self.attention or self.delta_net  # one of them
         mixed, cache = mixer(normed, inputs, cache, call)
-        x = self._added(x, mixed, self.attention_out_norm)
+        x = self._added(x, mixed, self.attention_out_norm, call, "mixer")
         if self.layer.norms != "shared":
             normed = jax.reshard(_normalized(x, self.mlp_norm), by_token(None))
         fed, sums = (self.mlp(normed, call), {}) if isinstance(self.mlp, MLP) else self.mlp(normed, call, inputs.valid)
-        return self._added(x, fed, self.mlp_out_norm), cache, sums
+        return self._added(x, fed, self.mlp_out_norm, call, "feed-forward"), cache, sums
 
-    def _added(self, x: Array, y: Array, norm: Norm | None) -> Array:
+    def _added(self, x: Array, y: Array, norm: Norm | None, call: Call, name: str) -> Array:
         y = _normalized(jax.reshard(y, by_residual()), norm)
+        if call.noise is not None and call.hidden_dropout:
+            y = dropout(y, call.noise.rate(call.hidden_dropout), call.noise.site(f"{name} dropout"))
         return x + (y if self.layer.residual_scale == 1 else y * self.layer.residual_scale)
 
 

@@ -18,11 +18,25 @@ def named_key(key: Array, name: str) -> Array:
     return jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF)
 
 
+class Source(NamedTuple):
+    """The randomness of a step: its key, and the part of the rates of dropout that it has; None: all of them."""
+
+    key: Array
+    share: Float[Array, ""] | None = None
+
+
+def source_of(seed: int, step: Int[Array, ""], warmup_steps: int = 0) -> Source:
+    """That of a step; the rates of dropout rise linearly from 0 over so many steps."""
+    key = jax.random.fold_in(jax.random.key(seed), step)
+    return Source(key, jnp.minimum(step / warmup_steps, 1.0) if warmup_steps else None)
+
+
 class Noise(NamedTuple):
     """Where random bits come from: a key, of a step or of a layer in it, and the global rows of the batch.
 
     place: the position in its row of each position of whole rows; None: they are in their order. token_of: the token of
-    each of the activations, counted over rows of `length` positions; None: all in their order.
+    each of the activations, counted over rows of `length` positions; None: all in their order. share: the part that
+    this step has of the rates of dropout of the model itself; None: all.
     """
 
     key: Array
@@ -30,6 +44,11 @@ class Noise(NamedTuple):
     place: Int[Array, "b s"] | None = None
     token_of: Int[Array, " m"] | None = None
     length: int = 0
+    share: Float[Array, ""] | None = None
+
+    def rate(self, most: float) -> float | Float[Array, ""]:
+        """The rate of dropout of the model itself in this step."""
+        return most if self.share is None else most * self.share
 
     def layer(self, number: Int[Array, ""]) -> "Noise":
         """The noise of a layer, from that of a step."""
@@ -45,7 +64,7 @@ class Noise(NamedTuple):
         return self._replace(key=named_key(self.key, name))
 
 
-def dropout(x: Float[Array, "b s i"], rate: float, noise: Noise) -> Float[Array, "b s i"]:
+def dropout(x: Float[Array, "b s i"], rate: float | Float[Array, ""], noise: Noise) -> Float[Array, "b s i"]:
     """Zeros with probability `rate`, the rest scaled up; a row's bits come from its global number in the batch.
 
     With `token_of` x is (m, 1, i), and each of its rows has the bits of its token.

@@ -66,7 +66,7 @@ class LatentAttention(nnx.Module):
         q, k = jnp.concatenate([q, q_rotated], axis=-1), jnp.concatenate([k, key], axis=-1)
         # The kernels take keys and values of one width.
         v = jnp.pad(v, [(0, 0)] * 3 + [(0, head_dim - latent.value_dim)])
-        attended, cache = inputs.attend(q, k, v, self.heads, None, cache)
+        attended, cache = inputs.attend(q, k, v, self.heads, None, cache, call)
         attended = attended[..., : latent.value_dim]
         merged = jnp.reshape(attended, (*x.shape[:2], -1), out_sharding=by_token("heads"))
         return self.o(merged, call), cache

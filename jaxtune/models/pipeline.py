@@ -11,7 +11,7 @@ from jaxtune.models.attend import attend_packed
 from jaxtune.models.attention import Inputs
 from jaxtune.models.call import Call
 from jaxtune.models.decoder import Decoder, Stack, Sums, inputs_of, joined
-from jaxtune.models.dropout import Noise
+from jaxtune.models.dropout import Noise, Source
 from jaxtune.models.spec import ModelSpec
 from jaxtune.parallel.layout import RULES, P, by_head, by_residual, by_token
 from jaxtune.parallel.pipeline import by_stage, from_one, sent
@@ -29,9 +29,9 @@ def seen(spec: ModelSpec, batch: Batch, call: Call) -> Inputs:
     return inputs_of(spec, batch["positions"], attend, batch["segment_ids"] > 0, place)
 
 
-def noise_of(batch: Batch, key: Array) -> Noise:
+def noise_of(batch: Batch, source: Source) -> Noise:
     """The source of randomness of a micro-batch, from that of a step."""
-    return Noise(key, batch["row"], place=whole_rows(batch, "place"))
+    return Noise(source.key, batch["row"], place=whole_rows(batch, "place"), share=source.share)
 
 
 def whole_rows(batch: Batch, name: str) -> Array | None:

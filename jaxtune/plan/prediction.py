@@ -11,7 +11,6 @@ import jax
 from jaxtune import hf
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
-from jaxtune.models import families
 from jaxtune.models.parameters import abstract
 from jaxtune.monitor.throughput import flops_per_token, peak_flops
 from jaxtune.parallel.mesh import data_shards, make_mesh
@@ -21,6 +20,7 @@ from jaxtune.plan.models import config_of
 from jaxtune.run import memory, process
 from jaxtune.run.assembly import Program as Run
 from jaxtune.run.assembly import assemble
+from jaxtune.run.described import spec_of
 from jaxtune.run.model import Base, read_base
 from pallas_kernels import aot
 from pallas_kernels.aot import COLLECTIVES
@@ -168,12 +168,12 @@ def _predict(config: Config, where: Where, measured: calibration.Calibration | N
 def base_of(config: Config) -> Base:
     """The model of a config: a known one needs neither files nor network, nor do its special tokens count."""
     path = config.model.path or ""
-    known = None if Path(path).expanduser().exists() else config_of(path)
+    known = None if Path(path).expanduser().exists() or config.model.config else config_of(path)
     if known is not None:
-        return Base(families.read_spec(known))
+        return Base(spec_of(hf.changed(known, config.model), known, config.model))
     if Path(path).expanduser().exists():
         return read_base(config)
-    folder = hf.resolve(path, config.model.revision, weights=False)
+    folder = hf.folders(config.model, weights=False).weights
     return read_base(
         dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(folder), revision=None))
     )

@@ -70,14 +70,14 @@ def assemble(base: Base, config: Config, mesh: jax.sharding.Mesh, objective: Obj
     optimizer, recipe = _optimizer(model, config), recipe_of(config.precision, model.linears)
     objective, seed = objective or objective_of(config, model), config.train.seed
     reference, update_steps = abstract_reference(model, config), config.preference.reference_update_steps
-    places = places_of(model, RULES.value.gradients)
+    places, warmup = places_of(model, RULES.value.gradients), config.train.dropout_warmup_steps
     forward, on_host = (model.graph, objective, recipe, call_of(config, recipe), seed), config.memory.offload_gradients
     if mesh.shape["stage"] == 1:
         one_by_one = [name for name, p in model.trained.items() if p.lead and (p.on_host or on_host)]
         by_layer = dict.fromkeys(one_by_one, on_host)
-        gradients = accumulated_gradients(*forward, places, by_layer, summed_last(config, recipe, mesh))
+        gradients = accumulated_gradients(*forward, places, by_layer, summed_last(config, recipe, mesh), warmup)
     else:
-        gradients = pipelined_gradients(*forward, config.parallel.pipeline, places)
+        gradients = pipelined_gradients(*forward, config.parallel.pipeline, places, warmup)
     averaged = abstract_average(model, config)
     step = make_train_step(
         *(gradients, optimizer, config.optim.max_grad_norm, recipe, seed, objective.counts),
@@ -159,6 +159,8 @@ def call_of(config: Config, recipe: Recipe) -> Call:
         capacity_factor=config.experts.capacity_factor if config.experts.dispatch == "all_to_all" else None,
         keep_gathered=not config.parallel.reshard_after_forward,
         neftune_alpha=config.train.neftune_alpha,
+        hidden_dropout=config.train.hidden_dropout,
+        attention_dropout=config.train.attention_dropout,
     )
 
 

@@ -63,14 +63,16 @@ def export_full(model: Model, parameters: Parameters, config: Config, output: Pa
     hf.write(output, tensors, config.export.max_shard_bytes)
     if multihost.is_main():
         changes = _classifier_config(model, config) if model.spec.labels else {}
-        hf.write_config(model.folder, output, config.model.dtype, model.spec.vocabulary, changes)
+        options = (config.model.dtype, model.spec.vocabulary, changes, model.base.described)
+        hf.write_config(model.folders.config, output, *options)
         _write_tokenizer(model, config, output)
 
 
 def _classifier_config(model: Model, config: Config) -> dict[str, Any]:
     """What config.json says of a classifier: its class, its labels, and which token is padding, as batches need it."""
-    names, tokenizer = config.model.id2label, hf.load_tokenizer(model.folder, None, config.data.special_tokens)
-    padding = hf.read_config(model.folder).get("pad_token_id")
+    names, home = config.model.id2label, model.folders.tokenizer
+    tokenizer = hf.load_tokenizer(home, None, config.data.special_tokens)
+    padding = model.base.described.get("pad_token_id")
     padding = tokenizer.pad_token_id if padding is None else padding
     return {
         "architectures": [f"{families.CLASSIFIERS[model.spec.family]}ForSequenceClassification"],
@@ -135,6 +137,11 @@ def export_adapter(model: Model, parameters: Parameters, config: Config, output:
     if lora.dropout and any(map(_is_of_experts, model.trained.values())):
         log.warning("lora.dropout=%s is written as 0: peft has no dropout for adapters of experts", lora.dropout)
         lora = dataclasses.replace(lora, dropout=0.0)
+    if config.model.config or model.base.described != hf.read_config(model.folders.config):
+        log.warning(
+            "an adapter has no config.json, and this run has changed that of its base (model.config, "
+            "model.overrides, model.rope_scaling): load the base so, or export a whole model with --merge"
+        )
     hf.write_adapter(output, tensors, lora, base, config.model.revision, *_targets(model))
     if multihost.is_main():
         _write_tokenizer(model, config, output)
@@ -142,11 +149,12 @@ def export_adapter(model: Model, parameters: Parameters, config: Config, output:
 
 def _write_tokenizer(model: Model, config: Config, output: Path) -> None:
     """The tokenizer's files as they are, but for special tokens and a chat template that the recipe names."""
-    hf.copy_tokenizer_files(model.folder, output)
+    home = model.folders.tokenizer
+    hf.copy_tokenizer_files(home, output)
     if config.data.special_tokens:
-        hf.load_tokenizer(model.folder, None, config.data.special_tokens).save_pretrained(output)
+        hf.load_tokenizer(home, None, config.data.special_tokens).save_pretrained(output)
     if config.chat.template is not None:
-        tokenizer = hf.load_tokenizer(model.folder, config.chat.template, config.data.special_tokens)
+        tokenizer = hf.load_tokenizer(home, config.chat.template, config.data.special_tokens)
         end = data.ChatTemplate(tokenizer).turn_end()
         number = None if end is None else int(tokenizer.added_tokens_encoder[end])
         hf.write_chat_template(output, str(tokenizer.chat_template), number)
@@ -243,7 +251,7 @@ def check_kind(config: Config, kind: str, merge: bool) -> None:
 
 def check_apart(output: Path, model: Model) -> None:
     """Raise UserError where an export would destroy what it is made from."""
-    if output.resolve() == model.folder.resolve():
+    if output.resolve() in {folder.resolve() for folder in model.folders}:
         raise UserError(f"{output} holds the model that the run started from; export to another folder")
     if RunFolder(output).checkpoints.exists():
         raise UserError(f"{output} is the folder of a run; export to another one, for example {output / 'export'}")
@@ -283,7 +291,7 @@ def merge_difference(model: Model, parameters: Parameters, config: Config, outpu
     Both are computed in float32: what differs is the rounding of what was written, not that of activations.
     """
     mesh = jax.sharding.get_mesh()
-    merged = dataclasses.replace(config.model, path=str(output), revision=None)
+    merged = dataclasses.replace(config.model, path=str(output), revision=None, **hf.OF_ONE_MODEL)
     options = Config(model=merged, data=config.data, precision=config.precision)
     exported = declare_model(read_base(options), options, mesh, train=False, low_precision=False)
     size = count(exported.parameters) * jnp.dtype(config.model.dtype).itemsize

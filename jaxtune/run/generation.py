@@ -172,7 +172,7 @@ def continue_text(model: Model, parameters: Parameters, tokenizer, prompt: str, 
     """The prompt and what the model makes of it, at a low temperature."""
     dtype, sampling = parameters["embed.weight"].dtype, Sampling(temperature=0.5)
     generate = make_generate(model.graph, model.spec, max_new_tokens=tokens, dtype=dtype, sampling=sampling)
-    ids = until(generate(parameters, [tokenizer(prompt)["input_ids"]]), stop_tokens(model.folder, tokenizer))
+    ids = until(generate(parameters, [tokenizer(prompt)["input_ids"]]), stop_tokens(model.folders.tokenizer, tokenizer))
     return prompt + "".join(stream_text(tokenizer, ids))
 
 

@@ -25,7 +25,7 @@ def _names(config: Config) -> tuple[str, ...]:
     model = config.model
     if model.id2label:
         return model.id2label
-    saved = hf.label_names(hf.read_config(hf.resolve(model.path or "", model.revision, weights=not model.from_scratch)))
+    saved = hf.label_names(hf.describe(model))
     if saved is not None and model.num_labels in (None, len(saved)):
         return saved
     if model.num_labels == 1:

@@ -29,6 +29,7 @@ from jaxtune.precision.operands import Numbers
 from jaxtune.precision.recipes import check_device, linears_of
 from jaxtune.quant import Format, format_of
 from jaxtune.run import plugins
+from jaxtune.run.described import spec_of
 from pallas_kernels.gpus import current_device
 
 log = logging.getLogger("jaxtune")
@@ -41,14 +42,16 @@ class Base:
 
     Attributes:
         spec: the model; with embeddings of the tokens of data.special_tokens.
-        folder: holds config.json, the tokenizer and, unless from scratch, the weights; None: there is none.
+        folders: of the weights, config.json and the tokenizer; None: there are none.
+        described: config.json with what the recipe changes in it.
         scheme: how the files quantize the weights; None: they do not, and quant.format quantizes them while reading.
         saved_vocabulary: number of tokens with embeddings in the files; the spec may have more. 0: there are no files.
         new_head: whether the files have another head than the model: a classifier starts from a language model.
     """
 
     spec: ModelSpec
-    folder: Path | None = None
+    folders: hf.Folders | None = None
+    described: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     scheme: hf.Scheme | None = None
     saved_vocabulary: int = 0
     new_head: bool = False
@@ -65,10 +68,15 @@ class Model:
     linears: Linears | None  # those that are multiplied in low precision while training
 
     @property
-    def folder(self) -> Path:
+    def folders(self) -> hf.Folders:
         """Where its files are."""
-        assert self.base.folder is not None, "a model that was made of a spec alone has no files"
-        return self.base.folder
+        assert self.base.folders is not None, "a model that was made of a spec alone has no files"
+        return self.base.folders
+
+    @property
+    def folder(self) -> Path:
+        """Where its weights are."""
+        return self.folders.weights
 
     @property
     def trained(self) -> dict[str, Parameter]:
@@ -135,9 +143,10 @@ class Model:
 def read_base(config: Config) -> Base:
     """The model of a config, from its folder, downloaded from the hub; no weight is loaded. Raises UserError."""
     plugins.load(config)  # one may be the family
-    folder = hf.resolve(config.model.path or "", config.model.revision, weights=not config.model.from_scratch)
-    described = hf.read_config(folder)
-    spec, new_head = _with_head(families.read_spec(described), described, config)
+    folders = hf.folders(config.model)
+    folder, saved = folders.weights, hf.read_config(folders.config)
+    described = hf.changed(saved, config.model)
+    spec, new_head = _with_head(spec_of(described, saved, config.model), described, config)
     if config.model.from_scratch and spec.untouched is not None:
         raise UserError(
             f"model.from_scratch: {spec.family} is more than the decoder that is trained here, and the rest would stay "
@@ -147,9 +156,9 @@ def read_base(config: Config) -> Base:
         spec = dataclasses.replace(spec, tied=False)
     saved_vocabulary = spec.vocabulary
     if config.data.special_tokens:
-        spec = _with_special_tokens(spec, folder, config)
-    scheme = None if config.model.from_scratch else hf.read_scheme(folder)
-    return Base(spec, folder, scheme, saved_vocabulary, new_head)
+        spec = _with_special_tokens(spec, folders.tokenizer, config)
+    scheme = None if config.model.from_scratch else hf.read_scheme(folder, described)
+    return Base(spec, folders, described, scheme, saved_vocabulary, new_head)
 
 
 def declare_model(
@@ -209,7 +218,7 @@ def _treated(base: Base, config: Config, train: bool) -> ModelSpec:
     if config.data.seq_len > spec.max_positions:
         raise UserError(
             f"data.seq_len={config.data.seq_len} is more than the model's {spec.max_positions} positions "
-            "(max_position_embeddings); shorten the rows, or stretch them with rope_parameters in config.json"
+            "(max_position_embeddings); shorten the rows, or stretch rope: model.max_positions and model.rope_scaling"
         )
     for field in dataclasses.fields(config.experts):
         if not spec.has_experts and (value := getattr(config.experts, field.name)) != field.default:
@@ -353,8 +362,8 @@ def _with_special_tokens(spec: ModelSpec, folder: Path, config: Config) -> Model
 
 def _refuse_scheme(base: Base, config: Config, train: bool) -> None:
     """Raise UserError where a checkpoint that is quantized already does not fit the config."""
-    folder, scheme = base.folder, base.scheme
-    assert scheme is not None
+    assert base.scheme is not None and base.folders is not None
+    folder, scheme = base.folders.weights, base.scheme
     kind = scheme.options.format
     if config.quant.format is not None:
         raise UserError(

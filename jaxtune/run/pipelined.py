@@ -18,6 +18,7 @@ from jaxtune.errors import UserError
 from jaxtune.models.call import Call
 from jaxtune.models.decoder import Decoder, Parameters, bind
 from jaxtune.models.decoder import Sums as Emitted
+from jaxtune.models.dropout import Source, source_of
 from jaxtune.models.pipeline import (
     STAGES,
     added,
@@ -88,6 +89,7 @@ def pipelined_gradients(
     seed: int,
     order: Order,
     places: Mapping[str, jax.P] = {},
+    dropout_warmup_steps: int = 0,
 ) -> Gradients:
     """Gradients of the objective, micro-batches one after the other through the stages; `call` without noise.
 
@@ -108,7 +110,7 @@ def pipelined_gradients(
         scaling: Scaling = Scaling(),
         reference: Mapping[str, Any] = {},
     ) -> Summed:
-        key = jax.random.fold_in(jax.random.key(seed), step)
+        key = source_of(seed, step, dropout_warmup_steps)
         magnified = 1.0 if scaling.loss is None else scaling.loss.scale / batch["tokens"][0].size
         decoder = bind(graph, {**frozen, **trained})
         spec, stack = decoder.spec, decoder.stacks[decoder.pipeline].stack
@@ -130,7 +132,7 @@ def pipelined_gradients(
         seen = seen_by_stages(batch)
 
         # ---- the three parts of a micro-batch's forward pass ----
-        def noisy(micro: Batch, key: Array) -> Call:
+        def noisy(micro: Batch, key: Source) -> Call:
             return call._replace(noise=noise_of(micro, key))
 
         def whole(trained: Parameters, scales: dict[str, Array]) -> Decoder:
@@ -141,7 +143,7 @@ def pipelined_gradients(
             micro = _at(batch, number)
             return enter(whole(trained, scales), micro, noisy(micro, key))
 
-        def of_chunks(part: Part, chunk: Index, micro: Batch, key: Array, x: Array) -> tuple[Array, Emitted]:
+        def of_chunks(part: Part, chunk: Index, micro: Batch, key: Source, x: Array) -> tuple[Array, Emitted]:
             weights = {**part.frozen, **part.trained}
             if linears_in is not None:
                 weights = linears_in.wrapped(weights, part.operands, part.scales)
@@ -157,7 +159,7 @@ def pipelined_gradients(
             return sums.loss * magnified, sums
 
         # ---- what a stage does in a tick ----
-        def forward(part: Part, row: Any, x: Array, all: Stages, seen: Batch, key: Array) -> tuple[Array, Stages]:
+        def forward(part: Part, row: Any, x: Array, all: Stages, seen: Batch, key: Source) -> tuple[Array, Stages]:
             (number, chunk, slot), here = _own(row.forward)
             own = jax.tree.map(lambda leaf: leaf[0], all)
             x = jnp.where((here == 0) & (chunk == 0), x, own.arriving)
@@ -176,7 +178,7 @@ def pipelined_gradients(
             return leaving, jax.tree.map(lambda leaf: leaf[None], own)
 
         def backward(
-            part: Part, row: Any, waiting: Array, total: Total, all: Stages, seen: Batch, key: Array
+            part: Part, row: Any, waiting: Array, total: Total, all: Stages, seen: Batch, key: Source
         ) -> tuple[Array, Total, Stages]:
             (number, chunk, slot), here = _own(row.backward)
             own = jax.tree.map(lambda leaf: leaf[0], all)
@@ -237,7 +239,7 @@ def pipelined_gradients(
             return carry._replace(outside=_added(carry.outside, Total(*found), places_out))
 
         # ---- the step ----
-        def nothing(part: Part, seen: Batch, key: Array, x: Array) -> Emitted:
+        def nothing(part: Part, seen: Batch, key: Source, x: Array) -> Emitted:
             """Of all chunks and micro-batches of a stage."""
             first = jnp.int32(0)
             shapes = jax.eval_shape(of_chunks, of_chunk(part, first, stack.chunks), first, _at(seen, 0), key, x)[1]

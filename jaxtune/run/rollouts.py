@@ -260,7 +260,7 @@ def _stops(config: Config, model: Model, tokenizer) -> frozenset[int]:
     """The tokens that end a completion."""
     end = Prompts(tokenizer, config.chat).turn_end
     own = frozenset() if end is None else frozenset({tokenizer.added_tokens_encoder[end]})
-    return stop_tokens(model.folder, tokenizer) | own
+    return stop_tokens(model.folders.tokenizer, tokenizer) | own
 
 
 def _rewarded(

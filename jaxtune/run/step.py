@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxtune.models.call import Call
 from jaxtune.models.decoder import Decoder, Parameters, bind
-from jaxtune.models.dropout import named_key
+from jaxtune.models.dropout import named_key, source_of
 from jaxtune.models.pipeline import noise_of
 from jaxtune.models.score import Batch, Hidden, LabelScores, Scores, score, score_labels
 from jaxtune.objectives.objective import Objective, Sums
@@ -51,6 +51,7 @@ def accumulated_gradients(
     places: Mapping[str, jax.P] = {},
     added_by_layer: Mapping[str, bool] = {},
     summed_last: Axes = (),
+    dropout_warmup_steps: int = 0,
 ) -> Gradients:
     """Gradients of the objective, one micro-batch after the other; `call` without noise.
 
@@ -77,7 +78,7 @@ def accumulated_gradients(
         trained: Parameters, frozen: Parameters, batch: Batch, step: Array, scaling: Scaling, reference: Parameters
     ) -> Summed:
         """Of rows that devices along `summed_last` have; what the objective is given, and its sums, are of all rows."""
-        key = jax.random.fold_in(jax.random.key(seed), step)
+        source = source_of(seed, step, dropout_warmup_steps)
         weights_of, scales = weights_of_step(recipe.linears, trained, frozen, scaling.amax, step)
         compared = compared_with(graph, recipe.linears, reference, frozen, scaling.amax, step)
         size = batch["tokens"][0].size * shards(summed_last, jax.sharding.get_abstract_mesh())
@@ -87,7 +88,7 @@ def accumulated_gradients(
         def loss(given: Parameters, scales: dict[str, Array], micro: Batch) -> tuple[Array, Sums]:
             decoder = bind(graph, weights_of(given | {n: Added(trained[n], given[n]) for n in added_by_layer}, scales))
             head = "embed.weight" if decoder.head is None else "head.weight"
-            noisy = call._replace(noise=noise_of(micro, key))
+            noisy = call._replace(noise=noise_of(micro, source))
             scores = scores_of(decoder, micro, objective, noisy, head in trained, compared=compared)
             sums = objective.loss(scores_with_others(scores, summed_last), with_others(micro, summed_last))
             return sums.loss * magnified, sums

@@ -155,6 +155,8 @@ def _values(model: Model, wanted: Mapping[str, Parameter], config: Config) -> Pa
 
     def values(names: list[str]) -> Parameters:
         new, saved = ({n: wanted[n] for n in names if (n in random) == is_new} for is_new in (True, False))
+        if config.model.zero_projections:
+            new = {name: _zero(parameter) if _is_added(parameter) else parameter for name, parameter in new.items()}
         found = randomize(new, config.train.seed) if new else {}
         return found | (read_parameters(model, saved) if saved else {})
 
@@ -165,6 +167,15 @@ def _values(model: Model, wanted: Mapping[str, Parameter], config: Config) -> Pa
         places = jax.tree.map(lambda leaf: leaf.sharding, abstract({name: wanted[name]}))
         found |= jax.device_put(values([name]), places)
     return found
+
+
+def _is_added(parameter: Parameter) -> bool:
+    """Whether its products are added to the residual stream: the projection after a mixer or a feed-forward layer."""
+    return parameter.kind == "linear" and parameter.matrix_axes[0] == "embed"
+
+
+def _zero(parameter: Parameter) -> Parameter:
+    return dataclasses.replace(parameter, init=jax.nn.initializers.zeros)
 
 
 def _adapter_tensors(model: Model, config: Config) -> tuple[dict[str, hf.Target], Mapping[str, Any]]:
@@ -246,6 +257,7 @@ def _restored(
 def of_model(name: str, config: Config) -> Config:
     """`config` with the model that `name` is: a folder or hub id, or an adapter's folder, which names its base.
 
+    What the config changes in config.json is of model.path, and of an adapter on it.
     The config's `quant` applies to an adapter's base; a whole model is taken as it is.
 
     Raises UserError where an adapter does not say what it is an adapter of.
@@ -261,11 +273,18 @@ def of_model(name: str, config: Config) -> Config:
         quant = config.quant
         if adapter.labels:
             model = dataclasses.replace(model, head="classification", num_labels=adapter.labels)
+    if not _same(base, config.model.path):
+        model = dataclasses.replace(model, **hf.OF_ONE_MODEL)
     model = dataclasses.replace(model, path=base, revision=revision, from_scratch=False)
     return dataclasses.replace(config, model=model, lora=lora, quant=quant)
+
+
+def _same(base: str, path: str | None) -> bool:
+    """Whether two names are of one model: a folder is written in several ways."""
+    return path is not None and Path(base).expanduser().resolve() == Path(path).expanduser().resolve()
 
 
 def tokenizer_folder(model: Model, config: Config) -> Path:
     """Where the tokenizer is: in the folder of the adapter, if it has one, as exported ones do; else in the model's."""
     adapter = None if config.lora.path is None else Path(config.lora.path).expanduser()
-    return adapter if adapter is not None and (adapter / "tokenizer.json").exists() else model.folder
+    return adapter if adapter is not None and (adapter / "tokenizer.json").exists() else model.folders.tokenizer

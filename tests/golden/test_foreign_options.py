@@ -43,6 +43,11 @@ LEAST: dict[str, dict[str, Any]] = {
     },
 }
 LABELS = {"dataset.target_column": "label", "dataset.prompt_template": None, "dataset.completion_template": None}
+EARLY = {
+    "callbacks.early_stopping": True,
+    "callbacks.early_stopping.early_stopping_patience": 5,
+    "callbacks.early_stopping.early_stopping_threshold": 0.25,
+}
 # What options need beside them to have an effect, by their names, or by the first parts of their keys here.
 BESIDE: dict[str, dict[str, Any]] = {
     "surogate": {
@@ -65,11 +70,13 @@ BESIDE: dict[str, dict[str, Any]] = {
         "train.lr_start": {"train.lr_warmup_ratio": 0.1},
         "train.lr_decay_ratio": {"train.lr_decay_style": "linear"},
         "train.muon_": {"train.optimizer": "muon"},
+        "data.eval_sample_packing": {"data.test_datasets": [{"path": "b.jsonl", "type": "tokenized"}]},
         "log.wandb.": {"train.use_wandb": True},
         "lora.": {"lora.enable_lora": True},
     },
     "erniekit": {
         "virtual_pp_degree": {"pipeline_parallel_degree": 2},
+        "per_device_eval_batch_size": {"do_eval": True, "eval_dataset_path": "b.jsonl"},
         "scale_loss": {"bf16": False, "fp16": True},
     },
     "trl": {
@@ -98,6 +105,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "qefficient": {
         "model.auto_class_name": LABELS,
         "model.peft_config.task_type": LABELS,
+        "training.metric_for_best_model": EARLY,
     },
 }
 # Lists of datasets that stand for another way to name data, which a file of LEAST has.
@@ -138,6 +146,7 @@ TWO = {
 SPLIT = {"dataset.json_file_path": None, "dataset.dataset_name": "x/y"}
 TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
     "surogate": {
+        "checkpoint_dir": ({"checkpoint_dir": "elsewhere"}, {"ckpt.dir": "elsewhere"}),
         "recompute_block": ({**OFF, "recompute_block": True}, {"memory.remat": "block"}),
         "recompute_att": ({**OFF, "recompute_att": True}, {"memory.remat": "attention+qkv"}),
         "recompute_ffn": ({**OFF, "recompute_ffn": True}, {"memory.remat": "ffn"}),
@@ -616,7 +625,10 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         "training.eval_steps": ({"training.eval_strategy": "steps", "training.eval_steps": 7}, {"eval.steps": 7}),
         "training.device": ({"training.device": "cuda"}, {"device.platform": "cuda"}),
         "training.use_cpu": ({"training.use_cpu": True}, {"device.platform": "cpu"}),
-        "training.save_strategy": ({"training.save_strategy": "no"}, {"ckpt.save_steps": 0}),
+        "training.save_strategy": ({"training.save_strategy": "no"}, {"ckpt.save_steps": 0, "ckpt.at_end": False}),
+        "callbacks.early_stopping": (EARLY, {"eval.patience": 5}),
+        "callbacks.early_stopping.early_stopping_patience": (EARLY, {"eval.patience": 5}),
+        "callbacks.early_stopping.early_stopping_threshold": (EARLY, {"eval.min_improvement": 0.25}),
         "training.save_steps": ({"training.save_strategy": "steps", "training.save_steps": 7}, {"ckpt.save_steps": 7}),
         "training.fsdp_config": ({"training.fsdp_config": {"a": 1}}, {"mesh.fsdp": -1}),
         "scheduler.warmup_steps": ({"scheduler.warmup_steps": 0.25}, {"optim.warmup_ratio": 0.25}),
@@ -663,6 +675,8 @@ def another(key: str, default: Any) -> Any:
         candidates = members
     elif option.annotation is float or float in members:
         candidates = (0.25, 0.5, 4096.0)
+    elif bool in members:
+        candidates = (True, False)
     elif option.annotation is int or int in members:
         candidates = (3, 5)
     elif typing.get_origin(option.annotation) is tuple:
@@ -672,7 +686,8 @@ def another(key: str, default: Any) -> Any:
     return next(
         value
         for value in candidates
-        if value not in (option.default, default) and (isinstance(value, str | list) or inside(value, option.within))
+        if value not in (option.default, default)
+        and (isinstance(value, str | list | bool) or inside(value, option.within))
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 from batches import logits, make_batch, tokens
 from tiny import FAMILIES, read, torch_model
 
-from jaxtune.config.schema import Config, Model, Quant
+from jaxtune.config.schema import Config, Data, Model, Quant
 from jaxtune.errors import UserError
 from jaxtune.hf.sources import current_name
 from jaxtune.models.call import Call
@@ -18,6 +18,8 @@ from jaxtune.models.decoder import bind
 from jaxtune.models.score import score
 from jaxtune.run.assembly import objective_of
 from jaxtune.run.export import export_full
+from jaxtune.run.model import declare_model, read_base
+from jaxtune.run.values import read_parameters
 
 BATCH, SEQUENCE = 2, 96
 
@@ -117,6 +119,24 @@ def test_export_gives_back_every_bit(case, one_device, tmp_path):
 
     with safe_open(tmp_path / "out" / "model.safetensors", "np") as file:
         assert any(name.endswith("lm_head.weight") for name in file.keys()) == (not model.spec.tied)  # noqa: SIM118
+
+
+@pytest.mark.parametrize("scaling", ["linear", "dynamic", "yarn"])
+def test_a_rope_that_an_option_stretches_is_that_of_transformers(tmp_path, one_device, scaling):
+    """Of the export, to three times the positions; a dynamic one by the length of the rows."""
+    import torch
+
+    reference = torch_model("seed_oss, biases", tmp_path, max_position_embeddings=32)
+    options = Model(path=str(tmp_path), dtype="float32", rope_scaling=scaling, max_positions=SEQUENCE)
+    config = Config(model=options, data=Data(seq_len=SEQUENCE))
+    model = declare_model(read_base(config), config, one_device, train=False)
+    parameters, rows = read_parameters(model, model.whole), tokens(BATCH, SEQUENCE)
+    export_full(model, parameters, config, tmp_path / "out")
+    exported = type(reference).from_pretrained(tmp_path / "out", attn_implementation="eager")
+    with torch.no_grad():
+        expected = exported(torch.tensor(rows)).logits.numpy()
+        assert np.abs(reference(torch.tensor(rows)).logits.numpy() - expected).max() > 1e-3
+    assert np.abs(logits(model, parameters, make_batch(rows, one_device)) - expected).max() <= 2e-5
 
 
 @pytest.mark.parametrize("name", ["gpt_oss, stacked experts", "mixtral"])

@@ -180,6 +180,7 @@ def _lines(
     options = {name: row.default for name, row in table.items() if row.default is not _NO_DEFAULT}
     odd = {name for name, value in found.items() if name in table and not _fits(value, table[name].sample)}
     options |= {name: value for name, value in found.items() if value is not None and name not in odd}
+    options |= {name: True for name in found if name in table and table[name].present}
     for name, row in table.items():
         value = True if row.present else found.get(name, options.get(name))
         if row.entries and isinstance(value, list) and value and all(isinstance(entry, Mapping) for entry in value):

@@ -1,6 +1,8 @@
 """Options of other systems whose values must be read together. Each function gets all options of its file or entry."""
 
 import ast
+import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,6 +32,18 @@ def surogate_remat(o: Options) -> Settings:
         return {"memory.remat": "block"}
     chosen = {"attention+qkv": attention, "ffn": feed_forward, "qkv": o["recompute_qkv"]}
     return {"memory.remat": next((policy for policy, wanted in chosen.items() if wanted), "none")}
+
+
+def surogate_rope(o: Options) -> Settings:
+    """A name with max_model_len, or JSON with a factor; without either the positions stay those of config.json."""
+    scaling, positions = o["rope_scaling"], o.get("max_model_len")
+    if scaling is None:
+        return {}
+    if isinstance(scaling, Mapping):
+        scaling = json.dumps(dict(scaling), default=str)
+    if not isinstance(scaling, str) or not isinstance(positions, int | None):
+        raise NotYet("rope_scaling is linear, dynamic, yarn or JSON, and max_model_len a number")
+    return {"model.rope_scaling": scaling} | ({"model.max_positions": positions} if positions else {})
 
 
 def surogate_zero(o: Options) -> Settings:
@@ -96,6 +110,12 @@ def surogate_mappings(o: Options) -> Settings:
     return {"message_property_mappings": tuple(f"{ours}={theirs}" for ours, theirs in pairs.items() if ours != theirs)}
 
 
+def surogate_checkpoints(o: Options) -> Settings:
+    """Where they are if not in the run's folder, which is in output_dir."""
+    elsewhere = o["checkpoint_dir"]
+    return {} if os.path.abspath(str(elsewhere)) == os.path.abspath(o["output_dir"]) else {"ckpt.dir": elsewhere}
+
+
 # ---- XORL ----
 
 
@@ -106,12 +126,26 @@ def xorl_model(o: Options) -> Settings:
     if model is None:
         if config is None:
             return {}
-        if tokenizer not in (None, config):
-            raise NotYet("a tokenizer from another folder than config.json")
-        return {"model.path": config, "model.from_scratch": True}
-    if {config, tokenizer} - {None, model}:
-        raise NotYet("config.json or the tokenizer from another folder than the weights")
-    return {"model.path": model}
+        own = {"model.tokenizer": tokenizer} if tokenizer not in (None, config) else {}
+        return {"model.path": config, "model.from_scratch": True} | own
+    settings = {"model.path": model}
+    if config not in (None, model):
+        settings |= {"model.config": config}
+    if tokenizer not in (None, config or model):
+        settings |= {"model.tokenizer": tokenizer}
+    return settings
+
+
+def xorl_foundation(o: Options) -> Settings:
+    """Entries of config.json, as JSON."""
+    entries = o["model.foundation"]
+    if not isinstance(entries, Mapping):
+        raise NotYet("anything but entries of config.json by their names")
+    return (
+        {"model.overrides": [f"{name}={json.dumps(value, default=str)}" for name, value in entries.items()]}
+        if entries
+        else {}
+    )
 
 
 def xorl_packing(o: Options) -> Settings:
@@ -212,10 +246,9 @@ def xorl_exclude(o: Options) -> Settings:
 
 
 def xorl_resume(o: Options) -> Settings:
-    """auto, or a path, which is not there yet."""
-    if o["train.load_checkpoint_path"] != "auto":
-        raise NotYet("resuming from a path; 'auto' goes on with the run of that name")
-    return {"ckpt.resume": "auto"}
+    """auto: the run of that name goes on; or from the checkpoint of another one, where there is none of that name."""
+    path = o["train.load_checkpoint_path"]
+    return {"ckpt.resume": "auto"} | ({"ckpt.start": path} if path != "auto" else {})
 
 
 # ---- ERNIEKit ----
@@ -231,8 +264,8 @@ def ernie_train(o: Options) -> Settings:
 def ernie_eval(o: Options) -> Settings:
     """Evaluation takes place with do_eval and a strategy."""
     strategy = o["evaluation_strategy"]
-    if strategy not in ("steps", "no"):
-        raise NotYet("evaluation by epochs; 'steps' and 'no' are there")
+    if strategy not in ("steps", "epoch", "no"):
+        raise NotYet("the strategies are steps, epoch and no")
     if not o["do_eval"] or strategy == "no" or not o.get("eval_dataset_path"):
         return {}
     most = o["max_evaluate_steps"]
@@ -240,6 +273,8 @@ def ernie_eval(o: Options) -> Settings:
         "data.eval_datasets": _ernie_entries(o, "eval"),
         "eval.max_batches": most if most > 0 else None,
     }
+    if strategy == "epoch":
+        return settings | {"eval.epochs": 1.0}
     return settings | ({"eval.steps": o["eval_steps"]} if o.get("eval_steps") else {})
 
 
@@ -372,10 +407,15 @@ def ernie_offload(o: Options) -> Settings:
 
 
 def ernie_save(o: Options) -> Settings:
-    """By steps, or at the end alone."""
-    if o["save_strategy"] not in ("steps", "no"):
-        raise NotYet("saving by epochs; 'steps' and 'no' are there")
-    return {"ckpt.save_steps": o.get("save_steps", 0) if o["save_strategy"] == "steps" else 0}
+    """By steps, by epochs, or never."""
+    return _saved(o["save_strategy"], o.get("save_steps", 0))
+
+
+def _saved(strategy: Any, steps: int) -> Settings:
+    if strategy not in ("steps", "epoch", "no"):
+        raise NotYet("the strategies are steps, epoch and no")
+    by = {"steps": {"ckpt.save_steps": steps}, "epoch": {"ckpt.save_epochs": 1.0}, "no": {"ckpt.at_end": False}}
+    return {"ckpt.save_steps": 0} | by[strategy]
 
 
 # ---- QEfficient ----
@@ -438,19 +478,25 @@ def _qefficient_text(key: str, template: Any) -> Settings:
 
 
 def qefficient_eval(o: Options) -> Settings:
-    """By steps; or at the end, which is the end of an epoch where there is one."""
-    strategy = o["training.eval_strategy"]
-    if strategy == "epoch" and o["training.num_train_epochs"] > 1 and o["training.max_steps"] <= 0:
-        raise NotYet("evaluation after each of several epochs; eval_strategy: steps is there")
-    return {"eval.steps": o.get("training.eval_steps", 0) if strategy == "steps" and o["training.do_eval"] else 0}
+    """By steps, or by epochs."""
+    strategy = o["training.eval_strategy"] if o["training.do_eval"] else "no"
+    if strategy not in ("steps", "epoch", "no"):
+        raise NotYet("the strategies are steps, epoch and no")
+    by = {"steps": {"eval.steps": o.get("training.eval_steps", 0)}, "epoch": {"eval.epochs": 1.0}}
+    return {"eval.steps": 0} | by.get(strategy, {})
+
+
+def qefficient_early(o: Options) -> Settings:
+    """Read where the callback is listed."""
+    if "callbacks.early_stopping" not in o:
+        return {}
+    patience, least = (o[f"callbacks.early_stopping.early_stopping_{part}"] for part in ("patience", "threshold"))
+    return {"eval.patience": patience, "eval.min_improvement": least}
 
 
 def qefficient_save(o: Options) -> Settings:
-    """By steps; or at the end, which is the end of an epoch where there is one."""
-    strategy = o["training.save_strategy"]
-    if strategy == "epoch" and o["training.num_train_epochs"] > 1 and o["training.max_steps"] <= 0:
-        raise NotYet("a checkpoint after each of several epochs; save_strategy: steps is there")
-    return {"ckpt.save_steps": o["training.save_steps"] if strategy == "steps" else 0}
+    """By steps, by epochs, or never."""
+    return _saved(o["training.save_strategy"], o["training.save_steps"])
 
 
 def qefficient_devices(o: Options) -> Settings:
@@ -482,10 +528,9 @@ def qefficient_length(o: Options) -> Settings:
 
 
 def qefficient_tokenizer(o: Options) -> Settings:
-    """That of the model."""
-    if o["dataset.tokenizer_name"] != o["model.model_name"]:
-        raise NotYet(f"another tokenizer than that of {o['model.model_name']}")
-    return {}
+    """That of the model, or another one."""
+    name = o["dataset.tokenizer_name"]
+    return {"model.tokenizer": name} if name != o["model.model_name"] else {}
 
 
 def conversions_of(names: Mapping[str, Any], *systems: str) -> dict[str, Callable[[Options], Settings]]:

@@ -58,7 +58,10 @@ def common_spec(
     def mixer(window: int | None, rope: Rope | None) -> Heads:
         return Heads(queries, config.get("num_key_value_heads") or queries, head_dim, rope, window, **heads)
 
-    mixers = map(mixer, each(window), each(rope or read_rope(config)))
+    ropes = each(rope or read_rope(config))
+    # max_position_embeddings is the length before a dynamic scaling, and after any other.
+    stretch = max((one.factor for one in ropes if one is not None and one.kind == "dynamic"), default=1.0)
+    mixers = map(mixer, each(window), ropes)
     slots = zip(mixers, each(feed_forward or dense(config, mlp_bias)), strict=True)
     return ModelSpec(
         family=family,
@@ -66,7 +69,7 @@ def common_spec(
         hidden=config["hidden_size"],
         layers=tuple(Layer(*slot, **layer) for slot in slots),
         norm=norm or Norm(config["rms_norm_eps"]),
-        max_positions=config["max_position_embeddings"],
+        max_positions=int(config["max_position_embeddings"] * stretch),
         tied=config.get("tie_word_embeddings", False),
         initializer_range=config.get("initializer_range", 0.02),
         **model,
@@ -120,6 +123,16 @@ def read_rope(config: dict[str, Any], theta: float = 10_000.0, **fields: Any) ->
         truncate=values.get("truncate", True),
         **fields,
     )
+
+
+# Names in the object that describes a rope.
+ROPE_ENTRIES = frozenset(
+    (
+        *("rope_theta", "rope_type", "type", "factor", "original_max_position_embeddings", "partial_rotary_factor"),
+        *("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale"),
+        *("mscale_all_dim", "truncate"),
+    )
+)
 
 
 def partial_rotary(config: dict[str, Any]) -> float:

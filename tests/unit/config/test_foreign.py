@@ -70,6 +70,42 @@ TRANSLATED = [
     ),
     (SUROGATE, "lora: false\n", {"precision.master_dtype": "bfloat16", "lora.enabled": False, "lora.dropout": 0.0}),
     (SUROGATE, "lora: false\ntorch_dtype: float32\n", {"precision.master_dtype": "float32"}),
+    (
+        SUROGATE,
+        "rope_scaling: yarn\nmax_model_len: 4096\n",
+        {"model.rope_scaling": "yarn", "model.max_positions": 4096},
+    ),
+    (SUROGATE, "rope_scaling: {factor: 2.0, type: yarn}\n", {"model.rope_scaling": '{"factor": 2.0, "type": "yarn"}'}),
+    (SUROGATE, "max_model_len: 2048\n", {"model.max_positions": None}),
+    (SUROGATE, "max_pixels: 1000\nnorm_bbox: norm1000\n", {"model.path": "my/model"}),
+    (
+        XORL.replace("my/model}", "my/model, config_path: b, tokenizer_path: c, attn_implementation: eager}"),
+        "",
+        {"model.config": "b", "model.tokenizer": "c", "attention.backend": "xla"},
+    ),
+    (
+        XORL.replace("model_path: my/model}", "config_path: b, tokenizer_path: c}"),
+        "",
+        {"model.path": "b", "model.from_scratch": True, "model.config": None, "model.tokenizer": "c"},
+    ),
+    (
+        XORL.replace("my/model}", "my/model, foundation: {rope_theta: 1.0e6, hidden_act: gelu}, merge_qkv: false}"),
+        "",
+        {"model.overrides": ("rope_theta=1000000.0", 'hidden_act="gelu"')},
+    ),
+    (XORL.replace("my/model}", "my/model, encoders: {image: {model_path: e}}}"), "", {"model.path": "my/model"}),
+    (
+        ERNIEKIT,
+        "hidden_dropout_prob: 0.1\nattention_probs_dropout_prob: 0.2\ndropout_warmup_steps: 5\n",
+        {"train.hidden_dropout": 0.1, "train.attention_dropout": 0.2, "train.dropout_warmup_steps": 5},
+    ),
+    (
+        QEFFICIENT.replace("my/model}", "my/model, attn_implementation: eager}").replace(
+            "a.json", "a.json, tokenizer_name: t"
+        ),
+        "",
+        {"attention.backend": "xla", "model.tokenizer": "t"},
+    ),
     (SUROGATE, "max_steps: 7\n", {"train.max_steps": 7, "train.epochs": 1.0}),
     (SUROGATE, "system: Be kind.\n", {"data.datasets[0].system_prompt": "Be kind."}),
     (SUROGATE, "report_to: [wandb]\n", {"log.wandb.enabled": True, "log.wandb.project": "Surogate"}),
@@ -184,6 +220,11 @@ TRANSLATED = [
     (QEFFICIENT, "training: {do_eval: false}\n", {"data.validation_split": 0.0}),
     (QEFFICIENT, "training: {eval_strategy: steps, eval_steps: 5}\n", {"eval.steps": 5}),
     (QEFFICIENT, "training: {save_strategy: steps, save_steps: 5}\n", {"ckpt.save_steps": 5}),
+    (QEFFICIENT, "training: {num_train_epochs: 3}\n", {"ckpt.save_epochs": 1.0, "eval.epochs": 1.0}),
+    (QEFFICIENT, "callbacks:\n  early_stopping:\n", {"eval.patience": 3, "eval.min_improvement": 0.01}),
+    (ERNIEKIT, "save_strategy: epoch\n", {"ckpt.save_epochs": 1.0, "ckpt.save_steps": 0}),
+    (ERNIEKIT, "", {"ckpt.at_end": False}),
+    (XORL.replace("out}", "out, load_checkpoint_path: other/run}"), "", {"ckpt.start": "other/run"}),
     (QEFFICIENT, "training: {use_cpu: true}\n", {"device.platform": "cpu"}),
     (QEFFICIENT, "training: {fsdp_config: {min_num_params: 1}}\n", {"mesh.fsdp": -1, "mesh.data": 1}),
     (QEFFICIENT, "scheduler: {scheduler_name: cosine, warmup_steps: 0.05}\n", {"optim.warmup_ratio": 0.05}),
@@ -223,10 +264,6 @@ def test_options_become_ours(system, more, expected):
             SUROGATE + "learning_rat: 1\n",
             "line 4: learning_rat = 1: no such option of Surogate; nearest: learning_rate",
         ),
-        (
-            SUROGATE + "checkpoint_dir: x\n",
-            "line 4: checkpoint_dir = 'x': not there yet: a folder of their own for check",
-        ),
         (SUROGATE + "report_to: [aim]\n", r"report_to = \['aim'\]: not there yet; there are wandb, tensorboard"),
         (SUROGATE + "template: minicpm\n", "template = 'minicpm': not there yet; there are auto, chatml, qwen"),
         (SUROGATE + "zero_level: two\n", "zero_level = 'two': expected a value such as 1"),
@@ -240,25 +277,19 @@ def test_options_become_ours(system, more, expected):
         ),
         (SUROGATE + "lora_rank: -1\n", "its.yaml: lora.rank = -1: must be at least 1"),
         (
-            XORL.replace("out}", "out, load_checkpoint_path: x}"),
-            "train.load_checkpoint_path = 'x': not there yet: resuming",
+            XORL.replace("out}", "out, activation_gpu_limit: 5.0}"),
+            "line 3: train.activation_gpu_limit = 5.0: not there yet: a limit in GB",
         ),
-        (
-            XORL.replace("my/model}", "my/model, tokenizer_path: b}"),
-            "not there yet: config.json or the tokenizer from an",
-        ),
+        (XORL.replace("my/model}", "my/model, foundation: [a]}"), "foundation = .*: expected a value such as {}"),
+        (SUROGATE + "rope_scaling: 3\n", "rope_scaling = 3: not there yet: .* linear, dynamic, yarn or JSON"),
         (XORL + "lora: {merge_lora_interval: 5}\n", "lora.merge_lora_interval = 5: not there yet: merging adapters"),
         (XORL + "optim: {lr: 1}\n", "optim = .*: no such option of XORL"),
         (ERNIEKIT + "stage: GRPO\n", "stage = 'GRPO': not there yet: the stages are SFT, PT and DPO"),
         (ERNIEKIT + "stage: DPO\nloss_type: ppo\n", "loss_type = 'ppo': not there yet: .* a loss_type of sigmoid, ipo"),
-        (ERNIEKIT + "save_strategy: epoch\n", "save_strategy = 'epoch': not there yet: saving by epochs"),
+        (ERNIEKIT + "save_strategy: weekly\n", "save_strategy = 'weekly': not there yet: the strategies are steps"),
         (
             ERNIEKIT + "per_device_train_batch_size: 2\nbatch_size: 4\n",
             "batch_size = 4: train.micro_batch_size is 2 by per_",
-        ),
-        (
-            QEFFICIENT + "callbacks:\n  early_stopping:\n",
-            "callbacks.early_stopping = True: not there yet: stopping early",
         ),
         (
             QEFFICIENT.replace("prompt_template:", "prompt_func: 'a.py:f', prompt_template:"),
@@ -304,9 +335,10 @@ def test_what_cannot_be_translated_is_an_error_by_name(text, told):
 
 
 def test_what_is_not_there_yet_at_its_default_is_a_note_and_so_is_a_reason():
-    notes = resolved(SUROGATE + "checkpoint_dir: output\npadding_side: left\nnormuon_beta2: 0.9\n").opening_lines
+    (note,) = [x for x in resolved(XORL.replace("out}", "out, activation_gpu_limit: 0}")).notes if "gpu_limit" in x]
+    assert note == "  train.activation_gpu_limit = 0 -> not there yet, and this is as without it"
+    notes = resolved(SUROGATE + "padding_side: left\nnormuon_beta2: 0.9\n").opening_lines
     assert notes[0] == "its.yaml: a config of Surogate; what became of it:"
-    assert "  checkpoint_dir = 'output' -> not there yet, and this is as without it" in notes
     assert any(note.startswith("  padding_side = 'left' -> padding is neither seen nor trained") for note in notes)
     (moot,) = [note for note in notes if note.startswith("left out")]
     assert "optim.normuon.beta2 = 0.9: has no effect" in moot

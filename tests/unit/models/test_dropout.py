@@ -1,10 +1,16 @@
 """Dropout is a function of seed, step, row, layer and site."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from jaxtune.models.dropout import Noise, dropout, shaken
+from jaxtune.models.attention_dropout import Bits, attend_dropping
+from jaxtune.models.dropout import Noise, dropout, shaken, source_of
+from jaxtune.models.spec import Heads
+from pallas_kernels.flash_attention import MaskSpec, flash_attention
 
 
 def test_dropout_depends_on_the_row_not_on_its_place(one_device):
@@ -27,3 +33,61 @@ def test_noise_on_embeddings_is_that_of_neftune(one_device):
     assert abs(float(found.std()) - most / np.sqrt(3)) < 0.1 * most
     dealt = jnp.array([[7, 6, 5, 4, 3, 2, 1, 0]] * 2)
     np.testing.assert_array_equal(shaken(x, 5.0, Noise(key, jnp.array([9, 5]), dealt)), found[::-1, ::-1])
+
+
+def test_rates_rise_over_the_steps_of_warmup_and_bits_are_those_of_the_step():
+    sources = [source_of(3, jnp.int32(step), 4) for step in (0, 2, 4, 9)]
+    rates = [float(Noise(source.key, jnp.arange(2), share=source.share).rate(0.4)) for source in sources]
+    assert rates == pytest.approx([0, 0.2, 0.4, 0.4])
+    assert len({tuple(jax.random.key_data(source.key).tolist()) for source in sources}) == 4
+    assert Noise(source_of(3, jnp.int32(0)).key, jnp.arange(2)).rate(0.4) == 0.4
+
+
+HEADS, TOKENS, WIDTH = 4, 12, 16
+MASK = MaskSpec(key_start=jnp.tile(jnp.repeat(jnp.array([0, 7]), jnp.array([7, 5])), (2, 1)))  # documents of 7 and 5
+
+
+def drawn(kv_heads: int = 2) -> tuple[jax.Array, ...]:
+    """Queries, keys and values of two equal rows."""
+    keys = jax.random.split(jax.random.key(1), 3)
+    return tuple(
+        jnp.tile(jax.random.normal(key, (1, TOKENS, heads, WIDTH)), (2, 1, 1, 1))
+        for key, heads in zip(keys, (HEADS, kv_heads, kv_heads))
+    )
+
+
+def attended(q, k, v, rate, rows=(5, 9), mask=MASK, index=None, sinks=None, **mixer):
+    bits = Bits(jax.random.key(0), jnp.array(rows), jnp.arange(HEADS), jnp.float32(rate))
+    index = jnp.tile(jnp.arange(TOKENS), (2, 1)) if index is None else index
+    return attend_dropping(q, k, v, mask, Heads(HEADS, k.shape[2], WIDTH, None, **mixer), sinks, bits, index)
+
+
+@pytest.mark.parametrize("mixer", [{}, {"soft_cap": 0.5, "scale": 0.3}, {"sinks": jnp.linspace(-1.0, 1.0, HEADS)}])
+def test_attention_that_drops_nothing_is_attention(mixer):
+    sinks, mixer = mixer.get("sinks"), {name: value for name, value in mixer.items() if name != "sinks"}
+    expected = flash_attention(*drawn(), MASK, mixer.get("scale"), soft_cap=mixer.get("soft_cap"), sinks=sinks)
+    np.testing.assert_allclose(attended(*drawn(), 0.0, sinks=sinks, **mixer), expected, atol=1e-6)
+
+
+def test_probabilities_are_dropped_by_row_head_query_and_key():
+    q, k, _ = drawn(HEADS)
+    v = jnp.broadcast_to(jnp.eye(TOKENS, WIDTH)[None, :, None], (2, TOKENS, HEADS, WIDTH))  # shows each probability
+    whole, found = (np.asarray(attended(q, k, v, rate)) for rate in (0.0, 0.5))
+    kept = found > 0
+    np.testing.assert_allclose(found[kept], 2 * whole[kept], rtol=1e-6)
+    assert 0.4 < kept[whole > 0].mean() < 0.6 and not kept[whole == 0].any()
+    assert (kept[0] != kept[1]).any() and (kept[:, :, 0] != kept[:, :, 1]).any()
+    np.testing.assert_array_equal(attended(q, k, v, 0.5, rows=(9, 5)), found[::-1])
+    # Queries that are dealt to devices in another order keep their bits.
+    order = np.array([3, 2, 1, 0, 11, 10, 9, 8, 4, 5, 6, 7])
+    mask = MaskSpec(key_start=MASK.key_start[:, order], query_offset=jnp.tile(order - np.arange(TOKENS), (2, 1)))
+    dealt = attended(q[:, order], k, v, 0.5, mask=mask, index=jnp.tile(order, (2, 1)))
+    np.testing.assert_allclose(dealt, found[:, order], rtol=1e-6)
+
+
+def test_the_backward_pass_of_dropped_attention_draws_the_same_bits():
+    q, k, _ = drawn(HEADS)
+    v = jnp.broadcast_to(jnp.eye(TOKENS, WIDTH)[None, :, None], (2, TOKENS, HEADS, WIDTH))
+    found, transposed = jax.vjp(partial(attended, q, k, rate=0.5), v)
+    (gradient,) = transposed(jnp.ones_like(found))
+    np.testing.assert_allclose(gradient[..., 0], found[..., :TOKENS].sum(1).swapaxes(1, 2), rtol=1e-5)

@@ -1,0 +1,60 @@
+"""The ModelSpec of a config.json, and whether a family reads what a recipe changes in it."""
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxtune import hf
+from jaxtune.config.schema import Model
+from jaxtune.errors import UserError
+from jaxtune.models import families
+from jaxtune.models.families.llama import ROPE_ENTRIES
+from jaxtune.models.spec import ModelSpec
+
+
+class _Noted(dict[str, Any]):
+    """A config.json, and the objects in it, that note the names of the entries that are asked for."""
+
+    def __init__(self, values: Mapping[str, Any], asked: set[str]):
+        super().__init__({k: _Noted(v, asked) if isinstance(v, dict) else v for k, v in values.items()})
+        self.asked = asked
+
+    def __getitem__(self, name: str) -> Any:
+        self.asked.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.asked.add(name)
+        return super().get(name, default)
+
+    def __or__(self, other: Any) -> "_Noted":
+        return _Noted({**self, **other}, self.asked)
+
+    def __ror__(self, other: Any) -> "_Noted":
+        return _Noted({**other, **self}, self.asked)
+
+
+def spec_of(described: Mapping[str, Any], saved: Mapping[str, Any], model: Model) -> ModelSpec:
+    """The model that `described`, a config.json with `model.overrides`, makes of the one that is saved.
+
+    Raises UserError for an entry that is not in it and that its family does not read, and as `read_spec`.
+    """
+    asked = {*_names(saved), *ROPE_ENTRIES}
+    spec = families.read_spec(_Noted(described, asked))
+    for names, value in hf.overrides(model):
+        for name in (*names, *_names(value)):
+            if name not in asked:
+                near = difflib.get_close_matches(name, sorted(asked), n=1, cutoff=0)
+                raise UserError(
+                    f"model.overrides: {'.'.join(names)}: config.json has no {name}, and {spec.family} reads none; "
+                    f"nearest: {near[0]}"
+                )
+    return spec
+
+
+def _names(value: Any) -> Iterator[str]:
+    """The names of all entries of an object, and of the objects in it."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield name
+            yield from _names(inner)

@@ -1,0 +1,66 @@
+"""Dropout of the model itself, in whole steps: its rates, and the same bits on any mesh."""
+
+import jax
+import numpy as np
+import pytest
+from tiny import spec
+
+from jaxtune.config.checks import check
+from jaxtune.config.schema import Attention, Config, Data, Dataset, Memory, Mesh, Model, Optim, Precision, Train
+from jaxtune.models.parameters import randomize
+from jaxtune.parallel.layout import RULES, Rules
+from jaxtune.parallel.mesh import make_mesh
+from jaxtune.run.assembly import assemble
+from jaxtune.run.model import Base
+
+ROWS, TOKENS = 2, 16
+DROPPING = {"hidden_dropout": 0.3, "attention_dropout": 0.3, "dropout_warmup_steps": 2}
+
+
+def losses(mesh: Mesh, devices: int, steps: int = 2, remat="block", **train) -> list[float]:
+    """Of steps that change almost nothing, on the same rows."""
+    made = make_mesh(mesh, jax.devices()[:devices])
+    config = Config(
+        data=Data(seq_len=TOKENS),
+        train=Train(micro_batch_size=ROWS, grad_accum_steps=2, **train),
+        optim=Optim(learning_rate=1e-9, schedule="constant"),
+        precision=Precision("fp32"),
+        memory=Memory(remat),
+    )
+    program = assemble(Base(spec(2)), config, made)
+    tokens = np.random.default_rng(0).integers(0, 256, (2, ROWS, TOKENS))
+    columns = {
+        "tokens": tokens,
+        "targets": np.roll(tokens, -1, 2),
+        "positions": np.broadcast_to(np.arange(TOKENS), tokens.shape),
+        "segment_ids": np.ones_like(tokens),
+        "key_start": np.zeros_like(tokens),
+        "loss_weight": np.ones(tokens.shape),
+        "row": np.arange(2 * ROWS).reshape(2, ROWS),
+    }
+    batch = {n: jax.device_put(np.asarray(columns[n], x.dtype), x.sharding) for n, x in program.batch.items()}
+    state, step, found = jax.jit(program.start)(randomize(program.model.trained, 0)), jax.jit(program.step), []
+    for _ in range(steps):
+        state, metrics = step(state, {}, batch, np.float32(1e-9))
+        found.append(float(metrics["loss"]))
+    jax.set_mesh(None)
+    RULES.set_global(Rules())
+    return found
+
+
+def test_dropout_rises_and_is_the_same_on_a_mesh_and_without_recomputation():
+    plain, found = losses(Mesh(fsdp=1), 1), losses(Mesh(fsdp=1), 1, **DROPPING)
+    assert found[0] == pytest.approx(plain[0], rel=1e-6) and found[1] != pytest.approx(plain[1], rel=1e-4)
+    assert losses(Mesh(fsdp=1, stage=2, tensor=2), 4, remat="none", **DROPPING) == pytest.approx(found, rel=1e-6)
+
+
+@pytest.mark.parametrize(("backend", "refused"), [("auto", False), ("xla", False), ("triton", True)])
+def test_dropped_probabilities_and_a_kernel_exclude_each_other(backend, refused):
+    config = Config(
+        model=Model(path="a"),
+        data=Data(datasets=(Dataset(path="b"),)),
+        train=Train(attention_dropout=0.1),
+        attention=Attention(backend),
+    )
+    found = [problem.text for problem in check(config)]
+    assert any("train.attention_dropout = 0.1: no kernel drops" in text for text in found) == refused
