@@ -75,6 +75,7 @@ BESIDE: dict[str, dict[str, Any]] = {
         "lora.": {"lora.enable_lora": True},
     },
     "erniekit": {
+        "dropout_warmup_steps": {"hidden_dropout_prob": 0.1},
         "virtual_pp_degree": {"pipeline_parallel_degree": 2},
         "per_device_eval_batch_size": {"do_eval": True, "eval_dataset_path": "b.jsonl"},
         "scale_loss": {"bf16": False, "fp16": True},
@@ -134,8 +135,11 @@ VALUES: dict[str, Any] = {
 ALPACA = "### Instruction:\n{instruction}\n\n### Response:\n"
 OFF = {"recompute_block": False, "recompute_att": False, "recompute_ffn": False, "recompute_qkv": False}
 DPO = {"stage": "DPO"}
-# Columns of the data that their file does not name.
-SCORES = [(f"data.datasets[0].{side}_score_field", side) for side in ("chosen", "rejected")]
+# What their files cannot say, and these options need.
+TYPED = {
+    "offset_alpha": [(f"data.datasets[0].{side}_score_field", side) for side in ("chosen", "rejected")],
+    "init_projections_to_zero": [("model.from_scratch", "true")],
+}
 POLYNOMIAL = {"lr_scheduler_type": "polynomial"}
 EVALUATED = {"do_eval": True, "eval_dataset_path": "e.jsonl"}
 TWO = {
@@ -157,6 +161,8 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         "shard_gradients": ({"shard_gradients": True}, {"parallel.zero": 2}),
         "distributed.gpus_per_node": ({"gpus": 2, "distributed.gpus_per_node": 8}, {"device.gpus": 8}),
         "gpus": ({"gpus": 4}, {"device.gpus": 4}),
+        "rope_scaling": ({"rope_scaling": "yarn", "max_model_len": 4096}, {"model.rope_scaling": "yarn"}),
+        "max_model_len": ({"rope_scaling": "yarn", "max_model_len": 4096}, {"model.max_positions": 4096}),
         "gradient_dtype": ({"recipe": "fp8_hybrid", "gradient_dtype": "e5m2"}, {"precision.recipe": "fp8_hybrid"}),
         "master_dtype": ({"lora": False, "master_dtype": "bf16"}, {"precision.master_dtype": "bfloat16"}),
         "skip_quant_first_layers": (
@@ -241,6 +247,10 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         "train.recompute_modules": ({"train.recompute_modules": ["self_attn"]}, {"memory.remat": "attention+qkv"}),
         "train.moe_checkpoint_method": ({"train.moe_checkpoint_method": "moe_act"}, {"memory.remat": "experts"}),
         "train.enable_activation_offload": ({"train.enable_activation_offload": True}, {"memory.remat": "offload"}),
+        "model.foundation": (
+            {"model.foundation": {"sliding_window": 1024}},
+            {"model.overrides": ("sliding_window=1024",)},
+        ),
         "train.activation_gpu_limit": (
             {"train.enable_activation_offload": True, "train.activation_gpu_limit": 10.0},
             {"memory.remat": "auto"},
@@ -423,6 +433,10 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         "special_tokens": (
             {"special_tokens": {"additional_special_tokens": ["<a>"]}},
             {"data.special_tokens": ("<a>",)},
+        ),
+        "overrides_of_model_config": (
+            {"overrides_of_model_config": {"sliding_window": 1024}},
+            {"model.overrides": ("sliding_window=1024",)},
         ),
         "plugins": ({"plugins": ["axolotl.integrations.liger.LigerPlugin"]}, {}),
         "adapter": ({"adapter": "qlora", "load_in_4bit": True}, {"lora.enabled": True, "quant.format": "nf4"}),
@@ -675,8 +689,6 @@ def another(key: str, default: Any) -> Any:
         candidates = members
     elif option.annotation is float or float in members:
         candidates = (0.25, 0.5, 4096.0)
-    elif bool in members:
-        candidates = (True, False)
     elif option.annotation is int or int in members:
         candidates = (3, 5)
     elif typing.get_origin(option.annotation) is tuple:
@@ -686,8 +698,7 @@ def another(key: str, default: Any) -> Any:
     return next(
         value
         for value in candidates
-        if value not in (option.default, default)
-        and (isinstance(value, str | list | bool) or inside(value, option.within))
+        if value not in (option.default, default) and (isinstance(value, str | list) or inside(value, option.within))
     )
 
 
@@ -701,7 +712,7 @@ def value_of(config: Config, key: str) -> Any:
 def becomes(dialect: str, said: Mapping[str, Any], expected: Mapping[str, Any], folder: pathlib.Path) -> None:
     file = folder / "its.yaml"
     file.write_text(json.dumps(said))
-    overrides = SCORES if "offset_alpha" in said else ()
+    overrides = [override for option in said for override in TYPED.get(option, ())]
     config = read_recipe(str(file), dialect=dialect).resolve(overrides)
     assert {key: value_of(config, key) for key in expected} == expected
 

@@ -1,5 +1,6 @@
 """Options of Axolotl that must be read together (`conversions`)."""
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -137,6 +138,12 @@ def axolotl_tokens(o: Options) -> Settings:
     tokens = o.get("special_tokens")
     more = tokens.get("additional_special_tokens") if isinstance(tokens, Mapping) else None
     return {"data.special_tokens": more} if more else {}
+
+
+def axolotl_overrides(o: Options) -> Settings:
+    """Entries of config.json."""
+    entries = o.get("overrides_of_model_config") or {}
+    return {"model.overrides": [f"{name}={json.dumps(value)}" for name, value in entries.items()]} if entries else {}
 
 
 _FUSED = ("CutCrossEntropyPlugin", "LigerPlugin")
@@ -315,8 +322,8 @@ def axolotl_eval(o: Options) -> Settings:
 def axolotl_save(o: Options) -> Settings:
     """By steps or epochs."""
     steps, epochs = _when(o, "save", "saves")
-    best = {"ckpt.keep_best": True} if o.get("save_strategy") == "best" else {}
-    return {"ckpt.save_steps": steps, "ckpt.save_epochs": epochs} | best
+    more: dict[Any, Settings] = {"best": {"ckpt.keep_best": True}, "no": {"ckpt.at_end": False}}
+    return {"ckpt.save_steps": steps, "ckpt.save_epochs": epochs} | more.get(o.get("save_strategy"), {})
 
 
 def axolotl_metric(o: Options) -> Settings:

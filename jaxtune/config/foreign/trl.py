@@ -254,7 +254,11 @@ def trl_save(o: Options) -> Settings:
     strategy = o["save_strategy"]
     if strategy == "steps":
         return {"ckpt.save_steps": _steps("save_steps", o["save_steps"])}
-    more: dict[str, Settings] = {"no": {}, "epoch": {"ckpt.save_epochs": 1.0}, "best": {"ckpt.keep_best": True}}
+    more: dict[str, Settings] = {
+        "no": {"ckpt.at_end": False},
+        "epoch": {"ckpt.save_epochs": 1.0},
+        "best": {"ckpt.keep_best": True},
+    }
     if strategy not in more:
         raise NotYet("save_strategy is no, steps, epoch or best")
     return {"ckpt.save_steps": 0} | more[strategy]

@@ -276,10 +276,7 @@ def test_options_become_ours(system, more, expected):
             "expected a list of datasets with a path",
         ),
         (SUROGATE + "lora_rank: -1\n", "its.yaml: lora.rank = -1: must be at least 1"),
-        (
-            XORL.replace("out}", "out, activation_gpu_limit: 5.0}"),
-            "line 3: train.activation_gpu_limit = 5.0: not there yet: a limit in GB",
-        ),
+        (TRL + "eval_delay: 5\n", "line 4: eval_delay = 5: not there yet: evaluations that begin later"),
         (XORL.replace("my/model}", "my/model, foundation: [a]}"), "foundation = .*: expected a value such as {}"),
         (SUROGATE + "rope_scaling: 3\n", "rope_scaling = 3: not there yet: .* linear, dynamic, yarn or JSON"),
         (XORL + "lora: {merge_lora_interval: 5}\n", "lora.merge_lora_interval = 5: not there yet: merging adapters"),
@@ -335,8 +332,8 @@ def test_what_cannot_be_translated_is_an_error_by_name(text, told):
 
 
 def test_what_is_not_there_yet_at_its_default_is_a_note_and_so_is_a_reason():
-    (note,) = [x for x in resolved(XORL.replace("out}", "out, activation_gpu_limit: 0}")).notes if "gpu_limit" in x]
-    assert note == "  train.activation_gpu_limit = 0 -> not there yet, and this is as without it"
+    (note,) = [note for note in resolved(TRL + "eval_delay: 0\n").notes if "eval_delay" in note]
+    assert note == "  eval_delay = 0 -> not there yet, and this is as without it"
     notes = resolved(SUROGATE + "padding_side: left\nnormuon_beta2: 0.9\n").opening_lines
     assert notes[0] == "its.yaml: a config of Surogate; what became of it:"
     assert any(note.startswith("  padding_side = 'left' -> padding is neither seen nor trained") for note in notes)
