@@ -62,6 +62,7 @@ BESIDE: dict[str, dict[str, Any]] = {
         "qlora_bnb_double_quant": {"qlora_bnb": True},
         "qlora_four_over_six": {"qlora_fp4": True},
         "log.wandb": {"report_to": "wandb"},
+        "init_projections_to_zero": {"lora": False},
     },
     "xorl": {
         "data.dataset_shard_idx": {"data.dataset_shard_num": 4},
@@ -75,6 +76,7 @@ BESIDE: dict[str, dict[str, Any]] = {
         "lora.": {"lora.enable_lora": True},
     },
     "erniekit": {
+        "dropout_warmup_steps": {"hidden_dropout_prob": 0.1},
         "virtual_pp_degree": {"pipeline_parallel_degree": 2},
         "per_device_eval_batch_size": {"do_eval": True, "eval_dataset_path": "b.jsonl"},
         "scale_loss": {"bf16": False, "fp16": True},
@@ -128,8 +130,11 @@ VALUES: dict[str, Any] = {
 ALPACA = "### Instruction:\n{instruction}\n\n### Response:\n"
 OFF = {"recompute_block": False, "recompute_att": False, "recompute_ffn": False, "recompute_qkv": False}
 DPO = {"stage": "DPO"}
-# Columns of the data that their file does not name.
-SCORES = [(f"data.datasets[0].{side}_score_field", side) for side in ("chosen", "rejected")]
+# What some options need that no file of their system can say.
+OURS = {
+    "offset_alpha": [(f"data.datasets[0].{side}_score_field", side) for side in ("chosen", "rejected")],
+    "init_projections_to_zero": [("model.from_scratch", "true")],
+}
 POLYNOMIAL = {"lr_scheduler_type": "polynomial"}
 EVALUATED = {"do_eval": True, "eval_dataset_path": "e.jsonl"}
 TWO = {
@@ -140,6 +145,11 @@ TWO = {
 SPLIT = {"dataset.json_file_path": None, "dataset.dataset_name": "x/y"}
 TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
     "surogate": {
+        "rope_scaling": (
+            {"rope_scaling": "yarn", "max_model_len": 8192},
+            {"model.rope_scaling": "yarn", "model.max_positions": 8192},
+        ),
+        "max_model_len": ({"rope_scaling": "linear", "max_model_len": 4096}, {"model.max_positions": 4096}),
         "checkpoint_dir": ({"checkpoint_dir": "elsewhere"}, {"ckpt.dir": "elsewhere"}),
         "recompute_block": ({**OFF, "recompute_block": True}, {"memory.remat": "block"}),
         "recompute_att": ({**OFF, "recompute_att": True}, {"memory.remat": "attention+qkv"}),
@@ -193,7 +203,11 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"model.model_path": None, "model.config_path": "x"},
             {"model.path": "x", "model.from_scratch": True},
         ),
-        "model.tokenizer_path": ({"model.tokenizer_path": "my/model"}, {"model.path": "my/model"}),
+        "model.tokenizer_path": (
+            {"model.tokenizer_path": "other"},
+            {"model.path": "my/model", "model.tokenizer": "other"},
+        ),
+        "model.foundation": ({"model.foundation": {"rope_theta": 5e5}}, {"model.overrides": ("rope_theta=500000.0",)}),
         "data.sample_packing_method": (
             {"data.sample_packing_method": "multipack"},
             {"data.packing_method": "first_fit_decreasing"},
@@ -680,7 +694,7 @@ def value_of(config: Config, key: str) -> Any:
 def becomes(dialect: str, said: Mapping[str, Any], expected: Mapping[str, Any], folder: pathlib.Path) -> None:
     file = folder / "its.yaml"
     file.write_text(json.dumps(said))
-    overrides = SCORES if "offset_alpha" in said else ()
+    overrides = next((own for name, own in OURS.items() if name in said), ())
     config = read_recipe(str(file), dialect=dialect).resolve(overrides)
     assert {key: value_of(config, key) for key in expected} == expected
 
