@@ -152,4 +152,4 @@ def _stretched(config: dict[str, Any], positions: int | None, scaling: Mapping[s
     new = kept | scaling | before_and_after
     after = {key: ropes | {"full_attention": new} if by_kind else new}
     reach = before if kind == "dynamic" else positions or int(before * factor)
-    return config | after | {"max_position_embeddings": reach}
+    return {**config, **after, "max_position_embeddings": reach}

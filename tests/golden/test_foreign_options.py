@@ -62,6 +62,7 @@ BESIDE: dict[str, dict[str, Any]] = {
         "qlora_bnb_double_quant": {"qlora_bnb": True},
         "qlora_four_over_six": {"qlora_fp4": True},
         "log.wandb": {"report_to": "wandb"},
+        "init_projections_to_zero": {"lora": False},
     },
     "xorl": {
         "data.dataset_shard_idx": {"data.dataset_shard_num": 4},
@@ -150,6 +151,11 @@ TWO = {
 SPLIT = {"dataset.json_file_path": None, "dataset.dataset_name": "x/y"}
 TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
     "surogate": {
+        "rope_scaling": (
+            {"rope_scaling": "yarn", "max_model_len": 8192},
+            {"model.rope_scaling": "yarn", "model.max_positions": 8192},
+        ),
+        "max_model_len": ({"rope_scaling": "linear", "max_model_len": 4096}, {"model.max_positions": 4096}),
         "checkpoint_dir": ({"checkpoint_dir": "elsewhere"}, {"ckpt.dir": "elsewhere"}),
         "recompute_block": ({**OFF, "recompute_block": True}, {"memory.remat": "block"}),
         "recompute_att": ({**OFF, "recompute_att": True}, {"memory.remat": "attention+qkv"}),
@@ -161,8 +167,6 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         "shard_gradients": ({"shard_gradients": True}, {"parallel.zero": 2}),
         "distributed.gpus_per_node": ({"gpus": 2, "distributed.gpus_per_node": 8}, {"device.gpus": 8}),
         "gpus": ({"gpus": 4}, {"device.gpus": 4}),
-        "rope_scaling": ({"rope_scaling": "yarn", "max_model_len": 4096}, {"model.rope_scaling": "yarn"}),
-        "max_model_len": ({"rope_scaling": "yarn", "max_model_len": 4096}, {"model.max_positions": 4096}),
         "gradient_dtype": ({"recipe": "fp8_hybrid", "gradient_dtype": "e5m2"}, {"precision.recipe": "fp8_hybrid"}),
         "master_dtype": ({"lora": False, "master_dtype": "bf16"}, {"precision.master_dtype": "bfloat16"}),
         "skip_quant_first_layers": (
@@ -206,7 +210,11 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"model.model_path": None, "model.config_path": "x"},
             {"model.path": "x", "model.from_scratch": True},
         ),
-        "model.tokenizer_path": ({"model.tokenizer_path": "my/model"}, {"model.path": "my/model"}),
+        "model.tokenizer_path": (
+            {"model.tokenizer_path": "other"},
+            {"model.path": "my/model", "model.tokenizer": "other"},
+        ),
+        "model.foundation": ({"model.foundation": {"rope_theta": 5e5}}, {"model.overrides": ("rope_theta=500000.0",)}),
         "data.sample_packing_method": (
             {"data.sample_packing_method": "multipack"},
             {"data.packing_method": "first_fit_decreasing"},
@@ -247,10 +255,6 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         "train.recompute_modules": ({"train.recompute_modules": ["self_attn"]}, {"memory.remat": "attention+qkv"}),
         "train.moe_checkpoint_method": ({"train.moe_checkpoint_method": "moe_act"}, {"memory.remat": "experts"}),
         "train.enable_activation_offload": ({"train.enable_activation_offload": True}, {"memory.remat": "offload"}),
-        "model.foundation": (
-            {"model.foundation": {"sliding_window": 1024}},
-            {"model.overrides": ("sliding_window=1024",)},
-        ),
         "train.activation_gpu_limit": (
             {"train.enable_activation_offload": True, "train.activation_gpu_limit": 10.0},
             {"memory.remat": "auto"},
