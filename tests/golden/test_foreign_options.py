@@ -89,10 +89,16 @@ BESIDE: dict[str, dict[str, Any]] = {
         "streaming": {"max_steps": 5},
         "data.prefetch": {"dataloader_num_workers": 4},
         "eval.": {"eval_strategy": "steps"},
+        "load_best_model_at_end": {"eval_strategy": "steps"},
+        "greater_is_better": {"eval_strategy": "steps", "load_best_model_at_end": True},
         "max_prompt_length": {"beta": 0.1},
     },
     "axolotl": {
         "lora": {"adapter": "lora"},
+        "merge_lora": {"adapter": "lora"},
+        "eval.": {"val_set_size": 0.1},
+        "load_best_model_at_end": {"val_set_size": 0.1},
+        "greater_is_better": {"load_best_model_at_end": True},
         "data.datasets": {"max_steps": 5},
         "dataset_shard_num": {"dataset_shard_idx": 0},
         "dataset_shard_idx": {"dataset_shard_num": 4},
@@ -130,8 +136,8 @@ VALUES: dict[str, Any] = {
 ALPACA = "### Instruction:\n{instruction}\n\n### Response:\n"
 OFF = {"recompute_block": False, "recompute_att": False, "recompute_ffn": False, "recompute_qkv": False}
 DPO = {"stage": "DPO"}
-# What some options need that no file of their system can say.
-OURS = {
+# What their files cannot say, and these options need.
+TYPED = {
     "offset_alpha": [(f"data.datasets[0].{side}_score_field", side) for side in ("chosen", "rejected")],
     "init_projections_to_zero": [("model.from_scratch", "true")],
 }
@@ -161,6 +167,7 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         "shard_gradients": ({"shard_gradients": True}, {"parallel.zero": 2}),
         "distributed.gpus_per_node": ({"gpus": 2, "distributed.gpus_per_node": 8}, {"device.gpus": 8}),
         "gpus": ({"gpus": 4}, {"device.gpus": 4}),
+        "gradient_dtype": ({"recipe": "fp8_hybrid", "gradient_dtype": "e5m2"}, {"precision.recipe": "fp8_hybrid"}),
         "master_dtype": ({"lora": False, "master_dtype": "bf16"}, {"precision.master_dtype": "bfloat16"}),
         "skip_quant_first_layers": (
             {"qlora_fp8": True, "recipe": "fp8_hybrid", "skip_quant_first_layers": 2},
@@ -248,6 +255,10 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         "train.recompute_modules": ({"train.recompute_modules": ["self_attn"]}, {"memory.remat": "attention+qkv"}),
         "train.moe_checkpoint_method": ({"train.moe_checkpoint_method": "moe_act"}, {"memory.remat": "experts"}),
         "train.enable_activation_offload": ({"train.enable_activation_offload": True}, {"memory.remat": "offload"}),
+        "train.activation_gpu_limit": (
+            {"train.enable_activation_offload": True, "train.activation_gpu_limit": 10.0},
+            {"memory.remat": "auto"},
+        ),
         "train.load_checkpoint_path": ({"train.load_checkpoint_path": "auto"}, {"ckpt.resume": "auto"}),
         "train.enable_profiling": ({"train.enable_profiling": True}, {"prof.enabled": True, "prof.steps": 1}),
         "train.profile_start_step": (
@@ -397,8 +408,13 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         "eval_strategy": ({"eval_strategy": "steps"}, {"eval.steps": 10, "data.eval_datasets[0].split": "test"}),
         "evaluation_strategy": ({"evaluation_strategy": "steps"}, {"eval.steps": 10}),
         "eval_steps": ({"eval_strategy": "steps", "eval_steps": 7}, {"eval.steps": 7}),
-        "save_strategy": ({"save_strategy": "no"}, {"ckpt.save_steps": 0}),
+        "save_strategy": ({"save_strategy": "epoch"}, {"ckpt.save_steps": 0, "ckpt.save_epochs": 1.0}),
         "save_steps": ({"save_steps": 7}, {"ckpt.save_steps": 7}),
+        "metric_for_best_model": (
+            {"eval_strategy": "epoch", "load_best_model_at_end": True, "metric_for_best_model": "accuracy"},
+            {"eval.best_metric": "eval_accuracy", "eval.epochs": 1.0},
+        ),
+        "resume_from_checkpoint": ({"resume_from_checkpoint": "runs/a"}, {"ckpt.start": "runs/a"}),
         "loss_type": ({"loss_type": ["ipo"]}, {"preference.loss": "ipo", "data.datasets[0].type": "preference"}),
         "beta": ({"beta": 0.5}, {"preference.loss": "sigmoid", "preference.beta": 0.5}),
         "label_smoothing": ({"label_smoothing": 0.1}, {"preference.label_smoothing": 0.1}),
@@ -421,6 +437,10 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         "special_tokens": (
             {"special_tokens": {"additional_special_tokens": ["<a>"]}},
             {"data.special_tokens": ("<a>",)},
+        ),
+        "overrides_of_model_config": (
+            {"overrides_of_model_config": {"sliding_window": 1024}},
+            {"model.overrides": ("sliding_window=1024",)},
         ),
         "plugins": ({"plugins": ["axolotl.integrations.liger.LigerPlugin"]}, {}),
         "adapter": ({"adapter": "qlora", "load_in_4bit": True}, {"lora.enabled": True, "quant.format": "nf4"}),
@@ -551,11 +571,16 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         "dp_shard_size": ({"dp_shard_size": 4}, {"mesh.fsdp": 4, "mesh.data": 1}),
         "dp_replicate_size": ({"dp_shard_size": 4, "dp_replicate_size": 2}, {"mesh.fsdp": 4, "mesh.data": 2}),
         "eval_steps": ({"val_set_size": 0.1, "eval_steps": 7}, {"eval.steps": 7}),
-        "evals_per_epoch": ({"val_set_size": 0.1, "evals_per_epoch": 1}, {"eval.steps": 0}),
-        "eval_strategy": ({"val_set_size": 0.1, "eval_strategy": "epoch"}, {"eval.steps": 0}),
+        "evals_per_epoch": ({"val_set_size": 0.1, "evals_per_epoch": 4}, {"eval.steps": 0, "eval.epochs": 0.25}),
+        "eval_strategy": ({"val_set_size": 0.1}, {"eval.steps": 0, "eval.epochs": 1.0}),
+        "metric_for_best_model": (
+            {"val_set_size": 0.1, "load_best_model_at_end": True, "metric_for_best_model": "eval_loss"},
+            {"eval.best_metric": "eval_loss", "export.best": True},
+        ),
+        "resume_from_checkpoint": ({"resume_from_checkpoint": "runs/a"}, {"ckpt.start": "runs/a"}),
         "save_steps": ({"save_steps": 7}, {"ckpt.save_steps": 7}),
-        "saves_per_epoch": ({"saves_per_epoch": 1}, {"ckpt.save_steps": 0}),
-        "save_strategy": ({"save_strategy": "no"}, {"ckpt.save_steps": 0}),
+        "saves_per_epoch": ({"saves_per_epoch": 2}, {"ckpt.save_steps": 0, "ckpt.save_epochs": 0.5}),
+        "save_strategy": ({"save_strategy": "no"}, {"ckpt.save_steps": 0, "ckpt.save_epochs": None}),
         "wandb_project": ({"wandb_project": "a"}, {"log.wandb.enabled": True, "log.wandb.project": "a"}),
         "profiler_steps": ({"profiler_steps": 3}, {"prof.enabled": True, "prof.steps": 3}),
         **{
@@ -662,14 +687,12 @@ def another(key: str, default: Any) -> Any:
     members = typing.get_args(option.annotation)
     if key in VALUES:
         return VALUES[key]
-    if option.annotation is bool:
+    if option.annotation is bool or bool in members:
         return default is not True
     if typing.get_origin(option.annotation) is typing.Literal:
         candidates = members
     elif option.annotation is float or float in members:
         candidates = (0.25, 0.5, 4096.0)
-    elif bool in members:
-        candidates = (True, False)
     elif option.annotation is int or int in members:
         candidates = (3, 5)
     elif typing.get_origin(option.annotation) is tuple:
@@ -679,8 +702,7 @@ def another(key: str, default: Any) -> Any:
     return next(
         value
         for value in candidates
-        if value not in (option.default, default)
-        and (isinstance(value, str | list | bool) or inside(value, option.within))
+        if value not in (option.default, default) and (isinstance(value, str | list) or inside(value, option.within))
     )
 
 
@@ -694,7 +716,7 @@ def value_of(config: Config, key: str) -> Any:
 def becomes(dialect: str, said: Mapping[str, Any], expected: Mapping[str, Any], folder: pathlib.Path) -> None:
     file = folder / "its.yaml"
     file.write_text(json.dumps(said))
-    overrides = next((own for name, own in OURS.items() if name in said), ())
+    overrides = [override for option in said for override in TYPED.get(option, ())]
     config = read_recipe(str(file), dialect=dialect).resolve(overrides)
     assert {key: value_of(config, key) for key in expected} == expected
 

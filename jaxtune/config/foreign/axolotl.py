@@ -1,10 +1,11 @@
 """Options of Axolotl that must be read together (`conversions`)."""
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxtune.config.foreign.conversions import NotYet, Options, Settings, conversions_of
-from jaxtune.config.foreign.trl import OPTIMIZERS, trl_schedule, zero_of
+from jaxtune.config.foreign.trl import OPTIMIZERS, trl_metric, trl_resume, trl_schedule, zero_of
 
 ALPACA = (
     "Below is an instruction that describes a task{more}. "
@@ -137,6 +138,12 @@ def axolotl_tokens(o: Options) -> Settings:
     tokens = o.get("special_tokens")
     more = tokens.get("additional_special_tokens") if isinstance(tokens, Mapping) else None
     return {"data.special_tokens": more} if more else {}
+
+
+def axolotl_overrides(o: Options) -> Settings:
+    """Entries of config.json."""
+    entries = o.get("overrides_of_model_config") or {}
+    return {"model.overrides": [f"{name}={json.dumps(value)}" for name, value in entries.items()]} if entries else {}
 
 
 _FUSED = ("CutCrossEntropyPlugin", "LigerPlugin")
@@ -292,29 +299,41 @@ def axolotl_devices(o: Options) -> Settings:
     return {"mesh.fsdp": 1, "mesh.data": -1}
 
 
-def _when(o: Options, event: str, plural: str) -> int:
-    """The steps between two of these; 0: at the end alone."""
+def _when(o: Options, event: str, plural: str) -> tuple[int, float | None]:
+    """The steps, and the epochs, between two of these; by default an epoch."""
     strategy, steps, often = o.get(f"{event}_strategy"), o.get(f"{event}_steps"), o.get(f"{plural}_per_epoch")
+    if strategy not in (None, "no", "epoch", "steps", "best"):
+        raise NotYet(f"{event}_strategy is no, steps, epoch or best")
     if steps is not None:
         if steps != int(steps):
             raise NotYet(f"{event}_steps as a part of all steps; a number of steps is there")
-        return int(steps)
-    if strategy not in (None, "no", "epoch", "steps", "best"):
-        raise NotYet(f"{event}_strategy is no, steps or epoch")
-    many = often or (1 if strategy == "epoch" else 0)
-    if many > 1 or (many and o["num_epochs"] > 1 and not o.get("max_steps")):
-        raise NotYet(f"several in an epoch, or in several epochs; {event}_steps is there")
-    return 0
+        return int(steps), None
+    if often is not None:
+        return 0, 1 / often if often > 0 else None
+    return 0, 1.0 if strategy in (None, "epoch") else None
 
 
 def axolotl_eval(o: Options) -> Settings:
     """By steps or epochs."""
-    return {"eval.steps": _when(o, "eval", "evals")}
+    steps, epochs = _when(o, "eval", "evals")
+    return {"eval.steps": steps, "eval.epochs": epochs}
 
 
 def axolotl_save(o: Options) -> Settings:
     """By steps or epochs."""
-    return {"ckpt.save_steps": _when(o, "save", "saves")}
+    steps, epochs = _when(o, "save", "saves")
+    more: dict[Any, Settings] = {"best": {"ckpt.keep_best": True}, "no": {"ckpt.at_end": False}}
+    return {"ckpt.save_steps": steps, "ckpt.save_epochs": epochs} | more.get(o.get("save_strategy"), {})
+
+
+def axolotl_metric(o: Options) -> Settings:
+    """As transformers names it."""
+    return trl_metric(o)
+
+
+def axolotl_resume(o: Options) -> Settings:
+    """As transformers reads it."""
+    return trl_resume(o)
 
 
 def axolotl_wandb(o: Options) -> Settings:

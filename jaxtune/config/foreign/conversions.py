@@ -84,6 +84,15 @@ def surogate_master(o: Options) -> Settings:
     return {"precision.master_dtype": named}
 
 
+def surogate_backward(o: Options) -> Settings:
+    """The dtype that the recipe's backward products have; there are no others."""
+    known = {"bf16": ("bf16", "bfloat16"), "fp8_hybrid": ("e5m2", "fp8_e5m2"), "nvfp4": ("fp4", "fp4_e2m1", "nvfp4")}
+    dtype, names = o["gradient_dtype"], known.get(o["recipe"])
+    if dtype is not None and names and dtype not in names:
+        raise NotYet(f"backward products of another dtype than the recipe's, which is {names[0]}")
+    return {}
+
+
 def surogate_targets(o: Options) -> Settings:
     """A list, in which all-linear is a word for all."""
     names = _names(o["lora_target_modules"])
@@ -199,7 +208,7 @@ def xorl_no_decay(o: Options) -> Settings:
 def xorl_remat(o: Options) -> Settings:
     """What is recomputed, or where it waits."""
     if o["train.enable_activation_offload"]:
-        return {"memory.remat": "offload"}
+        return {"memory.remat": "auto" if o["train.activation_gpu_limit"] > 0 else "offload"}
     if not o["train.enable_gradient_checkpointing"]:
         return {"memory.remat": "none"}
     if o["train.moe_checkpoint_method"] == "moe_act":

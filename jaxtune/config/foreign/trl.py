@@ -240,29 +240,42 @@ def _strategy(o: Options) -> str:
 
 
 def trl_eval(o: Options) -> Settings:
-    """By steps; or at the end, which is the end of an epoch where there is one."""
+    """By steps or epochs."""
     strategy = _strategy(o)
     if strategy not in ("no", "steps", "epoch"):
         raise NotYet("eval_strategy is no, steps or epoch")
     if strategy == "steps":
         return {"eval.steps": _steps("eval_steps", o.get("eval_steps") or o["logging_steps"])}
-    if strategy == "epoch" and _several(o):
-        raise NotYet("evaluation after each of several epochs; eval_strategy: steps is there")
-    return {}
+    return {"eval.epochs": 1.0} if strategy == "epoch" else {}
 
 
 def trl_save(o: Options) -> Settings:
-    """By steps; or at the end, which is the end of an epoch where there is one."""
+    """By steps or epochs, or the best one."""
     strategy = o["save_strategy"]
-    if strategy not in ("no", "steps", "epoch"):
-        raise NotYet("save_strategy is no, steps or epoch")
-    if strategy == "epoch" and _several(o):
-        raise NotYet("a checkpoint after each of several epochs; save_strategy: steps is there")
-    return {"ckpt.save_steps": _steps("save_steps", o["save_steps"]) if strategy == "steps" else 0}
+    if strategy == "steps":
+        return {"ckpt.save_steps": _steps("save_steps", o["save_steps"])}
+    more: dict[str, Settings] = {
+        "no": {"ckpt.at_end": False},
+        "epoch": {"ckpt.save_epochs": 1.0},
+        "best": {"ckpt.keep_best": True},
+    }
+    if strategy not in more:
+        raise NotYet("save_strategy is no, steps, epoch or best")
+    return {"ckpt.save_steps": 0} | more[strategy]
 
 
-def _several(o: Options) -> bool:
-    return o["num_train_epochs"] > 1 and o["max_steps"] <= 0
+def trl_metric(o: Options) -> Settings:
+    """By its name with eval_ or without."""
+    name = o.get("metric_for_best_model")
+    return {} if name is None else {"eval.best_metric": f"eval_{str(name).removeprefix('eval_')}"}
+
+
+def trl_resume(o: Options) -> Settings:
+    """Whether to go on, or a path, with which a run starts that has no checkpoint of its own."""
+    place = o.get("resume_from_checkpoint")
+    if isinstance(place, str):
+        return {"ckpt.start": place}
+    return {} if place is None else {"ckpt.resume": "auto" if place else "never"}
 
 
 def _steps(name: str, steps: float) -> int:

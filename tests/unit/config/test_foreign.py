@@ -276,10 +276,7 @@ def test_options_become_ours(system, more, expected):
             "expected a list of datasets with a path",
         ),
         (SUROGATE + "lora_rank: -1\n", "its.yaml: lora.rank = -1: must be at least 1"),
-        (
-            XORL.replace("out}", "out, activation_gpu_limit: 5.0}"),
-            "line 3: train.activation_gpu_limit = 5.0: not there yet: a limit in GB",
-        ),
+        (TRL + "eval_delay: 5\n", "line 4: eval_delay = 5: not there yet: evaluations that begin later"),
         (XORL.replace("my/model}", "my/model, foundation: [a]}"), "foundation = .*: expected a value such as {}"),
         (SUROGATE + "rope_scaling: 3\n", "rope_scaling = 3: not there yet: .* linear, dynamic, yarn or JSON"),
         (XORL + "lora: {merge_lora_interval: 5}\n", "lora.merge_lora_interval = 5: not there yet: merging adapters"),
@@ -300,11 +297,15 @@ def test_options_become_ours(system, more, expected):
             "prompt_func = .*: not there yet: a function each; write one that returns",
         ),
         (TRL + "lr_scheduler_type: reduce_lr_on_plateau\n", "lr_scheduler_type = .*: not there yet: the schedules are"),
+        (
+            SUROGATE + "gradient_dtype: fp32\n",
+            "gradient_dtype = 'fp32': not there yet: backward products of another dtype than the recipe's, which is bf",
+        ),
         (TRL + "optim: galore_adamw\n", "optim = 'galore_adamw': not there yet: the optimizers are adamw_torch,"),
         (TRL + "gradient_acumulation_steps: 1\n", "no such option of TRL; nearest: gradient_accumulation_steps"),
         (TRL + "loss_type: dft\n", "loss_type = 'dft': not there yet: loss_type is nll or chunked_nll, or of DPO sig"),
         (TRL + "sync_ref_model: true\n", "sync_ref_model = True: not there yet: a reference that is mixed"),
-        (TRL + "eval_strategy: epoch\n", "eval_strategy = 'epoch': not there yet: evaluation after each of several"),
+        (TRL + "eval_strategy: often\n", "eval_strategy = 'often': not there yet: eval_strategy is no, steps or epoch"),
         (AXOLOTL + "sample_paking: true\n", "no such option of Axolotl; nearest: sample_packing"),
         (AXOLOTL + "rl: grpo\n", "rl = 'grpo': not there yet: rl is one of dpo, ipo, orpo, kto, simpo"),
         (
@@ -331,8 +332,8 @@ def test_what_cannot_be_translated_is_an_error_by_name(text, told):
 
 
 def test_what_is_not_there_yet_at_its_default_is_a_note_and_so_is_a_reason():
-    (note,) = [x for x in resolved(XORL.replace("out}", "out, activation_gpu_limit: 0}")).notes if "gpu_limit" in x]
-    assert note == "  train.activation_gpu_limit = 0 -> not there yet, and this is as without it"
+    (note,) = [note for note in resolved(TRL + "eval_delay: 0\n").notes if "eval_delay" in note]
+    assert note == "  eval_delay = 0 -> not there yet, and this is as without it"
     notes = resolved(SUROGATE + "padding_side: left\nnormuon_beta2: 0.9\n").opening_lines
     assert notes[0] == "its.yaml: a config of Surogate; what became of it:"
     assert any(note.startswith("  padding_side = 'left' -> padding is neither seen nor trained") for note in notes)
