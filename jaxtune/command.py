@@ -1,6 +1,5 @@
 """What all commands share: flags, the recipe and its overrides, and error messages without a traceback."""
 
-import dataclasses
 import difflib
 import errno
 import inspect
@@ -122,12 +121,7 @@ def _parse(
         raise UserError("--config=... is missing; --help tells more")
     path, _, argument = (implied, "", "") if implied else named.partition(":")
     overrides = [(key, getattr(values, f"config.{key}")) for key in settings]
-    resolved = read_recipe(path, argument or None, values.dialect).resolve(overrides)
-    if resolved.train.run_name is None:
-        # The same name each time, so that ckpt.resume='auto' finds the run again.
-        train = dataclasses.replace(resolved.train, run_name=pathlib.Path(path).stem)
-        resolved = dataclasses.replace(resolved, train=train)
-    return resolved
+    return read_recipe(path, argument or None, values.dialect).resolve_named(overrides)
 
 
 def _define_settings(values: flags.FlagValues, arguments: list[str]) -> list[str]:
