@@ -52,6 +52,8 @@ def run(
     if with_config:
         meaning = "recipe, NAME or FILE or either with :ARGUMENT; --config.SECTION.OPTION=VALUE changes an option"
         flags.DEFINE_string("config", None, meaning, flag_values=values)
+        meaning = "Python file of your own that takes part (train.plugins); again for more"
+        flags.DEFINE_multi_string("plugin", [], meaning, flag_values=values)
         meaning = "the system that a YAML file of another system was written for; its keys tell if it is not said"
         flags.DEFINE_enum("dialect", None, list(DIALECTS), meaning, flag_values=values)
     if {"-h", "--help", "-help"} & set(arguments):
@@ -121,6 +123,10 @@ def _parse(
         raise UserError("--config=... is missing; --help tells more")
     path, _, argument = (implied, "", "") if implied else named.partition(":")
     overrides = [(key, getattr(values, f"config.{key}")) for key in settings]
+    if values.plugin:
+        if "train.plugins" in settings:
+            raise UserError("--plugin and --config.train.plugins: one of the two")
+        overrides.append(("train.plugins", repr(tuple(values.plugin))))
     return read_recipe(path, argument or None, values.dialect).resolve_named(overrides)
 
 

@@ -16,16 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO, get_args, get_type_hints
 
-import jax
 from absl import flags
 
 from jaxtune import command
-from jaxtune.config.schema import Dataset, Mesh, Quant
+from jaxtune.config.schema import Dataset, Quant
 from jaxtune.data.sources import open_source
 from jaxtune.errors import UserError
-from jaxtune.parallel.layout import AXES
-from jaxtune.parallel.mesh import make_mesh
-from jaxtune.run.answers import BOUNDS, Answering, Asked, open_model
+from jaxtune.run.answers import BOUNDS, Answering, Manner, mesh_of, open_model
 
 NUMBERS = {
     "max_new_tokens": "maximum number of tokens to add",
@@ -51,28 +48,12 @@ def _define_flags(values: flags.FlagValues) -> None:
         low, high = BOUNDS[name]
         define = flags.DEFINE_integer if isinstance(low, int) else flags.DEFINE_float
         bounds = {"lower_bound": low, "upper_bound": None if math.isinf(high) else high}
-        define(name, getattr(Asked(), name), meaning, flag_values=values, **bounds)  # type: ignore[arg-type]
+        define(name, getattr(Manner(), name), meaning, flag_values=values, **bounds)  # type: ignore[arg-type]
     flags.DEFINE_multi_string("stop", [], "text that ends what is made; may be given several times", flag_values=values)
     flags.DEFINE_integer("step", None, "checkpoint of a run; default: the newest good one", flag_values=values)
     formats = get_args(get_args(get_type_hints(Quant)["format"])[0])
     flags.DEFINE_enum("quant", None, formats, "quantize the weights of the base as they are read", flag_values=values)
     flags.DEFINE_list("mesh", [], "devices of each axis, such as fsdp=4,tensor=2; default: one", flag_values=values)
-
-
-def _mesh(axes: list[str]) -> jax.sharding.Mesh:
-    """The mesh that --mesh describes: one device, or all of them."""
-    if not axes:
-        return make_mesh(Mesh(), jax.devices()[:1])
-    sizes = {}
-    for entry in axes:
-        axis, _, size = entry.partition("=")
-        if axis not in AXES or axis == "stage" or not size.removeprefix("-").isdigit():
-            known = ", ".join(axis for axis in AXES if axis != "stage")
-            raise UserError(f"--mesh: {entry!r} is not AXIS=DEVICES, with an axis of {known}")
-        if axis in sizes:
-            raise UserError(f"--mesh: {axis} is there twice")
-        sizes[axis] = int(size)
-    return make_mesh(Mesh(**{"fsdp": 1} | sizes))
 
 
 def _samples(path: str) -> Iterator[tuple[str, Any]]:
@@ -104,9 +85,9 @@ def _main(values: flags.FlagValues, _: None) -> None:
         raise UserError("give --prompt=... or --input=FILE, one of them")
     if values.output is not None and values.input is None:
         raise UserError("--output is of --input; a --prompt is continued in the terminal")
-    asked = Asked(**{name: getattr(values, name) for name in NUMBERS}, stop=tuple(values.stop), chat=values.chat)
-    opened = open_model(values.model, _mesh(values.mesh), values.adapter, values.step, values.quant)
-    answering = Answering(opened, asked)
+    manner = Manner(**{name: getattr(values, name) for name in NUMBERS}, stop=tuple(values.stop), chat=values.chat)
+    opened = open_model(values.model, mesh_of(values.mesh), values.adapter, values.step, values.quant)
+    answering = Answering(opened, manner)
     if values.input is not None:
         with _written(values.output) as file:
             for answer in answering.each(_samples(values.input)):

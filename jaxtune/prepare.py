@@ -29,6 +29,7 @@ from jaxtune.data import (
     open_prompt_sets,
     open_validation,
     prepare_documents,
+    rows_to_evaluate,
 )
 from jaxtune.data.columns import LABELLED, NEXT_TOKEN
 from jaxtune.data.formats import IGNORED_LABEL
@@ -121,11 +122,12 @@ def _main(values: flags.FlagValues, config: Config):
         console.print("data.streaming: of the training data the first rows, which are not kept")
     else:
         train, validation = open_documents(config, tokenizer)
-    for note in dict.fromkeys(config.opening_lines + train.notes + (validation.notes if validation else ())):
+    notes = (note for documents in (train, *validation.values()) for note in documents.notes)
+    for note in dict.fromkeys((*config.opening_lines, *notes)):
         console.print(note, markup=False)
     console.print(f"training: {Rows(train, config.data, 1, columns).counts}")
-    if validation:
-        console.print(f"validation: {Rows(validation, config.data, 1, columns).counts}")
+    for name, rows in rows_to_evaluate(validation, config, columns).items():
+        console.print(f"validation{' ' + name if name else ''}: {rows.counts}")
     for i in range(min(values.show, len(train))):
         shown = describe(train, i, tokenizer, config.data.seq_len, values.ids, labels)
         console.print(Text(f"\nsample {i}: ") + shown)

@@ -5,7 +5,9 @@ python -m jaxtune.train --config=quickstart
 
 import logging
 import sys
+import types
 from functools import partial
+from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
@@ -14,12 +16,14 @@ from jaxtune import command, data, hf
 from jaxtune.checkpoint import CheckpointManager
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
+from jaxtune.models.decoder import Parameters
 from jaxtune.monitor import curve
 from jaxtune.monitor.goodput import Goodput
 from jaxtune.optim.schedules import learning_rates
 from jaxtune.parallel import multihost
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.run import loop, memory, process, resume, rollouts
+from jaxtune.python import Run, config_of, mesh_put_back
+from jaxtune.run import loop, memory, plugins, process, resume, rollouts
 from jaxtune.run.assembly import assemble
 from jaxtune.run.describe import describe_layout, describe_pipeline
 from jaxtune.run.evaluation import make_evaluate
@@ -31,8 +35,10 @@ from jaxtune.run.lock import locked
 from jaxtune.run.model import read_base
 from jaxtune.run.rewards import load_rewards
 from jaxtune.run.scored import with_reference
+from jaxtune.run.state import State
+from jaxtune.run.tasks import tasks_of
 from jaxtune.run.teacher import declare_teacher, with_teacher
-from jaxtune.run.values import check_files, frozen_parameters, initial_parameters, read_reference
+from jaxtune.run.values import check_files, frozen_parameters, initial_parameters, read_reference, result_of
 from jaxtune.run.watch import watching
 
 log = logging.getLogger("jaxtune")
@@ -53,6 +59,7 @@ def train(config: Config) -> bool:
 def _train(config: Config, folder: RunFolder) -> bool:
     goodput, config = Goodput(), labelled(config)
     mesh = make_mesh(config.mesh, process.devices(config.device), parallel=config.parallel)
+    resume.link_checkpoints(config, folder)
     checkpoints = CheckpointManager(folder.checkpoints, config.ckpt.keep_last)
     saved = resume.saved_run(config, folder, checkpoints)
 
@@ -75,16 +82,20 @@ def _train(config: Config, folder: RunFolder) -> bool:
         feed = data.open_feed(config, tokenizer, model.spec.vocabulary, mesh, program.objective.columns)
     record = resume.record(config, model, feed)
     if saved is not None:
-        resume.check_same(saved, record, model, feed)
-        if saved["step"] >= feed.total_steps and (folder.exported or not config.export.at_end):
-            log.info("this run is finished: %d of %d steps, in %s", saved["step"], feed.total_steps, folder.path)
+        resume.check_same(saved.record, record, model, feed)
+        resume.check_length(saved, feed.total_steps)
+        if saved.finished(feed.total_steps) and (folder.exported or not config.export.at_end):
+            log.info(
+                *("this run is finished: %d of %d steps, in %s%s", saved.record["step"], feed.total_steps, folder.path),
+                f"; {saved.record['ended']}" if saved.record.get("ended") else "",
+            )
             return True
 
     # ---- step: compiled before a weight is read, so that its memory is known ----
     rates = learning_rates(config.optim, feed.total_steps)
     log.info("compiling the step")
     with goodput.measure("compile"):
-        before = (saved or {}).get("remat")
+        before = None if saved is None else saved.record.get("remat")
         program, train_step, record["remat"] = memory.compile_what_fits(config, program, mesh, before)
     evaluate = None
     if isinstance(feed, data.PromptFeed):
@@ -99,10 +110,8 @@ def _train(config: Config, folder: RunFolder) -> bool:
     with goodput.measure("teacher"):
         feed = with_teacher(teacher, mesh, feed)
     with goodput.measure("restore"):
-        wanted = saved["step"] if saved and config.ckpt.resume != "auto" else None
-        if saved and (restored := checkpoints.restore(program.state, wanted, grouping=model.grouping)):
-            state, position = restored.state, loop.Position.from_json(restored.host)
-            log.info("resumed from step %d", position.step)
+        if saved is not None:
+            state, position = resume.restored(saved, program, config.ckpt.load_optimizer)
         else:
             start = jax.jit(program.start, donate_argnums=0)
             first = ("eval",) if config.eval.at_start else ()
@@ -114,21 +123,32 @@ def _train(config: Config, folder: RunFolder) -> bool:
 
     # ---- the loop: steps, and the tasks between them ----
     work, total_steps = model.work(config.data.seq_len), feed.total_steps
-    with watching(config, folder, position.step, total_steps, feed.epoch, work, goodput) as watch:
-        save = lambda state, at: checkpoints.save(at.step, state, record | at.to_json(), model.grouping)  # noqa: E731
-        tasks = [loop.Task("save", loop.each(config.ckpt.save_steps, total_steps), save, at_stop=True)]
-        if feed.eval_rows is not None:
+    called = plugins.callbacks(config, folder.path, position.plugins)
+
+    def save(state: State, at: loop.Position) -> None:
+        at.plugins = called.states()
+        kept = state if config.ckpt.save_optimizer else state._replace(optimizer=())
+        best = at.standing.step if config.ckpt.keep_best else None
+        checkpoints.save(at.step, kept, record | at.to_json(), model.grouping, best)
+        called("on_save", at.step, folder.checkpoints / str(at.step))
+
+    def sample(step: int, parameters: Parameters) -> None:
+        text = continue_text(model, parameters, tokenizer, config.eval.sample_prompt or "")
+        log.info("sample: %s", text)
+        if multihost.is_main():
+            folder.add_sample(step, config.eval.sample_prompt or "", text)
+
+    with watching(config, folder, position.step, total_steps, feed.epoch, work, goodput, called) as watch:
+        if feed.eval_rows:
             evaluate = make_evaluate(config, model, feed.eval_rows, mesh, goodput.beat)
-        if evaluate is not None:  # before saving: the rows of metrics after a checkpoint's step are cut on resume
-            show = lambda state, at: watch.evaluation(at.step, evaluate(state.result, frozen, state.reference))  # noqa: E731
-            tasks.insert(0, loop.Task("eval", loop.each(config.eval.steps, total_steps), show))
+        tasks = tasks_of(config, position, frozen, watch, evaluate, sample, save)
         batches = feed.batches(position.feed, total_steps - position.step)
         state = loop.train(config, train_step, state, frozen, batches, position, rates, tasks, watch)
         with goodput.measure("save"):
             checkpoints.wait(final=True)
 
     # ---- results ----
-    if position.step < total_steps:
+    if position.step < total_steps and not position.ended:
         log.info("stopped at step %d of %d; go on with: %s", position.step, total_steps, resume_command(folder))
         multihost_utils.sync_global_devices("saved")  # a launcher ends all once one process ends with a code of its own
         return False
@@ -137,17 +157,24 @@ def _train(config: Config, folder: RunFolder) -> bool:
             f"the last {position.bad_steps} steps were not finite and changed no parameter, so nothing is exported; "
             "lower optim.learning_rate, or look for NaN in the weights and the data"
         )
-    parameters = {**frozen, **state.result}
+    if position.ended:
+        log.info("ended at step %d of %d: %s", position.step, total_steps, position.ended)
+    called("on_end", position.step)
+    result, of_step = state.result, position.step
+    if config.export.best and position.standing.step is not None:
+        of_step = position.standing.step
+        result = result_of(checkpoints, model, config, of_step)
+        log.info("%s is best at step %d, which is exported", config.eval.best_metric, of_step)
+    parameters = {**frozen, **result}
     if config.log.jsonl and multihost.is_main():
         curve.draw(folder.metrics, folder.loss_curve, folder.path.name)
     if config.export.at_end:
-        kind = "peft" if config.lora.enabled else "hf"
-        export(model, parameters, config, folder, folder.export, kind, steps=position.step, tokens=position.tokens)
+        write = partial(export, model, parameters, config, folder, steps=of_step, tokens=position.tokens)
+        write(folder.export, "peft" if config.lora.enabled else "hf")
+        if config.export.merge:
+            write(folder.merged, "hf", merge=True)
     if config.eval.sample_prompt and mesh.shape["stage"] == 1:
-        text = continue_text(model, parameters, tokenizer, config.eval.sample_prompt)
-        log.info("sample: %s", text)
-        if multihost.is_main():
-            folder.add_sample(position.step, config.eval.sample_prompt, text)
+        sample(of_step, parameters)
     elif config.eval.sample_prompt:
         log.info("no sample: decoding has no stages; see generate below")
     log.info(goodput.report())
@@ -155,6 +182,18 @@ def _train(config: Config, folder: RunFolder) -> bool:
     return True
 
 
+class _Callable(types.ModuleType):
+    """`jaxtune.train(...)` trains. Importing this module gives the package an attribute of its name: this is it."""
+
+    def __call__(self, recipe: Any, *, dialect: str | None = None, **sections: Any) -> Run:
+        """Trains by `config_of(recipe, dialect=dialect, **sections)`, or goes on with that run."""
+        config = config_of(recipe, dialect=dialect, **sections)
+        with mesh_put_back():
+            finished = train(config)
+        return Run(run_folder(config).path.absolute(), finished)
+
+
+sys.modules[__name__].__class__ = _Callable
 main = partial(command.run, lambda values: None, lambda values, config: 0 if train(config) else command.STOPPED)
 
 if __name__ == "__main__":

@@ -57,6 +57,7 @@ class CheckpointManager:
         self._folder = Path(folder).absolute()
         self._keep_last = keep_last
         self._verified: set[int] = set()  # saved or restored by this run, and kept: what keep_last counts
+        self._best: int | None = None  # kept besides these
         self._pending: tuple[int, Future[None]] | None = None
         self._failure: str | None = None
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -65,16 +66,24 @@ class CheckpointManager:
         """Steps that have a checkpoint, ascending; their files are not verified here."""
         return checkpoint_folder.steps(self._folder)
 
-    def save(self, step: int, state: PyTree[jax.Array], host: dict[str, Any], grouping: Grouping | None = None) -> None:
+    def save(
+        self,
+        step: int,
+        state: PyTree[jax.Array],
+        host: dict[str, Any],
+        grouping: Grouping | None = None,
+        best: int | None = None,
+    ) -> None:
         """Saves in the background: returns once the arrays are copied, so `state` may be donated afterwards.
 
         `host` holds JSON values; process 0's is stored. `grouping` says which layers are stacked in the leaves of each
-        parameter; without it, a leaf is restored by its path alone. Waits for the previous save. A step that this run
-        saved or restored is not written again. A failed save is logged as a warning, and the next one tries again: see
-        `wait`. With several processes, the others notice a failure in one of them only after Orbax's time-out, minutes
-        later.
+        parameter; without it, a leaf is restored by its path alone. The checkpoint of the step `best` is kept, whatever
+        else is. Waits for the previous save. A step that this run saved or restored is not written again. A failed save
+        is logged as a warning, and the next one tries again: see `wait`. With several processes, the others notice a
+        failure in one of them only after Orbax's time-out, minutes later.
         """
         self.wait()
+        self._best = best
         arrays = structure.leaves_by_name(state)
         text = json.dumps({"format": FORMAT, "host": host, "grouping": dict(grouping or {})}, indent=1)
         if _from_process_0(step in self._verified):
@@ -205,7 +214,7 @@ class CheckpointManager:
         Older unverified checkpoints stay until there are `keep_last` verified ones. Unverified ones newer than the
         oldest verified one are damaged, or were saved before the run went back to an earlier step.
         """
-        for step in set(self.steps()) - self._verified:
+        for step in set(self.steps()) - self._verified - {self._best}:
             if step > max(self._verified):
                 logger.warning("checkpoint %d is removed: the run was taken back to before it", step)
             if step > min(self._verified) or len(self._verified) == self._keep_last:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import operator
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ def check(config: Config) -> list[Problem]:
         _rollout,
         _chat,
         _train,
+        _ckpt,
         _attention,
         _optim,
         _precision,
@@ -49,6 +51,14 @@ def _data(config: Config) -> Iterator[Problem]:
             if entry.path == "dummy" and entry.samples is None:
                 text = f"{key}.samples: path='dummy' has no end; say how many samples to make"
                 yield Problem((f"{key}.samples", f"{key}.path"), text)
+            if entry.name is not None and (name == "datasets" or config.rollout.rewards):
+                reason = "only entries of data.eval_datasets are evaluated apart"
+                if config.rollout.rewards:
+                    reason = "completions are rewarded together (rollout.rewards)"
+                yield Problem((f"{key}.name",), f"{key}.name: has no effect: {reason}", moot=True)
+            elif entry.name is not None and not re.fullmatch(r"[A-Za-z0-9_.-]+", entry.name):
+                text = f"{key}.name = {entry.name!r}: a part of a metric's name, of letters, digits and any of _.-"
+                yield Problem((f"{key}.name",), text)
             if entry.shards is not None and (entry.shard_idx is None or entry.shard_idx >= entry.shards):
                 reason = f"must be one of the parts, 0 to {entry.shards - 1}"
                 yield Problem((f"{key}.shard_idx", f"{key}.shards"), f"{key}.shard_idx = {entry.shard_idx}: {reason}")
@@ -218,6 +228,18 @@ def _train(config: Config) -> Iterator[Problem]:
     name = config.train.run_name
     if name is not None and (name in ("", ".", "..") or "/" in name or "\\" in name):
         yield _problem(config, "train.run_name", "must be the name of a folder; train.output_dir says where it is")
+
+
+def _ckpt(config: Config) -> Iterator[Problem]:
+    ckpt = config.ckpt
+    if ckpt.start is not None and ckpt.resume == "never":
+        yield _problem(config, "ckpt.start", "another run would go on, and ckpt.resume is 'never'", "ckpt.resume")
+    if config.export.best and not ckpt.keep_best:
+        return  # `rules` says that it has no effect
+    evaluates = config.eval.steps or config.eval.epochs is not None or config.eval.at_end or config.eval.at_start
+    for key in ("ckpt.keep_best", "eval.patience", "eval.target"):
+        if _value(config, key) and not evaluates:
+            yield _problem(config, key, "there is no evaluation: set eval.steps, eval.epochs or eval.at_end")
 
 
 def _attention(config: Config) -> Iterator[Problem]:

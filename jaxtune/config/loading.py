@@ -108,11 +108,7 @@ def resolve(
         moot += spared
     refuse(recipe, problems + found)
     kept = {*typed, *stated, *rules.changed(resolved)}
-    said = [
-        Said(key, by if key in typed else source)
-        for key, _, _ in rules.every_option(resolved)
-        if key in kept
-    ]
+    said = [Said(key, by if key in typed else source) for key, _, _ in rules.every_option(resolved) if key in kept]
     # That a default of the other system has no effect is nothing its user needs to know.
     told = [problem for problem in moot if given is None or source == "recipe" or problem.keys[0] in stated]
     said += [Said(problem.keys[0], source, f"{source}: {problem.text}") for problem in told]

@@ -148,6 +148,8 @@ class Dataset:
         "preference.offset_alpha")
     rejected_score_field: str | None = option(None, "column of the score of the other answer")
     desirable_field: str = option("label", "column that says whether the answer is wanted: true or false")
+    name: str | None = option(None,
+        "of data.eval_datasets: entries of a name are evaluated apart too, as eval_NAME_loss")
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,8 @@ class Data:
         "rows; auto: split for text, cut at the right for classification, else delete")
     shuffle: bool = option(True, "a new order each epoch, from data.seed")
     seed: int = option(1234, "seed of the order", "[0, inf)")
+    validation_seed: int | None = option(None, "seed of which documents are held out; unset: data.seed", "[0, inf)",
+        when="data.validation_split and not data.eval_datasets")
     on_bad_row: Literal["error", "skip"] = option("error",
         "a sample that cannot be read or trained on: stop, or skip and count")
     cache_dir: str | None = option(None, "folder of tokenised documents; unset: <train.output_dir>/cache")
@@ -270,6 +274,9 @@ class Train:
         "[0, inf)",
         when="model.head == 'lm' and preference.loss is None and not rollout.rewards and "
         "(not distill.teacher or distill.weight < 1)")
+    plugins: tuple[str, ...] = option((),
+        "FILE.py, Python files of your own that take part: callbacks, an objective, an optimizer's rule, a model "
+        "family; they are run (docs/plugins.md)")
     recommend: bool = option(False,
         "learning rate and warm-up, unless they are set, by a rule of thumb for what is trained and the model's size; "
         "each is printed with its source")
@@ -583,8 +590,22 @@ class Precision:
 class Ckpt:
     """Checkpoints and resume."""
 
-    save_steps: int = option(100, "steps between checkpoints; 0: only at the end", "steps [0, inf)")
+    dir: str | None = option(None,
+        "folder of checkpoints, in which each run has one of its name; unset: <train.output_dir>/<train.run_name>/"
+        "checkpoints")
+    save_steps: int = option(100, "steps between checkpoints; 0: none", "steps [0, inf)")
+    save_epochs: float | None = option(None, "passes over the data between checkpoints, besides those of save_steps",
+        "epochs (0, inf)")
+    at_end: bool = option(True, "a checkpoint after the last step; a run that is asked to stop always leaves one")
     keep_last: int = option(2, "verified checkpoints kept", "checkpoints [1, inf)")
+    keep_best: bool = option(False, "save, and keep besides these, the checkpoint of the best evaluation",
+        when="data.validation_split or data.eval_datasets")
+    save_optimizer: bool = option(True,
+        "checkpoints hold the optimizer's state; without it they are smaller, and who resumes starts it anew")
+    load_optimizer: bool = option(True, "resume with the optimizer's state; otherwise it starts anew")
+    start: str | None = option(None,
+        "where this run has no checkpoint of its own yet, the folder of another run, or of one of its checkpoints, "
+        "with which it goes on: step, weights, optimizer, place in the data")
     resume: Literal["auto", "never", "overwrite"] | int = option("auto",
         "auto: the newest good checkpoint; never: refuse an existing run; overwrite: remove its checkpoints and "
         "export and start anew; or a step", "[0, inf)")
@@ -594,14 +615,37 @@ class Ckpt:
 class Eval:
     """Validation during training."""
 
-    steps: int = option(0, "steps between evaluations; 0: only at the end", "steps [0, inf)",
+    steps: int = option(0, "steps between evaluations; 0: none", "steps [0, inf)",
         when="data.validation_split or data.eval_datasets")
+    epochs: float | None = option(None, "passes over the data between evaluations, besides those of eval.steps",
+        "epochs (0, inf)", when="data.validation_split or data.eval_datasets")
     at_start: bool = option(False, "evaluate before the first step too",
         when="data.validation_split or data.eval_datasets")
+    at_end: bool = option(True, "evaluate after the last step", when="data.validation_split or data.eval_datasets")
+    micro_batch_size: int | None = option(None,
+        "rows a data-parallel shard computes at once; unset: train.micro_batch_size", "rows [1, inf)",
+        when="(data.validation_split or data.eval_datasets) and not rollout.rewards")
+    packing: bool | None = option(None, "several documents per row; unset: data.packing",
+        when="(data.validation_split or data.eval_datasets) and not rollout.rewards")
     max_batches: int | None = option(None, "batches per evaluation; unset: all", "batches [1, inf)",
+        when="data.validation_split or data.eval_datasets")
+    best_metric: str = option("eval_loss",
+        "what an evaluation is judged by, such as eval_loss, eval_NAME_loss of a named dataset, eval_reward",
+        when="ckpt.keep_best or eval.patience is not None or eval.target is not None")
+    larger_is_better: bool | None = option(None,
+        "which is the better one; unset: the smaller one of what ends in loss or perplexity, else the larger",
+        when="ckpt.keep_best or eval.patience is not None or eval.target is not None")
+    patience: int | None = option(None,
+        "end the run after so many evaluations in a row that are no better than the best before them",
+        "evaluations [1, inf)", when="data.validation_split or data.eval_datasets")
+    min_improvement: float = option(0.0, "an evaluation counts as better if it is by more than this", "[0, inf)",
+        when="eval.patience is not None")
+    target: float | None = option(None, "end the run once eval.best_metric is as good as this",
         when="data.validation_split or data.eval_datasets")
     sample_prompt: str | None = option(None, "text that the trained model continues at the end of the run",
         when="model.head == 'lm'")
+    sample_steps: int = option(0, "steps between such samples before the end; 0: none", "steps [0, inf)",
+        when="model.head == 'lm' and eval.sample_prompt is not None")
 
 
 @dataclass(frozen=True)
@@ -639,6 +683,9 @@ class Export:
     """What is written at the end of a run."""
 
     at_end: bool = option(True, "write <run>/export: a Hugging Face folder, or a PEFT adapter when lora.enabled")
+    best: bool = option(False, "of the best evaluation's checkpoint instead of the last step", when="ckpt.keep_best")
+    merge: bool = option(False, "write <run>/merged too: the model with the adapter merged into its weights",
+        when="lora.enabled and export.at_end")
     max_shard_bytes: int = option(5 * 10**9, "largest safetensors file", "bytes [1, inf)")
 
 

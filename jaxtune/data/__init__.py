@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxtune.data.chat import ChatTemplate
-    from jaxtune.data.feed import Feed, open_feed
+    from jaxtune.data.feed import Feed, open_feed, rows_to_evaluate
     from jaxtune.data.loader import abstract_batch, batches
     from jaxtune.data.prompt_feed import PromptFeed, open_prompt_sets, open_prompts
     from jaxtune.data.rows import Counts, Rows
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "chat": ("ChatTemplate",),
-    "feed": ("Feed", "open_feed"),
+    "feed": ("Feed", "open_feed", "rows_to_evaluate"),
     "loader": ("abstract_batch", "batches"),
     "prompt_feed": ("PromptFeed", "open_prompt_sets", "open_prompts"),
     "rows": ("Counts", "Rows"),

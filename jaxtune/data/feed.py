@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,13 +33,14 @@ class Feed:
         documents: the training documents, or the stream.
         shape: (micro-batches, rows of a micro-batch over all devices, positions) of a step.
         total_steps: the step at which the run ends.
+        eval_rows: to evaluate on, by the name of their datasets, "" without one.
         chat: whether every document was rendered by the chat template, so that prompts should be too.
         data: its num_workers and prefetch are used.
     """
 
     documents: Documents | Stream
     rows: Rows | Stream
-    eval_rows: Rows | None
+    eval_rows: dict[str, Rows]
     shape: tuple[int, int, int]
     sharding: jax.NamedSharding
     total_steps: int
@@ -59,7 +60,7 @@ class Feed:
     def with_rows(self, change: Callable[[Rows], Rows]) -> "Feed":
         """The feed with its rows, but of a stream, and those to evaluate on changed."""
         rows = self.rows if isinstance(self.rows, Stream) else change(self.rows)
-        eval_rows = None if self.eval_rows is None else change(self.eval_rows)
+        eval_rows = {name: change(own) for name, own in self.eval_rows.items()}
         return dataclasses.replace(self, rows=rows, eval_rows=eval_rows)
 
     def epoch(self, position: dict[str, Any]) -> float:
@@ -106,10 +107,22 @@ def open_feed(
         chat = not documents.continuous.any()
         total_steps = train.max_steps or steps_of(rows.total(train.epochs), rows_per_step, data.drop_last)
     log.info("%d steps of %d rows of %d tokens", total_steps, rows_per_step, data.seq_len)
-    eval_rows = None if eval_documents is None else Rows(eval_documents, data, 1, columns, most)
+    eval_rows = rows_to_evaluate(eval_documents, config, columns)
     chat = chat and all(entry.prompt_format is None for entry in data.datasets)
     sharding = jax.NamedSharding(mesh, P(None, *by_token()))
     return Feed(documents, rows, eval_rows, shape, sharding, total_steps, chat, data)
+
+
+def rows_to_evaluate(
+    documents: Mapping[str, Documents], config: Config, columns: tuple[Column, ...]
+) -> dict[str, Rows]:
+    """Rows of one pass over validation documents, by the name of their datasets, packed as eval.packing says.
+
+    Raises UserError as `Rows`.
+    """
+    packing = config.data.packing if config.eval.packing is None else config.eval.packing
+    data = dataclasses.replace(config.data, packing=packing)
+    return {name: Rows(own, data, 1, columns, config.attention.most_documents) for name, own in documents.items()}
 
 
 def steps_of(rows: int, rows_per_step: int, drop_last: bool) -> int:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
@@ -16,6 +16,7 @@ from jaxtune.config.schema import Config
 from jaxtune.data.feed import steps_of
 from jaxtune.data.packing import shuffled
 from jaxtune.data.prompts import Prompt, read_prompts
+from jaxtune.data.splits import validation_seed
 from jaxtune.errors import UserError
 from jaxtune.parallel.mesh import data_shards
 
@@ -55,7 +56,7 @@ class PromptFeed:
     """Prompts for a mesh, in the place of `data.Feed`; a position is {"prompt": the number of the next one}."""
 
     counts = None
-    eval_rows = None
+    eval_rows: ClassVar[dict[str, Any]] = {}
 
     def __init__(
         self, prompts: PromptSet, validation: list[Prompt] | None, config: Config, completions_per_step: int, chat: bool
@@ -127,6 +128,6 @@ def open_prompt_sets(config: Config, tokenizer: "PreTrainedTokenizerFast") -> tu
     )
     if count >= len(found):
         raise UserError(f"data.validation_split = {data.validation_split:g}, but there are only {len(found)} prompts")
-    order = shuffled(len(found), data.seed, 0, 3)
+    order = shuffled(len(found), validation_seed(data), 0, 3)
     held, kept = np.sort(order[:count]), np.sort(order[count:])
     return [found[number] for number in kept], [found[number] for number in held]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxtune.config.schema import Config, Dataset
+from jaxtune.config.schema import Config, Data, Dataset
 from jaxtune.data.documents import Shard, prepare_shard, tokenize
 from jaxtune.data.mixing import mix
 from jaxtune.data.units import Documents
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 def open_documents(
     config: Config, tokenizer: "PreTrainedTokenizerFast", vocabulary: int | None = None
-) -> tuple[Documents, Documents | None]:
-    """Training documents, and validation documents if the config asks for any; tokenised, or loaded from the cache.
+) -> tuple[Documents, dict[str, Documents]]:
+    """Training documents, and validation documents as of `open_validation`; tokenised, or loaded from the cache.
 
     Args:
         config: its sections data and chat are used, its model.id2label, and train.output_dir for the cache.
@@ -32,7 +32,8 @@ def open_documents(
     data = config.data
     train = _documents(config, data.datasets, tokenizer, vocabulary)
     if data.validation_split and not data.eval_datasets:  # before mixing, which may repeat documents
-        train, validation = hold_out(train, data.validation_split, data.seed)
+        train, held_out = hold_out(train, data.validation_split, validation_seed(data))
+        validation = {"": held_out}
     else:
         validation = open_validation(config, tokenizer, vocabulary)
     return mix(train, data.datasets, data), validation
@@ -40,16 +41,27 @@ def open_documents(
 
 def open_validation(
     config: Config, tokenizer: "PreTrainedTokenizerFast", vocabulary: int | None = None
-) -> Documents | None:
-    """The validation documents alone; arguments and errors as of `open_documents`."""
+) -> dict[str, Documents]:
+    """The validation documents by the name of their datasets, "" without one; {} if the config asks for none.
+
+    Arguments and errors are those of `open_documents`.
+    """
     data = config.data
     if data.eval_datasets:
-        whole = dataclasses.replace(data, samples_per_epoch=None)
-        return mix(_documents(config, data.eval_datasets, tokenizer, vocabulary), data.eval_datasets, whole)
+        whole, found = dataclasses.replace(data, samples_per_epoch=None), {}
+        for name in dict.fromkeys(entry.name or "" for entry in data.eval_datasets):
+            entries = tuple(entry for entry in data.eval_datasets if (entry.name or "") == name)
+            found[name] = mix(_documents(config, entries, tokenizer, vocabulary), entries, whole)
+        return found
     if data.validation_split:
-        whole = _documents(config, data.datasets, tokenizer, vocabulary)
-        return hold_out(whole, data.validation_split, data.seed)[1]
-    return None
+        everything = _documents(config, data.datasets, tokenizer, vocabulary)
+        return {"": hold_out(everything, data.validation_split, validation_seed(data))[1]}
+    return {}
+
+
+def validation_seed(data: Data) -> int:
+    """The seed of which documents are held out."""
+    return data.seed if data.validation_seed is None else data.validation_seed
 
 
 def _documents(

@@ -1,5 +1,6 @@
-"""Stopping a run from outside: SIGTERM and Ctrl-C."""
+"""Stopping a run: from outside by SIGTERM and Ctrl-C, or because all processes agree that it is at its end."""
 
+import enum
 import os
 import signal
 import socket
@@ -14,6 +15,14 @@ import rich.console
 
 _HANDLED = (signal.SIGTERM, signal.SIGINT)
 _CLOSE = 0  # no signal has this number
+
+
+class Asked(enum.IntEnum):
+    """What processes ask for; of two wishes the larger one counts."""
+
+    NOTHING = 0
+    END = 1  # the run is finished
+    STOP = 2  # leave, to go on later
 
 
 class StopRequest:
@@ -33,15 +42,16 @@ class StopRequest:
         """Whether this process was asked to stop. The other processes may not have been: to act on it, use `agree`."""
         return self._wished.is_set()
 
-    def agree(self) -> bool:
-        """Whether any process was asked to stop; all processes get the same answer, and must call this once per step.
+    def agree(self, end: bool = False) -> Asked:
+        """What any process was asked for, by signals or by `end`; all get the same answer, and must call it each step.
 
         With several processes the answer is that of the previous call, so that no step waits for communication.
         """
+        asked = Asked.STOP if self.requested() else Asked.END if end else Asked.NOTHING
         if jax.process_count() == 1:
-            return self.requested()
-        before, self._agreement = self._agreement, _any_process(self.requested())
-        return before is not None and bool(before)
+            return asked
+        before, self._agreement = self._agreement, _of_any_process(asked)
+        return Asked.NOTHING if before is None else Asked(int(before))
 
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
@@ -88,14 +98,14 @@ def _say(line: str) -> None:
     sys.stderr.flush()
 
 
-def _any_process(flag: bool) -> jax.Array:
-    """Whether the flag is set in any process: a bool on every device, computed after the work already queued there."""
+def _of_any_process(asked: Asked) -> jax.Array:
+    """The largest wish of all processes: a number on every device, computed after the work already queued there."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("device",))
     sharding = jax.sharding.NamedSharding(mesh, jax.P("device"))
-    flags = jax.make_array_from_callback((mesh.size,), sharding, lambda _: np.array([flag]))
+    wishes = jax.make_array_from_callback((mesh.size,), sharding, lambda _: np.array([asked], np.int32))
     with jax.set_mesh(mesh):
-        return _any(flags)
+        return _largest(wishes)
 
 
 # At module level, so that it is compiled only once.
-_any = jax.jit(jnp.any, out_shardings=jax.P())
+_largest = jax.jit(jnp.max, out_shardings=jax.P())

@@ -14,5 +14,18 @@ def cross_entropy(z_loss: float = 0.0, label_smoothing: float = 0.0) -> Objectiv
     return Objective(_sums, z_loss=z_loss, label_smoothing=label_smoothing)
 
 
+def token_accuracy() -> Objective:
+    """Next-token cross-entropy to evaluate by, with how many targets are the likeliest token: it has no gradient."""
+    return Objective(_with_accuracy, hits=True)
+
+
 def _sums(scores: Scores, batch: Batch) -> Sums:
     return Sums(jnp.sum(scores.loss), jnp.sum(batch["loss_weight"] > 0, dtype=jnp.int32))
+
+
+def _with_accuracy(scores: Scores, batch: Batch) -> Sums:
+    sums = _sums(scores, batch)
+    assert scores.hits is not None
+    # A count in integers: a float32 has too few digits for the tokens of a large evaluation.
+    right = jnp.sum((scores.hits > 0) & (batch["loss_weight"] > 0), dtype=jnp.int32)
+    return sums._replace(metrics={"token_accuracy": (right, sums.weight)})

@@ -31,7 +31,7 @@ class Objective:
         loss: (scores, micro-batch) -> sums; of a classifier the scores are `LabelScores`, else `Scores`.
         columns: of the batch, that it reads.
         reference: whether scores must also hold the log-probabilities of the base alone, without adapters.
-        z_loss, label_smoothing, divergence, temperature: of `models.score.score`.
+        z_loss, label_smoothing, divergence, temperature, hits: of `models.score.score`.
         counts: name of the metric under which a step reports the weight.
     """
 
@@ -42,6 +42,7 @@ class Objective:
     label_smoothing: float = 0.0
     divergence: Divergence | None = None
     temperature: float = 1.0
+    hits: bool = False
     counts: str = "target_tokens"
 
     def __post_init__(self):

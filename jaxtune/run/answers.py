@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxtune import hf
-from jaxtune.config.schema import Config, Data, Dataset, Quant
+from jaxtune.config.schema import Config, Data, Dataset, Mesh, Quant
 from jaxtune.config.schema import Model as ModelOptions
 from jaxtune.data.prompts import Prompt, Prompts, Sample
 from jaxtune.errors import UserError
 from jaxtune.models.decode import Sampling
 from jaxtune.models.decoder import Parameters
+from jaxtune.parallel.layout import AXES
+from jaxtune.parallel.mesh import make_mesh
 from jaxtune.run.folder import RunFolder
 from jaxtune.run.generation import Generate, completed, ending, make_generate, stop_tokens, stream_text, text_of, until
 from jaxtune.run.model import Model, declare_model, read_base
@@ -33,11 +35,11 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "seed": (0, 2**31 - 1),
     "batch_size": (1, math.inf),
 }
-"""The lowest and the highest value of each number of Asked; the lowest of a whole number is one."""
+"""The lowest and the highest value of each number of Manner; the lowest of a whole number is one."""
 
 
 @dataclass(frozen=True)
-class Asked:
+class Manner:
     """How answers are made.
 
     Attributes:
@@ -146,29 +148,45 @@ def _refuse_classifier(name: str, config: Config) -> None:
         raise UserError(f"{name} is a classifier: it gives a text one of {config.model.num_labels} labels, and no text")
 
 
+def mesh_of(entries: Sequence[str]) -> jax.sharding.Mesh:
+    """The mesh of entries such as fsdp=4: all devices; without one a single device. Sets it as the current one."""
+    if not entries:
+        return make_mesh(Mesh(), jax.devices()[:1])
+    sizes = {}
+    for entry in entries:
+        axis, _, size = entry.partition("=")
+        if axis not in AXES or axis == "stage" or not size.removeprefix("-").isdigit():
+            known = ", ".join(axis for axis in AXES if axis != "stage")
+            raise UserError(f"--mesh: {entry!r} is not AXIS=DEVICES, with an axis of {known}")
+        if axis in sizes:
+            raise UserError(f"--mesh: {axis} is there twice")
+        sizes[axis] = int(size)
+    return make_mesh(Mesh(**{"fsdp": 1} | sizes))
+
+
 class Answering:
     """A model that is asked."""
 
-    def __init__(self, opened: Opened, asked: Asked) -> None:
-        config, self._asked = opened.config, asked
+    def __init__(self, opened: Opened, manner: Manner) -> None:
+        config, self._manner = opened.config, manner
         self._tokenizer = hf.load_tokenizer(opened.home, config.chat.template, config.data.special_tokens)
-        sampling = Sampling(**{name: getattr(asked, name) for name in Sampling._fields})
+        sampling = Sampling(**{name: getattr(manner, name) for name in Sampling._fields})
         dtype = opened.parameters["embed.weight"].dtype
-        how = {"max_new_tokens": asked.max_new_tokens, "dtype": dtype, "sampling": sampling, "seed": asked.seed}
+        how = {"max_new_tokens": manner.max_new_tokens, "dtype": dtype, "sampling": sampling, "seed": manner.seed}
         self._generate: Generate = partial(
             make_generate(opened.model.graph, opened.model.spec, **how), opened.parameters
         )
-        self._prompts = Prompts(self._tokenizer, config.chat, asked.chat)
+        self._prompts = Prompts(self._tokenizer, config.chat, manner.chat)
         self._stop = stop_tokens(opened.home, self._tokenizer)
-        self._most = opened.model.spec.max_positions - asked.max_new_tokens
+        self._most = opened.model.spec.max_positions - manner.max_new_tokens
 
     def each(self, samples: Iterable[tuple[str, Sample]]) -> Iterator[Answer]:
         """The answer to each sample, in order, several made together. Samples come with where they are from.
 
         Raises UserError, which says where, for one without a prompt, or with more tokens than the model has room for.
         """
-        ended = ending(self._ends(turns=True), self._asked.stop, self._tokenizer)
-        at_once, numbered = self._asked.batch_size, enumerate(samples)
+        ended = ending(self._ends(turns=True), self._manner.stop, self._tokenizer)
+        at_once, numbered = self._manner.batch_size, enumerate(samples)
         while chunk := list(islice(numbered, at_once)):
             asked = [self._prompt(where, sample) for _, (where, sample) in chunk]
             # Always as many rows, so that one number of them is compiled.
@@ -176,15 +194,15 @@ class Answering:
             numbers = [chunk[min(row, len(chunk) - 1)][0] for row in range(at_once)]
             found = completed(self._generate(rows, numbers), len(asked), ended)
             for prompt, completion in zip(asked, found):
-                text = prompt.begun + text_of(completion, self._tokenizer, self._asked.stop)
+                text = prompt.begun + text_of(completion, self._tokenizer, self._manner.stop)
                 yield Answer(prompt, text, completion.finished)
 
     def stream(self, text: str) -> Iterator[str]:
         """What follows a text, part by part as it becomes certain."""
         prompt = self._prompts(Dataset(), {"prompt": text})
         yield prompt.begun
-        tokens = until(self._generate([prompt.tokens]), self._ends(turns=self._asked.chat))
-        yield from stream_text(self._tokenizer, tokens, self._asked.stop)
+        tokens = until(self._generate([prompt.tokens]), self._ends(turns=self._manner.chat))
+        yield from stream_text(self._tokenizer, tokens, self._manner.stop)
 
     def _ends(self, turns: bool) -> frozenset[int]:
         """The tokens that end an answer; `turns`: also the one that ends a turn of the chat template."""

@@ -18,7 +18,7 @@ from jaxtune.models.parameters import abstract
 from jaxtune.models.spec import Experts
 from jaxtune.objectives.balanced import balanced
 from jaxtune.objectives.classification import classification
-from jaxtune.objectives.cross_entropy import cross_entropy
+from jaxtune.objectives.cross_entropy import cross_entropy, token_accuracy
 from jaxtune.objectives.distillation import distillation
 from jaxtune.objectives.grpo import grpo
 from jaxtune.objectives.objective import Objective
@@ -31,6 +31,7 @@ from jaxtune.parallel.apart import GATHERS_OTHER_AXES
 from jaxtune.parallel.layout import RULES, Axes, Layout, P, by_token, spec
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.precision.recipes import Recipe, recipe_of
+from jaxtune.run import plugins
 from jaxtune.run.model import Base, Model, abstract_average, declare_model
 from jaxtune.run.pipelined import pipelined_gradients
 from jaxtune.run.process import compiler_options
@@ -115,12 +116,16 @@ def summed_last(config: Config, recipe: Recipe, mesh: jax.sharding.Mesh) -> Axes
 def objective_of(config: Config, model: Model) -> Objective:
     """What a run minimises."""
     beside = config.train.z_loss, config.train.label_smoothing
-    if config.rollout.rewards:
+    if (own := plugins.own_objective(config)) is not None:
+        objective = own
+    elif config.rollout.rewards:
         objective = grpo(config.grpo, config.rollout.max_new_tokens, config.rollout.temperature)
     elif config.distill.teacher is not None:
         objective = distillation(config.distill, *beside)
+    elif config.preference.loss is not None or model.spec.labels:
+        objective = task_of(model, config)
     else:
-        objective = task_of(model, config, *beside)
+        objective = cross_entropy(*beside)
     if not model.spec.has_experts:
         return objective
     experts = config.experts
@@ -134,11 +139,11 @@ def objective_of(config: Config, model: Model) -> Objective:
     return balanced(objective, weight, experts.router_loss_over, experts.router_z_loss, corrections)
 
 
-def task_of(model: Model, config: Config, z_loss: float = 0.0, label_smoothing: float = 0.0) -> Objective:
+def task_of(model: Model, config: Config) -> Objective:
     """What a model is evaluated by: preferences, the label of a document, or the next token (a student too)."""
     if config.preference.loss is not None:
         return preference(config.preference)
-    return classification(model.spec.labels) if model.spec.labels else cross_entropy(z_loss, label_smoothing)
+    return classification(model.spec.labels) if model.spec.labels else token_accuracy()
 
 
 def call_of(config: Config, recipe: Recipe) -> Call:
@@ -174,13 +179,14 @@ def _optimizer(model: Model, config: Config) -> Optimizer:
 def trained_of(model: Model, config: Config) -> dict[str, Trained]:
     """What the optimizer must know of the trained parameters."""
     places, moved_by_load = places_of(model, RULES.value.optimizer), balancing(config.experts.bias_update_rate)
+    own = plugins.own_rule(config)
     return {
         name: Trained(
             tuple(one.name for one in p.places),
             p.lead,
             p.kind in ("linear", "adapter"),
             places.get(name),
-            moved_by_load if p.kind == "correction" else None,
+            moved_by_load if p.kind == "correction" else own,
             config.memory.offload_optimizer,
         )
         for name, p in model.trained.items()

@@ -94,11 +94,14 @@ def _open(
 
 def _of_documents(config: Config, model: Model, mesh: jax.sharding.Mesh, tokenizer) -> Evaluate:
     documents = data.open_validation(config, tokenizer, model.spec.vocabulary)
-    if documents is None:
+    if not documents:
         raise UserError(NO_DATA)
-    rows = data.Rows(documents, config.data, 1, task_of(model, config).columns, config.attention.most_documents)
-    log.info("validation: %s", rows.counts)
-    return make_evaluate(config, model, with_reference(config, model, mesh, rows), mesh)
+    rows = data.rows_to_evaluate(documents, config, task_of(model, config).columns)
+    for name, own in rows.items():
+        log.info("validation%s: %s", f" {name}" if name else "", own.counts)
+    return make_evaluate(
+        config, model, {name: with_reference(config, model, mesh, own) for name, own in rows.items()}, mesh
+    )
 
 
 def _of_prompts(run: str | None, config: Config, model: Model, mesh: jax.sharding.Mesh, tokenizer) -> Evaluate:

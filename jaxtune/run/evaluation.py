@@ -1,13 +1,14 @@
 """Loss and perplexity, or accuracy, of a model over rows of data."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 
 from jaxtune import data
 from jaxtune.config.schema import Config
 from jaxtune.models.decoder import Parameters
+from jaxtune.objectives.objective import Sums
 from jaxtune.parallel.layout import by_token
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.precision.recipes import recipe_of
@@ -18,12 +19,17 @@ from jaxtune.run.step import make_eval_step
 
 
 def make_evaluate(
-    config: Config, model: Model, rows: data.Rows, mesh: jax.sharding.Mesh, beat: Callable[[], None] = lambda: None
+    config: Config,
+    model: Model,
+    rows: Mapping[str, data.Rows],
+    mesh: jax.sharding.Mesh,
+    beat: Callable[[], None] = lambda: None,
 ) -> Callable[[Parameters, Parameters, Parameters], dict[str, float]]:
-    """(trained, frozen, reference) -> eval_loss and more, over all of `rows` or eval.max_batches.
+    """(trained, frozen, reference) -> eval_loss and more, over all of `rows`, or eval.max_batches of each set of them.
 
-    Of a language model in nats a token, and eval_perplexity; of a classifier that of a document, and eval_accuracy; of
-    preferences that of a pair or an answer, and the metrics of `objectives.preference`.
+    Of a language model in nats a token, with eval_perplexity and eval_token_accuracy; of a classifier that of a
+    document, and eval_accuracy; of preferences that of a pair or an answer, and the metrics of `objectives.preference`.
+    `rows`: by the name of their set; what has one is there of that set alone too, as eval_NAME_loss and so on.
     `beat` is called after each batch.
     """
     recipe, task = recipe_of(config.precision, model.linears), task_of(model, config)
@@ -31,24 +37,36 @@ def make_evaluate(
         make_eval_step(model.graph, task, recipe, call_of(config, recipe)._replace(remat="none")),
         compiler_options=compiler_options(config),
     )
-    rows_per_batch = config.train.micro_batch_size * data_shards(mesh)
-    stop_row = rows.total(1)
-    if config.eval.max_batches is not None:
-        stop_row = min(stop_row, config.eval.max_batches * rows_per_batch)
+    rows_per_batch = (config.eval.micro_batch_size or config.train.micro_batch_size) * data_shards(mesh)
     shape, sharding = (1, rows_per_batch, config.data.seq_len), jax.NamedSharding(mesh, jax.P(None, *by_token()))
 
-    def evaluate(trained: Parameters, frozen: Parameters, reference: Parameters) -> dict[str, float]:
-        sums = []
-        for _, batch in data.batches(rows, shape, sharding, 0, stop_row, config.data):
+    def sums_of(own: data.Rows, *parameters: Parameters) -> Sums:
+        trained, frozen, reference = parameters
+        stop_row, most, found = own.total(1), config.eval.max_batches, []
+        if most is not None:
+            stop_row = min(stop_row, most * rows_per_batch)
+        for _, batch in data.batches(own, shape, sharding, 0, stop_row, config.data):
             # In Python's numbers, which neither round nor wrap however many batches there are.
-            sums.append(
-                jax.tree.map(lambda value: value.item(), jax.device_get(step(trained, frozen, batch, reference)))
-            )
+            sums = jax.device_get(step(trained, frozen, batch, reference))
+            found.append(jax.tree.map(lambda value: value.item(), sums))
             beat()
-        total = jax.tree.map(lambda *values: sum(values), *sums)
-        loss = total.loss / max(total.weight, 1)
-        means = {f"eval_{name}": value / max(weight, 1) for name, (value, weight) in total.metrics.items()}
-        perplexity = {"eval_perplexity": math.exp(min(loss, 700.0))} if task.counts == "target_tokens" else {}
-        return {"eval_loss": loss, **perplexity, **means}
+        return _added(found)
+
+    def described(total: Sums, prefix: str) -> dict[str, float]:
+        loss = float(total.loss / max(total.weight, 1))
+        means = {f"{prefix}_{name}": float(value / max(weight, 1)) for name, (value, weight) in total.metrics.items()}
+        perplexity = {f"{prefix}_perplexity": math.exp(min(loss, 700.0))} if task.counts == "target_tokens" else {}
+        return {f"{prefix}_loss": loss, **perplexity, **means}
+
+    def evaluate(trained: Parameters, frozen: Parameters, reference: Parameters) -> dict[str, float]:
+        sums = {name: sums_of(own, trained, frozen, reference) for name, own in rows.items()}
+        metrics = described(_added(list(sums.values())), "eval")
+        for name in sums:
+            metrics |= described(sums[name], f"eval_{name}") if name else {}
+        return metrics
 
     return evaluate
+
+
+def _added(sums: list[Sums]) -> Sums:
+    return jax.tree.map(lambda *values: sum(values), *sums)

@@ -65,6 +65,11 @@ class RunFolder:
         return self.path / "export"
 
     @property
+    def merged(self) -> Path:
+        """With export.merge, a Hugging Face folder of the model with its adapter merged."""
+        return self.path / "merged"
+
+    @property
     def exported(self) -> bool:
         """Whether `export` is whole and of the last step: its README is written last, and removed by a resumed run."""
         return (self.export / "README.md").exists()

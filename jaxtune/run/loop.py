@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,6 +14,8 @@ from jaxtyping import Float32
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 from jaxtune.models.decoder import Parameters
+from jaxtune.monitor.signals import Asked
+from jaxtune.run.best import Standing
 from jaxtune.run.state import State
 from jaxtune.run.watch import Watch
 
@@ -27,6 +29,9 @@ class Position:
     tokens: int = 0  # seen so far, without padding
     bad_steps: int = 0  # non-finite, in a row
     put_off: tuple[str, ...] = ()  # tasks to run before the next step: those that a request to stop came before
+    standing: Standing = Standing()  # of the evaluations so far
+    ended: str = ""  # why the run is finished before its last step, if it is
+    plugins: dict[str, Any] = dataclasses.field(default_factory=dict)  # what each keeps; JSON
 
     def to_json(self) -> dict[str, Any]:
         """As saved in a checkpoint."""
@@ -39,27 +44,43 @@ class Position:
         feed = saved["feed"] if "feed" in saved else {"row": saved["row"]}  # as checkpoints say it before `feed`
         # Checkpoints before `put_off` knew evaluation alone.
         put_off = saved.get("put_off", ("eval",) if saved.get("evaluation_due") else ())
-        return cls(**numbers, feed=feed, put_off=tuple(put_off))
+        standing, plugins = Standing(**saved.get("standing", {})), saved.get("plugins", {})
+        return cls(**numbers, feed=feed, put_off=tuple(put_off), standing=standing, plugins=plugins)
+
+
+class Moment(NamedTuple):
+    """Between two steps: how many steps there were, and how many passes over the data, also a step earlier."""
+
+    step: int
+    epochs: float
+    epochs_before: float
 
 
 @dataclass(frozen=True)
 class Task:
     """What is done between steps.
 
-    name: what its time is counted as. due: whether it is after a step, counted from 1. run: with the state and position
-    after that step. at_stop: whether it runs when the run is asked to stop, due or not; others are put off then, to the
-    start of the resumed run, because whoever asks to stop will not wait.
+    name: what its time is counted as. due: whether it is at a moment. run: with the state and position then. at_end:
+    whether it runs after the last step, which may come before it is expected. at_stop: whether it runs when the run is
+    asked to stop, due or not; others are put off then, to the start of the resumed run, because whoever asks to stop
+    will not wait.
     """
 
     name: str
-    due: Callable[[int], bool]
+    due: Callable[[Moment], bool]
     run: Callable[[State, Position], None]
+    at_end: bool = True
     at_stop: bool = False
 
 
-def each(steps: int, total_steps: int) -> Callable[[int], bool]:
-    """Due every so many steps, 0 for none of them, and after the last."""
-    return lambda step: step == total_steps or (steps > 0 and step % steps == 0)
+def each(steps: int = 0, epochs: float | None = None) -> Callable[[Moment], bool]:
+    """Due every so many steps, 0 for none, and every so many passes over the data, None for none."""
+
+    def due(at: Moment) -> bool:
+        passed = epochs is not None and math.floor(at.epochs / epochs) > math.floor(at.epochs_before / epochs)
+        return passed or (steps > 0 and at.step % steps == 0)
+
+    return due
 
 
 def train(
@@ -73,12 +94,15 @@ def train(
     tasks: Sequence[Task],
     watch: Watch,
 ) -> State:
-    """Steps from `position`, which is updated, to the last, or until asked to stop; returns the last state.
+    """Steps from `position`, which is updated, to the last, until it has ended, or until asked to stop.
+
+    Returns the last state.
 
     `batches`: (position of the feed after it, what `train_step` takes), again and again. `rates`: the learning rate of
     every step of the run, from its first.
     Metrics of a step are read after the next one has been dispatched, so that the device never waits for the host;
-    before a task they are up to date. Raises UserError after train.max_bad_steps non-finite steps in a row.
+    before a task they are up to date. Tasks run in their order, and one may end the run before those after it.
+    Raises UserError after train.max_bad_steps non-finite steps in a row.
     """
     pending: tuple[Position, Any] | None = None
     last, total_steps = 0.0, len(rates)
@@ -93,15 +117,17 @@ def train(
             seconds, last = now - last, now
             _report(watch, position, at, values, seconds, config.train.max_bad_steps)
 
-    def run(names: Sequence[str]) -> None:
-        for task in tasks:
-            if task.name in names:
-                with watch.goodput.measure(task.name):
-                    task.run(state, position)
+    def run(task: Task) -> None:
+        with watch.goodput.measure("step"):
+            report()
+        with watch.goodput.measure(task.name):
+            task.run(state, position)
 
-    run(position.put_off)
+    for task in tasks:
+        if task.name in position.put_off:
+            run(task)
     last = time.perf_counter()
-    while position.step < total_steps:
+    while position.step < total_steps and not position.ended:
         with watch.goodput.measure("data wait"):
             after, batch = next(batches)
         with watch.goodput.measure("step"):
@@ -109,18 +135,22 @@ def train(
             state, results = train_step(state, frozen, batch, rates[position.step])
             watch.profiler.after_step(results)
             report()
-            stopping = watch.stop.agree()
-        position.step, position.feed = position.step + 1, after
+            asked_for = watch.stop.agree(bool(watch.plugins.ending))
+        moment = Moment(position.step + 1, watch.epoch(after), watch.epoch(position.feed))
+        position.step, position.feed, position.put_off = moment.step, after, ()
         pending = dataclasses.replace(position), results
-
-        asked = stopping and position.step < total_steps
-        due = [task for task in tasks if task.due(position.step) or (stopping and task.at_stop)]
-        position.put_off = tuple(task.name for task in due if asked and not task.at_stop)
-        if due:
-            with watch.goodput.measure("step"):
-                report()
-            run([task.name for task in due if task.name not in position.put_off])
-            last = time.perf_counter()
+        if asked_for is Asked.END:
+            position.ended = watch.plugins.ending or "a plugin of another process asked for it"
+        stopping = asked_for is Asked.STOP
+        for task in tasks:
+            ending = position.step == total_steps or position.ended
+            if not (task.due(moment) or (task.at_end and ending) or (task.at_stop and stopping)):
+                continue
+            if stopping and not ending and not task.at_stop:
+                position.put_off += (task.name,)
+            else:
+                run(task)
+                last = time.perf_counter()
         if stopping:
             break
     return state

@@ -28,6 +28,7 @@ from jaxtune.precision.linears import Linears
 from jaxtune.precision.operands import Numbers
 from jaxtune.precision.recipes import check_device, linears_of
 from jaxtune.quant import Format, format_of
+from jaxtune.run import plugins
 from pallas_kernels.gpus import current_device
 
 log = logging.getLogger("jaxtune")
@@ -133,6 +134,7 @@ class Model:
 
 def read_base(config: Config) -> Base:
     """The model of a config, from its folder, downloaded from the hub; no weight is loaded. Raises UserError."""
+    plugins.load(config)  # one may be the family
     folder = hf.resolve(config.model.path or "", config.model.revision, weights=not config.model.from_scratch)
     described = hf.read_config(folder)
     spec, new_head = _with_head(families.read_spec(described), described, config)

@@ -21,6 +21,7 @@ from jaxtune.config.schema import Config, Device
 from jaxtune.errors import UserError
 from jaxtune.parallel import multihost
 from jaxtune.parallel.multihost import visible_gpus
+from jaxtune.run import plugins
 from pallas_kernels.gpus import current_device
 
 log = logging.getLogger("jaxtune")
@@ -182,6 +183,7 @@ def facts(config: Config) -> dict[str, str]:
     return {
         **{name: version(name) for name in ("jax", "jaxlib")},
         "code of jaxtune": digest(code),
+        **{f"content of {name}": content for name, content in plugins.contents(config).items()},
         **{jax.tree_util.keystr(path, simple=True, separator="."): repr(value) for path, value in options},
     }
 

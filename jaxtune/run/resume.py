@@ -4,20 +4,27 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.experimental import multihost_utils
 
 from jaxtune.checkpoint import CheckpointManager, fingerprint, verify_fingerprint
+from jaxtune.checkpoint.manager import HOST_FILE
 from jaxtune.config import from_json, to_json
 from jaxtune.config.loading import as_dict
 from jaxtune.config.schema import Config
 from jaxtune.data import Counts, Feed, PromptFeed
 from jaxtune.errors import UserError
 from jaxtune.parallel import multihost
+from jaxtune.run.assembly import Program
+from jaxtune.run.best import Standing
 from jaxtune.run.folder import RunFolder
+from jaxtune.run.loop import Position
 from jaxtune.run.model import Model
+from jaxtune.run.state import State
 
 log = logging.getLogger("jaxtune")
 
@@ -30,8 +37,54 @@ MAY_CHANGE = (
 )  # fmt: skip
 
 
-def saved_run(config: Config, folder: RunFolder, checkpoints: CheckpointManager) -> dict | None:
-    """What the checkpoint to go on from says, by ckpt.resume; None to start anew.
+@dataclass(frozen=True)
+class Saved:
+    """The checkpoint that a run goes on from.
+
+    Attributes:
+        checkpoints: Among which it is.
+        step: Which one; None: the newest good one.
+        record: What it says of its run.
+        own: Whether it is of this run, and not of the one that ckpt.start names.
+    """
+
+    checkpoints: CheckpointManager
+    step: int | None
+    record: dict[str, Any]
+    own: bool = True
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether it holds the optimizer's state."""
+        return self.record["config"]["ckpt"].get("save_optimizer", True)
+
+    def finished(self, total_steps: int) -> bool:
+        """Whether its run needs no further step."""
+        return self.record["step"] >= total_steps or (self.step is None and bool(self.record.get("ended")))
+
+
+def link_checkpoints(config: Config, folder: RunFolder) -> None:
+    """With ckpt.dir, <run>/checkpoints is a link to the folder of this run there, which is made if need be.
+
+    Raises UserError where the run's checkpoints are somewhere else.
+    """
+    if config.ckpt.dir is None:
+        return
+    elsewhere = Path(config.ckpt.dir).absolute() / folder.path.name
+    if multihost.is_main() and not folder.checkpoints.exists():
+        elsewhere.mkdir(parents=True, exist_ok=True)
+        folder.checkpoints.unlink(missing_ok=True)  # a link to what is there no more
+        folder.checkpoints.symlink_to(elsewhere, target_is_directory=True)
+    multihost_utils.sync_global_devices("checkpoints have their folder")
+    if folder.checkpoints.resolve() != elsewhere.resolve():
+        raise UserError(
+            f"ckpt.dir={config.ckpt.dir}: the checkpoints of this run are in {folder.checkpoints.resolve()}; leave it "
+            "as it was, or move them"
+        )
+
+
+def saved_run(config: Config, folder: RunFolder, checkpoints: CheckpointManager) -> Saved | None:
+    """The checkpoint to go on from, by ckpt.resume and ckpt.start; None to start anew.
 
     Raises UserError where there is nothing to go on from, a run that is not to go on, or one with other options.
     What ckpt.resume='overwrite' removes is still there afterwards: see `begin`.
@@ -50,11 +103,50 @@ def saved_run(config: Config, folder: RunFolder, checkpoints: CheckpointManager)
                     f"{option}={path} is in {folder.path}, which ckpt.resume='overwrite' removes; give the new run "
                     "another --config.train.run_name"
                 )
-        return None
-    saved = checkpoints.host(None if config.ckpt.resume == "auto" else int(config.ckpt.resume))
-    if saved is not None:
-        check_unchanged(saved["config"], config, folder)
-    return saved
+        return _other_run(config, folder) if config.ckpt.start is not None else None
+    step = None if config.ckpt.resume == "auto" else int(config.ckpt.resume)
+    record = checkpoints.host(step)
+    if record is None:
+        return _other_run(config, folder) if config.ckpt.start is not None else None
+    check_unchanged(record["config"], config, folder)
+    return Saved(checkpoints, step, record)
+
+
+def _other_run(config: Config, folder: RunFolder) -> Saved:
+    """The checkpoint that ckpt.start names: the newest of a run, or one by its folder."""
+    path = Path(config.ckpt.start or "").expanduser()
+    step = int(path.name) if path.name.isdecimal() and (path / HOST_FILE).is_file() else None
+    home = path.parent if step is not None else RunFolder(path).checkpoints
+    checkpoints = CheckpointManager(home)
+    record = checkpoints.host(step)
+    if record is None:
+        raise UserError(
+            f"ckpt.start={config.ckpt.start}: no checkpoint is there; it is the folder of a run, or one of its "
+            "checkpoints, such as runs/NAME/checkpoints/100"
+        )
+    if path.resolve().is_relative_to(folder.path.resolve()):
+        raise UserError(f"ckpt.start={config.ckpt.start} is this run itself; it goes on with ckpt.resume")
+    check_unchanged(record["config"], config, folder)
+    log.info("ckpt.start: going on from step %d of %s", record["step"], path)
+    return Saved(checkpoints, step, record, own=False)
+
+
+def restored(saved: Saved, program: Program, load_optimizer: bool) -> tuple[State, Position]:
+    """State and position of a checkpoint; its optimizer's state is new where it has none, or is not to be loaded."""
+    whole = load_optimizer and saved.has_optimizer
+    wanted = program.state if whole else program.state._replace(optimizer=())
+    step = saved.record["step"] if saved.step is None and not saved.own else saved.step
+    found = saved.checkpoints.restore(wanted, step, part=not whole, grouping=program.model.grouping)
+    assert found is not None
+    state = found.state
+    if not whole:
+        log.warning("the optimizer starts anew%s", "" if saved.has_optimizer else ": the checkpoint has no state of it")
+        state = state._replace(optimizer=jax.jit(program.optimizer.init)(state.trained))
+    position = Position.from_json(found.host)
+    if not saved.own:
+        position.standing = Standing()  # the best so far is not among this run's checkpoints
+    log.info("resumed from step %d", position.step)
+    return state, position
 
 
 def begin(config: Config, folder: RunFolder, counts: Counts | None) -> None:
@@ -66,7 +158,8 @@ def begin(config: Config, folder: RunFolder, counts: Counts | None) -> None:
         for path in (folder.checkpoints, folder.export) if config.ckpt.resume == "overwrite" else ():
             if path.exists():
                 log.info("removing %s, as ckpt.resume='overwrite' says", path)
-                shutil.rmtree(path)
+                shutil.rmtree(path.resolve())
+                path.resolve().mkdir()  # what may be a link has something to lead to
         folder.write_records(config, counts)
     multihost_utils.sync_global_devices("the run has begun")
 
@@ -97,6 +190,15 @@ def check_same(saved: dict, now: dict, model: Model, feed: Feed | PromptFeed) ->
         log.warning(
             "the learning-rate schedule was for %d steps and is for %d now",
             *(saved["total_steps"], now["total_steps"]),
+        )
+
+
+def check_length(saved: Saved, total_steps: int) -> None:
+    """Raise UserError where the run that ckpt.start names has no fewer steps than this one is to have."""
+    if not saved.own and saved.record["step"] >= total_steps:
+        raise UserError(
+            f"ckpt.start: that run has taken {saved.record['step']} steps, and this one has {total_steps} in all; "
+            "raise train.max_steps or train.epochs"
         )
 
 

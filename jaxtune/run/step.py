@@ -139,7 +139,9 @@ def scores_of(
     """
     if decoder.spec.labels:
         return score_labels(decoder, batch, call, hidden)
-    asked = {name: getattr(objective, name) for name in ("z_loss", "label_smoothing", "divergence", "temperature")}
+    asked = {
+        name: getattr(objective, name) for name in ("z_loss", "label_smoothing", "divergence", "temperature", "hits")
+    }
     scores = score(decoder, batch, call, hidden, head_gradient=head_gradient, **asked)
     if not objective.reference:
         return scores

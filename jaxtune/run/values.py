@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune import hf
-from jaxtune.checkpoint import CheckpointManager, verify_fingerprint
+from jaxtune.checkpoint import CheckpointManager, Restored, verify_fingerprint
 from jaxtune.config.schema import Config, Lora, Quant
 from jaxtune.errors import UserError
 from jaxtune.models import families
@@ -210,19 +210,37 @@ def open_run(
     """
     config = folder.read_config()
     model = declare_model(read_base(config), config, mesh, low_precision=low_precision)
-    # Without the optimizer's state, which is larger.
-    average = abstract_average(model, config)
-    result = "average" if average else "trained"
     compared = abstract_reference(model, config) if reference else {}
-    wanted = {result: average or abstract(model.trained), "reference": compared}
-    restored = CheckpointManager(folder.checkpoints).restore(wanted, step, part=True, grouping=model.grouping)
+    checkpoints = CheckpointManager(folder.checkpoints)
+    restored = _restored(checkpoints, model, config, step, compared)
     if restored is None:
         raise UserError(f"{folder.path} has no checkpoint yet")
     if not config.model.from_scratch:
         verify_fingerprint(model.folder, restored.host["base"])
-    trained, compared = restored.state[result], restored.state["reference"]
+    trained, compared = restored.state["result"], restored.state["reference"]
     frozen = frozen_parameters(model, config)
     return TrainedModel(config, model, trained, frozen, compared, restored.step, restored.host["tokens"])
+
+
+def result_of(checkpoints: CheckpointManager, model: Model, config: Config, step: int) -> Parameters:
+    """The trained parameters of a checkpoint as they are evaluated and exported. Raises UserError as `restore`."""
+    restored = _restored(checkpoints, model, config, step, {})
+    assert restored is not None
+    return restored.state["result"]
+
+
+def _restored(
+    checkpoints: CheckpointManager, model: Model, config: Config, step: int | None, reference: Parameters
+) -> Restored | None:
+    """`result` and `reference` of a checkpoint, without the optimizer's state, which is larger."""
+    average = abstract_average(model, config)
+    result = "average" if average else "trained"
+    wanted = {result: average or abstract(model.trained), "reference": reference}
+    found = checkpoints.restore(wanted, step, part=True, grouping=model.grouping)
+    if found is None:
+        return None
+    state = {"result": found.state[result], "reference": found.state["reference"]}
+    return dataclasses.replace(found, state=state)
 
 
 def of_model(name: str, config: Config) -> Config:

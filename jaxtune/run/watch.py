@@ -19,6 +19,7 @@ from jaxtune.monitor.progress import Progress
 from jaxtune.monitor.signals import StopRequest
 from jaxtune.parallel import multihost
 from jaxtune.run.folder import RunFolder
+from jaxtune.run.plugins import Callbacks
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Watch:
     goodput: Goodput
     health: Health
     stop: StopRequest
+    plugins: Callbacks
     work: throughput.Work
     epoch: Callable[[dict[str, Any]], float]
 
@@ -46,12 +48,14 @@ class Watch:
             numbers["peak_memory_bytes"] = peak
         self.metrics.write(step, numbers)
         self.progress.update(step, numbers)
+        self.plugins("on_step", step, numbers)
         for line in self.health.notice(values):
             self.progress.message(f"step {step}: {line}")
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Write and show what an evaluation after a step found."""
         self.metrics.write(step, values)
+        self.plugins("on_evaluate", step, dict(values))
         self.progress.message("  ".join([f"step {step}", *(f"{name} {value:.4f}" for name, value in values.items())]))
 
 
@@ -64,6 +68,7 @@ def watching(
     epoch: Callable[[dict[str, Any]], float],
     work: throughput.Work,
     goodput: Goodput,
+    plugins: Callbacks,
 ) -> Iterator[Watch]:
     """Everything that watches a run from `step` on; requests to stop are heard meanwhile, and a hang ends it.
 
@@ -77,4 +82,4 @@ def watching(
         progress = opened.enter_context(closing(Progress(total_steps, step, config.log.every, main)))
         opened.enter_context(ended_when_hung(goodput, config.train.hang_seconds, folder.stacks(jax.process_index())))
         health, stop = Health(config.optim.name), opened.enter_context(StopRequest())
-        yield Watch(metrics, progress, profiler, goodput, health, stop, work, epoch)
+        yield Watch(metrics, progress, profiler, goodput, health, stop, plugins, work, epoch)

@@ -118,6 +118,22 @@ def test_keep_last(tmp_path):
         CheckpointManager(tmp_path, keep_last=0)
 
 
+def test_the_best_is_kept_besides_the_newest(tmp_path):
+    manager, kept = CheckpointManager(tmp_path, keep_last=1), []
+    for step, best in ((1, 1), (2, 1), (3, 1), (4, 4), (5, 4)):
+        manager.save(step, {"x": jnp.full(2, step)}, {}, best=best)
+        manager.wait(final=True)
+        kept.append(manager.steps())
+    assert kept == [[1], [1, 2], [1, 3], [4], [4, 5]]
+    # A run that goes on does not remove it either, though it has neither saved nor restored it.
+    again = CheckpointManager(tmp_path, keep_last=1)
+    assert again.restore(abstract({"x": jnp.zeros(2, jnp.int32)})).step == 5
+    again.save(6, {"x": jnp.full(2, 6)}, {}, best=4)
+    again.wait(final=True)
+    assert again.steps() == [4, 6]
+    assert again.restore(abstract({"x": jnp.zeros(2, jnp.int32)}), step=4).state["x"].tolist() == [4, 4]
+
+
 def test_a_restarted_run_counts_only_what_it_verified(tmp_path):
     state = {"x": jnp.ones(2)}
     first = CheckpointManager(tmp_path, keep_last=3)

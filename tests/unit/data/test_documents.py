@@ -363,15 +363,29 @@ def test_validation_data_is_a_part_or_data_of_its_own(tokenizer, tmp_path):
     entry = Dataset(path=str(jsonl(tmp_path / "a.jsonl", TEXTS)))
     other = Dataset(path=str(jsonl(tmp_path / "b.jsonl", TEXTS[:2])))
     config = Config(data=Data(datasets=(entry,)), train=Train(output_dir=str(tmp_path / "runs")))
-    assert open_documents(config, tokenizer)[1] is None
+    assert open_documents(config, tokenizer)[1] == {}
     assert (tmp_path / "runs" / "cache").is_dir()
     for held_out, sizes in ((0.3, [2, 1]), (1, [2, 1]), (2, [1, 2])):
         part = open_documents(replace(config, data=replace(config.data, validation_split=held_out)), tokenizer)
-        assert [len(documents) for documents in part] == sizes
+        assert [len(part[0]), len(part[1][""])] == sizes
     with pytest.raises(UserError, match="validation_split = 3, but there are only 3 documents"):
         open_documents(replace(config, data=replace(config.data, validation_split=3)), tokenizer)
     own = open_documents(replace(config, data=replace(config.data, eval_datasets=(other,))), tokenizer)
-    assert [len(documents) for documents in own] == [3, 2]
+    assert [len(own[0]), len(own[1][""])] == [3, 2]
+    named = tuple(replace(other, name=name) for name in ("code", None, "text", "code"))
+    _, sets = open_documents(replace(config, data=replace(config.data, eval_datasets=named)), tokenizer)
+    assert {name: len(documents) for name, documents in sets.items()} == {"code": 4, "": 2, "text": 2}
+
+
+def test_which_documents_are_held_out_has_a_seed_of_its_own(tokenizer, tmp_path):
+    entry = Dataset(path=str(jsonl(tmp_path / "a.jsonl", [{"text": str(i)} for i in range(40)])))
+    config = Config(data=Data(datasets=(entry,), validation_split=8), train=Train(output_dir=str(tmp_path / "runs")))
+
+    def held_out(**seeds) -> list[int]:
+        own = replace(config, data=replace(config.data, **seeds))
+        return open_documents(own, tokenizer)[1][""].chosen.tolist()
+
+    assert held_out(seed=5) == held_out(seed=1, validation_seed=5) != held_out(seed=1)
 
 
 def test_a_token_without_an_embedding_is_named(tokenizer, tmp_path):
@@ -468,7 +482,8 @@ def test_no_entry_is_tokenised_again_whatever_stands_beside_it(tokenizer, three,
         found = open_documents(Config(data=Data(**data, cache_dir=str(cache_dir))), tokenizer)
     assert len(tokenised) == len(set(tokenised))  # in all examples together
 
-    everything = [[tokenizer.decode(part.read(i, 0, 99)[0]) for i in range(len(part))] for part in found if part]
+    parts = (found[0], *found[1].values())
+    everything = [[tokenizer.decode(part.read(i, 0, 99)[0]) for i in range(len(part))] for part in parts]
     wanted = [text + "<|im_end|>" for i in order for text in texts[i]]
     if data["validation_split"]:
         assert Counter(everything[0] + everything[1]) == Counter(wanted)

@@ -56,7 +56,7 @@ def test_a_feed_ends_with_its_rows_or_never():
 
 
 def test_the_last_step_is_filled_up_with_padding_or_left_out(monkeypatch, caplog):
-    monkeypatch.setattr(feeds, "open_documents", lambda *_: (DOCUMENTS, None))
+    monkeypatch.setattr(feeds, "open_documents", lambda *_: (DOCUMENTS, {}))
     mesh = make_mesh(Mesh(), jax.devices()[:1])
 
     def opened(drop_last, **train):
@@ -75,7 +75,7 @@ def test_the_last_step_is_filled_up_with_padding_or_left_out(monkeypatch, caplog
 
 
 def test_rows_of_a_step_have_like_lengths_wherever_the_run_goes_on(monkeypatch):
-    monkeypatch.setattr(feeds, "open_documents", lambda *_: (DOCUMENTS, None))
+    monkeypatch.setattr(feeds, "open_documents", lambda *_: (DOCUMENTS, {}))
     data = Data(seq_len=SEQ_LEN, packing=False, group_by_length=True)
     config = Config(data=data, train=Train(epochs=2, grad_accum_steps=3))
     mesh = make_mesh(Mesh(), jax.devices()[:1])
@@ -88,7 +88,7 @@ def test_rows_of_a_step_have_like_lengths_wherever_the_run_goes_on(monkeypatch):
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_a_run_goes_on_with_the_same_rows_on_other_devices(monkeypatch, order):
-    monkeypatch.setattr(feeds, "open_documents", lambda *_: (DOCUMENTS, None))
+    monkeypatch.setattr(feeds, "open_documents", lambda *_: (DOCUMENTS, {}))
     data = Data(seq_len=SEQ_LEN, **order)
 
     def opened(devices, rows):

@@ -32,8 +32,7 @@ def opened(tmp_path_factory):
         parts = open_documents(Config(data=data), tokenizer)
         read = [
             [str(tokenizer.decode(part.read(k, 0, 99)[0])).removesuffix("<|im_end|>") for k in range(len(part))]
-            for part in parts
-            if part
+            for part in (parts[0], *parts[1].values())
         ]
         return (*read, None)[:2], parts[0], data
 

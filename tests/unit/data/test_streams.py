@@ -193,7 +193,7 @@ def test_the_cache_holds_nothing_of_a_stream(folder, tokenizer, tmp_path):
     config = config_of(folder, cache_dir=str(tmp_path / "none"))
     feed = feed_of(config, tokenizer)
     list(feed.batches({}, 3))
-    assert not Path(config.data.cache_dir or "").exists() and feed.eval_rows is None
+    assert not Path(config.data.cache_dir or "").exists() and not feed.eval_rows
     other = replace(config, data=replace(config.data, datasets=config.data.datasets[:1]))
     assert feed.documents.has_key(feed_of(config, tokenizer).documents.key)
     assert not feed.documents.has_key(feed_of(other, tokenizer).documents.key)

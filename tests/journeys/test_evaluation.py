@@ -1,0 +1,130 @@
+"""Evaluations and checkpoints as a run's options ask for them."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from runs import call, conversations, losses, metrics, recipe
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("evaluation")
+    recipe(folder)
+    recipe(folder, lora=True)
+    conversations(folder / "one.jsonl", 8)
+    conversations(folder / "other.jsonl", 5)
+    entries = "".join(f"dataset(path={str(folder / name)!r} + '.jsonl', name={name!r}), " for name in ("one", "other"))
+    named = f"    config.data.eval_datasets = ({entries})\n    config.data.validation_split = 0\n    return config\n"
+    (folder / "named.py").write_text((folder / "tiny.py").read_text().replace("    return config\n", named))
+    return folder
+
+
+def train(home: Path, name: str, kind: str = "tiny", code: int = 0, **options) -> tuple[Path, str]:
+    """(folder of the run, what it prints)."""
+    options = {"train.max_steps": 8, "train.run_name": name, "ckpt.save_steps": 0, "eval.steps": 0, **options}
+    settings = [f"--config.{key.replace('__', '.')}={value}" for key, value in options.items()]
+    return home / "runs" / name, call("jaxtune.train", f"--config={home / kind}.py", *settings, code=code)
+
+
+def evaluations(folder: Path) -> dict[int, dict[str, float]]:
+    return {row["step"]: row for row in metrics(folder) if "eval_loss" in row}
+
+
+def steps(folder: Path) -> list[int]:
+    return sorted(int(path.name) for path in (folder / "checkpoints").iterdir())
+
+
+def test_named_sets_have_a_loss_each(home):
+    options = {"eval.micro_batch_size": 2, "eval.steps": 4, "eval.packing": False}
+    folder, _ = train(home, "apart", "named", **options)
+    found = evaluations(folder)
+    assert sorted(found) == [4, 8]
+    row = found[8]
+    for metric in ("loss", "perplexity", "token_accuracy"):
+        assert {f"eval_{metric}", f"eval_one_{metric}", f"eval_other_{metric}"} <= row.keys()
+    low, high = sorted((row["eval_one_loss"], row["eval_other_loss"]))
+    assert low < row["eval_loss"] < high
+    assert 0 < row["eval_token_accuracy"] < 1
+    # Packing and batches change nothing but how rounding adds up.
+    packed, _ = train(home, "packed", "named")
+    assert abs(evaluations(packed)[8]["eval_loss"] - row["eval_loss"]) < 1e-5
+    printed = call("jaxtune.evaluate", f"--run={folder}")
+    assert abs(float(re.findall(r"eval_one_loss (\S+)", printed)[0]) - row["eval_one_loss"]) < 1e-5
+
+
+def test_the_best_is_kept_and_exported_and_the_run_ends(home):
+    # A rate at which the loss soon rises: the run ends by itself, and what it exports is what was best.
+    options = {"optim.learning_rate": 0.5, "train.max_steps": 20, "eval.steps": 1, "optim.warmup_steps": 0}
+    options |= {"ckpt.keep_best": True, "ckpt.keep_last": 1, "eval.patience": 2, "export.best": True}
+    folder, output = train(home, "best", **options)
+    found = evaluations(folder)
+    best = min(found, key=lambda step: found[step]["eval_loss"])
+    last = max(found)
+    assert last == best + 2 < 20 and f"ended at step {last} of 20: 2 evaluations" in output
+    assert steps(folder) == [best, last]
+    assert f"is best at step {best}" in output
+    whole = losses(folder)
+    assert "this run is finished" in train(home, "best", **options)[1] and losses(folder) == whole
+    printed = call("jaxtune.evaluate", f"--config={home / 'tiny.py'}", f"--model={folder / 'export'}")
+    assert abs(float(re.findall(r"eval_loss (\S+)", printed)[0]) - found[best]["eval_loss"]) < 1e-4
+
+
+def test_by_passes_over_the_data_and_only_then(home):
+    options = {"ckpt.save_epochs": 1.0, "ckpt.keep_last": 9, "eval.epochs": 2.0, "eval.at_end": False}
+    options |= {"data.datasets[0].samples": 16}
+    folder, _ = train(home, "epochs", **options, **{"ckpt.at_end": False, "train.max_steps": 14})
+    epochs = {row["step"]: row["epoch"] for row in metrics(folder) if "epoch" in row}
+    ends = [step for step in epochs if int(epochs[step]) > int(epochs.get(step - 1, 0))]
+    assert len(ends) >= 3 and steps(folder) == ends
+    assert sorted(evaluations(folder)) == ends[1::2]
+
+
+def test_nothing_is_saved_where_nothing_is_to_be(home):
+    folder, _ = train(home, "nothing", **{"ckpt.at_end": False, "eval.at_end": False, "train.max_steps": 2})
+    assert not (folder / "checkpoints").exists() and not evaluations(folder)
+    assert (folder / "export" / "model.safetensors").exists()
+
+
+def test_a_run_goes_on_from_another_one(home):
+    elsewhere = home / "elsewhere"
+    first, _ = train(home, "first", **{"ckpt.save_steps": 4, "ckpt.dir": elsewhere})
+    assert (first / "checkpoints").is_symlink() and sorted(p.name for p in (elsewhere / "first").iterdir()) == [
+        "4",
+        "8",
+    ]
+    second, output = train(home, "second", **{"ckpt.start": elsewhere / "first" / "4"})
+    assert "going on from step 4" in output and losses(second) == [row for row in losses(first) if int(row[0]) > 4]
+    assert "this run is finished" in train(home, "second", **{"ckpt.start": elsewhere / "first" / "4"})[1]
+    longer, _ = train(home, "longer", **{"ckpt.start": first, "train.max_steps": 10, "ckpt.load_optimizer": False})
+    assert [row["step"] for row in metrics(longer) if "loss" in row] == [9, 10]
+    _, output = train(home, "wrong", code=2, **{"ckpt.start": home / "nowhere"})
+    assert "no checkpoint is there" in output
+    _, output = train(home, "short", code=2, **{"ckpt.start": first, "train.max_steps": 8})
+    assert "ckpt.start: that run has taken 8 steps, and this one has 8" in output
+    _, output = train(home, "first", code=2, **{"ckpt.dir": home / "other"})
+    assert "the checkpoints of this run are in" in output
+
+
+def test_a_checkpoint_without_the_optimizer_is_smaller_and_starts_it_anew(home):
+    whole, _ = train(home, "whole", "tiny_lora", **{"ckpt.save_steps": 4})
+    light, _ = train(home, "light", "tiny_lora", **{"ckpt.save_steps": 4, "ckpt.save_optimizer": False})
+    size = lambda folder: sum(p.stat().st_size for p in (folder / "checkpoints" / "4").rglob("*") if p.is_file())  # noqa: E731
+    assert size(light) < 0.7 * size(whole)
+    options = {"ckpt.save_steps": 4, "ckpt.save_optimizer": False, "ckpt.resume": 4}
+    _, output = train(home, "light", "tiny_lora", **options)
+    assert "the optimizer starts anew: the checkpoint has no state of it" in output
+    assert losses(light)[:4] == losses(whole)[:4] and losses(light)[4:] != losses(whole)[4:]
+    assert "eval_loss" in call("jaxtune.evaluate", f"--run={light}")
+
+
+def test_samples_on_the_way_and_a_merged_model_at_the_end(home):
+    options = {"eval.sample_prompt": "say", "eval.sample_steps": 3, "export.merge": True}
+    folder, _ = train(home, "samples", "tiny_lora", **options)
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert [sample["step"] for sample in samples] == [3, 6, 8]
+    assert (folder / "export" / "adapter_config.json").exists() and (folder / "merged" / "config.json").exists()
+    printed = call("jaxtune.evaluate", f"--config={home / 'tiny_lora.py'}", f"--model={folder / 'merged'}")
+    expected = evaluations(folder)[8]["eval_loss"]
+    assert abs(float(re.findall(r"eval_loss (\S+)", printed)[0]) - expected) < 1e-4

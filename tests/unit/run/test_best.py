@@ -1,0 +1,78 @@
+"""Which evaluation is the best, and when evaluations end a run: as transformers' trainer and callback decide."""
+
+import math
+import random
+from types import SimpleNamespace
+
+import pytest
+from transformers import EarlyStoppingCallback, TrainerControl, TrainerState
+
+from jaxtune.config.schema import Eval
+from jaxtune.errors import UserError
+from jaxtune.run.best import Standing
+
+
+def by_transformers(values: list[float], patience: int, threshold: float, larger: bool) -> tuple[int, int]:
+    """(how many evaluations there are until the run ends, which of them is the best, from 1)."""
+    callback, state, control = EarlyStoppingCallback(patience, threshold), TrainerState(), TrainerControl()
+    arguments = SimpleNamespace(metric_for_best_model="eval_loss", greater_is_better=larger)
+    best = 0
+    for number, value in enumerate(values, start=1):
+        callback.on_evaluate(arguments, state, control, metrics={"eval_loss": value})  # pyright: ignore
+        # Trainer._determine_best_metric
+        if state.best_metric is None or (value > state.best_metric if larger else value < state.best_metric):
+            state.best_metric, best = value, number
+        if control.should_training_stop:
+            return number, best
+    return len(values), best
+
+
+@pytest.mark.parametrize("larger", [False, True])
+@pytest.mark.parametrize("threshold", [0.0, 0.2])
+def test_as_transformers_decides(larger, threshold):
+    rng = random.Random(0)
+    for _ in range(50):
+        values = [rng.choice([0.1, 0.5, 0.9]) + 0.3 * rng.random() for _ in range(12)]
+        options = Eval(patience=3, min_improvement=threshold, larger_is_better=larger)
+        standing, number = Standing(), 0
+        for number, value in enumerate(values, start=1):
+            standing = standing.after(number, {"eval_loss": value}, options)
+            if standing.ending(options):
+                break
+        assert (number, standing.step) == by_transformers(values, 3, threshold, larger)
+
+
+def test_a_standing_is_what_it_was_saved_as():
+    standing = Standing().after(3, {"eval_loss": 0.1 + 0.2}, Eval())
+    assert Standing(**standing.to_json()) == standing == Standing(3, 0.1 + 0.2, 0)
+
+
+def test_what_is_not_a_number_is_no_better():
+    options = Eval(patience=2)
+    standing = Standing().after(1, {"eval_loss": math.nan}, options)
+    assert standing.step is None and not standing.ending(options)
+    assert "2 evaluations (eval.patience) were no better" in standing.after(2, {"eval_loss": math.nan}, options).ending(
+        options
+    )
+    assert standing.after(2, {"eval_loss": 1.0}, options) == Standing(2, 1.0)
+    assert Standing(2, 1.0).after(3, {"eval_loss": math.nan}, options) == Standing(2, 1.0, 1)
+
+
+@pytest.mark.parametrize(
+    "metric, target, value, ends",
+    [
+        ("eval_loss", 0.5, 0.4, True),
+        ("eval_loss", 0.5, 0.6, False),
+        ("eval_code_perplexity", 2.0, 1.9, True),
+        ("eval_token_accuracy", 0.5, 0.6, True),
+        ("eval_reward", 0.5, 0.4, False),
+    ],
+)
+def test_a_target_is_reached_from_the_right_side(metric, target, value, ends):
+    options = Eval(best_metric=metric, target=target)
+    assert bool(Standing().after(1, {metric: value}, options).ending(options)) == ends
+
+
+def test_a_metric_that_is_not_there():
+    with pytest.raises(UserError, match="eval.best_metric='eval_los': an evaluation has eval_loss"):
+        Standing().after(1, {"eval_loss": 1.0}, Eval(best_metric="eval_los"))
