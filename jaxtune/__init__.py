@@ -14,9 +14,12 @@ import pallas_kernels  # noqa: F401 (so that jax's CUDA plugin is quiet without 
 from jaxtune.errors import UserError
 
 if TYPE_CHECKING:
-    from jaxtune import train
+    from collections.abc import Callable
+
     from jaxtune.config.schema import Config
     from jaxtune.python import Run, config_of
+
+    train: Callable[..., Run]
 
 __all__ = ["Config", "Run", "UserError", "config_of", "train"]
 _HOMES = {"Config": "config.schema", "Run": "python", "config_of": "python"}
