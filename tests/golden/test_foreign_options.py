@@ -770,3 +770,15 @@ def test_an_option_without_a_meaning_here_is_answered_by_its_reason(dialect):
             line = lines[f"{entries}[0].{name}" if entries else name]
             fits = value is row.sample or not line.wrong
             assert (line.text == row.reason and not line.settings) if fits else "expected a value" in line.text, name
+
+
+@pytest.mark.parametrize("dialect", foreign.DIALECTS)
+def test_what_is_not_there_yet_is_an_error_unless_it_is_the_default(dialect):
+    for name, row in foreign.table(dialect).items():
+        if not row.later:
+            continue
+        for value in ([row.default] if row.default is not Option().default else []) + ["another"]:
+            translation = foreign.translate(Written({**LEAST[dialect], name: value}, {}), dialect)
+            (line,) = [line for line in translation.lines if line.option == name]
+            assert line.wrong == (value == "another") and not line.settings
+            assert [name in problem.keys for problem in translation.problems] == [True] * line.wrong
