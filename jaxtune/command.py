@@ -1,6 +1,5 @@
 """What all commands share: flags, the recipe and its overrides, and error messages without a traceback."""
 
-import dataclasses
 import difflib
 import errno
 import inspect
@@ -128,12 +127,7 @@ def _parse(
         if "train.plugins" in settings:
             raise UserError("--plugin and --config.train.plugins: one of the two")
         overrides.append(("train.plugins", repr(tuple(values.plugin))))
-    resolved = read_recipe(path, argument or None, values.dialect).resolve(overrides)
-    if resolved.train.run_name is None:
-        # The same name each time, so that ckpt.resume='auto' finds the run again.
-        train = dataclasses.replace(resolved.train, run_name=pathlib.Path(path).stem)
-        resolved = dataclasses.replace(resolved, train=train)
-    return resolved
+    return read_recipe(path, argument or None, values.dialect).resolve_named(overrides)
 
 
 def _define_settings(values: flags.FlagValues, arguments: list[str]) -> list[str]:

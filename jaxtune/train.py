@@ -5,7 +5,9 @@ python -m jaxtune.train --config=quickstart
 
 import logging
 import sys
+import types
 from functools import partial
+from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
@@ -20,6 +22,7 @@ from jaxtune.monitor.goodput import Goodput
 from jaxtune.optim.schedules import learning_rates
 from jaxtune.parallel import multihost
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.python import Run, config_of, mesh_put_back
 from jaxtune.run import loop, memory, plugins, process, resume, rollouts
 from jaxtune.run.assembly import assemble
 from jaxtune.run.describe import describe_layout, describe_pipeline
@@ -179,6 +182,18 @@ def _train(config: Config, folder: RunFolder) -> bool:
     return True
 
 
+class _Callable(types.ModuleType):
+    """`jaxtune.train(...)` trains. Importing this module gives the package an attribute of its name: this is it."""
+
+    def __call__(self, recipe: Any, *, dialect: str | None = None, **sections: Any) -> Run:
+        """Trains by `config_of(recipe, dialect=dialect, **sections)`, or goes on with that run."""
+        config = config_of(recipe, dialect=dialect, **sections)
+        with mesh_put_back():
+            finished = train(config)
+        return Run(run_folder(config).path.absolute(), finished)
+
+
+sys.modules[__name__].__class__ = _Callable
 main = partial(command.run, lambda values: None, lambda values, config: 0 if train(config) else command.STOPPED)
 
 if __name__ == "__main__":

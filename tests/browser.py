@@ -13,13 +13,22 @@ from typing import Any
 
 import pytest
 
+WAITING = "waiting"
 
-def in_browser(page: Path, expression: str, width: int = 1200) -> tuple[Any, list[str]]:
-    """An expression's value, as JSON, in a page that is so wide, and what the page said on the console."""
+
+def in_browser(
+    page: Path, expression: str, width: int = 1200, dark: bool = False, script: Path | None = None
+) -> tuple[Any, list[str]]:
+    """An expression's value, as JSON, in a page that is so wide, and what the page said on the console.
+
+    The value may be a promise of one. dark: what the page hears of the user's wish. script: run in the page before.
+    """
     if importlib.util.find_spec("PySide6") is None or importlib.util.find_spec("PySide6.QtWebEngineCore") is None:
         pytest.skip("no browser: pip install PySide6-WebEngine")
     command = [sys.executable, __file__, str(page), expression, str(width)]
+    command += [] if script is None else [str(script)]
     environment = {**os.environ, "QT_QPA_PLATFORM": "offscreen", "QTWEBENGINE_DISABLE_SANDBOX": "1"}
+    environment["QTWEBENGINE_CHROMIUM_FLAGS"] = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     if done.returncode == 77:
         pytest.skip(f"no browser: {done.stderr.strip()}")
@@ -27,7 +36,7 @@ def in_browser(page: Path, expression: str, width: int = 1200) -> tuple[Any, lis
     return tuple(json.loads(done.stdout.splitlines()[-1]))
 
 
-def _main(page: str, expression: str, width: str) -> None:
+def _main(page: str, expression: str, width: str, script: str | None = None) -> None:
     try:
         from PySide6.QtCore import QTimer, QUrl
         from PySide6.QtWebEngineCore import QWebEnginePage
@@ -49,11 +58,23 @@ def _main(page: str, expression: str, width: str) -> None:
     view.show()
 
     def found(value: str) -> None:
+        if value == WAITING:
+            QTimer.singleShot(50, look)
+            return
         print(json.dumps([json.loads(value) if value else None, said]), flush=True)
         app.quit()
 
+    def look() -> None:
+        view.page().runJavaScript("window.outcome", found)
+
+    def ask() -> None:
+        if script is not None:
+            view.page().runJavaScript(Path(script).read_text(encoding="utf-8"))
+        asked = f"Promise.resolve({expression}).then(JSON.stringify).catch(error => JSON.stringify(String(error)))"
+        view.page().runJavaScript(f"window.outcome = '{WAITING}'; {asked}.then(text => (window.outcome = text))")
+        look()
+
     # After the page has its size.
-    ask = lambda: view.page().runJavaScript(f"JSON.stringify({expression})", found)  # noqa: E731
     view.loadFinished.connect(lambda _: QTimer.singleShot(300, ask))
     view.load(QUrl.fromLocalFile(str(Path(page).resolve())))
     app.exec()

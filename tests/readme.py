@@ -46,6 +46,13 @@ def empty_folder(made: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
+def run_python() -> str:
+    """What the code for Python in the README prints."""
+    (code,) = re.findall(r"^```python\n(import jaxtune\n.*?)^```", README.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    Path("from_readme.py").write_text(code)
+    return run("from_readme")
+
+
 def run_commands(*trained_with: str) -> dict[str, str]:
     """What each command of the README prints, by its arguments; those of the quickstart are given these besides.
 

@@ -8,7 +8,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, Literal, Union
 
 from ml_collections import ConfigDict
@@ -51,10 +51,11 @@ def dataset(**fields: Any) -> ConfigDict:
 def resolve(
     config: ConfigDict,
     recipe: str,
-    overrides: Iterable[tuple[str, str]] = (),
+    overrides: Iterable[tuple[str, Any]] = (),
     source: Literal["recipe", "translation"] = "recipe",
     given: Mapping[str, Any] | None = None,
     notes: tuple[str, ...] = (),
+    by: Literal["command line", "call"] = "command line",
 ) -> Config:
     """The typed and checked Config; its `said` records who gave each value.
 
@@ -65,23 +66,27 @@ def resolve(
     Args:
         config: What the recipe returned.
         recipe: Its name, for messages.
-        overrides: Key and text of each command-line setting, such as ('train.max_steps', '10').
+        overrides: Key and text of each command-line setting, such as ('train.max_steps', '10'); or key and value of
+            each setting of a call in Python.
         source: Where the values in `config` are from.
         given: Values that a YAML file sets on top of `config`, by key. Of a translated file, those that it states;
             `config` has the defaults of its system.
         notes: Lines for the user that the run begins with.
+        by: Whose settings `overrides` are.
 
     Raises:
         UserError: There are unknown keys, wrong types or contradictions; the message lists all of them.
     """
-    values, typed, stated = plain(config), dict(overrides), _leaves(given or {})
+    settings, values, stated = plain(dict(overrides)), plain(config), _leaves(given or {})
+    typed = _leaves(settings)
     own = [problem.keys[0] for problem in checks.check(_build(Config, values, "", [])) if problem.moot]
     for key, value in (given or {}).items():
         set_value(values, key, plain(value))
-    wrong = [problem for key, text in typed.items() if (problem := _override(values, key, text))]
+    is_text = by == "command line"
+    wrong = [problem for key, value in settings.items() if (problem := _override(values, key, value, is_text))]
     moot = list(_of_other_datasets(values, typed))
     if (asked := _build(Config, values, "", [])).train.recommend:
-        own_values = () if source == "translation" else _changed(asked)
+        own_values = () if source == "translation" else rules.changed(asked)
         better, lines = recommended.recommend(asked, {*typed, *stated, *own_values})
         for key, value in better.items():
             set_value(values, key, value)
@@ -102,26 +107,15 @@ def resolve(
             set_value(values, problem.keys[0], option.default)
         moot += spared
     refuse(recipe, problems + found)
-    kept = {*typed, *stated, *_changed(resolved)}
-    said = [
-        Said(key, "command line" if key in typed else source)
-        for key, _, _ in rules.every_option(resolved)
-        if key in kept
-    ]
+    kept = {*typed, *stated, *rules.changed(resolved)}
+    said = [Said(key, by if key in typed else source) for key, _, _ in rules.every_option(resolved) if key in kept]
     # That a default of the other system has no effect is nothing its user needs to know.
     told = [problem for problem in moot if given is None or source == "recipe" or problem.keys[0] in stated]
     said += [Said(problem.keys[0], source, f"{source}: {problem.text}") for problem in told]
     return dataclasses.replace(resolved, said=tuple(said), notes=notes)
 
 
-def _changed(config: Config) -> Iterator[str]:
-    """The keys whose values are not the defaults."""
-    for key, option, section in rules.every_option(config):
-        if getattr(section, option.key.rpartition(".")[2]) != option.default:
-            yield key
-
-
-def _of_other_datasets(values: dict[str, Any], typed: Mapping[str, str]) -> Iterator[Problem]:
+def _of_other_datasets(values: dict[str, Any], typed: Container[str]) -> Iterator[Problem]:
     """Resets what belongs to the recipe's own dataset, such as its split, in entries whose path was typed."""
     for list_name in ("datasets", "eval_datasets"):
         for i, fields in enumerate(values.get("data", {}).get(list_name, ())):
@@ -191,10 +185,12 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _override(values: dict[str, Any], key: str, text: str) -> Problem | None:
-    """Sets one option from the command line in the plain tree, or says why not."""
+def _override(values: dict[str, Any], key: str, value: Any, is_text: bool) -> Problem | None:
+    """Sets one option in the plain tree, or says why not; `is_text`: as it was typed on the command line."""
     option = keys.lookup(key)
-    return _unknown(key, text) if option is None else set_value(values, key, _from_text(text, option.annotation))
+    if option is None:
+        return _unknown(key, value)
+    return set_value(values, key, _from_text(value, option.annotation) if is_text else value)
 
 
 def set_value(values: dict[str, Any], key: str, value: Any) -> Problem | None:

@@ -7,6 +7,7 @@ our keys, with an optional `base`, the recipe whose values it changes; or in tho
 
 import ast
 import contextlib
+import dataclasses
 import difflib
 import pathlib
 import re
@@ -46,9 +47,25 @@ class Recipe:
     source: Literal["recipe", "translation"] = "recipe"
     notes: tuple[str, ...] = ()
 
-    def resolve(self, overrides: Iterable[tuple[str, str]] = ()) -> Config:
+    def resolve(
+        self, overrides: Iterable[tuple[str, Any]] = (), by: Literal["command line", "call"] = "command line"
+    ) -> Config:
         """The typed and checked Config (`loading.resolve`)."""
-        return resolve(self.config, self.name, overrides, self.source, self.given, self.notes)
+        return resolve(self.config, self.name, overrides, self.source, self.given, self.notes, by)
+
+    def resolve_named(
+        self, overrides: Iterable[tuple[str, Any]] = (), by: Literal["command line", "call"] = "command line"
+    ) -> Config:
+        """The Config of a run; where it has no name, that of the recipe.
+
+        It is the same each time, so that ckpt.resume='auto' finds the run again.
+        """
+        config = self.resolve(overrides, by)
+        if config.train.run_name is not None:
+            return config
+        return dataclasses.replace(
+            config, train=dataclasses.replace(config.train, run_name=pathlib.Path(self.name).stem)
+        )
 
 
 def own_recipes() -> dict[str, pathlib.Path]:

@@ -61,6 +61,14 @@ def every_option(config: Config) -> Iterator[tuple[str, keys.Option, Any]]:
             yield f"{outer}[{i}].{inner}", option, entry
 
 
+def changed(config: Config) -> dict[str, Any]:
+    """The options that are not the defaults, by key: lists of sections, and the options of their entries too."""
+    values = (
+        (key, option, getattr(section, option.key.rpartition(".")[2])) for key, option, section in every_option(config)
+    )
+    return {key: value for key, option, value in values if value != option.default}
+
+
 def inside(value: float, within: str) -> bool:
     """Whether a number lies in an interval such as "[0, 1)"; "" means all numbers."""
     if not within:

@@ -715,7 +715,7 @@ class Said(NamedTuple):
     """Who gave an option its value. `moot` says why the value had no effect, so that the default replaced it."""
 
     key: str
-    by: Literal["recipe", "translation", "command line"]
+    by: Literal["recipe", "translation", "command line", "call"]
     moot: str = ""
 
 
@@ -872,3 +872,10 @@ class Config:
     def opening_lines(self) -> tuple[str, ...]:
         """The lines that a run begins with: its notes, and one for each value without effect, replaced by a default."""
         return (*self.notes, *(f"left out: {said.moot}" for said in self.said if said.moot))
+
+    def __str__(self) -> str:
+        """The options that are not the defaults, a line each."""
+        from jaxtune.config import keys, rules  # which read this file
+
+        values = rules.changed(self).items()
+        return "\n".join(f"{key} = {value!r}" for key, value in values if not keys.has_entries(key))

@@ -296,7 +296,7 @@ def _make_parts(
             elif tokeniser.form is None:
                 tokeniser.settle(items)
 
-    with Progress(*_PROGRESS, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*_PROGRESS, console=Console(stderr=True, force_jupyter=False), transient=True) as progress:
         line = progress.add_task(source.name, total=None, documents=0)
 
         def found() -> Iterator[tuple[int, Tokenised]]:

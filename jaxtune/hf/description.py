@@ -149,7 +149,7 @@ def _stretched(config: dict[str, Any], positions: int | None, scaling: Mapping[s
     kept = rope if kind == now else {name: rope[name] for name in _OF_ALL_KINDS if name in rope}
     kept = {name: value for name, value in kept.items() if name != "type"}
     before_and_after = {"rope_type": kind, "factor": float(factor), "original_max_position_embeddings": before}
-    new = kept | scaling | before_and_after
+    new = {**kept, **scaling, **before_and_after}
     after = {key: ropes | {"full_attention": new} if by_kind else new}
     reach = before if kind == "dynamic" else positions or int(before * factor)
     return {**config, **after, "max_position_embeddings": reach}

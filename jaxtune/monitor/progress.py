@@ -1,6 +1,8 @@
-"""The progress of a run on the terminal: a bar, or plain lines where stdout is a file or a pipe."""
+"""The progress of a run: a bar on a terminal or in a notebook, or plain lines where stdout is a file or a pipe."""
 
 import datetime
+import html
+import importlib
 import math
 import statistics
 import time
@@ -20,6 +22,7 @@ class Progress:
 
     `start` steps of `total` are already done. On a terminal this is a bar; otherwise a line every `every` steps and for
     the last step. A step whose loss is not finite always gets its own line. Only the main process shows anything.
+    In a notebook there is one line below the cell, which changes.
     """
 
     def __init__(self, total: int, start: int, every: int, is_main: bool = True) -> None:
@@ -28,8 +31,12 @@ class Progress:
         self._first: tuple[int, float] | None = None  # a step and when it ended; the first may load programs
         self._losses: deque[float] = deque(maxlen=MEAN_STEPS)
         self._console = rich.console.Console(highlight=False, emoji=False, soft_wrap=True)
-        self._bar = None
-        if is_main and self._console.is_terminal:
+        self._bar = self._cell = None
+        if self._console.is_jupyter:
+            # rich itself would need ipywidgets for a bar, and makes HTML of every line.
+            self._console = rich.console.Console(force_jupyter=False, highlight=False, emoji=False, soft_wrap=True)
+            self._cell = _Cell(total, start) if is_main else None
+        elif is_main and self._console.is_terminal:
             numbers = rich.progress.TextColumn("{task.completed}/{task.total}  {task.fields[numbers]}")
             # A narrow terminal has no room for the bar beside the numbers.
             bar = [rich.progress.BarColumn(bar_width=20)] if self._console.width >= 120 else []
@@ -50,7 +57,10 @@ class Progress:
         numbers += _numbers({**metrics, **mean})
         if self._bar is not None:
             self._bar.update(self._task, completed=step, numbers=numbers.markup)
-        if not finite or (self._bar is None and (step % self._every == 0 or step == self._total)):
+        if self._cell is not None:
+            self._cell.update(step, numbers.plain)
+        in_place = self._bar is not None or self._cell is not None
+        if not finite or (not in_place and (step % self._every == 0 or step == self._total)):
             self._console.print(rich.text.Text(f"step {step}/{self._total}  ") + numbers)
 
     def message(self, text: str) -> None:
@@ -70,6 +80,26 @@ class Progress:
             return None
         first, since = self._first
         return (now - since) / (step - first) * (self._total - step) if step > first else None
+
+
+class _Cell:
+    """A line in a notebook, below the cell that runs, which changes in place."""
+
+    def __init__(self, total: int, start: int) -> None:
+        self._total, self._shown = total, time.monotonic()
+        display = importlib.import_module("IPython.display").display  # which is there: this is its kernel
+        self._handle = display(self._text(start, "first step"), raw=True, display_id=True)
+
+    def update(self, step: int, numbers: str) -> None:
+        """Show a step; ten times a second at most, as the notebook keeps up with no more, but for the last one."""
+        if step == self._total or time.monotonic() - self._shown >= 0.1:
+            self._shown = time.monotonic()
+            self._handle.update(self._text(step, numbers), raw=True)
+
+    def _text(self, step: int, numbers: str) -> dict[str, str]:
+        line = f"{step}/{self._total}  {numbers}"
+        bar = f'<progress value="{step}" max="{self._total}"></progress>'
+        return {"text/plain": line, "text/html": f"{bar} <code>{html.escape(line)}</code>"}
 
 
 def _numbers(metrics: Mapping[str, float]) -> rich.text.Text:

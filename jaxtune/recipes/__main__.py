@@ -2,11 +2,12 @@
 
 python -m jaxtune.recipes
 python -m jaxtune.recipes --copy=qwen_lora
+python -m jaxtune.recipes --copy=qwen_lora my/folder
 """
 
 import shutil
 import sys
-from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 from absl import flags
@@ -16,24 +17,35 @@ from jaxtune.config.recipe import first_line, own_recipes, recipe_file
 from jaxtune.errors import UserError
 
 
-def _define_flags(values: flags.FlagValues):
-    flags.DEFINE_string("copy", None, "copy this recipe into the working directory", flag_values=values)
+def main(argv: list[str] | None = None) -> int:
+    """Lists or copies; returns the exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    # A word that is neither a flag nor the value of one.
+    folders = [word for before, word in pairwise(["", *arguments]) if word[:1] != "-" and before.strip("-") != "copy"]
+    rest = [word for word in arguments if word not in folders]
+    return command.run(_define_flags, lambda values, _: _main(values.copy, folders), rest, with_config=False)
 
 
-def _main(values: flags.FlagValues, config: None):
-    if values.copy is None:
-        for name, file in own_recipes().items():
-            print(f"{name:<22} {first_line(file)}")
+def _define_flags(values: flags.FlagValues) -> None:
+    flags.DEFINE_string("copy", None, "copy this recipe into the working directory, or FOLDER", flag_values=values)
+
+
+def _main(name: str | None, folders: list[str]) -> None:
+    if folders and (name is None or len(folders) > 1):
+        raise UserError(f"{folders[-1]!r} does not belong to a flag; write --copy=NAME, or --copy=NAME FOLDER")
+    if name is None:
+        for own, file in own_recipes().items():
+            print(f"{own:<22} {first_line(file)}")
         return
-    file = recipe_file(values.copy)
-    copied = Path(file.name)
+    file, folder = recipe_file(name), Path(*folders)
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder; make it first")
+    copied = folder / file.name
     if copied.exists():
         raise UserError(f"{copied} already exists; move it, or copy in another folder")
     shutil.copyfile(file, copied)
     print(f"copied to {copied}; train by it with: python -m jaxtune.train --config={copied}")
 
-
-main = partial(command.run, _define_flags, _main, with_config=False)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -6,7 +6,7 @@ The trainings are cut to a few steps here; tests/nightly/test_quickstart.py runs
 import json
 
 import pytest
-from readme import TRAININGS, empty_folder, run_commands
+from readme import TRAININGS, empty_folder, run_commands, run_python
 from runs import call, metrics
 
 
@@ -47,6 +47,14 @@ def test_every_other_command_of_the_readme_ran(home, printed):
     assert len(printed) >= 6
     assert metrics(home / "runs/two_hosts")[-1]["step"] == 5
     assert "conversation from messages" in next(text for name, text in printed.items() if "my/model" in name)
+
+
+def test_the_python_of_the_readme_runs(home, printed):
+    shown = run_python()
+    assert "optim.learning_rate = 0.001\n" in shown and "train.max_steps = 20\n" in shown
+    assert f"True {home}/runs/mine {home}/runs/mine/export " in shown
+    assert metrics(home / "runs/mine")[-1]["step"] == 20
+    assert "{'eval_loss': " in shown.splitlines()[-1]
 
 
 def test_the_results_load_in_transformers_and_peft(home, printed):

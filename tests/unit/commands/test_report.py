@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+from pathlib import Path
 
 import pytest
 from browser import in_browser
@@ -154,6 +156,21 @@ def test_the_page_in_a_browser(tmp_path):
     assert found["hovered"].startswith("step 1 one: 3")
     assert (found["drawn"], found["unsmoothed"], found["one"]) == (4, 2, 1)
     assert found["tokens"].startswith("tokens 64; one: 3")
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_who_cannot_see_the_page_well_can_use_it(tmp_path, dark):
+    """What axe-core, the checker of accessibility, finds."""
+    axe_core = pytest.importorskip("axe_core_python", reason="no axe-core: pip install axe-core-python")
+    script = Path(axe_core.__file__).with_name("axe.min.js")
+    page = tmp_path / "page.html"
+    assert report.main([*(str(run(tmp_path / name)) for name in ("one", "two")), f"--output={page}"]) == 0
+    expression = "axe.run().then(found => [found.passes.length, getComputedStyle(document.body).color, found.violations"
+    expression += ".map(each => [each.impact, each.id, each.nodes.map(node => node.html)])])"
+    (passed, ink, violations), _ = in_browser(page, expression, dark=dark, script=script)
+    assert passed > 15 and violations == []
+    light = sum(map(int, re.findall(r"\d+", ink)[:3])) > 3 * 128
+    assert light == dark, f"the text is {ink}"
 
 
 def test_the_page_fits_a_telephone(tmp_path):

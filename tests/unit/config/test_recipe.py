@@ -86,6 +86,13 @@ def test_the_command_lists_recipes_and_copies_one(capsys):
     assert load_recipe("qwen_lora.py") == load_recipe("qwen_lora")
     assert jaxtune.main(["recipes", "--copy=qwen_lora"]) == 2
     assert "qwen_lora.py already exists" in capsys.readouterr().err
+    pathlib.Path("below").mkdir()
+    assert jaxtune.main(["recipes", "--copy", "qwen_lora", "below"]) == 0
+    assert pathlib.Path("below/qwen_lora.py").read_text() == pathlib.Path("qwen_lora.py").read_text()
+    assert jaxtune.main(["recipes", "--copy=qwen_lora", "none"]) == 2
+    assert "none is not a folder; make it first" in capsys.readouterr().err
+    assert jaxtune.main(["recipes", "below"]) == 2
+    assert "'below' does not belong to a flag" in capsys.readouterr().err
 
 
 def test_a_recipe_needs_nothing_but_what_comes_with_jaxtune():

@@ -44,16 +44,18 @@ def test_rates_rise_over_the_steps_of_warmup_and_bits_are_those_of_the_step():
 
 
 HEADS, TOKENS, WIDTH = 4, 12, 16
-MASK = MaskSpec(key_start=jnp.tile(jnp.repeat(jnp.array([0, 7]), jnp.array([7, 5])), (2, 1)))  # documents of 7 and 5
+START = jnp.tile(jnp.repeat(jnp.array([0, 7]), jnp.array([7, 5])), (2, 1))  # documents of 7 and 5
+MASK = MaskSpec(key_start=START)
 
 
-def drawn(kv_heads: int = 2) -> tuple[jax.Array, ...]:
+def drawn(kv_heads: int = 2) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries, keys and values of two equal rows."""
     keys = jax.random.split(jax.random.key(1), 3)
-    return tuple(
+    q, k, v = (
         jnp.tile(jax.random.normal(key, (1, TOKENS, heads, WIDTH)), (2, 1, 1, 1))
         for key, heads in zip(keys, (HEADS, kv_heads, kv_heads))
     )
+    return q, k, v
 
 
 def attended(q, k, v, rate, rows=(5, 9), mask=MASK, index=None, sinks=None, **mixer):
@@ -80,7 +82,7 @@ def test_probabilities_are_dropped_by_row_head_query_and_key():
     np.testing.assert_array_equal(attended(q, k, v, 0.5, rows=(9, 5)), found[::-1])
     # Queries that are dealt to devices in another order keep their bits.
     order = np.array([3, 2, 1, 0, 11, 10, 9, 8, 4, 5, 6, 7])
-    mask = MaskSpec(key_start=MASK.key_start[:, order], query_offset=jnp.tile(order - np.arange(TOKENS), (2, 1)))
+    mask = MaskSpec(key_start=START[:, order], query_offset=jnp.tile(order - np.arange(TOKENS), (2, 1)))
     dealt = attended(q[:, order], k, v, 0.5, mask=mask, index=jnp.tile(order, (2, 1)))
     np.testing.assert_allclose(dealt, found[:, order], rtol=1e-6)
 

@@ -2,6 +2,8 @@
 
 import io
 import math
+import sys
+import types
 
 import rich.console
 
@@ -52,6 +54,28 @@ def test_the_bar_shows_progress_and_nan_in_red(monkeypatch):
     show(7, 2, 1, [(3, {"loss": math.nan}), (4, ROW)])
     assert "4/7" in screen.getvalue() and "2.3457" in screen.getvalue() and "[saved] step 3" in screen.getvalue()
     assert "\x1b[1;31mNaN" in screen.getvalue()
+
+
+def test_in_a_notebook_one_line_changes_in_place(monkeypatch, capsys):
+    shown = []
+
+    class Handle:
+        def update(self, data, raw):
+            shown.append(data)
+
+    def display(data, raw, display_id):
+        shown.append(data)
+        return Handle()
+
+    monkeypatch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(display=display))
+    monkeypatch.setattr(rich.console, "_is_jupyter", lambda: True)
+    bad = ROW | {"loss": math.nan, "grad_norm": 0.0}
+    show(7, 0, 1, [(step, bad if step == 3 else ROW) for step in range(1, 8)])
+    assert shown[0]["text/plain"] == "0/7  first step"
+    assert shown[-1]["text/plain"].startswith("7/7  0:00:00 left  loss 2.3457")
+    assert shown[-1]["text/html"].startswith('<progress value="7" max="7"></progress> <code>7/7  0:00:00 left')
+    printed = capsys.readouterr().out.splitlines()
+    assert [line[:8] for line in printed] == ["step 3/7", "[saved] "], "what must not be overwritten"
 
 
 def test_other_processes_show_nothing(capsys):

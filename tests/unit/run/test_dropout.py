@@ -1,5 +1,7 @@
 """Dropout of the model itself, in whole steps: its rates, and the same bits on any mesh."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -14,10 +16,10 @@ from jaxtune.run.assembly import assemble
 from jaxtune.run.model import Base
 
 ROWS, TOKENS = 2, 16
-DROPPING = {"hidden_dropout": 0.3, "attention_dropout": 0.3, "dropout_warmup_steps": 2}
+DROPPING: dict[str, Any] = {"hidden_dropout": 0.3, "attention_dropout": 0.3, "dropout_warmup_steps": 2}
 
 
-def losses(mesh: Mesh, devices: int, steps: int = 2, remat="block", **train) -> list[float]:
+def losses(mesh: Mesh, devices: int, memory: Memory = Memory("block"), **train: Any) -> list[float]:
     """Of steps that change almost nothing, on the same rows."""
     made = make_mesh(mesh, jax.devices()[:devices])
     config = Config(
@@ -25,7 +27,7 @@ def losses(mesh: Mesh, devices: int, steps: int = 2, remat="block", **train) -> 
         train=Train(micro_batch_size=ROWS, grad_accum_steps=2, **train),
         optim=Optim(learning_rate=1e-9, schedule="constant"),
         precision=Precision("fp32"),
-        memory=Memory(remat),
+        memory=memory,
     )
     program = assemble(Base(spec(2)), config, made)
     tokens = np.random.default_rng(0).integers(0, 256, (2, ROWS, TOKENS))
@@ -40,7 +42,7 @@ def losses(mesh: Mesh, devices: int, steps: int = 2, remat="block", **train) -> 
     }
     batch = {n: jax.device_put(np.asarray(columns[n], x.dtype), x.sharding) for n, x in program.batch.items()}
     state, step, found = jax.jit(program.start)(randomize(program.model.trained, 0)), jax.jit(program.step), []
-    for _ in range(steps):
+    for _ in range(2):
         state, metrics = step(state, {}, batch, np.float32(1e-9))
         found.append(float(metrics["loss"]))
     jax.set_mesh(None)
@@ -51,7 +53,7 @@ def losses(mesh: Mesh, devices: int, steps: int = 2, remat="block", **train) -> 
 def test_dropout_rises_and_is_the_same_on_a_mesh_and_without_recomputation():
     plain, found = losses(Mesh(fsdp=1), 1), losses(Mesh(fsdp=1), 1, **DROPPING)
     assert found[0] == pytest.approx(plain[0], rel=1e-6) and found[1] != pytest.approx(plain[1], rel=1e-4)
-    assert losses(Mesh(fsdp=1, stage=2, tensor=2), 4, remat="none", **DROPPING) == pytest.approx(found, rel=1e-6)
+    assert losses(Mesh(fsdp=1, stage=2, tensor=2), 4, Memory("none"), **DROPPING) == pytest.approx(found, rel=1e-6)
 
 
 @pytest.mark.parametrize(("backend", "refused"), [("auto", False), ("xla", False), ("triton", True)])

@@ -1,0 +1,152 @@
+"""jaxtune from Python, as in a notebook: the config of a run, and the run that `jaxtune.train` makes of it.
+
+    import jaxtune
+
+    run = jaxtune.train("qwen_lora:my/model", optim={"learning_rate": 1e-4})
+    run.last["loss"], run.model, run.generate(["Once"]), run.evaluate()
+
+What a command would print as an error is raised as `jaxtune.UserError`.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from jaxtune.config import keys
+from jaxtune.config.loading import as_dict, plain
+from jaxtune.config.recipe import Recipe, read_recipe
+from jaxtune.config.schema import Config
+from jaxtune.errors import UserError
+from jaxtune.monitor import metrics
+from jaxtune.monitor.series import Series, series
+from jaxtune.parallel.layout import RULES
+from jaxtune.parallel.mesh import make_mesh
+from jaxtune.run import process
+from jaxtune.run.answers import Answering, Manner, mesh_of, open_model
+from jaxtune.run.evaluated import evaluate
+from jaxtune.run.folder import RunFolder
+
+
+def config_of(recipe: str | Path | Config | ConfigDict, *, dialect: str | None = None, **sections: Any) -> Config:
+    """The checked config of a recipe, of which some options are changed: `config_of("qwen_lora", lora={"rank": 64})`.
+
+    Args:
+        recipe: As --config takes it: NAME or FILE, either with :ARGUMENT; or a config, to change or to check.
+        dialect: The system that a YAML file was written for; None: its keys tell.
+        **sections: Options by their section, as dicts; they count as typed on the command line.
+
+    Raises:
+        UserError: No such recipe, unknown options, wrong types, contradictions, or one given here without effect.
+    """
+    settings = dict(keys.leaves(plain(sections)))
+    if isinstance(recipe, str | Path):
+        name, _, argument = recipe.partition(":") if isinstance(recipe, str) else (str(recipe), "", "")
+        return read_recipe(name, argument or None, dialect).resolve_named(settings.items(), by="call")
+    if dialect is not None:
+        raise UserError(f"dialect={dialect!r}: has no effect: it is not a YAML file")
+    if isinstance(recipe, ConfigDict):
+        return Recipe("config", recipe).resolve(settings.items(), by="call")
+    if not isinstance(recipe, Config):
+        raise UserError(f"a recipe, its file, a Config or a ConfigDict is expected, not {type(recipe).__name__}")
+    written = ConfigDict(as_dict(recipe), type_safe=False)
+    found = Recipe("config", written, notes=recipe.notes).resolve(settings.items(), by="call")
+    left_out = [said for said in recipe.said if said.moot]
+    return dataclasses.replace(found, said=(*left_out, *found.said)) if settings else recipe
+
+
+@dataclass(frozen=True)
+class Run:
+    """What `jaxtune.train` has made.
+
+    Attributes:
+        folder: Where it is.
+        finished: Whether it is at its end; a run that was asked to stop is not, and goes on if it is trained again.
+    """
+
+    folder: Path
+    finished: bool
+
+    @property
+    def config(self) -> Config:
+        """All of its options."""
+        return RunFolder(self.folder).read_config()
+
+    @property
+    def metrics(self) -> dict[str, Series]:
+        """Each metric by its name: `values`, and where these stand: `at["step"]`, and at["tokens"], at["hours"].
+
+        Raises UserError where log.jsonl is off.
+        """
+        file = RunFolder(self.folder).metrics
+        if not file.is_file():
+            raise UserError(f"{self.folder} has no {file.name}: log.jsonl is off")
+        return series(metrics.read(file))
+
+    @property
+    def last(self) -> dict[str, float]:
+        """The last value of each metric."""
+        return {name: float(found.values[-1]) for name, found in self.metrics.items()}
+
+    @property
+    def model(self) -> Path | None:
+        """The Hugging Face folder or adapter that it exported; None if there is none."""
+        folder = RunFolder(self.folder)
+        return folder.export if folder.exported else None
+
+    def generate(
+        self,
+        prompts: str | Sequence[str | Sequence[Mapping[str, Any]]],
+        *,
+        step: int | None = None,
+        mesh: Mapping[str, int] | None = None,
+        **manner: Any,
+    ) -> list[str]:
+        """What its model writes after each prompt, as `jaxtune generate` does; it is read anew each time.
+
+        Args:
+            prompts: Each a text, or a list of messages ({"role": ..., "content": ...}); one text is a single prompt.
+            step: The checkpoint; None: the newest good one.
+            mesh: Devices of each axis, such as {"fsdp": 4}; None: one device.
+            **manner: Of `jaxtune.run.answers.Manner`: max_new_tokens, temperature, top_p, top_k, min_p,
+                repetition_penalty, stop, seed, batch_size, chat.
+        """
+        if unknown := sorted(manner.keys() - {field.name for field in dataclasses.fields(Manner)}):
+            known = ", ".join(field.name for field in dataclasses.fields(Manner))
+            raise UserError(f"{unknown[0]}: no such option of generate; these are: step, mesh, {known}")
+        how = Manner(**manner)
+        listed = [prompts] if isinstance(prompts, str) else prompts
+        samples = [(f"prompts[{i}]", {"prompt": plain(prompt)}) for i, prompt in enumerate(listed)]
+        with mesh_put_back():
+            devices = mesh_of([f"{axis}={size}" for axis, size in (mesh or {}).items()])
+            answering = Answering(open_model(str(self.folder), devices, step=step), how)
+            return [answer.text for answer in answering.each(samples)]
+
+    def evaluate(self, *, step: int | None = None, **sections: Any) -> dict[str, float]:
+        """Loss, perplexity and more on its validation data, as `jaxtune evaluate` does.
+
+        Args:
+            step: The checkpoint; None: the newest good one.
+            **sections: Options to change, as in `config_of`: data={"eval_datasets": [{"path": "other.jsonl"}]}.
+        """
+        config = config_of(RunFolder(self.folder).config, **sections)
+        with mesh_put_back():
+            process.configure(config)
+            devices = make_mesh(config.mesh, process.devices(config.device), parallel=config.parallel)
+            return evaluate(config, devices, str(self.folder), step)
+
+
+@contextlib.contextmanager
+def mesh_put_back() -> Iterator[None]:
+    """The current mesh, and the rules that come with it, are global: afterwards they are the caller's again."""
+    mesh, rules = jax.sharding.get_mesh(), RULES.value
+    try:
+        yield
+    finally:
+        jax.set_mesh(None if mesh.empty else mesh)
+        RULES.set_global(rules)

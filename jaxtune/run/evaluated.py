@@ -1,0 +1,114 @@
+"""How good a model is on a config's validation data: that of a run, any model, or what a recipe starts from."""
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+from jaxtune import data, hf
+from jaxtune.config.schema import Config
+from jaxtune.errors import UserError
+from jaxtune.models.decoder import Parameters
+from jaxtune.parallel.mesh import data_shards
+from jaxtune.run import rollouts
+from jaxtune.run.assembly import task_of
+from jaxtune.run.evaluation import make_evaluate
+from jaxtune.run.folder import RunFolder
+from jaxtune.run.labels import labelled
+from jaxtune.run.memory import out_of_memory_is_answered
+from jaxtune.run.model import Model, declare_model, read_base
+from jaxtune.run.reference import is_kept
+from jaxtune.run.resume import differences
+from jaxtune.run.rewards import load_rewards
+from jaxtune.run.scored import with_reference
+from jaxtune.run.values import frozen_parameters, initial_parameters, of_model, open_run, tokenizer_folder
+
+log = logging.getLogger("jaxtune")
+
+NO_DATA = "no validation data: set data.eval_datasets or data.validation_split"
+Evaluate = Callable[[Parameters, Parameters, Parameters], dict[str, float]]
+
+
+def evaluate(
+    config: Config, mesh: jax.sharding.Mesh, run: str | None = None, step: int | None = None, name: str | None = None
+) -> dict[str, float]:
+    """Loss and perplexity; of a classifier loss and accuracy; of rewarded answers rewards.
+
+    Args:
+        config: The validation data, and how it is computed.
+        mesh: The devices.
+        run: The folder of the run whose model it is.
+        step: Its checkpoint; None: the newest good one.
+        name: The model, instead of a run's: a Hugging Face folder, hub id or adapter. With neither, it is what
+            the config starts from.
+
+    Raises:
+        UserError: No validation data, or these do not fit each other.
+    """
+    with out_of_memory_is_answered(config):
+        config, model, trained, frozen, reference = _open(config, mesh, run, step, name)
+        home = model.folders.tokenizer if name is None else tokenizer_folder(model, config)  # a run uses its base's
+        tokenizer = hf.load_tokenizer(home, config.chat.template, config.data.special_tokens)
+        if config.rollout.rewards:
+            found = _of_prompts(run, config, model, mesh, tokenizer)
+        else:
+            found = _of_documents(config, model, mesh, tokenizer)
+        return found(trained, frozen, reference)
+
+
+def _open(
+    config: Config, mesh: jax.sharding.Mesh, run_path: str | None, step: int | None, name: str | None
+) -> tuple[Config, Model, Parameters, Parameters, Parameters]:
+    """(config, model, trained, frozen, reference): of a run, of a named model, or of the recipe's starting point."""
+    if run_path is None:
+        if step is not None:
+            raise UserError(f"--step={step}: without --run there are no checkpoints")
+        config = labelled(config if name is None else of_model(name, config))
+        model = declare_model(read_base(config), config, mesh, train=name is None)
+        if not config.rollout.rewards and (is_kept(config) or config.preference.precompute_reference):
+            raise UserError(f"preference.loss={config.preference.loss!r} compares with a reference: give --run")
+        return config, model, initial_parameters(model, config), frozen_parameters(model, config), {}
+    if name is not None:
+        raise UserError("--run and --model: one at a time")
+    run = open_run(RunFolder(Path(run_path)), mesh, step, low_precision=True, reference=True)
+    for option in ("path", "head"):
+        trained, asked = getattr(run.config.model, option), getattr(config.model, option)
+        if trained != asked:
+            raise UserError(f"the run trained model.{option}={trained}, not {asked}; give its own recipe")
+    config = dataclasses.replace(config, model=run.config.model)  # with the labels that it was trained with
+    then, now = dataclasses.asdict(run.config), dataclasses.asdict(config)
+    changed = [
+        f"  {key}: {before!r} then, {after!r} now"
+        for section in ("quant", "precision")
+        for key, before, after in differences(then[section], now[section], section)
+        if key not in ("precision.master_dtype", "precision.gradient_dtype")  # only training uses them
+    ]
+    if changed:
+        raise UserError("\n".join(["the run was trained with other options:", *changed, "set them back"]))
+    if config.data.seq_len > (most := run.model.spec.max_positions):
+        raise UserError(f"data.seq_len={config.data.seq_len} is more than the model's {most} positions")
+    return config, run.model, run.trained, run.frozen, run.reference
+
+
+def _of_documents(config: Config, model: Model, mesh: jax.sharding.Mesh, tokenizer) -> Evaluate:
+    documents = data.open_validation(config, tokenizer, model.spec.vocabulary)
+    if not documents:
+        raise UserError(NO_DATA)
+    rows = data.rows_to_evaluate(documents, config, task_of(model, config).columns)
+    for name, own in rows.items():
+        log.info("validation%s: %s", f" {name}" if name else "", own.counts)
+    scored = {name: with_reference(config, model, mesh, own) for name, own in rows.items()}
+    return make_evaluate(config, model, scored, mesh)
+
+
+def _of_prompts(run: str | None, config: Config, model: Model, mesh: jax.sharding.Mesh, tokenizer) -> Evaluate:
+    rewards, train = load_rewards(config.rollout.rewards), config.train
+    _, prompts = data.open_prompt_sets(config, tokenizer)
+    if prompts is None:
+        raise UserError(NO_DATA)
+    folder = Path(run or config.train.output_dir) / "evaluation"  # for an adapter that is sent to a server
+    make = rollouts.make_rollouts(config, model, tokenizer, rewards, folder)
+    at_once = train.micro_batch_size * train.grad_accum_steps * data_shards(mesh)
+    return rollouts.make_evaluate(config, make, prompts, at_once)

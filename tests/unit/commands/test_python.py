@@ -1,0 +1,103 @@
+"""`import jaxtune` in Python: what it gives, and configs that calls change."""
+
+import subprocess
+import sys
+
+import pytest
+
+import jaxtune
+from jaxtune.config import new_config, to_json
+from jaxtune.config.schema import Config
+from jaxtune.run.answers import Manner
+
+
+def test_importing_jaxtune_is_quick_and_train_is_one_thing_however_it_is_imported():
+    code = (
+        "import sys, jaxtune; assert 'jax' not in sys.modules and 'ml_collections' not in sys.modules; "
+        "first = jaxtune.train; from jaxtune.train import train; import jaxtune.train; "
+        "assert jaxtune.train is first is sys.modules['jaxtune.train'] and callable(first) and train is first.train; "
+        "from jaxtune import Config, Run, UserError, config_of, train; assert train is first"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="no attribute 'tarin'"):
+        _ = jaxtune.tarin
+
+
+def test_a_config_is_built_changed_and_printed():
+    config = jaxtune.config_of("qwen_lora:my/model", optim={"learning_rate": 3e-4, "muon": {}}, lora={"rank": 64})
+    assert (config.model.path, config.optim.learning_rate, config.lora.rank) == ("my/model", 3e-4, 64)
+    assert config.train.run_name == "qwen_lora"
+    assert {said.by for said in config.said if said.key in ("optim.learning_rate", "lora.rank")} == {"call"}
+    changed = jaxtune.config_of(config, data={"datasets": [{"path": "mine.jsonl"}]}, **{"lora.rank": 8})
+    assert (changed.lora.rank, changed.optim.learning_rate, changed.train.run_name) == (8, 3e-4, "qwen_lora")
+    assert [entry.path for entry in changed.data.datasets] == ["mine.jsonl"]
+    assert changed.data.datasets[0].type == "auto", "what the recipe says of its own dataset is not said of this one"
+    assert {"lora.rank = 8", "data.datasets[0].path = 'mine.jsonl'"} < set(str(changed).splitlines())
+    assert "weight_decay" not in str(changed), "a default"
+    assert to_json(config) != to_json(changed)
+
+
+def test_a_config_of_a_recipe_may_be_checked_alone(tmp_path):
+    written = new_config()
+    written.optim.beta1 = 2.0
+    with pytest.raises(jaxtune.UserError, match=r"config: 3 problems\n  optim.beta1 = 2.0: must be"):
+        jaxtune.config_of(written)
+    config = jaxtune.config_of(written, optim={"beta1": 0.8}, model={"path": "m"}, **{"data.datasets": [{"path": "a"}]})
+    assert jaxtune.config_of(config) is config
+    (tmp_path / "my.yaml").write_text("base: qwen_lora:m\nlora: {rank: 4}\n")
+    for recipe in (tmp_path / "my.yaml", str(tmp_path / "my.yaml")):
+        assert jaxtune.config_of(recipe, lora={"alpha": 8.0}).lora.rank == 4
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"optim": {"lr": 1e-4}}, "optim.lr = 0.0001: no such option; nearest: optim.learning_rate"),
+        ({"optin": {"beta1": 0.5}}, "optin.beta1 = 0.5: no such option; nearest: optim.beta1"),
+        ({"lora": {"rank": "8"}}, "lora.rank = '8': expected int"),
+        ({"lora": {"rank": 0}}, "lora.rank = 0: must be at least 1"),
+        ({"lora": 3}, "lora = 3: a section, not an option; its options: lora.enabled"),
+        ({"optim": {"muon": {"momentum": 0.5}}}, "optim.muon.momentum = 0.5: has no effect"),
+        ({"data": {"datasets": [{"path": "a", "typ": "text"}]}}, "data.datasets[0].typ = 'text': no such option"),
+        ({"data.datasets[1].path": "b"}, "data.datasets has no entry 1"),
+        ({"dialect": "xorl"}, "has no effect"),
+    ],
+)
+@pytest.mark.parametrize("recipe", ["qwen_lora:my/model", Config()], ids=["recipe", "config"])
+def test_errors_are_exceptions_with_the_same_messages(recipe, sections, said):
+    if sections.get("lora") and isinstance(recipe, Config):
+        sections = {**sections, "lora.enabled": True}
+    with pytest.raises(jaxtune.UserError) as error:
+        jaxtune.config_of(recipe, **sections)
+    if isinstance(recipe, str) or "datasets[1]" not in said:
+        assert said in str(error.value)
+
+
+def test_what_is_no_recipe_is_refused_before_anything_begins():
+    with pytest.raises(jaxtune.UserError, match="a Config or a ConfigDict is expected, not int"):
+        jaxtune.train(3)
+    with pytest.raises(jaxtune.UserError, match="jaxtune has a recipe qwen_lora"):
+        jaxtune.train("qwen_loar")
+
+
+@pytest.mark.parametrize(
+    ("manner", "said"),
+    [
+        ({"top_k": 0}, "--top_k=0: must be a whole number, at least 1"),
+        ({"max_new_tokens": 1.5}, "--max_new_tokens=1.5: must be a whole number, at least 1"),
+        ({"temperature": float("inf")}, "--temperature=inf: must be a finite number, at least 0"),
+        ({"top_p": "0.5"}, "--top_p=0.5: must be a finite number, at least 0 and at most 1.0"),
+        ({"seed": True}, "--seed=True: must be a whole number"),
+        ({"stop": "end"}, "--stop='end': must be a list of texts"),
+        ({"stop": [""]}, "--stop= is empty"),
+    ],
+)
+def test_how_answers_are_made_is_checked_as_flags_are(manner, said):
+    with pytest.raises(jaxtune.UserError) as error:
+        Manner(**manner)
+    assert str(error.value).startswith(said)
+    assert Manner(temperature=0, top_k=None, stop=["a"]).seed == 0
+
+
+def test_ipython_shows_an_error_without_a_traceback():
+    assert jaxtune.UserError("what was wrong")._render_traceback_() == ["jaxtune: error: what was wrong"]
