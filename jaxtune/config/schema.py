@@ -425,6 +425,9 @@ class Quant:
     skip_first_layers: int = option(0, "first layers that are not quantized", "layers [0, inf)")
     skip_last_layers: int = option(0, "last layers that are not quantized", "layers [0, inf)")
     exclude: str | None = option(None, "linear layers that are not quantized, by Hugging Face name", "regex")
+    noise: float = option(0.0,
+        "standard deviation of noise that each step adds to the norms before quantized layers, such as 0.01, for the "
+        "model to explore (AQN of QeRL, 2025); it falls with the learning rate", "[0, inf)")
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from jaxtune.precision.recipes import Recipe, recipe_of
 from jaxtune.run import plugins
 from jaxtune.run.merging import make_merge, merged_into
 from jaxtune.run.model import Base, Model, abstract_average, declare_model
+from jaxtune.run.noise import make_noise
 from jaxtune.run.pipelined import pipelined_gradients
 from jaxtune.run.process import compiler_options
 from jaxtune.run.reference import abstract_reference
@@ -84,6 +85,7 @@ def assemble(base: Base, config: Config, mesh: jax.sharding.Mesh, objective: Obj
         *(gradients, optimizer, config.optim.max_grad_norm, recipe, seed, objective.counts),
         *(update_steps, config.optim.ema_decay or 0.0),
         *(make_merge(model, merged, seed) if merged else None, config.lora.merge_interval, config.lora.reset_on_merge),
+        make_noise(model, config),
     )
 
     def start(trained: Parameters) -> State:

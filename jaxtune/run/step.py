@@ -24,6 +24,7 @@ from jaxtune.precision import loss_scale
 from jaxtune.precision.linears import Amax, Linears
 from jaxtune.precision.recipes import Recipe
 from jaxtune.run.merging import Merge
+from jaxtune.run.noise import Noise
 from jaxtune.run.state import Scaling, State, rounded_as
 
 Metrics = dict[str, Array]
@@ -199,6 +200,7 @@ def make_train_step(
     merge: Merge | None = None,
     merge_interval: int = 0,
     reset_on_merge: bool = False,
+    noise: Noise | None = None,
 ) -> Callable[[State, Parameters, Batch, Float[Array, ""]], tuple[State, Metrics]]:
     """(state, frozen, batch, learning rate) -> (state, metrics).
 
@@ -206,11 +208,14 @@ def make_train_step(
     whose loss or gradient is not finite changes nothing but the step number and the loss scale. After each
     `reference_update_steps` the trained parameters become the reference; their average moves by 1 - `ema_decay` of the
     way to them. After each `merge_interval` adapters are merged into the base in the state (`merge`), and their
-    optimizer begins anew if `reset_on_merge`.
+    optimizer begins anew if `reset_on_merge`. `noise` is added to frozen parameters.
     """
 
     def step(state: State, frozen: Parameters, batch: Batch, rate: Float[Array, ""]) -> tuple[State, Metrics]:
+        key = jax.random.fold_in(jax.random.key(seed), state.step)
         frozen = {**frozen, **state.base}
+        if noise is not None:
+            frozen = noise(frozen, named_key(key, "quantization"), rate)
         at = optimizer.point(state.trained, state.optimizer)
         with jax.default_matmul_precision(recipe.matmul_precision):
             summed = gradients(at, frozen, batch, state.step, state.scaling, state.reference)
@@ -220,7 +225,6 @@ def make_train_step(
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         factor = build.clip_factor(norm, max_grad_norm) / (weight * summed.magnified)
 
-        key = jax.random.fold_in(jax.random.key(seed), state.step)
         update = build.Step(rate, factor, finite, named_key(key, "rounding"))
         with jax.default_matmul_precision(recipe.matmul_precision):
             directed = {**summed.gradients, **summed.sums.directions}

@@ -73,6 +73,7 @@ BESIDE: dict[str, dict[str, Any]] = {
         "train.muon_": {"train.optimizer": "muon"},
         "data.eval_sample_packing": {"data.test_datasets": [{"path": "b.jsonl", "type": "tokenized"}]},
         "log.wandb.": {"train.use_wandb": True},
+        "lora.reset_on_merge": {"lora.merge_lora_interval": 5},
         "lora.": {"lora.enable_lora": True},
     },
     "erniekit": {
@@ -275,6 +276,11 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         "lora.quant_group_size": (
             {"lora.enable_qlora": True, "lora.quant_format": "nf4", "lora.quant_group_size": 128},
             {"quant.block_size": 128},
+        ),
+        "lora.enable_aqn": ({"lora.enable_qlora": True, "lora.enable_aqn": True}, {"quant.noise": 0.01}),
+        "lora.aqn_alpha": (
+            {"lora.enable_qlora": True, "lora.enable_aqn": True, "lora.aqn_alpha": 2.0},
+            {"quant.noise": 0.02},
         ),
         "lora.exclude_modules": (
             {"lora.enable_qlora": True, "lora.exclude_modules": ["lm_head", "a.b"]},

@@ -245,6 +245,11 @@ def xorl_exclude(o: Options) -> Settings:
     return {"quant.exclude": "|".join(map(re.escape, names))} if names and o["lora.enable_qlora"] else {}
 
 
+def xorl_noise(o: Options) -> Settings:
+    """Read with quantized weights alone; the deviation is a factor of that with which QeRL begins."""
+    return {"quant.noise": 0.01 * o["lora.aqn_alpha"]} if o["lora.enable_aqn"] and o["lora.enable_qlora"] else {}
+
+
 def xorl_resume(o: Options) -> Settings:
     """auto: the run of that name goes on; or from the checkpoint of another one, where there is none of that name."""
     path = o["train.load_checkpoint_path"]

@@ -279,7 +279,6 @@ def test_options_become_ours(system, more, expected):
         (TRL + "eval_delay: 5\n", "line 4: eval_delay = 5: not there yet: evaluations that begin later"),
         (XORL.replace("my/model}", "my/model, foundation: [a]}"), "foundation = .*: expected a value such as {}"),
         (SUROGATE + "rope_scaling: 3\n", "rope_scaling = 3: not there yet: .* linear, dynamic, yarn or JSON"),
-        (XORL + "lora: {merge_lora_interval: 5}\n", "lora.merge_lora_interval = 5: not there yet: merging adapters"),
         (XORL + "optim: {lr: 1}\n", "optim = .*: no such option of XORL"),
         (ERNIEKIT + "stage: GRPO\n", "stage = 'GRPO': not there yet: the stages are SFT, PT and DPO"),
         (ERNIEKIT + "stage: DPO\nloss_type: ppo\n", "loss_type = 'ppo': not there yet: .* a loss_type of sigmoid, ipo"),

@@ -15,13 +15,13 @@ from jaxtune.run.assembly import assemble
 from jaxtune.run.model import Base
 
 
-def opened(mesh, quant=None, rank=2, **lora):
+def opened(mesh, quant=None, rank=2, noise=0.0, **lora):
     """(program, its first state, its frozen parameters, a batch)."""
     config = Config(
         model=Model(dtype="float32"),
         data=Data(seq_len=32),
         lora=Lora(enabled=True, rank=rank, alpha=4.0, **lora),
-        quant=Quant(quant, block_size="channel" if quant else None),
+        quant=Quant(quant, block_size="channel" if quant else None, noise=noise),
         precision=Precision("fp32"),
         optim=Optim(weight_decay=0.0),
     )
@@ -86,6 +86,20 @@ def test_between_merges_the_base_stays_and_on_a_mesh_it_is_the_same():
         found.append({name: np.asarray(value) for name, value in (state.base | state.trained).items()})
     for name, one in found[0].items():
         np.testing.assert_allclose(found[1][name], one, atol=2e-5)
+
+
+def test_noise_is_of_the_step_alone_and_falls_with_the_learning_rate(one_device):
+    losses = {}
+    for deviation in (0.0, 0.05):
+        program, state, frozen, batch = opened(one_device, "int8", noise=deviation)
+        step = jax.jit(program.step)
+        second = state._replace(step=state.step + 1)
+        for name, at, rate in (("first", state, 1e-4), ("again", state, 1e-4), ("next", second, 1e-4), ("still", state, 0)):
+            losses[deviation, name] = float(step(at, frozen, batch, jnp.float32(rate))[1]["loss"])
+    plain = losses[0.0, "first"]
+    assert losses[0.05, "first"] == losses[0.05, "again"] and losses[0.05, "still"] == plain == losses[0.0, "next"]
+    assert len({plain, losses[0.05, "first"], losses[0.05, "next"]}) == 3
+    assert abs(losses[0.05, "first"] - plain) < 0.1
 
 
 def test_what_cannot_be_merged_is_refused(one_device):
