@@ -73,4 +73,4 @@ def test_a_yaml_file_may_stand_alone_and_other_words_may_not(tmp_path):
     assert "--dialect=xorl: has no effect: quickstart is not" in call(
         "jaxtune.train", "--config=quickstart", "--dialect=xorl", code=2
     )
-    assert "--dialect=axolotl: value should be one of" in call("jaxtune.train", "a.yaml", "--dialect=axolotl", code=2)
+    assert "--dialect=unsloth: value should be one of" in call("jaxtune.train", "a.yaml", "--dialect=unsloth", code=2)
