@@ -38,7 +38,14 @@ from jaxtune.run.scored import with_reference
 from jaxtune.run.state import State
 from jaxtune.run.tasks import tasks_of
 from jaxtune.run.teacher import declare_teacher, with_teacher
-from jaxtune.run.values import check_files, frozen_parameters, initial_parameters, read_reference, result_of
+from jaxtune.run.values import (
+    base_parameters,
+    check_files,
+    frozen_parameters,
+    initial_parameters,
+    read_reference,
+    result_of,
+)
 from jaxtune.run.watch import watching
 
 log = logging.getLogger("jaxtune")
@@ -116,9 +123,10 @@ def _train(config: Config, folder: RunFolder) -> bool:
             start = jax.jit(program.start, donate_argnums=0)
             first = ("eval",) if config.eval.at_start else ()
             state, position = start(initial_parameters(model, config)), loop.Position(put_off=first)
+            state = state._replace(base=base_parameters(model, config))
             if state.reference and config.preference.reference != "start":
                 state = state._replace(reference=read_reference(model, config, state.reference))
-        frozen = frozen_parameters(model, config)
+        frozen = frozen_parameters(model, config, but=state.base)
         resume.begin(config, folder, feed.counts)
 
     # ---- the loop: steps, and the tasks between them ----
@@ -170,7 +178,10 @@ def _train(config: Config, folder: RunFolder) -> bool:
         curve.draw(folder.metrics, folder.loss_curve, folder.path.name)
     if config.export.at_end:
         write = partial(export, model, parameters, config, folder, steps=of_step, tokens=position.tokens)
-        write(folder.export, "peft" if config.lora.enabled else "hf")
+        if config.lora.merge_interval:
+            write(folder.export, "hf", merge=True)
+        else:
+            write(folder.export, "peft" if config.lora.enabled else "hf")
         if config.export.merge:
             write(folder.merged, "hf", merge=True)
     if config.eval.sample_prompt and mesh.shape["stage"] == 1:

@@ -401,6 +401,11 @@ class Lora:
     dtype: Literal["float32", "bfloat16"] = option("float32", "dtype of the adapters, and of the head of a classifier")
     use_rslora: bool = option(False, "rank-stabilised scale (Kalajdzievski 2023)")
     path: str | None = option(None, "PEFT adapter folder to start from")
+    merge_interval: int = option(0,
+        "steps after which adapters are merged into the weights beside them, which are quantized again if they are, "
+        "and begin anew (ReLoRA, 2023); the whole model is exported then; 0: never", "steps [0, inf)")
+    reset_on_merge: bool = option(False, "the optimizer's state begins anew with the adapters",
+        when="lora.merge_interval")
 
 
 @dataclass(frozen=True)

@@ -289,24 +289,26 @@ def abstract(parameters: Mapping[str, Parameter]) -> Parameters:
 def randomize(parameters: Mapping[str, Parameter], seed: int) -> Parameters:
     """Random values straight into their shards: a function of seed, name and layer, not of the mesh or the stacks."""
 
-    def make(parameter: Parameter) -> Array:
-        key = named_key(jax.random.key(seed), parameter.local)
-
-        def draw(key: Array) -> Array:
-            return parameter.init(key, parameter.matrix, jnp.float32).astype(parameter.dtype)
-
-        if not parameter.layers:
-            return draw(key)
-        keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(jnp.asarray(parameter.layers))
-        if len(parameter.lead) > 1:
-            keys = jax.vmap(lambda key: jax.random.split(key, parameter.lead[1]))(keys)
-            return jax.vmap(jax.vmap(draw))(keys)
-        return jax.vmap(draw)(keys)
-
     def make_all():
-        return {name: make(parameter) for name, parameter in parameters.items()}
+        return {name: drawn(parameter, jax.random.key(seed)) for name, parameter in parameters.items()}
 
     return jax.jit(make_all, out_shardings={name: p.sharding for name, p in parameters.items()})()
+
+
+def drawn(parameter: Parameter, key: Array) -> Array:
+    """Random values of a parameter: a function of the key, its name and its layers."""
+    key = named_key(key, parameter.local)
+
+    def draw(key: Array) -> Array:
+        return parameter.init(key, parameter.matrix, jnp.float32).astype(parameter.dtype)
+
+    if not parameter.layers:
+        return draw(key)
+    keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(jnp.asarray(parameter.layers))
+    if len(parameter.lead) > 1:
+        keys = jax.vmap(lambda key: jax.random.split(key, parameter.lead[1]))(keys)
+        return jax.vmap(jax.vmap(draw))(keys)
+    return jax.vmap(draw)(keys)
 
 
 def undivided(spec: ModelSpec, parameters: Mapping[str, Parameter], mesh: jax.sharding.Mesh) -> list[str]:

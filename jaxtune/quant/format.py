@@ -8,7 +8,7 @@ from typing import Any, cast
 import jax
 from jaxtyping import Array, Float
 
-from jaxtune.parallel.layout import sharding
+from jaxtune.parallel.layout import spec
 from jaxtune.quant.array import QuantizedArray
 from pallas_kernels.quant_matmul.elements import ELEMENTS
 
@@ -47,20 +47,30 @@ class Format(ABC):
 
     def abstract(self, shape: tuple[int, ...], dtype: Any, axes: tuple[str | None, ...]) -> QuantizedArray:
         """Shapes, dtypes and shardings of a parameter of this shape, logical axes and dtype on the current mesh."""
-        *stack, rows, columns = shape
-        matrix = jax.eval_shape(self.quantize, jax.ShapeDtypeStruct((rows, columns), dtype))
+        matrix, mesh = self._matrix(shape, dtype), jax.sharding.get_mesh()
 
-        def leaf(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            inner = [axis if array.ndim == 2 and size > 1 else None for axis, size in zip(axes[-2:], array.shape)]
-            place = sharding(*axes[: len(stack)], *inner)
-            return jax.ShapeDtypeStruct((*stack, *array.shape), array.dtype, sharding=place)
+        def leaf(array: jax.ShapeDtypeStruct, place: jax.P) -> jax.ShapeDtypeStruct:
+            where = jax.NamedSharding(mesh, place)
+            return jax.ShapeDtypeStruct((*shape[:-2], *array.shape), array.dtype, sharding=where)
 
-        return jax.tree.map(leaf, matrix)
+        return jax.tree.map(leaf, matrix, self._places(matrix, axes))
 
     def make(self, weight: Float[Array, "*stack o i"], axes: tuple[str | None, ...]) -> QuantizedArray:
         """A matrix, or a stack, with these logical axes, quantized on the devices that hold it."""
-        place = jax.tree.map(lambda leaf: leaf.sharding.spec, self.abstract(weight.shape, weight.dtype, axes))
-        return _quantized(weight, self, place)
+        return _quantized(weight, self, self._places(self._matrix(weight.shape, weight.dtype), axes))
+
+    def _matrix(self, shape: tuple[int, ...], dtype: Any) -> QuantizedArray:
+        """Shapes and dtypes of one matrix of a stack of this shape."""
+        return jax.eval_shape(self.quantize, jax.ShapeDtypeStruct(shape[-2:], dtype))
+
+    def _places(self, matrix: QuantizedArray, axes: tuple[str | None, ...]) -> QuantizedArray:
+        """The PartitionSpec of each array of a stack of such matrices, whose logical axes these are."""
+
+        def leaf(array: jax.ShapeDtypeStruct) -> jax.P:
+            inner = [axis if array.ndim == 2 and size > 1 else None for axis, size in zip(axes[-2:], array.shape)]
+            return spec(*axes[:-2], *inner)
+
+        return jax.tree.map(leaf, matrix)
 
 
 @partial(jax.jit, static_argnames=("format", "place"))

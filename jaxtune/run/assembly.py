@@ -32,6 +32,7 @@ from jaxtune.parallel.layout import RULES, Axes, Layout, P, by_token, spec
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.precision.recipes import Recipe, recipe_of
 from jaxtune.run import plugins
+from jaxtune.run.merging import make_merge, merged_into
 from jaxtune.run.model import Base, Model, abstract_average, declare_model
 from jaxtune.run.pipelined import pipelined_gradients
 from jaxtune.run.process import compiler_options
@@ -78,10 +79,11 @@ def assemble(base: Base, config: Config, mesh: jax.sharding.Mesh, objective: Obj
         gradients = accumulated_gradients(*forward, places, by_layer, summed_last(config, recipe, mesh), warmup)
     else:
         gradients = pipelined_gradients(*forward, config.parallel.pipeline, places, warmup)
-    averaged = abstract_average(model, config)
+    averaged, merged = abstract_average(model, config), merged_into(model, config)
     step = make_train_step(
         *(gradients, optimizer, config.optim.max_grad_norm, recipe, seed, objective.counts),
         *(update_steps, config.optim.ema_decay or 0.0),
+        *(make_merge(model, merged, seed) if merged else None, config.lora.merge_interval, config.lora.reset_on_merge),
     )
 
     def start(trained: Parameters) -> State:
@@ -94,7 +96,9 @@ def assemble(base: Base, config: Config, mesh: jax.sharding.Mesh, objective: Obj
     traced, state = jax.make_jaxpr(start, return_shape=True)(abstract(model.trained))
     avals = jax.tree.unflatten(jax.tree.structure(state), traced.out_avals)
     state = jax.tree.map(lambda aval: _on_mesh(aval, mesh), avals)
-    return Program(model, objective, optimizer, gradients, step, start, state, abstract(model.frozen), batch)
+    state = state._replace(base=abstract(merged))
+    frozen = abstract({name: p for name, p in model.frozen.items() if name not in merged})
+    return Program(model, objective, optimizer, gradients, step, start, state, frozen, batch)
 
 
 def summed_last(config: Config, recipe: Recipe, mesh: jax.sharding.Mesh) -> Axes:

@@ -52,8 +52,8 @@ def export_full(model: Model, parameters: Parameters, config: Config, output: Pa
         parameter, weight = model.parameters[name], _gather(parameters[name], index)
         adapter = parameter.treatment.adapter
         if adapter is not None and parameter.kind == "linear":
-            values = _beside(model, name, adapter.owner)
-            values = {part: _gather(parameters[other], index).astype(jnp.float32) for part, other in values.items()}
+            parts = model.adapter_of(name)
+            values = {part: _gather(parameters[other], index).astype(jnp.float32) for part, other in parts.items()}
             weight = adapter.merged(weight.astype(jnp.float32), values)
         return weight.astype(_exported_as(parameter, dtype))
 
@@ -80,14 +80,6 @@ def _classifier_config(model: Model, config: Config) -> dict[str, Any]:
         "label2id": {name: number for number, name in enumerate(names)},
         "pad_token_id": tokenizer.eos_token_id if padding is None else padding,
     }
-
-
-def _beside(model: Model, name: str, owner: str | None) -> dict[str, str]:
-    """Name of each parameter of the adapter beside a weight; a shared one is beside the owner's, in the same layer."""
-    site, local = name.removesuffix(".weight"), model.parameters[name].local.removesuffix(".weight")
-    first = site.removesuffix(local) + (owner or local)
-    adapter = model.parameters[name].treatment.adapter
-    return {part: f"{first if part in adapter.shared else site}.{part}" for part in adapter.peft_names}
 
 
 def _tensors(
@@ -247,6 +239,11 @@ def check_kind(config: Config, kind: str, merge: bool) -> None:
         raise UserError("--format=peft: this run trained the whole model; export it with --format=hf")
     if kind == "hf" and config.lora.enabled and not merge:
         raise UserError("--format=hf: this run trained an adapter; add --merge for a whole model, or use --format=peft")
+    if kind == "peft" and config.lora.merge_interval:
+        raise UserError(
+            "--format=peft: this run merged adapters into the model (lora.merge_interval), so that the last ones say "
+            "nothing of its base; export the whole model with --merge"
+        )
 
 
 def check_apart(output: Path, model: Model) -> None:

@@ -112,6 +112,13 @@ class Model:
         """Local name and stacked layers of each parameter: a checkpoint finds layers by them, whatever the stacks."""
         return {name: (parameter.local, parameter.layers) for name, parameter in self.parameters.items()}
 
+    def adapter_of(self, name: str) -> dict[str, str]:
+        """The parameter that is each part of the adapter beside a weight; what it shares is beside its owner's."""
+        site, local = name.removesuffix(".weight"), self.parameters[name].local.removesuffix(".weight")
+        adapter = self.parameters[name].treatment.adapter
+        first = site.removesuffix(local) + (adapter.owner or local)
+        return {part: f"{first if part in adapter.shared else site}.{part}" for part in adapter.peft_names}
+
     def work(self, seq_len: int) -> Work:
         """What a token costs: of experts those that it goes to; the head's product, but no lookup of an embedding."""
         matrices = {name: p for name, p in self.parameters.items() if len(p.matrix) == 2}

@@ -25,6 +25,7 @@ class State(NamedTuple):
 
     reference: earlier values of the trained parameters, where an objective compares with them (`run.reference`).
     average: of the trained parameters over steps, float32, where optim.ema_decay asks for it.
+    base: weights into which adapters are merged while they are trained (`run.merging`).
     """
 
     step: Int[Array, ""]
@@ -33,11 +34,12 @@ class State(NamedTuple):
     scaling: Scaling = Scaling()
     reference: Parameters = {}  # noqa: RUF012
     average: Parameters = {}  # noqa: RUF012
+    base: Parameters = {}  # noqa: RUF012
 
     @property
     def result(self) -> Parameters:
-        """The trained parameters as they are evaluated and exported."""
-        return self.average or self.trained
+        """What training has changed, as it is evaluated and exported."""
+        return {**self.base, **(self.average or self.trained)}
 
 
 def initial_state(optimizer: Optimizer, trained: Parameters, recipe: Recipe | None = None) -> State:

@@ -23,6 +23,7 @@ from jaxtune.parallel.offload import Added, is_on_host, to_device, zeros_of
 from jaxtune.precision import loss_scale
 from jaxtune.precision.linears import Amax, Linears
 from jaxtune.precision.recipes import Recipe
+from jaxtune.run.merging import Merge
 from jaxtune.run.state import Scaling, State, rounded_as
 
 Metrics = dict[str, Array]
@@ -195,16 +196,21 @@ def make_train_step(
     counts: str = "target_tokens",
     reference_update_steps: int | None = None,
     ema_decay: float = 0.0,
+    merge: Merge | None = None,
+    merge_interval: int = 0,
+    reset_on_merge: bool = False,
 ) -> Callable[[State, Parameters, Batch, Float[Array, ""]], tuple[State, Metrics]]:
     """(state, frozen, batch, learning rate) -> (state, metrics).
 
     The sums are divided once, by the weight of the whole batch over all devices, which is the metric `counts`. A step
     whose loss or gradient is not finite changes nothing but the step number and the loss scale. After each
     `reference_update_steps` the trained parameters become the reference; their average moves by 1 - `ema_decay` of the
-    way to them.
+    way to them. After each `merge_interval` adapters are merged into the base in the state (`merge`), and their
+    optimizer begins anew if `reset_on_merge`.
     """
 
     def step(state: State, frozen: Parameters, batch: Batch, rate: Float[Array, ""]) -> tuple[State, Metrics]:
+        frozen = {**frozen, **state.base}
         at = optimizer.point(state.trained, state.optimizer)
         with jax.default_matmul_precision(recipe.matmul_precision):
             summed = gradients(at, frozen, batch, state.step, state.scaling, state.reference)
@@ -237,8 +243,15 @@ def make_train_step(
         if reference and reference_update_steps:
             due = (state.step + 1) % reference_update_steps == 0
             reference = jax.lax.cond(due, partial(rounded_as, trained), lambda before: before, reference)
+        base = state.base
+        if merge is not None:
+            due = (state.step + 1) % merge_interval == 0
+            trained, base = jax.lax.cond(due, partial(merge, step=state.step), lambda *same: same, trained, base)
+            if reset_on_merge:
+                anew = lambda _: optimizer.init(trained)  # noqa: E731
+                optimizer_state = jax.lax.cond(due, anew, lambda kept: kept, optimizer_state)
         average = {name: mean + (1 - ema_decay) * (trained[name] - mean) for name, mean in state.average.items()}
-        return State(state.step + 1, trained, optimizer_state, scaling, reference, average), metrics
+        return State(state.step + 1, trained, optimizer_state, scaling, reference, average, base), metrics
 
     return step
 

@@ -1,7 +1,7 @@
 """The values of a run's parameters: from the model's folder, random, an adapter's, or those of a checkpoint."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from jaxtune.models.parameters import Parameter, abstract, randomize
 from jaxtune.precision.linears import Frozen
 from jaxtune.quant.mxfp4 import Mxfp4
 from jaxtune.run.folder import RunFolder
+from jaxtune.run.merging import merged_into
 from jaxtune.run.model import Model, abstract_average, declare_model, read_base
 from jaxtune.run.reference import abstract_reference
 from jaxtune.run.state import rounded_as
@@ -121,9 +122,14 @@ def initial_parameters(model: Model, config: Config) -> Parameters:
     return _values(model, model.trained, config)
 
 
-def frozen_parameters(model: Model, config: Config) -> Parameters:
-    """The parameters that are not trained; random ones where a model from scratch has some."""
-    return _values(model, model.frozen, config)
+def frozen_parameters(model: Model, config: Config, but: Collection[str] = ()) -> Parameters:
+    """The parameters that are not trained, `but` these; random ones where a model from scratch has some."""
+    return _values(model, {name: p for name, p in model.frozen.items() if name not in but}, config)
+
+
+def base_parameters(model: Model, config: Config) -> Parameters:
+    """The weights into which adapters are merged (`run.merging`), before the first step."""
+    return _values(model, merged_into(model, config), config)
 
 
 def read_reference(model: Model, config: Config, like: Parameters) -> Parameters:
@@ -229,7 +235,7 @@ def open_run(
     if not config.model.from_scratch:
         verify_fingerprint(model.folder, restored.host["base"])
     trained, compared = restored.state["result"], restored.state["reference"]
-    frozen = frozen_parameters(model, config)
+    frozen = frozen_parameters(model, config, but=trained)
     return TrainedModel(config, model, trained, frozen, compared, restored.step, restored.host["tokens"])
 
 
@@ -247,10 +253,12 @@ def _restored(
     average = abstract_average(model, config)
     result = "average" if average else "trained"
     wanted = {result: average or abstract(model.trained), "reference": reference}
+    wanted["base"] = abstract(merged_into(model, config))
     found = checkpoints.restore(wanted, step, part=True, grouping=model.grouping)
     if found is None:
         return None
-    state = {"result": found.state[result], "reference": found.state["reference"]}
+    changed = {**found.state["base"], **found.state[result]}
+    state = {"result": changed, "reference": found.state["reference"]}
     return dataclasses.replace(found, state=state)
 
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from journey import row
-from runs import call, recipe_command
+from journey import loads_in_transformers, row
+from runs import call, metrics, recipe_command
 from safetensors import safe_open
 
 from jaxtune.config.schema import Quant
@@ -68,3 +68,16 @@ def leads_to_an_adapter_and_a_merged_model(home: Path, folder: Path, format: str
     for name, weight in ours.items():
         # The merged model is in bfloat16, as the recipe stores it: at most a rounding apart.
         assert torch.isclose(weight, theirs[name], rtol=2**-7, atol=1e-6).all(), name
+
+
+def test_merged_into_its_base_on_the_way_it_resumes_exactly_and_the_whole_model_is_exported(home):
+    options = {"lora.merge_interval": 3, "lora.reset_on_merge": True}
+    folder, _ = row(home, "qwen_qlora_int8.py", "relora", **options)
+    exported = folder / "export"
+    assert (exported / "config.json").exists() and not (exported / "adapter_config.json").exists()
+    loads_in_transformers(exported)
+    expected = [row["eval_loss"] for row in metrics(folder) if "eval_loss" in row][-1]
+    evaluated = call("jaxtune.evaluate", f"--config={folder / 'config.json'}", f"--model={exported}")
+    assert abs(float(evaluated.split("eval_loss ")[1].split()[0]) - expected) < 0.02
+    refused = call("jaxtune.export", f"--run={folder}", f"--output={home / 'peft'}", "--format=peft", code=2)
+    assert "this run merged adapters into the model (lora.merge_interval)" in refused

@@ -1,0 +1,94 @@
+"""ReLoRA: adapters go into the weights beside them, the model stays what it is, and all of it is in the state."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from batches import make_batch, tokens
+from tiny import random_values, spec
+
+from jaxtune.config.schema import Config, Data, Lora, Mesh, Model, Optim, Precision, Quant
+from jaxtune.errors import UserError
+from jaxtune.parallel.mesh import make_mesh
+from jaxtune.quant import QuantizedArray
+from jaxtune.run.assembly import assemble
+from jaxtune.run.model import Base
+
+
+def opened(mesh, quant=None, rank=2, **lora):
+    """(program, its first state, its frozen parameters, a batch)."""
+    config = Config(
+        model=Model(dtype="float32"),
+        data=Data(seq_len=32),
+        lora=Lora(enabled=True, rank=rank, alpha=4.0, **lora),
+        quant=Quant(quant, block_size="channel" if quant else None),
+        precision=Precision("fp32"),
+        optim=Optim(weight_decay=0.0),
+    )
+    program = assemble(Base(spec(2)), config, mesh)
+    values: dict = random_values(program.model.parameters)
+    for name, parameter in program.model.quantized.items():
+        values[name] = parameter.storage.make(values[name], parameter.axes)
+    state = jax.jit(program.start)({name: values[name] for name in program.state.trained})
+    state = state._replace(base={name: values[name] for name in program.state.base})
+    batch = jax.tree.map(lambda x: x[None], make_batch(tokens(2, 32), mesh))
+    return program, state, {name: values[name] for name in program.frozen}, batch
+
+
+def plain(weight) -> np.ndarray:
+    return np.asarray(weight.dequantize() if isinstance(weight, QuantizedArray) else weight, np.float32)
+
+
+@pytest.mark.parametrize("quant", [None, "int8"])
+@pytest.mark.parametrize("reset", [False, True])
+def test_the_adapters_of_a_step_are_in_the_base_after_it(one_device, quant, reset):
+    program, state, frozen, batch = opened(one_device, quant, merge_interval=2, reset_on_merge=reset)
+    other = opened(one_device, quant)
+    step, without = jax.jit(program.step), jax.jit(other[0].step)
+    rate, apart = jnp.float32(1e-2), other[1]
+    for _ in range(2):
+        state, _ = step(state, frozen, batch, rate)
+        apart, _ = without(apart, other[2], batch, rate)
+    scale = 4.0 / 2
+    assert set(state.base) == {name for name in other[2] if ".attention." in name or ".mlp." in name} - {
+        name for name in other[2] if "norm" in name
+    }
+    for name, merged in state.base.items():
+        parts = program.model.adapter_of(name)
+        a, b = (np.asarray(apart.trained[parts[part]]) for part in ("lora_a", "lora_b"))
+        expected = plain(other[2][name]) + scale * np.einsum("lor,lri->loi", b, a)
+        tolerance = 0.01 * np.abs(expected).max() if quant else 1e-6
+        np.testing.assert_allclose(plain(merged), expected, atol=tolerance)
+        assert not np.asarray(state.trained[parts["lora_b"]]).any()
+        assert np.abs(np.asarray(state.trained[parts["lora_a"]]) - a).max() > 0.01
+    moments = [leaf for leaf in jax.tree.leaves(state.optimizer.rules) if leaf.ndim]
+    assert any(np.asarray(leaf).any() for leaf in moments) != reset
+    assert int(state.optimizer.count) == (0 if reset else 2)
+    # What the model computes is the same, so that the next loss is, but for rounding.
+    _, metrics = step(state, frozen, batch, rate)
+    _, whole = without(apart, other[2], batch, rate)
+    assert abs(float(metrics["loss"]) - float(whole["loss"])) < (0.05 if quant else 1e-5)
+
+
+def test_between_merges_the_base_stays_and_on_a_mesh_it_is_the_same():
+    found = []
+    for devices, sizes in ((1, {}), (4, {"fsdp": 2, "tensor": 2})):
+        mesh = make_mesh(Mesh(**{"fsdp": 1, **sizes}), jax.devices()[:devices])
+        program, state, frozen, batch = opened(mesh, merge_interval=2)
+        step = jax.jit(program.step)
+        first = {name: np.asarray(value) for name, value in state.base.items()}
+        for number in range(1, 4):
+            before = {name: np.asarray(value) for name, value in state.base.items()}
+            state, _ = step(state, frozen, batch, jnp.float32(1e-2))
+            same = all(np.array_equal(before[name], value) for name, value in state.base.items())
+            assert same == (number % 2 == 1)
+        assert any((first[name] != np.asarray(value)).any() for name, value in state.base.items())
+        found.append({name: np.asarray(value) for name, value in (state.base | state.trained).items()})
+    for name, one in found[0].items():
+        np.testing.assert_allclose(found[1][name], one, atol=2e-5)
+
+
+def test_what_cannot_be_merged_is_refused(one_device):
+    config = Config(lora=Lora(enabled=True, merge_interval=2), data=Data(seq_len=32), optim=Optim(ema_decay=0.9))
+    with pytest.raises(UserError, match=r"lora.merge_interval=2: not with an average \(optim.ema_decay\)"):
+        assemble(Base(spec(2)), config, one_device)
