@@ -18,6 +18,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
+from jaxtune.checkpoint import CheckpointManager
 from jaxtune.config import keys
 from jaxtune.config.loading import as_dict, plain
 from jaxtune.config.recipe import Recipe, read_recipe
@@ -111,7 +112,7 @@ class Run:
 
         Args:
             prompts: Each a text, or a list of messages ({"role": ..., "content": ...}); one text is a single prompt.
-            step: The checkpoint; None: the newest good one.
+            step: The checkpoint; None: the newest good one, or what was exported where there is none.
             mesh: Devices of each axis, such as {"fsdp": 4}; None: one device.
             **manner: Of `jaxtune.run.answers.Manner`: max_new_tokens, temperature, top_p, top_k, min_p,
                 repetition_penalty, stop, seed, batch_size, chat.
@@ -124,21 +125,29 @@ class Run:
         samples = [(f"prompts[{i}]", {"prompt": plain(prompt)}) for i, prompt in enumerate(listed)]
         with mesh_put_back():
             devices = mesh_of([f"{axis}={size}" for axis, size in (mesh or {}).items()])
-            answering = Answering(open_model(str(self.folder), devices, step=step), how)
+            name = str(self.folder if self._saved or step is not None else self.model or self.folder)
+            answering = Answering(open_model(name, devices, step=step), how)
             return [answer.text for answer in answering.each(samples)]
 
     def evaluate(self, *, step: int | None = None, **sections: Any) -> dict[str, float]:
         """Loss, perplexity and more on its validation data, as `jaxtune evaluate` does.
 
         Args:
-            step: The checkpoint; None: the newest good one.
+            step: The checkpoint; None: the newest good one, or what was exported where there is none.
             **sections: Options to change, as in `config_of`: data={"eval_datasets": [{"path": "other.jsonl"}]}.
         """
         config = config_of(RunFolder(self.folder).config, **sections)
         with mesh_put_back():
             process.configure(config)
             devices = make_mesh(config.mesh, process.devices(config.device), parallel=config.parallel)
+            if not self._saved and step is None and self.model is not None:
+                return evaluate(config, devices, name=str(self.model))
             return evaluate(config, devices, str(self.folder), step)
+
+    @property
+    def _saved(self) -> bool:
+        """Whether there are checkpoints; without any, what was exported is the model."""
+        return bool(CheckpointManager(RunFolder(self.folder).checkpoints).steps())
 
 
 @contextlib.contextmanager

@@ -28,12 +28,15 @@ config = jaxtune.config_of(
     train={"max_steps": 6, "grad_accum_steps": 1},
 )
 run = jaxtune.train(config)""",
-    """again = jaxtune.train(config, train={"run_name": "again"})
+    """again = jaxtune.train(config, train={"run_name": "again"}, ckpt={"save_steps": 0, "at_end": False})
 found = {
     "equal": [run.last[name] == again.last[name] for name in ("loss", "eval_loss")],
-    "evaluated": run.evaluate()["eval_loss"] - run.last["eval_loss"],
+    "evaluated": [made.evaluate()["eval_loss"] - run.last["eval_loss"] for made in (run, again)],
     "steps": run.metrics["loss"].at["step"].tolist(),
-    "made": run.generate(["say 1", [{"role": "user", "content": "say 2"}]], max_new_tokens=4),
+    "made": [
+        made.generate(["say 1", [{"role": "user", "content": "say 2"}]], max_new_tokens=4, temperature=0)
+        for made in (run, again)
+    ],
     "folder": [str(run.folder), str(run.model)],
 }
 import json; print(json.dumps(found))""",
@@ -123,8 +126,9 @@ def test_a_notebook_trains_asks_and_evaluates_and_shows_progress_in_place(bin):
     printed = "".join("".join(each["text"]) for each in second if each["output_type"] == "stream")
     found = json.loads(next(line for line in printed.splitlines() if line.startswith("{")))
     assert found["equal"] == [True, True] and found["steps"] == [1, 2, 3, 4, 5, 6]
-    assert abs(found["evaluated"]) <= 1e-5
-    assert [type(text) for text in found["made"]] == [str, str]
+    assert max(map(abs, found["evaluated"])) <= 1e-5, "of a checkpoint, and of what was exported without any"
+    saved, exported = found["made"]
+    assert saved == exported and [type(text) for text in saved] == [str, str]
     assert found["folder"] == [str(Path("runs/qwen_lora").absolute()), str(Path("runs/qwen_lora/export").absolute())]
     (error,) = (each for each in third if each["output_type"] == "error")
     assert error["ename"] == "UserError" and len(error["traceback"]) == 1
