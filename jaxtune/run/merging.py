@@ -20,8 +20,6 @@ from jaxtune.parallel.layout import P
 from jaxtune.quant import QuantizedArray
 from jaxtune.run.model import Model
 
-Merge = Callable[..., tuple[Parameters, Parameters]]
-
 
 def merged_into(model: Model, config: Config) -> dict[str, Parameter]:
     """The frozen weights beside adapters that lora.merge_interval changes; {} without it.
@@ -47,7 +45,7 @@ def merged_into(model: Model, config: Config) -> dict[str, Parameter]:
     return found
 
 
-def make_merge(model: Model, base: Mapping[str, Parameter], seed: int) -> Merge:
+def make_merge(model: Model, base: Mapping[str, Parameter], seed: int) -> Callable[..., tuple[Parameters, Parameters]]:
     """(trained, base, step) -> both with the adapters in the base, requantized if it is, and adapters that begin anew.
 
     A is drawn by the seed, its name and the step; B is zero, so that the model stays what it is but for rounding.

@@ -15,10 +15,8 @@ from jaxtune.models.decoder import Parameters
 from jaxtune.models.dropout import named_key
 from jaxtune.run.model import Model
 
-Noise = Callable[[Parameters, Array, Float[Array, ""]], Parameters]
 
-
-def make_noise(model: Model, config: Config) -> Noise | None:
+def make_noise(model: Model, config: Config) -> Callable[..., Parameters] | None:
     """(frozen parameters, key of the step, learning rate) -> the same with noise; None where quant.noise asks for none.
 
     Its standard deviation is quant.noise at the peak of the learning rate, and falls with it, where QeRL lets it fall

@@ -23,8 +23,6 @@ from jaxtune.parallel.offload import Added, is_on_host, to_device, zeros_of
 from jaxtune.precision import loss_scale
 from jaxtune.precision.linears import Amax, Linears
 from jaxtune.precision.recipes import Recipe
-from jaxtune.run.merging import Merge
-from jaxtune.run.noise import Noise
 from jaxtune.run.state import Scaling, State, rounded_as
 
 Metrics = dict[str, Array]
@@ -197,18 +195,19 @@ def make_train_step(
     counts: str = "target_tokens",
     reference_update_steps: int | None = None,
     ema_decay: float = 0.0,
-    merge: Merge | None = None,
+    merge: Callable[..., tuple[Parameters, Parameters]] | None = None,
     merge_interval: int = 0,
     reset_on_merge: bool = False,
-    noise: Noise | None = None,
+    noise: Callable[..., Parameters] | None = None,
 ) -> Callable[[State, Parameters, Batch, Float[Array, ""]], tuple[State, Metrics]]:
     """(state, frozen, batch, learning rate) -> (state, metrics).
 
     The sums are divided once, by the weight of the whole batch over all devices, which is the metric `counts`. A step
     whose loss or gradient is not finite changes nothing but the step number and the loss scale. After each
     `reference_update_steps` the trained parameters become the reference; their average moves by 1 - `ema_decay` of the
-    way to them. After each `merge_interval` adapters are merged into the base in the state (`merge`), and their
-    optimizer begins anew if `reset_on_merge`. `noise` is added to frozen parameters.
+    way to them. After each `merge_interval` adapters are merged into the base in the state (`run.merging`), and
+    their optimizer begins anew if `reset_on_merge`. `noise` is added to frozen parameters
+    (`run.noise`).
     """
 
     def step(state: State, frozen: Parameters, batch: Batch, rate: Float[Array, ""]) -> tuple[State, Metrics]:

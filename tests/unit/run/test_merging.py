@@ -94,7 +94,12 @@ def test_noise_is_of_the_step_alone_and_falls_with_the_learning_rate(one_device)
         program, state, frozen, batch = opened(one_device, "int8", noise=deviation)
         step = jax.jit(program.step)
         second = state._replace(step=state.step + 1)
-        for name, at, rate in (("first", state, 1e-4), ("again", state, 1e-4), ("next", second, 1e-4), ("still", state, 0)):
+        for name, at, rate in (
+            ("first", state, 1e-4),
+            ("again", state, 1e-4),
+            ("next", second, 1e-4),
+            ("still", state, 0),
+        ):
             losses[deviation, name] = float(step(at, frozen, batch, jnp.float32(rate))[1]["loss"])
     plain = losses[0.0, "first"]
     assert losses[0.05, "first"] == losses[0.05, "again"] and losses[0.05, "still"] == plain == losses[0.0, "next"]
