@@ -59,7 +59,12 @@ def train(config: Config) -> bool:
         )
     process.configure(config)
     folder = run_folder(config)
-    with process.leaving_after_failure(), locked(folder.path), memory.out_of_memory_is_answered(config):
+    with (
+        process.leaving_after_failure(),
+        locked(folder.path),
+        process.log_to_file(config, folder.path),
+        memory.out_of_memory_is_answered(config),
+    ):
         return _train(config, folder)
 
 

@@ -686,26 +686,52 @@ class Wandb:
     project: str = option("jaxtune", "project")
     name: str | None = option(None, "name of the run; unset: train.run_name")
     tags: tuple[str, ...] = option((), "tags")
+    every: int = option(1, "steps between rows; evaluations are always there", "steps [1, inf)")
+
+
+@dataclass(frozen=True)
+class Aim:
+    """Aim, a tracker on one's own machine (pip install aim)."""
+
+    enabled: bool = option(False, "log to Aim")
+    repo: str | None = option(None, "its repository; unset: the working directory's")
+    experiment: str = option("jaxtune", "experiment")
+    name: str | None = option(None, "name of the run; unset: train.run_name")
 
 
 @dataclass(frozen=True)
 class Log:
     """What is printed, and where metrics are written."""
 
-    every: int = option(1, "steps between lines of progress", "steps [1, inf)")
+    every: int = option(1, "steps between lines of progress; 0: none", "steps [0, inf)")
+    format: Literal["auto", "lines", "key_value"] = option("auto",
+        "progress: a bar on a terminal, one line in a notebook, and lines elsewhere; lines everywhere; or lines of "
+        "key=value, for programs")
+    level: Literal["debug", "info", "warning", "error"] = option("info", "least level of messages; progress is apart")
+    every_process: bool = option(False,
+        "processes besides the first show their messages too, with their number, not their warnings alone")
+    file: str | None = option("run.log", "file to which progress and messages are appended, in the run's folder "
+        "unless it says another one; unset: none")
+    gpu_every: int = option(0,
+        "steps between readings of how GPUs are used, their memory and power (pip install nvidia-ml-py); 0: none",
+        "steps [0, inf)")
     next_command: str | None = option(None, "command shown at the end of the run: what to try next")
     jsonl: bool = option(True, "write metrics.jsonl, one object per step")
     tensorboard: bool = option(False, "write TensorBoard events (pip install 'jaxtune[tensorboard]')")
     wandb: Wandb = section(Wandb(), when="log.wandb.enabled")
+    aim: Aim = section(Aim(), when="log.aim.enabled")
 
 
 @dataclass(frozen=True)
 class Prof:
     """A trace of a few steps with jax.profiler."""
 
-    enabled: bool = option(False, "write a trace to <run>/profile")
-    start_step: int = option(5, "first step traced", "steps [1, inf)")
+    enabled: bool = option(False, "write a trace of steps from start_step on; `kill -USR1 PID` writes one at any time")
+    start_step: int = option(5, "first step traced", "steps [1, inf)", when="prof.enabled")
     steps: int = option(3, "steps traced", "steps [1, inf)")
+    dir: str | None = option(None, "folder of traces, in which each run has one of its name; unset: <run>/profile")
+    memory: bool = option(False, "write what the first device's memory holds after the traced steps too, for pprof")
+    every_process: bool = option(False, "processes besides the first write one too", when="prof.enabled")
 
 
 @dataclass(frozen=True)
@@ -858,7 +884,7 @@ class Config:
     ckpt: Ckpt = Ckpt()
     eval: Eval = Eval()
     log: Log = Log()
-    prof: Prof = section(Prof(), when="prof.enabled")
+    prof: Prof = Prof()
     export: Export = Export()
     preference: Preference = section(Preference(), when="preference.loss is not None")
     rollout: Rollout = section(Rollout(), when="rollout.rewards")

@@ -1,4 +1,4 @@
-"""Metrics of a run, written to metrics.jsonl, TensorBoard and Weights & Biases."""
+"""Metrics of a run, written to metrics.jsonl, TensorBoard, Weights & Biases and Aim."""
 
 import contextlib
 import importlib
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtune.config.schema import Log, Wandb
+from jaxtune.config.schema import Aim, Log, Wandb
 from jaxtune.errors import UserError
 
 
@@ -31,7 +31,8 @@ class MetricsLog:
     def __init__(
         self, folder: pathlib.Path, log: Log, run_name: str, config: Mapping[str, Any], resume_step: int, is_main: bool
     ) -> None:
-        self._file = self._tensorboard = self._wandb = None
+        self._file = self._tensorboard = self._wandb = self._aim = None
+        self._wandb_every = log.wandb.every
         if not is_main:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -48,6 +49,8 @@ class MetricsLog:
             )
         if log.wandb.enabled:
             self._wandb = _start_wandb(folder, log.wandb, run_name, config)
+        if log.aim.enabled:
+            self._aim = _start_aim(folder, log.aim, run_name, config)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append one row: numbers (Python's, numpy's, or 0-d arrays) and strings, with the step in front."""
@@ -59,8 +62,12 @@ class MetricsLog:
             for name, value in row.items():
                 if name != "step" and not isinstance(value, str):
                     self._tensorboard.add_scalar(name, value, step)
-        if self._wandb is not None:
+        if self._wandb is not None and (step % self._wandb_every == 0 or "loss" not in row):
             self._wandb.log(row)
+        if self._aim is not None:
+            for name, value in row.items():
+                if name != "step" and not isinstance(value, str):
+                    self._aim.track(value, name=name, step=step)
 
     def close(self) -> None:
         """Write out and close everything."""
@@ -71,6 +78,8 @@ class MetricsLog:
             self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
+        if self._aim is not None:
+            self._aim.close()
 
 
 def read(path: pathlib.Path) -> list[dict[str, Any]]:
@@ -124,6 +133,18 @@ def _start_wandb(folder: pathlib.Path, options: Wandb, run_name: str, config: Ma
     # Log the step as a metric: wandb's own step counter refuses the steps that a resumed run repeats.
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
+    return run
+
+
+def _start_aim(folder: pathlib.Path, options: Aim, run_name: str, config: Mapping[str, Any]) -> Any:
+    """An Aim run whose hash is kept in the run folder, so that a resumed run continues it."""
+    aim = _load("aim", "log.aim.enabled", "pip install aim")
+    known = folder / "aim_hash.txt"
+    before = known.read_text().strip() if known.exists() else None
+    run = aim.Run(run_hash=before, repo=options.repo, experiment=options.experiment)
+    known.write_text(run.hash)
+    run.name = options.name or run_name
+    run["config"] = json.loads(json.dumps(dict(config), default=str))
     return run
 
 

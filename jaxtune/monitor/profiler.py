@@ -1,31 +1,46 @@
-"""A trace of a few steps with jax.profiler, for TensorBoard, XProf or Perfetto."""
+"""A trace of a few steps with jax.profiler, for TensorBoard, XProf or Perfetto; and the device's memory after them."""
 
+import logging
 import pathlib
+import signal
+import threading
 from typing import Any
 
 import jax
 
 from jaxtune.config.schema import Prof
 
+log = logging.getLogger("jaxtune")
+
 
 class Profiler:
-    """Traces steps `prof.start_step` .. `prof.start_step + prof.steps - 1` into `<folder>/profile`.
+    """Traces steps `prof.start_step` .. `prof.start_step + prof.steps - 1` into `<folder>/profile`, or prof.dir.
 
     Steps are counted from the start of this process, so that a resumed run can be traced too and compilation is left
-    out. Only the main process writes a trace, of its own devices.
+    out. The main process writes a trace, of its own devices; with prof.every_process every one does. A process that
+    gets SIGUSR1 (kill -USR1 PID) traces the next steps, whatever the options say.
     """
 
     def __init__(self, folder: pathlib.Path, prof: Prof, is_main: bool) -> None:
-        self._folder = folder / "profile"
-        self._enabled = prof.enabled and is_main
-        self._first, self._last = prof.start_step, prof.start_step + prof.steps - 1
+        self._folder = folder / "profile" if prof.dir is None else pathlib.Path(prof.dir).expanduser() / folder.name
+        self._steps, self._memory = prof.steps, prof.memory
+        self._first = prof.start_step if prof.enabled and (is_main or prof.every_process) else None
+        self._last = 0
         self._count = 0
-        self._tracing = False
+        self._tracing = self._asked = False
+        self._previous: Any = None
+        if threading.current_thread() is threading.main_thread():  # where alone Python answers signals
+            self._previous = signal.signal(signal.SIGUSR1, self._ask)
+
+    def _ask(self, *_: object) -> None:
+        self._asked = True
 
     def before_step(self) -> None:
         """Call right before a step is dispatched."""
         self._count += 1
-        if self._enabled and self._count == self._first:
+        if not self._tracing and (self._asked or self._count == self._first):
+            self._asked = False
+            self._last = self._count + self._steps - 1
             jax.profiler.start_trace(self._folder)
             self._tracing = True
 
@@ -33,10 +48,20 @@ class Profiler:
         """Call right after a step is dispatched; after the last traced step, waits for its `results`."""
         if self._tracing and self._count == self._last:
             jax.block_until_ready(results)
-            self.close()
+            self._stop()
 
     def close(self) -> None:
         """End a trace that is still running, as when the run ended before its last traced step."""
-        if self._tracing:
-            jax.profiler.stop_trace()
-            self._tracing = False
+        self._stop()
+        if self._previous is not None:
+            signal.signal(signal.SIGUSR1, self._previous)
+            self._previous = None
+
+    def _stop(self) -> None:
+        if not self._tracing:
+            return
+        jax.profiler.stop_trace()
+        self._tracing = False
+        if self._memory:
+            jax.profiler.save_device_memory_profile(str(self._folder / f"memory-{self._count}.prof"))
+        log.info("profile of %d steps: %s", self._count - self._last + self._steps, self._folder)

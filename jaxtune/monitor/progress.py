@@ -3,6 +3,7 @@
 import datetime
 import html
 import importlib
+import logging
 import math
 import statistics
 import time
@@ -13,6 +14,8 @@ import rich.console
 import rich.progress
 import rich.text
 
+# What is shown by other means than the log, for the log's file alone (`run.process.log_to_file`).
+FILE = logging.getLogger("jaxtune-progress")
 MEAN_STEPS = 20  # the mean loss is over this many steps
 
 
@@ -22,11 +25,12 @@ class Progress:
 
     `start` steps of `total` are already done. On a terminal this is a bar; otherwise a line every `every` steps and for
     the last step. A step whose loss is not finite always gets its own line. Only the main process shows anything.
-    In a notebook there is one line below the cell, which changes.
+    In a notebook there is one line below the cell, which changes. With the format "lines" or "key_value" there are
+    lines everywhere. `FILE` gets lines and messages too.
     """
 
-    def __init__(self, total: int, start: int, every: int, is_main: bool = True) -> None:
-        self._total, self._every = total, every
+    def __init__(self, total: int, start: int, every: int, is_main: bool = True, format: str = "auto") -> None:
+        self._total, self._every, self._format = total, every, format
         self._is_main = is_main
         self._first: tuple[int, float] | None = None  # a step and when it ended; the first may load programs
         self._losses: deque[float] = deque(maxlen=MEAN_STEPS)
@@ -35,8 +39,8 @@ class Progress:
         if self._console.is_jupyter:
             # rich itself would need ipywidgets for a bar, and makes HTML of every line.
             self._console = rich.console.Console(force_jupyter=False, highlight=False, emoji=False, soft_wrap=True)
-            self._cell = _Cell(total, start) if is_main else None
-        elif is_main and self._console.is_terminal:
+            self._cell = _Cell(total, start) if is_main and format == "auto" else None
+        elif is_main and self._console.is_terminal and format == "auto":
             numbers = rich.progress.TextColumn("{task.completed}/{task.total}  {task.fields[numbers]}")
             # A narrow terminal has no room for the bar beside the numbers.
             bar = [rich.progress.BarColumn(bar_width=20)] if self._console.width >= 120 else []
@@ -59,14 +63,21 @@ class Progress:
             self._bar.update(self._task, completed=step, numbers=numbers.markup)
         if self._cell is not None:
             self._cell.update(step, numbers.plain)
-        in_place = self._bar is not None or self._cell is not None
-        if not finite or (not in_place and (step % self._every == 0 or step == self._total)):
-            self._console.print(rich.text.Text(f"step {step}/{self._total}  ") + numbers)
+        if finite and not (self._every and (step % self._every == 0 or step == self._total)):
+            return
+        if self._format == "key_value":
+            line = rich.text.Text(" ".join(f"{key}={value}" for key, value in {"step": step, **metrics}.items()))
+        else:
+            line = rich.text.Text(f"step {step}/{self._total}  ") + numbers
+        if not finite or (self._bar is None and self._cell is None):
+            self._console.print(line)
+        FILE.info("%s", line.plain)
 
     def message(self, text: str) -> None:
         """Print a line; above the bar if there is one."""
         if self._is_main:
             self._console.print(text, markup=False)
+            FILE.info("%s", text)
 
     def close(self) -> None:
         """Leave the bar as it is and give the terminal back."""

@@ -133,6 +133,7 @@ def check_step(config: Config, program: Program, step: jax.stages.Compiled, mesh
 
     own = need_of(program, len(mesh.local_devices), memory_of(step))
     log.info("memory a device: %.2f GB state and batch, %.2f GB temporaries", own.state / 1e9, own.temporaries / 1e9)
+    log.info("  of it %s", ", ".join(f"{_gb(size)} {part}" for part, size in parts_of(program).items() if size))
     if own.offloaded:
         log.info("offloaded to the host, of all its devices: %.2f GB", own.offloaded / 1e9)
     _judge(config, own, need)
@@ -238,6 +239,24 @@ def need_of(program: Program, devices: int, step: Memory | None = None) -> Need:
         return Need(devices, here, 0, saved, (whole - here) * devices, PROCESS)
     made = step.outputs - step.aliased
     return Need(devices, step.arguments, step.temporaries + max(0, made), saved, step.host * devices, 0)
+
+
+def parts_of(program: Program) -> dict[str, int]:
+    """What the arguments of the step take of a device, by what they are, in bytes."""
+    trained, frozen = program.state.trained, {**program.frozen, **program.state.base}
+    adapters = {name for name, parameter in program.model.parameters.items() if parameter.kind == "adapter"}
+    quantized = program.model.quantized
+    by_part = {
+        "trained weights": [leaf for name, leaf in trained.items() if name not in adapters],
+        "adapters": [leaf for name, leaf in trained.items() if name in adapters],
+        "frozen weights": [leaf for name, leaf in frozen.items() if name not in quantized],
+        "quantized weights": [leaf for name, leaf in frozen.items() if name in quantized],
+        "optimizer state": program.state.optimizer,
+        "reference": program.state.reference,
+        "average": program.state.average,
+        "batch": program.batch,
+    }
+    return {part: sum(map(device_bytes, jax.tree.leaves(leaves))) for part, leaves in by_part.items()}
 
 
 def shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:

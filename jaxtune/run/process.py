@@ -17,8 +17,9 @@ import jaxtune
 import pallas_kernels
 from jaxtune import command
 from jaxtune.config.loading import as_dict
-from jaxtune.config.schema import Config, Device
+from jaxtune.config.schema import Config, Device, Log
 from jaxtune.errors import UserError
+from jaxtune.monitor.progress import FILE
 from jaxtune.parallel import multihost
 from jaxtune.parallel.multihost import visible_gpus
 from jaxtune.run import plugins
@@ -114,7 +115,7 @@ def configure(config: Config) -> None:
     open_devices(config.device)
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(Path(config.train.output_dir).absolute() / "cache" / "xla"))
-    _show_log()
+    _show_log(config.log)
     if jax.process_count() > 1:
         multihost.agree(facts(config))
     for line in config.opening_lines:
@@ -223,10 +224,39 @@ class _Terminal(logging.StreamHandler):
         raise
 
 
-def _show_log() -> None:
-    """What jaxtune and its kernels log on the terminal, of the main process alone; warnings of every process."""
-    for name in ("jaxtune", "pallas_kernels"):
+_SHOWN = ("jaxtune", "pallas_kernels")
+
+
+def _show_log(options: Log) -> None:
+    """What jaxtune and its kernels log on the terminal, of the main process; of others warnings, or all of it."""
+    level, shown = logging.getLevelNamesMapping()[options.level.upper()], _Terminal(sys.stdout)
+    if not multihost.is_main():
+        level = level if options.every_process else max(level, logging.WARNING)
+        shown.setFormatter(logging.Formatter(f"process {jax.process_index()}: %(message)s"))
+    for name in _SHOWN:
         logger = logging.getLogger(name)
-        logger.handlers = [_Terminal(sys.stdout)]
+        logger.handlers = [shown]
         logger.propagate = False
-        logger.setLevel(logging.INFO if multihost.is_main() else logging.WARNING)
+        logger.setLevel(level)
+
+
+@contextmanager
+def log_to_file(config: Config, folder: Path) -> Iterator[None]:
+    """What the main process shows is appended to log.file meanwhile, each line with its time."""
+    if config.log.file is None or not multihost.is_main():
+        yield
+        return
+    file = folder / Path(config.log.file).expanduser()  # which may be absolute
+    file.parent.mkdir(parents=True, exist_ok=True)
+    written = logging.FileHandler(file, encoding="utf-8", delay=True)
+    written.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%Y-%m-%d %H:%M:%S"))
+    loggers = [*map(logging.getLogger, _SHOWN), FILE]
+    FILE.propagate, FILE.level = False, logging.INFO
+    for logger in loggers:
+        logger.addHandler(written)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(written)
+        written.close()

@@ -11,6 +11,7 @@ from jaxtune.config.loading import as_dict
 from jaxtune.config.schema import Config
 from jaxtune.monitor import throughput
 from jaxtune.monitor.goodput import Goodput
+from jaxtune.monitor.gpus import Gpus
 from jaxtune.monitor.hang import ended_when_hung
 from jaxtune.monitor.health import Health
 from jaxtune.monitor.metrics import MetricsLog
@@ -33,6 +34,8 @@ class Watch:
     health: Health
     stop: StopRequest
     plugins: Callbacks
+    gpus: Gpus | None  # where log.gpu_every asks for it
+    gpu_every: int
     work: throughput.Work
     epoch: Callable[[dict[str, Any]], float]
 
@@ -43,6 +46,8 @@ class Watch:
         mfu = throughput.mfu(self.work, speed, jax.devices()[0].device_kind, jax.sharding.get_mesh().size)
         if mfu is not None:
             numbers["mfu"] = mfu
+        if self.gpus is not None and step % self.gpu_every == 0:
+            numbers |= self.gpus.read()
         peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
         if peak is not None:
             numbers["peak_memory_bytes"] = peak
@@ -79,7 +84,11 @@ def watching(
         metrics = MetricsLog(folder.path, config.log, config.train.run_name or "", as_dict(config), step, main)
         opened.enter_context(closing(metrics))
         profiler = opened.enter_context(closing(Profiler(folder.path, config.prof, main)))
-        progress = opened.enter_context(closing(Progress(total_steps, step, config.log.every, main)))
+        shown = Progress(total_steps, step, config.log.every, main, config.log.format)
+        progress = opened.enter_context(closing(shown))
         opened.enter_context(ended_when_hung(goodput, config.train.hang_seconds, folder.stacks(jax.process_index())))
+        gpus = Gpus() if config.log.gpu_every and main else None
         health, stop = Health(config.optim.name), opened.enter_context(StopRequest())
-        yield Watch(metrics, progress, profiler, goodput, health, stop, plugins, work, epoch)
+        yield Watch(
+            metrics, progress, profiler, goodput, health, stop, plugins, gpus, config.log.gpu_every, work, epoch
+        )

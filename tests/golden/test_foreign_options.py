@@ -62,6 +62,7 @@ BESIDE: dict[str, dict[str, Any]] = {
         "qlora_bnb_double_quant": {"qlora_bnb": True},
         "qlora_four_over_six": {"qlora_fp4": True},
         "log.wandb": {"report_to": "wandb"},
+        "log.aim": {"report_to": "aim"},
         "init_projections_to_zero": {"lora": False},
     },
     "xorl": {
@@ -276,6 +277,18 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         "lora.quant_group_size": (
             {"lora.enable_qlora": True, "lora.quant_format": "nf4", "lora.quant_group_size": 128},
             {"quant.block_size": 128},
+        ),
+        "train.profile_trace_dir": (
+            {"train.enable_profiling": True, "train.profile_trace_dir": "there"},
+            {"prof.dir": "there"},
+        ),
+        "train.profile_profile_memory": (
+            {"train.enable_profiling": True, "train.profile_profile_memory": False},
+            {"prof.memory": False},
+        ),
+        "train.profile_rank0_only": (
+            {"train.enable_profiling": True, "train.profile_rank0_only": False},
+            {"prof.every_process": True},
         ),
         "lora.enable_aqn": ({"lora.enable_qlora": True, "lora.enable_aqn": True}, {"quant.noise": 0.01}),
         "lora.aqn_alpha": (
@@ -646,6 +659,8 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         "dataset.dataloader_num_workers": ({"dataset.dataloader_num_workers": 3}, {"data.num_workers": 3}),
         "training.do_eval": ({"training.do_eval": False}, {"data.validation_split": 0.0}),
         "training.eval_strategy": ({"training.eval_strategy": "no"}, {"data.validation_split": 0.0}),
+        "training.logging_steps": ({"training.logging_steps": 7}, {"log.every": 7}),
+        "training.logging_strategy": ({"training.logging_strategy": "no"}, {"log.every": 0}),
         "training.eval_steps": ({"training.eval_strategy": "steps", "training.eval_steps": 7}, {"eval.steps": 7}),
         "training.device": ({"training.device": "cuda"}, {"device.platform": "cuda"}),
         "training.use_cpu": ({"training.use_cpu": True}, {"device.platform": "cpu"}),

@@ -224,7 +224,9 @@ def xorl_profile(o: Options) -> Settings:
     first, last = o["train.profile_start_step"], o["train.profile_end_step"]
     if not o["train.enable_profiling"]:
         return {}
-    return {"prof.enabled": True, "prof.start_step": max(first, 1), "prof.steps": max(last - first, 1)}
+    settings = {"prof.enabled": True, "prof.start_step": max(first, 1), "prof.steps": max(last - first, 1)}
+    settings |= {"prof.dir": o["train.profile_trace_dir"], "prof.memory": o["train.profile_profile_memory"]}
+    return settings | {"prof.every_process": not o["train.profile_rank0_only"]}
 
 
 def xorl_qlora(o: Options) -> Settings:
@@ -502,6 +504,14 @@ def qefficient_early(o: Options) -> Settings:
 def qefficient_save(o: Options) -> Settings:
     """By steps, by epochs, or never."""
     return _saved(o["training.save_strategy"], o["training.save_steps"])
+
+
+def qefficient_log(o: Options) -> Settings:
+    """A line each so many steps, or none."""
+    strategy = o["training.logging_strategy"]
+    if strategy not in ("steps", "no"):
+        raise NotYet("lines of progress by epochs; 'steps' and 'no' are there, and metrics.jsonl has every step")
+    return {"log.every": o["training.logging_steps"] if strategy == "steps" else 0}
 
 
 def qefficient_devices(o: Options) -> Settings:

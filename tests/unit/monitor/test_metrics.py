@@ -5,13 +5,14 @@ import json
 import math
 import struct
 import sys
+import types
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxtune.config.schema import Log, Wandb
+from jaxtune.config.schema import Aim, Log, Wandb
 from jaxtune.errors import UserError
 from jaxtune.monitor import metrics
 
@@ -120,3 +121,43 @@ def test_wandb_offline_goes_on_under_the_same_id(tmp_path, monkeypatch):
     assert seen[0].name == "run" and seen[0].config["seed"] == 1
     assert len(list((tmp_path / "wandb").glob("offline-run-*"))) >= 1
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 4
+
+
+def test_wandb_gets_a_row_now_and_then(tmp_path, monkeypatch):
+    rows = []
+    run = types.SimpleNamespace(define_metric=lambda *_, **__: None, log=rows.append, finish=lambda: None)
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **_: run))
+    train(tmp_path, 1, 7, 0, Log(wandb=Wandb(enabled=True, every=3)))
+    assert [row["step"] for row in rows if "loss" in row] == [3, 6]
+    assert [row["step"] for row in rows if "eval_loss" in row] == [2, 4, 6]
+
+
+class FakeAim(dict):
+    """aim.Run, as its documentation has it; Aim itself is large."""
+
+    def __init__(self, run_hash, repo, experiment):
+        super().__init__()
+        self.hash, self.repo, self.experiment = run_hash or "abc", repo, experiment
+        self.resumed, self.tracked, self.closed, self.name = run_hash is not None, [], False, None
+
+    def track(self, value, name, step):
+        self.tracked.append((name, step, value))
+
+    def close(self):
+        self.closed = True
+
+
+def test_aim_gets_each_number_and_a_resumed_run_goes_on(tmp_path, monkeypatch):
+    runs = []
+    made = lambda **options: runs.append(FakeAim(**options)) or runs[-1]  # noqa: E731
+    monkeypatch.setitem(sys.modules, "aim", types.SimpleNamespace(Run=made))
+    log = Log(aim=Aim(enabled=True, repo="there", experiment="tests"))
+    train(tmp_path, 1, 2, 0, log)
+    train(tmp_path, 3, 3, 2, log)
+    first, second = runs
+    assert (first.repo, first.experiment, first.name, first["config"]) == ("there", "tests", "run", {"seed": 1})
+    assert first.tracked[:2] == [("loss", 1, 1 / 3), ("tokens", 1, 2**40)] and ("eval_loss", 2, 1 / 14) in first.tracked
+    assert first.closed and not first.resumed and second.resumed and second.hash == first.hash
+    monkeypatch.setitem(sys.modules, "aim", None)
+    with pytest.raises(UserError, match="log.aim.enabled needs the package aim: pip install aim"):
+        train(tmp_path, 1, 1, 0, log)

@@ -1,6 +1,8 @@
 """A trace covers the steps asked for."""
 
+import os
 import pathlib
+import signal
 
 import jax.numpy as jnp
 import pytest
@@ -39,3 +41,41 @@ def test_a_trace_is_written(tmp_path):
     profiler.before_step()
     profiler.after_step(jnp.ones(8).sum())
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+
+
+def test_a_trace_is_written_where_it_is_to_be_with_the_memory(tmp_path):
+    run = tmp_path / "run"
+    prof = Prof(enabled=True, start_step=1, steps=1, dir=str(tmp_path / "traces"), memory=True)
+    profiler = Profiler(run, prof, is_main=True)
+    profiler.before_step()
+    profiler.after_step(jnp.ones(8).sum())
+    profiler.close()
+    assert list((tmp_path / "traces" / "run").rglob("*.xplane.pb"))
+    assert (tmp_path / "traces" / "run" / "memory-1.prof").stat().st_size > 0 and not run.exists()
+
+
+def test_other_processes_trace_if_they_are_to(tmp_path):
+    for every_process in (False, True):
+        folder = tmp_path / str(every_process)
+        profiler = Profiler(folder, Prof(True, 1, 1, every_process=every_process), is_main=False)
+        profiler.before_step()
+        profiler.after_step(jnp.ones(8).sum())
+        profiler.close()
+        assert folder.exists() == every_process
+
+
+def test_a_signal_traces_the_next_steps(tmp_path, monkeypatch):
+    before = signal.getsignal(signal.SIGUSR1)
+    calls: list[str] = []
+    monkeypatch.setattr("jax.profiler.start_trace", lambda path: calls.append("start"))
+    monkeypatch.setattr("jax.profiler.stop_trace", lambda: calls.append("stop"))
+    profiler = Profiler(tmp_path, Prof(steps=2), is_main=True)
+    for step in range(1, 8):
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        profiler.before_step()
+        calls.append(str(step))
+        profiler.after_step(jnp.zeros(()))
+    profiler.close()
+    assert calls == ["1", "2", "start", "3", "4", "stop", "5", "6", "7"]
+    assert signal.getsignal(signal.SIGUSR1) == before

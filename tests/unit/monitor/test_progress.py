@@ -81,3 +81,18 @@ def test_in_a_notebook_one_line_changes_in_place(monkeypatch, capsys):
 def test_other_processes_show_nothing(capsys):
     show(7, 0, 1, [(1, ROW), (2, {"loss": math.nan})], is_main=False)
     assert capsys.readouterr().out == ""
+
+
+def test_lines_are_for_programs_if_they_are_to_be(capsys, monkeypatch):
+    show(4, 0, 2, [(step, {"loss": 0.1 + 0.2, "tokens": 7}) for step in range(1, 5)], format="key_value")
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        f"step={step} loss=0.30000000000000004 tokens=7" for step in (2, 4)
+    ]
+    show(4, 0, 0, [(step, ROW) for step in range(1, 5)], format="lines")
+    assert capsys.readouterr().out.splitlines() == ["[saved] step 3"]
+    # No bar on a terminal either.
+    screen = io.StringIO()
+    console = rich.console.Console
+    monkeypatch.setattr(rich.console, "Console", lambda **more: console(file=screen, force_terminal=True, **more))
+    show(4, 0, 4, [(4, ROW)], format="lines")
+    assert screen.getvalue().splitlines()[0].startswith("step 4/4") and "\x1b" not in screen.getvalue()

@@ -12,6 +12,7 @@ from jaxtune.errors import UserError
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.quant import QuantizedArray
 from jaxtune.run.assembly import assemble
+from jaxtune.run.memory import parts_of
 from jaxtune.run.model import Base
 
 
@@ -111,3 +112,15 @@ def test_what_cannot_be_merged_is_refused(one_device):
     config = Config(lora=Lora(enabled=True, merge_interval=2), data=Data(seq_len=32), optim=Optim(ema_decay=0.9))
     with pytest.raises(UserError, match=r"lora.merge_interval=2: not with an average \(optim.ema_decay\)"):
         assemble(Base(spec(2)), config, one_device)
+
+
+def test_a_device_is_told_by_its_parts():
+    """What the log says before training, of two devices that share the weights."""
+    mesh = make_mesh(Mesh(fsdp=2), jax.devices()[:2])
+    program, *_ = opened(mesh, "int8", merge_interval=2)
+    parts = parts_of(program)
+    named = {"adapters", "frozen weights", "quantized weights", "optimizer state", "batch"}
+    assert {part for part, size in parts.items() if size} == named
+    whole = sum(p.shape[0] * p.shape[1] * p.shape[2] for p in program.model.quantized.values())
+    assert whole // 2 < parts["quantized weights"] < whole, "a byte a weight, half of them here, and scales"
+    assert parts["optimizer state"] == pytest.approx(2 * parts["adapters"], abs=16)

@@ -1,6 +1,9 @@
 """What a process sets before the first device is touched."""
 
+import dataclasses
+import logging
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -8,8 +11,9 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jaxtune.config.schema import Config, Data, Dataset, Device, Train
+from jaxtune.config.schema import Config, Data, Dataset, Device, Log, Train
 from jaxtune.errors import UserError
+from jaxtune.monitor.progress import Progress
 from jaxtune.run import process
 
 
@@ -26,7 +30,7 @@ def test_xla_takes_almost_all_of_a_gpu_unless_the_user_says_how_much(monkeypatch
     monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/nowhere")
     monkeypatch.setattr(process.multihost, "initialize", lambda: None)
-    monkeypatch.setattr(process, "_show_log", lambda: None)
+    monkeypatch.setattr(process, "_show_log", lambda options: None)
     process.configure(Config())
     assert int(os.environ["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"]) > 1, "of the host's memory, all"
     found = {name: os.environ[name] for name in names if name in os.environ}
@@ -43,7 +47,7 @@ def test_processes_must_have_the_same_options_code_and_jax():
 
 def test_processes_that_differ_do_not_start(monkeypatch):
     monkeypatch.setattr(process.multihost, "initialize", lambda: None)
-    monkeypatch.setattr(process, "_show_log", lambda: None)
+    monkeypatch.setattr(process, "_show_log", lambda options: None)
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/nowhere")
     monkeypatch.setattr(jax, "process_count", lambda: 2)
 
@@ -174,3 +178,60 @@ def test_xla_knows_the_limits_of_collectives():
     assert configured(device).startswith("REFUSED device.collective_timeout_seconds = 60: XLA has such limits for GPUs")
     flags = " ".join(f"--{name}=60" for name in process.COLLECTIVE_TIMEOUTS)
     assert configured(Device(), XLA_FLAGS=flags, JAX_PLATFORMS="cpu") == "RESULT cpu cpu 2"
+
+
+@pytest.fixture
+def loggers():
+    """As they are, again afterwards."""
+    known = [logging.getLogger(name) for name in ("jaxtune", "pallas_kernels", "jaxtune-progress")]
+    before = [(logger.handlers, logger.propagate, logger.level) for logger in known]
+    yield
+    for logger, (handlers, propagate, level) in zip(known, before):
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
+
+
+def test_messages_have_a_level_and_other_processes_a_number(monkeypatch, capsys, loggers):
+    log = logging.getLogger("jaxtune")
+
+    def shown(options: Log, process_index: int) -> list[str]:
+        monkeypatch.setattr(jax, "process_index", lambda: process_index)
+        monkeypatch.setattr(process.multihost, "is_main", lambda: process_index == 0)
+        process._show_log(options)
+        log.debug("detail")
+        log.info("news")
+        log.warning("trouble")
+        return capsys.readouterr().out.splitlines()
+
+    assert shown(Log(), 0) == ["news", "trouble"]
+    assert shown(Log(level="debug"), 0) == ["detail", "news", "trouble"]
+    assert shown(Log(level="error"), 0) == []
+    assert shown(Log(), 3) == ["process 3: trouble"]
+    assert shown(Log(every_process=True), 3) == ["process 3: news", "process 3: trouble"]
+
+
+def test_what_is_shown_is_in_the_file_too(tmp_path, capsys, loggers):
+    process._show_log(Log())
+    config = Config()
+    for run in range(2):  # the second goes on with the file of the first
+        with process.log_to_file(config, tmp_path):
+            logging.getLogger("jaxtune").info("run %d", run)
+            progress = Progress(4, 0, 2)
+            for step in range(1, 5):
+                progress.update(step, {"loss": 1.5})
+            progress.message("step 4: saved")
+            progress.close()
+    logging.getLogger("jaxtune").info("outside")
+    lines = [line.split("  ", 1) for line in (tmp_path / "run.log").read_text().splitlines()]
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", time) for time, _ in lines)
+    said = [text for _, text in lines]
+    assert said[0] == "run 0" and said[4] == "run 1" and said[3] == said[7] == "step 4: saved" and len(said) == 8
+    assert said[1].startswith("step 2/4  ") and "loss 1.5000" in said[2]
+    assert capsys.readouterr().out.splitlines()[-1] == "outside"
+    elsewhere = dataclasses.replace(config, log=Log(file=str(tmp_path / "there" / "own.log")))
+    with process.log_to_file(elsewhere, tmp_path / "run"):
+        logging.getLogger("jaxtune").info("there")
+    assert "there" in (tmp_path / "there" / "own.log").read_text()
+    with process.log_to_file(dataclasses.replace(config, log=Log(file=None)), tmp_path / "none"):
+        logging.getLogger("jaxtune").info("nowhere")
+    assert not (tmp_path / "none").exists()

@@ -1,0 +1,53 @@
+"""Readings of NVML, here a module in its form: the machine that tests run on has no GPU."""
+
+import sys
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from jaxtune.errors import UserError
+from jaxtune.monitor.gpus import Gpus
+
+
+class NVMLError(Exception):
+    """NVML's own."""
+
+
+NVML = SimpleNamespace(
+    NVMLError=NVMLError,
+    nvmlInit=lambda: None,
+    nvmlDeviceGetHandleByIndex=lambda index: index,
+    nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=90 + handle, memory=50),
+    nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=7_000_000_000 + handle, total=80_000_000_000),
+    nvmlDeviceGetPowerUsage=lambda handle: 350_000 + 1000 * handle,
+)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    devices = [SimpleNamespace(platform="gpu", local_hardware_id=index) for index in (0, 4)]
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+
+
+def test_the_gpus_of_this_process_are_read(two_gpus, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", NVML)
+    assert Gpus().read() == {"gpu_utilization": 0.92, "gpu_memory_bytes": 7_000_000_004, "gpu_power_watts": 704.0}
+
+
+def test_without_gpus_there_is_nothing_to_read(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert Gpus().read() == {}
+
+
+def test_what_is_missing_is_said(two_gpus, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(UserError, match="log.gpu_every needs .* pip install nvidia-ml-py"):
+        Gpus()
+
+    def fail():
+        raise NVMLError("Driver Not Loaded")
+
+    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(**{**vars(NVML), "nvmlInit": fail}))
+    with pytest.raises(UserError, match="NVML does not answer: Driver Not Loaded"):
+        Gpus()
