@@ -383,7 +383,7 @@ LABELS = {
         ),
         ({"ckpt.resume": "-1"}, "ckpt.resume", "at least 0"),
         ({"log.wandb.name": "x"}, "log.wandb.name", "only when log.wandb.enabled"),
-        ({"prof.steps": "9"}, "prof.steps", "only when prof.enabled"),
+        ({"prof.start_step": "9"}, "prof.start_step", "only when prof.enabled"),
     ],
 )
 def test_impossible_combination(given_settings, key, reason, base):

@@ -264,7 +264,7 @@ def test_options_become_ours(system, more, expected):
             SUROGATE + "learning_rat: 1\n",
             "line 4: learning_rat = 1: no such option of Surogate; nearest: learning_rate",
         ),
-        (SUROGATE + "report_to: [aim]\n", r"report_to = \['aim'\]: not there yet; there are wandb, tensorboard"),
+        (SUROGATE + "report_to: [mlflow]\n", r"report_to = \['mlflow'\]: not there yet; there are aim, wandb, tensor"),
         (SUROGATE + "template: minicpm\n", "template = 'minicpm': not there yet; there are auto, chatml, qwen"),
         (SUROGATE + "zero_level: two\n", "zero_level = 'two': expected a value such as 1"),
         (
@@ -357,10 +357,12 @@ def test_options_from_shows_what_becomes_of_a_config_without_training(capsys):
     assert "sequence_len = 512 -> data.seq_len = 512\n" in shown
     assert "lora_dropout = 0.05 (its default) -> lora.dropout = 0.05\n" in shown
     assert "left out: translation: optim.normuon.beta2 = 0.9: has no effect" in shown
-    pathlib.Path("its.yaml").write_text(SUROGATE + "aim_repo: x\n")
+    pathlib.Path("its.yaml").write_text(SUROGATE + "report_to: mlflow\n")
     assert options.main(["--from=its.yaml"]) == 2
     shown = capsys.readouterr()
-    assert "sequence_len = 512 -> data.seq_len = 512\n" in shown.out and "aim_repo = 'x': not there yet" in shown.err
+    assert (
+        "sequence_len = 512 -> data.seq_len = 512\n" in shown.out and "report_to = 'mlflow': not there yet" in shown.err
+    )
     pathlib.Path("its.yaml").write_text("base: qwen_lora\n")
     assert options.main(["--from=its.yaml"]) == 2
     assert "its options are not those of Surogate, XORL, ERNIEKit, QEfficient, TRL, Axolotl" in capsys.readouterr().err
