@@ -129,22 +129,28 @@ def resume_command(folder: RunFolder) -> str:
 
 def closing(config: Config, folder: RunFolder, chat: bool) -> str:
     """Where everything is, and what to type next; `chat` where conversations were trained."""
+    exported, saved = config.export.at_end, any(folder.checkpoints.glob("[0-9]*"))
+    an_adapter = config.lora.enabled and not config.lora.merge_interval
+    run, output = shlex.quote(str(folder.path)), shlex.quote(f"{folder.path}-model")
     lines = [f"run: {folder.path}"]
     if config.log.jsonl:
         lines.append(f"loss curve: {folder.loss_curve}")
-    if config.export.at_end:
-        lines.append(f"{'adapter' if config.lora.enabled else 'model'}: {folder.export}")
-    model = folder.path if config.lora.enabled or not config.export.at_end else folder.export
-    merge = " --merge" if config.lora.enabled else ""
+    if exported:
+        lines.append(f"{'adapter' if an_adapter else 'model'}: {folder.export}")
+    if config.export.merge:
+        lines.append(f"model: {folder.merged}")
+    if saved:
+        merge = " --merge" if config.lora.enabled else ""
+        lines.append(f"resume:   {resume_command(folder)}")
+        lines.append(f"export:   python -m jaxtune.export --run={run} --output={output}{merge}")
+    model = shlex.quote(str(folder.path if saved and (an_adapter or not exported) else folder.export))
     prompt = shlex.quote(config.eval.sample_prompt or "Once") + (" --chat" if chat else "")
-    run, output = shlex.quote(str(folder.path)), shlex.quote(f"{folder.path}-model")
-    lines += [
-        f"resume:   {resume_command(folder)}",
-        f"export:   python -m jaxtune.export --run={run} --output={output}{merge}",
-        f"generate: python -m jaxtune.generate --model={shlex.quote(str(model))} --prompt={prompt}"
-        if config.model.head == "lm"
-        else f"evaluate: python -m jaxtune.evaluate --run={run}",
-    ]
+    if not (saved or exported):
+        lines.append("nothing of the model is kept: neither a checkpoint (ckpt.at_end) nor an export (export.at_end)")
+    elif config.model.head == "lm":
+        lines.append(f"generate: python -m jaxtune.generate --model={model} --prompt={prompt}")
+    elif saved:
+        lines.append(f"evaluate: python -m jaxtune.evaluate --run={run}")
     if config.log.jsonl:
         lines.append(f"report:   python -m jaxtune.report {run}")
     if config.log.next_command:

@@ -82,9 +82,13 @@ def test_by_passes_over_the_data_and_only_then(home):
 
 
 def test_nothing_is_saved_where_nothing_is_to_be(home):
-    folder, _ = train(home, "nothing", **{"ckpt.at_end": False, "eval.at_end": False, "train.max_steps": 2})
+    options = {"ckpt.at_end": False, "eval.at_end": False, "train.max_steps": 2}
+    folder, output = train(home, "nothing", "tiny_lora", **options)
     assert not (folder / "checkpoints").exists() and not evaluations(folder)
-    assert (folder / "export" / "model.safetensors").exists()
+    # What is said at the end leads somewhere.
+    assert "resume:" not in output and f"generate: python -m jaxtune.generate --model={folder / 'export'}" in output
+    assert call("jaxtune.generate", f"--model={folder / 'export'}", "--prompt=say", "--max_new_tokens=2")
+    assert "nothing of the model is kept" in train(home, "gone", **options, **{"export.at_end": False})[1]
 
 
 def test_a_run_goes_on_from_another_one(home):
