@@ -1,21 +1,21 @@
 """What a decoder makes of a batch, for objectives: the log-probability of each target, or logits of labels."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxtune.errors import UserError
 from jaxtune.models import pipeline
 from jaxtune.models.call import Call
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.divergence import Divergence, scored_beside
+from jaxtune.models.divergence import Divergence, likeliest, scored_beside
 from jaxtune.models.lookup import lookup
 from jaxtune.models.pipeline import Batch
 from jaxtune.parallel.layout import P, by_token, gather, used
-from pallas_kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_and_hits
+from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 
 
 class Scores(NamedTuple):
@@ -24,8 +24,8 @@ class Scores(NamedTuple):
     log_prob: of each target, in nats, float32; 0 where loss_weight is 0, whose logits are never computed. With a z-loss
     its penalty is taken off. loss: -log_prob * loss_weight. sums: what layers emit (`models.experts`). reference:
     log_prob without adapters, no gradient reaches it; None where the objective does not ask for it. divergence: from a
-    teacher, as log_prob float32 in nats and 0 where loss_weight is 0; None where it is not asked for. hits: 1 where no
-    token is likelier than the target, else 0; None where it is not asked for.
+    teacher, as log_prob float32 in nats and 0 where loss_weight is 0; None where it is not asked for. hits: whether the
+    target is the likeliest token, and has a loss_weight; None where it is not asked for.
     """
 
     log_prob: Float[Array, "b s"]
@@ -33,7 +33,7 @@ class Scores(NamedTuple):
     sums: Mapping[str, Array]
     reference: Float[Array, "b s"] | None = None
     divergence: Float[Array, "b s"] | None = None
-    hits: Float[Array, "b s"] | None = None
+    hits: Bool[Array, "b s"] | None = None
 
 
 class LabelScores(NamedTuple):
@@ -65,8 +65,7 @@ def score(
     z_loss * logsumexp(logits)^2 (PaLM, arXiv:2204.02311). `label_smoothing`: share of the target that is divided over
     the vocabulary in `loss` (arXiv:1512.00567), as label_smoothing of torch's cross_entropy. `divergence`: from the
     teacher of the batch's columns teacher_tokens and teacher_log_probs. `temperature`: divides all logits. `hits`: they
-    are asked for, without a gradient and without what else this function can add to a loss. Raises UserError for
-    label_smoothing or a temperature where logits are capped.
+    are asked for. Raises UserError for label_smoothing or a temperature where logits are capped.
     """
     states, sums = hidden_states(decoder, batch, call) if hidden is None else hidden
     if temperature != 1:
@@ -74,10 +73,10 @@ def score(
             raise UserError(f"rollout.temperature: the logits of a {decoder.spec.family} are capped; leave it at 1")
         states /= jnp.asarray(temperature, states.dtype)
     head = gather(decoder.head_weight.astype(call.dtype))
-    apart = None
-    if hits:
-        log_prob, loss, right = _loss_and_hits(decoder, states, head, batch)
-        return Scores(log_prob, loss, sums, hits=right)
+    apart = right = None
+    if hits:  # the head is multiplied once more, which an evaluation can afford
+        tokens, _ = likeliest(decoder, states, call.dtype, 1, decoder.spec.vocabulary, temperature)
+        right = (tokens[..., 0] == batch["targets"]) & (batch["loss_weight"] != 0)
     if divergence is None:
         log_prob, loss = _cross_entropy(decoder, states, head, batch, z_loss, head_gradient)
     else:
@@ -87,7 +86,7 @@ def score(
         head = head if head_gradient else jax.lax.stop_gradient(head)
         excess = _above_mean(decoder, states, head, batch["targets"])
         loss += label_smoothing * excess * batch["loss_weight"]
-    return Scores(log_prob, loss, sums, divergence=apart)
+    return Scores(log_prob, loss, sums, divergence=apart, hits=right)
 
 
 def _cross_entropy(
@@ -117,29 +116,6 @@ def _cross_entropy(
 
     by_device = (by_token(None), P(used("vocabulary"), None), by_token(), by_token())
     mapped = jax.shard_map(kernel, in_specs=by_device, out_specs=by_token())
-    return mapped(states, head, batch["targets"], batch["loss_weight"])
-
-
-def _loss_and_hits(
-    decoder: Decoder, states: Float[Array, "b s d"], head: Float[Array, "v d"], batch: Batch
-) -> tuple[Float[Array, "b s"], Float[Array, "b s"], Float[Array, "b s"]]:
-    """(log_prob, loss, hits) of each target, without a gradient."""
-
-    def kernel(hidden, head, targets, weight):
-        loss, hits = linear_cross_entropy_and_hits(
-            hidden.reshape(-1, hidden.shape[-1]),
-            head,
-            targets.reshape(-1),
-            weight.reshape(-1) != 0,
-            vocabulary=decoder.spec.vocabulary,
-            soft_cap=decoder.spec.logit_cap,
-            vocabulary_axis=used("vocabulary"),
-        )
-        loss, hits = loss.reshape(targets.shape), hits.reshape(targets.shape)
-        return -loss, loss * weight, hits
-
-    by_device = (by_token(None), P(used("vocabulary"), None), by_token(), by_token())
-    mapped: Any = jax.shard_map(kernel, in_specs=by_device, out_specs=(by_token(),) * 3)
     return mapped(states, head, batch["targets"], batch["loss_weight"])
 
 

@@ -15,7 +15,7 @@ def cross_entropy(z_loss: float = 0.0, label_smoothing: float = 0.0) -> Objectiv
 
 
 def token_accuracy() -> Objective:
-    """Next-token cross-entropy to evaluate by, with how many targets are the likeliest token: it has no gradient."""
+    """Next-token cross-entropy to evaluate by, with how many targets are the likeliest token."""
     return Objective(_with_accuracy, hits=True)
 
 
@@ -27,5 +27,5 @@ def _with_accuracy(scores: Scores, batch: Batch) -> Sums:
     sums = _sums(scores, batch)
     assert scores.hits is not None
     # A count in integers: a float32 has too few digits for the tokens of a large evaluation.
-    right = jnp.sum((scores.hits > 0) & (batch["loss_weight"] > 0), dtype=jnp.int32)
+    right = jnp.sum(scores.hits, dtype=jnp.int32)
     return sums._replace(metrics={"token_accuracy": (right, sums.weight)})

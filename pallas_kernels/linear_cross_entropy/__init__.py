@@ -1,8 +1,5 @@
 """Cross-entropy of a linear head without the logits of the whole batch: the public op."""
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -12,7 +9,7 @@ from pallas_kernels.linear_cross_entropy import xla
 from pallas_kernels.linear_cross_entropy.xla import Loss
 from pallas_kernels.manual_axes import vary_over, varying_axes
 
-__all__ = ["linear_cross_entropy", "linear_cross_entropy_and_hits"]
+__all__ = ["linear_cross_entropy"]
 
 
 def linear_cross_entropy(
@@ -51,66 +48,18 @@ def linear_cross_entropy(
     Raises ValueError if the tokens are known to differ over `vocabulary_axis`: devices that drop different tokens
     would wait for each other for ever.
     """
-    if not len(hidden):
-        return jnp.zeros(0, jnp.float32)
-    platform = gpus.current_device().platform
-    loss = Loss(vocabulary, vocabulary_axis, soft_cap, z_loss, label_smoothing, one_pass=platform == "gpu")
-    size = tile or xla.tokens_at_once(head, head_gradient, platform)
-
-    def in_tiles(hidden, head, targets, needed):
-        return (xla.tiled_loss(hidden, head, targets, needed, loss, head_gradient),)
-
-    losses, weight = _of_tokens(in_tiles, hidden, head, targets, weight, size, vocabulary_axis)
-    # What is dropped is 0 already: a mask of booleans has nothing more to say.
-    return losses[0] if weight is None or weight.dtype == bool else losses[0] * weight.astype(jnp.float32)
-
-
-def linear_cross_entropy_and_hits(
-    hidden: Float[Array, "t d"],
-    head: Float[Array, "v d"],
-    targets: Int[Array, " t"],
-    keep: Bool[Array, " t"],
-    *,
-    vocabulary: int,
-    soft_cap: float | None = None,
-    vocabulary_axis: str | tuple[str, ...] | None = None,
-) -> tuple[Float[Array, " t"], Float[Array, " t"]]:
-    """(loss, 1 where no token is likelier than the target, else 0) of every token, float32; 0 where it is not kept.
-
-    Of the same logits as `linear_cross_entropy`, to evaluate by: it has no gradient. Arguments are as there.
-    """
-    platform = gpus.current_device().platform
-    loss = Loss(vocabulary, vocabulary_axis, soft_cap, one_pass=platform == "gpu")
-
-    def in_tiles(hidden, head, targets, needed):
-        return xla.tiled_loss_and_hits(hidden, head, targets, needed, loss)
-
-    size = xla.tokens_at_once(head, False, platform)
-    (losses, hits), _ = _of_tokens(in_tiles, hidden, head, targets, keep, size, vocabulary_axis)
-    return losses, hits
-
-
-def _of_tokens(
-    compute: Callable[..., Any],
-    hidden: Float[Array, "t d"],
-    head: Float[Array, "v d"],
-    targets: Int[Array, " t"],
-    weight: Array | None,
-    at_once: int,
-    vocabulary_axis: str | tuple[str, ...] | None,
-) -> tuple[tuple[Float[Array, " t"], ...], Array | None]:
-    """What `compute` finds for the tokens that have a weight, in their places, 0 for others; and the weights.
-
-    compute: (hidden in tiles, head, targets in tiles, number of tiles that hold a token) -> arrays in tiles.
-    """
     tokens = len(hidden)
+    if not tokens:
+        return jnp.zeros(0, jnp.float32)
     by_token = varying_axes(hidden, targets, weight)
     vocabulary_axes = frozenset(jax.tree.leaves(vocabulary_axis))
     if vocabulary_axes & by_token:
         raise ValueError(f"tokens must be the same on all devices of the vocabulary's axis {vocabulary_axis!r}")
     axes = by_token | (varying_axes(head) - vocabulary_axes)
     head, hidden, targets, weight = vary_over(axes, head, hidden, targets, weight)
-    tiles = -(-tokens // at_once)
+    platform = gpus.current_device().platform
+    loss = Loss(vocabulary, vocabulary_axis, soft_cap, z_loss, label_smoothing, one_pass=platform == "gpu")
+    tiles = -(-tokens // (tile or xla.tokens_at_once(head, head_gradient, platform)))
     # Tiles of equal size, the last one padded. (A divisor of the token count may be as small as 1.)
     size = -(-tokens // (8 * tiles)) * 8
     rows, filled = _rows_of_slots(weight, tokens, tiles * size)
@@ -119,9 +68,11 @@ def _of_tokens(
         taken = x.at[rows].get(mode="fill", fill_value=0, unique_indices=True)
         return taken.reshape(tiles, size, *x.shape[1:])
 
-    found = compute(in_tiles(hidden), head, in_tiles(targets), -(-filled // size))
-    zeros = jnp.zeros_like(targets, jnp.float32)
-    return tuple(zeros.at[rows].set(x.reshape(-1), mode="drop", unique_indices=True) for x in found), weight
+    needed = -(-filled // size)
+    in_slots: Array = xla.tiled_loss(in_tiles(hidden), head, in_tiles(targets), needed, loss, head_gradient)
+    losses = jnp.zeros_like(targets, jnp.float32).at[rows].set(in_slots.reshape(-1), mode="drop", unique_indices=True)
+    # What is dropped is 0 already: a mask of booleans has nothing more to say.
+    return losses if weight is None or weight.dtype == bool else losses * weight.astype(jnp.float32)
 
 
 def _rows_of_slots(weight: Array | None, tokens: int, slots: int) -> tuple[Int[Array, " slots"], int | Array]:

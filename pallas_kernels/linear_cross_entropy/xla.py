@@ -62,24 +62,6 @@ def tiled_loss(
     return _over_tiles(needed, tile, jnp.zeros_like(targets, jnp.float32), hidden)
 
 
-def tiled_loss_and_hits(
-    hidden: Float[Array, "tiles size d"],
-    head: Float[Array, "v d"],
-    targets: Int[Array, "tiles size"],
-    needed: int | Int[Array, ""],
-    loss: Loss,
-) -> tuple[Float[Array, "tiles size"], Float[Array, "tiles size"]]:
-    """As `tiled_loss`, without a gradient, and beside it 1 where no token is likelier than the target, else 0."""
-
-    def tile(i, results):
-        losses, hits = results
-        of_tile, _, hit = _losses(_logits(hidden[i], head), targets[i], loss)
-        return losses.at[i].set(of_tile), hits.at[i].set(hit)
-
-    zeros = jnp.zeros_like(targets, jnp.float32)
-    return _over_tiles(needed, tile, (zeros, zeros), hidden)
-
-
 def _over_tiles(needed, tile, start, hidden):
     with cost.iterations(len(hidden)):
         return jax.lax.fori_loop(0, needed, tile, start)
@@ -90,13 +72,13 @@ def _forward(hidden, head, targets, needed, loss, head_gradient):
 
     def trained(i, results):
         losses, lses = results
-        of_tile, lse, _ = _losses(_logits(hidden[i], head), targets[i], loss)
+        of_tile, lse = _losses(_logits(hidden[i], head), targets[i], loss)
         return losses.at[i].set(of_tile), lses.at[i].set(lse)
 
     def frozen(i, results):
         losses, d_hidden = results
         logits = _logits(hidden[i], head)
-        of_tile, lse, _ = _losses(logits, targets[i], loss)
+        of_tile, lse = _losses(logits, targets[i], loss)
         d_logits = _logits_gradient(jax.lax.optimization_barrier(logits), lse, targets[i], loss).astype(head.dtype)
         return losses.at[i].set(of_tile), d_hidden.at[i].set(_hidden_gradient(d_logits, head, loss, hidden.dtype))
 
@@ -144,7 +126,7 @@ def _columns(logits, loss):
 
 
 def _losses(logits, targets, loss):
-    """Loss (t,), log-sum-exp (t,), and 1 where no logit is above the target's, else 0 (t,), of one tile."""
+    """Loss (t,) and log-sum-exp (t,) of one tile."""
     columns = _columns(logits, loss)
     present = columns < loss.vocabulary
     capped = jnp.where(present, _capped(logits, loss), LOWEST)
@@ -157,12 +139,11 @@ def _losses(logits, targets, loss):
     # From the logits that are in memory, and capped then: to gather from `capped`, XLA would have to store it.
     at_target = jnp.take_along_axis(logits, jnp.clip(place, 0, columns.size - 1)[:, None], axis=-1)[:, 0]
     expected = _over(jax.lax.psum, jnp.where(here, _capped(at_target, loss), 0), loss)
-    hit = (expected >= top).astype(jnp.float32)
     if loss.label_smoothing:
         mean = _over(jax.lax.psum, jnp.sum(jnp.where(present, capped, 0), axis=-1), loss) / loss.vocabulary
         expected += loss.label_smoothing * (mean - expected)
     losses = lse - expected + loss.z_loss * lse**2
-    return jnp.where((targets >= 0) & (targets < loss.vocabulary), losses, jnp.nan), lse, hit
+    return jnp.where((targets >= 0) & (targets < loss.vocabulary), losses, jnp.nan), lse
 
 
 def _top_and_sum(logits):
