@@ -406,6 +406,9 @@ class Lora:
         "and begin anew (ReLoRA, 2023); the whole model is exported then; 0: never", "steps [0, inf)")
     reset_on_merge: bool = option(False, "the optimizer's state begins anew with the adapters",
         when="lora.merge_interval")
+    lr_ratio: float = option(1.0,
+        "learning rate of B over that of A, such as 16 (LoRA+, Hayou et al. 2024); optim.learning_rate is that of A",
+        "(0, inf)")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from tiny import read, torch_model
 from jaxtune.config.schema import Config, Data, Lora, Memory, Model, Precision
 from jaxtune.errors import UserError
 from jaxtune.lora.inject import inject
-from jaxtune.run.assembly import assemble
+from jaxtune.run.assembly import assemble, trained_of
 from jaxtune.run.export import export
 from jaxtune.run.folder import RunFolder
 from jaxtune.run.model import read_base
@@ -250,3 +250,27 @@ def test_layers_without_an_adapter_start_a_new_stack(base, one_device):
     assert {name.split(".")[1] for name in model.parameters if name.startswith("stacks")} == {"0", "1"}
     layers = inject(model.base.spec, Lora(enabled=True)).layers
     assert all(layer.treatment("attention.q.weight").adapter for layer in layers)
+
+
+def test_b_learns_faster_than_a_as_in_lora_plus(base, one_device):
+    """Rates of each adapter of a module are those of peft's optimizer."""
+    import torch
+    import transformers
+
+    peft = pytest.importorskip("peft")
+    from peft.optimizers import create_loraplus_optimizer
+
+    folder, _ = base
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    theirs = peft.get_peft_model(reference, peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
+    made = create_loraplus_optimizer(theirs, torch.optim.SGD, lr=1.0, loraplus_lr_ratio=16.0)
+    rates = {id(one): group["lr"] for group in made.param_groups for one in group["params"]}
+    expected = {
+        name.removeprefix("base_model.model.").replace(".default", ""): rates[id(one)]
+        for name, one in theirs.named_parameters()
+        if one.requires_grad
+    }
+    lora = Lora(enabled=True, rank=4, lr_ratio=16.0, target_modules=("q_proj", "up_proj"))
+    model, _, config = read(folder, one_device, lora=lora)
+    ours = {name: own.rate for own in trained_of(model, config).values() for name in own.names}
+    assert ours == expected and set(ours.values()) == {1.0, 16.0}
