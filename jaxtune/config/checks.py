@@ -312,6 +312,8 @@ def _lora(config: Config) -> Iterator[Problem]:
         yield _problem(config, "model.from_scratch", reason, "lora.enabled")
     if not lora.target_modules:
         yield _problem(config, "lora.target_modules", "must name at least one module, or be 'all-linear'")
+    if lora.bias != "none" and config.rollout.server is not None:
+        yield _problem(config, "lora.bias", "a server takes adapters without biases", "rollout.server")
 
 
 def _quant(config: Config) -> Iterator[Problem]:

@@ -398,7 +398,8 @@ class Lora:
     dropout: float = option(0.0, "dropout before the adapter", "fraction [0, 1)")
     target_modules: str | tuple[str, ...] = option("all-linear",
         "all-linear (all but the head), a list of module names, or a regex over Hugging Face names", "regex")
-    dtype: Literal["float32", "bfloat16"] = option("float32", "dtype of the adapters, and of the head of a classifier")
+    dtype: Literal["float32", "bfloat16"] = option("float32",
+        "dtype of all that is trained: the adapters, biases, and the head of a classifier")
     use_rslora: bool = option(False, "rank-stabilised scale (Kalajdzievski 2023)")
     path: str | None = option(None, "PEFT adapter folder to start from")
     merge_interval: int = option(0,
@@ -409,6 +410,8 @@ class Lora:
     lr_ratio: float = option(1.0,
         "learning rate of B over that of A, such as 16 (LoRA+, Hayou et al. 2024); optim.learning_rate is that of A",
         "(0, inf)")
+    bias: Literal["none", "all", "lora_only"] = option("none",
+        "which biases of the model are trained beside the adapters: none, all, or those of layers with an adapter")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ _PREFIX = "base_model.model."
 _KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 
 # Fields of adapter_config.json that are read here, or that do not change what the adapter computes. Any other field
-# must be empty or false: it asks for something that is not supported (DoRA, trained biases, ranks per module, ...).
+# must be empty or false: it asks for something that is not supported (DoRA, ranks per module, ...).
 _UNDERSTOOD = {
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "r", "lora_alpha", "lora_dropout", "use_rslora", "bias", "init_lora_weights", "target_modules", "exclude_modules",
@@ -48,6 +48,8 @@ class SavedAdapter:
             in one tensor A (experts * rank, in) and B (out, rank * experts); and of a classifier its head,
             score.weight (labels, in).
         parameters: names or name endings of tensors that hold experts, in the model's own module.
+        bias: which biases of the model are among the tensors, by their own names: none, all, or lora_only, those of
+            modules that have an adapter.
     """
 
     rank: int
@@ -58,11 +60,12 @@ class SavedAdapter:
     revision: str | None
     tensors: Mapping[str, Source]
     parameters: tuple[str, ...] = ()
+    bias: str = "none"
 
     @property
     def modules(self) -> frozenset[str]:
         """Hugging Face names of the modules that have an adapter, and peft's of what wraps experts in one tensor."""
-        return frozenset(name.rsplit(".", 2)[0] for name in self.tensors if name != HEAD)
+        return frozenset(name.rsplit(".", 2)[0] for name in self.tensors if not _is_of_model(name))
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -75,6 +78,11 @@ class SavedAdapter:
     def labels(self) -> int:
         """Of a classifier; 0: it is an adapter of a language model."""
         return self.tensors[HEAD].shape[0] if HEAD in self.tensors else 0
+
+
+def _is_of_model(name: str) -> bool:
+    """Whether a tensor is the model's own, which is trained beside the adapters."""
+    return name == HEAD or name.endswith(".bias")
 
 
 def write_adapter(
@@ -91,7 +99,7 @@ def write_adapter(
     Args:
         folder: created if it does not exist.
         tensors: named as in SavedAdapter.tensors.
-        lora: rank, alpha, dropout and use_rslora.
+        lora: rank, alpha, dropout, use_rslora and bias.
         base_model, revision: the model it was trained on.
         target_modules: names or name endings of the modules; peft puts adapters into the modules that match.
         target_parameters: of tensors that hold experts, likewise; peft has no dropout there.
@@ -99,9 +107,11 @@ def write_adapter(
     Raises:
         UserError: the folder cannot be written to.
     """
-    tensors = [tensor._replace(name=f"{_PREFIX}{tensor.name}") for tensor in tensors]
-    adapters = [tensor.name for tensor in tensors if tensor.name != f"{_PREFIX}{HEAD}"]
-    classifier = len(adapters) < len(tensors)
+    tensors = list(tensors)
+    adapted = {tensor.name.rsplit(".", 2)[0] for tensor in tensors if not _is_of_model(tensor.name)}
+    classifier = any(tensor.name == HEAD for tensor in tensors)
+    adapters = [f"{_PREFIX}{tensor.name}" for tensor in tensors if not _is_of_model(tensor.name)]
+    tensors = [tensor._replace(name=_PREFIX + _wrapped(tensor.name, adapted)) for tensor in tensors]
     wrapped = (target.rpartition(".")[0] for target in target_parameters)
     ends = tuple(f".{target}" for target in (*target_modules, *wrapped))
     strays = [name for name in adapters if not name.rsplit(".", 2)[0].removesuffix(".base_layer").endswith(ends)]
@@ -118,7 +128,7 @@ def write_adapter(
         "use_rslora": lora.use_rslora,
         "target_modules": sorted(target_modules),
         "target_parameters": sorted(target_parameters) or None,
-        "bias": "none",
+        "bias": lora.bias,
         "init_lora_weights": True,
         "inference_mode": True,
         "modules_to_save": [HEAD.removesuffix(".weight")] if classifier else None,
@@ -132,6 +142,12 @@ def write_adapter(
         return
     with staged(folder, replaces=re.compile(CONFIG)) as stage:
         (stage / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _wrapped(name: str, adapted: Collection[str]) -> str:
+    """What peft calls a tensor: the bias of a module with an adapter is one of the module inside it."""
+    module = name.removesuffix(".bias")
+    return f"{module}.base_layer.bias" if name.endswith(".bias") and module in adapted else name
 
 
 def read_adapter(folder: Path) -> SavedAdapter:
@@ -151,6 +167,9 @@ def read_adapter(folder: Path) -> SavedAdapter:
         if key == f"{_PREFIX}{HEAD}":
             tensors[HEAD] = source
             continue
+        if key.endswith(".bias") and key.startswith(_PREFIX) and config.get("bias") in ("all", "lora_only"):
+            tensors[current_name(key.removeprefix(_PREFIX).replace(".base_layer.bias", ".bias"))] = source
+            continue
         match = _KEY.fullmatch(key)
         if match is None:
             raise UserError(f"{file}: {key} is not understood; tensors are base_model.model.<module>.lora_A|B.weight")
@@ -162,7 +181,7 @@ def read_adapter(folder: Path) -> SavedAdapter:
                 f"with r = {rank}{', or r times the experts' if parameters else ''}, of {', '.join(DTYPES)}"
             )
         tensors[current_name(key.removeprefix(_PREFIX))] = source
-    pairs = {name.rsplit(".", 2)[0] for name in tensors if name != HEAD}
+    pairs = {name.rsplit(".", 2)[0] for name in tensors if not _is_of_model(name)}
     lone = [module for module in pairs if not {f"{module}.lora_{half}.weight" for half in "AB"} <= tensors.keys()]
     if lone or not pairs:
         raise UserError(f"{file}: " + (f"lora_A or lora_B is missing for {lone[0]}" if lone else "it holds no tensors"))
@@ -179,6 +198,7 @@ def read_adapter(folder: Path) -> SavedAdapter:
         revision=config.get("revision"),
         tensors=tensors,
         parameters=parameters,
+        bias=config.get("bias") or "none",
     )
 
 
@@ -196,7 +216,7 @@ def _check_config(path: Path, config: dict[str, Any]) -> None:
         "use_rslora": (config.get("use_rslora") in (True, False, None), "true or false"),
         "base_model_name_or_path": (isinstance(config.get("base_model_name_or_path"), str | None), "a name"),
         "revision": (isinstance(config.get("revision"), str | None), "a name"),
-        "bias": (config.get("bias") in ("none", None), "'none'"),
+        "bias": (config.get("bias") in ("none", "all", "lora_only", None), "'none', 'all' or 'lora_only'"),
         # Both, as peft has it for every classifier: the head of a decoder is called score.
         "modules_to_save": (set(config.get("modules_to_save") or ()) <= {"classifier", "score"}, "empty, or ['score']"),
         "target_parameters": (

@@ -24,13 +24,30 @@ def inject(spec: ModelSpec, lora: Lora) -> ModelSpec:
     chosen = frozenset(named[name] for name in found)
     # alpha / rank (Hu et al. 2021), or alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023).
     adapter = LoRA(lora.rank, lora.alpha / (lora.rank**0.5 if lora.use_rslora else lora.rank), lora.dropout)
-    frozen = [name for name, (site, *_) in sites(spec).items() if site.kind != "score"]
+    biases = _biases(spec, lora, {new for new, name in named.items() if name in chosen})
+    frozen = [name for name, (site, *_) in sites(spec).items() if site.kind != "score" and name not in biases]
     spec = treat_linears(treat(spec, frozen, trained=False), chosen, adapter=adapter)
     for first, *others in {known[name] for name in chosen}:
         if others:  # parts of one fused module, which has one adapter: the first part holds what they share
             owned = dataclasses.replace(adapter, owner=first.local.removesuffix(".weight"))
             spec = treat_sites(spec, others, adapter=owned)
     return spec
+
+
+def _biases(spec: ModelSpec, lora: Lora, adapted: set[str]) -> set[str]:
+    """Names of the biases that are trained beside the adapters of these modules. Raises UserError if there are none."""
+    if lora.bias == "none":
+        return set()
+    if spec.has_experts:
+        raise UserError(
+            f"lora.bias={lora.bias!r}: not of a mixture of experts, whose biases have other names in peft; leave it out"
+        )
+    found = {name for name in sites(spec) if name.endswith(".bias")}
+    chosen = {name for name in found if lora.bias == "all" or name.removesuffix(".bias") in adapted}
+    if not chosen:
+        others = f"no layer of lora.target_modules has one, but {min(found)} is there" if found else "leave it out"
+        raise UserError(f"lora.bias={lora.bias!r}: this {spec.family} has no bias to train; {others}")
+    return chosen
 
 
 def _refuse_head(spec: ModelSpec, targets: str | tuple[str, ...]) -> None:

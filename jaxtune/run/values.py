@@ -187,8 +187,8 @@ def _zero(parameter: Parameter) -> Parameter:
 def _adapter_tensors(model: Model, config: Config) -> tuple[dict[str, hf.Target], Mapping[str, Any]]:
     """How adapters are read from lora.path, whose adapter must be of the rank, scale and targets of the config."""
     adapter = hf.read_adapter(hf.resolve(config.lora.path or "", holds="adapter_config.json"))
-    for key, found in (("rank", adapter.rank), ("alpha", adapter.alpha), ("use_rslora", adapter.use_rslora)):
-        if found != getattr(config.lora, key):
+    for key in ("rank", "alpha", "use_rslora", "bias"):
+        if (found := getattr(adapter, key)) != getattr(config.lora, key):
             raise UserError(
                 f"lora.{key}={getattr(config.lora, key)}, but the adapter in {config.lora.path} has {found}"
             )
@@ -277,7 +277,8 @@ def of_model(name: str, config: Config) -> Config:
         if adapter.base_model is None:
             raise UserError(f"{name} does not say which model it is an adapter of (base_model_name_or_path)")
         base, revision = adapter.base_model, adapter.revision
-        lora = Lora(True, adapter.rank, adapter.alpha, 0.0, adapter.targets, use_rslora=adapter.use_rslora, path=name)
+        same = {key: getattr(adapter, key) for key in ("rank", "alpha", "use_rslora", "bias")}
+        lora = Lora(enabled=True, dropout=0.0, target_modules=adapter.targets, path=name, **same)
         quant = config.quant
         if adapter.labels:
             model = dataclasses.replace(model, head="classification", num_labels=adapter.labels)

@@ -4,9 +4,10 @@ import dataclasses
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from batches import logits, make_batch, tokens
+from batches import logits, logits_of, make_batch, tokens
 from tiny import read, torch_model
 
 from jaxtune.config.schema import Config, Data, Lora, Memory, Model, Precision
@@ -274,3 +275,55 @@ def test_b_learns_faster_than_a_as_in_lora_plus(base, one_device):
     model, _, config = read(folder, one_device, lora=lora)
     ours = {name: own.rate for own in trained_of(model, config).values() for name in own.names}
     assert ours == expected and set(ours.values()) == {1.0, 16.0}
+
+
+@pytest.mark.parametrize(
+    ("family", "bias"), [("qwen2, two unlike stacks", "lora_only"), ("starcoder2, layer norm, no gate", "all")]
+)
+def test_biases_are_trained_beside_adapters_as_in_peft(family, bias, one_device, tmp_path):
+    """The same ones, with the same gradients; they go to peft and back."""
+    import torch
+
+    peft = pytest.importorskip("peft")
+    reference = torch_model(family, tmp_path / "base")
+    lora = Lora(enabled=True, rank=4, alpha=8.0, bias=bias, target_modules=("q_proj", "o_proj"))
+    model, parameters, config = adapted(tmp_path / "base", one_device, lora)
+    rng = np.random.default_rng(1)
+    biases = [name for name, p in model.trained.items() if p.kind == "vector"]
+    parameters |= {name: parameters[name] + 0.1 * rng.normal(size=parameters[name].shape) for name in biases}
+    export(model, parameters, config, RunFolder(tmp_path), tmp_path / "peft", "peft", steps=1, tokens=1)
+    theirs = peft.PeftModel.from_pretrained(reference, tmp_path / "peft", is_trainable=True).eval()
+    expected = {name for name, one in theirs.named_parameters() if one.requires_grad}
+    names = {place.name for p in model.trained.values() for place in p.places}
+    assert {plain(name) for name in expected} == names and len(biases) > 1
+
+    rows = tokens(2, 48)
+    batch = make_batch(rows, one_device)
+    found = theirs(torch.tensor(rows)).logits
+    assert np.abs(found.detach().numpy() - logits(model, parameters, batch)).max() <= 1e-5
+    found.square().mean().backward()
+    gradients = {plain(name): one.grad.numpy() for name, one in theirs.named_parameters() if one.requires_grad}
+    trained = {name: parameters[name] for name in model.trained}
+    loss = jax.jit(jax.grad(lambda trained: jnp.square(logits_of(model, {**parameters, **trained}, batch)).mean()))
+    ours = loss(trained)
+    for name, gradient in ours.items():
+        for number, place in enumerate(model.trained[name].places):
+            one = gradient[number] if model.trained[name].lead else gradient
+            np.testing.assert_allclose(one, gradients[place.name], atol=1e-5, err_msg=place.name)
+
+    config = of_model(str(tmp_path / "peft"), config)
+    again, _, _ = read(tmp_path / "base", one_device, lora=config.lora)
+    for name, value in initial_parameters(again, config).items():
+        np.testing.assert_array_equal(value, parameters[name], err_msg=name)
+
+
+def plain(name: str) -> str:
+    """peft's name of a parameter, as its file has it, and of the module inside an adapter as that of the model."""
+    return name.removeprefix("base_model.model.").replace(".default", "").replace(".base_layer", "")
+
+
+@pytest.mark.parametrize(("family", "reason"), [(QWEN, "this qwen3 has no bias"), ("mixtral", "not of a mixture")])
+def test_biases_that_cannot_be_trained_are_refused(family, reason, one_device, tmp_path):
+    torch_model(family, tmp_path, num_hidden_layers=1)
+    with pytest.raises(UserError, match=f"lora.bias='all': .*{reason}"):
+        read(tmp_path, one_device, lora=Lora(enabled=True, bias="all"))

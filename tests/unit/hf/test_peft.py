@@ -70,7 +70,7 @@ def test_every_module_is_among_the_targets(tmp_path):
     [
         ("peft_type", "IA3"),
         ("use_dora", True),
-        ("bias", "all"),
+        ("bias", "boft_only"),
         ("modules_to_save", ["lm_head"]),
         ("rank_pattern", {"q_proj": 8}),
         ("alpha_pattern", {"q_proj": 8}),
