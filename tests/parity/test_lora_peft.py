@@ -282,7 +282,6 @@ def test_b_learns_faster_than_a_as_in_lora_plus(base, one_device):
 )
 def test_biases_are_trained_beside_adapters_as_in_peft(family, bias, one_device, tmp_path):
     """The same ones, with the same gradients; they go to peft and back."""
-    import torch
 
     peft = pytest.importorskip("peft")
     reference = torch_model(family, tmp_path / "base")
@@ -297,24 +296,29 @@ def test_biases_are_trained_beside_adapters_as_in_peft(family, bias, one_device,
     names = {place.name for p in model.trained.values() for place in p.places}
     assert {plain(name) for name in expected} == names and len(biases) > 1
 
+    same_gradients(theirs, model, parameters, one_device)
+
+    config = of_model(str(tmp_path / "peft"), config)
+    again, _, _ = read(tmp_path / "base", one_device, lora=config.lora)
+    for name, value in initial_parameters(again, config).items():
+        np.testing.assert_array_equal(value, parameters[name], err_msg=name)
+
+
+def same_gradients(theirs, model, parameters, mesh):
+    """Logits, and gradients of all that is trained, are those of a model of peft."""
+    import torch
+
     rows = tokens(2, 48)
-    batch = make_batch(rows, one_device)
+    batch = make_batch(rows, mesh)
     found = theirs(torch.tensor(rows)).logits
     assert np.abs(found.detach().numpy() - logits(model, parameters, batch)).max() <= 1e-5
     found.square().mean().backward()
     gradients = {plain(name): one.grad.numpy() for name, one in theirs.named_parameters() if one.requires_grad}
     trained = {name: parameters[name] for name in model.trained}
     loss = jax.jit(jax.grad(lambda trained: jnp.square(logits_of(model, {**parameters, **trained}, batch)).mean()))
-    ours = loss(trained)
-    for name, gradient in ours.items():
-        for number, place in enumerate(model.trained[name].places):
-            one = gradient[number] if model.trained[name].lead else gradient
-            np.testing.assert_allclose(one, gradients[place.name], atol=1e-5, err_msg=place.name)
-
-    config = of_model(str(tmp_path / "peft"), config)
-    again, _, _ = read(tmp_path / "base", one_device, lora=config.lora)
-    for name, value in initial_parameters(again, config).items():
-        np.testing.assert_array_equal(value, parameters[name], err_msg=name)
+    for name, gradient in loss(trained).items():
+        for index, place in model.trained[name].elements():
+            np.testing.assert_allclose(gradient[index], gradients[place.name], atol=1e-5, err_msg=place.name)
 
 
 def plain(name: str) -> str:
@@ -327,3 +331,43 @@ def test_biases_that_cannot_be_trained_are_refused(family, reason, one_device, t
     torch_model(family, tmp_path, num_hidden_layers=1)
     with pytest.raises(UserError, match=f"lora.bias='all': .*{reason}"):
         read(tmp_path, one_device, lora=Lora(enabled=True, bias="all"))
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [(QWEN, "all-linear"), ("qwen2, two unlike stacks", "all-linear"), (QWEN, ("q_proj", "down_proj", "up_proj"))],
+)
+def test_learned_factors_are_those_of_peft(family, targets, one_device, tmp_path):
+    """(IA)^3: logits, gradients, the way to peft and back, and merged into weights and biases."""
+    peft = pytest.importorskip("peft")
+    import torch
+
+    reference = torch_model(family, tmp_path / "base")
+    lora = Lora(enabled=True, kind="ia3", target_modules=targets)
+    model, parameters, config = adapted(tmp_path / "base", one_device, lora)
+    fresh = initial_parameters(model, config)
+    assert all((np.asarray(value) == 1).all() for value in fresh.values())
+    parameters |= {name: parameters[name] + 1 for name in fresh}
+    for kind, merge in (("peft", False), ("hf", True)):
+        export(model, parameters, config, RunFolder(tmp_path), tmp_path / kind, kind, merge=merge, steps=1, tokens=1)
+    merged = type(reference).from_pretrained(tmp_path / "hf").eval()
+    theirs = peft.PeftModel.from_pretrained(reference, tmp_path / "peft", is_trainable=True).eval()
+    same_gradients(theirs, model, parameters, one_device)
+    rows = tokens(2, 48)
+    with torch.no_grad():
+        ours = logits(model, parameters, make_batch(rows, one_device))
+        assert np.abs(merged(torch.tensor(rows)).logits.numpy() - ours).max() <= 2e-5
+    config = of_model(str(tmp_path / "peft"), config)
+    again, _, _ = read(tmp_path / "base", one_device, lora=config.lora)
+    for name, value in initial_parameters(again, config).items():
+        np.testing.assert_array_equal(value, parameters[name], err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "reason"),
+    [("mixtral", "all-linear", "experts, such as"), ("phi3, fused, window", "all-linear", "no layers of their own")],
+)
+def test_factors_that_cannot_be_are_refused(family, targets, reason, one_device, tmp_path):
+    torch_model(family, tmp_path, num_hidden_layers=1)
+    with pytest.raises(UserError, match=f"lora.kind='ia3': .*{reason}"):
+        read(tmp_path, one_device, lora=Lora(enabled=True, kind="ia3", target_modules=targets))

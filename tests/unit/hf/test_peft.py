@@ -68,7 +68,7 @@ def test_every_module_is_among_the_targets(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("peft_type", "IA3"),
+        ("peft_type", "LOHA"),
         ("use_dora", True),
         ("bias", "boft_only"),
         ("modules_to_save", ["lm_head"]),
