@@ -10,13 +10,14 @@ import pytest
 from batches import logits, logits_of, make_batch, tokens
 from tiny import read, torch_model
 
-from jaxtune.config.schema import Config, Data, Lora, Memory, Model, Precision
+from jaxtune.config.schema import Config, Data, Lora, Memory, Model, Precision, Preference
 from jaxtune.errors import UserError
 from jaxtune.lora.inject import inject
 from jaxtune.run.assembly import assemble, trained_of
 from jaxtune.run.export import export
 from jaxtune.run.folder import RunFolder
 from jaxtune.run.model import read_base
+from jaxtune.run.reference import is_kept
 from jaxtune.run.values import initial_parameters, of_model
 
 QWEN = "qwen3, yarn rope, tied"
@@ -371,3 +372,9 @@ def test_factors_that_cannot_be_are_refused(family, targets, reason, one_device,
     torch_model(family, tmp_path, num_hidden_layers=1)
     with pytest.raises(UserError, match=f"lora.kind='ia3': .*{reason}"):
         read(tmp_path, one_device, lora=Lora(enabled=True, kind="ia3", target_modules=targets))
+
+
+@pytest.mark.parametrize(("bias", "kept"), [("none", False), ("all", True)])
+def test_a_reference_is_kept_where_the_model_without_adapters_is_not_it(bias, kept):
+    config = Config(preference=Preference("sigmoid"), lora=Lora(enabled=True, bias=bias))
+    assert is_kept(config) == kept
