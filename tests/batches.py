@@ -1,5 +1,7 @@
 """Micro-batches, and what a model makes of them."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,17 +40,17 @@ def make_batch(rows: np.ndarray, mesh, lengths: list[int] | None = None) -> dict
     return placed | {"row": row}
 
 
-def logits(model, parameters, batch, dtype=jnp.float32) -> np.ndarray:
+def logits_of(model, parameters, batch, dtype=jnp.float32) -> jax.Array:
     """Logits of a batch by the training path."""
+    with jax.default_matmul_precision("highest"):
+        decoder, call = bind(model.graph, parameters), Call(dtype)
+        hidden, _ = hidden_states(decoder, batch, call)
+        head = jax.reshard(decoder.head_weight.astype(dtype), jax.P())
+        found = jnp.einsum("bsd,vd->bsv", hidden, head, out_sharding=by_token())[..., : model.spec.vocabulary]
+        cap = model.spec.logit_cap
+        return found if cap is None else cap * jnp.tanh(found / cap)
 
-    @jax.jit
-    def run(parameters, batch):
-        with jax.default_matmul_precision("highest"):
-            decoder, call = bind(model.graph, parameters), Call(dtype)
-            hidden, _ = hidden_states(decoder, batch, call)
-            head = jax.reshard(decoder.head_weight.astype(dtype), jax.P())
-            found = jnp.einsum("bsd,vd->bsv", hidden, head, out_sharding=by_token())[..., : model.spec.vocabulary]
-            cap = model.spec.logit_cap
-            return found if cap is None else cap * jnp.tanh(found / cap)
 
-    return np.asarray(run(parameters, batch).astype(jnp.float32))
+def logits(model, parameters, batch, dtype=jnp.float32) -> np.ndarray:
+    """The same, compiled, on the host."""
+    return np.asarray(jax.jit(partial(logits_of, model, dtype=dtype))(parameters, batch).astype(jnp.float32))

@@ -312,6 +312,16 @@ def _lora(config: Config) -> Iterator[Problem]:
         yield _problem(config, "model.from_scratch", reason, "lora.enabled")
     if not lora.target_modules:
         yield _problem(config, "lora.target_modules", "must name at least one module, or be 'all-linear'")
+    if lora.kind == "ia3":
+        if lora.merge_interval:
+            yield _problem(config, "lora.merge_interval", "low-rank matrices are merged, factors are not", "lora.kind")
+        if config.rollout.server is not None:
+            yield _problem(config, "lora.kind", "a server takes low-rank adapters alone", "rollout.server")
+        if config.optim.name in ("muon", "normuon"):
+            reason = "it makes matrices orthogonal, and factors are none; take adamw"
+            yield _problem(config, "optim.name", reason, "lora.kind")
+    if lora.bias != "none" and config.rollout.server is not None:
+        yield _problem(config, "lora.bias", "a server takes adapters without biases", "rollout.server")
 
 
 def _quant(config: Config) -> Iterator[Problem]:

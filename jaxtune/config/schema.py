@@ -393,19 +393,31 @@ class Lora:
     """Low-rank adapters (Hu et al. 2021); everything else is frozen, but the head of a classifier."""
 
     enabled: bool = option(False, "train adapters instead of the model")
-    rank: int = option(16, "rank of an adapter", "[1, inf)")
-    alpha: float = option(32.0, "scale: alpha / rank, or alpha / sqrt(rank) with use_rslora", "(0, inf)")
-    dropout: float = option(0.0, "dropout before the adapter", "fraction [0, 1)")
+    rank: int = option(16, "rank of an adapter", "[1, inf)", when="lora.kind == 'lora'")
+    alpha: float = option(32.0, "scale: alpha / rank, or alpha / sqrt(rank) with use_rslora", "(0, inf)",
+        when="lora.kind == 'lora'")
+    dropout: float = option(0.0, "dropout before the adapter", "fraction [0, 1)", when="lora.kind == 'lora'")
     target_modules: str | tuple[str, ...] = option("all-linear",
-        "all-linear (all but the head), a list of module names, or a regex over Hugging Face names", "regex")
-    dtype: Literal["float32", "bfloat16"] = option("float32", "dtype of the adapters, and of the head of a classifier")
-    use_rslora: bool = option(False, "rank-stabilised scale (Kalajdzievski 2023)")
+        "all-linear (all but the head; of ia3 keys, values and down projections), a list of module names, or a regex "
+        "over Hugging Face names", "regex")
+    dtype: Literal["float32", "bfloat16"] = option("float32",
+        "dtype of all that is trained: the adapters, biases, and the head of a classifier")
+    use_rslora: bool = option(False, "rank-stabilised scale (Kalajdzievski 2023)", when="lora.kind == 'lora'")
     path: str | None = option(None, "PEFT adapter folder to start from")
     merge_interval: int = option(0,
         "steps after which adapters are merged into the weights beside them, which are quantized again if they are, "
         "and begin anew (ReLoRA, 2023); the whole model is exported then; 0: never", "steps [0, inf)")
     reset_on_merge: bool = option(False, "the optimizer's state begins anew with the adapters",
         when="lora.merge_interval")
+    lr_ratio: float = option(1.0,
+        "learning rate of B over that of A, such as 16 (LoRA+, Hayou et al. 2024); optim.learning_rate is that of A",
+        "(0, inf)", when="lora.kind == 'lora'")
+    bias: Literal["none", "all", "lora_only"] = option("none",
+        "which biases of the model are trained beside the adapters: none, all, or those of layers with an adapter",
+        when="lora.kind == 'lora'")
+    kind: Literal["lora", "ia3"] = option("lora",
+        "low-rank matrices beside weights, or learned factors: of the input of down projections, and of the output of "
+        "other layers ((IA)^3, Liu et al. 2022)")
 
 
 @dataclass(frozen=True)

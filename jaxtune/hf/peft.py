@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,15 @@ from jaxtune.hf.weights import Tensor, write
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 HEAD = "score.weight"  # of a classifier, which is trained in full beside the adapters
 _PREFIX = "base_model.model."
-_KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
+_KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.(lora_(?P<half>[AB])\.weight|ia3_l)")
 
 # Fields of adapter_config.json that are read here, or that do not change what the adapter computes. Any other field
-# must be empty or false: it asks for something that is not supported (DoRA, trained biases, ranks per module, ...).
+# must be empty or false: it asks for something that is not supported (DoRA, ranks per module, ...).
 _UNDERSTOOD = {
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "r", "lora_alpha", "lora_dropout", "use_rslora", "bias", "init_lora_weights", "target_modules", "exclude_modules",
     "layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size", "runtime_config",
-    "modules_to_save", "target_parameters",
+    "modules_to_save", "target_parameters", "feedforward_modules", "init_ia3_weights",
 }  # fmt: skip
 # Initialisations that leave the base model as it is; the others (PiSSA, OLoRA, ...) subtract the adapter from it.
 _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
@@ -36,6 +36,8 @@ _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 @dataclass(frozen=True)
 class SavedAdapter:
     """A LoRA adapter in a folder: W becomes W + scale * B @ A, scale = alpha / rank, or alpha / sqrt(rank).
+
+    Or one of (IA)^3, factors of activations, of which rank, alpha, dropout and use_rslora say nothing.
 
     Attributes:
         rank: the same for every module.
@@ -46,8 +48,11 @@ class SavedAdapter:
         revision: branch, tag or commit of that model on the hub; None: its main branch, or a local folder.
         tensors: by name ("model.layers.0.self_attn.q_proj.lora_A.weight"): A (rank, in) and B (out, rank); of experts
             in one tensor A (experts * rank, in) and B (out, rank * experts); and of a classifier its head,
-            score.weight (labels, in).
+            score.weight (labels, in). Of (IA)^3 factors (out, 1) or, of the input, (1, in).
         parameters: names or name endings of tensors that hold experts, in the model's own module.
+        bias: which biases of the model are among the tensors, by their own names: none, all, or lora_only, those of
+            modules that have an adapter.
+        kind: lora or ia3.
     """
 
     rank: int
@@ -58,15 +63,25 @@ class SavedAdapter:
     revision: str | None
     tensors: Mapping[str, Source]
     parameters: tuple[str, ...] = ()
+    bias: str = "none"
+    kind: str = "lora"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of `Lora` that a run with this adapter must have."""
+        names = ("kind", "bias") if self.kind == "ia3" else ("kind", "rank", "alpha", "use_rslora", "bias")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def modules(self) -> frozenset[str]:
         """Hugging Face names of the modules that have an adapter, and peft's of what wraps experts in one tensor."""
-        return frozenset(name.rsplit(".", 2)[0] for name in self.tensors if name != HEAD)
+        return adapted_modules(self.tensors)
 
     @property
     def targets(self) -> tuple[str, ...]:
         """Names, or name endings, of the modules and the tensors of experts that have an adapter."""
+        if self.kind == "ia3":
+            return tuple(sorted(self.modules))
         ranks = {module: self.tensors[f"{module}.lora_A.weight"].shape[0] for module in self.modules}
         modules = {module for module, rank in ranks.items() if rank == self.rank}
         return tuple(sorted(modules if modules == self.modules else modules | set(self.parameters)))
@@ -75,6 +90,16 @@ class SavedAdapter:
     def labels(self) -> int:
         """Of a classifier; 0: it is an adapter of a language model."""
         return self.tensors[HEAD].shape[0] if HEAD in self.tensors else 0
+
+
+def _is_of_model(name: str) -> bool:
+    """Whether a tensor is the model's own, which is trained beside the adapters."""
+    return name == HEAD or name.endswith(".bias")
+
+
+def adapted_modules(names: Iterable[str]) -> frozenset[str]:
+    """The modules whose adapters these tensors are; of the model's own tensors none."""
+    return frozenset(re.sub(r"\.(lora_[AB]\.weight|ia3_l)$", "", name) for name in names if not _is_of_model(name))
 
 
 def write_adapter(
@@ -91,7 +116,7 @@ def write_adapter(
     Args:
         folder: created if it does not exist.
         tensors: named as in SavedAdapter.tensors.
-        lora: rank, alpha, dropout and use_rslora.
+        lora: rank, alpha, dropout, use_rslora and bias.
         base_model, revision: the model it was trained on.
         target_modules: names or name endings of the modules; peft puts adapters into the modules that match.
         target_parameters: of tensors that hold experts, likewise; peft has no dropout there.
@@ -99,39 +124,55 @@ def write_adapter(
     Raises:
         UserError: the folder cannot be written to.
     """
-    tensors = [tensor._replace(name=f"{_PREFIX}{tensor.name}") for tensor in tensors]
-    adapters = [tensor.name for tensor in tensors if tensor.name != f"{_PREFIX}{HEAD}"]
-    classifier = len(adapters) < len(tensors)
+    tensors = list(tensors)
+    adapted = adapted_modules(tensor.name for tensor in tensors)
+    classifier = any(tensor.name == HEAD for tensor in tensors)
+    of_input = tuple(tensor.name.removesuffix(".ia3_l") for tensor in tensors if tensor.shape[0] == 1)
+    tensors = [tensor._replace(name=_PREFIX + _wrapped(tensor.name, adapted)) for tensor in tensors]
     wrapped = (target.rpartition(".")[0] for target in target_parameters)
     ends = tuple(f".{target}" for target in (*target_modules, *wrapped))
-    strays = [name for name in adapters if not name.rsplit(".", 2)[0].removesuffix(".base_layer").endswith(ends)]
+    strays = [name for name in adapted if not f".{name}".removesuffix(".base_layer").endswith(ends)]
     if strays:
         raise ValueError(f"{list(target_modules)} and {list(target_parameters)} do not match {strays}")
     config = {
-        "peft_type": "LORA",
         "task_type": "SEQ_CLS" if classifier else "CAUSAL_LM",
         "base_model_name_or_path": base_model,
         "revision": revision,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "lora_dropout": lora.dropout,
-        "use_rslora": lora.use_rslora,
         "target_modules": sorted(target_modules),
-        "target_parameters": sorted(target_parameters) or None,
-        "bias": "none",
-        "init_lora_weights": True,
         "inference_mode": True,
         "modules_to_save": [HEAD.removesuffix(".weight")] if classifier else None,
-        **dict.fromkeys(("exclude_modules", "layers_to_transform", "auto_mapping")),
-        **dict.fromkeys(("fan_in_fan_out", "use_dora"), False),
-        "rank_pattern": {},
-        "alpha_pattern": {},
+        **dict.fromkeys(("exclude_modules", "auto_mapping")),
+        "fan_in_fan_out": False,
     }
+    if lora.kind == "ia3":
+        inner = [end for end in target_modules if any(f".{name}".endswith(f".{end}") for name in of_input)]
+        config |= {"peft_type": "IA3", "feedforward_modules": sorted(inner), "init_ia3_weights": True}
+    else:
+        config |= {
+            "peft_type": "LORA",
+            "r": lora.rank,
+            "lora_alpha": lora.alpha,
+            "lora_dropout": lora.dropout,
+            "use_rslora": lora.use_rslora,
+            "target_parameters": sorted(target_parameters) or None,
+            "bias": lora.bias,
+            "init_lora_weights": True,
+            "layers_to_transform": None,
+            "use_dora": False,
+            "rank_pattern": {},
+            "alpha_pattern": {},
+        }
     write(folder, tensors, max_shard_bytes=None, stem="adapter_model")
     if jax.process_index() != 0:
         return
     with staged(folder, replaces=re.compile(CONFIG)) as stage:
         (stage / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _wrapped(name: str, adapted: Collection[str]) -> str:
+    """What peft calls a tensor: the bias of a module with an adapter is one of the module inside it."""
+    module = name.removesuffix(".bias")
+    return f"{module}.base_layer.bias" if name.endswith(".bias") and module in adapted else name
 
 
 def read_adapter(folder: Path) -> SavedAdapter:
@@ -146,14 +187,21 @@ def read_adapter(folder: Path) -> SavedAdapter:
     file = folder / WEIGHTS
     if not file.is_file():
         raise UserError(f"{folder} has no {WEIGHTS}; an adapter in another format must be saved as safetensors")
-    rank, tensors, parameters = config["r"], {}, tuple(config.get("target_parameters") or ())
+    kind, tensors, parameters = config["peft_type"].lower(), {}, tuple(config.get("target_parameters") or ())
+    rank = config["r"] if kind == "lora" else Lora.rank
     for key, source in open_sources([file]).items():
         if key == f"{_PREFIX}{HEAD}":
             tensors[HEAD] = source
             continue
-        match = _KEY.fullmatch(key)
-        if match is None:
-            raise UserError(f"{file}: {key} is not understood; tensors are base_model.model.<module>.lora_A|B.weight")
+        if key.endswith(".bias") and key.startswith(_PREFIX) and config.get("bias") in ("all", "lora_only"):
+            tensors[current_name(key.removeprefix(_PREFIX).replace(".base_layer.bias", ".bias"))] = source
+            continue
+        match, end = _KEY.fullmatch(key), "ia3_l" if kind == "ia3" else "lora_A|B.weight"
+        if match is None or (match["half"] is None) != (kind == "ia3"):
+            raise UserError(f"{file}: {key} is not understood; tensors are base_model.model.<module>.{end}")
+        if kind == "ia3":
+            tensors[current_name(key.removeprefix(_PREFIX))] = source
+            continue
         shape, axis = source.shape, "AB".index(match["half"])
         fits = len(shape) == 2 and (shape[axis] == rank or (parameters and shape[axis] and shape[axis] % rank == 0))
         if not fits or source.dtype not in DTYPES:
@@ -162,9 +210,9 @@ def read_adapter(folder: Path) -> SavedAdapter:
                 f"with r = {rank}{', or r times the experts' if parameters else ''}, of {', '.join(DTYPES)}"
             )
         tensors[current_name(key.removeprefix(_PREFIX))] = source
-    pairs = {name.rsplit(".", 2)[0] for name in tensors if name != HEAD}
+    pairs = adapted_modules(tensors) if kind == "lora" else frozenset()
     lone = [module for module in pairs if not {f"{module}.lora_{half}.weight" for half in "AB"} <= tensors.keys()]
-    if lone or not pairs:
+    if lone or not adapted_modules(tensors):
         raise UserError(f"{file}: " + (f"lora_A or lora_B is missing for {lone[0]}" if lone else "it holds no tensors"))
     for module in pairs:
         ranks = [tensors[f"{module}.lora_{half}.weight"].shape[axis] for axis, half in enumerate("AB")]
@@ -172,13 +220,15 @@ def read_adapter(folder: Path) -> SavedAdapter:
             raise UserError(f"{file}: the rank of {module} is {ranks[0]} in lora_A and {ranks[1]} in lora_B")
     return SavedAdapter(
         rank=rank,
-        alpha=float(config["lora_alpha"]),
+        alpha=float(config.get("lora_alpha", Lora.alpha)),
         dropout=float(config.get("lora_dropout") or 0.0),
         use_rslora=config.get("use_rslora") or False,
         base_model=config.get("base_model_name_or_path"),
         revision=config.get("revision"),
         tensors=tensors,
         parameters=parameters,
+        bias=config.get("bias") or "none",
+        kind=kind,
     )
 
 
@@ -187,16 +237,16 @@ def _check_config(path: Path, config: dict[str, Any]) -> None:
         value = config.get(key)
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
-    parameters = config.get("target_parameters") or []
+    parameters, factors = config.get("target_parameters") or [], config.get("peft_type") == "IA3"
     wrong = {
-        "peft_type": (config.get("peft_type") == "LORA", "'LORA'"),
-        "r": (isinstance(config.get("r"), int) and number("r") and config["r"] > 0, "a rank, 1 or more"),
-        "lora_alpha": (number("lora_alpha"), "a number"),
+        "peft_type": (config.get("peft_type") in ("LORA", "IA3"), "'LORA' or 'IA3'"),
+        "r": (factors or (isinstance(config.get("r"), int) and number("r") and config["r"] > 0), "a rank, 1 or more"),
+        "lora_alpha": (factors or number("lora_alpha"), "a number"),
         "lora_dropout": (config.get("lora_dropout") is None or number("lora_dropout"), "a number"),
         "use_rslora": (config.get("use_rslora") in (True, False, None), "true or false"),
         "base_model_name_or_path": (isinstance(config.get("base_model_name_or_path"), str | None), "a name"),
         "revision": (isinstance(config.get("revision"), str | None), "a name"),
-        "bias": (config.get("bias") in ("none", None), "'none'"),
+        "bias": (config.get("bias") in ("none", "all", "lora_only", None), "'none', 'all' or 'lora_only'"),
         # Both, as peft has it for every classifier: the head of a decoder is called score.
         "modules_to_save": (set(config.get("modules_to_save") or ()) <= {"classifier", "score"}, "empty, or ['score']"),
         "target_parameters": (

@@ -59,6 +59,10 @@ class LoRA:
         product = jnp.einsum("or,ri->oi", values["lora_b"], values["lora_a"], precision=jax.lax.Precision.HIGHEST)
         return weight + self.scale * product
 
+    def merged_bias(self, bias: Float[Array, " o"], values: Mapping[str, Array]) -> Float[Array, " o"]:
+        """As it is."""
+        return bias
+
 
 def _low(linears: Sequence[Linear], x: Float[Array, "b s i"], call: Call) -> list[Float[Array, "b s r"]]:
     """x A^T of each layer, in one product where no elements of x are dropped."""

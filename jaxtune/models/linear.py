@@ -59,6 +59,10 @@ class Adapter(Protocol):
         """The weight that gives the same output without an adapter: float32, from float32 values."""
         ...
 
+    def merged_bias(self, bias: Float[Array, " o"], values: Mapping[str, Array]) -> Float[Array, " o"]:
+        """The same of the layer's bias."""
+        ...
+
 
 def matmul(
     x: Float[Array, "b s i"],

@@ -50,6 +50,7 @@ class Trained(NamedTuple):
     place: jax.P | None = None  # PartitionSpec of its state and its update; None: the parameter's own
     rule: Rule | None = None  # None: that of optim.name
     on_host: bool = False  # whether its state waits in the host's memory
+    rate: float = 1.0  # of its learning rate, a factor beside those that `optim` gives its names
 
     def joined(self, leaf: Array) -> Array:
         """Leading axes (layers, experts) merged into one, as rules know only one; experts first if they are sharded."""
@@ -137,7 +138,7 @@ def build(optim: Optim, trained: Mapping[str, Trained], layers: int, dtype: DTyp
             # new parameter goes back.
             here, gradient = (moved(x, own.place) for x in (parameter, gradients[name]))
             run = partial(on_stages, partial(_advanced, rule, own)) if staged(here) else partial(_advanced, rule, own)
-            factors = rates[name], decays[name]
+            factors = rates[name] * own.rate, decays[name]
             new, rule_state = run((here, state.rules[name]), gradient, factors, (state.count, rate), own_step)
             after[name] = moved(new, stored_at(name, parameter)), rule_state
         count = state.count + step.finite

@@ -26,7 +26,9 @@ def card_rows(config: Config, folder: RunFolder, steps: int, tokens: int) -> dic
         "precision": config.precision.recipe + (f", base in {config.quant.format}" if config.quant.format else ""),
     }
     if lora.enabled:
-        rows["LoRA"] = f"rank {lora.rank}, alpha {lora.alpha:g}, {', '.join(_several(lora.target_modules))}"
+        targets = ", ".join(_several(lora.target_modules))
+        of_rank = {"LoRA": f"rank {lora.rank}, alpha {lora.alpha:g}, {targets}"}
+        rows |= {"(IA)^3": targets} if lora.kind == "ia3" else of_rank
     seen = [row for row in metrics.read(folder.metrics) if row["step"] <= steps] if folder.metrics.is_file() else []
     shown = {
         "loss": "training loss, last step",

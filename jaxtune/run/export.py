@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -50,11 +51,13 @@ def export_full(model: Model, parameters: Parameters, config: Config, output: Pa
     def merged(name: str, index: tuple[int, ...]) -> jax.Array:
         """One matrix or vector, with the adapter beside it, rounded once."""
         parameter, weight = model.parameters[name], _gather(parameters[name], index)
-        adapter = parameter.treatment.adapter
-        if adapter is not None and parameter.kind == "linear":
-            parts = model.adapter_of(name)
+        beside = re.sub(r"\.bias$", ".weight", name)  # of a bias, the weight of its layer
+        adapter = model.parameters[beside].treatment.adapter if beside in model.parameters else None
+        if adapter is not None:
+            parts = model.adapter_of(beside)
             values = {part: _gather(parameters[other], index).astype(jnp.float32) for part, other in parts.items()}
-            weight = adapter.merged(weight.astype(jnp.float32), values)
+            merged_into = adapter.merged if beside == name else adapter.merged_bias
+            weight = merged_into(weight.astype(jnp.float32), values)
         return weight.astype(_exported_as(parameter, dtype))
 
     tensors = _tensors(model, model.whole, dtype, merged)

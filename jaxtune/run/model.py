@@ -181,7 +181,7 @@ def declare_model(
 
     def chosen(parameter: Parameter) -> Parameter:
         dtype = config.precision.master_dtype if train and parameter.trained else config.model.dtype
-        beside = parameter.kind == "adapter" or (parameter.kind == "score" and config.lora.enabled)
+        beside = config.lora.enabled and parameter.trained
         dtype = "float32" if parameter.float32 else config.lora.dtype if beside else dtype
         # Only the storage changes, not the treatment: the stacks stay those of training, whose checkpoints are read.
         storage = parameter.storage if low_precision or parameter.kind == "adapter" else parameter.treatment.stored

@@ -12,9 +12,10 @@ from jaxtune.run.model import Model
 def is_kept(config: Config) -> bool:
     """Whether a run's state holds values to compare with.
 
-    New adapters change nothing before the first step: there the reference is the model without them.
+    New adapters change nothing before the first step: there the reference is the model without them, unless biases of
+    the model are trained too.
     """
-    new = config.lora.enabled and config.lora.path is None
+    new = config.lora.enabled and config.lora.path is None and config.lora.bias == "none"
     if config.rollout.rewards:
         return bool(config.grpo.beta) and not new
     options = config.preference

@@ -187,13 +187,13 @@ def _zero(parameter: Parameter) -> Parameter:
 def _adapter_tensors(model: Model, config: Config) -> tuple[dict[str, hf.Target], Mapping[str, Any]]:
     """How adapters are read from lora.path, whose adapter must be of the rank, scale and targets of the config."""
     adapter = hf.read_adapter(hf.resolve(config.lora.path or "", holds="adapter_config.json"))
-    for key, found in (("rank", adapter.rank), ("alpha", adapter.alpha), ("use_rslora", adapter.use_rslora)):
+    for key, found in adapter.options.items():
         if found != getattr(config.lora, key):
             raise UserError(
                 f"lora.{key}={getattr(config.lora, key)}, but the adapter in {config.lora.path} has {found}"
             )
     adapters = [parameter for parameter in model.trained.values() if parameter.kind == "adapter"]
-    modules = {place.name.rsplit(".", 2)[0] for parameter in adapters for place in parameter.places}
+    modules = hf.adapted_modules(place.name for parameter in adapters for place in parameter.places)
     if modules != adapter.modules:
         difference = sorted(modules ^ adapter.modules)
         raise UserError(
@@ -277,7 +277,7 @@ def of_model(name: str, config: Config) -> Config:
         if adapter.base_model is None:
             raise UserError(f"{name} does not say which model it is an adapter of (base_model_name_or_path)")
         base, revision = adapter.base_model, adapter.revision
-        lora = Lora(True, adapter.rank, adapter.alpha, 0.0, adapter.targets, use_rslora=adapter.use_rslora, path=name)
+        lora = Lora(enabled=True, target_modules=adapter.targets, path=name, **adapter.options)
         quant = config.quant
         if adapter.labels:
             model = dataclasses.replace(model, head="classification", num_labels=adapter.labels)

@@ -358,7 +358,7 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         "lora_rank": ({"lora": True, "lora_rank": 4}, {"lora.rank": 4}),
         "lora_alpha": ({"lora": True, "lora_alpha": 4}, {"lora.alpha": 4.0}),
         "rslora": ({"lora": True, "rslora": True}, {"lora.use_rslora": True}),
-        "lora_plus_scale": ({"lora": True, "lora_plus_scale": 16}, {"optim.lr_multipliers": ("lora_B=16",)}),
+        "lora_plus_scale": ({"lora": True, "lora_plus_scale": 16}, {"lora.lr_ratio": 16.0}),
         "rslora_plus": ({"lora": True, "rslora_plus": True}, {"lora.use_rslora": True, "lora.alpha": 4.0}),
         "beta": ({**DPO, "beta": 0.5}, {"preference.beta": 0.5}),
         "simpo_gamma": ({**DPO, "loss_type": "simpo", "simpo_gamma": 1.0}, {"preference.simpo_gamma": 1.0}),
@@ -473,7 +473,7 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"adapter": "lora", "lora_target_linear": True},
             {"lora.target_modules": "all-linear"},
         ),
-        "loraplus_lr_ratio": ({"adapter": "lora", "loraplus_lr_ratio": 16}, {"optim.lr_multipliers": ("lora_B=16",)}),
+        "loraplus_lr_ratio": ({"adapter": "lora", "loraplus_lr_ratio": 16}, {"lora.lr_ratio": 16.0}),
         **{
             f"{entries}.{name}": (
                 {entries: [{"path": "a/b", **entry}]},

@@ -4,18 +4,20 @@ import dataclasses
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from batches import logits, make_batch, tokens
+from batches import logits, logits_of, make_batch, tokens
 from tiny import read, torch_model
 
-from jaxtune.config.schema import Config, Data, Lora, Memory, Model, Precision
+from jaxtune.config.schema import Config, Data, Lora, Memory, Model, Precision, Preference
 from jaxtune.errors import UserError
 from jaxtune.lora.inject import inject
-from jaxtune.run.assembly import assemble
+from jaxtune.run.assembly import assemble, trained_of
 from jaxtune.run.export import export
 from jaxtune.run.folder import RunFolder
 from jaxtune.run.model import read_base
+from jaxtune.run.reference import is_kept
 from jaxtune.run.values import initial_parameters, of_model
 
 QWEN = "qwen3, yarn rope, tied"
@@ -250,3 +252,129 @@ def test_layers_without_an_adapter_start_a_new_stack(base, one_device):
     assert {name.split(".")[1] for name in model.parameters if name.startswith("stacks")} == {"0", "1"}
     layers = inject(model.base.spec, Lora(enabled=True)).layers
     assert all(layer.treatment("attention.q.weight").adapter for layer in layers)
+
+
+def test_b_learns_faster_than_a_as_in_lora_plus(base, one_device):
+    """Rates of each adapter of a module are those of peft's optimizer."""
+    import torch
+    import transformers
+
+    peft = pytest.importorskip("peft")
+    from peft.optimizers import create_loraplus_optimizer
+
+    folder, _ = base
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    theirs = peft.get_peft_model(reference, peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
+    made = create_loraplus_optimizer(theirs, torch.optim.SGD, lr=1.0, loraplus_lr_ratio=16.0)
+    rates = {id(one): group["lr"] for group in made.param_groups for one in group["params"]}
+    expected = {
+        name.removeprefix("base_model.model.").replace(".default", ""): rates[id(one)]
+        for name, one in theirs.named_parameters()
+        if one.requires_grad
+    }
+    lora = Lora(enabled=True, rank=4, lr_ratio=16.0, target_modules=("q_proj", "up_proj"))
+    model, _, config = read(folder, one_device, lora=lora)
+    ours = {name: own.rate for own in trained_of(model, config).values() for name in own.names}
+    assert ours == expected and set(ours.values()) == {1.0, 16.0}
+
+
+@pytest.mark.parametrize(
+    ("family", "bias"), [("qwen2, two unlike stacks", "lora_only"), ("starcoder2, layer norm, no gate", "all")]
+)
+def test_biases_are_trained_beside_adapters_as_in_peft(family, bias, one_device, tmp_path):
+    """The same ones, with the same gradients; they go to peft and back."""
+
+    peft = pytest.importorskip("peft")
+    reference = torch_model(family, tmp_path / "base")
+    lora = Lora(enabled=True, rank=4, alpha=8.0, bias=bias, target_modules=("q_proj", "o_proj"))
+    model, parameters, config = adapted(tmp_path / "base", one_device, lora)
+    rng = np.random.default_rng(1)
+    biases = [name for name, p in model.trained.items() if p.kind == "vector"]
+    parameters |= {name: parameters[name] + 0.1 * rng.normal(size=parameters[name].shape) for name in biases}
+    export(model, parameters, config, RunFolder(tmp_path), tmp_path / "peft", "peft", steps=1, tokens=1)
+    theirs = peft.PeftModel.from_pretrained(reference, tmp_path / "peft", is_trainable=True).eval()
+    expected = {name for name, one in theirs.named_parameters() if one.requires_grad}
+    names = {place.name for p in model.trained.values() for place in p.places}
+    assert {plain(name) for name in expected} == names and len(biases) > 1
+
+    same_gradients(theirs, model, parameters, one_device)
+
+    config = of_model(str(tmp_path / "peft"), config)
+    again, _, _ = read(tmp_path / "base", one_device, lora=config.lora)
+    for name, value in initial_parameters(again, config).items():
+        np.testing.assert_array_equal(value, parameters[name], err_msg=name)
+
+
+def same_gradients(theirs, model, parameters, mesh):
+    """Logits, and gradients of all that is trained, are those of a model of peft."""
+    import torch
+
+    rows = tokens(2, 48)
+    batch = make_batch(rows, mesh)
+    found = theirs(torch.tensor(rows)).logits
+    assert np.abs(found.detach().numpy() - logits(model, parameters, batch)).max() <= 1e-5
+    found.square().mean().backward()
+    gradients = {plain(name): one.grad.numpy() for name, one in theirs.named_parameters() if one.requires_grad}
+    trained = {name: parameters[name] for name in model.trained}
+    loss = jax.jit(jax.grad(lambda trained: jnp.square(logits_of(model, {**parameters, **trained}, batch)).mean()))
+    for name, gradient in loss(trained).items():
+        for index, place in model.trained[name].elements():
+            np.testing.assert_allclose(gradient[index], gradients[place.name], atol=1e-5, err_msg=place.name)
+
+
+def plain(name: str) -> str:
+    """peft's name of a parameter, as its file has it, and of the module inside an adapter as that of the model."""
+    return name.removeprefix("base_model.model.").replace(".default", "").replace(".base_layer", "")
+
+
+@pytest.mark.parametrize(("family", "reason"), [(QWEN, "this qwen3 has no bias"), ("mixtral", "not of a mixture")])
+def test_biases_that_cannot_be_trained_are_refused(family, reason, one_device, tmp_path):
+    torch_model(family, tmp_path, num_hidden_layers=1)
+    with pytest.raises(UserError, match=f"lora.bias='all': .*{reason}"):
+        read(tmp_path, one_device, lora=Lora(enabled=True, bias="all"))
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [(QWEN, "all-linear"), ("qwen2, two unlike stacks", "all-linear"), (QWEN, ("q_proj", "down_proj", "up_proj"))],
+)
+def test_learned_factors_are_those_of_peft(family, targets, one_device, tmp_path):
+    """(IA)^3: logits, gradients, the way to peft and back, and merged into weights and biases."""
+    peft = pytest.importorskip("peft")
+    import torch
+
+    reference = torch_model(family, tmp_path / "base")
+    lora = Lora(enabled=True, kind="ia3", target_modules=targets)
+    model, parameters, config = adapted(tmp_path / "base", one_device, lora)
+    fresh = initial_parameters(model, config)
+    assert all((np.asarray(value) == 1).all() for value in fresh.values())
+    parameters |= {name: parameters[name] + 1 for name in fresh}
+    for kind, merge in (("peft", False), ("hf", True)):
+        export(model, parameters, config, RunFolder(tmp_path), tmp_path / kind, kind, merge=merge, steps=1, tokens=1)
+    merged = type(reference).from_pretrained(tmp_path / "hf").eval()
+    theirs = peft.PeftModel.from_pretrained(reference, tmp_path / "peft", is_trainable=True).eval()
+    same_gradients(theirs, model, parameters, one_device)
+    rows = tokens(2, 48)
+    with torch.no_grad():
+        ours = logits(model, parameters, make_batch(rows, one_device))
+        assert np.abs(merged(torch.tensor(rows)).logits.numpy() - ours).max() <= 2e-5
+    config = of_model(str(tmp_path / "peft"), config)
+    again, _, _ = read(tmp_path / "base", one_device, lora=config.lora)
+    for name, value in initial_parameters(again, config).items():
+        np.testing.assert_array_equal(value, parameters[name], err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "reason"),
+    [("mixtral", "all-linear", "experts, such as"), ("phi3, fused, window", "all-linear", "no layers of their own")],
+)
+def test_factors_that_cannot_be_are_refused(family, targets, reason, one_device, tmp_path):
+    torch_model(family, tmp_path, num_hidden_layers=1)
+    with pytest.raises(UserError, match=f"lora.kind='ia3': .*{reason}"):
+        read(tmp_path, one_device, lora=Lora(enabled=True, kind="ia3", target_modules=targets))
+
+
+@pytest.mark.parametrize(("bias", "kept"), [("none", False), ("all", True)])
+def test_a_reference_is_kept_where_the_model_without_adapters_is_not_it(bias, kept):
+    config = Config(preference=Preference("sigmoid"), lora=Lora(enabled=True, bias=bias))
+    assert is_kept(config) == kept

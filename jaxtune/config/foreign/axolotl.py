@@ -232,9 +232,8 @@ def axolotl_rates(o: Options) -> Settings:
         factors.append(f"embed_tokens|lm_head={float(o['embedding_lr']) / rate:g}")
     if o.get("embedding_lr_scale"):
         factors.append(f"embed_tokens|lm_head={o['embedding_lr_scale']:g}")
-    if o.get("loraplus_lr_ratio"):
-        factors.append(f"lora_B={o['loraplus_lr_ratio']:g}")
-    return {"optim.lr_multipliers": factors} if factors else {}
+    settings: Settings = {"optim.lr_multipliers": factors} if factors else {}
+    return settings | ({"lora.lr_ratio": float(o["loraplus_lr_ratio"])} if o.get("loraplus_lr_ratio") else {})
 
 
 def axolotl_schedule(o: Options) -> Settings:

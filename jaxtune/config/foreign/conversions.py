@@ -373,8 +373,7 @@ def ernie_lora(o: Options) -> Settings:
     alpha = o["lora_alpha"]
     alpha = (4 if scaled else 2 * o["lora_rank"]) if alpha == -1 or plus else alpha
     settings: Settings = {"lora.enabled": True, "lora.rank": o["lora_rank"], "lora.alpha": float(alpha)}
-    settings |= {"lora.use_rslora": bool(scaled)}
-    return settings | ({"optim.lr_multipliers": [f"lora_B={rate:g}"]} if rate != 1 else {})
+    return settings | {"lora.use_rslora": bool(scaled), "lora.lr_ratio": rate}
 
 
 def _ernie_lora(o: Options) -> bool:

@@ -8,6 +8,7 @@ from jaxtune.config import dataset, keys, resolve
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 
+FACTORS = {"lora.enabled": "true", "lora.kind": "ia3"}
 PAIRS = {"preference.loss": "sigmoid"}
 ONE_SCORED = {"data.datasets[1].chosen_score_field": "good", "data.datasets[1].rejected_score_field": "bad"}
 LABELS = {
@@ -369,6 +370,9 @@ LABELS = {
         ({"lora.enabled": "true", "lora.target_modules": "*"}, "lora.target_modules", "not a regular expression"),
         ({"lora.enabled": "true", "lora.target_modules": "()"}, "lora.target_modules", "at least one"),
         ({"lora.rank": "8"}, "lora.rank", "only when lora.enabled, and lora.enabled = False"),
+        ({**FACTORS, "lora.rank": "8"}, "lora.rank", "only when lora.kind == 'lora'"),
+        ({**FACTORS, "lora.merge_interval": "5"}, "lora.merge_interval", "factors are not"),
+        ({**FACTORS, "optim.name": "muon"}, "optim.name", "factors are none"),
         ({"lora.enabled": "true", "model.from_scratch": "true"}, "model.from_scratch", "adapters"),
         ({"lora.enabled": "true", "train.freeze": "norm"}, "train.freeze", "lora.enabled"),
         (

@@ -175,7 +175,7 @@ TRANSLATED = [
     (ERNIEKIT, "num_samples_each_epoch: 6000000\n", {"data.samples_per_epoch": None}),
     (ERNIEKIT, "lora: true\n", {"lora.rank": 8, "lora.alpha": 16.0}),
     (ERNIEKIT, "lora: true\nrslora: true\n", {"lora.alpha": 4.0, "lora.use_rslora": True}),
-    (ERNIEKIT, "lora: true\nrslora_plus: true\n", {"lora.alpha": 4.0, "optim.lr_multipliers": ("lora_B=4",)}),
+    (ERNIEKIT, "lora: true\nrslora_plus: true\n", {"lora.alpha": 4.0, "lora.lr_ratio": 4.0}),
     (ERNIEKIT, "fine_tuning: LoRA\nweight_quantize_algo: weight_only_mix\n", {"quant.format": "weight_only_mix"}),
     (
         ERNIEKIT,

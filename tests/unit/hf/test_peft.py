@@ -68,9 +68,9 @@ def test_every_module_is_among_the_targets(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("peft_type", "IA3"),
+        ("peft_type", "LOHA"),
         ("use_dora", True),
-        ("bias", "all"),
+        ("bias", "boft_only"),
         ("modules_to_save", ["lm_head"]),
         ("rank_pattern", {"q_proj": 8}),
         ("alpha_pattern", {"q_proj": 8}),

@@ -105,6 +105,20 @@ def test_rates_and_decays_are_chosen_by_name_and_layer(one_device):
     np.testing.assert_allclose(after["embed"], embed, rtol=1e-5, atol=1e-7)
 
 
+def test_a_parameter_may_have_a_rate_of_its_own(one_device):
+    """Beside the factors of its layers."""
+    start, gradients = parameters(), parameters(seed=1)
+    own = {name: one._replace(rate=4.0 if name == "stack" else 1.0) for name, one in NAMES.items()}
+    optim = Optim(name="sgd", beta1=0.0, weight_decay=0.0, layerwise_lr_decay=0.5)
+    moved = {}
+    for number, named in enumerate((NAMES, own)):
+        optimizer = build(optim, named, LAYERS)
+        after, _ = optimizer.update(gradients, optimizer.init(start), start, at(1e-2))
+        moved[number] = {name: np.asarray(start[name] - after[name]) for name in start}
+    np.testing.assert_allclose(moved[1]["stack"], 4 * moved[0]["stack"], rtol=1e-3, atol=1e-6)
+    np.testing.assert_array_equal(moved[1]["vector"], moved[0]["vector"])
+
+
 def test_steps_too_small_for_bfloat16_add_up(one_device):
     """1 - 1e-4 is 1 in bfloat16; a thousand such steps are 0.9."""
     start = {"embed": jnp.ones((256, 64), jnp.bfloat16)}
