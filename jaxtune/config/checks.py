@@ -320,6 +320,9 @@ def _lora(config: Config) -> Iterator[Problem]:
         if config.optim.name in ("muon", "normuon"):
             reason = "it makes matrices orthogonal, and factors are none; take adamw"
             yield _problem(config, "optim.name", reason, "lora.kind")
+    for key in ("lora.kind", "lora.bias"):
+        if config.mesh.stage != 1 and _value(config, key) not in ("lora", "none"):
+            yield _problem(config, key, "not available with mesh.stage yet; use mesh.fsdp", "mesh.stage")
     if lora.bias != "none" and config.rollout.server is not None:
         yield _problem(config, "lora.bias", "a server takes adapters without biases", "rollout.server")
 

@@ -407,7 +407,7 @@ class Lora:
     merge_interval: int = option(0,
         "steps after which adapters are merged into the weights beside them, which are quantized again if they are, "
         "and begin anew (ReLoRA, 2023); the whole model is exported then; 0: never", "steps [0, inf)")
-    reset_on_merge: bool = option(False, "the optimizer's state begins anew with the adapters",
+    reset_on_merge: bool = option(False, "the optimizer's state, of all that is trained, begins anew with the adapters",
         when="lora.merge_interval")
     lr_ratio: float = option(1.0,
         "learning rate of B over that of A, such as 16 (LoRA+, Hayou et al. 2024); optim.learning_rate is that of A",

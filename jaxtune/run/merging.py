@@ -35,6 +35,9 @@ def merged_into(model: Model, config: Config) -> dict[str, Parameter]:
         f"precision.recipe={config.precision.recipe!r}": model.linears is not None,
         "mesh.stage": "stages" in {axis for p in found.values() for axis in p.axes},
         "an average (optim.ema_decay)": config.optim.ema_decay is not None,
+        # Its state holds another point of the weights, which would bring back what was merged.
+        "optim.name='schedule_free' (but with lora.reset_on_merge)": config.optim.name == "schedule_free"
+        and not config.lora.reset_on_merge,
         "a reference (preference.reference, grpo.beta)": config.preference.loss is not None,
         "rollouts (rollout.rewards)": bool(config.rollout.rewards),
     }

@@ -1,5 +1,7 @@
 """ReLoRA: adapters go into the weights beside them, the model stays what it is, and all of it is in the state."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -112,6 +114,9 @@ def test_what_cannot_be_merged_is_refused(one_device):
     config = Config(lora=Lora(enabled=True, merge_interval=2), data=Data(seq_len=32), optim=Optim(ema_decay=0.9))
     with pytest.raises(UserError, match=r"lora.merge_interval=2: not with an average \(optim.ema_decay\)"):
         assemble(Base(spec(2)), config, one_device)
+    schedule_free = Optim(name="schedule_free", schedule="constant")
+    with pytest.raises(UserError, match="not with optim.name='schedule_free'"):
+        assemble(Base(spec(2)), dataclasses.replace(config, optim=schedule_free), one_device)
 
 
 def test_a_device_is_told_by_its_parts():

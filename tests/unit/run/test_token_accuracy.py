@@ -1,0 +1,35 @@
+"""Token accuracy of an evaluation, against the argmax of all logits; on devices that share the vocabulary too."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from batches import logits_of, make_batch, tokens
+from tiny import random_values, spec
+
+from jaxtune.config.schema import Config, Data, Mesh, Model, Precision
+from jaxtune.objectives.cross_entropy import token_accuracy
+from jaxtune.parallel.mesh import make_mesh
+from jaxtune.precision.recipes import recipe_of
+from jaxtune.run.assembly import assemble, call_of
+from jaxtune.run.model import Base
+from jaxtune.run.step import make_eval_step
+
+
+@pytest.mark.parametrize("sizes", [{}, {"fsdp": 2, "tensor": 2}], ids=str)
+def test_it_counts_targets_that_are_the_likeliest_token(sizes):
+    config = Config(model=Model(dtype="float32"), data=Data(seq_len=32), precision=Precision("fp32"))
+    mesh = make_mesh(Mesh(**{"fsdp": 1, **sizes}), jax.devices()[: 4 if sizes else 1])
+    program = assemble(Base(spec(2)), config, mesh)
+    values = random_values(program.model.parameters)
+    batch = make_batch(tokens(2, 32), mesh)
+    likeliest = np.asarray(jax.jit(lambda: jnp.argmax(logits_of(program.model, values, batch), -1))())
+    # Every second target is the likeliest token, so that some are right.
+    chosen = np.where(np.arange(32) % 2 == 0, likeliest, np.asarray(batch["targets"])).astype(np.int32)
+    batch["targets"] = jax.device_put(chosen, batch["targets"].sharding)
+    recipe = recipe_of(config.precision, None)
+    step = jax.jit(make_eval_step(program.model.graph, token_accuracy(), recipe, call_of(config, recipe)))
+    sums = step(values, {}, jax.tree.map(lambda x: x[None], batch))
+    trained = np.asarray(batch["loss_weight"]) > 0
+    right, count = sums.metrics["token_accuracy"]
+    assert count == trained.sum() and right == (trained & (chosen == likeliest)).sum() > 20
