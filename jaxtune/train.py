@@ -19,6 +19,7 @@ from jaxtune.errors import UserError
 from jaxtune.models.decoder import Parameters
 from jaxtune.monitor import curve
 from jaxtune.monitor.goodput import Goodput
+from jaxtune.monitor.profiler import asked_by_signal
 from jaxtune.optim.schedules import learning_rates
 from jaxtune.parallel import multihost
 from jaxtune.parallel.mesh import make_mesh
@@ -63,6 +64,7 @@ def train(config: Config) -> bool:
         process.leaving_after_failure(),
         locked(folder.path),
         process.log_to_file(config, folder.path),
+        asked_by_signal(),
         memory.out_of_memory_is_answered(config),
     ):
         return _train(config, folder)

@@ -4,6 +4,8 @@ import logging
 import pathlib
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -11,6 +13,21 @@ import jax
 from jaxtune.config.schema import Prof
 
 log = logging.getLogger("jaxtune")
+_asked = threading.Event()  # for a trace, by SIGUSR1
+
+
+@contextmanager
+def asked_by_signal() -> Iterator[None]:
+    """SIGUSR1, which would end the process, asks for a trace of the next steps meanwhile; in the main thread alone."""
+    if threading.current_thread() is not threading.main_thread():  # where alone Python answers signals
+        yield
+        return
+    _asked.clear()
+    before = signal.signal(signal.SIGUSR1, lambda *_: _asked.set())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL if before is None else before)
 
 
 class Profiler:
@@ -18,28 +35,25 @@ class Profiler:
 
     Steps are counted from the start of this process, so that a resumed run can be traced too and compilation is left
     out. The main process writes a trace, of its own devices; with prof.every_process every one does. A process that
-    gets SIGUSR1 (kill -USR1 PID) traces the next steps, whatever the options say.
+    gets SIGUSR1 (kill -USR1 PID) traces the next steps, whatever the options say. Processes but the first have a folder
+    of their number in it, as a trace is named by its host and second alone.
     """
 
     def __init__(self, folder: pathlib.Path, prof: Prof, is_main: bool) -> None:
         self._folder = folder / "profile" if prof.dir is None else pathlib.Path(prof.dir).expanduser() / folder.name
+        if not is_main:
+            self._folder /= f"process-{jax.process_index()}"
         self._steps, self._memory = prof.steps, prof.memory
         self._first = prof.start_step if prof.enabled and (is_main or prof.every_process) else None
         self._last = 0
         self._count = 0
-        self._tracing = self._asked = False
-        self._previous: Any = None
-        if threading.current_thread() is threading.main_thread():  # where alone Python answers signals
-            self._previous = signal.signal(signal.SIGUSR1, self._ask)
-
-    def _ask(self, *_: object) -> None:
-        self._asked = True
+        self._tracing = False
 
     def before_step(self) -> None:
         """Call right before a step is dispatched."""
         self._count += 1
-        if not self._tracing and (self._asked or self._count == self._first):
-            self._asked = False
+        if not self._tracing and (_asked.is_set() or self._count == self._first):
+            _asked.clear()
             self._last = self._count + self._steps - 1
             jax.profiler.start_trace(self._folder)
             self._tracing = True
@@ -48,16 +62,10 @@ class Profiler:
         """Call right after a step is dispatched; after the last traced step, waits for its `results`."""
         if self._tracing and self._count == self._last:
             jax.block_until_ready(results)
-            self._stop()
+            self.close()
 
     def close(self) -> None:
         """End a trace that is still running, as when the run ended before its last traced step."""
-        self._stop()
-        if self._previous is not None:
-            signal.signal(signal.SIGUSR1, self._previous)
-            self._previous = None
-
-    def _stop(self) -> None:
         if not self._tracing:
             return
         jax.profiler.stop_trace()

@@ -242,7 +242,7 @@ def _show_log(options: Log) -> None:
 
 @contextmanager
 def log_to_file(config: Config, folder: Path) -> Iterator[None]:
-    """What the main process shows is appended to log.file meanwhile, each line with its time."""
+    """What the main process shows is appended to log.file meanwhile, each line with its time, and what ends it."""
     if config.log.file is None or not multihost.is_main():
         yield
         return
@@ -251,11 +251,17 @@ def log_to_file(config: Config, folder: Path) -> Iterator[None]:
     written = logging.FileHandler(file, encoding="utf-8", delay=True)
     written.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%Y-%m-%d %H:%M:%S"))
     loggers = [*map(logging.getLogger, _SHOWN), FILE]
-    FILE.propagate, FILE.level = False, logging.INFO
+    FILE.propagate = False
+    FILE.setLevel(logging.INFO)
     for logger in loggers:
         logger.addHandler(written)
+    for line in config.opening_lines:  # which were shown before the folder was known
+        FILE.info("%s", line)
     try:
         yield
+    except UserError as error:
+        FILE.error("error: %s", error)
+        raise
     finally:
         for logger in loggers:
             logger.removeHandler(written)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxtune.config.schema import Prof
-from jaxtune.monitor.profiler import Profiler
+from jaxtune.monitor.profiler import Profiler, asked_by_signal
 
 
 def traced_steps(folder: pathlib.Path, prof: Prof, steps: int, monkeypatch) -> list[str]:
@@ -62,6 +62,7 @@ def test_other_processes_trace_if_they_are_to(tmp_path):
         profiler.after_step(jnp.ones(8).sum())
         profiler.close()
         assert folder.exists() == every_process
+        assert len(list((folder / "profile").rglob("process-0/**/*.xplane.pb"))) == every_process
 
 
 def test_a_signal_traces_the_next_steps(tmp_path, monkeypatch):
@@ -69,13 +70,16 @@ def test_a_signal_traces_the_next_steps(tmp_path, monkeypatch):
     calls: list[str] = []
     monkeypatch.setattr("jax.profiler.start_trace", lambda path: calls.append("start"))
     monkeypatch.setattr("jax.profiler.stop_trace", lambda: calls.append("stop"))
-    profiler = Profiler(tmp_path, Prof(steps=2), is_main=True)
-    for step in range(1, 8):
-        if step == 3:
-            os.kill(os.getpid(), signal.SIGUSR1)
-        profiler.before_step()
-        calls.append(str(step))
-        profiler.after_step(jnp.zeros(()))
-    profiler.close()
-    assert calls == ["1", "2", "start", "3", "4", "stop", "5", "6", "7"]
+    with asked_by_signal():
+        os.kill(os.getpid(), signal.SIGUSR1)  # before the loop: the first steps
+        profiler = Profiler(tmp_path, Prof(steps=2), is_main=True)
+        for step in range(1, 8):
+            if step == 4:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            profiler.before_step()
+            calls.append(str(step))
+            profiler.after_step(jnp.zeros(()))
+        profiler.close()
+        os.kill(os.getpid(), signal.SIGUSR1)  # after it: of no effect
+    assert calls == ["start", "1", "2", "stop", "3", "start", "4", "5", "stop", "6", "7"]
     assert signal.getsignal(signal.SIGUSR1) == before

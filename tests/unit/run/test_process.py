@@ -228,6 +228,15 @@ def test_what_is_shown_is_in_the_file_too(tmp_path, capsys, loggers):
     assert said[0] == "run 0" and said[4] == "run 1" and said[3] == said[7] == "step 4: saved" and len(said) == 8
     assert said[1].startswith("step 2/4  ") and "loss 1.5000" in said[2]
     assert capsys.readouterr().out.splitlines()[-1] == "outside"
+    with (
+        pytest.raises(UserError),
+        process.log_to_file(dataclasses.replace(config, notes=("a note",)), tmp_path / "bad"),
+    ):
+        raise UserError("no such file")
+    assert [line.split("  ")[1] for line in (tmp_path / "bad" / "run.log").read_text().splitlines()] == [
+        "a note",
+        "error: no such file",
+    ]
     elsewhere = dataclasses.replace(config, log=Log(file=str(tmp_path / "there" / "own.log")))
     with process.log_to_file(elsewhere, tmp_path / "run"):
         logging.getLogger("jaxtune").info("there")
