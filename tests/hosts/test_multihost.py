@@ -49,7 +49,7 @@ with StopRequest() as stop:
             os.kill(os.getpid(), signal.SIGTERM)
             while not stop.requested():
                 time.sleep(0.01)
-        answers.append(stop.agree())
+        answers.append(stop.agree().name)
 multihost.agree({"jax": "0.10.2", "train.seed": "0"})
 try:
     multihost.agree({"jax": "0.10.2", "train.seed": "0" * (1 + jax.process_index())})
@@ -72,7 +72,7 @@ def test_two_processes_compute_stop_and_compare_themselves(tmp_path):
         results += [line for line in lines if line.startswith("RESULT")]
         (differ,) = [line for line in lines if line.startswith("DIFFER")]
         assert "  train.seed: 0 in process 0; 00 in process 1" in eval(differ.partition(" ")[2]).splitlines()
-    answers = [False, False, False, True, True, True]  # a step after the signal, in both
+    answers = ["NOTHING"] * 3 + ["STOP"] * 3  # a step after the signal, in both
     assert results == [f"RESULT 2 4 True 6.0 False {answers}", f"RESULT 2 4 False 6.0 True {answers}"]
 
 
