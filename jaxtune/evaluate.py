@@ -17,8 +17,8 @@ from jaxtune import command
 from jaxtune.config.schema import Config
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.run import process
-from jaxtune.run.evaluated import evaluate
 from jaxtune.run.folder import RunFolder
+from jaxtune.run.validation import evaluate
 
 
 def _define_flags(values: flags.FlagValues) -> None:

@@ -30,8 +30,8 @@ from jaxtune.parallel.layout import RULES
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.run import process
 from jaxtune.run.answers import Answering, Manner, mesh_of, open_model
-from jaxtune.run.evaluated import evaluate
 from jaxtune.run.folder import RunFolder
+from jaxtune.run.validation import evaluate
 
 
 def config_of(recipe: str | Path | Config | ConfigDict, *, dialect: str | None = None, **sections: Any) -> Config:

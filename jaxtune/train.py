@@ -99,10 +99,9 @@ def _train(config: Config, folder: RunFolder) -> bool:
         resume.check_same(saved.record, record, model, feed)
         resume.check_length(saved, feed.total_steps)
         if saved.finished(feed.total_steps) and (folder.exported or not config.export.at_end):
-            log.info(
-                *("this run is finished: %d of %d steps, in %s%s", saved.record["step"], feed.total_steps, folder.path),
-                f"; {saved.record['ended']}" if saved.record.get("ended") else "",
-            )
+            why = f"; {saved.record['ended']}" if saved.record.get("ended") else ""
+            done = saved.record["step"], feed.total_steps, folder.path, why
+            log.info("this run is finished: %d of %d steps, in %s%s", *done)
             return True
 
     # ---- step: compiled before a weight is read, so that its memory is known ----
@@ -185,10 +184,8 @@ def _train(config: Config, folder: RunFolder) -> bool:
         curve.draw(folder.metrics, folder.loss_curve, folder.path.name)
     if config.export.at_end:
         write = partial(export, model, parameters, config, folder, steps=of_step, tokens=position.tokens)
-        if config.lora.merge_interval:
-            write(folder.export, "hf", merge=True)
-        else:
-            write(folder.export, "peft" if config.lora.enabled else "hf")
+        an_adapter = config.lora.enabled and not config.lora.merge_interval
+        write(folder.export, "peft" if an_adapter else "hf", merge=bool(config.lora.merge_interval))
         if config.export.merge:
             write(folder.merged, "hf", merge=True)
     if config.eval.sample_prompt and mesh.shape["stage"] == 1:

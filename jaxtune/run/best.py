@@ -1,9 +1,9 @@
 """Evaluations judged by one metric: which is the best, and whether the run should end."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from jaxtune.config.schema import Eval
 from jaxtune.errors import UserError
@@ -20,10 +20,6 @@ class Standing:
     value: float | None = None
     no_better: int = 0
 
-    def to_json(self) -> dict[str, Any]:
-        """As a checkpoint holds it."""
-        return dataclasses.asdict(self)
-
     def after(self, step: int, metrics: Mapping[str, float], options: Eval) -> "Standing":
         """The standing after an evaluation.
 
@@ -38,15 +34,13 @@ class Standing:
             raise UserError(f"eval.best_metric={name!r}: an evaluation has {', '.join(metrics)}")
         value = metrics[name]
         if self.value is None:
-            return Standing(step, value) if value == value else Standing(no_better=self.no_better + 1)
+            return Standing(step, value) if not math.isnan(value) else Standing(no_better=self.no_better + 1)
         gain = value - self.value if is_larger_better(options) else self.value - value
         no_better = 0 if gain > options.min_improvement else self.no_better + 1
         return Standing(step, value, no_better) if gain > 0 else dataclasses.replace(self, no_better=no_better)
 
     def ending(self, options: Eval) -> str:
         """Why the run should end; "" if it should not."""
-        if self.value is None and not self.no_better:
-            return ""
         if options.target is not None and self.value is not None:
             gain = self.value - options.target if is_larger_better(options) else options.target - self.value
             if gain >= 0:

@@ -17,6 +17,9 @@ from jaxtune.run.model import Model
 from jaxtune.run.process import compiler_options
 from jaxtune.run.step import make_eval_step
 
+Evaluate = Callable[[Parameters, Parameters, Parameters], dict[str, float]]
+"""(trained, frozen, reference) -> metrics by name."""
+
 
 def make_evaluate(
     config: Config,
@@ -24,7 +27,7 @@ def make_evaluate(
     rows: Mapping[str, data.Rows],
     mesh: jax.sharding.Mesh,
     beat: Callable[[], None] = lambda: None,
-) -> Callable[[Parameters, Parameters, Parameters], dict[str, float]]:
+) -> Evaluate:
     """(trained, frozen, reference) -> eval_loss and more, over all of `rows`, or eval.max_batches of each set of them.
 
     Of a language model in nats a token, with eval_perplexity and eval_token_accuracy; of a classifier that of a

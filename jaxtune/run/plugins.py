@@ -10,7 +10,7 @@ A plugin is used by the names in it. Callbacks, each of which may be left out:
 
 What takes the place of something here; one plugin of a run alone may have it:
 
-    objective(config) -> jaxtune.objectives.Objective
+    objective(config) -> jaxtune.objectives.objective.Objective
     optimizer_rule(config) -> jaxtune.optim.rules.Rule
     MODEL_TYPE, read_spec, NAMES, IGNORABLE: a family, as the files of jaxtune.models.families are
 
@@ -112,13 +112,14 @@ class Callbacks:
 
     def states(self) -> dict[str, Any]:
         """What each plugin keeps, by its name. Raises UserError where that is not JSON."""
+        found = {}
         for plugin, run in zip(self.plugins, self.runs, strict=True):
             try:
-                json.dumps(run.state)
+                found[plugin.name] = json.loads(json.dumps(run.state))
             except (TypeError, ValueError) as error:
                 text = f"run.state must be JSON, so that a checkpoint can hold it: {error}"
                 raise UserError(f"{OPTION}: {plugin.file}: {text}") from error
-        return {p.name: json.loads(json.dumps(run.state)) for p, run in zip(self.plugins, self.runs, strict=True)}
+        return found
 
 
 def load(config: Config) -> tuple[Plugin, ...]:

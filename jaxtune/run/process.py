@@ -242,7 +242,7 @@ def _show_log(options: Log) -> None:
 
 @contextmanager
 def log_to_file(config: Config, folder: Path) -> Iterator[None]:
-    """What the main process shows is appended to log.file meanwhile, each line with its time, and what ends it."""
+    """What the main process shows is appended to log.file meanwhile, each line with its time, and a UserError."""
     if config.log.file is None or not multihost.is_main():
         yield
         return

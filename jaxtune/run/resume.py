@@ -159,7 +159,8 @@ def begin(config: Config, folder: RunFolder, counts: Counts | None) -> None:
             if path.exists():
                 log.info("removing %s, as ckpt.resume='overwrite' says", path)
                 shutil.rmtree(path.resolve())
-                path.resolve().mkdir()  # what may be a link has something to lead to
+                if path.is_symlink():
+                    path.resolve().mkdir()  # so that it leads to something
         folder.write_records(config, counts)
     multihost_utils.sync_global_devices("the run has begun")
 

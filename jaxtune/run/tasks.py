@@ -1,15 +1,13 @@
 """What a run does between its steps: samples, evaluations, callbacks after an epoch, checkpoints."""
 
 from collections.abc import Callable
-from typing import Any
 
 from jaxtune.config.schema import Config
 from jaxtune.models.decoder import Parameters
+from jaxtune.run.evaluation import Evaluate
 from jaxtune.run.loop import Moment, Position, Task, each
 from jaxtune.run.state import State
 from jaxtune.run.watch import Watch
-
-Evaluate = Callable[[Parameters, Parameters, Parameters], dict[str, float]]
 
 
 def tasks_of(
@@ -19,7 +17,7 @@ def tasks_of(
     watch: Watch,
     evaluate: Evaluate | None,
     sample: Callable[[int, Parameters], None],
-    save: Callable[[State, Position], Any],
+    save: Callable[[State, Position], None],
 ) -> list[Task]:
     """The tasks of a run, those that change what a checkpoint holds before the one that saves it.
 
@@ -47,7 +45,7 @@ def tasks_of(
         return each(ckpt.save_steps, ckpt.save_epochs)(at) or (ckpt.keep_best and position.standing.step == at.step)
 
     tasks = [Task("epoch", each(epochs=1.0), end_epoch, at_end=False)]
-    if config.eval.sample_prompt and options.sample_steps:
+    if options.sample_prompt and options.sample_steps:
         tasks.append(Task("sample", each(options.sample_steps), write, at_end=False))
     if evaluate is not None:  # before saving: the rows of metrics after a checkpoint's step are cut on resume
         tasks.append(Task("eval", each(options.steps, options.epochs), judge, at_end=options.at_end))

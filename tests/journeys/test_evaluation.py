@@ -50,6 +50,13 @@ def test_named_sets_have_a_loss_each(home):
     # Packing and batches change nothing but how rounding adds up.
     packed, _ = train(home, "packed", "named")
     assert abs(evaluations(packed)[8]["eval_loss"] - row["eval_loss"]) < 1e-5
+    # But of a few rows, which they are; two documents fit into a longer one.
+    few = []
+    for rows, packing in ((1, False), (2, False), (1, True)):
+        options = ("max_batches=1", f"micro_batch_size={rows}", f"packing={packing}")
+        settings = (f"--config.eval.{option}" for option in options)
+        few.append(call("jaxtune.evaluate", f"--run={folder}", "--config.data.seq_len=128", *settings))
+    assert len(set(few)) == 3
     printed = call("jaxtune.evaluate", f"--run={folder}")
     assert abs(float(re.findall(r"eval_one_loss (\S+)", printed)[0]) - row["eval_one_loss"]) < 1e-5
 
@@ -101,7 +108,8 @@ def test_a_run_goes_on_from_another_one(home):
     second, output = train(home, "second", **{"ckpt.start": elsewhere / "first" / "4"})
     assert "going on from step 4" in output and losses(second) == [row for row in losses(first) if int(row[0]) > 4]
     assert "this run is finished" in train(home, "second", **{"ckpt.start": elsewhere / "first" / "4"})[1]
-    longer, _ = train(home, "longer", **{"ckpt.start": first, "train.max_steps": 10, "ckpt.load_optimizer": False})
+    longer, output = train(home, "longer", **{"ckpt.start": first, "train.max_steps": 10, "ckpt.load_optimizer": False})
+    assert "the optimizer starts anew" in output
     assert [row["step"] for row in metrics(longer) if "loss" in row] == [9, 10]
     _, output = train(home, "wrong", code=2, **{"ckpt.start": home / "nowhere"})
     assert "no checkpoint is there" in output

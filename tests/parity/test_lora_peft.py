@@ -29,6 +29,14 @@ def base(tmp_path_factory):
     return folder, torch_model(QWEN, folder)
 
 
+def comes_back(home, config, parameters, mesh) -> None:
+    """The adapter in home/peft, of the base in home/base, is read as the values that it was exported of."""
+    config = of_model(str(home / "peft"), config)
+    again, _, _ = read(home / "base", mesh, lora=config.lora)
+    for name, value in initial_parameters(again, config).items():
+        np.testing.assert_array_equal(value, parameters[name], err_msg=name)
+
+
 def adapted(folder, mesh, lora: Lora, seed: int = 0):
     """(model, all parameters with a random adapter, config)."""
     model, frozen, config = read(folder, mesh, lora=lora)
@@ -161,10 +169,7 @@ def test_experts_that_are_modules_in_the_files_are_one_parameter_in_peft(family,
     theirs = peft.PeftModel.from_pretrained(reference, tmp_path / "peft").eval()
     with torch.no_grad():
         assert np.abs(theirs(torch.tensor(rows)).logits.numpy() - ours).max() <= 1e-5
-    config = of_model(str(tmp_path / "peft"), config)
-    again, _, _ = read(tmp_path / "base", one_device, lora=config.lora)
-    for name, value in initial_parameters(again, config).items():
-        np.testing.assert_array_equal(value, parameters[name], err_msg=name)
+    comes_back(tmp_path, config, parameters, one_device)
 
 
 @pytest.mark.parametrize(
@@ -299,10 +304,7 @@ def test_biases_are_trained_beside_adapters_as_in_peft(family, bias, one_device,
 
     same_gradients(theirs, model, parameters, one_device)
 
-    config = of_model(str(tmp_path / "peft"), config)
-    again, _, _ = read(tmp_path / "base", one_device, lora=config.lora)
-    for name, value in initial_parameters(again, config).items():
-        np.testing.assert_array_equal(value, parameters[name], err_msg=name)
+    comes_back(tmp_path, config, parameters, one_device)
 
 
 def same_gradients(theirs, model, parameters, mesh):
@@ -358,10 +360,7 @@ def test_learned_factors_are_those_of_peft(family, targets, one_device, tmp_path
     with torch.no_grad():
         ours = logits(model, parameters, make_batch(rows, one_device))
         assert np.abs(merged(torch.tensor(rows)).logits.numpy() - ours).max() <= 2e-5
-    config = of_model(str(tmp_path / "peft"), config)
-    again, _, _ = read(tmp_path / "base", one_device, lora=config.lora)
-    for name, value in initial_parameters(again, config).items():
-        np.testing.assert_array_equal(value, parameters[name], err_msg=name)
+    comes_back(tmp_path, config, parameters, one_device)
 
 
 @pytest.mark.parametrize(

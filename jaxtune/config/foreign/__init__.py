@@ -6,7 +6,7 @@ default   the value of that system where a file does not give one; absent: there
 key       the option here that gets the value, or a list of them; data.datasets[i].x: that of every dataset
 values    the value here by that there (null: stays as it is by default), or several by their keys
 others    with values: other ones are taken as they are; without it they are not there yet
-convert   the function that reads it, together with other options: of `conversions`, `trl` or `axolotl`
+convert   the function that reads it, together with other options: of the system's module beside its table
 like      a value of its kind, where there is no default to tell what convert can read
 entries   it is a list of datasets: the list here; of: the table of an entry
 present   it has no value: what counts is that it is there
@@ -20,13 +20,13 @@ import difflib
 import functools
 import pathlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxtune.config import keys, yaml_file
-from jaxtune.config.foreign import axolotl, conversions, trl
-from jaxtune.config.foreign.conversions import NotYet, Settings
+from jaxtune.config.foreign import axolotl, erniekit, qefficient, surogate, trl, xorl
+from jaxtune.config.foreign.conversions import NotYet, Options, Settings
 from jaxtune.config.rules import Problem
 from jaxtune.errors import UserError
 
@@ -38,7 +38,11 @@ DIALECTS = {
     "trl": "TRL",
     "axolotl": "Axolotl",
 }
-CONVERSIONS = conversions.CONVERSIONS | trl.CONVERSIONS | axolotl.CONVERSIONS
+CONVERSIONS: dict[str, Callable[[Options], Settings]] = {
+    name: function
+    for module in (surogate, xorl, erniekit, qefficient, trl, axolotl)
+    for name, function in module.CONVERSIONS.items()
+}
 _NO_DEFAULT = object()
 
 

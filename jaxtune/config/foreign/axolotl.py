@@ -1,10 +1,9 @@
 """Options of Axolotl that must be read together (`conversions`)."""
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxtune.config.foreign.conversions import NotYet, Options, Settings, conversions_of
+from jaxtune.config.foreign.conversions import NotYet, Options, Settings, conversions_of, overriding, renamed
 from jaxtune.config.foreign.trl import OPTIMIZERS, trl_metric, trl_resume, trl_schedule, zero_of
 
 ALPACA = (
@@ -104,7 +103,7 @@ def axolotl_mappings(o: Options) -> Settings:
     for name in ("role", "content"):
         if o.get(f"message_field_{name}"):
             pairs[name] = o[f"message_field_{name}"]
-    return {"message_property_mappings": tuple(f"{ours}={theirs}" for ours, theirs in pairs.items() if ours != theirs)}
+    return renamed(pairs)
 
 
 # ---- the file ----
@@ -142,8 +141,7 @@ def axolotl_tokens(o: Options) -> Settings:
 
 def axolotl_overrides(o: Options) -> Settings:
     """Entries of config.json."""
-    entries = o.get("overrides_of_model_config") or {}
-    return {"model.overrides": [f"{name}={json.dumps(value)}" for name, value in entries.items()]} if entries else {}
+    return overriding(o.get("overrides_of_model_config") or {})
 
 
 _FUSED = ("CutCrossEntropyPlugin", "LigerPlugin")

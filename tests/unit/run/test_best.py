@@ -1,5 +1,6 @@
 """Which evaluation is the best, and when evaluations end a run: as transformers' trainer and callback decide."""
 
+import dataclasses
 import math
 import random
 from types import SimpleNamespace
@@ -44,7 +45,7 @@ def test_as_transformers_decides(larger, threshold):
 
 def test_a_standing_is_what_it_was_saved_as():
     standing = Standing().after(3, {"eval_loss": 0.1 + 0.2}, Eval())
-    assert Standing(**standing.to_json()) == standing == Standing(3, 0.1 + 0.2, 0)
+    assert Standing(**dataclasses.asdict(standing)) == standing == Standing(3, 0.1 + 0.2, 0)
 
 
 def test_what_is_not_a_number_is_no_better():

@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -14,7 +13,7 @@ from jaxtune.models.decoder import Parameters
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.run import rollouts
 from jaxtune.run.assembly import task_of
-from jaxtune.run.evaluation import make_evaluate
+from jaxtune.run.evaluation import Evaluate, make_evaluate
 from jaxtune.run.folder import RunFolder
 from jaxtune.run.labels import labelled
 from jaxtune.run.memory import out_of_memory_is_answered
@@ -28,7 +27,6 @@ from jaxtune.run.values import frozen_parameters, initial_parameters, of_model, 
 log = logging.getLogger("jaxtune")
 
 NO_DATA = "no validation data: set data.eval_datasets or data.validation_split"
-Evaluate = Callable[[Parameters, Parameters, Parameters], dict[str, float]]
 
 
 def evaluate(

@@ -1,0 +1,136 @@
+"""Options of QEfficient that must be read together (`conversions`)."""
+
+import ast
+import re
+from typing import Any
+
+from jaxtune.config.foreign.conversions import (
+    NotYet,
+    Options,
+    Settings,
+    conversions_of,
+    names_of,
+    saves_of,
+    strategy_of,
+)
+
+
+def qefficient_data(o: Options) -> Settings:
+    """A file comes before a name. Validation data are the split that is named, or a part of the training data."""
+    file, name, label = o["dataset.json_file_path"], o["dataset.dataset_name"], o.get("dataset.target_column")
+    entry = {"path": file or name, "type": "classification" if label else "instruction"}
+    if label:
+        columns = names_of(o["dataset.input_columns"])
+        text = columns[0] if len(columns) == 1 else " ".join(f"{{{column}}}" for column in columns)
+        entry |= {"target_column": label, "text_field": text}
+    subset = o["dataset.dataset_subset"]
+    if not file:
+        entry |= {"split": o["dataset.train_split"]} | ({"subset": subset} if subset != "default" else {})
+    settings: Settings = {"data.datasets": [entry]} | ({"model.head": "classification"} if label else {})
+    if not o["training.do_eval"] or o["training.eval_strategy"] == "no":
+        return settings
+    if o.get("dataset.test_split") and not file:
+        return settings | {"data.eval_datasets": [entry | {"split": o["dataset.test_split"]}]}
+    return settings | {"data.validation_split": round(1 - o["dataset.split_ratio"], 6)}
+
+
+def qefficient_function(o: Options) -> Settings:
+    """FILE:NAME of a function that writes a text, of the prompt or of the completion."""
+    prompt, completion = o["dataset.prompt_func"], o["dataset.completion_func"]
+    if prompt and completion:
+        raise NotYet(
+            "a function each; write one that returns {'prompt': ..., 'completion': ...}, and name it by "
+            "data.datasets[i].function = 'FILE.py:NAME'"
+        )
+    if not (prompt or completion):
+        return {}
+    place, _, name = str(prompt or completion).rpartition(":")
+    if not place:
+        raise NotYet("a function that is not named as FILE:NAME")
+    function = f"{place}:{name}" if place.endswith(".py") or "/" not in place else f"{place}.py:{name}"
+    written = {"prompt_format": "{returned}"} if prompt else {"output_field": "returned"}
+    return {f"data.datasets[i].{key}": value for key, value in {"function": function, **written}.items()}
+
+
+def qefficient_prompt(o: Options) -> Settings:
+    """A text with columns; their example of grammar has one as Python writes it, f"...\\n"."""
+    return _qefficient_text("prompt_format", o["dataset.prompt_template"])
+
+
+def qefficient_completion(o: Options) -> Settings:
+    """A text with columns."""
+    return _qefficient_text("output_field", o["dataset.completion_template"])
+
+
+def _qefficient_text(key: str, template: Any) -> Settings:
+    if template is None:
+        return {}
+    text = str(template)
+    if re.fullmatch(r'f"(?:[^"\\]|\\.)*"', text):
+        text = ast.literal_eval(text[1:])
+    return {f"data.datasets[i].{key}": text}
+
+
+def qefficient_eval(o: Options) -> Settings:
+    """By steps, or by epochs."""
+    strategy = strategy_of(o["training.eval_strategy"] if o["training.do_eval"] else "no")
+    by = {"steps": {"eval.steps": o.get("training.eval_steps", 0)}, "epoch": {"eval.epochs": 1.0}}
+    return {"eval.steps": 0} | by.get(strategy, {})
+
+
+def qefficient_early(o: Options) -> Settings:
+    """Read where the callback is listed."""
+    if "callbacks.early_stopping" not in o:
+        return {}
+    patience, least = (o[f"callbacks.early_stopping.early_stopping_{part}"] for part in ("patience", "threshold"))
+    return {"eval.patience": patience, "eval.min_improvement": least}
+
+
+def qefficient_save(o: Options) -> Settings:
+    """By steps, by epochs, or never."""
+    return saves_of(o["training.save_strategy"], o["training.save_steps"])
+
+
+def qefficient_log(o: Options) -> Settings:
+    """A line each so many steps, or none."""
+    strategy = o["training.logging_strategy"]
+    if strategy not in ("steps", "no"):
+        raise NotYet("lines of progress by epochs; 'steps' and 'no' are there, and metrics.jsonl has every step")
+    return {"log.every": o["training.logging_steps"] if strategy == "steps" else 0}
+
+
+def qefficient_devices(o: Options) -> Settings:
+    """Without FSDP, every device has a replica."""
+    return {"mesh.fsdp": -1} if o["training.fsdp_config"] else {"mesh.fsdp": 1, "mesh.data": -1}
+
+
+def qefficient_device(o: Options) -> Settings:
+    """use_cpu comes before device; XLA has no backend for qaic."""
+    if o["training.use_cpu"]:
+        return {"device.platform": "cpu"}
+    return {"device.platform": o["training.device"]} if o["training.device"] in ("cuda", "cpu") else {}
+
+
+def qefficient_warmup(o: Options) -> Settings:
+    """Below one it is a part of the steps."""
+    warmup = o["scheduler.warmup_steps"]
+    return {"optim.warmup_ratio": warmup} if 0 < warmup < 1 else {"optim.warmup_steps": int(warmup)}
+
+
+def qefficient_workers(o: Options) -> Settings:
+    """Two options for one thing; the one that names the loader counts."""
+    return {"data.num_workers": o.get("dataset.dataloader_num_workers", o.get("dataset.num_workers"))}
+
+
+def qefficient_length(o: Options) -> Settings:
+    """What is longer is cut at its end."""
+    return {"data.seq_len": o["dataset.max_seq_length"], "data.truncation": "right"}
+
+
+def qefficient_tokenizer(o: Options) -> Settings:
+    """That of the model, or another one."""
+    name = o["dataset.tokenizer_name"]
+    return {"model.tokenizer": name} if name != o["model.model_name"] else {}
+
+
+CONVERSIONS = conversions_of(vars(), "qefficient")
