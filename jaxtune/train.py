@@ -25,6 +25,7 @@ from jaxtune.parallel import multihost
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.python import Run, config_of, mesh_put_back
 from jaxtune.run import loop, memory, plugins, process, resume, rollouts
+from jaxtune.run.adapter_start import begin_adapters
 from jaxtune.run.assembly import assemble
 from jaxtune.run.describe import describe_layout, describe_pipeline
 from jaxtune.run.evaluation import make_evaluate
@@ -125,14 +126,16 @@ def _train(config: Config, folder: RunFolder) -> bool:
     with goodput.measure("restore"):
         if saved is not None:
             state, position = resume.restored(saved, program, config.ckpt.load_optimizer)
+            frozen = frozen_parameters(model, config, but=state.base)
         else:
-            start = jax.jit(program.start, donate_argnums=0)
+            base = base_parameters(model, config)
+            frozen = frozen_parameters(model, config, but=base)
+            trained, base = begin_adapters(model, config, initial_parameters(model, config), base, frozen)
             first = ("eval",) if config.eval.at_start else ()
-            state, position = start(initial_parameters(model, config)), loop.Position(put_off=first)
-            state = state._replace(base=base_parameters(model, config))
+            start = jax.jit(program.start, donate_argnums=0)
+            state, position = start(trained)._replace(base=base), loop.Position(put_off=first)
             if state.reference and config.preference.reference != "start":
                 state = state._replace(reference=read_reference(model, config, state.reference))
-        frozen = frozen_parameters(model, config, but=state.base)
         resume.begin(config, folder, feed.counts)
 
     # ---- the loop: steps, and the tasks between them ----
@@ -157,7 +160,8 @@ def _train(config: Config, folder: RunFolder) -> bool:
             evaluate = make_evaluate(config, model, feed.eval_rows, mesh, goodput.beat)
         tasks = tasks_of(config, position, frozen, watch, evaluate, sample, save)
         batches = feed.batches(position.feed, total_steps - position.step)
-        state = loop.train(config, train_step, state, frozen, batches, position, rates, tasks, watch)
+        back = partial(resume.rolled_back, checkpoints, program) if config.guard.action == "roll_back" else None
+        state = loop.train(config, train_step, state, frozen, batches, position, rates, tasks, watch, back)
         with goodput.measure("save"):
             checkpoints.wait(final=True)
 

@@ -235,6 +235,11 @@ def _ckpt(config: Config) -> Iterator[Problem]:
     ckpt = config.ckpt
     if ckpt.start is not None and ckpt.resume == "never":
         yield _problem(config, "ckpt.start", "another run would go on, and ckpt.resume is 'never'", "ckpt.resume")
+    if config.guard.action == "roll_back":
+        if not ckpt.save_optimizer:
+            yield _problem(config, "ckpt.save_optimizer", "a checkpoint to go back to needs it", "guard.action")
+        if not (ckpt.save_steps or ckpt.save_epochs):
+            yield _problem(config, "ckpt.save_steps", "there would be no checkpoint to go back to", "guard.action")
     if ckpt.dir is not None and os.path.abspath(ckpt.dir) == os.path.abspath(config.train.output_dir):
         reason = "is train.output_dir, where the runs are; leave it out, or give checkpoints a folder of their own"
         yield _problem(config, "ckpt.dir", reason, "train.output_dir")
@@ -320,11 +325,12 @@ def _lora(config: Config) -> Iterator[Problem]:
         if config.optim.name in ("muon", "normuon"):
             reason = "it makes matrices orthogonal, and factors are none; take adamw"
             yield _problem(config, "optim.name", reason, "lora.kind")
-    for key in ("lora.kind", "lora.bias"):
-        if config.mesh.stage != 1 and _value(config, key) not in ("lora", "none"):
+    for key in ("lora.kind", "lora.bias", "lora.use_dora", "lora.init", "lora.freeze_a", "lora.modules_to_save"):
+        if config.mesh.stage != 1 and _value(config, key) not in ("lora", "none", False, "uniform", "gaussian", ()):
             yield _problem(config, key, "not available with mesh.stage yet; use mesh.fsdp", "mesh.stage")
-    if lora.bias != "none" and config.rollout.server is not None:
-        yield _problem(config, "lora.bias", "a server takes adapters without biases", "rollout.server")
+    for key in ("lora.bias", "lora.use_dora", "lora.modules_to_save"):
+        if config.rollout.server is not None and _value(config, key) not in ("none", False, ()):
+            yield _problem(config, key, "a server takes low-rank matrices alone", "rollout.server")
 
 
 def _quant(config: Config) -> Iterator[Problem]:

@@ -261,6 +261,22 @@ class Chat:
 
 
 @dataclass(frozen=True)
+class Guard:
+    """What is done about loss spikes: steps far out of line with those before them."""
+
+    action: Literal["skip", "lower_rate", "roll_back"] | None = option(None,
+        "leave out such a step; or also halve the learning rate, for a while; or go back to the weights of the newest "
+        "checkpoint, and on with the data after the spike; train.max_bad_steps of them in a row end the run")
+    deviations: float = option(6.0,
+        "a loss is a spike if it is more than so many standard deviations above the mean of those before it",
+        "(0, inf)", when="guard.action")
+    norm_factor: float = option(10.0, "so is a gradient norm above so many times its mean", "(1, inf)",
+        when="guard.action")
+    window: int = option(50, "steps over which the means are taken; none is a spike before", "steps [2, inf)",
+        when="guard.action")
+
+
+@dataclass(frozen=True)
 class Train:
     """The length and shape of the run."""
 
@@ -271,7 +287,8 @@ class Train:
     micro_batch_size: int = option(1, "rows a data-parallel shard computes at once", "rows [1, inf)")
     grad_accum_steps: int = option(1, "micro-batches summed before an optimizer step", "micro-batches [1, inf)")
     seed: int = option(0, "seed of random weights, adapters and dropout", "[0, inf)")
-    max_bad_steps: int = option(5, "stop after this many non-finite steps in a row", "steps [1, inf)")
+    max_bad_steps: int = option(5, "stop after this many non-finite steps, or spikes (guard.action), in a row",
+        "steps [1, inf)")
     hang_seconds: int | None = option(None,
         "once steps have begun, write the stacks of all threads to the run's folder and end where no step, batch of an "
         "evaluation or checkpoint has ended for so long; unset: wait for ever, as how long these take differs",
@@ -418,6 +435,23 @@ class Lora:
     kind: Literal["lora", "ia3"] = option("lora",
         "low-rank matrices beside weights, or learned factors: of the input of down projections, and of the output of "
         "other layers ((IA)^3, Liu et al. 2022)")
+    use_dora: bool = option(False,
+        "weight-decomposed: a trained magnitude for each row of the weight and its adapter (DoRA, Liu et al. 2024)",
+        when="lora.kind == 'lora'")
+    init: Literal["uniform", "gaussian", "pissa", "olora"] = option("uniform",
+        "how adapters begin: A uniform or gaussian and B zero, as in peft; or both as a part of the weight, which is "
+        "subtracted from it: its largest singular vectors (PiSSA, 2024), its first columns made orthonormal (OLoRA, "
+        "2024); these are exported as plain adapters of twice the rank",
+        when="lora.kind == 'lora' and lora.path is None")
+    freeze_a: bool = option(False, "train B alone (LoRA-FA, Zhang et al. 2023)", when="lora.kind == 'lora'")
+    rank_pattern: tuple[str, ...] = option((), "rank by Hugging Face name, the last match counts: ('q_proj=8',)",
+        "REGEX=FACTOR", when="lora.kind == 'lora'")
+    alpha_pattern: tuple[str, ...] = option((), "alpha by Hugging Face name, the last match counts: ('q_proj=16',)",
+        "REGEX=FACTOR", when="lora.kind == 'lora'")
+    layers_to_transform: tuple[int, ...] = option((), "numbers of the layers that have adapters, from 0; (): all",
+        "layers [0, inf)")
+    modules_to_save: tuple[str, ...] = option((),
+        "modules that are trained whole beside the adapters, such as ('embed_tokens', 'lm_head')")
 
 
 @dataclass(frozen=True)
@@ -883,6 +917,7 @@ class Config:
     data: Data = Data()
     chat: Chat = section(Chat(), when="model.head == 'lm'")
     train: Train = Train()
+    guard: Guard = Guard()
     optim: Optim = Optim()
     lora: Lora = section(Lora(), when="lora.enabled")
     quant: Quant = section(Quant(), when="quant.format is not None")

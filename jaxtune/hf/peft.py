@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,19 @@ from jaxtune.hf.weights import Tensor, write
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 HEAD = "score.weight"  # of a classifier, which is trained in full beside the adapters
+_CLASSIFIER = ("classifier", "score")  # modules_to_save of every classifier in peft: that of a decoder is called score
 _PREFIX = "base_model.model."
-_KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.(lora_(?P<half>[AB])\.weight|ia3_l)")
+_KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.(lora_(?P<half>[AB])\.weight|lora_magnitude_vector|ia3_l)")
+_OF_ADAPTER = re.compile(r"\.(lora_[AB]\.weight|lora_magnitude_vector|ia3_l)$")
 
 # Fields of adapter_config.json that are read here, or that do not change what the adapter computes. Any other field
-# must be empty or false: it asks for something that is not supported (DoRA, ranks per module, ...).
+# must be empty or false: it asks for something that is not supported (trained tokens, biases of adapters, ...).
 _UNDERSTOOD = {
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "r", "lora_alpha", "lora_dropout", "use_rslora", "bias", "init_lora_weights", "target_modules", "exclude_modules",
     "layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size", "runtime_config",
-    "modules_to_save", "target_parameters", "feedforward_modules", "init_ia3_weights",
+    "modules_to_save", "target_parameters", "feedforward_modules", "init_ia3_weights", "use_dora", "rank_pattern",
+    "alpha_pattern",
 }  # fmt: skip
 # Initialisations that leave the base model as it is; the others (PiSSA, OLoRA, ...) subtract the adapter from it.
 _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
@@ -40,19 +43,22 @@ class SavedAdapter:
     Or one of (IA)^3, factors of activations, of which rank, alpha, dropout and use_rslora say nothing.
 
     Attributes:
-        rank: the same for every module.
-        alpha: numerator of the scale.
+        rank: of every module that `ranks` does not name.
+        alpha: numerator of the scale, of every module that `alphas` does not name.
         dropout: on the adapter's input while training.
         use_rslora: whether the scale is alpha / sqrt(rank).
         base_model: name or path of the model it was trained on; None: not recorded.
         revision: branch, tag or commit of that model on the hub; None: its main branch, or a local folder.
         tensors: by name ("model.layers.0.self_attn.q_proj.lora_A.weight"): A (rank, in) and B (out, rank); of experts
             in one tensor A (experts * rank, in) and B (out, rank * experts); and of a classifier its head,
-            score.weight (labels, in). Of (IA)^3 factors (out, 1) or, of the input, (1, in).
+            score.weight (labels, in). Of (IA)^3 factors (out, 1) or, of the input, (1, in). Of DoRA magnitudes (out,)
+            too. And the tensors of modules that were trained whole, by their own names.
         parameters: names or name endings of tensors that hold experts, in the model's own module.
         bias: which biases of the model are among the tensors, by their own names: none, all, or lora_only, those of
             modules that have an adapter.
         kind: lora or ia3.
+        use_dora: whether rows have magnitudes.
+        ranks, alphas: of modules by name, where they are others.
     """
 
     rank: int
@@ -65,12 +71,34 @@ class SavedAdapter:
     parameters: tuple[str, ...] = ()
     bias: str = "none"
     kind: str = "lora"
+    use_dora: bool = False
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    alphas: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options of `Lora` that a run with this adapter must have."""
-        names = ("kind", "bias") if self.kind == "ia3" else ("kind", "rank", "alpha", "use_rslora", "bias")
-        return {name: getattr(self, name) for name in names}
+        """Options of `Lora` that a run with this adapter must have; `chosen` are others, which can be said in ways."""
+        if self.kind == "ia3":
+            return {"kind": self.kind, "bias": self.bias}
+        return {name: getattr(self, name) for name in ("kind", "rank", "alpha", "use_rslora", "bias", "use_dora")}
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """Options of `Lora` that select the modules that it has, and those of other rank and alpha."""
+        whole = {name.removesuffix(".weight") for name in self.tensors if _is_of_model(name) and name != HEAD}
+        patterns = (
+            tuple(rf"^{re.escape(name)}$={number:g}" for name, number in numbers.items())
+            for numbers in (self.ranks, self.alphas)
+        )
+        return {
+            "target_modules": self.targets,
+            "modules_to_save": tuple(sorted(name for name in whole if not name.endswith(".bias"))),
+            **dict(zip(("rank_pattern", "alpha_pattern"), patterns)),
+        }
+
+    def of_module(self, name: str) -> tuple[int, float]:
+        """Rank and alpha of a module's adapter."""
+        return self.ranks.get(name, self.rank), self.alphas.get(name, self.alpha)
 
     @property
     def modules(self) -> frozenset[str]:
@@ -80,7 +108,7 @@ class SavedAdapter:
     @property
     def targets(self) -> tuple[str, ...]:
         """Names, or name endings, of the modules and the tensors of experts that have an adapter."""
-        if self.kind == "ia3":
+        if self.kind == "ia3" or not self.parameters:
             return tuple(sorted(self.modules))
         ranks = {module: self.tensors[f"{module}.lora_A.weight"].shape[0] for module in self.modules}
         modules = {module for module, rank in ranks.items() if rank == self.rank}
@@ -94,12 +122,12 @@ class SavedAdapter:
 
 def _is_of_model(name: str) -> bool:
     """Whether a tensor is the model's own, which is trained beside the adapters."""
-    return name == HEAD or name.endswith(".bias")
+    return _OF_ADAPTER.search(name) is None
 
 
 def adapted_modules(names: Iterable[str]) -> frozenset[str]:
     """The modules whose adapters these tensors are; of the model's own tensors none."""
-    return frozenset(re.sub(r"\.(lora_[AB]\.weight|ia3_l)$", "", name) for name in names if not _is_of_model(name))
+    return frozenset(_OF_ADAPTER.sub("", name) for name in names if not _is_of_model(name))
 
 
 def write_adapter(
@@ -110,16 +138,19 @@ def write_adapter(
     revision: str | None,
     target_modules: Sequence[str],
     target_parameters: Sequence[str] = (),
+    ranks: Mapping[str, int] = {},
+    alphas: Mapping[str, float] = {},
 ) -> None:
     """Write an adapter that `peft` loads. Every process of a run calls it; process 0 writes.
 
     Args:
         folder: created if it does not exist.
         tensors: named as in SavedAdapter.tensors.
-        lora: rank, alpha, dropout, use_rslora and bias.
+        lora: rank, alpha, dropout, use_rslora, use_dora and bias.
         base_model, revision: the model it was trained on.
         target_modules: names or name endings of the modules; peft puts adapters into the modules that match.
         target_parameters: of tensors that hold experts, likewise; peft has no dropout there.
+        ranks, alphas: of modules by name, where they are not those of `lora`.
 
     Raises:
         UserError: the folder cannot be written to.
@@ -128,6 +159,8 @@ def write_adapter(
     adapted = adapted_modules(tensor.name for tensor in tensors)
     classifier = any(tensor.name == HEAD for tensor in tensors)
     of_input = tuple(tensor.name.removesuffix(".ia3_l") for tensor in tensors if tensor.shape[0] == 1)
+    whole = [tensor.name.removesuffix(".weight") for tensor in tensors if _is_of_model(tensor.name)]
+    whole = sorted(name for name in whole if not name.endswith(".bias"))
     tensors = [tensor._replace(name=_PREFIX + _wrapped(tensor.name, adapted)) for tensor in tensors]
     wrapped = (target.rpartition(".")[0] for target in target_parameters)
     ends = tuple(f".{target}" for target in (*target_modules, *wrapped))
@@ -140,7 +173,7 @@ def write_adapter(
         "revision": revision,
         "target_modules": sorted(target_modules),
         "inference_mode": True,
-        "modules_to_save": [HEAD.removesuffix(".weight")] if classifier else None,
+        "modules_to_save": whole or None,
         **dict.fromkeys(("exclude_modules", "auto_mapping")),
         "fan_in_fan_out": False,
     }
@@ -158,9 +191,10 @@ def write_adapter(
             "bias": lora.bias,
             "init_lora_weights": True,
             "layers_to_transform": None,
-            "use_dora": False,
-            "rank_pattern": {},
-            "alpha_pattern": {},
+            "use_dora": lora.use_dora,
+            # peft reads their keys as regular expressions.
+            "rank_pattern": {re.escape(name): number for name, number in ranks.items()},
+            "alpha_pattern": {re.escape(name): number for name, number in alphas.items()},
         }
     write(folder, tensors, max_shard_bytes=None, stem="adapter_model")
     if jax.process_index() != 0:
@@ -188,20 +222,22 @@ def read_adapter(folder: Path) -> SavedAdapter:
     if not file.is_file():
         raise UserError(f"{folder} has no {WEIGHTS}; an adapter in another format must be saved as safetensors")
     kind, tensors, parameters = config["peft_type"].lower(), {}, tuple(config.get("target_parameters") or ())
-    rank = config["r"] if kind == "lora" else Lora.rank
+    default = config["r"] if kind == "lora" else Lora.rank
     for key, source in open_sources([file]).items():
-        if key == f"{_PREFIX}{HEAD}":
-            tensors[HEAD] = source
+        own = key.removeprefix(_PREFIX).rpartition(".")[0]
+        if any(own.endswith(module) for module in config.get("modules_to_save") or ()) and key.startswith(_PREFIX):
+            tensors[current_name(key.removeprefix(_PREFIX))] = source
             continue
         if key.endswith(".bias") and key.startswith(_PREFIX) and config.get("bias") in ("all", "lora_only"):
             tensors[current_name(key.removeprefix(_PREFIX).replace(".base_layer.bias", ".bias"))] = source
             continue
         match, end = _KEY.fullmatch(key), "ia3_l" if kind == "ia3" else "lora_A|B.weight"
-        if match is None or (match["half"] is None) != (kind == "ia3"):
+        if match is None or key.endswith(".ia3_l") != (kind == "ia3"):
             raise UserError(f"{file}: {key} is not understood; tensors are base_model.model.<module>.{end}")
-        if kind == "ia3":
+        if match["half"] is None:  # a vector, whose shape is checked where it is read
             tensors[current_name(key.removeprefix(_PREFIX))] = source
             continue
+        rank = _matching(match["module"], config.get("rank_pattern"), default) or 0
         shape, axis = source.shape, "AB".index(match["half"])
         fits = len(shape) == 2 and (shape[axis] == rank or (parameters and shape[axis] and shape[axis] % rank == 0))
         if not fits or source.dtype not in DTYPES:
@@ -212,14 +248,33 @@ def read_adapter(folder: Path) -> SavedAdapter:
         tensors[current_name(key.removeprefix(_PREFIX))] = source
     pairs = adapted_modules(tensors) if kind == "lora" else frozenset()
     lone = [module for module in pairs if not {f"{module}.lora_{half}.weight" for half in "AB"} <= tensors.keys()]
+    bare = [
+        name
+        for name in config.get("modules_to_save") or ()
+        if not any(one.rpartition(".")[0].endswith(name) for one in tensors if _is_of_model(one))
+        and name not in _CLASSIFIER
+    ]
+    if bare:
+        raise UserError(f"{file}: there is no tensor of {bare[0]}, which modules_to_save in {CONFIG} names")
+    with_magnitude = {name.rpartition(".")[0] for name in tensors if name.endswith(".lora_magnitude_vector")}
+    if with_magnitude != (pairs if config.get("use_dora") else set()):
+        one = min(with_magnitude ^ pairs) if config.get("use_dora") else min(with_magnitude)
+        raise UserError(
+            f"{file}: {one} has {'a' if one in with_magnitude else 'no'} lora_magnitude_vector, but use_dora "
+            f"in {CONFIG} is {bool(config.get('use_dora'))}"
+        )
     if lone or not adapted_modules(tensors):
         raise UserError(f"{file}: " + (f"lora_A or lora_B is missing for {lone[0]}" if lone else "it holds no tensors"))
     for module in pairs:
         ranks = [tensors[f"{module}.lora_{half}.weight"].shape[axis] for axis, half in enumerate("AB")]
         if ranks[0] != ranks[1]:
             raise UserError(f"{file}: the rank of {module} is {ranks[0]} in lora_A and {ranks[1]} in lora_B")
+    named = {
+        option: {name: value for name in pairs if (value := _matching(name, config.get(option), None)) is not None}
+        for option in ("rank_pattern", "alpha_pattern")
+    }
     return SavedAdapter(
-        rank=rank,
+        rank=default,
         alpha=float(config.get("lora_alpha", Lora.alpha)),
         dropout=float(config.get("lora_dropout") or 0.0),
         use_rslora=config.get("use_rslora") or False,
@@ -229,7 +284,16 @@ def read_adapter(folder: Path) -> SavedAdapter:
         parameters=parameters,
         bias=config.get("bias") or "none",
         kind=kind,
+        use_dora=config.get("use_dora") or False,
+        ranks=named["rank_pattern"],
+        alphas=named["alpha_pattern"],
     )
+
+
+def _matching(module: str, patterns: Mapping[str, Any] | None, default: Any) -> Any:
+    """What the first pattern says that matches a module's name or its ending, as peft's `get_pattern_key` does."""
+    found = (value for pattern, value in (patterns or {}).items() if re.match(rf"(.*\.)?({pattern})$", module))
+    return next(found, default)
 
 
 def _check_config(path: Path, config: dict[str, Any]) -> None:
@@ -247,12 +311,11 @@ def _check_config(path: Path, config: dict[str, Any]) -> None:
         "base_model_name_or_path": (isinstance(config.get("base_model_name_or_path"), str | None), "a name"),
         "revision": (isinstance(config.get("revision"), str | None), "a name"),
         "bias": (config.get("bias") in ("none", "all", "lora_only", None), "'none', 'all' or 'lora_only'"),
-        # Both, as peft has it for every classifier: the head of a decoder is called score.
-        "modules_to_save": (set(config.get("modules_to_save") or ()) <= {"classifier", "score"}, "empty, or ['score']"),
-        "target_parameters": (
-            isinstance(parameters, list) and all(isinstance(name, str) for name in parameters),
-            "names of parameters",
-        ),
+        "modules_to_save": (_are_names(config.get("modules_to_save") or []), "names of modules"),
+        "use_dora": (config.get("use_dora") in (True, False, None), "true or false"),
+        "rank_pattern": (_is_pattern(config.get("rank_pattern"), 1, bool(parameters)), "ranks by name of module"),
+        "alpha_pattern": (_is_pattern(config.get("alpha_pattern"), 0, bool(parameters)), "numbers by name of module"),
+        "target_parameters": (_are_names(parameters), "names of parameters"),
         "init_lora_weights": (config.get("init_lora_weights") in _PLAIN_STARTS, "true (convert it with peft)"),
     }
     for key, (right, must) in wrong.items():
@@ -260,4 +323,18 @@ def _check_config(path: Path, config: dict[str, Any]) -> None:
             raise UserError(f"{path}: {key} is {config.get(key)!r}; it must be {must}")
     for key, value in config.items():
         if key not in _UNDERSTOOD and value:
-            raise UserError(f"{path}: {key} is {value!r}; only plain LoRA is read, where it is empty or false")
+            raise UserError(f"{path}: {key} is {value!r}; only LoRA and DoRA are read, where it is empty or false")
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _is_pattern(value: Any, least: int, experts: bool) -> bool:
+    """Whether it maps patterns to numbers, whole ones from 1; beside adapters of experts there can be none."""
+    if not value:
+        return True
+    if experts or not isinstance(value, dict):
+        return False
+    kinds = int if least else int | float
+    return all(isinstance(number, kinds) and number >= least for number in value.values())

@@ -23,12 +23,17 @@ class IA3:
 
     peft_names: ClassVar[Mapping[str, str]] = {"ia3_l": "ia3_l"}
     shared: ClassVar[frozenset[str]] = frozenset()
+    from_weight: ClassVar[bool] = False
 
     def declare(self, shape: tuple[int, int], axes: tuple[str | None, ...]) -> dict[str, Any]:
         """Ones, in the shape that peft has: (1, in) of the input, (out, 1) of the output."""
         out, inner = shape
         where = ((1, inner), (None, axes[1])) if self.of_input else ((out, 1), (axes[0], None))
         return {"ia3_l": declared(*where, nnx.initializers.ones, "adapter")}
+
+    def begin(self, weight: Float[Array, "o i"], values: Mapping[str, Array]) -> dict[str, Array]:
+        """As they are."""
+        return dict(values)
 
     @staticmethod
     def outputs(

@@ -5,8 +5,9 @@ from collections.abc import Mapping, Set
 
 from jaxtune.config.schema import Lora
 from jaxtune.errors import UserError
+from jaxtune.lora.dora import DoRA
 from jaxtune.lora.ia3 import IA3
-from jaxtune.lora.lora import LoRA
+from jaxtune.lora.lora import FROM_WEIGHT, LoRA
 from jaxtune.models.parameters import Site, loaded_names, sites
 from jaxtune.models.selection import select
 from jaxtune.models.spec import ModelSpec
@@ -14,22 +15,20 @@ from jaxtune.models.treat import linears, treat, treat_linears, treat_sites
 
 
 def inject(spec: ModelSpec, lora: Lora) -> ModelSpec:
-    """The spec with adapters on the selected linear layers and all else frozen, but for the head of a classifier.
+    """The spec with adapters on the selected linear layers and all else frozen, but for what is trained beside them.
 
-    Raises UserError where a target cannot have one.
+    That is the head of a classifier, lora.modules_to_save, and biases. Raises UserError where a target cannot have one.
     """
-    known, targets = linears(spec), lora.target_modules
-    _refuse_head(spec, targets)
+    known = linears(spec)
     named = {new.removesuffix(".weight"): name.removesuffix(".weight") for name, new in loaded_names(spec).items()}
-    named = {new: name for new, name in named.items() if name in known}
-    found = named if targets == "all-linear" else select(targets, named, "lora.target_modules")
-    chosen = frozenset(named[name] for name in found)
-    if lora.kind == "ia3":
-        chosen = _factors(spec, chosen, targets)
-    biases = _biases(spec, lora, {new for new, name in named.items() if name in chosen})
-    frozen = [name for name, (site, *_) in sites(spec).items() if site.kind != "score" and name not in biases]
+    linear_names = {new: name for new, name in named.items() if name in known}
+    adapters = _adapters(spec, lora, linear_names)
+    adapted = {name for names in adapters.values() for name in names}
+    biases = _biases(spec, lora, {new for new, name in linear_names.items() if name in adapted})
+    beside = biases | _whole_modules(spec, lora.modules_to_save, adapted)
+    frozen = [name for name, (site, *_) in sites(spec).items() if site.kind != "score" and name not in beside]
     spec = treat(spec, frozen, trained=False)
-    for adapter, names in _adapters(lora, chosen, known).items():
+    for adapter, names in adapters.items():
         spec = treat_linears(spec, names, adapter=adapter)
         for first, *others in {known[name] for name in names}:
             if others:  # parts of one fused module, which has one adapter: the first part holds what they share
@@ -38,13 +37,89 @@ def inject(spec: ModelSpec, lora: Lora) -> ModelSpec:
     return spec
 
 
-def _adapters(lora: Lora, chosen: Set[str], known: Mapping[str, tuple[Site, ...]]) -> dict[LoRA | IA3, Set[str]]:
-    """The layers that each adapter is beside."""
+def _adapters(spec: ModelSpec, lora: Lora, named: Mapping[str, str]) -> dict[LoRA | IA3, Set[str]]:
+    """The layers that each adapter is beside, by their names in the files; `named`: of linear layers, by those here."""
+    known, targets = linears(spec), lora.target_modules
+    _refuse_head(spec, targets)
+    found = frozenset(named) if targets == "all-linear" else select(targets, named, "lora.target_modules")
+    found = _in_layers(spec, found, {name: known[of][0].layer for name, of in named.items()}, lora.layers_to_transform)
     if lora.kind == "ia3":
+        chosen = _factors(spec, {named[name] for name in found}, targets)
         inner = {name for name in chosen if _is_down(known[name])}
         return {adapter: names for adapter, names in ((IA3(True), inner), (IA3(False), chosen - inner)) if names}
-    # alpha / rank (Hu et al. 2021), or alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023).
-    return {LoRA(lora.rank, lora.alpha / (lora.rank**0.5 if lora.use_rslora else lora.rank), lora.dropout): chosen}
+    experts = {name for name in found if _is_of_experts(known[named[name]])}
+    for asked, has_it in (("use_dora=True", lora.use_dora), (f"init={lora.init!r}", lora.init in FROM_WEIGHT)):
+        if experts and has_it:
+            raise UserError(
+                f"lora.{asked}: not of experts, such as {min(experts)}; leave them out of lora.target_modules"
+            )
+    ranks = _numbers(lora.rank_pattern, found, experts, "lora.rank_pattern")
+    alphas = _numbers(lora.alpha_pattern, found, experts, "lora.alpha_pattern")
+    kind, adapters = DoRA if lora.use_dora else LoRA, {}
+    for name in sorted(found):
+        rank = ranks.get(name, lora.rank)
+        if rank < 1 or rank != int(rank):
+            raise UserError(f"lora.rank_pattern: the rank of {name} would be {rank:g}; it must be 1 or more")
+        alpha = alphas.get(name, lora.alpha)
+        adapter = kind(int(rank), alpha, lora.use_rslora, lora.dropout, lora.init, lora.freeze_a)
+        adapters.setdefault(adapter, set()).add(named[name])
+    return adapters
+
+
+def _in_layers(
+    spec: ModelSpec, names: frozenset[str], layer_of: Mapping[str, int | None], numbers: tuple[int, ...]
+) -> frozenset[str]:
+    """Those of the names that are in layers of these numbers; () is all. Raises UserError where a layer has none."""
+    if not numbers:
+        return names
+    if missing := sorted(set(numbers) - {layer_of[name] for name in names}):
+        raise UserError(
+            f"lora.layers_to_transform={numbers}: layer {missing[0]} has none of lora.target_modules; the model has "
+            f"{len(spec.layers)} layers, from 0"
+        )
+    return frozenset(name for name in names if layer_of[name] in numbers)
+
+
+def _numbers(entries: tuple[str, ...], names: Set[str], experts: Set[str], option: str) -> dict[str, float]:
+    """The number of each name that an entry, 'REGEX=NUMBER', matches; the last of several counts.
+
+    Raises UserError where it matches experts, whose adapters are of one rank in peft.
+    """
+    found = {}
+    for entry in entries:
+        pattern, _, number = entry.rpartition("=")
+        chosen = select(pattern, sorted(names), option)
+        if own := chosen & experts:
+            raise UserError(
+                f"{option}={entry!r} matches experts, such as {min(own)}, which have lora.rank and lora.alpha"
+            )
+        found |= dict.fromkeys(chosen, float(number))
+    return found
+
+
+def _whole_modules(spec: ModelSpec, modules: tuple[str, ...], adapted: Set[str]) -> set[str]:
+    """Names of the tensors of lora.modules_to_save. Raises UserError for one that peft could not have."""
+    if not modules:
+        return set()
+    known = sites(spec)
+    of_module = {name: name.rpartition(".")[0] for name in known}
+    chosen = select(modules, sorted(set(of_module.values())), "lora.modules_to_save")
+    if spec.tied and (tied := [name for name in ("embed_tokens", "lm_head") if any(name in one for one in modules)]):
+        raise UserError(
+            f"lora.modules_to_save: {tied[0]} is tied to the other end of this model, and in peft it would be so no "
+            "more; leave it out, or train the whole model (lora.enabled=False)"
+        )
+    if experts := sorted(name for name in known if of_module[name] in chosen and _is_of_experts(known[name])):
+        raise UserError(f"lora.modules_to_save: experts, such as {experts[0]}, are not supported; leave them out")
+    if both := sorted(chosen & adapted):
+        raise UserError(
+            f"lora.modules_to_save: {both[0]} has an adapter too; name it in one of lora.target_modules and it"
+        )
+    return {name for name, module in of_module.items() if module in chosen}
+
+
+def _is_of_experts(parts: tuple[Site, ...]) -> bool:
+    return parts[0].local.startswith("mlp.experts.")
 
 
 def _factors(spec: ModelSpec, chosen: Set[str], targets: str | tuple[str, ...]) -> Set[str]:
@@ -58,7 +133,7 @@ def _factors(spec: ModelSpec, chosen: Set[str], targets: str | tuple[str, ...]) 
                 f"lora.kind='ia3': keys and values of this {spec.family} are no layers of their own; name layers in "
                 "lora.target_modules, whose whole output gets factors"
             )
-    if experts := sorted(name for name in chosen if known[name][0].local.startswith("mlp.experts.")):
+    if experts := sorted(name for name in chosen if _is_of_experts(known[name])):
         raise UserError(
             f"lora.kind='ia3': experts, such as {experts[0]}, have no factors; leave them out of lora.target_modules"
         )

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,68 +16,160 @@ from jaxtune.models.declared import declared
 from jaxtune.models.dropout import dropout
 from jaxtune.models.linear import Linear, matmul, named
 
+Init = Literal["uniform", "gaussian", "pissa", "olora"]
+FROM_WEIGHT = ("pissa", "olora")  # these start as a part of the weight
+
 
 @dataclass(frozen=True)
 class LoRA:
-    """y + scale · dropout(x) A^T B^T: an `Adapter` of models.linear."""
+    """y + scale · dropout(x) A^T B^T: an `Adapter` of models.linear.
+
+    Attributes:
+        use_rslora: scale is alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023), not alpha / rank.
+        init: B is zero, and A uniform as in peft or gaussian, of standard deviation 1 / rank; or both are a part of the
+            weight (`begin`): its largest singular vectors (PiSSA, Meng et al. 2024), or its first columns made
+            orthonormal (OLoRA, Büyükakyüz 2024). What they start as is then subtracted from their product, so that the
+            weight itself, quantized or not, stays what the files hold.
+        freeze_a: only B is trained (LoRA-FA, Zhang et al. 2023).
+    """
 
     rank: int
-    scale: float
+    alpha: float
+    use_rslora: bool = False
     dropout: float = 0.0
+    init: Init = "uniform"
+    freeze_a: bool = False
     owner: str | None = None
 
-    peft_names: ClassVar[Mapping[str, str]] = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
-    shared: ClassVar[frozenset[str]] = frozenset({"lora_a"})
+    shared: ClassVar[frozenset[str]] = frozenset({"lora_a", "lora_a_start"})
+
+    @property
+    def from_weight(self) -> bool:
+        """Whether it begins as a part of the weight."""
+        return self.init in FROM_WEIGHT
+
+    @property
+    def scale(self) -> float:
+        """What B A is multiplied by."""
+        return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
+
+    @property
+    def exported(self) -> tuple[int, float]:
+        """Rank and alpha of the plain adapter that it is exported as: with what it started as, of the same scale."""
+        if self.init not in FROM_WEIGHT:
+            return self.rank, self.alpha
+        return 2 * self.rank, self.alpha * (2**0.5 if self.use_rslora else 2)
+
+    @property
+    def peft_names(self) -> Mapping[str, str]:
+        """Of the parameters; an export joins what peft has no name for, *_start, to what it is subtracted from."""
+        own = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
+        starts = {"lora_a_start": "lora_A_start.weight", "lora_b_start": "lora_B_start.weight"}
+        return own | starts if self.init in FROM_WEIGHT else own
 
     def declare(self, shape: tuple[int, int], axes: tuple[str | None, ...]) -> dict[str, Any]:
-        """A (rank, in), drawn as in peft, and B (out, rank), zeros."""
+        """A (rank, in) and B (out, rank)."""
         out, inner = shape
         a_init = partial(_uniform, bound=inner**-0.5)  # peft's: Kaiming uniform with a = sqrt(5)
+        if self.init == "gaussian":
+            a_init = nnx.initializers.normal(1 / self.rank)
+        zeros = nnx.initializers.zeros
+        of_a, of_b = ((self.rank, inner), ("rank", axes[1])), ((out, self.rank), (axes[0], "rank"))
         parts = {
-            "lora_a": declared((self.rank, inner), ("rank", axes[1]), a_init, "adapter"),
-            "lora_b": declared((out, self.rank), (axes[0], "rank"), nnx.initializers.zeros, "adapter"),
+            "lora_a": declared(*of_a, a_init, "adapter", frozen=self.freeze_a),
+            "lora_b": declared(*of_b, zeros, "adapter"),
         }
+        if self.init in FROM_WEIGHT:
+            parts["lora_a_start"] = declared(*of_a, zeros, "adapter", frozen=True)
+            parts["lora_b_start"] = declared(*of_b, zeros, "adapter", frozen=True)
         return {name: part for name, part in parts.items() if self.owner is None or name not in self.shared}
+
+    def begin(self, weight: Float[Array, "o i"], values: Mapping[str, Array]) -> dict[str, Array]:
+        """The values before the first step, float32, where they depend on the weight: of a fused module, all its rows.
+
+        As peft's `pissa_init` and `olora_init`: A and B whose scaled product is the part of the weight.
+        """
+        if self.init not in FROM_WEIGHT:
+            return dict(values)
+        if self.init == "pissa":
+            left, singular, right = jnp.linalg.svd(weight, full_matrices=False)
+            root = jnp.sqrt(singular[: self.rank] / self.scale)
+            a, b = root[:, None] * right[: self.rank], left[:, : self.rank] * root
+        else:
+            q, r = jnp.linalg.qr(weight)
+            a, b = r[: self.rank], q[:, : self.rank]
+        return {**values, "lora_a": a, "lora_b": b, "lora_a_start": a, "lora_b_start": b}
 
     @staticmethod
     def outputs(
         linears: Sequence[Linear], x: Float[Array, "b s i"], ys: Sequence[Float[Array, "b s o"]], call: Call
     ) -> list[Float[Array, "b s o"]]:
-        """Each y plus the adapter's output; the parts of a fused module drop the same elements of x.
-
-        Scaled at the rank, where it costs nothing. The barriers keep the small products apart from the large ones,
-        which then add to them as part of their own work: to y in the forward pass, to dx in the backward pass.
-        """
-        lows = _low(linears, jax.lax.optimization_barrier(x), call)
-        scaled = [low * jnp.asarray(linear.adapter.scale, low.dtype) for linear, low in zip(linears, lows)]
-        multiply = partial(matmul, groups=call.groups)
-        more = [multiply(low, linear.part("lora_b"), linear.out) for linear, low in zip(linears, scaled)]
-        return [y + jax.lax.optimization_barrier(extra) for y, extra in zip(ys, more)]
+        """Each y plus the adapter's output; the parts of a fused module drop the same elements of x."""
+        return [y + extra for y, extra in zip(ys, added(linears, x, call))]
 
     def merged(self, weight: Float[Array, "o i"], values: Mapping[str, Array]) -> Float[Array, "o i"]:
         """W + scale · B A."""
-        product = jnp.einsum("or,ri->oi", values["lora_b"], values["lora_a"], precision=jax.lax.Precision.HIGHEST)
-        return weight + self.scale * product
+        a, b = self.matrices(values)
+        return weight + self.scale * jnp.einsum("or,ri->oi", b, a, precision=jax.lax.Precision.HIGHEST)
 
     def merged_bias(self, bias: Float[Array, " o"], values: Mapping[str, Array]) -> Float[Array, " o"]:
         """As it is."""
         return bias
 
+    def matrices(self, values: Mapping[str, Array]) -> tuple[Float[Array, "*e r i"], Float[Array, "*e o r"]]:
+        """A and B, of twice the rank where what they started as is subtracted; of experts the stacks of theirs."""
+        if self.init not in FROM_WEIGHT:
+            return values["lora_a"], values["lora_b"]
+        a = jnp.concatenate([values["lora_a"], values["lora_a_start"]], axis=-2)
+        return a, jnp.concatenate([values["lora_b"], -values["lora_b_start"]], axis=-1)
 
-def _low(linears: Sequence[Linear], x: Float[Array, "b s i"], call: Call) -> list[Float[Array, "b s r"]]:
+
+def matrices_of(linears: Sequence[Linear]) -> list[tuple[Array, Array]]:
+    """`LoRA.matrices` of each layer; A of a part of a fused module is its owner's."""
+    by_name = {linear.name: linear for linear in linears}
+
+    def value(linear: Linear, part: str) -> Array:
+        shared = part in linear.adapter.shared
+        return (by_name[linear.adapter.owner or linear.name] if shared else linear).part(part)
+
+    return [one.adapter.matrices({part: value(one, part) for part in one.adapter.peft_names}) for one in linears]
+
+
+def added(linears: Sequence[Linear], x: Float[Array, "b s i"], call: Call) -> list[Float[Array, "b s o"]]:
+    """What the adapter of each layer adds to its output: scale · dropout(x) A^T B^T.
+
+    Scaled at the rank, where it costs nothing. The barriers keep the small products apart from the large ones,
+    which then add to them as part of their own work: to y in the forward pass, to dx in the backward pass.
+    """
+    matrices = matrices_of(linears)
+    lows = _low(linears, [a for a, _ in matrices], jax.lax.optimization_barrier(x), call)
+    scaled = [low * jnp.asarray(linear.adapter.scale, low.dtype) for linear, low in zip(linears, lows)]
+    multiply = partial(matmul, groups=call.groups)
+    products = [multiply(low, b, linear.out) for linear, low, (_, b) in zip(linears, scaled, matrices)]
+    return [jax.lax.optimization_barrier(product) for product in products]
+
+
+def dropped(linear: Linear, x: Float[Array, "b s i"], call: Call) -> Float[Array, "b s i"]:
+    """x as the adapter of a layer has it, with dropout while training."""
+    rate = linear.adapter.dropout
+    if call.noise is None or not rate:
+        return x
+    return dropout(x, rate, call.noise.site(linear.adapter.owner or linear.name))
+
+
+def _low(
+    linears: Sequence[Linear], of_a: Sequence[Array], x: Float[Array, "b s i"], call: Call
+) -> list[Float[Array, "b s r"]]:
     """x A^T of each layer, in one product where no elements of x are dropped."""
-    owners = [linear for linear in linears if linear.adapter.owner is None]
+    owners = [(linear, a) for linear, a in zip(linears, of_a) if linear.adapter.owner is None]
     multiply = partial(matmul, out=None, groups=call.groups)
-    if call.noise is not None and any(linear.adapter.dropout for linear in owners):
-        sites = [(linear, call.noise.site(linear.name)) for linear in owners]
-        inputs = [dropout(x, linear.adapter.dropout, noise) for linear, noise in sites]
-        found = [multiply(dropped, linear.part("lora_a")) for linear, dropped in zip(owners, inputs)]
-        found = [named(low, call) for low in found]
+    if call.noise is not None and any(linear.adapter.dropout for linear, _ in owners):
+        found = [named(multiply(dropped(linear, x, call), a), call) for linear, a in owners]
     else:
-        product = multiply(x, jnp.concatenate([linear.part("lora_a") for linear in owners], axis=-2))
-        ends = list(accumulate(linear.adapter.rank for linear in owners))
+        product = multiply(x, jnp.concatenate([a for _, a in owners], axis=-2))
+        ends = list(accumulate(a.shape[-2] for _, a in owners))
         found = jnp.split(named(product, call), ends[:-1], axis=-1)
-    by_name = {linear.name: low for linear, low in zip(owners, found)}
+    by_name = {linear.name: low for (linear, _), low in zip(owners, found)}
     return [by_name[linear.adapter.owner or linear.name] for linear in linears]
 
 

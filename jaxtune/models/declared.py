@@ -18,11 +18,17 @@ Kind = Literal["linear", "gate", "convolution", "router", "correction", "table",
 
 
 def declared(
-    shape: tuple[int, ...], axes: tuple[str | None, ...], init: Init, kind: Kind, float32: bool = False
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    init: Init,
+    kind: Kind,
+    float32: bool = False,
+    frozen: bool = False,
 ) -> Any:
     """A parameter with a logical name for each dimension; `decoder.bind` puts a value in its place.
 
-    float32: that is what it is stored as, whatever the model's dtype.
+    float32: that is what it is stored as, whatever the model's dtype. frozen: of an adapter, no step changes it.
     """
     variable = nnx.LoRAParam if kind == "adapter" else nnx.Param
-    return variable(jax.ShapeDtypeStruct(shape, jnp.float32), axes=axes, init=init, kind=kind, float32=float32)
+    metadata = {"axes": axes, "init": init, "kind": kind, "float32": float32, "frozen": frozen}
+    return variable(jax.ShapeDtypeStruct(shape, jnp.float32), **metadata)

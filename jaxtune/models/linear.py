@@ -28,13 +28,22 @@ class Adapter(Protocol):
     """What is trained beside a frozen weight, by a parameter-efficient method; frozen and hashable, one a layer.
 
     Attributes:
-        peft_names: what peft calls each parameter, after the name of the module.
         shared: parameters that the parts of one Hugging Face module (a fused qkv) have in common, and the first holds.
         owner: name of that first part ("attention.q"); None in the first part itself, and where the module is whole.
+        from_weight: whether what it begins as depends on the weight: then `begin` says it.
     """
 
-    peft_names: ClassVar[Mapping[str, str]]
     shared: ClassVar[frozenset[str]]
+
+    @property
+    def peft_names(self) -> Mapping[str, str]:
+        """What peft calls each parameter, after the name of the module."""
+        ...
+
+    @property
+    def from_weight(self) -> bool:
+        """See above."""
+        ...
 
     @property
     def owner(self) -> str | None:
@@ -43,6 +52,10 @@ class Adapter(Protocol):
 
     def declare(self, shape: tuple[int, int], axes: tuple[str | None, ...]) -> dict[str, Any]:
         """The adapter's parameters, beside a weight (out, in) of these axes."""
+        ...
+
+    def begin(self, weight: Float[Array, "o i"], values: Mapping[str, Array]) -> dict[str, Array]:
+        """The parameters before the first step, float32, of those that were drawn; of a module, all rows together."""
         ...
 
     @staticmethod

@@ -57,6 +57,7 @@ class Parameter:
         dtype: of its elements; of a quantized one, that of the dequantized elements.
         float32: that is its dtype, whatever the model's.
         on_host: whether it waits in the host's memory, from where each layer comes to the device when it is used.
+        frozen: of an adapter, that no step changes it.
     """
 
     shape: tuple[int, ...]
@@ -72,11 +73,12 @@ class Parameter:
     dtype: Any = jnp.float32
     float32: bool = False
     on_host: bool = False
+    frozen: bool = False
 
     @property
     def trained(self) -> bool:
         """Whether a step changes it."""
-        return self.kind == "adapter" or self.treatment.trained
+        return not self.frozen if self.kind == "adapter" else self.treatment.trained
 
     @property
     def matrix(self) -> tuple[int, ...]:
@@ -120,6 +122,7 @@ class _Declared(NamedTuple):
     init: Init
     kind: Kind
     float32: bool
+    frozen: bool
 
 
 def _declared(module: nnx.Module) -> dict[str, _Declared]:
@@ -154,6 +157,7 @@ def declare(spec: ModelSpec) -> tuple[nnx.GraphDef, dict[str, Parameter]]:
                 init=one.init,
                 kind=one.kind,
                 float32=one.float32,
+                frozen=one.frozen,
                 local=local,
                 layers=layers,
                 lead=lead,

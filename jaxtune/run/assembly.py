@@ -32,7 +32,8 @@ from jaxtune.parallel.layout import RULES, Axes, Layout, P, by_token, spec
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.precision.recipes import Recipe, recipe_of
 from jaxtune.run import plugins
-from jaxtune.run.merging import make_merge, merged_into
+from jaxtune.run.guard import first_level
+from jaxtune.run.merging import kept_in_state, make_merge, merged_into
 from jaxtune.run.model import Base, Model, abstract_average, declare_model
 from jaxtune.run.noise import make_noise
 from jaxtune.run.pipelined import pipelined_gradients
@@ -86,10 +87,12 @@ def assemble(base: Base, config: Config, mesh: jax.sharding.Mesh, objective: Obj
         *(update_steps, config.optim.ema_decay or 0.0),
         *(make_merge(model, merged, seed) if merged else None, config.lora.merge_interval, config.lora.reset_on_merge),
         make_noise(model, config),
+        config.guard if config.guard.action is not None else None,
     )
 
     def start(trained: Parameters) -> State:
         kept = {"reference": rounded_as(trained, reference), "average": rounded_as(trained, averaged)}
+        kept |= {"guard": first_level()} if config.guard.action is not None else {}
         return initial_state(optimizer, trained, recipe)._replace(**kept)
 
     shape = (config.train.grad_accum_steps, config.train.micro_batch_size * data_shards(mesh), config.data.seq_len)
@@ -98,8 +101,9 @@ def assemble(base: Base, config: Config, mesh: jax.sharding.Mesh, objective: Obj
     traced, state = jax.make_jaxpr(start, return_shape=True)(abstract(model.trained))
     avals = jax.tree.unflatten(jax.tree.structure(state), traced.out_avals)
     state = jax.tree.map(lambda aval: _on_mesh(aval, mesh), avals)
-    state = state._replace(base=abstract(merged))
-    frozen = abstract({name: p for name, p in model.frozen.items() if name not in merged})
+    kept = kept_in_state(model, config)
+    state = state._replace(base=abstract(kept))
+    frozen = abstract({name: p for name, p in model.frozen.items() if name not in kept})
     return Program(model, objective, optimizer, gradients, step, start, state, frozen, batch)
 
 

@@ -27,7 +27,7 @@ def card_rows(config: Config, folder: RunFolder, steps: int, tokens: int) -> dic
     }
     if lora.enabled:
         targets = ", ".join(_several(lora.target_modules))
-        of_rank = {"LoRA": f"rank {lora.rank}, alpha {lora.alpha:g}, {targets}"}
+        of_rank = {"DoRA" if lora.use_dora else "LoRA": f"rank {lora.rank}, alpha {lora.alpha:g}, {targets}"}
         rows |= {"(IA)^3": targets} if lora.kind == "ia3" else of_rank
     seen = [row for row in metrics.read(folder.metrics) if row["step"] <= steps] if folder.metrics.is_file() else []
     shown = {

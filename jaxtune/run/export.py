@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtune import data, hf
-from jaxtune.config.schema import Config
+from jaxtune.config.schema import Config, Lora
 from jaxtune.errors import UserError
+from jaxtune.lora.lora import LoRA
 from jaxtune.models import families
 from jaxtune.models.call import Call
 from jaxtune.models.decoder import Parameters, bind
@@ -23,11 +24,10 @@ from jaxtune.models.parameters import Parameter, count, loaded_names
 from jaxtune.models.places import Place
 from jaxtune.models.score import hidden_states, logits
 from jaxtune.parallel import multihost
-from jaxtune.parallel.layout import axes_in, by_token
+from jaxtune.parallel.layout import by_token
 from jaxtune.parallel.mesh import data_shards
-from jaxtune.parallel.offload import to_device
-from jaxtune.quant import QuantizedArray
 from jaxtune.run.card import card_rows
+from jaxtune.run.elements import gather_element
 from jaxtune.run.folder import RunFolder
 from jaxtune.run.model import Model, declare_model, read_base
 from jaxtune.run.values import read_parameters
@@ -50,12 +50,14 @@ def export_full(model: Model, parameters: Parameters, config: Config, output: Pa
 
     def merged(name: str, index: tuple[int, ...]) -> jax.Array:
         """One matrix or vector, with the adapter beside it, rounded once."""
-        parameter, weight = model.parameters[name], _gather(parameters[name], index)
+        parameter, weight = model.parameters[name], gather_element(parameters[name], index)
         beside = re.sub(r"\.bias$", ".weight", name)  # of a bias, the weight of its layer
         adapter = model.parameters[beside].treatment.adapter if beside in model.parameters else None
         if adapter is not None:
             parts = model.adapter_of(beside)
-            values = {part: _gather(parameters[other], index).astype(jnp.float32) for part, other in parts.items()}
+            values = {
+                part: gather_element(parameters[other], index).astype(jnp.float32) for part, other in parts.items()
+            }
             merged_into = adapter.merged if beside == name else adapter.merged_bias
             weight = merged_into(weight.astype(jnp.float32), values)
         return weight.astype(_exported_as(parameter, dtype))
@@ -125,10 +127,18 @@ def export_adapter(model: Model, parameters: Parameters, config: Config, output:
     """A folder that peft loads: adapter_model.safetensors and adapter_config.json."""
 
     def value(name: str, index: tuple[int, ...]) -> jax.Array:
-        return _gather(parameters[name], index)
+        own, start = gather_element(parameters[name], index), f"{name}_start"
+        if start not in parameters:
+            return own
+        start = gather_element(parameters[start], index)  # which is subtracted (`lora.LoRA`): in twice the rank
+        return jnp.concatenate([own, start]) if name.endswith("lora_a") else jnp.concatenate([own, -start], axis=1)
 
-    tensors = list(_tensors(model, model.trained, jnp.dtype(config.lora.dtype), value))
+    every = model.trained | model.starts
+    written = {name: _with_start(p) for name, p in every.items() if not name.endswith("_start")}
+    tensors = list(_tensors(model, written, jnp.dtype(config.lora.dtype), value))
     lora, base = config.lora, _absolute(config.model.path or "")
+    rank, alpha = LoRA(lora.rank, lora.alpha, lora.use_rslora, init=lora.init).exported
+    lora = dataclasses.replace(lora, rank=rank, alpha=alpha)
     if lora.dropout and any(map(_is_of_experts, model.trained.values())):
         log.warning("lora.dropout=%s is written as 0: peft has no dropout for adapters of experts", lora.dropout)
         lora = dataclasses.replace(lora, dropout=0.0)
@@ -137,9 +147,28 @@ def export_adapter(model: Model, parameters: Parameters, config: Config, output:
             "an adapter has no config.json, and this run has changed that of its base (model.config, "
             "model.overrides, model.rope_scaling): load the base so, or export a whole model with --merge"
         )
-    hf.write_adapter(output, tensors, lora, base, config.model.revision, *_targets(model))
+    hf.write_adapter(output, tensors, lora, base, config.model.revision, *_targets(model), *_patterns(model, lora))
     if multihost.is_main():
         _write_tokenizer(model, config, output)
+
+
+def _with_start(parameter: Parameter) -> Parameter:
+    """A or B as it is exported: of twice the rank, if it started as a part of the weight."""
+    adapter = parameter.treatment.adapter
+    if parameter.kind != "adapter" or "rank" not in parameter.axes or adapter.exported[0] == adapter.rank:
+        return parameter
+    axis = parameter.axes.index("rank")
+    return dataclasses.replace(
+        parameter, shape=tuple(size * (1 + (number == axis)) for number, size in enumerate(parameter.shape))
+    )
+
+
+def _patterns(model: Model, lora: Lora) -> tuple[dict[str, int], dict[str, float]]:
+    """Rank and alpha of the modules that have others than `lora`."""
+    linears = [p for p in model.frozen.values() if isinstance(p.treatment.adapter, LoRA) and not _is_of_experts(p)]
+    found = {place.name.removesuffix(".weight"): p.treatment.adapter.exported for p in linears for place in p.places}
+    ranks = {name: rank for name, (rank, _) in found.items() if rank != lora.rank}
+    return ranks, {name: alpha for name, (_, alpha) in found.items() if alpha != lora.alpha}
 
 
 def _write_tokenizer(model: Model, config: Config, output: Path) -> None:
@@ -255,34 +284,6 @@ def check_apart(output: Path, model: Model) -> None:
         raise UserError(f"{output} holds the model that the run started from; export to another folder")
     if RunFolder(output).checkpoints.exists():
         raise UserError(f"{output} is the folder of a run; export to another one, for example {output / 'export'}")
-
-
-def _gather(parameter: Any, index: tuple[int, ...]) -> jax.Array:
-    """One element of a parameter's leading axes, dequantized, whole on every device."""
-    return _gather_element(parameter, index) if index else jax.reshard(parameter, jax.P())
-
-
-@jax.jit
-def _gather_element(parameter: Any, index: tuple[int, ...]) -> jax.Array:
-    """Compiled once a shape: the index is an argument of the program."""
-    for number in index:
-        parameter = to_device(jax.tree.map(partial(_element, number=number), parameter))
-    return jax.reshard(parameter.dequantize() if isinstance(parameter, QuantizedArray) else parameter, jax.P())
-
-
-def _element(stack: jax.Array, number: int | jax.Array) -> jax.Array:
-    """An element of the leading axis, from the devices that hold it."""
-    first, *rest = jax.typeof(stack).sharding.spec
-
-    def on_device(stack: jax.Array, number: int | jax.Array) -> jax.Array:
-        number = number - jax.lax.axis_index(axes_in(first)) * len(stack)
-        found = jax.lax.dynamic_index_in_dim(stack, jnp.clip(number, 0, len(stack) - 1), keepdims=False)
-        # What is added to another device's element must be -0: 0 would make 0 of -0.
-        return jax.lax.psum(jnp.where((number >= 0) & (number < len(stack)), found, -jnp.zeros_like(found)), first)
-
-    if first is None:
-        return jax.lax.dynamic_index_in_dim(stack, number, keepdims=False)
-    return jax.shard_map(on_device, in_specs=(jax.P(first, *rest), jax.P()), out_specs=jax.P(*rest))(stack, number)
 
 
 def merge_difference(model: Model, parameters: Parameters, config: Config, output: Path) -> str:

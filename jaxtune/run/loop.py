@@ -32,6 +32,7 @@ class Position:
     standing: Standing = Standing()  # of the evaluations so far
     ended: str = ""  # why the run is finished before its last step, if it is
     plugins: dict[str, Any] = dataclasses.field(default_factory=dict)  # what each keeps; JSON
+    spikes: int = 0  # in a row
 
     def to_json(self) -> dict[str, Any]:
         """As saved in a checkpoint."""
@@ -45,6 +46,7 @@ class Position:
         # Checkpoints before `put_off` knew evaluation alone.
         put_off = saved.get("put_off", ("eval",) if saved.get("evaluation_due") else ())
         standing, plugins = Standing(**saved.get("standing", {})), saved.get("plugins", {})
+        numbers["spikes"] = saved.get("spikes", 0)
         return cls(**numbers, feed=feed, put_off=tuple(put_off), standing=standing, plugins=plugins)
 
 
@@ -93,6 +95,7 @@ def train(
     rates: Float32[np.ndarray, " steps"],
     tasks: Sequence[Task],
     watch: Watch,
+    roll_back: Callable[[State], State] | None = None,
 ) -> State:
     """Steps from `position`, which is updated, to the last, until it has ended, or until asked to stop.
 
@@ -102,20 +105,23 @@ def train(
     every step of the run, from its first.
     Metrics of a step are read after the next one has been dispatched, so that the device never waits for the host;
     before a task they are up to date. Tasks run in their order, and one may end the run before those after it.
-    Raises UserError after train.max_bad_steps non-finite steps in a row.
+    `roll_back`: the state to go on with once a step is known to have been a spike (`run.guard`).
+    Raises UserError after train.max_bad_steps steps in a row that changed nothing.
     """
     pending: tuple[Position, Any] | None = None
     last, total_steps = 0.0, len(rates)
 
     def report() -> None:
-        nonlocal pending, last
+        nonlocal pending, last, state
         if pending is not None:
             (at, results), pending = pending, None
             values = {name: value.item() for name, value in jax.device_get(results).items()}
-            values["learning_rate"] = float(rates[at.step - 1])
+            values["learning_rate"] = float(rates[at.step - 1]) * values.pop("rate_factor", 1.0)
             now = time.perf_counter()
             seconds, last = now - last, now
             _report(watch, position, at, values, seconds, config.train.max_bad_steps)
+            if roll_back is not None and values.get("spike"):
+                state = roll_back(state)
 
     def run(task: Task) -> None:
         with watch.goodput.measure("step"):
@@ -159,7 +165,7 @@ def train(
 def _report(
     watch: Watch, position: Position, at: Position, values: dict[str, float], seconds: float, max_bad_steps: int
 ) -> None:
-    """Count and show the step that ended `at`. Raises UserError where too many were not finite."""
+    """Count and show the step that ended `at`. Raises UserError where too many changed nothing."""
     tokens = int(values.pop("tokens"))
     position.tokens += tokens
     finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
@@ -167,13 +173,23 @@ def _report(
         watch.progress.message(f"step {at.step} skipped: gradients overflowed float16; loss scale now {scale / 2:g}")
         finite = True  # with a smaller scale the next one may be
     position.bad_steps = 0 if finite else position.bad_steps + 1
+    position.spikes = position.spikes + 1 if values.get("spike") else 0
+    if position.spikes:
+        found = f"loss {values['loss']:.4g}, gradient norm {values['grad_norm']:.4g}"
+        watch.progress.message(f"step {at.step} is a spike, and changed nothing: {found}")
     counts = {"tokens": position.tokens, "bad_steps": position.bad_steps}
     watch.step(at.step, at.feed, values | counts, tokens, seconds)
+    place = ", ".join(f"{name} {value}" for name, value in at.feed.items())
     if position.bad_steps >= max_bad_steps:
-        place = ", ".join(f"{name} {value}" for name, value in at.feed.items())
         suspicion = "No step was finite: the weights may hold NaN. " if at.step == position.bad_steps else ""
         raise UserError(
             f"{position.bad_steps} steps in a row were not finite (train.max_bad_steps), the last step {at.step}, "
             f"which ended at {place}. They changed no parameter. {suspicion}Lower "
             "optim.learning_rate, or try precision.recipe='fp32'"
+        )
+    if position.spikes >= max_bad_steps:
+        raise UserError(
+            f"{position.spikes} steps in a row were spikes (train.max_bad_steps), the last step {at.step}, which ended "
+            f"at {place}. They changed no parameter. If this is how the loss is, raise guard.deviations and "
+            "guard.norm_factor; else look at the data there, or lower optim.learning_rate"
         )

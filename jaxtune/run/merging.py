@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
+from jaxtune.lora.lora import FROM_WEIGHT
 from jaxtune.models.decoder import Parameters
 from jaxtune.models.dropout import named_key
 from jaxtune.models.parameters import Parameter, drawn
@@ -31,6 +32,9 @@ def merged_into(model: Model, config: Config) -> dict[str, Parameter]:
     found = {name: p for name, p in model.frozen.items() if p.kind == "linear" and p.treatment.adapter is not None}
     why = {
         "adapters of experts": any(len(p.lead) > 1 for p in found.values()),
+        "lora.use_dora": config.lora.use_dora,
+        "lora.freeze_a": config.lora.freeze_a,
+        f"lora.init={config.lora.init!r}": config.lora.init in FROM_WEIGHT,
         "memory.offload_quants": any(p.on_host for p in found.values()),
         f"precision.recipe={config.precision.recipe!r}": model.linears is not None,
         "mesh.stage": "stages" in {axis for p in found.values() for axis in p.axes},
@@ -46,6 +50,11 @@ def merged_into(model: Model, config: Config) -> dict[str, Parameter]:
             f"lora.merge_interval={config.lora.merge_interval}: not with {refused[0]}; leave one of them out"
         )
     return found
+
+
+def kept_in_state(model: Model, config: Config) -> dict[str, Parameter]:
+    """The frozen parameters that are part of the state: no file holds them as they are in the end (`State.base`)."""
+    return merged_into(model, config) | model.starts
 
 
 def make_merge(model: Model, base: Mapping[str, Parameter], seed: int) -> Callable[..., tuple[Parameters, Parameters]]:

@@ -103,6 +103,11 @@ class Model:
         }
 
     @property
+    def starts(self) -> dict[str, Parameter]:
+        """The parts of adapters that are not trained, and so are in no file but a checkpoint."""
+        return {name: p for name, p in self.parameters.items() if p.kind == "adapter" and not p.trained}
+
+    @property
     def quantized(self) -> dict[str, Parameter]:
         """The parameters that are stored in a quantized format."""
         return {name: p for name, p in self.whole.items() if p.treatment.stored is not None}
@@ -181,7 +186,7 @@ def declare_model(
 
     def chosen(parameter: Parameter) -> Parameter:
         dtype = config.precision.master_dtype if train and parameter.trained else config.model.dtype
-        beside = config.lora.enabled and parameter.trained
+        beside = parameter.kind == "adapter" or (config.lora.enabled and parameter.trained)
         dtype = "float32" if parameter.float32 else config.lora.dtype if beside else dtype
         # Only the storage changes, not the treatment: the stacks stay those of training, whose checkpoints are read.
         storage = parameter.storage if low_precision or parameter.kind == "adapter" else parameter.treatment.stored

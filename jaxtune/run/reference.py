@@ -12,10 +12,11 @@ from jaxtune.run.model import Model
 def is_kept(config: Config) -> bool:
     """Whether a run's state holds values to compare with.
 
-    New adapters change nothing before the first step: there the reference is the model without them, unless biases of
-    the model are trained too.
+    New adapters change nothing before the first step: there the reference is the model without them, unless biases or
+    modules of the model are trained too.
     """
-    new = config.lora.enabled and config.lora.path is None and config.lora.bias == "none"
+    lora = config.lora
+    new = lora.enabled and lora.path is None and lora.bias == "none" and not lora.modules_to_save
     if config.rollout.rewards:
         return bool(config.grpo.beta) and not new
     options = config.preference

@@ -149,6 +149,16 @@ def restored(saved: Saved, program: Program, load_optimizer: bool) -> tuple[Stat
     return state, position
 
 
+def rolled_back(checkpoints: CheckpointManager, program: Program, state: State) -> State:
+    """The newest checkpoint's state, at the step of this one, which is returned where there is no checkpoint yet."""
+    found = checkpoints.restore(program.state, grouping=program.model.grouping)
+    if found is None:
+        log.warning("there is no checkpoint to go back to yet (ckpt.save_steps)")
+        return state
+    log.info("back to the weights of step %d, and on with the data", found.step)
+    return found.state._replace(step=state.step, guard=state.guard)
+
+
 def begin(config: Config, folder: RunFolder, counts: Counts | None) -> None:
     """Makes the folder that of this run, once nothing of its options, model and data can be refused any more.
 

@@ -1,6 +1,6 @@
 """The state of a run: what a step changes."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -25,7 +25,9 @@ class State(NamedTuple):
 
     reference: earlier values of the trained parameters, where an objective compares with them (`run.reference`).
     average: of the trained parameters over steps, float32, where optim.ema_decay asks for it.
-    base: weights into which adapters are merged while they are trained (`run.merging`).
+    base: what is frozen and in no file: weights into which adapters are merged, and what some adapters began as
+        (`run.merging`).
+    guard: what losses have been, where spikes are looked for (`run.guard`).
     """
 
     step: Int[Array, ""]
@@ -35,6 +37,7 @@ class State(NamedTuple):
     reference: Parameters = {}  # noqa: RUF012
     average: Parameters = {}  # noqa: RUF012
     base: Parameters = {}  # noqa: RUF012
+    guard: Any = ()  # a `Level`, or nothing
 
     @property
     def result(self) -> Parameters:

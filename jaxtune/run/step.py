@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxtune.config.schema import Guard
 from jaxtune.models.call import Call
 from jaxtune.models.decoder import Decoder, Parameters, bind
 from jaxtune.models.dropout import named_key, source_of
@@ -23,6 +24,7 @@ from jaxtune.parallel.offload import Added, is_on_host, to_device, zeros_of
 from jaxtune.precision import loss_scale
 from jaxtune.precision.linears import Amax, Linears
 from jaxtune.precision.recipes import Recipe
+from jaxtune.run.guard import is_spike, level_after
 from jaxtune.run.state import Scaling, State, rounded_as
 
 Metrics = dict[str, Array]
@@ -199,6 +201,7 @@ def make_train_step(
     merge_interval: int = 0,
     reset_on_merge: bool = False,
     noise: Callable[..., Parameters] | None = None,
+    guarded: Guard | None = None,
 ) -> Callable[[State, Parameters, Batch, Float[Array, ""]], tuple[State, Metrics]]:
     """(state, frozen, batch, learning rate) -> (state, metrics).
 
@@ -206,8 +209,8 @@ def make_train_step(
     whose loss or gradient is not finite changes nothing but the step number and the loss scale. After each
     `reference_update_steps` the trained parameters become the reference; their average moves by 1 - `ema_decay` of the
     way to them. After each `merge_interval` adapters are merged into the base in the state (`run.merging`), and
-    their optimizer begins anew if `reset_on_merge`. `noise` is added to frozen parameters
-    (`run.noise`).
+    their optimizer begins anew if `reset_on_merge`. `noise` is added to frozen parameters (`run.noise`). `guarded`:
+    a step that is a spike (`run.guard`) changes nothing either.
     """
 
     def step(state: State, frozen: Parameters, batch: Batch, rate: Float[Array, ""]) -> tuple[State, Metrics]:
@@ -221,10 +224,14 @@ def make_train_step(
         weight = jnp.maximum(summed.sums.weight, 1).astype(jnp.float32)
         loss = summed.sums.loss / weight
         norm = _norm(summed.gradients) / (weight * summed.magnified)
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        taken = finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        if guarded is not None:
+            spike = is_spike(state.guard, loss, norm, guarded)
+            taken = finite & ~spike
+            rate = rate * state.guard.rate
         factor = build.clip_factor(norm, max_grad_norm) / (weight * summed.magnified)
 
-        update = build.Step(rate, factor, finite, named_key(key, "rounding"))
+        update = build.Step(rate, factor, taken, named_key(key, "rounding"))
         with jax.default_matmul_precision(recipe.matmul_precision):
             directed = {**summed.gradients, **summed.sums.directions}
             trained, optimizer_state = optimizer.update(directed, state.optimizer, state.trained, update)
@@ -235,13 +242,17 @@ def make_train_step(
             "tokens": jnp.sum(batch["segment_ids"] > 0, dtype=jnp.int32),
             **{name: value / jnp.maximum(own, 1) for name, (value, own) in summed.sums.metrics.items()},
         }
+        level = state.guard
+        if guarded is not None:
+            metrics |= {"spike": spike, "rate_factor": level.rate}
+            level = level_after(level, loss, norm, taken, spike, guarded)
         scaling = state.scaling
         if scaling.loss is not None and recipe.growth_steps is not None:
             after = loss_scale.updated(scaling.loss, finite, recipe.growth_steps)
             metrics |= {"loss_scale": scaling.loss.scale, "skipped_steps": after.skipped_steps}
             scaling = scaling._replace(loss=after)
         if recipe.linears is not None:
-            scaling = scaling._replace(amax=recipe.linears.extended(scaling.amax, summed.amax, finite))
+            scaling = scaling._replace(amax=recipe.linears.extended(scaling.amax, summed.amax, taken))
         reference = state.reference
         if reference and reference_update_steps:
             due = (state.step + 1) % reference_update_steps == 0
@@ -254,7 +265,7 @@ def make_train_step(
                 anew = lambda _: optimizer.init(trained)  # noqa: E731
                 optimizer_state = jax.lax.cond(due, anew, lambda kept: kept, optimizer_state)
         average = {name: mean + (1 - ema_decay) * (trained[name] - mean) for name, mean in state.average.items()}
-        return State(state.step + 1, trained, optimizer_state, scaling, reference, average, base), metrics
+        return State(state.step + 1, trained, optimizer_state, scaling, reference, average, base, level), metrics
 
     return step
 

@@ -14,13 +14,14 @@ from jaxtune import hf
 from jaxtune.checkpoint import CheckpointManager, Restored, verify_fingerprint
 from jaxtune.config.schema import Config, Lora, Quant
 from jaxtune.errors import UserError
+from jaxtune.lora.lora import LoRA
 from jaxtune.models import families
 from jaxtune.models.decoder import Parameters
 from jaxtune.models.parameters import Parameter, abstract, randomize
 from jaxtune.precision.linears import Frozen
 from jaxtune.quant.mxfp4 import Mxfp4
 from jaxtune.run.folder import RunFolder
-from jaxtune.run.merging import merged_into
+from jaxtune.run.merging import kept_in_state, merged_into
 from jaxtune.run.model import Model, abstract_average, declare_model, read_base
 from jaxtune.run.reference import abstract_reference
 from jaxtune.run.state import rounded_as
@@ -115,11 +116,18 @@ def _ordinary(weight: jax.Array) -> jax.Array:
 
 
 def initial_parameters(model: Model, config: Config) -> Parameters:
-    """The trained parameters before step 0: random, read from the model's folder, or new or read adapters."""
-    if config.lora.path is not None:
-        targets, tensors = _adapter_tensors(model, config)
-        return hf.read_tensors(tensors, targets)
-    return _values(model, model.trained, config)
+    """The trained parameters before step 0: random, read from the model's folder, or new or read adapters.
+
+    Adapters that begin as something of the weights beside them do not, yet: `begin_adapters`.
+    """
+    return _initial(model, model.trained, config)
+
+
+def _initial(model: Model, wanted: Mapping[str, Parameter], config: Config) -> Parameters:
+    if config.lora.path is None:
+        return _values(model, wanted, config)
+    targets, tensors = _adapter_tensors(model, config)
+    return hf.read_tensors(tensors, {name: targets[name] for name in wanted}) if wanted else {}
 
 
 def frozen_parameters(model: Model, config: Config, but: Collection[str] = ()) -> Parameters:
@@ -128,8 +136,8 @@ def frozen_parameters(model: Model, config: Config, but: Collection[str] = ()) -
 
 
 def base_parameters(model: Model, config: Config) -> Parameters:
-    """The weights into which adapters are merged (`run.merging`), before the first step."""
-    return _values(model, merged_into(model, config), config)
+    """What is frozen and yet part of the state (`run.merging.kept_in_state`), before the first step."""
+    return _values(model, merged_into(model, config), config) | _initial(model, model.starts, config)
 
 
 def read_reference(model: Model, config: Config, like: Parameters) -> Parameters:
@@ -139,6 +147,11 @@ def read_reference(model: Model, config: Config, like: Parameters) -> Parameters
     """
     name = config.preference.reference
     if config.lora.enabled:
+        if model.starts:
+            raise UserError(
+                f"preference.reference={name!r}: not with lora.freeze_a or lora.init={config.lora.init!r}, as parts of "
+                "the adapter would be those of this run"
+            )
         other = dataclasses.replace(config, lora=dataclasses.replace(config.lora, path=name))
         try:
             return rounded_as(initial_parameters(model, other), like)
@@ -192,14 +205,23 @@ def _adapter_tensors(model: Model, config: Config) -> tuple[dict[str, hf.Target]
             raise UserError(
                 f"lora.{key}={getattr(config.lora, key)}, but the adapter in {config.lora.path} has {found}"
             )
-    adapters = [parameter for parameter in model.trained.values() if parameter.kind == "adapter"]
+    wanted = model.trained | model.starts
+    adapters = [parameter for parameter in wanted.values() if parameter.kind == "adapter"]
     modules = hf.adapted_modules(place.name for parameter in adapters for place in parameter.places)
     if modules != adapter.modules:
         difference = sorted(modules ^ adapter.modules)
         raise UserError(
             f"lora.target_modules and the adapter in {config.lora.path} differ in {', '.join(difference[:6])}"
         )
-    targets = {name: _target(model, parameter) for name, parameter in model.trained.items()}
+    for parameter in model.frozen.values():
+        kept = parameter.treatment.adapter
+        for module in (place.name.removesuffix(".weight") for place in parameter.places):
+            if isinstance(kept, LoRA) and module in adapter.modules and adapter.of_module(module) != kept.exported:
+                raise UserError(
+                    f"lora.rank_pattern and alpha_pattern give {module} rank {kept.rank} and alpha {kept.alpha:g}, but "
+                    f"the adapter in {config.lora.path} has {adapter.of_module(module)}"
+                )
+    targets = {name: _target(model, parameter) for name, parameter in wanted.items()}
     complaint = f"the tensors in {config.lora.path} are not those of adapters of this model:"
     hf.check_tensors(complaint, adapter.tensors, targets, lambda name: False)
     return targets, adapter.tensors
@@ -253,7 +275,7 @@ def _restored(
     average = abstract_average(model, config)
     result = "average" if average else "trained"
     wanted = {result: average or abstract(model.trained), "reference": reference}
-    wanted["base"] = abstract(merged_into(model, config))
+    wanted["base"] = abstract(kept_in_state(model, config))
     found = checkpoints.restore(wanted, step, part=True, grouping=model.grouping)
     if found is None:
         return None
@@ -277,7 +299,7 @@ def of_model(name: str, config: Config) -> Config:
         if adapter.base_model is None:
             raise UserError(f"{name} does not say which model it is an adapter of (base_model_name_or_path)")
         base, revision = adapter.base_model, adapter.revision
-        lora = Lora(enabled=True, target_modules=adapter.targets, path=name, **adapter.options)
+        lora = Lora(enabled=True, path=name, **adapter.options, **adapter.chosen)
         quant = config.quant
         if adapter.labels:
             model = dataclasses.replace(model, head="classification", num_labels=adapter.labels)

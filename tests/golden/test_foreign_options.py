@@ -98,6 +98,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "axolotl": {
         "lora": {"adapter": "lora"},
         "merge_lora": {"adapter": "lora"},
+        "peft_init_lora_weights": {"adapter": "lora"},
         "eval.": {"val_set_size": 0.1},
         "load_best_model_at_end": {"val_set_size": 0.1},
         "greater_is_better": {"load_best_model_at_end": True},
@@ -133,6 +134,7 @@ VALUES: dict[str, Any] = {
     "data.eval_datasets[i].ds_type": "csv",
     "data.datasets[i].select_columns": ["q_proj"],
     "optim.start_lr": 1e-6,
+    "lora.layers_to_transform": [0, 2],
 }
 # Options that are read together with others: what a file says, and what that becomes.
 ALPACA = "### Instruction:\n{instruction}\n\n### Response:\n"

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from journey import journey
+from journey import journey, loads_in_transformers, row
 from runs import call, run
 
 
@@ -31,3 +31,15 @@ def test_qwen_lora_trains_is_killed_resumes_exports_and_loads(home):
     assert not torch.equal(
         merged.state_dict()["model.layers.0.mlp.up_proj.weight"], plain["model.layers.0.mlp.up_proj.weight"]
     )
+
+
+def test_an_adapter_that_begins_as_a_part_of_the_weight_resumes_exactly_and_loads(home):
+    options = {
+        "lora.init": "pissa",
+        "lora.use_dora": True,
+        "lora.modules_to_save": "('norm',)",
+        "model.dtype": "float32",
+    }
+    folder, _ = row(home, "qwen_lora.py", "pissa", **options)
+    call("jaxtune.export", f"--run={folder}", f"--output={home / 'pissa-merged'}", "--merge")
+    loads_in_transformers(home / "pissa-merged", home / "model", folder / "export", within=1e-4)

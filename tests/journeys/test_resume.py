@@ -1,6 +1,7 @@
 """A run that is killed, stopped or damaged goes on exactly where it was."""
 
 import json
+import shutil
 import signal
 import time
 
@@ -138,3 +139,22 @@ def test_steps_that_are_not_finite_are_shown_skipped_and_end_the_run(uninterrupt
     assert [row["bad_steps"] for row in rows][-3:] == [1, 2, 3]
     assert "NaN" in (folder / "runs" / "nan" / "metrics.jsonl").read_text()
     assert json.loads((folder / "runs" / "nan" / "config.json").read_text())["train"]["max_bad_steps"] == 3
+
+
+def test_a_spike_takes_the_run_back_and_a_resumed_run_does_the_same(uninterrupted):
+    """Many steps are spikes by these options; what is kept of them is in checkpoints."""
+    folder, path, plain = uninterrupted
+    options = {"action": "roll_back", "norm_factor": "1.2", "window": "3"}
+    flags = [f"--config.guard.{name}={value}" for name, value in options.items()]
+    command = (f"--config={path}", "--config.train.run_name=spikes", "--config.train.max_bad_steps=24", *flags)
+    output = call("jaxtune.train", *command)
+    assert "is a spike, and changed nothing" in output and "back to the weights of step" in output
+    found = losses(folder / "runs" / "spikes")
+    spikes = [row["step"] for row in metrics(folder / "runs" / "spikes") if row.get("spike")]
+    assert 0 < len(spikes) < 20 and found != plain
+    shutil.rmtree(folder / "runs" / "spikes" / "checkpoints" / "24")
+    assert "resumed from step 20" in call("jaxtune.train", *command)
+    assert losses(folder / "runs" / "spikes") == found
+    more = ("--config.train.run_name=ended", "--config.train.max_bad_steps=1")
+    refused = call("jaxtune.train", *command[:1], *more, *flags, code=2)
+    assert "1 steps in a row were spikes (train.max_bad_steps)" in refused

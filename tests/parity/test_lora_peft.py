@@ -13,12 +13,13 @@ from tiny import read, torch_model
 from jaxtune.config.schema import Config, Data, Lora, Memory, Model, Precision, Preference
 from jaxtune.errors import UserError
 from jaxtune.lora.inject import inject
+from jaxtune.run.adapter_start import begin_adapters
 from jaxtune.run.assembly import assemble, trained_of
 from jaxtune.run.export import export
 from jaxtune.run.folder import RunFolder
 from jaxtune.run.model import read_base
 from jaxtune.run.reference import is_kept
-from jaxtune.run.values import initial_parameters, of_model
+from jaxtune.run.values import base_parameters, initial_parameters, of_model
 
 QWEN = "qwen3, yarn rope, tied"
 
@@ -46,7 +47,18 @@ def adapted(folder, mesh, lora: Lora, seed: int = 0):
         for name, p in model.parameters.items()
         if p.kind == "adapter"
     }
-    return model, {**frozen, **adapters}, config
+    whole = {
+        name: frozen[name] * (1 + 0.1 * rng.normal(size=p.shape)).astype(np.float32)
+        for name, p in model.trained.items()
+        if p.kind != "adapter"
+    }
+    return model, {**frozen, **adapters, **whole}, config
+
+
+def exported(model, parameters, config, home) -> None:
+    """The adapter in home/peft, and the whole model in home/hf."""
+    for kind, merge in (("peft", False), ("hf", True)):
+        export(model, parameters, config, RunFolder(home), home / kind, kind, merge=merge, steps=1, tokens=1)
 
 
 @pytest.mark.parametrize(
@@ -321,12 +333,14 @@ def same_gradients(theirs, model, parameters, mesh):
     loss = jax.jit(jax.grad(lambda trained: jnp.square(logits_of(model, {**parameters, **trained}, batch)).mean()))
     for name, gradient in loss(trained).items():
         for index, place in model.trained[name].elements():
-            np.testing.assert_allclose(gradient[index], gradients[place.name], atol=1e-5, err_msg=place.name)
+            expected = place.rows_in(gradients[place.name])
+            np.testing.assert_allclose(gradient[index][: len(expected)], expected, atol=1e-5, err_msg=place.name)
 
 
 def plain(name: str) -> str:
     """peft's name of a parameter, as its file has it, and of the module inside an adapter as that of the model."""
-    return name.removeprefix("base_model.model.").replace(".default", "").replace(".base_layer", "")
+    name = re.sub(r"\.(default|base_layer|modules_to_save)(?=\.|$)", "", name.removeprefix("base_model.model."))
+    return name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
 
 
 @pytest.mark.parametrize(("family", "reason"), [(QWEN, "this qwen3 has no bias"), ("mixtral", "not of a mixture")])
@@ -377,3 +391,114 @@ def test_factors_that_cannot_be_are_refused(family, targets, reason, one_device,
 def test_a_reference_is_kept_where_the_model_without_adapters_is_not_it(bias, kept):
     config = Config(preference=Preference("sigmoid"), lora=Lora(enabled=True, bias=bias))
     assert is_kept(config) == kept
+
+
+RELATIVES = {
+    "dora": (QWEN, {"use_dora": True}),
+    "dora, biases": ("qwen2, two unlike stacks", {"use_dora": True, "use_rslora": True}),
+    "dora, fused": ("phi3, fused, window", {"use_dora": True}),
+    "ranks": (
+        QWEN,
+        {"rank_pattern": ("mlp=2", r"1\.mlp\.up=8"), "alpha_pattern": ("q_proj=1.5",), "layers_to_transform": (0, 1)},
+    ),
+    "A frozen": (QWEN, {"freeze_a": True, "target_modules": ("q_proj", "up_proj")}),
+    "whole modules": (
+        "qwen2, two unlike stacks",
+        {"modules_to_save": ("embed_tokens", "lm_head", "o_proj", "norm"), "target_modules": ("q_proj", "up_proj")},
+    ),
+}
+
+
+@pytest.mark.parametrize("relative", RELATIVES)
+def test_relatives_of_lora_are_those_of_peft(relative, one_device, tmp_path):
+    """Logits, gradients of all that is trained, the way to peft and back, and merged into the weights."""
+    peft = pytest.importorskip("peft")
+    import torch
+
+    family, options = RELATIVES[relative]
+    reference = torch_model(family, tmp_path / "base")
+    lora = Lora(enabled=True, rank=4, alpha=8.0, **options)
+    model, parameters, config = adapted(tmp_path / "base", one_device, lora)
+    exported(model, parameters, config, tmp_path)
+    merged = type(reference).from_pretrained(tmp_path / "hf").eval()
+    theirs = peft.PeftModel.from_pretrained(reference, tmp_path / "peft", is_trainable=True).eval()
+    same_gradients(theirs, model, parameters, one_device)
+    rows = tokens(2, 48)
+    with torch.no_grad():
+        ours = logits(model, parameters, make_batch(rows, one_device))
+        assert np.abs(merged(torch.tensor(rows)).logits.numpy() - ours).max() <= 2e-5
+    comes_back(tmp_path, config, parameters, one_device)
+    theirs.save_pretrained(tmp_path / "again")
+    config = of_model(str(tmp_path / "again"), dataclasses.replace(config, model=Model()))
+    again, _, _ = read(tmp_path / "base", one_device, lora=config.lora)
+    assert initial_parameters(again, config).keys() == (model.trained | model.starts).keys()
+
+
+@pytest.mark.parametrize(
+    ("family", "init", "rslora"),
+    [(QWEN, "pissa", False), (QWEN, "olora", True), ("phi3, fused, window", "pissa", True)],
+)
+def test_adapters_begin_as_a_part_of_the_weight_as_in_peft(family, init, rslora, one_device, tmp_path):
+    """They change nothing at first, their product is that of peft, and they are exported as plain adapters."""
+    import torch
+
+    peft = pytest.importorskip("peft")
+    reference = torch_model(family, tmp_path / "base")
+    lora = Lora(enabled=True, rank=4, alpha=8.0, init=init, use_rslora=rslora)
+    model, frozen, config = read(tmp_path / "base", one_device, lora=lora, train=True)
+    base = base_parameters(model, config)
+    trained, base = begin_adapters(model, config, initial_parameters(model, config), base, frozen)
+    batch, rows = make_batch(tokens(2, 48), one_device), torch.tensor(tokens(2, 48))
+    with torch.no_grad():
+        expected = reference(rows).logits.numpy()
+    assert np.abs(logits(model, {**frozen, **base, **trained}, batch) - expected).max() <= 2e-5
+
+    options = {"r": 4, "lora_alpha": 8, "use_rslora": rslora, "init_lora_weights": init}
+    theirs = peft.get_peft_model(reference, peft.LoraConfig(target_modules="all-linear", **options))
+    products = {
+        plain(name): module.get_delta_weight("default").detach().numpy()
+        for name, module in theirs.named_modules()
+        if hasattr(module, "get_delta_weight")
+    }
+    for name, parameter in model.frozen.items():
+        if parameter.kind != "linear":
+            continue
+        of = {part: np.asarray({**base, **trained}[other]) for part, other in model.adapter_of(name).items()}
+        for index, place in parameter.elements():
+            product = of["lora_b"][index] @ of["lora_a"][index] * parameter.treatment.adapter.scale
+            found = products[place.name.removesuffix(".weight")]
+            own = place.rows_in(found)[: len(product)]
+            np.testing.assert_allclose(product, own, atol=2e-5, err_msg=place.name)
+
+    rng = np.random.default_rng(0)
+    trained = {name: value + 0.05 * rng.normal(size=value.shape).astype(np.float32) for name, value in trained.items()}
+    parameters = {**frozen, **base, **trained}
+    exported(model, parameters, config, tmp_path)
+    ours, again = logits(model, parameters, batch), torch_model(family, tmp_path / "same")
+    loaded = peft.PeftModel.from_pretrained(again, tmp_path / "peft").eval()
+    merged = type(again).from_pretrained(tmp_path / "hf").eval()
+    assert np.abs(ours - expected).max() > 1e-3
+    with torch.no_grad():
+        assert np.abs(loaded(rows).logits.numpy() - ours).max() <= 2e-5
+        assert np.abs(merged(rows).logits.numpy() - ours).max() <= 2e-5
+    read_again = of_model(str(tmp_path / "peft"), config).lora
+    assert (read_again.rank, read_again.init) == (8, "uniform")
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "reason"),
+    [
+        ("mixtral", {"use_dora": True}, "lora.use_dora=True: not of experts"),
+        ("mixtral", {"init": "pissa"}, "lora.init='pissa': not of experts"),
+        ("mixtral", {"rank_pattern": ("w1=2",)}, "matches experts"),
+        (QWEN, {"rank_pattern": ("q_proj=0.5",)}, "would be 0.5; it must be 1 or more"),
+        (QWEN, {"rank_pattern": ("query=2",)}, "lora.rank_pattern='query' matches none"),
+        (QWEN, {"layers_to_transform": (0, 9)}, "layer 9 has none of lora.target_modules"),
+        (QWEN, {"modules_to_save": ("embed_tokens",)}, "embed_tokens is tied"),
+        (QWEN, {"modules_to_save": ("q_proj",)}, "q_proj has an adapter too"),
+    ],
+)
+def test_relatives_that_cannot_be_are_refused(family, options, reason, one_device, tmp_path):
+    torch_model(family, tmp_path, num_hidden_layers=1)
+    with pytest.raises(UserError, match=reason):
+        read(tmp_path, one_device, lora=Lora(enabled=True, **options))

@@ -69,11 +69,11 @@ def test_every_module_is_among_the_targets(tmp_path):
     ("key", "value"),
     [
         ("peft_type", "LOHA"),
-        ("use_dora", True),
+        ("use_dora", "yes"),
         ("bias", "boft_only"),
-        ("modules_to_save", ["lm_head"]),
-        ("rank_pattern", {"q_proj": 8}),
-        ("alpha_pattern", {"q_proj": 8}),
+        ("modules_to_save", "lm_head"),
+        ("rank_pattern", {"q_proj": 0.5}),
+        ("alpha_pattern", [8]),
         ("fan_in_fan_out", True),
         ("trainable_token_indices", [1]),
         ("init_lora_weights", "pissa"),
@@ -125,12 +125,28 @@ def test_experts_in_one_tensor_are_known_by_their_ranks_and_the_names_of_paramet
         ({f"base_model.model.{MODULE}.lora_B.weight": None}, f"missing for {MODULE}"),
         ({f"base_model.model.{MODULE}.lora_B.weight": np.zeros((6, 3), np.float32)}, r"lora_B.weight is F32 \(6, 3\)"),
         ({f"base_model.model.{MODULE}.lora_A.weight": np.zeros((4, 5), np.int32)}, "is I32"),
-        ({f"base_model.model.{MODULE}.lora_magnitude_vector": np.zeros(6, np.float32)}, "not understood"),
+        ({f"base_model.model.{MODULE}.lora_magnitude_vector": np.zeros(6, np.float32)}, "use_dora in .* is False"),
+        ({f"base_model.model.{MODULE}.lora_C.weight": np.zeros((4, 5), np.float32)}, "not understood"),
     ],
 )
 def test_tensors_that_make_no_adapter_are_named_and_refused(adapter, changes, said):
     tensors = load_file(adapter / "adapter_model.safetensors") | changes
     save_file({k: v for k, v in tensors.items() if v is not None}, adapter / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=said):
+        hf.read_adapter(adapter)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("use_dora", True, f"{MODULE} has no lora_magnitude_vector, but use_dora in .* is True"),
+        ("rank_pattern", {"q_proj": 8}, "must be .* with r = 8"),
+        ("modules_to_save", ["lm_head"], "there is no tensor of lm_head"),
+    ],
+)
+def test_tensors_must_be_those_that_the_config_says(adapter, key, value, said):
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {key: value}))
     with pytest.raises(UserError, match=said):
         hf.read_adapter(adapter)
 

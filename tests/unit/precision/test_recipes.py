@@ -134,7 +134,7 @@ def test_a_linear_layer_in_float32_rounds_only_its_result(one_device, dtype, sto
 
     def results(float32):
         """Result, gradient of x, gradients of the float32 values."""
-        treatment = Treatment(float32=float32, adapter=LoRA(rank=4, scale=0.5))
+        treatment = Treatment(float32=float32, adapter=LoRA(rank=4, alpha=2.0))
         treated = dataclasses.replace(layer(), treatments=(("mlp.down.weight", treatment),))
         graph, _ = nnx.split(Linear(SPEC, treated, "mlp.down", (16, 64), ("embed", "mlp"), bias=True))
         frozen = {name: value for name, value in values.items() if not isinstance(value, jax.Array)}

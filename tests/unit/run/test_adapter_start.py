@@ -1,0 +1,87 @@
+"""Adapters that begin as something of the weights beside them, and train so on any mesh and on a quantized base."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from batches import make_batch, tokens
+from tiny import random_values, spec
+
+from jaxtune.config import checks
+from jaxtune.config.schema import Config, Data, Lora, Mesh, Model, Optim, Precision, Quant
+from jaxtune.errors import UserError
+from jaxtune.parallel.mesh import make_mesh
+from jaxtune.run.adapter_start import begin_adapters
+from jaxtune.run.assembly import assemble
+from jaxtune.run.model import Base
+
+
+def trained(mesh, quant=None, recipe="fp32", steps=3, **lora):
+    """(losses, first values of what adapters have, the state in the end), from adapters as they begin."""
+    config = Config(
+        model=Model(dtype="float32"),
+        data=Data(seq_len=32),
+        lora=Lora(enabled=True, alpha=4.0, **{"rank": 2} | lora),
+        quant=Quant(quant, block_size="channel" if quant else None),
+        precision=Precision(recipe, exclude="[kv]_proj" if recipe == "fp8_hybrid" else None),
+        optim=Optim(weight_decay=0.0),
+    )
+    program = assemble(Base(spec(2)), config, mesh)
+    model = program.model
+    values: dict = random_values(model.whole) | random_values(model.trained | model.starts)
+    for name, parameter in model.quantized.items():
+        values[name] = parameter.storage.make(values[name], parameter.axes)
+    drawn, base, frozen = (
+        {name: values[name] for name in names} for names in (program.state.trained, program.state.base, program.frozen)
+    )
+    drawn |= {name: jnp.zeros_like(value) for name, value in drawn.items() if name.endswith("lora_b")}
+    begun, base = begin_adapters(model, config, drawn, base, frozen)
+    first = {name: np.asarray(value) for name, value in {**begun, **base}.items()}
+    state = jax.jit(program.start)(begun)._replace(base=base)
+    batch = jax.tree.map(lambda x: x[None], make_batch(tokens(4, 32), mesh))
+    step, losses = jax.jit(program.step), []
+    for _ in range(steps):
+        state, metrics = step(state, frozen, batch, jnp.float32(1e-2))
+        losses.append(float(metrics["loss"]))
+    return losses, first, state
+
+
+@pytest.mark.parametrize(
+    ("options", "quant"),
+    [
+        pytest.param({"use_dora": True, "dropout": 0.1}, "int8", id="dora on int8"),
+        pytest.param({"init": "pissa"}, None, id="pissa"),
+        pytest.param({"init": "olora", "use_dora": True, "rank_pattern": ("mlp=4",)}, "int8", id="olora, dora, ranks"),
+        pytest.param({"freeze_a": True}, None, id="A frozen"),
+    ],
+)
+def test_a_mesh_trains_as_one_device_and_the_model_begins_as_it_is(options, quant, one_device):
+    losses, first, state = trained(one_device, quant, **options)
+    if not options.get("dropout"):
+        assert losses[0] == pytest.approx(trained(one_device, quant, steps=1)[0][0], rel=1e-6)
+    assert losses[-1] < losses[0]
+    for name, value in state.base.items():
+        np.testing.assert_array_equal(value, first[name])
+    moved = {name.rpartition(".")[2] for name, value in state.trained.items() if np.abs(value - first[name]).max() > 0}
+    own = {"lora_a", "lora_b", "magnitude"} if options.get("use_dora") else {"lora_a", "lora_b"}
+    assert moved == own - ({"lora_a"} if options.get("freeze_a") else set())
+    with jax.set_mesh(mesh := make_mesh(Mesh(fsdp=2, tensor=2), jax.devices()[:4])):
+        others, begun, _ = trained(mesh, quant, **options)
+    np.testing.assert_allclose(others, losses, rtol=2e-6)
+    for name, value in begun.items():
+        np.testing.assert_allclose(value, first[name], atol=1e-5, err_msg=name)
+
+
+def test_a_rank_that_the_weight_does_not_have_and_weights_in_another_format_are_refused(one_device):
+    with pytest.raises(UserError, match=r"lora.rank=\d+: .* has no more than \d+ rows and columns"):
+        trained(one_device, init="pissa", rank=512)
+    with pytest.raises(UserError, match="is stored in the format of its products; take precision.recipe='bf16'"):
+        trained(one_device, recipe="fp8_hybrid", use_dora=True)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("use_dora", True), ("init", "pissa"), ("freeze_a", True), ("modules_to_save", ("lm_head",))]
+)
+def test_a_pipeline_has_none_of_them(option, value):
+    config = Config(lora=Lora(enabled=True, **{option: value}), mesh=Mesh(stage=2))
+    assert any(f"lora.{option} = {value!r}: not available with mesh.stage" in p.text for p in checks.check(config))
