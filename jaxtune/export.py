@@ -11,6 +11,7 @@ from absl import flags
 from jaxtune import command
 from jaxtune.config.schema import Config, Mesh
 from jaxtune.errors import UserError
+from jaxtune.hf import check_upload, upload
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.quant import format_of
 from jaxtune.run.export import check_apart, check_kind, export, merge_difference
@@ -47,17 +48,24 @@ def _define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("step", None, "checkpoint; default: the newest good one", flag_values=values)
     flags.DEFINE_list("format", None, "hf, peft, or both; default: what the run trained", flag_values=values)
     flags.DEFINE_bool("merge", False, "fold the adapter into the model", flag_values=values)
+    flags.DEFINE_string("push_to_hub", None, "OWNER/NAME on the hub to upload it to as well", flag_values=values)
+    flags.DEFINE_bool("private", False, "nobody else may see what is uploaded", flag_values=values)
 
 
 def _main(values: flags.FlagValues, _: None) -> None:
     folder = RunFolder(Path(values.run))
+    if unknown := set(values.format or ()) - set(FORMATS):
+        raise UserError(f"--format={','.join(sorted(unknown))}: not one of {', '.join(FORMATS)}")
+    if values.push_to_hub is not None:
+        if len(values.format or ()) > 1:
+            raise UserError("--push_to_hub: one --format at a time; a repository holds one model")
+        check_upload(values.push_to_hub, values.private, "--push_to_hub")
+    elif values.private:
+        raise UserError("--private: nothing is uploaded without --push_to_hub")
     mesh = make_mesh(Mesh(), jax.devices()[: shards(folder.read_config())])
     run = open_run(folder, mesh, values.step)
     adapter = run.config.lora.enabled
     kinds = values.format or (["hf"] if values.merge or not adapter else ["peft"])
-    unknown = set(kinds) - set(FORMATS)
-    if unknown:
-        raise UserError(f"--format={','.join(sorted(unknown))}: not one of {', '.join(FORMATS)}")
     if values.merge and not adapter:
         raise UserError("--merge: this run trained no adapter")
     outputs = {kind: Path(values.output) / (kind if len(kinds) > 1 else "") for kind in kinds}
@@ -72,6 +80,8 @@ def _main(values: flags.FlagValues, _: None) -> None:
         print(f"{kind} of step {run.step}: {output}")
         if kind == "hf" and run.model.quantized:
             print(merge_difference(run.model, parameters, run.config, output))
+        if values.push_to_hub is not None:
+            print(f"uploaded: {upload(output, values.push_to_hub, values.private)}")
 
 
 main = partial(command.run, _define_flags, _main, with_config=False)

@@ -73,6 +73,9 @@ def train(config: Config) -> bool:
 def _train(config: Config, folder: RunFolder) -> bool:
     goodput, config = Goodput(), labelled(config)
     mesh = make_mesh(config.mesh, process.devices(config.device), parallel=config.parallel)
+    hub, private = config.export.push_to_hub, config.export.private
+    if hub is not None:
+        process.on_main(lambda: hf.check_upload(hub, private, "export.push_to_hub"))
     resume.link_checkpoints(config, folder)
     checkpoints = CheckpointManager(folder.checkpoints, config.ckpt.keep_last)
     saved = resume.saved_run(config, folder, checkpoints)
@@ -194,6 +197,8 @@ def _train(config: Config, folder: RunFolder) -> bool:
         log.info("no sample: decoding has no stages; see generate below")
     log.info(goodput.report())
     log.info(closing(config, folder, feed.chat))
+    if hub is not None:
+        process.on_main(lambda: log.info("uploaded: %s", hf.upload(folder.export, hub, private)))
     return True
 
 

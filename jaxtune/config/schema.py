@@ -755,6 +755,11 @@ class Export:
     merge: bool = option(False, "write <run>/merged too: the model with the adapter merged into its weights",
         when="lora.enabled and export.at_end")
     max_shard_bytes: int = option(5 * 10**9, "largest safetensors file", "bytes [1, inf)")
+    push_to_hub: str | None = option(None,
+        "OWNER/NAME on the hub, to which <run>/export is uploaded at the end with the token of HF_TOKEN or hf auth "
+        "login",
+        when="export.at_end")
+    private: bool = option(False, "nobody else may see what is uploaded", when="export.push_to_hub is not None")
 
 
 class Said(NamedTuple):

@@ -5,6 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
+from hub_server import HubServer
 from runs import call, metrics, model_folder, recipe_command
 from safetensors.numpy import load_file, save_file
 from tiny import byte_tokenizer
@@ -16,6 +17,10 @@ OPTIONS = {
     "lora.rank": 4,
     "chat.template": "chatml",
 }
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.fixture(scope="module")
@@ -198,6 +203,22 @@ def test_a_run_is_started_again_in_place(home, adapter):
     assert again == [f"jaxtune.train --config={adapter / 'config.json'}"]
     assert "this run is finished: 2 of 2 steps" in call(*again[0].split())
     (adapter / "export" / "README.md").unlink()  # as where a run is killed while it exports
-    assert "this run is finished" not in call(*again[0].split())
+    with HubServer() as hub, pytest.MonkeyPatch.context() as patch:
+        hub.is_the_hub(patch)
+        said = call(*again[0].split(), "--config.export.push_to_hub=ada/trained")
+        assert "this run is finished" not in said and f"uploaded: {hub.url}/ada/trained" in said
+        assert hub.repos == {"ada/trained": contents(adapter / "export")}
     assert (adapter / "export" / "README.md").exists()
     assert "--prompt=Once --chat" in said
+
+
+def test_an_export_is_uploaded_once_it_is_known_that_it_can_be(home, adapter):
+    export = ("jaxtune.export", f"--run={adapter}", f"--output={home / 'pushed'}", "--push_to_hub=ada/mine")
+    assert "HF_HUB_OFFLINE is set" in call(*export, code=2)
+    assert "one --format at a time" in call(*export, "--format=hf,peft", code=2)
+    assert "nothing is uploaded without --push_to_hub" in call(*export[:-1], "--private", code=2)
+    assert not (home / "pushed").exists()
+    with HubServer() as hub, pytest.MonkeyPatch.context() as patch:
+        hub.is_the_hub(patch)
+        assert f"uploaded: {hub.url}/ada/mine" in call(*export, "--private")
+        assert hub.repos == {"ada/mine": contents(home / "pushed")} and hub.private == {"ada/mine"}
