@@ -76,7 +76,17 @@ def _main(values: flags.FlagValues, _: None) -> None:
     for kind, output in outputs.items():
         parameters = {**run.frozen, **run.trained}
         counts = {"steps": run.step, "tokens": run.tokens}
-        export(run.model, parameters, run.config, folder, output, kind, merge=values.merge, **counts)
+        export(
+            run.model,
+            parameters,
+            run.config,
+            folder,
+            output,
+            kind,
+            merge=values.merge,
+            hub_id=values.push_to_hub,
+            **counts,
+        )
         print(f"{kind} of step {run.step}: {output}")
         if kind == "hf" and run.model.quantized:
             print(merge_difference(run.model, parameters, run.config, output))

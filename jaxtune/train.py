@@ -188,7 +188,7 @@ def _train(config: Config, folder: RunFolder) -> bool:
     if config.export.at_end:
         write = partial(export, model, parameters, config, folder, steps=of_step, tokens=position.tokens)
         an_adapter = config.lora.enabled and not config.lora.merge_interval
-        write(folder.export, "peft" if an_adapter else "hf", merge=bool(config.lora.merge_interval))
+        write(folder.export, "peft" if an_adapter else "hf", merge=bool(config.lora.merge_interval), hub_id=hub)
         if config.export.merge:
             write(folder.merged, "hf", merge=True)
     if config.eval.sample_prompt and mesh.shape["stage"] == 1:

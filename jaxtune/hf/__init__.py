@@ -1,6 +1,6 @@
 """Hugging Face folders, read and written: config, weights, tokenizer, PEFT adapters, model card; and uploads."""
 
-from jaxtune.hf.card import write_card
+from jaxtune.hf.card import Evaluation, write_card
 from jaxtune.hf.description import OF_ONE_MODEL, Folders, changed, describe, folders, overrides
 from jaxtune.hf.folder import label_names, read_config, read_generation_config, resolve, write_config
 from jaxtune.hf.larger_model import in_place
