@@ -635,6 +635,10 @@ class Ckpt:
     dir: str | None = option(None,
         "folder of checkpoints, in which each run has one of its name; unset: <train.output_dir>/<train.run_name>/"
         "checkpoints")
+    mirror: str | None = option(None,
+        "URL of a folder (s3://, gs://, or another kind that fsspec knows), in which each run has one of its name: "
+        "checkpoints, and the records with which a run goes on, are copied there in the background; where a run has no "
+        "checkpoint here, it goes on with the newest one there")
     save_steps: int = option(100, "steps between checkpoints; 0: none", "steps [0, inf)")
     save_epochs: float | None = option(None, "passes over the data between checkpoints, besides those of save_steps",
         "epochs (0, inf)")
