@@ -108,7 +108,6 @@ def _check_same(config: Config, mirror: Mirror) -> None:
     then = as_dict(from_json(text, f"{mirror.remote.url}/config.json"))
     if changed := [key for key, _, _ in resume.differences(then, as_dict(config), "")]:
         raise UserError(
-            f"ckpt.mirror: {mirror.remote.url} holds another run, of which {', '.join(changed[:3])} "
-            f"{'is' if len(changed) == 1 else 'are'} different; choose another --config.train.run_name, or remove it "
-            "with --config.ckpt.resume=overwrite"
+            f"ckpt.mirror: {mirror.remote.url} holds another run, with other values of {', '.join(changed[:3])}; "
+            "choose another --config.train.run_name, or remove it with --config.ckpt.resume=overwrite"
         )

@@ -60,7 +60,7 @@ def test_on_another_machine_a_run_goes_on_from_its_mirror(uninterrupted):
     assert f"mirror:   file://{mirror}/moved" in call(*command, *there)
     assert {step.name for step in (mirror / "moved" / "checkpoints").iterdir()} == {"20", "24"}
     refused = call(*command, *there, "--config.train.seed=5", "--config.train.output_dir=" + str(folder / "b"), code=2)
-    assert "moved holds another run, of which train.seed is different" in refused
+    assert "moved holds another run, with other values of train.seed" in refused
     (
         mirror / "moved" / "checkpoints" / "24" / "manifest.json"
     ).unlink()  # as where the machine went while it was copied

@@ -69,7 +69,7 @@ def test_what_is_here_comes_first_and_that_there_is_more_there_is_said(config, c
 def test_another_run_there_is_left_alone(config):
     saved(config, [2, 4])
     other = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=7))
-    with pytest.raises(UserError, match="mirror/a holds another run, of which train.seed is different"):
+    with pytest.raises(UserError, match="mirror/a holds another run, with other values of train.seed"):
         fetched(other)
     with pytest.raises(UserError, match="mirror/a holds a run and ckpt.resume is 'never'"):
         fetched(resuming(config, "never"))
