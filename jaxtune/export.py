@@ -2,14 +2,19 @@
 
 import math
 import sys
+import tempfile
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import jax
 from absl import flags
 
-from jaxtune import command
+from jaxtune import command, hf
+from jaxtune.checkpoint import storage
+from jaxtune.checkpoint.storage import RemoteFolder, open_folder
 from jaxtune.config.schema import Config, Mesh
+from jaxtune.data.files import is_url
 from jaxtune.errors import UserError
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.quant import format_of
@@ -29,49 +34,86 @@ def shards(config: Config) -> int:
     return math.gcd(jax.device_count(), hidden, hidden // math.lcm(rows or 1, columns or 1))
 
 
-def check_output(output: Path, kind: str) -> None:
+def check_output(output: Path | RemoteFolder, kind: str) -> None:
     """Raises UserError if a folder holds anything but an earlier export in the same format."""
-    found = (
-        sorted(entry.name for entry in output.iterdir() if not entry.name.startswith(".")) if output.exists() else []
-    )
-    card = output / "README.md"
-    exported = card.is_file() and "with jaxtune" in card.read_text(encoding="utf-8", errors="replace")
-    if found and not (exported and (output / "adapter_config.json").exists() == (kind == "peft")):
+    card, found, written = "README.md", [], b""
+    if isinstance(output, RemoteFolder):
+        try:
+            found = sorted({name.partition("/")[0] for name in output.names()})
+            written = output.read(card) if card in found else written
+        except Exception as error:  # each file system raises types of its own
+            raise UserError(f"--output={output.url} cannot be read: {storage.reason(error)}") from error
+    elif output.exists():
+        found = sorted(entry.name for entry in output.iterdir() if not entry.name.startswith("."))
+        written = (output / card).read_bytes() if (output / card).is_file() else written
+    if found and not (b"with jaxtune" in written and ("adapter_config.json" in found) == (kind == "peft")):
+        place = output.url if isinstance(output, RemoteFolder) else output
         more = ", ..." if len(found) > 3 else ""
-        raise UserError(f"--output={output} holds other things ({', '.join(found[:3])}{more}); name a new folder")
+        raise UserError(f"--output={place} holds other things ({', '.join(found[:3])}{more}); name a new folder")
 
 
 def _define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_string("run", None, "folder of the run", flag_values=values, required=True)
-    flags.DEFINE_string("output", None, "folder to write", flag_values=values, required=True)
+    flags.DEFINE_string(
+        "output", None, "folder to write, or its URL (s3://, gs://, ...)", flag_values=values, required=True
+    )
     flags.DEFINE_integer("step", None, "checkpoint; default: the newest good one", flag_values=values)
     flags.DEFINE_list("format", None, "hf, peft, or both; default: what the run trained", flag_values=values)
     flags.DEFINE_bool("merge", False, "fold the adapter into the model", flag_values=values)
+    flags.DEFINE_string("push_to_hub", None, "OWNER/NAME on the hub to upload it to as well", flag_values=values)
+    flags.DEFINE_bool("private", False, "nobody else may see what is uploaded", flag_values=values)
 
 
 def _main(values: flags.FlagValues, _: None) -> None:
     folder = RunFolder(Path(values.run))
+    if unknown := set(values.format or ()) - set(FORMATS):
+        raise UserError(f"--format={','.join(sorted(unknown))}: not one of {', '.join(FORMATS)}")
+    if values.push_to_hub is not None:
+        if len(values.format or ()) > 1:
+            raise UserError("--push_to_hub: one --format at a time; a repository holds one model")
+        hf.check_upload(values.push_to_hub, values.private, "--push_to_hub")
+    elif values.private:
+        raise UserError("--private: nothing is uploaded without --push_to_hub")
+    with ExitStack() as opened:
+        output, remote = Path(values.output), None
+        if is_url(values.output):
+            if values.push_to_hub is not None:
+                raise UserError("--push_to_hub: --output must be a folder here, which stays if the upload fails")
+            remote = open_folder(values.output, "--output")
+            output = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="jaxtune-export-"))) / "model"
+        _export(values, folder, output, remote)
+
+
+def _export(values: flags.FlagValues, folder: RunFolder, output: Path, remote: RemoteFolder | None) -> None:
+    """Writes to a folder here, and copies it to a remote one if there is one."""
     mesh = make_mesh(Mesh(), jax.devices()[: shards(folder.read_config())])
     run = open_run(folder, mesh, values.step)
     adapter = run.config.lora.enabled
     kinds = values.format or (["hf"] if values.merge or not adapter else ["peft"])
-    unknown = set(kinds) - set(FORMATS)
-    if unknown:
-        raise UserError(f"--format={','.join(sorted(unknown))}: not one of {', '.join(FORMATS)}")
     if values.merge and not adapter:
         raise UserError("--merge: this run trained no adapter")
-    outputs = {kind: Path(values.output) / (kind if len(kinds) > 1 else "") for kind in kinds}
+    outputs = {kind: output / (kind if len(kinds) > 1 else "") for kind in kinds}
+    copies = {kind: remote and (remote.inside(kind) if len(kinds) > 1 else remote) for kind in kinds}
     for kind, output in outputs.items():
         check_apart(output, run.model)
         check_kind(run.config, kind, values.merge)
-        check_output(output, kind)
+        check_output(copies[kind] or output, kind)
     for kind, output in outputs.items():
-        parameters = {**run.frozen, **run.trained}
+        parameters, copy = {**run.frozen, **run.trained}, copies[kind]
         counts = {"steps": run.step, "tokens": run.tokens}
-        export(run.model, parameters, run.config, folder, output, kind, merge=values.merge, **counts)
-        print(f"{kind} of step {run.step}: {output}")
+        export(
+            *(run.model, parameters, run.config, folder, output, kind),
+            merge=values.merge,
+            hub_id=values.push_to_hub,
+            **counts,
+        )
+        if copy is not None:
+            storage.upload(output, copy, last="README.md")
+        print(f"{kind} of step {run.step}: {output if copy is None else copy.url}")
         if kind == "hf" and run.model.quantized:
             print(merge_difference(run.model, parameters, run.config, output))
+        if values.push_to_hub is not None:
+            print(f"uploaded: {hf.upload(output, values.push_to_hub, values.private)}")
 
 
 main = partial(command.run, _define_flags, _main, with_config=False)

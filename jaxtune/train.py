@@ -14,6 +14,7 @@ from jax.experimental import multihost_utils
 
 from jaxtune import command, data, hf
 from jaxtune.checkpoint import CheckpointManager
+from jaxtune.checkpoint.mirror import Mirror
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 from jaxtune.models.decoder import Parameters
@@ -24,7 +25,7 @@ from jaxtune.optim.schedules import learning_rates
 from jaxtune.parallel import multihost
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.python import Run, config_of, mesh_put_back
-from jaxtune.run import loop, memory, plugins, process, resume, rollouts
+from jaxtune.run import loop, memory, mirroring, plugins, process, resume, rollouts
 from jaxtune.run.adapter_start import begin_adapters
 from jaxtune.run.assembly import assemble
 from jaxtune.run.describe import describe_layout, describe_pipeline
@@ -67,15 +68,20 @@ def train(config: Config) -> bool:
         process.log_to_file(config, folder.path),
         asked_by_signal(),
         memory.out_of_memory_is_answered(config),
+        mirroring.mirrored(config, folder) as mirror,
     ):
-        return _train(config, folder)
+        return _train(config, folder, mirror)
 
 
-def _train(config: Config, folder: RunFolder) -> bool:
+def _train(config: Config, folder: RunFolder, mirror: Mirror | None) -> bool:
     goodput, config = Goodput(), labelled(config)
     mesh = make_mesh(config.mesh, process.devices(config.device), parallel=config.parallel)
+    hub, private = config.export.push_to_hub, config.export.private
+    if hub is not None:
+        process.on_main(lambda: hf.check_upload(hub, private, "export.push_to_hub"))
     resume.link_checkpoints(config, folder)
-    checkpoints = CheckpointManager(folder.checkpoints, config.ckpt.keep_last)
+    checkpoints = CheckpointManager(folder.checkpoints, config.ckpt.keep_last, mirror)
+    mirroring.fetch(config, folder, mirror, checkpoints)
     saved = resume.saved_run(config, folder, checkpoints)
 
     # ---- model: declared, not read ----
@@ -137,6 +143,7 @@ def _train(config: Config, folder: RunFolder) -> bool:
             if state.reference and config.preference.reference != "start":
                 state = state._replace(reference=read_reference(model, config, state.reference))
         resume.begin(config, folder, feed.counts)
+        mirroring.begin(config, mirror)
 
     # ---- the loop: steps, and the tasks between them ----
     work, total_steps = model.work(config.data.seq_len), feed.total_steps
@@ -189,7 +196,7 @@ def _train(config: Config, folder: RunFolder) -> bool:
     if config.export.at_end:
         write = partial(export, model, parameters, config, folder, steps=of_step, tokens=position.tokens)
         an_adapter = config.lora.enabled and not config.lora.merge_interval
-        write(folder.export, "peft" if an_adapter else "hf", merge=bool(config.lora.merge_interval))
+        write(folder.export, "peft" if an_adapter else "hf", merge=bool(config.lora.merge_interval), hub_id=hub)
         if config.export.merge:
             write(folder.merged, "hf", merge=True)
     if config.eval.sample_prompt and mesh.shape["stage"] == 1:
@@ -198,6 +205,8 @@ def _train(config: Config, folder: RunFolder) -> bool:
         log.info("no sample: decoding has no stages; see generate below")
     log.info(goodput.report())
     log.info(closing(config, folder, feed.chat))
+    if hub is not None:
+        process.on_main(lambda: log.info("uploaded: %s", hf.upload(folder.export, hub, private)))
     return True
 
 

@@ -22,6 +22,7 @@ from orbax.checkpoint import v1 as ocp
 
 from jaxtune.checkpoint import folder as checkpoint_folder
 from jaxtune.checkpoint import manifest, regroup, structure
+from jaxtune.checkpoint.mirror import Mirror
 from jaxtune.checkpoint.regroup import Grouping
 from jaxtune.errors import UserError
 
@@ -46,9 +47,10 @@ class CheckpointManager:
     With several processes, all of them call the same methods in the same order on one shared folder. Each writes its
     own shards; process 0 alone writes `host.json` and the manifest, verifies, removes, and decides which step is
     restored. Nothing is removed before the first save, so that a process that only reads does not disturb a run.
+    `mirror`, which process 0 alone has, is brought up to date after each save.
     """
 
-    def __init__(self, folder: Path, keep_last: int = 2):
+    def __init__(self, folder: Path, keep_last: int = 2, mirror: Mirror | None = None):
         if keep_last < 1:
             raise UserError(f"ckpt.keep_last is {keep_last}; at least 1 checkpoint must be kept")
         logging.getLogger("absl").addFilter(_not_orbax_noise)
@@ -61,6 +63,9 @@ class CheckpointManager:
         self._pending: tuple[int, Future[None]] | None = None
         self._failure: str | None = None
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._mirror = mirror
+        if mirror is not None:
+            mirror.released = self._retire
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, ascending; their files are not verified here."""
@@ -207,14 +212,18 @@ class CheckpointManager:
         self._verified = set(sorted(self._verified | {step})[-self._keep_last :])
         if primary:
             self._retire()
+        if self._mirror is not None:
+            self._mirror.update()
 
     def _retire(self) -> None:
         """Removes the checkpoints that the verified ones make superfluous.
 
         Older unverified checkpoints stay until there are `keep_last` verified ones. Unverified ones newer than the
-        oldest verified one are damaged, or were saved before the run went back to an earlier step.
+        oldest verified one are damaged, or were saved before the run went back to an earlier step. One that is being
+        copied stays until it is.
         """
-        for step in set(self.steps()) - self._verified - {self._best}:
+        copying = None if self._mirror is None else self._mirror.copying
+        for step in set(self.steps()) - self._verified - {self._best, copying} if self._verified else ():
             if step > max(self._verified):
                 logger.warning("checkpoint %d is removed: the run was taken back to before it", step)
             if step > min(self._verified) or len(self._verified) == self._keep_last:

@@ -669,6 +669,10 @@ class Ckpt:
     dir: str | None = option(None,
         "folder of checkpoints, in which each run has one of its name; unset: <train.output_dir>/<train.run_name>/"
         "checkpoints")
+    mirror: str | None = option(None,
+        "URL of a folder (s3://, gs://, or another kind that fsspec knows), in which each run has one of its name: "
+        "checkpoints, and the records with which a run goes on, are copied there in the background; where a run has no "
+        "checkpoint here, it goes on with the newest one there")
     save_steps: int = option(100, "steps between checkpoints; 0: none", "steps [0, inf)")
     save_epochs: float | None = option(None, "passes over the data between checkpoints, besides those of save_steps",
         "epochs (0, inf)")
@@ -789,6 +793,11 @@ class Export:
     merge: bool = option(False, "write <run>/merged too: the model with the adapter merged into its weights",
         when="lora.enabled and export.at_end")
     max_shard_bytes: int = option(5 * 10**9, "largest safetensors file", "bytes [1, inf)")
+    push_to_hub: str | None = option(None,
+        "OWNER/NAME on the hub, to which <run>/export is uploaded at the end with the token of HF_TOKEN or hf auth "
+        "login",
+        when="export.at_end")
+    private: bool = option(False, "nobody else may see what is uploaded", when="export.push_to_hub is not None")
 
 
 class Said(NamedTuple):

@@ -1,6 +1,6 @@
-"""Hugging Face folders, read and written: config, weights, tokenizer, PEFT adapters, model card."""
+"""Hugging Face folders, read and written: config, weights, tokenizer, PEFT adapters, model card; and uploads."""
 
-from jaxtune.hf.card import write_card
+from jaxtune.hf.card import Evaluation, write_card
 from jaxtune.hf.description import OF_ONE_MODEL, Folders, changed, describe, folders, overrides
 from jaxtune.hf.folder import label_names, read_config, read_generation_config, resolve, write_config
 from jaxtune.hf.larger_model import in_place
@@ -8,6 +8,7 @@ from jaxtune.hf.peft import SavedAdapter, adapted_modules, read_adapter, write_a
 from jaxtune.hf.prequantized import Scheme, read_quantized, read_scheme
 from jaxtune.hf.sources import open_weights, weight_files
 from jaxtune.hf.tokenizer import copy_tokenizer_files, load_tokenizer, write_chat_template
+from jaxtune.hf.upload import check_upload, upload
 from jaxtune.hf.weights import (
     Conversion,
     Target,

@@ -15,6 +15,10 @@ import numpy as np
 from jaxtune.config.schema import Aim, Log, Wandb
 from jaxtune.errors import UserError
 
+_WANDB_ID, _AIM_HASH = "wandb_id.txt", "aim_hash.txt"
+IDS = (_WANDB_ID, _AIM_HASH)
+"""Files in the folder of a run by which it goes on in these."""
+
 
 class MetricsLog:
     """Appends the metrics of each step to the outputs that the config selects; only the main process writes.
@@ -118,7 +122,7 @@ def cut(path: pathlib.Path, resume_step: int) -> None:
 def _start_wandb(folder: pathlib.Path, options: Wandb, run_name: str, config: Mapping[str, Any]) -> Any:
     """A wandb run whose id is kept in the run folder, so that a resumed run continues it."""
     wandb = _load("wandb", "log.wandb.enabled", "pip install wandb")
-    id_file = folder / "wandb_id.txt"
+    id_file = folder / _WANDB_ID
     if not id_file.exists():
         id_file.write_text(uuid.uuid4().hex[:12])
     run = wandb.init(
@@ -139,7 +143,7 @@ def _start_wandb(folder: pathlib.Path, options: Wandb, run_name: str, config: Ma
 def _start_aim(folder: pathlib.Path, options: Aim, run_name: str, config: Mapping[str, Any]) -> Any:
     """An Aim run whose hash is kept in the run folder, so that a resumed run continues it."""
     aim = _load("aim", "log.aim.enabled", "pip install aim")
-    known = folder / "aim_hash.txt"
+    known = folder / _AIM_HASH
     before = known.read_text().strip() if known.exists() else None
     run = aim.Run(run_hash=before, repo=options.repo, experiment=options.experiment)
     known.write_text(run.hash)

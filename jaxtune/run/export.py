@@ -26,7 +26,7 @@ from jaxtune.models.score import hidden_states, logits
 from jaxtune.parallel import multihost
 from jaxtune.parallel.layout import by_token
 from jaxtune.parallel.mesh import data_shards
-from jaxtune.run.card import card_rows
+from jaxtune.run.card import card_datasets, card_evaluation, card_recipe, card_rows
 from jaxtune.run.elements import gather_element
 from jaxtune.run.folder import RunFolder
 from jaxtune.run.model import Model, declare_model, read_base
@@ -245,8 +245,9 @@ def export(
     merge: bool = False,
     steps: int,
     tokens: int,
+    hub_id: str | None = None,
 ) -> None:
-    """Write one format, with a model card.
+    """Write one format, with a model card. hub_id: where it is to be uploaded to.
 
     Raises UserError where the format does not fit the run, or the output would destroy what it is made from.
     """
@@ -257,12 +258,23 @@ def export(
         hf.write_card(
             output,
             title=config.train.run_name or output.name,
+            name=hub_id or output.name,
             base_model=None if config.model.from_scratch else config.model.path,
             adapter=kind == "peft",
-            classifier=bool(model.spec.labels),
+            auto_class=_auto_class(model),
             rows=card_rows(config, run, steps, tokens),
             curve=run.loss_curve,
+            recipe=card_recipe(config),
+            datasets=card_datasets(config),
+            evaluation=card_evaluation(config, run, steps),
         )
+
+
+def _auto_class(model: Model) -> str:
+    """The class of transformers that loads the model, or the one that it is inside of."""
+    if model.spec.labels:
+        return "AutoModelForSequenceClassification"
+    return "AutoModelForCausalLM" if model.spec.untouched is None else "AutoModelForImageTextToText"
 
 
 def check_kind(config: Config, kind: str, merge: bool) -> None:

@@ -1,17 +1,21 @@
 """Settings of the process: its place among others, its log, its compilation cache, and XLA's options for a GPU."""
 
 import hashlib
+import itertools
 import logging
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from orbax.checkpoint.multihost import get_barrier_sync_fn
 
 import jaxtune
 import pallas_kernels
@@ -196,6 +200,26 @@ def digest(folders: Iterable[Path]) -> str:
         for file in sorted(folder.rglob("*.py")):
             found.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes() + b"\0")
     return found.hexdigest()[:12]
+
+
+WAIT_SECONDS = 7 * 24 * 3600  # for the main process: its copies and uploads may take long, and end by themselves
+_BARRIERS = itertools.count()  # each needs a name of its own, which is the same in all processes
+
+
+def on_main(work: Callable[[], None]) -> None:
+    """The main process does this while the others wait on the host, and not in a collective, which has time limits.
+
+    Raises UserError in all of them where it is raised in the main one.
+    """
+    failure = None
+    if multihost.is_main():
+        try:
+            work()
+        except UserError as error:
+            failure = error
+    get_barrier_sync_fn()(key=f"jaxtune on_main {next(_BARRIERS)}", timeout_ms=WAIT_SECONDS * 1000)
+    if multihost_utils.broadcast_one_to_all(np.bool_(failure is not None)):
+        raise failure or UserError("process 0 failed, and says why")
 
 
 @contextmanager

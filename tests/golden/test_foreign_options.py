@@ -436,6 +436,12 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"eval.best_metric": "eval_accuracy", "eval.epochs": 1.0},
         ),
         "resume_from_checkpoint": ({"resume_from_checkpoint": "runs/a"}, {"ckpt.start": "runs/a"}),
+        "push_to_hub": (
+            {"push_to_hub": True, "output_dir": "out/mine"},
+            {"export.push_to_hub": "mine", "export.private": False},
+        ),
+        "hub_model_id": ({"push_to_hub": True, "hub_model_id": "me/it"}, {"export.push_to_hub": "me/it"}),
+        "hub_private_repo": ({"push_to_hub": True, "hub_private_repo": True}, {"export.private": True}),
         "loss_type": ({"loss_type": ["ipo"]}, {"preference.loss": "ipo", "data.datasets[0].type": "preference"}),
         "beta": ({"beta": 0.5}, {"preference.loss": "sigmoid", "preference.beta": 0.5}),
         "label_smoothing": ({"label_smoothing": 0.1}, {"preference.label_smoothing": 0.1}),
@@ -599,6 +605,10 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"eval.best_metric": "eval_loss", "export.best": True},
         ),
         "resume_from_checkpoint": ({"resume_from_checkpoint": "runs/a"}, {"ckpt.start": "runs/a"}),
+        "hub_model_id": (
+            {"hub_model_id": "me/it"},
+            {"export.push_to_hub": "me/it", "export.private": True},
+        ),
         "save_steps": ({"save_steps": 7}, {"ckpt.save_steps": 7}),
         "saves_per_epoch": ({"saves_per_epoch": 2}, {"ckpt.save_steps": 0, "ckpt.save_epochs": 0.5}),
         "save_strategy": ({"save_strategy": "no"}, {"ckpt.save_steps": 0, "ckpt.save_epochs": None}),

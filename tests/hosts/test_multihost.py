@@ -36,6 +36,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jaxtune.errors import UserError
 from jaxtune.monitor.signals import StopRequest
 from jaxtune.parallel import multihost
+from jaxtune.run import process
 
 multihost.initialize()
 jax.set_mesh(jax.make_mesh((2, 2), ("data", "fsdp")))
@@ -55,6 +56,13 @@ try:
     multihost.agree({"jax": "0.10.2", "train.seed": "0" * (1 + jax.process_index())})
 except UserError as error:
     print("DIFFER", repr(str(error)))
+def refuse():
+    raise UserError(f"refused by {jax.process_index()}")
+process.on_main(lambda: print("DONE"))
+try:
+    process.on_main(refuse)
+except UserError as error:
+    print("REFUSED", error)
 print("RESULT", jax.process_count(), jax.device_count(), multihost.is_main(), float(total), stop.requested(), answers)
 """
 
@@ -72,6 +80,9 @@ def test_two_processes_compute_stop_and_compare_themselves(tmp_path):
         results += [line for line in lines if line.startswith("RESULT")]
         (differ,) = [line for line in lines if line.startswith("DIFFER")]
         assert "  train.seed: 0 in process 0; 00 in process 1" in eval(differ.partition(" ")[2]).splitlines()
+        by_main = [line for line in lines if line.startswith(("DONE", "REFUSED"))]
+        others = ["REFUSED process 0 failed, and says why"]
+        assert by_main == (others if index else ["DONE", "REFUSED refused by 0"])
     answers = ["NOTHING"] * 3 + ["STOP"] * 3  # a step after the signal, in both
     assert results == [f"RESULT 2 4 True 6.0 False {answers}", f"RESULT 2 4 False 6.0 True {answers}"]
 

@@ -1,6 +1,7 @@
 """Two processes train, one is killed, both go on, one hangs, one goes on alone: the losses are those of one process."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -98,17 +99,20 @@ def test_hosts_may_change_in_number_between_starts(home):
 
 
 def test_two_processes_read_one_stream_and_one_goes_on_with_it(home, tmp_path):
-    """Each packs all rows and trains its own; windows end within steps and between them."""
+    """Each packs all rows and trains its own; windows end within steps and between them. The one has their mirror."""
     options = ("data.streaming=yes", "data.window_rows=10", "ckpt.save_steps=3", "optim.schedule=constant")
 
     def stream(name: str, rows: int, steps: int) -> list[str]:
         return training(home, name, rows, *options, f"train.max_steps={steps}")
 
     call(*stream("stream-one", 12, 9))
+    options += (f"ckpt.mirror=file://{tmp_path}/mirror",)
     launch = [*LAUNCH, "--processes=2", "--devices-per-process=1", "--log-dir", tmp_path / "logs", "--"]
     command = [*launch, sys.executable, "-m", *stream("stream-two", 6, 6)]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     subprocess.run(command, env=environment, check=True, timeout=600)
+    assert "mirror:   file:///" in (tmp_path / "logs/process-0.log").read_text()
+    shutil.rmtree(home / "runs" / "stream-two")
     assert "resumed from step 6" in call(*stream("stream-two", 12, 9))
     one, two = ([row["loss"] for row in metrics(home / "runs" / name)] for name in ("stream-one", "stream-two"))
     assert len(one) == len(two) == 9 and max(abs(b / a - 1) for a, b in zip(one, two)) <= 1e-6

@@ -1,10 +1,13 @@
 """What is done with a finished run, and what a run that cannot be right leaves behind."""
 
 import json
+import re
 import shutil
 
 import numpy as np
 import pytest
+from hub_server import HubServer
+from huggingface_hub import ModelCard
 from runs import call, metrics, model_folder, recipe_command
 from safetensors.numpy import load_file, save_file
 from tiny import byte_tokenizer
@@ -16,6 +19,10 @@ OPTIONS = {
     "lora.rank": 4,
     "chat.template": "chatml",
 }
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +152,10 @@ def test_the_model_card_says_what_was_trained_how_and_how_well(home, adapter):
     ):
         assert row in card, card
     assert str(home) not in card and "](loss.png)" in card and (adapter / "export" / "loss.png").is_file()
+    assert "\nlora:\n  enabled: true\n  rank: 4\n" in card and "  - path: chat.jsonl\n" in card
+    assert [one.metric_value for one in ModelCard(card).data.eval_results if one.metric_type == "loss"] == [
+        next(row["eval_loss"] for row in reversed(metrics(adapter)) if "eval_loss" in row)
+    ]
 
 
 def test_an_export_never_mixes_with_other_things(home, adapter):
@@ -198,6 +209,30 @@ def test_a_run_is_started_again_in_place(home, adapter):
     assert again == [f"jaxtune.train --config={adapter / 'config.json'}"]
     assert "this run is finished: 2 of 2 steps" in call(*again[0].split())
     (adapter / "export" / "README.md").unlink()  # as where a run is killed while it exports
-    assert "this run is finished" not in call(*again[0].split())
+    with HubServer() as hub, pytest.MonkeyPatch.context() as patch:
+        hub.is_the_hub(patch)
+        said = call(*again[0].split(), "--config.export.push_to_hub=ada/trained")
+        assert "this run is finished" not in said and f"uploaded: {hub.url}/ada/trained" in said
+        assert hub.repos == {"ada/trained": contents(adapter / "export")}
     assert (adapter / "export" / "README.md").exists()
     assert "--prompt=Once --chat" in said
+
+
+def test_an_export_is_uploaded_once_it_is_known_that_it_can_be(home, adapter, monkeypatch):
+    export = ("jaxtune.export", f"--run={adapter}", f"--output={home / 'pushed'}", "--push_to_hub=ada/mine")
+    assert "HF_HUB_OFFLINE is set" in call(*export, code=2)
+    assert "one --format at a time" in call(*export, "--format=hf,peft", code=2)
+    assert "nothing is uploaded without --push_to_hub" in call(*export[:-1], "--private", code=2)
+    assert not (home / "pushed").exists()
+    with HubServer() as hub, pytest.MonkeyPatch.context() as patch:
+        hub.is_the_hub(patch)
+        assert f"uploaded: {hub.url}/ada/mine" in call(*export, "--private")
+        assert hub.repos == {"ada/mine": contents(home / "pushed")} and hub.private == {"ada/mine"}
+    card = (home / "pushed" / "README.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    assert '"ada/mine"' in code
+    pytest.importorskip("torch", reason="loading the results needs torch (Python 3.11 here)")
+    monkeypatch.chdir(home)  # where the base and the adapter are by their last parts
+    loaded = {}
+    exec(code.replace('"ada/mine"', '"pushed"'), loaded)
+    assert loaded["model"].peft_config and loaded["tokenizer"]("say").input_ids

@@ -51,6 +51,35 @@ def test_sigterm_saves_and_loses_no_step(uninterrupted):
     assert losses(folder / "runs" / "stopped") == expected
 
 
+def test_on_another_machine_a_run_goes_on_from_its_mirror(uninterrupted):
+    """Which is what its folder is: what is copied there while it trains; the same command then goes on."""
+    folder, path, expected = uninterrupted
+    (mirror := folder / "mirror").mkdir()
+    command = ("jaxtune.train", f"--config={path}", "--config.train.run_name=moved")
+    there, here = ("--config.ckpt.mirror=file://" + str(mirror),), folder / "runs" / "moved"
+    assert f"mirror:   file://{mirror}/moved" in call(*command, *there)
+    assert {step.name for step in (mirror / "moved" / "checkpoints").iterdir()} == {"20", "24"}
+    refused = call(*command, *there, "--config.train.seed=5", "--config.train.output_dir=" + str(folder / "b"), code=2)
+    assert "moved holds another run, with other values of train.seed" in refused
+    (
+        mirror / "moved" / "checkpoints" / "24" / "manifest.json"
+    ).unlink()  # as where the machine went while it was copied
+    shutil.rmtree(here)
+    said = call(*command, *there)
+    assert f"fetching checkpoint 20 from file://{mirror}/moved" in said and "resumed from step 20" in said
+    assert losses(here) == expected
+    contents = {file.name: file.read_bytes() for file in (here / "export").iterdir() if file.name != "README.md"}
+    shutil.rmtree(here)
+    call("jaxtune.export", f"--run={mirror / 'moved'}", f"--output=file://{folder}/exported")
+    exported = {file.name: file.read_bytes() for file in (folder / "exported").iterdir() if file.name != "README.md"}
+    assert exported == {name: content for name, content in contents.items() if name != "loss.png"}
+    refused = call("jaxtune.export", f"--run={mirror / 'moved'}", f"--output=file://{mirror}", code=2)
+    assert f"--output=file://{mirror} holds other things (moved)" in refused
+    assert "holds a run and ckpt.resume is 'never'" in call(*command, *there, "--config.ckpt.resume=never", code=2)
+    nowhere = "--config.ckpt.mirror=file:///proc/nowhere"
+    assert "ckpt.mirror=file:///proc/nowhere/moved: nothing can be written there" in call(*command, nowhere, code=2)
+
+
 def test_a_second_start_is_refused_while_a_run_lasts(uninterrupted):
     folder, path, expected = uninterrupted
     flags = ("jaxtune.train", f"--config={path}", "--config.train.run_name=twice")

@@ -333,6 +333,12 @@ def axolotl_resume(o: Options) -> Settings:
     return trl_resume(o)
 
 
+def axolotl_hub(o: Options) -> Settings:
+    """Where the export goes; Axolotl makes private repositories alone."""
+    name = o.get("hub_model_id")
+    return {"export.push_to_hub": name, "export.private": True} if name else {}
+
+
 def axolotl_wandb(o: Options) -> Settings:
     """A project means that there is one."""
     project = o.get("wandb_project")

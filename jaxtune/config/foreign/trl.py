@@ -1,6 +1,7 @@
 """Options of TRL that must be read together (`conversions`)."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from jaxtune.config.foreign.conversions import NotYet, Options, Settings, conversions_of
 
@@ -276,6 +277,14 @@ def trl_resume(o: Options) -> Settings:
     if isinstance(place, str):
         return {"ckpt.start": place}
     return {} if place is None else {"ckpt.resume": "auto" if place else "never"}
+
+
+def trl_hub(o: Options) -> Settings:
+    """Where the export goes; without a name, to a repository that is called as the output's folder."""
+    if not o["push_to_hub"]:
+        return {}
+    name = o.get("hub_model_id") or Path(o.get("output_dir") or "trainer_output").absolute().name
+    return {"export.push_to_hub": name, "export.private": bool(o.get("hub_private_repo"))}
 
 
 def _steps(name: str, steps: float) -> int:

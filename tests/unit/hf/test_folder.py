@@ -4,11 +4,11 @@ import json
 from unittest.mock import Mock
 
 import pytest
-from huggingface_hub import errors
+from huggingface_hub import ModelCard, errors
 
 from jaxtune.errors import UserError
+from jaxtune.hf import Evaluation, read_config, read_generation_config, resolve, write_card, write_config
 from jaxtune.hf import folder as hf_folder
-from jaxtune.hf import read_config, read_generation_config, resolve, write_card, write_config
 
 
 @pytest.fixture
@@ -110,14 +110,22 @@ def test_generation_config_is_optional(model):
 
 def test_the_card_tells_origin_and_numbers_but_no_local_path(tmp_path):
     curve = tmp_path / "run" / "loss.png"
-    said = {"title": "t", "rows": {"steps": "1,200", "LoRA": "q|k"}, "curve": curve}
-    write_card(tmp_path, base_model="owner/name", adapter=True, **said)
+    said = {"title": "t", "name": "ada/t", "rows": {"steps": "1,200", "LoRA": "q|k"}, "curve": curve}
+    found = Evaluation({"loss": 1.25, "accuracy": 0.5}, "chats, a part held out")
+    more = {"recipe": "chat:\n  template: '```'\n", "datasets": ["ada/chats"], "evaluation": found}
+    write_card(tmp_path, base_model="owner/name", adapter=True, **said, **more)
     card = (tmp_path / "README.md").read_text()
-    assert "base_model: owner/name" in card and "library_name: peft" in card
     assert "| steps | 1,200 |" in card and r"| LoRA | q\|k |" in card and "![" not in card
+    assert 'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("owner/name"), "ada/t")' in card
+    assert "<details><summary>Recipe</summary>\n\n````yaml\nchat:\n  template: '```'\n````\n\n</details>" in card
+    head = ModelCard(card).data  # as the hub reads it
+    assert (head.base_model, head.library_name, head.datasets) == ("owner/name", "peft", ["ada/chats"])
+    read = [(one.metric_type, one.metric_value, one.dataset_name) for one in head.eval_results]
+    assert read == [("loss", 1.25, found.data), ("accuracy", 0.5, found.data)]
     curve.parent.mkdir()
     curve.write_bytes(b"a picture")
     write_card(tmp_path, base_model=str(tmp_path), adapter=False, **said)
     card = (tmp_path / "README.md").read_text()
-    assert str(tmp_path) not in card and f"from {tmp_path.name}" in card
+    assert str(tmp_path) not in card and f"from {tmp_path.name}" in card and "<details>" not in card
     assert "](loss.png)" in card and (tmp_path / "loss.png").read_bytes() == b"a picture"
+    assert 'model = AutoModelForCausalLM.from_pretrained("ada/t")' in card and "model-index" not in card

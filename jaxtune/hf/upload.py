@@ -1,0 +1,95 @@
+"""Upload a model's folder to the Hugging Face hub."""
+
+import re
+import shlex
+from pathlib import Path
+
+from huggingface_hub import HfApi, is_offline_mode
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalTokenNotFoundError,
+    RepositoryNotFoundError,
+)
+from huggingface_hub.utils import validate_repo_id
+
+from jaxtune.errors import UserError
+
+# What an earlier upload of a whole model may have left and a new one does not replace: transformers would mix them.
+_WEIGHTS = ["model*.safetensors", "model.safetensors.index.json"]
+
+
+def check_upload(repo_id: str, private: bool, said: str) -> None:
+    """Check that a model can be uploaded, before it is computed. Nothing is made on the hub.
+
+    Args:
+        repo_id: OWNER/NAME, or NAME of the user's own.
+        private: whether nobody else may see it.
+        said: the option that asks for the upload, for messages.
+
+    Raises:
+        UserError: it is not an id, the hub is switched off or cannot be reached, there is no token that may write, or
+            the repository is there and public although `private`.
+    """
+    wanted = f"{said}={repo_id}"
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise UserError(f"{wanted}: {error}") from error
+    if is_offline_mode():
+        raise UserError(f"{wanted}: HF_HUB_OFFLINE is set, so that nothing is uploaded; unset it, or do not upload")
+    login = "run `hf auth login` with a token that may write, or set HF_TOKEN"
+    api = HfApi()
+    try:
+        account = api.whoami()
+        if account.get("auth", {}).get("accessToken", {}).get("role") == "read":
+            raise UserError(f"{wanted}: the token of {account['name']} may only read; {login}")
+        if private and not _is_private(api, repo_id if "/" in repo_id else f"{account['name']}/{repo_id}"):
+            raise UserError(
+                f"{wanted}: it is there already, and public; choose another name, make it private on the hub, or "
+                "upload without private"
+            )
+    except LocalTokenNotFoundError as error:
+        raise UserError(f"{wanted}: the hub wants to know who uploads; {login}") from error
+    except HfHubHTTPError as error:
+        refused = error.response is not None and error.response.status_code in (401, 403)
+        raise UserError(f"{wanted}: {_reason(error)}{f'; {login}' if refused else ''}") from error
+    except UserError:
+        raise
+    except Exception as error:  # network failures reach us as many unrelated exception types
+        raise UserError(f"{wanted}: {api.endpoint} cannot be reached: {_reason(error)}") from error
+
+
+def upload(folder: Path, repo_id: str, private: bool = False) -> str:
+    """Upload a folder, and make its repository if need be; returns its URL.
+
+    Weights of an earlier upload that the folder does not replace are removed from the repository; other files stay.
+
+    Raises UserError, with the command that tries again, where it fails: the folder stays as it is.
+    """
+    api = HfApi()
+    stale = _WEIGHTS if any(folder.glob("model*.safetensors")) else None
+    try:
+        repo = api.create_repo(repo_id, private=private or None, exist_ok=True)
+        api.upload_folder(
+            repo_id=repo.repo_id, folder_path=folder, delete_patterns=stale, commit_message="Upload by jaxtune"
+        )
+    except Exception as error:  # network failures reach us as many unrelated exception types
+        again = f"hf upload {shlex.quote(repo_id)} {shlex.quote(str(folder))} .{' --private' if private else ''}"
+        raise UserError(
+            f"{folder} was not uploaded to {repo_id}: {_reason(error)}. It is whole; upload it with: {again}"
+        ) from error
+    return str(repo)
+
+
+def _is_private(api: HfApi, repo_id: str) -> bool:
+    """Whether nobody else sees a repository, which may be still to be made."""
+    try:
+        return bool(api.model_info(repo_id).private)
+    except RepositoryNotFoundError:
+        return True
+
+
+def _reason(error: Exception) -> str:
+    """In a line, without the queries of URLs, which are signed."""
+    return re.sub(r"\?[^\s'\"]+", "", " ".join(str(error).split())) or type(error).__name__
