@@ -8,12 +8,13 @@ from pathlib import Path
 import jax
 from absl import flags
 
-from jaxtune import command
+from jaxtune import command, hf
 from jaxtune.config.schema import Config, Mesh
 from jaxtune.errors import UserError
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.quant import format_of
-from jaxtune.run.export import check_apart, check_kind, export, merge_difference
+from jaxtune.run.export import check_apart, check_kind, export
+from jaxtune.run.exported import loss_difference, merge_difference
 from jaxtune.run.folder import RunFolder
 from jaxtune.run.model import read_base
 from jaxtune.run.values import open_run
@@ -47,6 +48,7 @@ def _define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("step", None, "checkpoint; default: the newest good one", flag_values=values)
     flags.DEFINE_list("format", None, "hf, peft, or both; default: what the run trained", flag_values=values)
     flags.DEFINE_bool("merge", False, "fold the adapter into the model", flag_values=values)
+    flags.DEFINE_enum("quantize", None, list(hf.SCHEMES), "quantize a whole model's layers", flag_values=values)
 
 
 def _main(values: flags.FlagValues, _: None) -> None:
@@ -63,14 +65,16 @@ def _main(values: flags.FlagValues, _: None) -> None:
     outputs = {kind: Path(values.output) / (kind if len(kinds) > 1 else "") for kind in kinds}
     for kind, output in outputs.items():
         check_apart(output, run.model)
-        check_kind(run.config, kind, values.merge)
+        check_kind(run.config, kind, values.merge, values.quantize)
         check_output(output, kind)
     for kind, output in outputs.items():
         parameters = {**run.frozen, **run.trained}
-        counts = {"steps": run.step, "tokens": run.tokens}
-        export(run.model, parameters, run.config, folder, output, kind, merge=values.merge, **counts)
+        write = partial(export, run.model, parameters, run.config, folder, output, kind)
+        write(merge=values.merge, quantize=values.quantize, steps=run.step, tokens=run.tokens)
         print(f"{kind} of step {run.step}: {output}")
-        if kind == "hf" and run.model.quantized:
+        if values.quantize:
+            print(loss_difference(run.model, parameters, run.config, output, values.quantize))
+        elif kind == "hf" and run.model.quantized:
             print(merge_difference(run.model, parameters, run.config, output))
 
 

@@ -1,0 +1,82 @@
+"""Which weights of a model are quantized when it is exported, and which stay as they are."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from jaxtune.errors import UserError
+from jaxtune.hf.quantized import SCHEMES, quantization_config, together
+from jaxtune.models.families import names_of
+from jaxtune.models.parameters import Parameter
+from jaxtune.models.places import Place
+from jaxtune.quant import Format, format_of
+from jaxtune.run.model import Model
+
+log = logging.getLogger("jaxtune")
+
+_MATRICES = ("linear", "gate", "router", "score")  # what transformers has a Linear for, besides the head
+_LISTED = 4
+
+
+class Chosen(NamedTuple):
+    """The weights that are quantized, by their names in the files, and config.json's entry about them."""
+
+    weights: frozenset[str]
+    config: Mapping[str, Any]
+
+
+def choose(model: Model, kind: str, dtype: str) -> Chosen:
+    """Of a model that is written in `dtype`, every linear layer of the decoder that the format can hold.
+
+    Layers that servers multiply as one are quantized together or not at all. The log names what is left out.
+
+    Raises:
+        UserError: there is none; the decoder is a part of a larger model.
+    """
+    if model.spec.untouched is not None:
+        raise UserError(
+            f"--quantize={kind}: {model.spec.family} is more than a decoder, and which linear layers its other parts "
+            "have is not known here, so that config.json could not name them; export it without --quantize"
+        )
+    format, reasons = format_of(SCHEMES[kind], ""), {}
+    chosen, others = set(), dict.fromkeys([_module(_head(model))])
+    for parameter in model.whole.values():
+        for place in parameter.places if parameter.kind in _MATRICES else ():
+            reason = _misfit(format, parameter, place) if parameter.kind == "linear" else None
+            if reason is None and parameter.kind == "linear":
+                chosen.add(place.name)
+                continue
+            others[_module(place.name)] = None
+            if reason is not None:
+                reasons[place.name] = reason
+    partly = {together(name): name for name in reasons}
+    for name in [name for name in sorted(chosen) if together(name) in partly]:
+        chosen.remove(name)
+        others[_module(name)] = None
+        reasons[name] = f"it is multiplied together with {_module(partly[together(name)])}"
+    listed = [f"{_module(name)} ({reason})" for name, reason in list(reasons.items())[:_LISTED]]
+    more = f" and {len(reasons) - _LISTED} more" if len(reasons) > _LISTED else ""
+    if not chosen:
+        raise UserError(f"--quantize={kind}: no linear layer can be quantized so: {', '.join(listed)}{more}")
+    log.info("%d linear layers are written in %s; embedding, head and routers stay in %s", len(chosen), kind, dtype)
+    if reasons:
+        log.warning("%d linear layers stay in %s: %s%s", len(reasons), dtype, ", ".join(listed), more)
+    return Chosen(frozenset(chosen), quantization_config(kind, dtype, list(others)))
+
+
+def _misfit(format: Format, parameter: Parameter, place: Place) -> str | None:
+    """Why a linear layer's weight cannot be quantized, or None."""
+    if not parameter.lead or parameter.float32:
+        return "it is no layer's, or float32"
+    if place.stack is not None or place.transposed or place.of is not None:
+        return "its tensor holds several layers"
+    return format.misfit(parameter.matrix)
+
+
+def _head(model: Model) -> str:
+    found = names_of(model.spec)["head.weight"]
+    return found if isinstance(found, str) else found.name
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(".weight")
