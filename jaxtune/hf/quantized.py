@@ -4,6 +4,7 @@ The layouts are described in `hf.prequantized`, which reads them. Codes and scal
 """
 
 import json
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,8 +29,13 @@ SCHEMES = {
     "nvfp4": Quant(format="nvfp4", block_size=16),
     "int4": Quant(format="int4", block_size=128),
 }
-# Layers that servers (vLLM, SGLang) multiply as one matrix: all of them are quantized, or none, and of NVFP4 servers
-# take the largest weight_global_scale of them for all, so that they must share one.
+# transformers 5 puts the experts of a layer into one tensor while it reads them, if files have them apart. It refuses
+# those of bitsandbytes then, and forgets weight_global_scale of NVFP4.
+OF_EXPERTS = ("fp8", "int4")
+# Of what compressed-tensors has quantized, it refuses experts that are not.
+WITH_EXPERTS = ("nvfp4", "int4")
+# Layers that servers (vLLM, SGLang) multiply as one matrix: of NVFP4 they take the largest weight_global_scale of these
+# for all of them, so that they must share one.
 _TOGETHER = (
     ("q_proj", "k_proj", "v_proj"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
@@ -44,7 +50,13 @@ _COMPRESSED_TENSORS = {"nvfp4": "nvfp4-pack-quantized", "int4": "pack-quantized"
 
 
 def together(name: str) -> str:
-    """A name that the weights of layers have in common which servers multiply as one matrix; of others, their own."""
+    """What the weights of layers that are quantized together, or not at all, have in common; of others, their name.
+
+    These are layers that servers multiply as one matrix, and the experts of a layer: "model.layers.3.mlp.experts".
+    """
+    before, found, _ = name.partition(".experts.")
+    if found:
+        return f"{before}.experts"
     module, _, last = name.removesuffix(".weight").rpartition(".")
     return next((f"{module}.{'+'.join(names)}" for names in _TOGETHER if last in names), name)
 
@@ -148,7 +160,10 @@ def _constants(kind: str, tensor: Tensor) -> dict[str, Shaped[np.ndarray, "..."]
 
 
 def quantization_config(kind: str, dtype: str, others: Sequence[str]) -> Mapping[str, Any]:
-    """What config.json says of a model whose linear layers are quantized but these `others`; `dtype`: of those."""
+    """What config.json says of a model whose linear layers are quantized but these `others`; `dtype`: of those.
+
+    others: names of layers, or of what holds the experts of one.
+    """
     block = SCHEMES[kind].block_size
     if kind == "nf4":
         return {
@@ -176,5 +191,5 @@ def quantization_config(kind: str, dtype: str, others: Sequence[str]) -> Mapping
         "format": _COMPRESSED_TENSORS[kind],
         "quantization_status": "compressed",
         "config_groups": {"group_0": scheme | {"format": _COMPRESSED_TENSORS[kind]}},
-        "ignore": list(others),
+        "ignore": [rf"re:{re.escape(name)}\..*" if name.endswith(".experts") else name for name in others],
     }

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxtune.errors import UserError
-from jaxtune.hf.quantized import SCHEMES, quantization_config, together
+from jaxtune.hf.quantized import OF_EXPERTS, SCHEMES, WITH_EXPERTS, quantization_config, together
 from jaxtune.models.families import names_of
-from jaxtune.models.parameters import Parameter
+from jaxtune.models.parameters import Parameter, loaded_names
 from jaxtune.models.places import Place
 from jaxtune.quant import Format, format_of
 from jaxtune.run.model import Model
@@ -31,7 +31,7 @@ def choose(model: Model, kind: str, dtype: str) -> Chosen:
     Layers that servers multiply as one are quantized together or not at all. The log names what is left out.
 
     Raises:
-        UserError: there is none; the decoder is a part of a larger model.
+        UserError: there is none; the decoder is a part of a larger model; transformers could not read its experts.
     """
     if model.spec.untouched is not None:
         raise UserError(
@@ -39,22 +39,31 @@ def choose(model: Model, kind: str, dtype: str) -> Chosen:
             "have is not known here, so that config.json could not name them; export it without --quantize"
         )
     format, reasons = format_of(SCHEMES[kind], ""), {}
-    chosen, others = set(), dict.fromkeys([_module(_head(model))])
+    chosen, others, loaded = set(), dict.fromkeys([_module(_head(model))]), loaded_names(model.base.spec)
+
+    def leave(name: str, reason: str | None) -> None:
+        # Readers look for it by the name in the files, or by that of the module that transformers makes of it.
+        others.update(dict.fromkeys(_module(found) for found in (name, loaded.get(name, name))))
+        if reason is not None:
+            reasons[name] = reason
+
     for parameter in model.whole.values():
         for place in parameter.places if parameter.kind in _MATRICES else ():
-            reason = _misfit(format, parameter, place) if parameter.kind == "linear" else None
+            reason = _misfit(kind, format, parameter, place) if parameter.kind == "linear" else None
             if reason is None and parameter.kind == "linear":
                 chosen.add(place.name)
                 continue
-            others[_module(place.name)] = None
-            if reason is not None:
-                reasons[place.name] = reason
+            if reason is not None and _is_an_expert(parameter, place) and kind in WITH_EXPERTS:
+                raise UserError(
+                    f"--quantize={kind}: {place.name} cannot be quantized so ({reason}), and transformers reads no such "
+                    "files with experts that are not; choose another format"
+                )
+            leave(place.name, reason)
     partly = {together(name): name for name in reasons}
     for name in [name for name in sorted(chosen) if together(name) in partly]:
         chosen.remove(name)
-        others[_module(name)] = None
-        reasons[name] = f"it is multiplied together with {_module(partly[together(name)])}"
-    listed = [f"{_module(name)} ({reason})" for name, reason in list(reasons.items())[:_LISTED]]
+        leave(name, f"it goes together with {partly[together(name)]}")
+    listed = [f"{name} ({reason})" for name, reason in list(reasons.items())[:_LISTED]]
     more = f" and {len(reasons) - _LISTED} more" if len(reasons) > _LISTED else ""
     if not chosen:
         raise UserError(f"--quantize={kind}: no linear layer can be quantized so: {', '.join(listed)}{more}")
@@ -64,13 +73,20 @@ def choose(model: Model, kind: str, dtype: str) -> Chosen:
     return Chosen(frozenset(chosen), quantization_config(kind, dtype, list(others)))
 
 
-def _misfit(format: Format, parameter: Parameter, place: Place) -> str | None:
+def _misfit(kind: str, format: Format, parameter: Parameter, place: Place) -> str | None:
     """Why a linear layer's weight cannot be quantized, or None."""
     if not parameter.lead or parameter.float32:
         return "it is no layer's, or float32"
     if place.stack is not None or place.transposed or place.of is not None:
         return "its tensor holds several layers"
+    if _is_an_expert(parameter, place) and kind not in OF_EXPERTS:
+        return f"transformers reads experts in {' and '.join(OF_EXPERTS)} alone"
     return format.misfit(parameter.matrix)
+
+
+def _is_an_expert(parameter: Parameter, place: Place) -> bool:
+    """Whether a weight is that of one expert, in a tensor of its own."""
+    return len(parameter.lead) > 1 and place.stack is None
 
 
 def _head(model: Model) -> str:
@@ -79,4 +95,5 @@ def _head(model: Model) -> str:
 
 
 def _module(name: str) -> str:
-    return name.removesuffix(".weight")
+    """What config.json calls the layer of a weight: of experts, what holds them all."""
+    return together(name) if ".experts." in name else name.removesuffix(".weight")
