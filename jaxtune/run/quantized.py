@@ -1,6 +1,7 @@
 """Which weights of a model are quantized when it is exported, and which stay as they are."""
 
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -15,7 +16,6 @@ from jaxtune.run.model import Model
 log = logging.getLogger("jaxtune")
 
 _MATRICES = ("linear", "gate", "router", "score")  # what transformers has a Linear for, besides the head
-_LISTED = 4
 
 
 class Chosen(NamedTuple):
@@ -55,21 +55,21 @@ def choose(model: Model, kind: str, dtype: str) -> Chosen:
                 continue
             if reason is not None and _is_an_expert(parameter, place) and kind in WITH_EXPERTS:
                 raise UserError(
-                    f"--quantize={kind}: {place.name} cannot be quantized so ({reason}), and transformers reads no such "
-                    "files with experts that are not; choose another format"
+                    f"--quantize={kind}: {place.name} cannot be quantized so ({reason}), and transformers reads no "
+                    "such files with experts that are not; choose another format"
                 )
             leave(place.name, reason)
     partly = {together(name): name for name in reasons}
     for name in [name for name in sorted(chosen) if together(name) in partly]:
         chosen.remove(name)
         leave(name, f"it goes together with {partly[together(name)]}")
-    listed = [f"{name} ({reason})" for name, reason in list(reasons.items())[:_LISTED]]
-    more = f" and {len(reasons) - _LISTED} more" if len(reasons) > _LISTED else ""
+    # Of layers, and experts, that differ in their number alone, one line.
+    listed = dict.fromkeys(re.sub(r"\.\d+\b", ".*", f"{name} ({reason})") for name, reason in reasons.items())
     if not chosen:
-        raise UserError(f"--quantize={kind}: no linear layer can be quantized so: {', '.join(listed)}{more}")
+        raise UserError(f"--quantize={kind}: no linear layer can be quantized so: {', '.join(listed)}")
     log.info("%d linear layers are written in %s; embedding, head and routers stay in %s", len(chosen), kind, dtype)
     if reasons:
-        log.warning("%d linear layers stay in %s: %s%s", len(reasons), dtype, ", ".join(listed), more)
+        log.warning("%d linear layers stay in %s: %s", len(reasons), dtype, ", ".join(listed))
     return Chosen(frozenset(chosen), quantization_config(kind, dtype, list(others)))
 
 
