@@ -1,4 +1,4 @@
-"""Write a run's model as Hugging Face safetensors, or its adapter as PEFT."""
+"""Write a run's model as Hugging Face safetensors, quantized if asked for, or its adapter as PEFT."""
 
 import math
 import sys
