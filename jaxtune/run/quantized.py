@@ -75,8 +75,6 @@ def choose(model: Model, kind: str, dtype: str) -> Chosen:
 
 def _misfit(kind: str, format: Format, parameter: Parameter, place: Place) -> str | None:
     """Why a linear layer's weight cannot be quantized, or None."""
-    if not parameter.lead or parameter.float32:
-        return "it is no layer's, or float32"
     if place.stack is not None or place.transposed or place.of is not None:
         return "its tensor holds several layers"
     if _is_an_expert(parameter, place) and kind not in OF_EXPERTS:

@@ -2,16 +2,20 @@
 
 import json
 import logging
+import re
+import shutil
 
 import numpy as np
 import pytest
+from runs import conversations
 from safetensors import safe_open
 from tiny import CHATML, model_folder
 
-from jaxtune.config.schema import Config, Data, Model
+from jaxtune.config.schema import Config, Data, Dataset, Model, Train
 from jaxtune.errors import UserError
 from jaxtune.hf import SCHEMES
 from jaxtune.run.export import export_full
+from jaxtune.run.exported import loss_difference
 from jaxtune.run.model import declare_model, read_base
 from jaxtune.run.quantized import choose
 from jaxtune.run.values import read_parameters
@@ -70,6 +74,26 @@ def test_nan_is_not_quantized(tmp_path, one_device):
     with pytest.raises(UserError, match=r"layers\.0\.mlp\.down_proj\.weight holds NaN"):
         export_full(model, parameters, config, tmp_path / "out", "nf4")
     assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_without_validation_data_the_loss_is_of_training_data_and_without_those_logits_are_compared(
+    tmp_path, one_device, caplog
+):
+    folder, chats = model_folder(tmp_path / "model", **WIDE), conversations(tmp_path / "chat.jsonl")
+    data = Data(seq_len=64, datasets=(Dataset(path=str(chats), type="conversation"),))
+    train = Train(output_dir=str(tmp_path), micro_batch_size=4)
+    config = Config(model=Model(path=str(folder), dtype="float32"), data=data, train=train)
+    model = declare_model(read_base(config), config, one_device, low_precision=False)
+    parameters = read_parameters(model, model.whole)
+    export_full(model, parameters, config, tmp_path / "out", "int4")
+    arguments = (model, parameters, config, tmp_path / "out", "int4")
+    said = re.fullmatch(r"training loss (\S+) as trained, (\S+) as written in int4", loss_difference(*arguments))
+    before, after = map(float, said.groups())
+    assert 0 < abs(before - after) < 0.1
+    chats.unlink()
+    shutil.rmtree(tmp_path / "cache")
+    assert re.match(r"over 64 random tokens the logits, .* differ by 0\.\d+ at most$", loss_difference(*arguments))
+    assert "cannot be read again" in caplog.text and "chat.jsonl" in caplog.text
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("Qwen3", True), ("Llama", False)])
