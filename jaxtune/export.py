@@ -22,12 +22,18 @@ from jaxtune.run.values import open_run
 FORMATS = ("hf", "peft")
 
 
-def shards(config: Config) -> int:
-    """The most devices to shard the model over: they must divide its width, and its quantized blocks if it has any."""
+def shards(config: Config, quantize: str | None) -> int:
+    """The most devices to shard the model over: they must divide its width, and its quantized blocks if it has any.
+
+    Those of the run, and those that are written, which are read again.
+    """
     base = read_base(config)
-    hidden, options = base.spec.hidden, config.quant if base.scheme is None else base.scheme.options
-    rows, columns = format_of(options, "").block if options.format is not None else (1, 1)
-    return math.gcd(jax.device_count(), hidden, hidden // math.lcm(rows or 1, columns or 1))
+    hidden, found = base.spec.hidden, [config.quant if base.scheme is None else base.scheme.options]
+    if quantize is not None:
+        found.append(hf.SCHEMES[quantize])
+    blocks = [format_of(options, "").block for options in found if options.format is not None]
+    whole = (hidden // math.lcm(rows or 1, columns or 1) for rows, columns in blocks)
+    return math.gcd(jax.device_count(), hidden, *whole)
 
 
 def check_output(output: Path, kind: str) -> None:
@@ -53,7 +59,7 @@ def _define_flags(values: flags.FlagValues) -> None:
 
 def _main(values: flags.FlagValues, _: None) -> None:
     folder = RunFolder(Path(values.run))
-    mesh = make_mesh(Mesh(), jax.devices()[: shards(folder.read_config())])
+    mesh = make_mesh(Mesh(), jax.devices()[: shards(folder.read_config(), values.quantize)])
     run = open_run(folder, mesh, values.step)
     adapter = run.config.lora.enabled
     kinds = values.format or (["hf"] if values.merge or not adapter else ["peft"])

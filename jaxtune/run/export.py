@@ -243,13 +243,12 @@ def export(
 
 def check_kind(config: Config, kind: str, merge: bool, quantize: str | None = None) -> None:
     """Raise UserError where a run cannot be exported in a format."""
-    if kind == "peft" and quantize is not None:
-        raise UserError(
-            f"--quantize={quantize}: an adapter is not quantized, only a whole model; "
-            + ("add --merge" if config.lora.enabled else "use --format=hf")
-        )
     if kind == "peft" and not config.lora.enabled:
         raise UserError("--format=peft: this run trained the whole model; export it with --format=hf")
+    if kind == "peft" and quantize is not None:
+        raise UserError(
+            f"--quantize={quantize}: an adapter is not quantized, only a whole model: --merge without --format=peft"
+        )
     if kind == "hf" and config.lora.enabled and not merge:
         raise UserError("--format=hf: this run trained an adapter; add --merge for a whole model, or use --format=peft")
     if kind == "peft" and config.lora.merge_interval:

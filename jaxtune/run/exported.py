@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune import data, hf
-from jaxtune.config.schema import Config
+from jaxtune.config.schema import Config, Memory
 from jaxtune.errors import UserError
 from jaxtune.models.call import Call
 from jaxtune.models.decoder import Parameters, bind
@@ -38,7 +38,7 @@ def loss_difference(model: Model, parameters: Parameters, config: Config, output
     if not _fits(output):
         return _no_room(output) + f"; afterwards: python -m jaxtune.evaluate --config=... --model={output}"
     where, rows = _rows(model, config)
-    exported_config = of_model(str(output), config)
+    exported_config = dataclasses.replace(of_model(str(output), config), memory=Memory())  # nothing waits on the host
     mesh = jax.sharding.get_mesh()
     exported = declare_model(read_base(exported_config), exported_config, mesh, train=False, low_precision=False)
     after = read_parameters(exported, exported.parameters)
