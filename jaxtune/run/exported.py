@@ -50,7 +50,7 @@ def loss_difference(model: Model, parameters: Parameters, config: Config, output
             for one in (config, exported_config)
         )
     trained = {name: parameters[name] for name in model.trained}
-    frozen = {name: parameters[name] for name in model.frozen}
+    frozen = {name: value for name, value in parameters.items() if name not in trained}
     losses = [
         make_evaluate(one_config, one, rows, mesh)(*of_one, {})["eval_loss"]
         for one, one_config, of_one in (
