@@ -176,6 +176,21 @@ def test_an_export_never_mixes_with_other_things(home, adapter):
     assert not (home / "both").exists()
 
 
+def test_a_merged_model_is_written_quantized_with_the_losses_before_and_after(home, adapter):
+    """Which are those of `evaluate`."""
+    export = ("jaxtune.export", f"--run={adapter}", f"--output={home / 'quantized'}")
+    assert "--quantize=nf4: an adapter is not quantized" in call(*export, "--quantize=nf4", code=2)
+    assert not (home / "quantized").exists()
+    said = call(*export, "--merge", "--quantize=nf4")
+    printed = re.search(r"validation loss (\S+) as trained, (\S+) as written in nf4", said).groups()
+    recipe = recipe_command(home, "qwen_lora.py", "adapter", **OPTIONS)[1:]
+    for model, loss in zip((f"--run={adapter}", f"--model={home / 'quantized'}"), map(float, printed)):
+        found = call("jaxtune.evaluate", *recipe, model) if "--model" in model else call("jaxtune.evaluate", model)
+        assert abs(float(found.split("eval_loss ")[1].split()[0]) - loss) <= 6e-5
+    assert printed[0] != printed[1]
+    assert "| weights | linear layers in nf4 |" in (home / "quantized" / "README.md").read_text()
+
+
 def test_a_run_that_ends_in_nan_fails_and_exports_nothing(home):
     """Fewer bad steps than train.max_bad_steps, but nothing else."""
     folder = model_folder(home / "nan")
