@@ -6,11 +6,14 @@ import shutil
 
 import numpy as np
 import pytest
+from benchmark_tasks import OF_TASKS, without_those_of_the_harness, write_tasks
 from hub_server import HubServer
 from huggingface_hub import ModelCard
 from runs import call, metrics, model_folder, recipe_command
 from safetensors.numpy import load_file, save_file
 from tiny import byte_tokenizer
+
+from jaxtune.python import Run
 
 OPTIONS = {
     "train.max_steps": 2,
@@ -121,6 +124,27 @@ def test_any_model_is_evaluated_by_a_recipe(home, adapter):
     ):
         said = call("jaxtune.evaluate", *recipe, *named)
         assert abs(float(said.split("eval_loss ")[1].split()[0]) - expected) <= 1e-5, named
+
+
+def test_benchmark_tasks_are_asked_of_a_run_and_of_any_model(home, adapter, monkeypatch):
+    """By the command and from Python; the adapter as it was exported gives what its run does."""
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness (pip install lm-eval) is not installed")
+    without_those_of_the_harness(monkeypatch)
+    (home / "tasks").mkdir()
+    own = (f"--include_path={write_tasks(home / 'tasks')}", "--limit=2", "--num_fewshot=1", "--apply_chat_template")
+    printed = call("jaxtune.evaluate", f"--run={adapter}", "--tasks=tiny_*", *own)
+    assert all(f"|{name}" in printed for name in OF_TASKS)
+    (written,) = (adapter / "lm_eval").glob("2-*.json")
+    of_run = json.loads(written.read_text())
+    assert of_run["config"]["model_args"] == {"run": "adapter", "step": 2}
+    assert {row["sample_len"] for row in of_run["results"].values()} == {2}
+    output = home / "tasks.json"
+    call("jaxtune.evaluate", f"--model={adapter / 'export'}", "--tasks=tiny_text", *own, f"--output={output}")
+    of_model = json.loads(output.read_text())["results"]["tiny_text"]["bits_per_byte,none"]
+    assert abs(of_model - of_run["results"]["tiny_text"]["bits_per_byte,none"]) < 1e-2  # which is in bfloat16
+    found = Run(adapter, True).evaluate(tasks=["tiny_text"], include_path=home / "tasks", limit=2)
+    expected = of_run["results"]["tiny_text"]["bits_per_byte,none"]
+    assert found["tiny_text/bits_per_byte"] == pytest.approx(expected, rel=1e-4)  # on eight devices
 
 
 @pytest.mark.parametrize(
