@@ -26,7 +26,6 @@ from jaxtune.parallel import multihost
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.python import Run, config_of, mesh_put_back
 from jaxtune.run import loop, memory, mirroring, plugins, process, resume, rollouts
-from jaxtune.run.adapter_start import begin_adapters
 from jaxtune.run.assembly import assemble
 from jaxtune.run.best import check_metric, is_judged
 from jaxtune.run.describe import describe_layout, describe_pipeline
@@ -43,12 +42,11 @@ from jaxtune.run.state import State
 from jaxtune.run.tasks import tasks_of
 from jaxtune.run.teacher import declare_teacher, with_teacher
 from jaxtune.run.values import (
-    base_parameters,
     check_files,
     frozen_parameters,
-    initial_parameters,
     read_reference,
     result_of,
+    start_parameters,
 )
 from jaxtune.run.watch import watching
 
@@ -135,14 +133,12 @@ def _train(config: Config, folder: RunFolder, mirror: Mirror | None) -> bool:
         feed = with_teacher(teacher, mesh, feed)
     with goodput.measure("restore"):
         if saved is not None:
-            state, position = resume.restored(saved, program, config.ckpt.load_optimizer)
-            frozen = frozen_parameters(model, config, but=state.base)
+            state, starts, position = resume.restored(saved, program, config.ckpt.load_optimizer)
+            frozen = starts | frozen_parameters(model, config, but={**state.base, **starts})
         else:
-            base = base_parameters(model, config)
-            frozen = frozen_parameters(model, config, but=base)
-            trained, base = begin_adapters(model, config, initial_parameters(model, config), base, frozen)
-            first = ("eval",) if config.eval.at_start else ()
+            trained, base, frozen = start_parameters(model, config)
             start = jax.jit(program.start, donate_argnums=0)
+            first = ("eval",) if config.eval.at_start else ()
             state, position = start(trained)._replace(base=base), loop.Position(put_off=first)
             if state.reference and config.preference.reference != "start":
                 state = state._replace(reference=read_reference(model, config, state.reference))
@@ -155,7 +151,8 @@ def _train(config: Config, folder: RunFolder, mirror: Mirror | None) -> bool:
 
     def save(state: State, at: loop.Position) -> None:
         at.plugins = called.states()
-        kept = state if config.ckpt.save_optimizer else state._replace(optimizer=())
+        kept = state._replace(base=state.base | {name: frozen[name] for name in model.starts})
+        kept = kept if config.ckpt.save_optimizer else kept._replace(optimizer=())
         best = at.standing.step if config.ckpt.keep_best else None
         checkpoints.save(at.step, kept, record | at.to_json(), model.grouping, best)
         called("on_save", at.step, folder.checkpoints / str(at.step))

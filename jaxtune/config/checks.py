@@ -235,6 +235,9 @@ def _ckpt(config: Config) -> Iterator[Problem]:
     ckpt = config.ckpt
     if ckpt.start is not None and ckpt.resume == "never":
         yield _problem(config, "ckpt.start", "another run would go on, and ckpt.resume is 'never'", "ckpt.resume")
+    if config.guard.action is not None and config.rollout.rewards:
+        reason = "the loss of rollouts has no level that it could be above; train.max_bad_steps is there"
+        yield _problem(config, "guard.action", reason, "rollout.rewards")
     if config.guard.action == "roll_back":
         if not ckpt.save_optimizer:
             yield _problem(config, "ckpt.save_optimizer", "a checkpoint to go back to needs it", "guard.action")

@@ -86,14 +86,15 @@ class SavedAdapter:
     def chosen(self) -> dict[str, Any]:
         """Options of `Lora` that select the modules that it has, and those of other rank and alpha."""
         whole = {name.removesuffix(".weight") for name in self.tensors if _is_of_model(name) and name != HEAD}
-        patterns = (
-            tuple(rf"^{re.escape(name)}$={number:g}" for name, number in numbers.items())
-            for numbers in (self.ranks, self.alphas)
-        )
+
+        def pattern(numbers: Mapping[str, float]) -> tuple[str, ...]:
+            return tuple(rf"^{re.escape(name)}$={number!r}" for name, number in numbers.items())
+
         return {
             "target_modules": self.targets,
             "modules_to_save": tuple(sorted(name for name in whole if not name.endswith(".bias"))),
-            **dict(zip(("rank_pattern", "alpha_pattern"), patterns)),
+            "rank_pattern": pattern(self.ranks),
+            "alpha_pattern": pattern(self.alphas),
         }
 
     def of_module(self, name: str) -> tuple[int, float]:
@@ -221,7 +222,8 @@ def read_adapter(folder: Path) -> SavedAdapter:
     file = folder / WEIGHTS
     if not file.is_file():
         raise UserError(f"{folder} has no {WEIGHTS}; an adapter in another format must be saved as safetensors")
-    kind, tensors, parameters = config["peft_type"].lower(), {}, tuple(config.get("target_parameters") or ())
+    kind, parameters = config["peft_type"].lower(), tuple(config.get("target_parameters") or ())
+    tensors, ranks, alphas = {}, {}, {}
     default = config["r"] if kind == "lora" else Lora.rank
     for key, source in open_sources([file]).items():
         own = key.removeprefix(_PREFIX).rpartition(".")[0]
@@ -237,7 +239,11 @@ def read_adapter(folder: Path) -> SavedAdapter:
         if match["half"] is None:  # a vector, whose shape is checked where it is read
             tensors[current_name(key.removeprefix(_PREFIX))] = source
             continue
-        rank = _matching(match["module"], config.get("rank_pattern"), default) or 0
+        module = current_name(match["module"])
+        rank = _matching(match["module"], config.get("rank_pattern"), default)
+        alpha = _matching(match["module"], config.get("alpha_pattern"), None)
+        ranks |= {module: rank} if rank != default else {}
+        alphas |= {module: float(alpha)} if alpha is not None else {}
         shape, axis = source.shape, "AB".index(match["half"])
         fits = len(shape) == 2 and (shape[axis] == rank or (parameters and shape[axis] and shape[axis] % rank == 0))
         if not fits or source.dtype not in DTYPES:
@@ -266,13 +272,9 @@ def read_adapter(folder: Path) -> SavedAdapter:
     if lone or not adapted_modules(tensors):
         raise UserError(f"{file}: " + (f"lora_A or lora_B is missing for {lone[0]}" if lone else "it holds no tensors"))
     for module in pairs:
-        ranks = [tensors[f"{module}.lora_{half}.weight"].shape[axis] for axis, half in enumerate("AB")]
-        if ranks[0] != ranks[1]:
-            raise UserError(f"{file}: the rank of {module} is {ranks[0]} in lora_A and {ranks[1]} in lora_B")
-    named = {
-        option: {name: value for name in pairs if (value := _matching(name, config.get(option), None)) is not None}
-        for option in ("rank_pattern", "alpha_pattern")
-    }
+        of_a, of_b = (tensors[f"{module}.lora_{half}.weight"].shape[axis] for axis, half in enumerate("AB"))
+        if of_a != of_b:
+            raise UserError(f"{file}: the rank of {module} is {of_a} in lora_A and {of_b} in lora_B")
     return SavedAdapter(
         rank=default,
         alpha=float(config.get("lora_alpha", Lora.alpha)),
@@ -285,8 +287,8 @@ def read_adapter(folder: Path) -> SavedAdapter:
         bias=config.get("bias") or "none",
         kind=kind,
         use_dora=config.get("use_dora") or False,
-        ranks=named["rank_pattern"],
-        alphas=named["alpha_pattern"],
+        ranks=ranks,
+        alphas=alphas,
     )
 
 
@@ -336,5 +338,8 @@ def _is_pattern(value: Any, least: int, experts: bool) -> bool:
         return True
     if experts or not isinstance(value, dict):
         return False
-    kinds = int if least else int | float
-    return all(isinstance(number, kinds) and number >= least for number in value.values())
+    kinds = (int,) if least else (int, float)
+    try:
+        return all(re.compile(name) and type(number) in kinds and number >= least for name, number in value.items())
+    except re.error:
+        return False

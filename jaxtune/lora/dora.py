@@ -71,7 +71,7 @@ def _norms(linear: Linear, a: Float[Array, "r i"], b: Float[Array, "o r"]) -> Fl
     weight = weight.dequantize() if isinstance(weight, QuantizedArray) else weight
     weight, a, b = (jax.lax.stop_gradient(gather(array.astype(jnp.float32))) for array in (weight, a, b))
     rows, scale = ungathered(jax.typeof(weight).sharding.spec[0]), linear.adapter.scale
-    squares = jnp.einsum("oi,oi->o", weight, weight, out_sharding=P(rows))
+    squares = jnp.sum(weight * weight, axis=-1)  # no dot, which a recipe may round
     crossed = jnp.einsum("oi,ri->or", weight, a, out_sharding=P(rows, None))
     gram = jnp.einsum("ri,si->rs", a, a, out_sharding=P(None, None))
     return jnp.sqrt(squares + jnp.sum((2 * scale * crossed + scale**2 * (b @ gram)) * b, axis=-1))

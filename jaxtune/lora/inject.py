@@ -101,21 +101,30 @@ def _whole_modules(spec: ModelSpec, modules: tuple[str, ...], adapted: Set[str])
     """Names of the tensors of lora.modules_to_save. Raises UserError for one that peft could not have."""
     if not modules:
         return set()
-    known = sites(spec)
-    of_module = {name: name.rpartition(".")[0] for name in known}
-    chosen = select(modules, sorted(set(of_module.values())), "lora.modules_to_save")
+    option = "lora.modules_to_save"
     if spec.tied and (tied := [name for name in ("embed_tokens", "lm_head") if any(name in one for one in modules)]):
         raise UserError(
-            f"lora.modules_to_save: {tied[0]} is tied to the other end of this model, and in peft it would be so no "
-            "more; leave it out, or train the whole model (lora.enabled=False)"
+            f"{option}: {tied[0]} is tied to the other end of this model, and in peft it would be so no more; leave it "
+            "out, or train the whole model (lora.enabled=False)"
         )
-    if experts := sorted(name for name in known if of_module[name] in chosen and _is_of_experts(known[name])):
-        raise UserError(f"lora.modules_to_save: experts, such as {experts[0]}, are not supported; leave them out")
+    known = sites(spec)
+    of_module = {name: name.rpartition(".")[0] for name in known if name.endswith((".weight", ".bias"))}
+    chosen = select(modules, sorted(set(of_module.values())), option)
+    found = {name: known[name] for name, module in of_module.items() if module in chosen}
+    if experts := sorted(name for name, parts in found.items() if _is_of_experts(parts)):
+        raise UserError(f"{option}: experts, such as {experts[0]}, are not supported; leave them out")
     if both := sorted(chosen & adapted):
+        raise UserError(f"{option}: {both[0]} has an adapter too; take it out of there, or of lora.target_modules")
+    treatments = {
+        name: [spec.layers[s.layer].treatment(s.local) for s in parts if s.layer is not None]
+        for name, parts in found.items()
+    }
+    if stored := sorted(name for name, of_parts in treatments.items() if any(t.stored is not None for t in of_parts)):
         raise UserError(
-            f"lora.modules_to_save: {both[0]} has an adapter too; name it in one of lora.target_modules and it"
+            f"{option}: {stored[0]} is quantized, so it cannot be trained; leave it out of there, or of what is "
+            "quantized (quant.exclude)"
         )
-    return {name for name, module in of_module.items() if module in chosen}
+    return set(found)
 
 
 def _is_of_experts(parts: tuple[Site, ...]) -> bool:

@@ -1,6 +1,7 @@
 """What adapters begin as where that depends on the weights beside them: PiSSA, OLoRA, the magnitudes of DoRA."""
 
-from collections.abc import Collection, Mapping
+import logging
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -9,60 +10,45 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxtune.config.schema import Config
-from jaxtune.errors import UserError
+from jaxtune.lora.lora import FROM_WEIGHT
 from jaxtune.models.decoder import Parameters
-from jaxtune.precision.linears import Frozen
+from jaxtune.models.parameters import abstract
 from jaxtune.run.elements import gather_element
 from jaxtune.run.model import Model
 
+log = logging.getLogger("jaxtune")
+
 
 def begin_adapters(
-    model: Model, config: Config, trained: Parameters, base: Parameters, frozen: Parameters
+    model: Model, config: Config, trained: Parameters, frozen: Parameters
 ) -> tuple[Parameters, Parameters]:
-    """(trained, base) of a state with adapters as their methods begin them beside the weights, if not read from files.
+    """(trained, frozen) with adapters as their methods begin them beside the weights, if they are not from a file.
 
-    A layer at a time, on every device. Raises UserError where a weight cannot be read, or has no such part.
+    A layer at a time, on every device.
     """
     if config.lora.path is not None:
-        return trained, base
-    modules: dict[str, list[str]] = {}  # the parts of one Hugging Face module, by what they share
-    for name, parameter in model.frozen.items():
-        adapter = parameter.treatment.adapter
-        if parameter.kind == "linear" and adapter is not None and adapter.from_weight:
-            modules.setdefault(model.adapter_of(name)["lora_a"], []).append(name)
-    drawn, weights = {**trained, **base}, {**frozen, **base}
-    found = {}
-    for parts in modules.values():
-        found |= _of_module(model, parts, drawn, weights)
-    return {**trained, **_among(trained, found)}, {**base, **_among(base, found)}
+        return trained, frozen
+    if config.lora.init in FROM_WEIGHT:
+        log.info("lora.init=%r: decomposing the weights beside adapters", config.lora.init)
+    found = {**trained, **frozen}
+    for names in model.beside_adapters:
+        if model.parameters[names[0]].treatment.adapter.from_weight:
+            found |= _of_module(model, names, found)
+    return {name: found[name] for name in trained}, {name: found[name] for name in frozen}
 
 
-def _among(names: Collection[str], found: Parameters) -> Parameters:
-    return {name: value for name, value in found.items() if name in names}
-
-
-def _of_module(model: Model, names: list[str], drawn: Parameters, weights: Parameters) -> Parameters:
-    """Of the parts of one module in all layers of a stack."""
+def _of_module(model: Model, names: list[str], values: Parameters) -> Parameters:
+    """The adapter of one module in all layers of a stack, by the values of its weights and what was drawn."""
     first = model.parameters[names[0]]
     adapter, of_parts = first.treatment.adapter, [model.adapter_of(name) for name in names]
-    if isinstance(first.storage, Frozen):
-        raise UserError(
-            f"lora.init and lora.use_dora need the weights as they are, and {first.places[0].name} is stored in the "
-            "format of its products; take precision.recipe='bf16'"
-        )
-    rows = [model.parameters[name].matrix[0] for name in names]
-    if adapter.rank > (least := min(sum(rows), first.matrix[1])):
-        raise UserError(
-            f"lora.rank={adapter.rank}: {first.places[0].name} has no more than {least} rows and columns of its own"
-        )
-    layers = []
+    rows, layers = [model.parameters[name].matrix[0] for name in names], []
     for index, _ in first.elements():
-        weight = jnp.concatenate([gather_element(weights[name], index).astype(jnp.float32) for name in names])
-        values = {
-            part: _joined([gather_element(drawn[of[part]], index) for of in of_parts], part, adapter)
+        weight = jnp.concatenate([gather_element(values[name], index).astype(jnp.float32) for name in names])
+        drawn = {
+            part: _joined([gather_element(values[of[part]], index) for of in of_parts], part, adapter)
             for part in of_parts[0]
         }
-        layers.append(_begin(adapter, weight, values))
+        layers.append(_begin(adapter, weight, drawn))
     found = {}
     for number, of_part in enumerate(of_parts):
         own = slice(sum(rows[:number]), sum(rows[: number + 1]))
@@ -70,7 +56,8 @@ def _of_module(model: Model, names: list[str], drawn: Parameters, weights: Param
             parameter = model.parameters[name]
             each = [layer[part] if part in adapter.shared else layer[part][own] for layer in layers]
             value = jnp.stack(each) if parameter.lead else each[0]
-            found[name] = jax.reshard(value.astype(parameter.dtype), parameter.sharding.spec)
+            sharded = jax.reshard(value.astype(parameter.dtype), parameter.sharding.spec)
+            found[name] = jax.device_put(sharded, abstract({name: parameter})[name].sharding)
     return found
 
 
@@ -80,5 +67,5 @@ def _joined(parts: list[Array], part: str, adapter: Any) -> Array:
 
 
 @partial(jax.jit, static_argnums=0)
-def _begin(adapter: Any, weight: Array, values: Mapping[str, Array]) -> dict[str, Array]:
-    return adapter.begin(weight, values)
+def _begin(adapter: Any, weight: Array, drawn: Mapping[str, Array]) -> dict[str, Array]:
+    return adapter.begin(weight, drawn)

@@ -33,7 +33,7 @@ from jaxtune.parallel.mesh import data_shards
 from jaxtune.precision.recipes import Recipe, recipe_of
 from jaxtune.run import plugins
 from jaxtune.run.guard import first_level
-from jaxtune.run.merging import kept_in_state, make_merge, merged_into
+from jaxtune.run.merging import make_merge, merged_into
 from jaxtune.run.model import Base, Model, abstract_average, declare_model
 from jaxtune.run.noise import make_noise
 from jaxtune.run.pipelined import pipelined_gradients
@@ -101,9 +101,8 @@ def assemble(base: Base, config: Config, mesh: jax.sharding.Mesh, objective: Obj
     traced, state = jax.make_jaxpr(start, return_shape=True)(abstract(model.trained))
     avals = jax.tree.unflatten(jax.tree.structure(state), traced.out_avals)
     state = jax.tree.map(lambda aval: _on_mesh(aval, mesh), avals)
-    kept = kept_in_state(model, config)
-    state = state._replace(base=abstract(kept))
-    frozen = abstract({name: p for name, p in model.frozen.items() if name not in kept})
+    state = state._replace(base=abstract(merged))
+    frozen = abstract({name: p for name, p in model.frozen.items() if name not in merged})
     return Program(model, objective, optimizer, gradients, step, start, state, frozen, batch)
 
 

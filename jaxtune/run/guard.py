@@ -31,25 +31,26 @@ def first_level() -> Level:
     return Level(zero, zero, zero, jnp.zeros((), jnp.int32), jnp.ones((), jnp.float32))
 
 
-def is_spike(level: Level, loss: Float[Array, ""], norm: Float[Array, ""], options: Guard) -> Bool[Array, ""]:
-    """Whether a step is out of line; none is before guard.window steps were counted, and what is not finite is none."""
-    far = loss > level.loss + options.deviations * jnp.sqrt(level.variance)
-    return (level.steps >= options.window) & (far | (norm > options.norm_factor * level.norm))
+def bounds(level: Level, options: Guard) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """The largest loss and gradient norm that are no spike; infinite before guard.window steps were counted."""
+    ready = level.steps >= options.window
+    loss = level.loss + options.deviations * jnp.sqrt(level.variance)
+    norm = options.norm_factor * level.norm
+    return jnp.where(ready, loss, jnp.inf), jnp.where(ready & (norm > 0), norm, jnp.inf)
 
 
 def level_after(
-    level: Level,
-    loss: Float[Array, ""],
-    norm: Float[Array, ""],
-    taken: Bool[Array, ""],
-    spike: Bool[Array, ""],
-    options: Guard,
+    level: Level, loss: Float[Array, ""], norm: Float[Array, ""], finite: Bool[Array, ""], options: Guard
 ) -> Level:
-    """The level after a step, which counts if it was taken.
+    """The level after a step; one that is not finite does not count.
 
-    Means of all steps at first, then exponential ones (West 1979, of the variance). The rate halves at a spike, if
-    guard.action is lower_rate, and is back guard.window steps later.
+    Means of all steps at first, then exponential ones (West 1979, of the variance). A spike counts as the bound that
+    it is above, so that the level follows where losses stay. The rate halves at one, if guard.action is lower_rate, and
+    is back guard.window steps later.
     """
+    most = bounds(level, options)
+    spike = finite & ((loss > most[0]) | (norm > most[1]))
+    loss, norm = jnp.minimum(loss, most[0]), jnp.minimum(norm, most[1])
     weight = jnp.maximum(1 / (level.steps + 1), 1 / options.window)
     apart = loss - level.loss
     counted = Level(
@@ -57,7 +58,10 @@ def level_after(
         (1 - weight) * (level.variance + weight * apart**2),
         level.norm + weight * (norm - level.norm),
         level.steps + 1,
-        jnp.minimum(level.rate * 2 ** (1 / options.window), 1.0),
+        jnp.where(
+            spike & (options.action == "lower_rate"),
+            level.rate / 2,
+            jnp.minimum(level.rate * 2 ** (1 / options.window), 1.0),
+        ),
     )
-    lowered = level._replace(rate=level.rate * jnp.where(spike & (options.action == "lower_rate"), 0.5, 1.0))
-    return Level(*(jnp.where(taken, new, old) for new, old in zip(counted, lowered)))
+    return Level(*(jnp.where(finite, new, old) for new, old in zip(counted, level)))

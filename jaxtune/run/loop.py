@@ -145,6 +145,9 @@ def train(
         moment = Moment(position.step + 1, watch.epoch(after), watch.epoch(position.feed))
         position.step, position.feed, position.put_off = moment.step, after, ()
         pending = dataclasses.replace(position), results
+        if roll_back is not None:  # before another step is taken from weights that may go back
+            with watch.goodput.measure("step"):
+                report()
         if asked_for is Asked.END:
             position.ended = watch.plugins.ending or "a plugin of another process asked for it"
         stopping = asked_for is Asked.STOP

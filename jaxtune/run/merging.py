@@ -52,11 +52,6 @@ def merged_into(model: Model, config: Config) -> dict[str, Parameter]:
     return found
 
 
-def kept_in_state(model: Model, config: Config) -> dict[str, Parameter]:
-    """The frozen parameters that are part of the state: no file holds them as they are in the end (`State.base`)."""
-    return merged_into(model, config) | model.starts
-
-
 def make_merge(model: Model, base: Mapping[str, Parameter], seed: int) -> Callable[..., tuple[Parameters, Parameters]]:
     """(trained, base, step) -> both with the adapters in the base, requantized if it is, and adapters that begin anew.
 

@@ -16,6 +16,7 @@ from jaxtune import hf
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 from jaxtune.lora.inject import inject
+from jaxtune.lora.lora import FROM_WEIGHT, LoRA
 from jaxtune.models import families
 from jaxtune.models.parameters import Parameter, declare, undivided, undivided_blocks
 from jaxtune.models.spec import DeltaNet, Experts, Heads, Layer, ModelSpec, classifier
@@ -24,7 +25,7 @@ from jaxtune.models.treat import linears as linears_by_name
 from jaxtune.monitor.throughput import Work
 from jaxtune.parallel.layout import RULES, axes_of, shards
 from jaxtune.parallel.mesh import misfit
-from jaxtune.precision.linears import Linears
+from jaxtune.precision.linears import Frozen, Linears
 from jaxtune.precision.operands import Numbers
 from jaxtune.precision.recipes import check_device, linears_of
 from jaxtune.quant import Format, format_of
@@ -104,7 +105,7 @@ class Model:
 
     @property
     def starts(self) -> dict[str, Parameter]:
-        """The parts of adapters that are not trained, and so are in no file but a checkpoint."""
+        """The parts of adapters that are not trained: frozen as the weights are, but in no file but a checkpoint."""
         return {name: p for name, p in self.parameters.items() if p.kind == "adapter" and not p.trained}
 
     @property
@@ -123,6 +124,15 @@ class Model:
         adapter = self.parameters[name].treatment.adapter
         first = site.removesuffix(local) + (adapter.owner or local)
         return {part: f"{first if part in adapter.shared else site}.{part}" for part in adapter.peft_names}
+
+    @property
+    def beside_adapters(self) -> list[list[str]]:
+        """The frozen linear layers with low-rank adapters: the parts of one Hugging Face module together."""
+        modules: dict[str, list[str]] = {}
+        for name, parameter in self.frozen.items():
+            if parameter.kind == "linear" and isinstance(parameter.treatment.adapter, LoRA):
+                modules.setdefault(self.adapter_of(name)["lora_a"], []).append(name)
+        return list(modules.values())
 
     def work(self, seq_len: int) -> Work:
         """What a token costs: of experts those that it goes to; the head's product, but no lookup of an embedding."""
@@ -208,6 +218,7 @@ def declare_model(
         )
     if train:
         _refuse_what_has_no_effect(model, config, mesh)
+    _check_adapters(model, config)
     _check_mesh(model, config, mesh)
     return model
 
@@ -292,6 +303,20 @@ def _refuse_what_has_no_effect(model: Model, config: Config, mesh: jax.sharding.
     for option in ("offload_master", "offload_gradients"):
         if getattr(config.memory, option) and not any(p.lead for p in model.trained.values()):
             raise UserError(f"memory.{option}=True: no weight of a layer is trained; train.freeze leaves none")
+
+
+def _check_adapters(model: Model, config: Config) -> None:
+    """Raises UserError where an adapter needs a weight that it cannot read, or begins as more of it than there is."""
+    for names in model.beside_adapters:
+        first, rows = model.parameters[names[0]], sum(model.parameters[name].matrix[0] for name in names)
+        adapter, name = first.treatment.adapter, first.places[0].name.removesuffix(".weight")
+        if adapter.from_weight and isinstance(first.storage, Frozen):
+            raise UserError(
+                f"lora.use_dora and lora.init={config.lora.init!r} need the weights as they are, and that of {name} is "
+                f"stored in the format of its products by precision.recipe={config.precision.recipe!r}; take 'bf16'"
+            )
+        if adapter.init in FROM_WEIGHT and adapter.rank > (least := min(rows, first.matrix[1])):
+            raise UserError(f"lora.rank={adapter.rank}, lora.init={adapter.init!r}: {name} is of rank {least} at most")
 
 
 def _check_mesh(model: Model, config: Config, mesh: jax.sharding.Mesh) -> None:

@@ -18,6 +18,8 @@ from jaxtune.config.loading import as_dict
 from jaxtune.config.schema import Config
 from jaxtune.data import Counts, Feed, PromptFeed
 from jaxtune.errors import UserError
+from jaxtune.models.decoder import Parameters
+from jaxtune.models.parameters import abstract
 from jaxtune.parallel import multihost
 from jaxtune.run.assembly import Program
 from jaxtune.run.best import Standing
@@ -31,7 +33,7 @@ log = logging.getLogger("jaxtune")
 # Options that may differ when a run goes on: they change where and how, never what is computed.
 MAY_CHANGE = (
     "attention", "ckpt", "device", "eval", "export", "log", "memory", "mesh", "parallel", "prof", "data.cache_dir",
-    "data.cache_only", "data.num_proc", "data.num_workers", "data.prefetch",
+    "data.cache_only", "data.num_proc", "data.num_workers", "data.prefetch", "guard.deviations", "guard.norm_factor",
     "train.output_dir", "train.run_name", "train.hang_seconds", "train.max_bad_steps", "train.max_steps",
     "train.epochs", "train.micro_batch_size", "train.grad_accum_steps",
 )  # fmt: skip
@@ -131,14 +133,17 @@ def _other_run(config: Config, folder: RunFolder) -> Saved:
     return Saved(checkpoints, step, record, own=False)
 
 
-def restored(saved: Saved, program: Program, load_optimizer: bool) -> tuple[State, Position]:
-    """State and position of a checkpoint; its optimizer's state is new where it has none, or is not to be loaded."""
+def restored(saved: Saved, program: Program, load_optimizer: bool) -> tuple[State, Parameters, Position]:
+    """State, frozen parts of adapters, and position of a checkpoint.
+
+    Its optimizer's state is new where it has none, or is not to be loaded.
+    """
     whole = load_optimizer and saved.has_optimizer
-    wanted = program.state if whole else program.state._replace(optimizer=())
+    wanted = with_starts(program) if whole else with_starts(program)._replace(optimizer=())
     step = saved.record["step"] if saved.step is None and not saved.own else saved.step
     found = saved.checkpoints.restore(wanted, step, part=not whole, grouping=program.model.grouping)
     assert found is not None
-    state = found.state
+    state, starts = _without_starts(program, found.state)
     if not whole:
         log.warning("the optimizer starts anew%s", "" if saved.has_optimizer else ": the checkpoint has no state of it")
         state = state._replace(optimizer=jax.jit(program.optimizer.init)(state.trained))
@@ -146,17 +151,36 @@ def restored(saved: Saved, program: Program, load_optimizer: bool) -> tuple[Stat
     if not saved.own:
         position.standing = Standing()  # the best so far is not among this run's checkpoints
     log.info("resumed from step %d", position.step)
-    return state, position
+    return state, starts, position
 
 
 def rolled_back(checkpoints: CheckpointManager, program: Program, state: State) -> State:
-    """The newest checkpoint's state, at the step of this one, which is returned where there is no checkpoint yet."""
-    found = checkpoints.restore(program.state, grouping=program.model.grouping)
-    if found is None:
+    """The newest checkpoint's weights and optimizer, at the step of this state, whose own are given up for them.
+
+    `state` is returned where there is no checkpoint yet.
+    """
+    checkpoints.wait()
+    if checkpoints.host() is None:
         log.warning("there is no checkpoint to go back to yet (ckpt.save_steps)")
         return state
+    kept = {"step": state.step, "guard": state.guard, "scaling": state.scaling}
+    for leaf in jax.tree.leaves((state.trained, state.optimizer, state.reference, state.average, state.base)):
+        leaf.delete()  # the device may not have room for both
+    found = checkpoints.restore(with_starts(program), grouping=program.model.grouping)
+    assert found is not None
     log.info("back to the weights of step %d, and on with the data", found.step)
-    return found.state._replace(step=state.step, guard=state.guard)
+    return _without_starts(program, found.state)[0]._replace(**kept)
+
+
+def with_starts(program: Program) -> State:
+    """The abstract state as checkpoints hold it: see `State.base`."""
+    return program.state._replace(base=program.state.base | abstract(program.model.starts))
+
+
+def _without_starts(program: Program, state: State) -> tuple[State, Parameters]:
+    starts = program.model.starts
+    base = {name: value for name, value in state.base.items() if name not in starts}
+    return state._replace(base=base), {name: state.base[name] for name in starts}
 
 
 def begin(config: Config, folder: RunFolder, counts: Counts | None) -> None:

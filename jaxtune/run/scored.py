@@ -28,7 +28,7 @@ from jaxtune.run.kept import kept
 from jaxtune.run.model import Model
 from jaxtune.run.process import compiler_options
 from jaxtune.run.step import weights_of_step
-from jaxtune.run.values import frozen_parameters, initial_parameters, read_reference
+from jaxtune.run.values import read_reference, start_parameters
 
 log = logging.getLogger("jaxtune")
 
@@ -37,7 +37,7 @@ def with_reference(config: Config, model: Model, mesh: jax.sharding.Mesh, rows: 
     """The rows with the column that preference.precompute_reference asks for; as they are without that.
 
     Scores are kept in the folder of tokenised documents, by what they were computed of. Raises UserError as
-    `initial_parameters` and `read_reference`.
+    `start_parameters` and `read_reference`.
     """
     if config.preference.loss is None or REFERENCE not in preference(config.preference).columns:
         return rows
@@ -60,16 +60,16 @@ def _key(config: Config, model: Model, rows: data.Rows) -> str:
     sections = [dataclasses.asdict(section) for section in (config.model, config.lora, config.quant, config.precision)]
     files = [folder and fingerprint(folder) for folder in folders]
     documents = [rows.documents.key, hashlib.sha256(rows.documents.chosen.tobytes()).hexdigest()]
-    parts = [documents, files, sections, config.train.seed if config.model.from_scratch else 0, config.data.seq_len]
+    seed = config.train.seed if config.model.from_scratch or model.starts else 0
+    parts = [documents, files, sections, seed, config.data.seq_len]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
 def _scores(config: Config, model: Model, mesh: jax.sharding.Mesh, rows: data.Rows) -> np.ndarray:
     """The log-probability of the trained tokens of each document, in nats."""
-    trained = initial_parameters(model, config)
+    trained, _, frozen = start_parameters(model, config)
     if config.preference.reference != "start":
         trained = read_reference(model, config, trained)
-    frozen = frozen_parameters(model, config)
     step = jax.jit(_make_step(config, model), compiler_options=compiler_options(config))
     shape = (1, config.train.micro_batch_size * data_shards(mesh), config.data.seq_len)
     sharding = jax.NamedSharding(mesh, P(None, *by_token()))

@@ -1,6 +1,6 @@
 """The state of a run: what a step changes."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -11,6 +11,7 @@ from jaxtune.precision import loss_scale
 from jaxtune.precision.linears import Amax
 from jaxtune.precision.loss_scale import LossScale
 from jaxtune.precision.recipes import Recipe
+from jaxtune.run.guard import Level
 
 
 class Scaling(NamedTuple):
@@ -25,8 +26,8 @@ class State(NamedTuple):
 
     reference: earlier values of the trained parameters, where an objective compares with them (`run.reference`).
     average: of the trained parameters over steps, float32, where optim.ema_decay asks for it.
-    base: what is frozen and in no file: weights into which adapters are merged, and what some adapters began as
-        (`run.merging`).
+    base: weights into which adapters are merged while they are trained (`run.merging`); in a checkpoint also what
+        frozen parts of adapters began as, which no file holds (`Model.starts`).
     guard: what losses have been, where spikes are looked for (`run.guard`).
     """
 
@@ -37,7 +38,7 @@ class State(NamedTuple):
     reference: Parameters = {}  # noqa: RUF012
     average: Parameters = {}  # noqa: RUF012
     base: Parameters = {}  # noqa: RUF012
-    guard: Any = ()  # a `Level`, or nothing
+    guard: Level | None = None
 
     @property
     def result(self) -> Parameters:

@@ -24,7 +24,7 @@ from jaxtune.parallel.offload import Added, is_on_host, to_device, zeros_of
 from jaxtune.precision import loss_scale
 from jaxtune.precision.linears import Amax, Linears
 from jaxtune.precision.recipes import Recipe
-from jaxtune.run.guard import is_spike, level_after
+from jaxtune.run.guard import bounds, level_after
 from jaxtune.run.state import Scaling, State, rounded_as
 
 Metrics = dict[str, Array]
@@ -225,10 +225,12 @@ def make_train_step(
         loss = summed.sums.loss / weight
         norm = _norm(summed.gradients) / (weight * summed.magnified)
         taken = finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        level = state.guard
         if guarded is not None:
-            spike = is_spike(state.guard, loss, norm, guarded)
-            taken = finite & ~spike
-            rate = rate * state.guard.rate
+            assert level is not None, "the state has no level to judge steps by"
+            most = bounds(level, guarded)
+            taken = finite & (loss <= most[0]) & (norm <= most[1])
+            rate = rate * level.rate
         factor = build.clip_factor(norm, max_grad_norm) / (weight * summed.magnified)
 
         update = build.Step(rate, factor, taken, named_key(key, "rounding"))
@@ -242,10 +244,9 @@ def make_train_step(
             "tokens": jnp.sum(batch["segment_ids"] > 0, dtype=jnp.int32),
             **{name: value / jnp.maximum(own, 1) for name, (value, own) in summed.sums.metrics.items()},
         }
-        level = state.guard
-        if guarded is not None:
-            metrics |= {"spike": spike, "rate_factor": level.rate}
-            level = level_after(level, loss, norm, taken, spike, guarded)
+        if guarded is not None and level is not None:
+            metrics |= {"spike": (finite & ~taken).astype(jnp.int32), "rate_factor": level.rate}
+            level = level_after(level, loss, norm, finite, guarded)
         scaling = state.scaling
         if scaling.loss is not None and recipe.growth_steps is not None:
             after = loss_scale.updated(scaling.loss, finite, recipe.growth_steps)

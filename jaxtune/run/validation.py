@@ -23,7 +23,7 @@ from jaxtune.run.reference import is_kept
 from jaxtune.run.resume import differences
 from jaxtune.run.rewards import load_rewards
 from jaxtune.run.scored import with_reference
-from jaxtune.run.values import frozen_parameters, initial_parameters, of_model, open_run, tokenizer_folder
+from jaxtune.run.values import of_model, open_run, start_parameters, tokenizer_folder
 
 log = logging.getLogger("jaxtune")
 
@@ -88,8 +88,8 @@ def open_evaluated(
         model = declare_model(read_base(config), config, mesh, train=name is None)
         if reference and (is_kept(config) or config.preference.precompute_reference):
             raise UserError(f"preference.loss={config.preference.loss!r} compares with a reference: give --run")
-        trained, frozen = initial_parameters(model, config), frozen_parameters(model, config)
-        return Evaluated(config, model, trained, frozen, {}, None)
+        trained, base, frozen = start_parameters(model, config)
+        return Evaluated(config, model, trained, {**frozen, **base}, {}, None)
     if name is not None:
         raise UserError("--run and --model: one at a time")
     run = open_run(RunFolder(Path(run_path)), mesh, step, low_precision=True, reference=reference)

@@ -20,8 +20,9 @@ from jaxtune.models.decoder import Parameters
 from jaxtune.models.parameters import Parameter, abstract, randomize
 from jaxtune.precision.linears import Frozen
 from jaxtune.quant.mxfp4 import Mxfp4
+from jaxtune.run.adapter_start import begin_adapters
 from jaxtune.run.folder import RunFolder
-from jaxtune.run.merging import kept_in_state, merged_into
+from jaxtune.run.merging import merged_into
 from jaxtune.run.model import Model, abstract_average, declare_model, read_base
 from jaxtune.run.reference import abstract_reference
 from jaxtune.run.state import rounded_as
@@ -118,7 +119,7 @@ def _ordinary(weight: jax.Array) -> jax.Array:
 def initial_parameters(model: Model, config: Config) -> Parameters:
     """The trained parameters before step 0: random, read from the model's folder, or new or read adapters.
 
-    Adapters that begin as something of the weights beside them do not, yet: `begin_adapters`.
+    Adapters that begin as something of the weights beside them do not, yet: see `start_parameters`.
     """
     return _initial(model, model.trained, config)
 
@@ -132,12 +133,17 @@ def _initial(model: Model, wanted: Mapping[str, Parameter], config: Config) -> P
 
 def frozen_parameters(model: Model, config: Config, but: Collection[str] = ()) -> Parameters:
     """The parameters that are not trained, `but` these; random ones where a model from scratch has some."""
-    return _values(model, {name: p for name, p in model.frozen.items() if name not in but}, config)
+    wanted = {name: p for name, p in model.frozen.items() if name not in but}
+    starts = {name: wanted.pop(name) for name in model.starts if name in wanted}
+    return _values(model, wanted, config) | _initial(model, starts, config)
 
 
-def base_parameters(model: Model, config: Config) -> Parameters:
-    """What is frozen and yet part of the state (`run.merging.kept_in_state`), before the first step."""
-    return _values(model, merged_into(model, config), config) | _initial(model, model.starts, config)
+def start_parameters(model: Model, config: Config) -> tuple[Parameters, Parameters, Parameters]:
+    """(trained, base, frozen) before the first step: base is what adapters are merged into (`run.merging`)."""
+    base = _values(model, merged_into(model, config), config)
+    frozen = frozen_parameters(model, config, but=base)
+    trained, frozen = begin_adapters(model, config, initial_parameters(model, config), frozen)
+    return trained, base, frozen
 
 
 def read_reference(model: Model, config: Config, like: Parameters) -> Parameters:
@@ -256,8 +262,8 @@ def open_run(
         raise UserError(f"{folder.path} has no checkpoint yet")
     if not config.model.from_scratch:
         verify_fingerprint(model.folder, restored.host["base"])
-    trained, compared = restored.state["result"], restored.state["reference"]
-    frozen = frozen_parameters(model, config, but=trained)
+    trained, compared, starts = (restored.state[part] for part in ("result", "reference", "starts"))
+    frozen = starts | frozen_parameters(model, config, but={**trained, **starts})
     return TrainedModel(config, model, trained, frozen, compared, restored.step, restored.host["tokens"])
 
 
@@ -271,16 +277,17 @@ def result_of(checkpoints: CheckpointManager, model: Model, config: Config, step
 def _restored(
     checkpoints: CheckpointManager, model: Model, config: Config, step: int | None, reference: Parameters
 ) -> Restored | None:
-    """`result` and `reference` of a checkpoint, without the optimizer's state, which is larger."""
+    """`result`, `reference` and `starts` of a checkpoint, without the optimizer's state, which is larger."""
     average = abstract_average(model, config)
     result = "average" if average else "trained"
     wanted = {result: average or abstract(model.trained), "reference": reference}
-    wanted["base"] = abstract(kept_in_state(model, config))
+    wanted["base"] = abstract(merged_into(model, config) | model.starts)
     found = checkpoints.restore(wanted, step, part=True, grouping=model.grouping)
     if found is None:
         return None
+    starts = {name: found.state["base"].pop(name) for name in model.starts}
     changed = {**found.state["base"], **found.state[result]}
-    state = {"result": changed, "reference": found.state["reference"]}
+    state = {"result": changed, "reference": found.state["reference"], "starts": starts}
     return dataclasses.replace(found, state=state)
 
 

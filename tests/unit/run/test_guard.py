@@ -42,6 +42,21 @@ def test_a_spike_changes_nothing_and_is_not_counted():
     assert all(row["rate_factor"] == 1 for row in metrics)
 
 
+def test_what_is_not_finite_is_no_spike_and_neither_is_the_first_gradient():
+    losses, norms = np.full(9, 2.0, np.float32), np.zeros(9, np.float32)
+    losses[4], norms[5], norms[6], norms[8] = np.inf, np.inf, 1.0, 1.0
+    moved, metrics = run(losses, norms, Guard("lower_rate", window=3))
+    assert not any(row["spike"] for row in metrics) and all(row["rate_factor"] == 1 for row in metrics)
+    np.testing.assert_allclose(moved, [0, 0, 0, 0, 0, 0, -1, 0, -1])
+
+
+def test_where_losses_stay_the_level_follows():
+    losses = np.concatenate([2 + 0.1 * np.cos(np.arange(8)), np.full(12, 9.0)]).astype(np.float32)
+    _, metrics = run(losses, np.ones(20, np.float32), Guard("skip", window=8))
+    spikes = [number for number, row in enumerate(metrics) if row["spike"]]
+    assert spikes == list(range(8, 8 + len(spikes))) and 1 < len(spikes) < 8
+
+
 def test_no_step_is_a_spike_before_the_window_is_full():
     moved, metrics = run(np.array([2.0, 900.0, 2.0], np.float32), np.ones(3, np.float32), Guard("skip", window=3))
     assert moved.all() and not any(row["spike"] for row in metrics)
@@ -59,9 +74,9 @@ def test_the_rate_halves_at_a_spike_and_is_back_after_the_window():
 def test_means_are_those_of_numpy():
     rng = np.random.default_rng(0)
     losses, level = rng.normal(3, 0.1, 20).astype(np.float32), first_level()
-    options, yes = Guard("skip", window=50), jnp.bool_(True)
+    options = Guard("skip", window=50)
     for loss in losses:
-        level = level_after(level, jnp.float32(loss), jnp.float32(2 * loss), yes, ~yes, options)
+        level = level_after(level, jnp.float32(loss), jnp.float32(2 * loss), jnp.bool_(True), options)
     np.testing.assert_allclose(level.loss, losses.mean(), rtol=1e-5)
     np.testing.assert_allclose(level.variance, losses.var(), rtol=1e-3)
     np.testing.assert_allclose(level.norm, 2 * losses.mean(), rtol=1e-5)
