@@ -48,6 +48,8 @@ _FILES = {
     ),
 }
 PARTS = (*_FILES, _DEQUANTIZED, _OPTIMIZER, _SUMMED, _COLLECTIVES, _COPIES, _OTHER, _UNKNOWN, _OTHER_PROGRAMS)
+_UNPACKED = f"{_KERNELS}quant_matmul/", f"{_KERNELS}grouped_quant_matmul/"
+_PRODUCT = re.compile(r"(dot_general|quant_matmul\w*/\w+)$")  # of XLA; of a kernel, which unpacks as it multiplies
 # Where the forward pass is written: lines that nothing differentiates have no mark of jax's.
 _FORWARD = (_MODELS, "jaxtune/objectives/", "jaxtune/precision/")
 # What a fusion that only copies is made of.
@@ -239,7 +241,7 @@ def _read(module: Module, computation: str, around: Place, places: dict[str, Pla
         frames = module.frames(instruction) or next((own for one in fused if (own := module.frames(one))), ())
         operation = instruction.operation or next((one.operation for one in fused if one.operation), "")
         phase = _phase(operation, frames, around.phase)
-        part = _part_by_kind(instruction, fused) or (_part(frames) if frames else around.part)
+        part = _part_by_kind(instruction, fused) or (_part(operation, frames) if frames else around.part)
         inside: list[str] = []
         if instruction.opcode != "fusion":
             for name in called:
@@ -281,8 +283,8 @@ def _part_by_kind(instruction: Instruction, inside: Sequence[Instruction]) -> st
     return None
 
 
-def _part(frames: Sequence[Frame]) -> str:
-    """By the lines behind an instruction."""
+def _part(operation: str, frames: Sequence[Frame]) -> str:
+    """By the lines behind an instruction; what multiplies by a quantized weight is a part of its module."""
     files = [frame.file for frame in frames]
 
     def among(*prefixes: str) -> bool:
@@ -290,12 +292,14 @@ def _part(frames: Sequence[Frame]) -> str:
 
     if among("jaxtune/optim/") or any(frame[:2] == (_STEP, "_norm") for frame in frames):
         return _OPTIMIZER
-    if any(frame.function.strip("_") == "dequantize" for frame in frames):
+    unpacks = among(*_UNPACKED) or any(frame.function in ("dequantize", "kernel_scales") for frame in frames)
+    if unpacks and not _PRODUCT.search(operation):
         return _DEQUANTIZED
     for part, prefixes in _FILES.items():
         if among(*prefixes):
             return part
-    if among(f"{_MODELS}score.py") and not among(f"{_MODELS}decoder.py"):
+    in_decoder = [frame.function for frame in frames if frame.file == f"{_MODELS}decoder.py"]
+    if "embedded" in in_decoder or (among(f"{_MODELS}score.py") and not in_decoder):
         return _HEAD
     summed = among("jaxtune/run/pipelined.py") or any(frame[:2] == (_STEP, "of_rows") for frame in frames)
     return _SUMMED if summed and not among(*_FORWARD) else _OTHER
