@@ -163,8 +163,7 @@ def _train(config: Config, folder: RunFolder, mirror: Mirror | None) -> bool:
         if multihost.is_main():
             folder.add_sample(step, config.eval.sample_prompt or "", text)
 
-    watched = config, folder, position.step, total_steps, feed.epoch, work, goodput, called, step_text
-    with watching(*watched) as watch:
+    with watching(config, folder, position.step, total_steps, feed.epoch, work, goodput, called, step_text) as watch:
         if feed.eval_rows:
             evaluate = make_evaluate(config, model, feed.eval_rows, mesh, goodput.beat)
         tasks = tasks_of(config, position, frozen, watch, evaluate, sample, save)

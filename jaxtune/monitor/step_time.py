@@ -232,16 +232,18 @@ def places_of(text: str) -> tuple[str, dict[str, Place]]:
 
 def _read(module: Module, computation: str, around: Place, places: dict[str, Place]) -> list[str]:
     """Adds what a computation runs, all branches included; the names. What XLA made belongs to what is around it."""
-    names = []
-    for instruction in module.computations[computation].values():
+    names, body = [], module.computations[computation]
+    for instruction in body.values():
         if instruction.opcode in FREE:
             continue
         called = _called(instruction)
-        fused = [one for name in called for one in module.computations[name].values()]
+        one_launch = instruction.opcode in ("fusion", "async-start")
+        fused = [one for name in called for one in module.computations[name].values()] if one_launch else []
+        read = [body[name] for name in instruction.operands if name in body]
         frames = module.frames(instruction) or next((own for one in fused if (own := module.frames(one))), ())
         operation = instruction.operation or next((one.operation for one in fused if one.operation), "")
         phase = _phase(operation, frames, around.phase)
-        part = _part_by_kind(instruction, fused) or (_part(operation, frames) if frames else around.part)
+        part = _part_by_kind(instruction, read, fused) or (_part(operation, frames) if frames else around.part)
         inside: list[str] = []
         if instruction.opcode != "fusion":
             for name in called:
@@ -272,13 +274,15 @@ def _phase(operation: str, frames: Sequence[Frame], around: str) -> str:
     return "forward" if forward and not optimizer else "rest"
 
 
-def _part_by_kind(instruction: Instruction, inside: Sequence[Instruction]) -> str | None:
-    """Of what moves data, whatever it is moved for."""
-    opcodes = {one.opcode for one in inside}
+def _part_by_kind(instruction: Instruction, read: Sequence[Instruction], fused: Sequence[Instruction]) -> str | None:
+    """Of what moves data between devices, on one, or from the host's memory or to it, whatever it is moved for."""
+    opcodes = {one.opcode for one in fused}
     kind = instruction.opcode.removesuffix("-start")
+    if kind in ("while", "conditional", "call"):  # which carry arrays in the host's memory
+        return None
     if kind in COLLECTIVES or (kind == "async" and not opcodes.isdisjoint(COLLECTIVES)):
         return _COLLECTIVES
-    if kind == "copy" or instruction.on_host or (opcodes and kind in ("fusion", "async") and opcodes <= _MOVES):
+    if kind == "copy" or any(one.on_host for one in (instruction, *read)) or (opcodes and opcodes <= _MOVES):
         return _COPIES
     return None
 
