@@ -3,8 +3,8 @@
 An operation of a trace bears the name of an instruction of the optimised HLO, whose metadata say by which lines of
 Python it came about, and whether jax made it for the forward or the backward pass. Lines of jaxtune say which part of
 the model they are. A fusion counts as what its root is: where XLA fuses a norm into what follows it, the norm's time is
-that of what follows. What no line tells is 'other'; what is no instruction of the step, as a copy of the host, is
-'unknown'.
+that of what follows. What no line tells is 'other', such as residuals' sums, and zeros that XLA fills in; what is not an
+instruction of the step, such as a copy that the host asks for, is 'unknown'.
 
 The traces that this has read so far are of CPUs. Of a GPU it reads the lines of the streams, as XLA's collector of
 CUPTI's records names them (xla/backends/profiler/gpu/cupti_collector.cc), and takes each kernel as a whole operation.
@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -239,11 +239,8 @@ def _read(module: Module, computation: str, around: Place, places: dict[str, Pla
         called = _called(instruction)
         one_launch = instruction.opcode in ("fusion", "async-start")
         fused = [one for name in called for one in module.computations[name].values()] if one_launch else []
-        read = [body[name] for name in instruction.operands if name in body]
-        frames = module.frames(instruction) or next((own for one in fused if (own := module.frames(one))), ())
-        operation = instruction.operation or next((one.operation for one in fused if one.operation), "")
-        phase = _phase(operation, frames, around.phase)
-        part = _part_by_kind(instruction, read, fused) or (_part(operation, frames) if frames else around.part)
+        part, phase = _by_lines(module, instruction, fused, around)
+        part = _by_kind(instruction, [body[name] for name in instruction.operands if name in body], fused) or part
         inside: list[str] = []
         if instruction.opcode != "fusion":
             for name in called:
@@ -274,17 +271,33 @@ def _phase(operation: str, frames: Sequence[Frame], around: str) -> str:
     return "forward" if forward and not optimizer else "rest"
 
 
-def _part_by_kind(instruction: Instruction, read: Sequence[Instruction], fused: Sequence[Instruction]) -> str | None:
-    """Of what moves data between devices, on one, or from the host's memory or to it, whatever it is moved for."""
-    opcodes = {one.opcode for one in fused}
+def _by_lines(module: Module, instruction: Instruction, fused: Sequence[Instruction], around: Place) -> tuple[str, str]:
+    """Its part and phase; of a fusion with several results, which has no metadata, those of most of what is in it."""
+    frames = module.frames(instruction)
+    if frames or instruction.operation:
+        part = _part(instruction.operation, frames) if frames else around.part
+        return part, _phase(instruction.operation, frames, around.phase)
+    inner = ((one.operation, own) for one in fused if (own := module.frames(one)))
+    found = Counter((_part(name, own), _phase(name, own, around.phase)) for name, own in inner)
+    return found.most_common(1)[0][0] if found else (around.part, around.phase)
+
+
+def _by_kind(instruction: Instruction, read: Sequence[Instruction], fused: Sequence[Instruction]) -> str | None:
+    """The part of what moves data between devices, on one, or from the host's memory or to it, whatever it is for."""
     kind = instruction.opcode.removesuffix("-start")
     if kind in ("while", "conditional", "call"):  # which carry arrays in the host's memory
         return None
-    if kind in COLLECTIVES or (kind == "async" and not opcodes.isdisjoint(COLLECTIVES)):
+    if kind in COLLECTIVES or (kind == "async" and any(one.opcode in COLLECTIVES for one in fused)):
         return _COLLECTIVES
-    if kind == "copy" or any(one.on_host for one in (instruction, *read)) or (opcodes and opcodes <= _MOVES):
-        return _COPIES
-    return None
+    # A slice of a stack, or its update, with where it begins.
+    moves = (
+        bool(fused) and not _is_scalar(instruction) and all(one.opcode in _MOVES or _is_scalar(one) for one in fused)
+    )
+    return _COPIES if kind == "copy" or moves or any(one.on_host for one in (instruction, *read)) else None
+
+
+def _is_scalar(instruction: Instruction) -> bool:
+    return not any(sizes for _, sizes in instruction.arrays)
 
 
 def _part(operation: str, frames: Sequence[Frame]) -> str:

@@ -57,15 +57,29 @@ TEXT = f"""HloModule jit_step, is_scheduled=true
 %sliced (q: f32[4,8]) -> f32[8] {{
   %q = f32[4,8]{{1,0}} parameter(0)
   %zero = s32[] constant(0)
-  %part = f32[1,8]{{1,0}} dynamic-slice(%q, %zero, %zero), dynamic_slice_sizes={{1,8}}
+  %first = s32[] add(%zero, %zero)
+  %part = f32[1,8]{{1,0}} dynamic-slice(%q, %first, %zero), dynamic_slice_sizes={{1,8}}
   ROOT %flat = f32[8]{{0}} bitcast(%part)
+}}
+
+%updated (g: f32[8]) -> (f32[8], f32[8]) {{
+  %g = f32[8]{{0}} parameter(0)
+  %clipped = f32[8]{{0}} multiply(%g, %g), metadata={{op_name="jit(step)/mul" stack_frame_id=4}}
+  %moment = f32[8]{{0}} add(%clipped, %g), metadata={{op_name="jit(step)/add" stack_frame_id=2}}
+  %value = f32[8]{{0}} subtract(%moment, %g), metadata={{op_name="jit(step)/sub" stack_frame_id=2}}
+  ROOT %both = (f32[8]{{0}}, f32[8]{{0}}) tuple(%moment, %value)
+}}
+
+%scaled (code: f32[8]) -> f32[8] {{
+  %code = f32[8]{{0}} parameter(0)
+  ROOT %decoded = f32[8]{{0}} multiply(%code, %code)
 }}
 
 %body (x: f32[8]) -> f32[8] {{
   %x = f32[8]{{0}} parameter(0)
   %product = f32[8]{{0}} custom-call(%x), custom_call_target="__cublas$gemm", \
 metadata={{op_name="jit(step)/transpose(jvp())/while/body/dot_general" stack_frame_id=3}}
-  %unpacked = f32[8]{{0}} fusion(%x), kind=kLoop, calls=%add, \
+  %unpacked = f32[8]{{0}} fusion(%x), kind=kLoop, calls=%scaled, \
 metadata={{op_name="jit(step)/transpose(jvp())/while/body/rematted_computation/mul" stack_frame_id=3}}
   ROOT %made = f32[8]{{0}} negate(%product)
 }}
@@ -75,7 +89,7 @@ metadata={{op_name="jit(step)/transpose(jvp())/while/body/rematted_computation/m
   ROOT %go = pred[] constant(true)
 }}
 
-ENTRY %main (w: f32[8], layers: f32[4,8]) -> f32[8] {{
+ENTRY %main (w: f32[8], layers: f32[4,8]) -> (f32[8], f32[8]) {{
   %w = f32[8]{{0}} parameter(0)
   %layers = f32[4,8]{{1,0}} parameter(1)
   %gather = (f32[8]{{0}}, f32[16]{{0}}) all-gather-start(%w), replica_groups={{{{0,1}}}}, dimensions={{0}}, \
@@ -89,7 +103,7 @@ metadata={{op_name="jit(step)/transpose(jvp())/while" stack_frame_id=1}}
   %scattering = ((f32[8]{{0}}), f32[4]{{0}}) async-start(%loop), calls=%scattered
   %summed = f32[8]{{0}} add(%loop, %w), metadata={{op_name="jit(step)/add" stack_frame_id=4}}
   %sent = f32[8]{{0:S(5)}} copy(%summed)
-  ROOT %update = f32[8]{{0}} subtract(%w, %loop), metadata={{op_name="jit(step)/sub" stack_frame_id=2}}
+  ROOT %update = (f32[8]{{0}}, f32[8]{{0}}) fusion(%loop), kind=kLoop, calls=%updated
 }}
 """
 # Of each stream: the instruction, its module and program, and the microseconds of its start and its end.
