@@ -3,8 +3,8 @@
 An operation of a trace bears the name of an instruction of the optimised HLO, whose metadata say by which lines of
 Python it came about, and whether jax made it for the forward or the backward pass. Lines of jaxtune say which part of
 the model they are. A fusion counts as what its root is: where XLA fuses a norm into what follows it, the norm's time is
-that of what follows. What no line tells is 'other', such as residuals' sums, and zeros that XLA fills in; what is not an
-instruction of the step, such as a copy that the host asks for, is 'unknown'.
+that of what follows. What no line tells is 'other', such as the sum with a residual, or zeros that XLA fills in; what is
+no instruction of the step, such as a copy that the host asks for, is 'unknown'.
 
 The traces that this has read so far are of CPUs. Of a GPU it reads the lines of the streams, as XLA's collector of
 CUPTI's records names them (xla/backends/profiler/gpu/cupti_collector.cc), and takes each kernel as a whole operation.
