@@ -3,8 +3,8 @@
 An operation of a trace bears the name of an instruction of the optimised HLO, whose metadata say by which lines of
 Python it came about, and whether jax made it for the forward or the backward pass. Lines of jaxtune say which part of
 the model they are. A fusion counts as what its root is: where XLA fuses a norm into what follows it, the norm's time is
-that of what follows. What no line tells is 'other', such as the sum with a residual, or zeros that XLA fills in; what is
-no instruction of the step, such as a copy that the host asks for, is 'unknown'.
+that of what follows. What no line tells is 'other', such as the sum with a residual, or zeros that XLA fills in. What
+is no instruction of the step, such as a copy that the host asks for, is 'unknown'.
 
 The traces that this has read so far are of CPUs. Of a GPU it reads the lines of the streams, as XLA's collector of
 CUPTI's records names them (xla/backends/profiler/gpu/cupti_collector.cc), and takes each kernel as a whole operation.
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from jax.profiler import ProfileData
 
-from jaxtune.plan.hlo import FREE, Frame, Instruction, Module
+from jaxtune.plan.hlo import Frame, Instruction, Module
 from pallas_kernels.aot import COLLECTIVES
 
 NAME = "step_time.json"
@@ -218,7 +218,7 @@ def _covered(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def places_of(text: str) -> tuple[str, dict[str, Place]]:
-    """The name of a module, and where each instruction that runs something belongs.
+    """The name of a module, and where each of its instructions belongs, but for what is fused.
 
     Raises ValueError for what is not the text of a module.
     """
@@ -231,11 +231,12 @@ def places_of(text: str) -> tuple[str, dict[str, Place]]:
 
 
 def _read(module: Module, computation: str, around: Place, places: dict[str, Place]) -> list[str]:
-    """Adds what a computation runs, all branches included; the names. What XLA made belongs to what is around it."""
+    """Adds the instructions of a computation and of all that it calls; their names.
+
+    What XLA made belongs to what is around it.
+    """
     names, body = [], module.computations[computation]
     for instruction in body.values():
-        if instruction.opcode in FREE:
-            continue
         called = _called(instruction)
         one_launch = instruction.opcode in ("fusion", "async-start")
         fused = [one for name in called for one in module.computations[name].values()] if one_launch else []
@@ -284,7 +285,7 @@ def _by_lines(module: Module, instruction: Instruction, fused: Sequence[Instruct
 
 def _by_kind(instruction: Instruction, read: Sequence[Instruction], fused: Sequence[Instruction]) -> str | None:
     """The part of what moves data between devices, on one, or from the host's memory or to it, whatever it is for."""
-    kind = instruction.opcode.removesuffix("-start")
+    kind = re.sub("-(start|done)$", "", instruction.opcode)
     if kind in ("while", "conditional", "call"):  # which carry arrays in the host's memory
         return None
     if kind in COLLECTIVES or (kind == "async" and any(one.opcode in COLLECTIVES for one in fused)):
