@@ -110,7 +110,7 @@ class StepTime:
     def said(self) -> str:
         """What the table is of, and how much of the time is in it."""
         return (
-            f"mean of {self.steps} steps on {self.device}: operations ran in {self.busy:.2f} of {self.wall:.2f} ms a "
+            f"mean of {self.steps} step{'s' * (self.steps > 1)} on {self.device}: operations ran in {self.busy:.2f} of {self.wall:.2f} ms a "
             f"step ({self.busy / self.wall:.0%})"
         )
 
