@@ -109,9 +109,10 @@ class StepTime:
 
     def said(self) -> str:
         """What the table is of, and how much of the time is in it."""
+        steps = f"{self.steps} step{'s' * (self.steps > 1)}"
         return (
-            f"mean of {self.steps} step{'s' * (self.steps > 1)} on {self.device}: operations ran in {self.busy:.2f} of {self.wall:.2f} ms a "
-            f"step ({self.busy / self.wall:.0%})"
+            f"mean of {steps} on {self.device}: operations ran in {self.busy:.2f} of {self.wall:.2f} ms a step "
+            f"({self.busy / self.wall:.0%})"
         )
 
     def text(self) -> str:
