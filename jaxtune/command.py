@@ -41,7 +41,8 @@ def run(
         body: The command, which may return an exit code; its config is None without `with_config`.
         argv: Arguments without the program's name; None: those of the process.
         with_config: Whether the command takes --config=RECIPE[:ARGUMENT] and --config.SECTION.OPTION=VALUE.
-        recipe: From the flags to the recipe used if --config is not given; None: --config is required.
+        recipe: From the flags to the recipe used if --config is not given; None: --config is required, "": none is
+            needed, and the config is None.
 
     Returns:
         The exit code: 2 after a UserError, which is printed to stderr as `jaxtune: error: ...`.
@@ -119,6 +120,8 @@ def _parse(
         raise UserError(f"{' and '.join(given)}: one recipe at a time; one may start from another by import")
     named = values.config or "".join(positional)
     implied = None if named or recipe is None else recipe(values)
+    if implied == "" and not settings and not values.plugin:
+        return None
     if not (named or implied):
         raise UserError("--config=... is missing; --help tells more")
     path, _, argument = (implied, "", "") if implied else named.partition(":")

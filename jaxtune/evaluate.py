@@ -2,40 +2,88 @@
 
     python -m jaxtune.evaluate --run=runs/quickstart_lora
     python -m jaxtune.evaluate --config=quickstart_lora --model=runs/quickstart/export
+    python -m jaxtune.evaluate --run=runs/quickstart_lora --tasks=hellaswag,gsm8k
 
 The model is that of a run (with the run's own options unless --config is given), --model (a Hugging Face folder, hub id
 or adapter), or the model that a recipe starts from. --config.SECTION.OPTION=VALUE changes an option.
+
+With --tasks EleutherAI's lm-evaluation-harness asks it instead (pip install 'jaxtune[lm-eval]'): its flags have their
+names there, its table is printed, and --model needs no --config. Results are also written, into the folder of the run
+or to --output.
 """
 
 import sys
 from functools import partial
 from pathlib import Path
 
+import jax
 from absl import flags
 
 from jaxtune import command
 from jaxtune.config.schema import Config
+from jaxtune.errors import UserError
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.run import process
+from jaxtune.run.answers import mesh_of
 from jaxtune.run.folder import RunFolder
 from jaxtune.run.validation import evaluate
+
+OF_TASKS = ("num_fewshot", "limit", "include_path", "apply_chat_template")
 
 
 def _define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_string("run", None, "folder of the run", flag_values=values)
     flags.DEFINE_integer("step", None, "checkpoint of the run; default: the newest good one", flag_values=values)
     flags.DEFINE_string("model", None, "Hugging Face folder, hub id or adapter, instead of a run", flag_values=values)
+    meaning = "tasks, groups or tags of lm-eval, or patterns of them, instead of validation data"
+    flags.DEFINE_list("tasks", [], meaning, flag_values=values)
+    meaning = "examples before each question of --tasks; default: as the task says"
+    flags.DEFINE_integer("num_fewshot", None, meaning, flag_values=values)
+    meaning = "only so many questions of each task, or below 1 that share of them: for a try"
+    flags.DEFINE_float("limit", None, meaning, flag_values=values)
+    flags.DEFINE_string("include_path", None, "folder with YAML files of your own tasks", flag_values=values)
+    meaning = "write what --tasks asks by the tokenizer's chat template, examples as turns of it"
+    flags.DEFINE_bool("apply_chat_template", False, meaning, flag_values=values)
+    meaning = "JSON file for the results of --tasks; default: RUN/lm_eval/STEP-TIME.json, none without a run"
+    flags.DEFINE_string("output", None, meaning, flag_values=values)
 
 
 def _recipe(values: flags.FlagValues) -> str | None:
-    return None if values.run is None else str(RunFolder(Path(values.run)).config)
+    if values.run is not None:
+        return str(RunFolder(Path(values.run)).config)
+    return "" if values.tasks and values.model is not None else None
 
 
-def _main(values: flags.FlagValues, config: Config) -> None:
-    process.configure(config)
-    mesh = make_mesh(config.mesh, process.devices(config.device), parallel=config.parallel)
+def _main(values: flags.FlagValues, config: Config | None) -> None:
+    if values.tasks:
+        return _run_tasks(values, config)
+    for name in (*OF_TASKS, "output"):
+        if values[name].present:
+            raise UserError(f"--{name}: has no effect without --tasks")
+    assert config is not None
+    mesh = _mesh(config)
     for name, value in evaluate(config, mesh, values.run, values.step, values.model).items():
         print(f"{name} {value:.6f}")
+
+
+def _mesh(config: Config) -> jax.sharding.Mesh:
+    process.configure(config)
+    return make_mesh(config.mesh, process.devices(config.device), parallel=config.parallel)
+
+
+def _run_tasks(values: flags.FlagValues, config: Config | None) -> None:
+    from jaxtune.run import lm_evaluation_harness as harness  # seconds to import, and needs a package that may lack
+
+    asked = harness.Asked(tuple(values.tasks), **{name: getattr(values, name) for name in OF_TASKS})
+    mesh = mesh_of([]) if config is None else _mesh(config)
+    results, step = harness.run_tasks(asked, config, mesh, values.run, values.step, values.model)
+    print(harness.table(results))
+    output = values.output and Path(values.output)
+    if output is None and values.run is not None:
+        output = RunFolder(Path(values.run)).task_results(step)
+    if output is not None:
+        harness.write(results, output)
+        print(f"results: {output}")
 
 
 main = partial(command.run, _define_flags, _main, recipe=_recipe)

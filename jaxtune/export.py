@@ -1,4 +1,4 @@
-"""Write a run's model as Hugging Face safetensors, or its adapter as PEFT."""
+"""Write a run's model as Hugging Face safetensors, quantized if asked for, or its adapter as PEFT."""
 
 import math
 import sys
@@ -18,7 +18,8 @@ from jaxtune.data.files import is_url
 from jaxtune.errors import UserError
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.quant import format_of
-from jaxtune.run.export import check_apart, check_kind, export, merge_difference
+from jaxtune.run.export import check_apart, check_kind, export
+from jaxtune.run.exported import loss_difference, merge_difference
 from jaxtune.run.folder import RunFolder
 from jaxtune.run.model import read_base
 from jaxtune.run.values import open_run
@@ -26,12 +27,18 @@ from jaxtune.run.values import open_run
 FORMATS = ("hf", "peft")
 
 
-def shards(config: Config) -> int:
-    """The most devices to shard the model over: they must divide its width, and its quantized blocks if it has any."""
+def shards(config: Config, quantize: str | None) -> int:
+    """The most devices to shard the model over: they must divide its width, and its quantized blocks if it has any.
+
+    Those of the run, and those that are written, which are read again.
+    """
     base = read_base(config)
-    hidden, options = base.spec.hidden, config.quant if base.scheme is None else base.scheme.options
-    rows, columns = format_of(options, "").block if options.format is not None else (1, 1)
-    return math.gcd(jax.device_count(), hidden, hidden // math.lcm(rows or 1, columns or 1))
+    hidden, found = base.spec.hidden, [config.quant if base.scheme is None else base.scheme.options]
+    if quantize is not None:
+        found.append(hf.SCHEMES[quantize])
+    blocks = [format_of(options, "").block for options in found if options.format is not None]
+    whole = (hidden // math.lcm(rows or 1, columns or 1) for rows, columns in blocks)
+    return math.gcd(jax.device_count(), hidden, *whole)
 
 
 def check_output(output: Path | RemoteFolder, kind: str) -> None:
@@ -60,6 +67,7 @@ def _define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("step", None, "checkpoint; default: the newest good one", flag_values=values)
     flags.DEFINE_list("format", None, "hf, peft, or both; default: what the run trained", flag_values=values)
     flags.DEFINE_bool("merge", False, "fold the adapter into the model", flag_values=values)
+    flags.DEFINE_enum("quantize", None, list(hf.SCHEMES), "quantize a whole model's layers", flag_values=values)
     flags.DEFINE_string("push_to_hub", None, "OWNER/NAME on the hub to upload it to as well", flag_values=values)
     flags.DEFINE_bool("private", False, "nobody else may see what is uploaded", flag_values=values)
 
@@ -86,7 +94,7 @@ def _main(values: flags.FlagValues, _: None) -> None:
 
 def _export(values: flags.FlagValues, folder: RunFolder, output: Path, remote: RemoteFolder | None) -> None:
     """Writes to a folder here, and copies it to a remote one if there is one."""
-    mesh = make_mesh(Mesh(), jax.devices()[: shards(folder.read_config())])
+    mesh = make_mesh(Mesh(), jax.devices()[: shards(folder.read_config(), values.quantize)])
     run = open_run(folder, mesh, values.step)
     adapter = run.config.lora.enabled
     kinds = values.format or (["hf"] if values.merge or not adapter else ["peft"])
@@ -96,21 +104,18 @@ def _export(values: flags.FlagValues, folder: RunFolder, output: Path, remote: R
     copies = {kind: remote and (remote.inside(kind) if len(kinds) > 1 else remote) for kind in kinds}
     for kind, output in outputs.items():
         check_apart(output, run.model)
-        check_kind(run.config, kind, values.merge)
+        check_kind(run.config, kind, values.merge, values.quantize)
         check_output(copies[kind] or output, kind)
     for kind, output in outputs.items():
         parameters, copy = {**run.frozen, **run.trained}, copies[kind]
-        counts = {"steps": run.step, "tokens": run.tokens}
-        export(
-            *(run.model, parameters, run.config, folder, output, kind),
-            merge=values.merge,
-            hub_id=values.push_to_hub,
-            **counts,
-        )
+        write = partial(export, run.model, parameters, run.config, folder, output, kind, hub_id=values.push_to_hub)
+        write(merge=values.merge, quantize=values.quantize, steps=run.step, tokens=run.tokens)
         if copy is not None:
             storage.upload(output, copy, last="README.md")
         print(f"{kind} of step {run.step}: {output if copy is None else copy.url}")
-        if kind == "hf" and run.model.quantized:
+        if values.quantize:
+            print(loss_difference(run.model, parameters, run.config, output, values.quantize))
+        elif kind == "hf" and run.model.quantized:
             print(merge_difference(run.model, parameters, run.config, output))
         if values.push_to_hub is not None:
             print(f"uploaded: {hf.upload(output, values.push_to_hub, values.private)}")

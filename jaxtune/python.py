@@ -129,20 +129,44 @@ class Run:
             answering = Answering(open_model(name, devices, step=step), how)
             return [answer.text for answer in answering.each(samples)]
 
-    def evaluate(self, *, step: int | None = None, **sections: Any) -> dict[str, float]:
-        """Loss, perplexity and more on its validation data, as `jaxtune evaluate` does.
+    def evaluate(
+        self,
+        *,
+        step: int | None = None,
+        tasks: Sequence[str] = (),
+        num_fewshot: int | None = None,
+        limit: float | None = None,
+        include_path: str | Path | None = None,
+        apply_chat_template: bool = False,
+        **sections: Any,
+    ) -> dict[str, float]:
+        """Loss, perplexity and more on its validation data, as `jaxtune evaluate` does; or TASK/METRIC of `tasks`.
 
         Args:
             step: The checkpoint; None: the newest good one, or what was exported where there is none.
+            tasks: Benchmark tasks of lm-evaluation-harness (pip install 'jaxtune[lm-eval]'), groups, tags or patterns.
+            num_fewshot: Examples before each question of theirs; None: as the task says.
+            limit: Only so many questions of each, or below 1 that share of them.
+            include_path: A folder with YAML files of further tasks.
+            apply_chat_template: Whether they are asked by the tokenizer's chat template.
             **sections: Options to change, as in `config_of`: data={"eval_datasets": [{"path": "other.jsonl"}]}.
         """
         config = config_of(RunFolder(self.folder).config, **sections)
+        how = {"num_fewshot": num_fewshot, "limit": limit, "apply_chat_template": apply_chat_template}
+        how["include_path"] = None if include_path is None else str(include_path)
+        if not tasks and (given := [name for name, value in how.items() if value]):
+            raise UserError(f"{given[0]}: has no effect without tasks")
+        exported = str(self.model) if not self._saved and step is None and self.model is not None else None
+        which = (None, None, exported) if exported else (str(self.folder), step, None)
         with mesh_put_back():
             process.configure(config)
             devices = make_mesh(config.mesh, process.devices(config.device), parallel=config.parallel)
-            if not self._saved and step is None and self.model is not None:
-                return evaluate(config, devices, name=str(self.model))
-            return evaluate(config, devices, str(self.folder), step)
+            if not tasks:
+                return evaluate(config, devices, *which)
+            from jaxtune.run import lm_evaluation_harness as harness  # seconds to import, of an optional package
+
+            asked = harness.Asked((tasks,) if isinstance(tasks, str) else tuple(tasks), **how)
+            return harness.metrics_of(harness.run_tasks(asked, config, devices, *which)[0])
 
     @property
     def _saved(self) -> bool:

@@ -28,8 +28,9 @@ from jaxtune.python import Run, config_of, mesh_put_back
 from jaxtune.run import loop, memory, mirroring, plugins, process, resume, rollouts
 from jaxtune.run.adapter_start import begin_adapters
 from jaxtune.run.assembly import assemble
+from jaxtune.run.best import check_metric, is_judged
 from jaxtune.run.describe import describe_layout, describe_pipeline
-from jaxtune.run.evaluation import make_evaluate
+from jaxtune.run.evaluation import make_evaluate, metric_names
 from jaxtune.run.export import export
 from jaxtune.run.folder import RunFolder, closing, resume_command, run_folder
 from jaxtune.run.generation import continue_text
@@ -110,6 +111,9 @@ def _train(config: Config, folder: RunFolder, mirror: Mirror | None) -> bool:
             done = saved.record["step"], feed.total_steps, folder.path, why
             log.info("this run is finished: %d of %d steps, in %s%s", *done)
             return True
+
+    if is_judged(config) and not isinstance(feed, data.PromptFeed):
+        check_metric(config.eval, metric_names(config, program, [name for name in feed.eval_rows if name]))
 
     # ---- step: compiled before a weight is read, so that its memory is known ----
     rates = learning_rates(config.optim, feed.total_steps)

@@ -427,7 +427,8 @@ class Lora:
     reset_on_merge: bool = option(False, "the optimizer's state, of all that is trained, begins anew with the adapters",
         when="lora.merge_interval")
     lr_ratio: float = option(1.0,
-        "learning rate of B over that of A, such as 16 (LoRA+, Hayou et al. 2024); optim.learning_rate is that of A",
+        "learning rate of B, and of biases and other vectors, over that of A, such as 16 (LoRA+, Hayou et al. 2024); "
+        "optim.learning_rate is that of A",
         "(0, inf)", when="lora.kind == 'lora'")
     bias: Literal["none", "all", "lora_only"] = option("none",
         "which biases of the model are trained beside the adapters: none, all, or those of layers with an adapter",

@@ -6,6 +6,7 @@ from jaxtune.hf.folder import label_names, read_config, read_generation_config, 
 from jaxtune.hf.larger_model import in_place
 from jaxtune.hf.peft import SavedAdapter, adapted_modules, read_adapter, write_adapter
 from jaxtune.hf.prequantized import Scheme, read_quantized, read_scheme
+from jaxtune.hf.quantized import SCHEMES, quantize
 from jaxtune.hf.sources import open_weights, weight_files
 from jaxtune.hf.tokenizer import copy_tokenizer_files, load_tokenizer, write_chat_template
 from jaxtune.hf.upload import check_upload, upload

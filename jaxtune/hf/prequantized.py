@@ -1,7 +1,7 @@
-"""Checkpoints whose weights are quantized in the file: bitsandbytes 4-bit, FP8 in blocks, compressed-tensors NVFP4.
+"""Checkpoints whose weights are quantized in the file: bitsandbytes 4-bit, FP8 blocks, compressed-tensors NVFP4, INT4.
 
 Codes and scales are read as they are, a small part at a time, into QuantizedArrays: nothing is quantized again. The
-layouts of the three formats are described above `_FP8`, `_NVFP4` and `_BITSANDBYTES`.
+layouts of the formats are described above `_FP8`, `_NVFP4`, `_INT4` and `_BITSANDBYTES`.
 """
 
 import json
@@ -30,7 +30,8 @@ from pallas_kernels.quant_matmul import ELEMENTS
 log = logging.getLogger("jaxtune")
 
 _SUPPORTED = (
-    "bitsandbytes in 4 bits, fp8 in square blocks of 64, 128 or 256, compressed-tensors nvfp4-pack-quantized, mxfp4"
+    "bitsandbytes in 4 bits, fp8 in square blocks of 64, 128 or 256, compressed-tensors nvfp4-pack-quantized and "
+    "pack-quantized (symmetric 4-bit integers, in groups or channels), mxfp4"
 )
 _WAY_OUT = "take the checkpoint that is not quantized: quant.format quantizes it while it is read"
 # Fields of quantization_config that an error quotes, to say which scheme it is.
@@ -98,7 +99,8 @@ def read_scheme(folder: Path, described: Mapping[str, Any] | None = None) -> Sch
         case "fp8":
             options = Quant(format="fp8", block_size=int(config["weight_block_size"][0]))
         case _:
-            options = Quant(format="nvfp4", block_size=16)
+            options = _compressed_tensors(config)
+            assert options is not None, "_check_config has passed"
     modules = {
         name.removesuffix(f".{ending}")
         for name, source in sources.items()
@@ -172,7 +174,7 @@ def _check_config(file: Path, config: Any) -> None:
         "fp8": config.get("weight_block_size") in [[size, size] for size in _FP8_BLOCKS]
         and config.get("fmt", "e4m3") == "e4m3",
         # With a transform the activations must be rotated too, which is not supported.
-        "compressed-tensors": config.get("format") == "nvfp4-pack-quantized" and not config.get("transform_config"),
+        "compressed-tensors": _compressed_tensors(config) is not None and not config.get("transform_config"),
     }
     method = config.get("quant_method")
     if not (isinstance(method, str) and supported.get(method)):
@@ -183,12 +185,40 @@ def _check_config(file: Path, config: Any) -> None:
         )
 
 
+def _compressed_tensors(config: Mapping[str, Any]) -> Quant | None:
+    """The options of a format of compressed-tensors; None: it is not supported."""
+    if config.get("format") == "nvfp4-pack-quantized":
+        return Quant(format="nvfp4", block_size=16)
+    groups = config.get("config_groups")
+    if config.get("format") != "pack-quantized" or not isinstance(groups, dict) or len(groups) != 1:
+        return None
+    (group,) = groups.values()
+    weights = group.get("weights") if isinstance(group, dict) else None
+    if not isinstance(weights, dict) or (weights.get("num_bits"), weights.get("type", "int")) != (4, "int"):
+        return None
+    # Of columns that are in another order, the tensors would be there, but not in their places.
+    if weights.get("symmetric", True) is not True or weights.get("actorder") not in (None, "weight", "static"):
+        return None
+    size = weights.get("group_size")
+    match weights.get("strategy"):
+        case "channel":
+            return Quant(format="int4", block_size="channel")
+        case "group" if isinstance(size, int) and size > 1:
+            return Quant(format="int4", block_size=size)
+    return None
+
+
 # Decoders of a tensor's bytes. They raise ValueError, saying what is wrong with the values.
 
 
-def _swapped(found: UInt8[np.ndarray, "..."]) -> UInt8[np.ndarray, "..."]:
-    """Moves the first of two codes into the high bits; compressed-tensors packs it into the low bits."""
+def swapped(found: UInt8[np.ndarray, "..."]) -> UInt8[np.ndarray, "..."]:
+    """Moves the first of two codes into the high bits, or back; compressed-tensors packs it into the low bits."""
     return (found << 4) | (found >> 4)
+
+
+def twos_complement(found: UInt8[np.ndarray, "..."]) -> UInt8[np.ndarray, "..."]:
+    """Pairs of 4-bit integers, of each 8 more, and the first in the low bits, as integers; or back."""
+    return swapped(found) ^ 0x88
 
 
 def _e4m3(found: UInt8[np.ndarray, "..."]) -> UInt8[np.ndarray, "..."]:
@@ -224,12 +254,14 @@ class _Tensor:
         field: the field of QuantizedArray that it becomes; None: it is only checked.
         decode: from the file's values to those of the field.
         flat: whether the file has it as a list or a column; the field has the shape of the weight or of its blocks.
+        words: whether it is read as bytes, four of each of its elements.
     """
 
     dtypes: tuple[str, ...]
     field: str | None = None
     decode: Decode = lambda found: found
     flat: bool = False
+    words: bool = False
 
 
 # FP8 in square blocks, as DeepSeek-V3 and Qwen3-FP8 store it. W = weight * weight_scale_inv of its block: in spite of
@@ -241,9 +273,16 @@ _FP8 = {
 # compressed-tensors' nvfp4-pack-quantized. W = e2m1(code) * weight_scale / weight_global_scale. weight_packed is
 # (out, in / 2), two codes a byte, the first in the low bits; weight_scale (out, in / 16); weight_global_scale (1,).
 _NVFP4 = {
-    "weight_packed": _Tensor(("U8",), "codes", _swapped),
+    "weight_packed": _Tensor(("U8",), "codes", swapped),
     "weight_scale": _Tensor(("F8_E4M3",), "scales", _e4m3),
     "weight_global_scale": _Tensor(("F32",), "outer_scales", _reciprocal),
+}
+# compressed-tensors' pack-quantized of symmetric 4-bit integers. W = (code - 8) * weight_scale. weight_packed is
+# (out, in / 8), eight codes an int32, the first in the lowest bits; weight_scale (out, in / group), or (out, 1).
+_INT4 = {
+    "weight_packed": _Tensor(("I32",), "codes", twos_complement, words=True),
+    "weight_scale": _Tensor(("F32", "BF16", "F16"), "scales", _positive),
+    "weight_shape": _Tensor(("I64", "I32")),
 }
 # bitsandbytes in 4 bits. The matrix is one long list, row after row: weight is (out * in / 2, 1), two codes a byte, the
 # first in the high bits; absmax has one float32 scale for each block of the list; W = quant_map[code] * absmax. What
@@ -267,7 +306,7 @@ def _tensors(options: Quant) -> dict[str, _Tensor]:
     if options.format in ("nf4", "fp4"):
         nested = _DOUBLE_QUANT if options.double_quant else {}
         return _BITSANDBYTES | nested | {f"{_STATE}{options.format}": _Tensor(("U8",))}
-    return _FP8 if options.format == "fp8" else _NVFP4
+    return {"fp8": _FP8, "nvfp4": _NVFP4, "int4": _INT4}[str(options.format)]
 
 
 def _check_header(folder: Path, options: Quant, module: str, sources: Mapping[str, Source]) -> None:
@@ -291,7 +330,7 @@ def _check_header(folder: Path, options: Quant, module: str, sources: Mapping[st
         shape = sources[codes].shape
         if len(shape) != 2:
             raise UserError(f"{sources[codes].file}: {codes} has shape {shape}; only matrices are quantized")
-        shape = (shape[0], shape[1] * (2 if options.format == "nvfp4" else 1))
+        shape = (shape[0], shape[1] * {"nvfp4": 2, "int4": 8}.get(str(options.format), 1))
     misfit = format_of(options, "weight").misfit(shape)
     if misfit is not None:
         raise UserError(f"{sources[codes].file}: {module}.weight: {misfit}; {_WAY_OUT}")
@@ -324,6 +363,8 @@ class _Part:
 
 def _part(name: str, tensor: _Tensor, shape: tuple[int, ...], sources: Mapping[str, Source]) -> _Part:
     source, size = sources[name], math.prod(shape)
+    if tensor.words:
+        source = replace(source, shape=(*source.shape[:-1], 4 * source.shape[-1]), dtype="U8")
     if source.shape not in (((size,), (size, 1)) if tensor.flat else (shape,)):
         must = f"{size} elements" if tensor.flat else shape
         raise UserError(f"{source.file}: {name} has shape {source.shape}; the model of config.json needs {must}")

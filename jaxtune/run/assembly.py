@@ -200,7 +200,7 @@ def trained_of(model: Model, config: Config) -> dict[str, Trained]:
             places.get(name),
             moved_by_load if p.kind == "correction" else own,
             config.memory.offload_optimizer,
-            config.lora.lr_ratio if p.local.endswith(".lora_b") else 1.0,
+            config.lora.lr_ratio if p.local.endswith(".lora_b") or len(p.matrix) == 1 else 1.0,
         )
         for name, p in model.trained.items()
     }

@@ -2,10 +2,10 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from jaxtune.config.schema import Eval
+from jaxtune.config.schema import Config, Eval
 from jaxtune.errors import UserError
 
 
@@ -29,10 +29,8 @@ class Standing:
         Raises:
             UserError: There is no such metric.
         """
-        name = options.best_metric
-        if name not in metrics:
-            raise UserError(f"eval.best_metric={name!r}: an evaluation has {', '.join(metrics)}")
-        value = metrics[name]
+        check_metric(options, metrics)
+        value = metrics[options.best_metric]
         if self.value is None:
             return Standing(step, value) if not math.isnan(value) else Standing(no_better=self.no_better + 1)
         gain = value - self.value if is_larger_better(options) else self.value - value
@@ -49,6 +47,17 @@ class Standing:
             best = "" if self.step is None else f", of step {self.step}, is {self.value:.6g}"
             return f"{self.no_better} evaluations (eval.patience) were no better: the best {options.best_metric}{best}"
         return ""
+
+
+def is_judged(config: Config) -> bool:
+    """Whether anything depends on which evaluation is best."""
+    return config.ckpt.keep_best or config.eval.patience is not None or config.eval.target is not None
+
+
+def check_metric(options: Eval, names: Collection[str]) -> None:
+    """Raises UserError where an evaluation, which has metrics of these names, has no eval.best_metric."""
+    if options.best_metric not in names:
+        raise UserError(f"eval.best_metric={options.best_metric!r}: an evaluation has {', '.join(names)}")
 
 
 def is_larger_better(options: Eval) -> bool:

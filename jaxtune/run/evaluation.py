@@ -1,18 +1,18 @@
 """Loss and perplexity, or accuracy, of a model over rows of data."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import jax
 
 from jaxtune import data
 from jaxtune.config.schema import Config
 from jaxtune.models.decoder import Parameters
-from jaxtune.objectives.objective import Sums
+from jaxtune.objectives.objective import Objective, Sums
 from jaxtune.parallel.layout import by_token
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.precision.recipes import recipe_of
-from jaxtune.run.assembly import call_of, task_of
+from jaxtune.run.assembly import Program, call_of, task_of
 from jaxtune.run.model import Model
 from jaxtune.run.process import compiler_options
 from jaxtune.run.step import make_eval_step
@@ -35,11 +35,8 @@ def make_evaluate(
     `rows`: by the name of their set; what has one is there of that set alone too, as eval_NAME_loss and so on.
     `beat` is called after each batch.
     """
-    recipe, task = recipe_of(config.precision, model.linears), task_of(model, config)
-    step = jax.jit(
-        make_eval_step(model.graph, task, recipe, call_of(config, recipe)._replace(remat="none")),
-        compiler_options=compiler_options(config),
-    )
+    task, step = _step(config, model)
+    step = jax.jit(step, compiler_options=compiler_options(config))
     rows_per_batch = (config.eval.micro_batch_size or config.train.micro_batch_size) * data_shards(mesh)
     shape, sharding = (1, rows_per_batch, config.data.seq_len), jax.NamedSharding(mesh, jax.P(None, *by_token()))
 
@@ -55,20 +52,43 @@ def make_evaluate(
             beat()
         return _added(found)
 
-    def described(total: Sums, prefix: str) -> dict[str, float]:
-        loss = float(total.loss / max(total.weight, 1))
-        means = {f"{prefix}_{name}": float(value / max(weight, 1)) for name, (value, weight) in total.metrics.items()}
-        perplexity = {f"{prefix}_perplexity": math.exp(min(loss, 700.0))} if task.counts == "target_tokens" else {}
-        return {f"{prefix}_loss": loss, **perplexity, **means}
-
     def evaluate(trained: Parameters, frozen: Parameters, reference: Parameters) -> dict[str, float]:
         sums = {name: sums_of(own, trained, frozen, reference) for name, own in rows.items()}
-        metrics = described(_added(list(sums.values())), "eval")
-        for name in sums:
-            metrics |= described(sums[name], f"eval_{name}") if name else {}
-        return metrics
+        of_all = _described(_added(list(sums.values())), task)
+        return _named({"": of_all} | {name: _described(found, task) for name, found in sums.items() if name})
 
     return evaluate
+
+
+def metric_names(config: Config, program: Program, sets: Collection[str]) -> list[str]:
+    """What `make_evaluate` of these sets of rows will find, by tracing it alone."""
+    task, step = _step(config, program.model)
+    state = program.state
+    sums = jax.eval_shape(step, state.trained, {**program.frozen, **state.base}, program.batch, state.reference)
+    found = _described(jax.tree.map(lambda _: 0.0, sums), task)
+    return list(_named(dict.fromkeys(("", *sets), found)))
+
+
+def _step(config: Config, model: Model) -> tuple[Objective, Callable[..., Sums]]:
+    """What a model is evaluated by, and the step that does."""
+    recipe, task = recipe_of(config.precision, model.linears), task_of(model, config)
+    return task, make_eval_step(model.graph, task, recipe, call_of(config, recipe)._replace(remat="none"))
+
+
+def _described(total: Sums, task: Objective) -> dict[str, float]:
+    loss = float(total.loss / max(total.weight, 1))
+    means = {name: float(value / max(weight, 1)) for name, (value, weight) in total.metrics.items()}
+    perplexity = {"perplexity": math.exp(min(loss, 700.0))} if task.counts == "target_tokens" else {}
+    return {"loss": loss, **perplexity, **means}
+
+
+def _named(of_sets: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """eval_loss of all rows, whose name is "", eval_NAME_loss of a set of them."""
+    return {
+        f"eval_{name}_{metric}" if name else f"eval_{metric}": value
+        for name, metrics in of_sets.items()
+        for metric, value in metrics.items()
+    }
 
 
 def _added(sums: list[Sums]) -> Sums:

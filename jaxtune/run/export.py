@@ -1,8 +1,7 @@
-"""A run's model as Hugging Face safetensors, or its adapter as PEFT; and how far a merged model is from its parts."""
+"""A run's model as Hugging Face safetensors, or its adapter as PEFT."""
 
 import dataclasses
 import logging
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -18,30 +17,26 @@ from jaxtune.config.schema import Config, Lora
 from jaxtune.errors import UserError
 from jaxtune.lora.lora import LoRA
 from jaxtune.models import families
-from jaxtune.models.call import Call
-from jaxtune.models.decoder import Parameters, bind
-from jaxtune.models.parameters import Parameter, count, loaded_names
+from jaxtune.models.decoder import Parameters
+from jaxtune.models.parameters import Parameter, loaded_names
 from jaxtune.models.places import Place
-from jaxtune.models.score import hidden_states, logits
 from jaxtune.parallel import multihost
-from jaxtune.parallel.layout import by_token
-from jaxtune.parallel.mesh import data_shards
 from jaxtune.run.card import card_datasets, card_evaluation, card_recipe, card_rows
 from jaxtune.run.elements import gather_element
 from jaxtune.run.folder import RunFolder
-from jaxtune.run.model import Model, declare_model, read_base
-from jaxtune.run.values import read_parameters
+from jaxtune.run.model import Model
+from jaxtune.run.quantized import choose
 
 log = logging.getLogger("jaxtune")
 
-PROBE = 64  # random tokens a row, to compare logits
 
-
-def export_full(model: Model, parameters: Parameters, config: Config, output: Path) -> None:
+def export_full(
+    model: Model, parameters: Parameters, config: Config, output: Path, quantize: str | None = None
+) -> None:
     """A folder that transformers loads, in model.dtype; adapters among the parameters are merged into their weights.
 
-    Quantized weights are written dequantized, never quantized again: an adapter merged into 4 bits would mostly be
-    rounded away.
+    Quantized weights are written dequantized. Unless `quantize`, one of `hf.SCHEMES`, asks for it, they are not
+    quantized again: a small adapter that is merged into 4 bits may mostly be rounded away.
 
     Tensors are gathered and written one at a time. A tied head is not written; padded rows are cut; config.json, the
     tokenizer's files and the tensors that are no part of the decoder are copied byte for byte.
@@ -65,9 +60,13 @@ def export_full(model: Model, parameters: Parameters, config: Config, output: Pa
     tensors = _tensors(model, model.whole, dtype, merged)
     if model.spec.untouched is not None:
         tensors = hf.in_place(model.folder, tensors, partial(families.is_untouched, model.spec))
+    changes = _classifier_config(model, config) if model.spec.labels else {}
+    if quantize is not None:
+        chosen = choose(model, quantize, config.model.dtype)
+        changes["quantization_config"] = chosen.config
+        tensors = hf.quantize(tensors, quantize, chosen.weights)
     hf.write(output, tensors, config.export.max_shard_bytes)
     if multihost.is_main():
-        changes = _classifier_config(model, config) if model.spec.labels else {}
         options = (config.model.dtype, model.spec.vocabulary, changes, model.base.described)
         hf.write_config(model.folders.config, output, *options)
         _write_tokenizer(model, config, output)
@@ -243,18 +242,23 @@ def export(
     kind: str,
     *,
     merge: bool = False,
+    quantize: str | None = None,
     steps: int,
     tokens: int,
     hub_id: str | None = None,
 ) -> None:
-    """Write one format, with a model card. hub_id: where it is to be uploaded to.
+    """Write one format, with a model card. `quantize`: as of `export_full`; `hub_id`: where it is to be uploaded to.
 
     Raises UserError where the format does not fit the run, or the output would destroy what it is made from.
     """
     check_apart(output, model)
-    check_kind(config, kind, merge)
-    (export_adapter if kind == "peft" else export_full)(model, parameters, config, output)
+    check_kind(config, kind, merge, quantize)
+    if kind == "peft":
+        export_adapter(model, parameters, config, output)
+    else:
+        export_full(model, parameters, config, output, quantize)
     if multihost.is_main():
+        written = {} if quantize is None else {"weights": f"linear layers in {quantize}"}
         hf.write_card(
             output,
             title=config.train.run_name or output.name,
@@ -262,7 +266,7 @@ def export(
             base_model=None if config.model.from_scratch else config.model.path,
             adapter=kind == "peft",
             auto_class=_auto_class(model),
-            rows=card_rows(config, run, steps, tokens),
+            rows=card_rows(config, run, steps, tokens) | written,
             curve=run.loss_curve,
             recipe=card_recipe(config),
             datasets=card_datasets(config),
@@ -277,10 +281,14 @@ def _auto_class(model: Model) -> str:
     return "AutoModelForCausalLM" if model.spec.untouched is None else "AutoModelForImageTextToText"
 
 
-def check_kind(config: Config, kind: str, merge: bool) -> None:
+def check_kind(config: Config, kind: str, merge: bool, quantize: str | None = None) -> None:
     """Raise UserError where a run cannot be exported in a format."""
     if kind == "peft" and not config.lora.enabled:
         raise UserError("--format=peft: this run trained the whole model; export it with --format=hf")
+    if kind == "peft" and quantize is not None:
+        raise UserError(
+            f"--quantize={quantize}: an adapter is not quantized, only a whole model: --merge without --format=peft"
+        )
     if kind == "hf" and config.lora.enabled and not merge:
         raise UserError("--format=hf: this run trained an adapter; add --merge for a whole model, or use --format=peft")
     if kind == "peft" and config.lora.merge_interval:
@@ -296,44 +304,3 @@ def check_apart(output: Path, model: Model) -> None:
         raise UserError(f"{output} holds the model that the run started from; export to another folder")
     if RunFolder(output).checkpoints.exists():
         raise UserError(f"{output} is the folder of a run; export to another one, for example {output / 'export'}")
-
-
-def merge_difference(model: Model, parameters: Parameters, config: Config, output: Path) -> str:
-    """How far the logits of a merged export are from those of the quantized base with its adapter, in words.
-
-    Both are computed in float32: what differs is the rounding of what was written, not that of activations.
-    """
-    mesh = jax.sharding.get_mesh()
-    merged = dataclasses.replace(config.model, path=str(output), revision=None, **hf.OF_ONE_MODEL)
-    options = Config(model=merged, data=config.data, precision=config.precision)
-    exported = declare_model(read_base(options), options, mesh, train=False, low_precision=False)
-    size = count(exported.parameters) * jnp.dtype(config.model.dtype).itemsize
-    memory = jax.local_devices()[0].memory_stats() or {}
-    free = memory.get("bytes_limit", math.inf) - memory.get("bytes_in_use", 0)
-    if size / mesh.size > free:
-        return f"logits not compared: the merged model does not fit beside the quantized one ({size / 1e9:.1f} GB)"
-    tokens = jax.random.randint(jax.random.key(0), (data_shards(mesh), PROBE), 0, model.spec.vocabulary)
-    before = _logits(model, parameters, tokens)
-    after = _logits(exported, read_parameters(exported, exported.parameters), tokens)
-    if not (jnp.isfinite(before).all() and jnp.isfinite(after).all()):
-        raise UserError(f"{output} is not usable: its logits, or those of the run it was merged from, are not finite")
-    return (
-        f"merged onto the dequantized base: over {tokens.size} random tokens the logits, of which the largest is "
-        f"{jnp.abs(before).max():.3g}, differ by {jnp.abs(after - before).max():.2g} at most"
-    )
-
-
-def _logits(model: Model, parameters: Parameters, tokens: jax.Array) -> jax.Array:
-    """Float32 logits of rows of one document each."""
-
-    @jax.jit
-    def compute(tokens, parameters):
-        tokens = jax.reshard(tokens, by_token())
-        positions = jax.reshard(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), by_token())
-        decoder, call = bind(model.graph, parameters), Call(jnp.dtype("float32"))
-        of_one = {"key_start": jnp.zeros_like(tokens), "segment_ids": jnp.ones_like(tokens)}
-        hidden, _ = hidden_states(decoder, {"tokens": tokens, "positions": positions, **of_one}, call)
-        return logits(decoder, hidden, call.dtype)
-
-    with jax.default_matmul_precision("highest"):  # no TF32 on a GPU
-        return compute(tokens, parameters)

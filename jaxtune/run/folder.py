@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shlex
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,10 @@ class RunFolder:
     def completions(self) -> Path:
         """What the model of each step wrote to learn from its rewards: one JSON object a completion."""
         return self.path / "completions.jsonl"
+
+    def task_results(self, step: int | None) -> Path:
+        """A new file for what benchmark tasks made of the model of a step (`run.lm_evaluation_harness`)."""
+        return self.path / "lm_eval" / f"{step}-{time.strftime('%Y%m%d-%H%M%S')}.json"
 
     @property
     def loss_curve(self) -> Path:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from jaxtune.config.schema import Config
 from jaxtune.models.decoder import Parameters
+from jaxtune.run.best import is_judged
 from jaxtune.run.evaluation import Evaluate
 from jaxtune.run.loop import Moment, Position, Task, each
 from jaxtune.run.state import State
@@ -34,7 +35,7 @@ def tasks_of(
         metrics = evaluate(state.result, frozen, state.reference)
         watch.evaluation(at.step, metrics)
         # What was there before the first step is never the best: there is no checkpoint of it.
-        if at.step and (ckpt.keep_best or options.patience is not None or options.target is not None):
+        if at.step and is_judged(config):
             at.standing = at.standing.after(at.step, metrics, options)
             at.ended = at.ended or at.standing.ending(options)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
@@ -29,6 +30,17 @@ log = logging.getLogger("jaxtune")
 NO_DATA = "no validation data: set data.eval_datasets or data.validation_split"
 
 
+class Evaluated(NamedTuple):
+    """A model that is evaluated; reference: what its run compares with; step: of its checkpoint, None without a run."""
+
+    config: Config
+    model: Model
+    trained: Parameters
+    frozen: Parameters
+    reference: Parameters
+    step: int | None
+
+
 def evaluate(
     config: Config, mesh: jax.sharding.Mesh, run: str | None = None, step: int | None = None, name: str | None = None
 ) -> dict[str, float]:
@@ -46,31 +58,41 @@ def evaluate(
         UserError: No validation data, or these do not fit each other.
     """
     with out_of_memory_is_answered(config):
-        config, model, trained, frozen, reference = _open(config, mesh, run, step, name)
-        home = model.folders.tokenizer if name is None else tokenizer_folder(model, config)  # a run uses its base's
+        opened = open_evaluated(config, mesh, run, step, name, reference=not config.rollout.rewards)
+        config, model = opened.config, opened.model
+        home = tokenizer_home(model, config, name)
         tokenizer = hf.load_tokenizer(home, config.chat.template, config.data.special_tokens)
         if config.rollout.rewards:
             found = _of_prompts(run, config, model, mesh, tokenizer)
         else:
             found = _of_documents(config, model, mesh, tokenizer)
-        return found(trained, frozen, reference)
+        return found(opened.trained, opened.frozen, opened.reference)
 
 
-def _open(
-    config: Config, mesh: jax.sharding.Mesh, run_path: str | None, step: int | None, name: str | None
-) -> tuple[Config, Model, Parameters, Parameters, Parameters]:
-    """(config, model, trained, frozen, reference): of a run, of a named model, or of the recipe's starting point."""
+def tokenizer_home(model: Model, config: Config, name: str | None) -> Path:
+    """Where its tokenizer is: a run uses its base's; name: of the model, instead of a run's."""
+    return model.folders.tokenizer if name is None else tokenizer_folder(model, config)
+
+
+def open_evaluated(
+    config: Config, mesh: jax.sharding.Mesh, run_path: str | None, step: int | None, name: str | None, reference: bool
+) -> Evaluated:
+    """The model of a run, a named one, or the recipe's starting point; arguments as of `evaluate`.
+
+    `reference`: whether the evaluation compares with the reference of a preference loss.
+    """
     if run_path is None:
         if step is not None:
             raise UserError(f"--step={step}: without --run there are no checkpoints")
         config = labelled(config if name is None else of_model(name, config))
         model = declare_model(read_base(config), config, mesh, train=name is None)
-        if not config.rollout.rewards and (is_kept(config) or config.preference.precompute_reference):
+        if reference and (is_kept(config) or config.preference.precompute_reference):
             raise UserError(f"preference.loss={config.preference.loss!r} compares with a reference: give --run")
-        return config, model, initial_parameters(model, config), frozen_parameters(model, config), {}
+        trained, frozen = initial_parameters(model, config), frozen_parameters(model, config)
+        return Evaluated(config, model, trained, frozen, {}, None)
     if name is not None:
         raise UserError("--run and --model: one at a time")
-    run = open_run(RunFolder(Path(run_path)), mesh, step, low_precision=True, reference=True)
+    run = open_run(RunFolder(Path(run_path)), mesh, step, low_precision=True, reference=reference)
     for option in ("path", "head"):
         trained, asked = getattr(run.config.model, option), getattr(config.model, option)
         if trained != asked:
@@ -87,7 +109,7 @@ def _open(
         raise UserError("\n".join(["the run was trained with other options:", *changed, "set them back"]))
     if config.data.seq_len > (most := run.model.spec.max_positions):
         raise UserError(f"data.seq_len={config.data.seq_len} is more than the model's {most} positions")
-    return config, run.model, run.trained, run.frozen, run.reference
+    return Evaluated(config, run.model, run.trained, run.frozen, run.reference, run.step)
 
 
 def _of_documents(config: Config, model: Model, mesh: jax.sharding.Mesh, tokenizer) -> Evaluate:

@@ -380,6 +380,8 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         "dtype": ({"dtype": "bfloat16"}, {"model.dtype": "bfloat16", "precision.master_dtype": "bfloat16"}),
         "torch_dtype": ({"torch_dtype": "bfloat16"}, {"model.dtype": "bfloat16"}),
         "lora_dropout": ({"use_peft": True, "lora_dropout": 0.25}, {"lora.dropout": 0.25}),
+        "logging_strategy": ({"logging_strategy": "no"}, {"log.every": 0}),
+        "logging_steps": ({"logging_steps": 7}, {"log.every": 7}),
         "disable_dropout": ({"use_peft": True, "disable_dropout": True}, {"lora.dropout": 0.0}),
         "lora_target_modules": ({"use_peft": True}, {"lora.target_modules": ("q_proj", "v_proj")}),
         "load_in_8bit": ({"use_peft": True, "load_in_8bit": True}, {"quant.format": "int8"}),

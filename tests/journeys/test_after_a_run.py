@@ -6,6 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
+from benchmark_tasks import OF_TASKS, without_those_of_the_harness, write_tasks
 from hub_server import HubServer
 from huggingface_hub import ModelCard
 from runs import call, metrics, model_folder, recipe_command
@@ -13,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from tiny import byte_tokenizer
 
 from jaxtune.monitor.step_time import StepTime
+from jaxtune.python import Run
 
 OPTIONS = {
     "train.max_steps": 2,
@@ -134,6 +136,27 @@ def test_any_model_is_evaluated_by_a_recipe(home, adapter):
         assert abs(float(said.split("eval_loss ")[1].split()[0]) - expected) <= 1e-5, named
 
 
+def test_benchmark_tasks_are_asked_of_a_run_and_of_any_model(home, adapter, monkeypatch):
+    """By the command and from Python; the adapter as it was exported gives what its run does."""
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness (pip install lm-eval) is not installed")
+    without_those_of_the_harness(monkeypatch)
+    (home / "tasks").mkdir()
+    own = (f"--include_path={write_tasks(home / 'tasks')}", "--limit=2", "--num_fewshot=1", "--apply_chat_template")
+    printed = call("jaxtune.evaluate", f"--run={adapter}", "--tasks=tiny_*", *own)
+    assert all(f"|{name}" in printed for name in OF_TASKS)
+    (written,) = (adapter / "lm_eval").glob("2-*.json")
+    of_run = json.loads(written.read_text())
+    assert of_run["config"]["model_args"] == {"run": "adapter", "step": 2}
+    assert {row["sample_len"] for row in of_run["results"].values()} == {2}
+    output = home / "tasks.json"
+    call("jaxtune.evaluate", f"--model={adapter / 'export'}", "--tasks=tiny_text", *own, f"--output={output}")
+    of_model = json.loads(output.read_text())["results"]["tiny_text"]["bits_per_byte,none"]
+    assert abs(of_model - of_run["results"]["tiny_text"]["bits_per_byte,none"]) < 1e-2  # which is in bfloat16
+    found = Run(adapter, True).evaluate(tasks=["tiny_text"], include_path=home / "tasks", limit=2)
+    expected = of_run["results"]["tiny_text"]["bits_per_byte,none"]
+    assert found["tiny_text/bits_per_byte"] == pytest.approx(expected, rel=1e-4)  # on eight devices
+
+
 @pytest.mark.parametrize(
     "arguments, said",
     [
@@ -185,6 +208,21 @@ def test_an_export_never_mixes_with_other_things(home, adapter):
     both = ("jaxtune.export", f"--run={adapter}", f"--output={home / 'both'}", "--format=peft,hf")
     assert "add --merge for a whole model" in call(*both, code=2)
     assert not (home / "both").exists()
+
+
+def test_a_merged_model_is_written_quantized_with_the_losses_before_and_after(home, adapter):
+    """Which are those of `evaluate`."""
+    export = ("jaxtune.export", f"--run={adapter}", f"--output={home / 'quantized'}")
+    assert "--quantize=nf4: an adapter is not quantized" in call(*export, "--quantize=nf4", code=2)
+    assert not (home / "quantized").exists()
+    said = call(*export, "--merge", "--quantize=nf4")
+    printed = re.search(r"validation loss (\S+) as trained, (\S+) as written in nf4", said).groups()
+    recipe = recipe_command(home, "qwen_lora.py", "adapter", **OPTIONS)[1:]
+    for model, loss in zip((f"--run={adapter}", f"--model={home / 'quantized'}"), map(float, printed)):
+        found = call("jaxtune.evaluate", *recipe, model) if "--model" in model else call("jaxtune.evaluate", model)
+        assert abs(float(found.split("eval_loss ")[1].split()[0]) - loss) <= 6e-5
+    assert printed[0] != printed[1]
+    assert "| weights | linear layers in nf4 |" in (home / "quantized" / "README.md").read_text()
 
 
 def test_a_run_that_ends_in_nan_fails_and_exports_nothing(home):

@@ -78,6 +78,13 @@ def test_the_best_is_kept_and_exported_and_the_run_ends(home):
     assert abs(float(re.findall(r"eval_loss (\S+)", printed)[0]) - found[best]["eval_loss"]) < 1e-4
 
 
+def test_a_metric_that_no_evaluation_has_is_refused_before_the_run_begins(home):
+    options = {"eval.best_metric": "eval_one_los", "eval.patience": 2}
+    folder, output = train(home, "refused", "named", code=2, **options)
+    assert "eval.best_metric='eval_one_los': an evaluation has eval_loss, eval_perplexity, eval_token_acc" in output
+    assert "eval_one_loss, eval_one_perplexity" in output and not (folder / "metrics.jsonl").exists()
+
+
 def test_by_passes_over_the_data_and_only_then(home):
     options = {"ckpt.save_epochs": 1.0, "ckpt.keep_last": 9, "eval.epochs": 2.0, "eval.at_end": False}
     options |= {"data.datasets[0].samples": 16}

@@ -281,15 +281,13 @@ def test_b_learns_faster_than_a_as_in_lora_plus(base, one_device):
 
     folder, _ = base
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    theirs = peft.get_peft_model(reference, peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
+    options = {"target_modules": ["q_proj", "up_proj"], "use_dora": True, "modules_to_save": ["model.norm", "o_proj"]}
+    theirs = peft.get_peft_model(reference, peft.LoraConfig(r=4, **options))
     made = create_loraplus_optimizer(theirs, torch.optim.SGD, lr=1.0, loraplus_lr_ratio=16.0)
     rates = {id(one): group["lr"] for group in made.param_groups for one in group["params"]}
-    expected = {
-        name.removeprefix("base_model.model.").replace(".default", ""): rates[id(one)]
-        for name, one in theirs.named_parameters()
-        if one.requires_grad
-    }
-    lora = Lora(enabled=True, rank=4, lr_ratio=16.0, target_modules=("q_proj", "up_proj"))
+    expected = {plain(name): rates[id(one)] for name, one in theirs.named_parameters() if one.requires_grad}
+    ours = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+    lora = Lora(enabled=True, rank=4, lr_ratio=16.0, **ours)
     model, _, config = read(folder, one_device, lora=lora)
     ours = {name: own.rate for own in trained_of(model, config).values() for name in own.names}
     assert ours == expected and set(ours.values()) == {1.0, 16.0}

@@ -44,6 +44,13 @@ def saves_of(strategy: Any, steps: int) -> Settings:
     return {"ckpt.save_steps": 0} | by[strategy_of(strategy)]
 
 
+def lines_of(strategy: str, steps: int) -> Settings:
+    """Lines of progress each so many steps, or none."""
+    if strategy not in ("steps", "no"):
+        raise NotYet("lines of progress by epochs; 'steps' and 'no' are there, and metrics.jsonl has every step")
+    return {"log.every": steps if strategy == "steps" else 0}
+
+
 def conversions_of(names: Mapping[str, Any], system: str) -> dict[str, Callable[[Options], Settings]]:
     """The functions of a module that are named for a system."""
     return {name: function for name, function in list(names.items()) if name.startswith(f"{system}_")}

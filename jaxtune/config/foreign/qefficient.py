@@ -9,6 +9,7 @@ from jaxtune.config.foreign.conversions import (
     Options,
     Settings,
     conversions_of,
+    lines_of,
     names_of,
     saves_of,
     strategy_of,
@@ -93,10 +94,7 @@ def qefficient_save(o: Options) -> Settings:
 
 def qefficient_log(o: Options) -> Settings:
     """A line each so many steps, or none."""
-    strategy = o["training.logging_strategy"]
-    if strategy not in ("steps", "no"):
-        raise NotYet("lines of progress by epochs; 'steps' and 'no' are there, and metrics.jsonl has every step")
-    return {"log.every": o["training.logging_steps"] if strategy == "steps" else 0}
+    return lines_of(o["training.logging_strategy"], o["training.logging_steps"])
 
 
 def qefficient_devices(o: Options) -> Settings:

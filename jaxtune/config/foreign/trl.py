@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from jaxtune.config.foreign.conversions import NotYet, Options, Settings, conversions_of
+from jaxtune.config.foreign.conversions import NotYet, Options, Settings, conversions_of, lines_of
 
 # Options that a file of `trl dpo` alone has.
 _OF_DPO = (
@@ -75,6 +75,11 @@ def trl_precision(o: Options) -> Settings:
 def trl_dropout(o: Options) -> Settings:
     """DPO has none, unless disable_dropout is false."""
     return {"lora.dropout": 0.0 if _dpo(o) and o.get("disable_dropout", True) else o["lora_dropout"]}
+
+
+def trl_log(o: Options) -> Settings:
+    """A line each so many steps, or none."""
+    return lines_of(o["logging_strategy"], o["logging_steps"])
 
 
 def trl_targets(o: Options) -> Settings:

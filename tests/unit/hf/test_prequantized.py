@@ -24,17 +24,30 @@ from pallas_kernels.quant_matmul import ELEMENTS
 LAYERS, SHAPE = 2, (128, 256)
 E4M3, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
 NAMES = tuple(f"model.layers.{i}.mlp.down_proj" for i in range(LAYERS))
+INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+
+
+def int4(**changes) -> dict:
+    """What config.json says of compressed-tensors' INT4."""
+    group = {"targets": ["Linear"], "weights": INT4 | changes}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
+
+
 CONFIGS = {
     "nf4": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     "fp4": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [64, 64]},
     "nvfp4": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": ["lm_head"]},
+    "int4": int4(),
+    "int4, a scale a row": int4(strategy="channel", group_size=None, actorder="static"),
 }
 SCHEMES = {
     "nf4": Quant(format="nf4", block_size=128, double_quant=False),
     "fp4": Quant(format="fp4", block_size=64, double_quant=True),
     "fp8": Quant(format="fp8", block_size=64),
     "nvfp4": Quant(format="nvfp4", block_size=16),
+    "int4": Quant(format="int4", block_size=32),
+    "int4, a scale a row": Quant(format="int4", block_size="channel"),
 }
 JSON = "weight.quant_state.bitsandbytes__"
 
@@ -64,6 +77,16 @@ def matrix(scheme: str, seed: int):
         }
         wide = np.repeat(scales.astype(np.float64), 16, axis=1) / divisor.astype(np.float64)
         return tensors, np.asarray(ELEMENTS["e2m1"].values)[codes] * wide
+    if options.format == "int4":
+        width = options.block_size if isinstance(options.block_size, int) else columns
+        scales = generator.uniform(0.5, 2, (rows, columns // width)).astype([np.float16, BF16][seed % 2])
+        words = [codes[:, i::8].astype(np.uint32) << 4 * i for i in range(8)]
+        tensors = {
+            "weight_packed": sum(words[1:], words[0]).view(np.int32),
+            "weight_scale": scales,
+            "weight_shape": np.asarray(SHAPE),
+        }
+        return tensors, (codes.astype(np.float64) - 8) * np.repeat(scales.astype(np.float64), width, axis=1)
     table = np.asarray(ELEMENTS[scheme].values, np.float32)
     blocks = codes.size // options.block_size
     state = {"quant_type": scheme, "blocksize": options.block_size, "dtype": "bfloat16", "shape": list(SHAPE)}
@@ -97,7 +120,8 @@ def folder(tmp_path, request):
 
 def load(folder) -> dict[str, np.ndarray]:
     """safetensors.numpy's own load_file knows no F8_E4M3."""
-    dtypes = {"U8": np.uint8, "F32": np.float32, "BF16": BF16, "F8_E4M3": E4M3}
+    dtypes = {"U8": np.uint8, "F32": np.float32, "F16": np.float16, "BF16": BF16, "F8_E4M3": E4M3}
+    dtypes |= {"I32": np.int32, "I64": np.int64}
     found = deserialize((folder / "model.safetensors").read_bytes())
     return {name: np.frombuffer(x["data"], dtypes[x["dtype"]]).reshape(x["shape"]) for name, x in found}
 
@@ -148,8 +172,11 @@ def test_what_is_read_stands_for_the_same_values(folder, request, devices):
         tensors, wanted = matrix(scheme, i)
         np.testing.assert_allclose(values[i], wanted, rtol=1e-6, atol=1e-12)
         codes = tensors.get("weight", tensors.get("weight_packed")).view(np.uint8).reshape(found.codes.shape[1:])
-        swapped = codes << 4 | codes >> 4 if scheme == "nvfp4" else codes
-        np.testing.assert_array_equal(found.codes[i], swapped, name)
+        if "weight_packed" in tensors:
+            codes = codes << 4 | codes >> 4
+        if scheme.startswith("int4"):
+            codes ^= 0x88
+        np.testing.assert_array_equal(found.codes[i], codes, name)
 
 
 @pytest.mark.parametrize("folder", ["fp4", "nvfp4"], indirect=True)
@@ -212,6 +239,10 @@ def test_a_plain_parameter_is_never_filled_with_codes(folder):
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "'modelopt', quant_algo='NVFP4'"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "'bitsandbytes', load_in_8bit=True"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "format='pack-quantized'"),
+        (int4(num_bits=8), "format='pack-quantized'"),
+        (int4(symmetric=False), "format='pack-quantized'"),
+        (int4(actorder="group"), "format='pack-quantized'"),
+        (int4(strategy="tensor"), "format='pack-quantized'"),
         ({**CONFIGS["nvfp4"], "transform_config": {"config_groups": {}}}, "transform_config"),
         ({"quant_method": "fp8"}, "'fp8'"),
         ({**CONFIGS["fp8"], "weight_block_size": [1, 128]}, r"weight_block_size=\[1, 128\]"),
@@ -259,6 +290,9 @@ HEADERS = [
     ("fp8", "weight_scale_inv", None, "missing"),
     ("fp8", "weight", None, "missing"),
     ("nvfp4", "weight_packed", None, "missing"),
+    ("int4", "weight_shape", None, "missing"),
+    ("int4", "weight_packed", lambda x: x.view(np.uint8), "U8; it must be I32"),
+    ("int4", "weight_packed", lambda x: x[:, 1:].copy(), "blocks of 1 x 32 do not divide 128 x 248"),
     ("nvfp4", "weight_global_scale", None, "missing"),
     ("nf4", "weight", lambda x: x.reshape(-1).view(BF16), "BF16; it must be U8"),
     ("nf4", "weight.absmax", lambda x: x.astype(np.uint8), "U8; it must be F32"),
@@ -314,6 +348,7 @@ CONTENTS = [
     ("fp8", "weight_scale_inv", with_first(np.inf), "zero, negative"),
     ("fp8", "weight_scale_inv", lambda x: x[:, :-1].copy(), r"weight_scale_inv has shape \(2, 3\)"),
     ("nvfp4", "weight_scale", with_first(np.nan), "weight_scale holds NaN"),
+    ("int4", "weight_scale", with_first(np.nan), "zero, negative"),
     ("nvfp4", "weight_global_scale", with_first(0), "zero, negative"),
     ("nvfp4", "weight_global_scale", with_first(3e38), "zero, negative"),
     ("nvfp4", "weight_global_scale", with_first(np.nan), "zero, negative"),

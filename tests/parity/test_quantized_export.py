@@ -1,0 +1,89 @@
+"""A model that is written quantized is read by transformers with the values that are read here, of every format."""
+
+import jax
+import numpy as np
+import pytest
+from batches import logits, make_batch, tokens
+from tiny import read, torch_model
+
+from jaxtune.hf import SCHEMES
+from jaxtune.quant import format_of
+from jaxtune.run import export
+
+torch = pytest.importorskip("torch", reason="parity needs torch, whose CPU build exists for Python 3.11 only")
+
+SIZES = dict(num_hidden_layers=2, hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=4)
+# Experts where readers know them quantized; layer 1 is dense.
+MIXTURE = ("qwen3_moe, a dense layer, router loss", dict(SIZES, head_dim=64, moe_intermediate_size=128))
+DENSE = ("qwen3, yarn rope, tied", SIZES)
+CASES = {"nf4": DENSE, "fp8": MIXTURE, "nvfp4": DENSE, "int4": MIXTURE}
+
+
+@pytest.fixture(scope="module", params=[pytest.param(kind, marks=pytest.mark.xdist_group(kind)) for kind in CASES])
+def case(request, tmp_path_factory):
+    """(kind, folder of the model, that of its export)."""
+    kind, home = request.param, tmp_path_factory.mktemp(request.param)
+    name, sizes = CASES[kind]
+    torch_model(name, home / "model", **sizes)
+    return kind, home / "model", home / "written"
+
+
+@pytest.fixture
+def written(case, one_device, monkeypatch):
+    kind, folder, output = case
+    if not output.exists():
+        monkeypatch.setattr(export, "_write_tokenizer", lambda *_: None)  # it has none
+        model, parameters, config = read(folder, one_device)
+        export.export_full(model, parameters, config, output, kind)
+    return case
+
+
+def test_read_again_it_is_what_quantizing_the_weights_gives(written, one_device):
+    """Bit by bit; NVFP4's scale of a matrix to a rounding, as files have its reciprocal, and shared as servers want."""
+    kind, folder, output = written
+    model, found, _ = read(output, one_device)
+    assert model.base.scheme.options == SCHEMES[kind] and model.base.scheme.modules
+    _, plain, _ = read(folder, one_device)
+    format = format_of(SCHEMES[kind], "")
+    for name, parameter in model.parameters.items():
+        if name not in model.quantized:
+            assert np.array_equal(found[name], plain[name]), name
+        elif kind != "nvfp4":
+            expected = format.make(plain[name], parameter.axes)
+            jax.tree.map(np.testing.assert_array_equal, found[name], expected)
+    if kind == "nvfp4":
+        apart = {name.rsplit(".", 2)[1]: name for name in model.quantized if name.startswith("stacks.0.")}
+        for together in ("qkv", ("gate", "up"), ("o",), ("down",)):
+            names = [apart[name] for name in together]
+            whole = format.make(np.concatenate([plain[name][1] for name in names]), (None, None))
+            for field in ("codes", "scales"):
+                ours = np.concatenate([getattr(found[name], field)[1] for name in names])
+                np.testing.assert_array_equal(ours, getattr(whole, field))
+            for name in names:
+                np.testing.assert_allclose(found[name].outer_scales[1], whole.outer_scales, rtol=2e-7)
+
+
+def test_transformers_has_the_same_logits(written, one_device):
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    kind, _, output = written
+    how = {}
+    if kind in ("nvfp4", "int4"):
+        pytest.importorskip("compressed_tensors")
+        how = {"quantization_config": CompressedTensorsConfig(dequantize=True)}
+    theirs = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32, attn_implementation="eager", **how)
+    theirs.train()  # in evaluation bitsandbytes multiplies in bfloat16 on a CPU
+    assert (kind == "nf4") == any(type(module).__name__ == "Linear4bit" for module in theirs.modules())
+    model, found, _ = read(output, one_device)
+    if kind == "nvfp4":  # in bfloat16, whatever is asked for; so weights are compared, not what layers make of rounding
+        weights = theirs.state_dict()
+        for name, parameter in model.quantized.items():
+            values = jax.jit(lambda array: array.dequantize())(found[name])
+            for index, place in parameter.elements():
+                np.testing.assert_allclose(weights[place.name], values[index], rtol=2**-7)
+        return
+    rows = tokens(2, 32)
+    with torch.no_grad():
+        expected = theirs(torch.tensor(rows)).logits.numpy()
+    ours = logits(model, found, make_batch(rows, one_device))
+    assert np.abs(ours - expected).max() <= 1e-5 * np.abs(expected).max()

@@ -1,0 +1,116 @@
+"""What an export leaves as it is when it quantizes the rest; and that llama.cpp's converter finds all that it reads."""
+
+import json
+import logging
+import re
+import shutil
+
+import numpy as np
+import pytest
+from runs import conversations
+from safetensors import safe_open
+from tiny import CHATML, model_folder
+
+from jaxtune.config.schema import Config, Data, Dataset, Model, Train
+from jaxtune.errors import UserError
+from jaxtune.hf import SCHEMES
+from jaxtune.run.export import export_full
+from jaxtune.run.exported import loss_difference
+from jaxtune.run.model import declare_model, read_base
+from jaxtune.run.quantized import choose
+from jaxtune.run.values import read_parameters
+
+WIDE = dict(hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=1, head_dim=64)
+MIXTURE = dict(WIDE, moe_intermediate_size=128, num_experts=2, num_experts_per_tok=1, mlp_only_layers=[1])
+
+
+def declared(mesh, folder, **options):
+    config = Config(model=Model(path=str(folder), **options), data=Data(seq_len=32))
+    return declare_model(read_base(config), config, mesh, train=False), config
+
+
+def test_what_blocks_do_not_divide_stays_with_what_is_multiplied_beside_it(tmp_path, one_device, caplog):
+    """FP8's 128 rows are more than the 64 of keys and values."""
+    model, _ = declared(one_device, model_folder(tmp_path, **WIDE))
+    with caplog.at_level(logging.INFO, "jaxtune"):
+        chosen = choose(model, "fp8", "bfloat16")
+    left = [f"model.layers.{i}.self_attn.{name}_proj" for i in range(2) for name in "qkv"]
+    assert set(chosen.config["modules_to_not_convert"]) == {"lm_head", *left}
+    ours = [f"model.layers.{i}.{name}.weight" for i in range(2) for name in ("self_attn.o_proj", "mlp.down_proj")]
+    assert chosen.weights.issuperset(ours) and len(chosen.weights) == 8
+    assert "blocks of 128 x 128 do not divide 64 x 128" in caplog.text
+    assert (
+        "layers.*.self_attn.q_proj.weight (it goes together with model.layers.*.self_attn.v_proj.weight)" in caplog.text
+    )
+
+
+@pytest.mark.parametrize("kind", SCHEMES)
+def test_experts_are_quantized_where_they_can_be_read_so(tmp_path, one_device, kind):
+    model, _ = declared(one_device, model_folder(tmp_path, "Qwen3Moe", **MIXTURE))
+    if kind == "nvfp4":
+        with pytest.raises(UserError, match=r"experts\.0\.\w+_proj\.weight .*experts in fp8 and int4 alone"):
+            choose(model, kind, "bfloat16")
+        return
+    chosen = choose(model, kind, "bfloat16")
+    skipped = chosen.config.get("ignore") or chosen.config.get(
+        "modules_to_not_convert", chosen.config.get("llm_int8_skip_modules")
+    )
+    assert {"lm_head", "model.layers.0.mlp.gate"} <= set(skipped)
+    experts = any(".experts." in name for name in chosen.weights)
+    assert experts == ("model.layers.0.mlp.experts" not in skipped) == (kind != "nf4")
+
+
+def test_a_model_that_no_block_divides_is_refused(tmp_path, one_device):
+    model, _ = declared(one_device, model_folder(tmp_path))
+    with pytest.raises(UserError, match=r"--quantize=nf4: no linear layer .*blocks of 1 x 64 do not divide 32 x 32"):
+        choose(model, "nf4", "bfloat16")
+
+
+def test_nan_is_not_quantized(tmp_path, one_device):
+    model, config = declared(one_device, model_folder(tmp_path, **WIDE))
+    parameters = read_parameters(model, model.whole)
+    name = next(name for name in parameters if name.endswith("mlp.down.weight"))
+    parameters[name] = parameters[name] * np.nan
+    with pytest.raises(UserError, match=r"layers\.0\.mlp\.down_proj\.weight holds NaN"):
+        export_full(model, parameters, config, tmp_path / "out", "nf4")
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_without_validation_data_the_loss_is_of_training_data_and_without_those_logits_are_compared(
+    tmp_path, one_device, caplog
+):
+    folder, chats = model_folder(tmp_path / "model", **WIDE), conversations(tmp_path / "chat.jsonl")
+    data = Data(seq_len=64, datasets=(Dataset(path=str(chats), type="conversation"),))
+    train = Train(output_dir=str(tmp_path), micro_batch_size=4)
+    config = Config(model=Model(path=str(folder), dtype="float32"), data=data, train=train)
+    model = declare_model(read_base(config), config, one_device, low_precision=False)
+    parameters = read_parameters(model, model.whole)
+    export_full(model, parameters, config, tmp_path / "out", "int4")
+    arguments = (model, parameters, config, tmp_path / "out", "int4")
+    said = re.fullmatch(r"training loss (\S+) as trained, (\S+) as written in int4", loss_difference(*arguments))
+    before, after = map(float, said.groups())
+    assert 0 < abs(before - after) < 0.1
+    chats.unlink()
+    shutil.rmtree(tmp_path / "cache")
+    assert re.match(r"over 64 random tokens the logits, .* differ by 0\.\d+ at most$", loss_difference(*arguments))
+    assert "cannot be read again" in caplog.text and "chat.jsonl" in caplog.text
+
+
+@pytest.mark.parametrize(("kind", "tied"), [("Qwen3", True), ("Llama", False)])
+def test_llama_cpp_finds_all_that_its_converter_reads(tmp_path, one_device, kind, tied):
+    """By the package of its converter: architecture, tensors, special tokens, chat template; nothing quantized."""
+    gguf = pytest.importorskip("gguf")
+    folder = model_folder(tmp_path / "model", kind, tie_word_embeddings=tied)
+    model, config = declared(one_device, folder, dtype="bfloat16")
+    export_full(model, read_parameters(model, model.whole), config, tmp_path / "out")
+    saved = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert saved["architectures"] == [f"{kind}ForCausalLM"] and "quantization_config" not in saved
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], len(model.spec.layers))
+    with safe_open(tmp_path / "out" / "model.safetensors", "numpy") as file:
+        found = {name: names.get_name(name, (".weight", ".bias")) for name in file.keys()}  # noqa: SIM118
+        assert {file.get_slice(name).get_dtype() for name in found} == {"BF16"}
+    assert None not in found.values() and len(set(found.values())) == len(found)
+    assert ("output.weight" in found.values()) != tied and "token_embd.weight" in found.values()
+    vocabulary = gguf.SpecialVocab(tmp_path / "out", load_merges=True)
+    assert vocabulary.chat_template == CHATML and vocabulary.special_token_ids["eos"] == saved["eos_token_id"]
+    assert (tmp_path / "out" / "tokenizer.json").is_file()

@@ -1,0 +1,62 @@
+"""What cannot be asked of a model by lm-evaluation-harness is said before weights are read."""
+
+import sys
+
+import jax
+import pytest
+from benchmark_tasks import without_those_of_the_harness, write_tasks
+from runs import call
+
+from jaxtune.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness (pip install lm-eval) is not installed")
+    folder = tmp_path_factory.mktemp("tasks")
+    dangerous = "output_type: generate_until\ndoc_to_text: a\ndoc_to_target: b\nunsafe_code: true"
+    write_tasks(folder, tiny_code=dangerous)
+    missing = (folder / "tiny_text.yaml").read_text().replace("tiny_text", "tiny_missing")
+    (folder / "tiny_missing.yaml").write_text(missing.replace("dataset_path: json", "dataset_path: nobody/nothing"))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["--tasks=tiny_chioce"],
+            "'tiny_chioce' is not a task of lm-eval, nor of --include_path; nearest: tiny_choice",
+        ),
+        (["--tasks=tiny_missing"], "--tasks=tiny_missing: cannot be loaded: "),
+        (["--tasks=tiny_code"], "tiny_code runs code that the model writes"),
+        (["--tasks=tiny_text", "--limit=0"], "--limit=0: must be more than 0"),
+        (["--tasks=tiny_text", "--num_fewshot=-1"], "--num_fewshot=-1: must be at least 0"),
+        (["--tasks=tiny_text", "--step=3"], "MODEL is not a run folder, so it has no checkpoints"),
+        (["--tasks=tiny_text", "--config.data.seq_len=8"], "--config=... is missing"),
+        (["--limit=3", "--config=qwen_lora:MODEL"], "--limit: has no effect without --tasks"),
+    ],
+)
+def test_what_cannot_be_asked_is_said(tasks, arguments, said, monkeypatch):
+    without_those_of_the_harness(monkeypatch)
+    assert said in call("jaxtune.evaluate", "--model=MODEL", f"--include_path={tasks}", *arguments, code=2)
+
+
+def test_what_the_harness_needs_is_said(monkeypatch, tmp_path):
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "lm_eval.api.model", None)
+        patch.delitem(sys.modules, "jaxtune.run.lm_evaluation_harness", raising=False)
+        patch.delattr("jaxtune.run.lm_evaluation_harness", raising=False)
+        said = call("jaxtune.evaluate", "--model=MODEL", "--tasks=a", code=2)
+        assert "pip install 'jaxtune[lm-eval]'" in said
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness (pip install lm-eval) is not installed")
+    from jaxtune.run import lm_evaluation_harness as harness
+
+    with pytest.raises(UserError, match="include_path=.*absent: is not a folder"):
+        harness.Asked(("a",), include_path=str(tmp_path / "absent"))
+    with pytest.raises(UserError, match="num_beams=4"):
+        harness._sampling({"do_sample": False, "num_beams": 4})
+    assert harness._sampling({"do_sample": False, "num_beams": 1, "top_p": 0.5}).top_p == 1
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(UserError, match="one process asks for everything"):
+        harness.run_tasks(harness.Asked(("a",)), None, None, None, None, None)
