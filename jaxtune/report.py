@@ -21,8 +21,10 @@ from jaxtune import command
 from jaxtune.config.loading import as_dict
 from jaxtune.config.schema import Config, Dataset
 from jaxtune.errors import UserError
-from jaxtune.monitor import metrics
+from jaxtune.monitor import metrics, step_time
 from jaxtune.monitor.page import GENERATOR, Record, flat, of_some_steps, page
+from jaxtune.monitor.profiler import trace_folder
+from jaxtune.monitor.step_time import StepTime
 from jaxtune.run.folder import RunFolder
 
 NAME = "report.html"
@@ -57,9 +59,18 @@ def read_record(folder: RunFolder, name: str) -> Record:
     if not any(len(row) > 1 for row in rows):
         raise UserError(f"{folder.metrics} is empty: no step has ended yet")
     counts = json.loads(folder.counts.read_text()) if folder.counts.is_file() else {}
-    return Record(
-        name, _options(config), rows, counts, [*of_some_steps(folder.read_completions()), *folder.read_samples()]
-    )
+    samples = [*of_some_steps(folder.read_completions()), *folder.read_samples()]
+    return Record(name, _options(config), rows, counts, samples, _step_time(folder, config))
+
+
+def _step_time(folder: RunFolder, config: Config) -> StepTime | None:
+    file = trace_folder(folder.path, config.prof) / step_time.NAME
+    if not file.is_file():
+        return None
+    try:
+        return StepTime.read(file)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{file} is damaged: {error}; remove it, and the report is made without it") from error
 
 
 def _options(config: Config) -> dict[str, Any]:

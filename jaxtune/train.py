@@ -119,6 +119,7 @@ def _train(config: Config, folder: RunFolder, mirror: Mirror | None) -> bool:
     with goodput.measure("compile"):
         before = None if saved is None else saved.record.get("remat")
         program, train_step, record["remat"] = memory.compile_what_fits(config, program, mesh, before)
+    step_text = train_step.as_text
     evaluate = None
     if isinstance(feed, data.PromptFeed):
         make = rollouts.make_rollouts(config, model, tokenizer, rewards, folder.path)
@@ -163,7 +164,7 @@ def _train(config: Config, folder: RunFolder, mirror: Mirror | None) -> bool:
         if multihost.is_main():
             folder.add_sample(step, config.eval.sample_prompt or "", text)
 
-    with watching(config, folder, position.step, total_steps, feed.epoch, work, goodput, called) as watch:
+    with watching(config, folder, position.step, total_steps, feed.epoch, work, goodput, called, step_text) as watch:
         if feed.eval_rows:
             evaluate = make_evaluate(config, model, feed.eval_rows, mesh, goodput.beat)
         tasks = tasks_of(config, position, frozen, watch, evaluate, sample, save)

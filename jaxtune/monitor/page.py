@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxtune.monitor.series import AXES, Row, Series, series, summary, thinned
+from jaxtune.monitor.step_time import StepTime
 
 MOST_POINTS = 1200  # of a line; charts are at most about a thousand pixels wide
 GENERATOR = "jaxtune report"
@@ -39,6 +40,7 @@ class Record:
         rows: Of metrics.jsonl.
         counts: Of documents and tokens; a stream has none.
         samples: What the model wrote: step, prompt, text, and its reward where it learns from rewards.
+        step_time: Of its last profile, if it has one.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Record:
     rows: Sequence[Row]
     counts: Mapping[str, float] = field(default_factory=dict)
     samples: Sequence[Mapping[str, Any]] = ()
+    step_time: StepTime | None = None
 
 
 def page(records: Sequence[Record], defaults: Mapping[str, Any], most: int = MOST_POINTS) -> str:
@@ -95,6 +98,11 @@ def contents(records: Sequence[Record], defaults: Mapping[str, Any], most: int =
         "charts": charts,
         "totals": _table([_totals(record) for record in records]),
         "counts": _table([record.counts for record in records]),
+        "step_times": [
+            {"run": run, "rows": record.step_time.rows(), "said": record.step_time.said()}
+            for run, record in enumerate(records)
+            if record.step_time is not None
+        ],
         "options": {"columns": columns, "rows": differences(options)},
         "samples": [
             {"run": run, **_plain(sample)}

@@ -74,16 +74,17 @@ def watching(
     work: throughput.Work,
     goodput: Goodput,
     plugins: Callbacks,
+    step_text: Callable[[], str | None],
 ) -> Iterator[Watch]:
     """Everything that watches a run from `step` on; requests to stop are heard meanwhile, and a hang ends it.
 
-    `epoch`: position of the feed -> passes over the data before it.
+    `epoch`: position of the feed -> passes over the data before it. `step_text`: that of the compiled step.
     """
     main = multihost.is_main()
     with ExitStack() as opened:
         metrics = MetricsLog(folder.path, config.log, config.train.run_name or "", as_dict(config), step, main)
         opened.enter_context(closing(metrics))
-        profiler = opened.enter_context(closing(Profiler(folder.path, config.prof, main)))
+        profiler = opened.enter_context(closing(Profiler(folder.path, config.prof, main, step_text)))
         shown = Progress(total_steps, step, config.log.every, main, config.log.format)
         progress = opened.enter_context(closing(shown))
         opened.enter_context(ended_when_hung(goodput, config.train.hang_seconds, folder.stacks(jax.process_index())))

@@ -13,6 +13,7 @@ from runs import call, metrics, model_folder, recipe_command
 from safetensors.numpy import load_file, save_file
 from tiny import byte_tokenizer
 
+from jaxtune.monitor.step_time import StepTime
 from jaxtune.python import Run
 
 OPTIONS = {
@@ -30,9 +31,18 @@ def contents(folder):
 
 @pytest.fixture(scope="module")
 def adapter(home):
-    """The folder of a run that trained an adapter in two steps, evaluated before and after."""
-    call(*recipe_command(home, "qwen_lora.py", "adapter", **OPTIONS))
+    """The folder of a run that trained an adapter in two steps, evaluated before and after, the second one traced."""
+    profile = {"prof.enabled": True, "prof.start_step": 2}
+    call(*recipe_command(home, "qwen_lora.py", "adapter", **OPTIONS, **profile))
     return home / "runs" / "adapter"
+
+
+def test_a_profile_says_where_the_time_of_a_step_went(adapter):
+    found = StepTime.read(adapter / "profile" / "step_time.json")
+    assert found.steps == 1 and {"attention", "feed-forward", "adapters", "optimizer"} <= set(found.parts)
+    assert found.text() in (adapter / "run.log").read_text()
+    call("jaxtune.report", adapter)
+    assert found.said() in (adapter / "report.html").read_text()
 
 
 def test_the_adapter_that_training_has_just_printed_generates_on_its_base(adapter):

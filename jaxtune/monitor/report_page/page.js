@@ -241,6 +241,10 @@ function numbers() {
   return table(["metric", ...(several ? ["run"] : []), "last, at step", "lowest, at step", "highest, at step", "values"], rows);
 }
 
+function stepTime({ run, rows: [columns, ...rows], said }) {
+  return [table(columns, rows), element("p", { class: "note" }, data.runs.length > 1 ? `${data.runs[run]}: ${said}` : said)];
+}
+
 function sample({ run, step, prompt, text, reward }) {
   const whose = data.runs.length > 1 ? `${data.runs[run]}, ` : "", rest = text.startsWith(prompt) ? text.slice(prompt.length) : `\n${text}`;
   const rewarded = reward === undefined ? "" : `, reward ${shown(Number(reward))}`;
@@ -287,6 +291,7 @@ function start() {
   }
   fill("totals", table(["", ...data.runs], data.totals));
   fill("numbers", numbers());
+  fill("step-times", ...data.step_times.flatMap(stepTime));
   fill("samples", ...data.samples.map(sample));
   fill("options", ...(data.options.rows.length ? [table(["option", ...data.options.columns], data.options.rows)] : []));
   fill("counts", ...(data.counts.length ? [table(["", ...data.runs], data.counts)] : []));

@@ -13,6 +13,7 @@ from jaxtune.config import to_json
 from jaxtune.config.schema import Config, Dataset, Log
 from jaxtune.data import Counts
 from jaxtune.monitor.metrics import MetricsLog
+from jaxtune.monitor.step_time import StepTime
 from jaxtune.run.folder import RunFolder
 
 HOSTILE = "</script><script>window.bad = 1</script><img src=x onerror='window.bad = 1'>"
@@ -33,6 +34,9 @@ def run(path, steps=30, datasets=1, learning_rate=1e-4):
     log.write(steps, {"eval_loss": 0.25})
     log.close()
     folder.add_sample(steps, "def ", f"def {HOSTILE}")
+    (path / "profile").mkdir()
+    parts = {"embedding, head and loss": {"forward": 12.5, "recomputed": 1.0, "backward": 20.0, "rest": 0.5}}
+    StepTime("/host:CPU", 3, 40.0, 34.0, parts, dict.fromkeys(parts, 34.0)).write(path / "profile" / "step_time.json")
     return path
 
 
@@ -98,7 +102,7 @@ def test_a_run_without_metrics_says_why(tmp_path, capsys, rows, part):
     assert part in capsys.readouterr().err
 
 
-def test_a_damaged_sample_and_config_are_named(tmp_path, capsys):
+def test_a_damaged_sample_step_time_and_config_are_named(tmp_path, capsys):
     path = run(tmp_path / "a")
     (path / "samples.jsonl").write_text('{"step": 1, "prompt": 3}\n')
     assert report.main([str(path)]) == 2
@@ -107,6 +111,10 @@ def test_a_damaged_sample_and_config_are_named(tmp_path, capsys):
     (path / "completions.jsonl").write_text('{"step": 1, "prompt": "x", "completion": "y"}\n')
     assert report.main([str(path)]) == 2
     assert "completions.jsonl, line 1: reward is None" in capsys.readouterr().err
+    (path / "completions.jsonl").unlink()
+    (path / "profile" / "step_time.json").write_text('{"device": "/host:CPU"}')
+    assert report.main([str(path)]) == 2
+    assert "profile/step_time.json is damaged: " in capsys.readouterr().err
     (path / "config.json").write_text('{"optim"')
     assert report.main([str(path)]) == 2
     assert f"{path}/config.json: not JSON" in capsys.readouterr().err
@@ -136,7 +144,7 @@ SEEN = """(() => {
     unsmoothed, tokens, one: loss.querySelectorAll('path').length, bad: window.bad ?? null,
     images: document.images.length, sample: document.querySelector('pre').textContent, title: document.title,
     labelled: plots.every(each => each.tabIndex === 0 && each.getAttribute('aria-label')),
-    ink: getComputedStyle(document.body).color,
+    ink: getComputedStyle(document.body).color, step: document.getElementById('step-times').innerText,
   };
 })()"""
 
@@ -156,6 +164,8 @@ def test_the_page_in_a_browser(tmp_path):
     assert found["hovered"].startswith("step 1 one: 3")
     assert (found["drawn"], found["unsmoothed"], found["one"]) == (4, 2, 1)
     assert found["tokens"].startswith("tokens 64; one: 3")
+    assert re.search(r"loss\s+12.50\s+1.00\s+20.00\s+0.50\s+34.00\s+100%\s+34.00\s+all", found["step"])
+    assert "one: mean of 3 steps on /host:CPU: operations ran in 34.00 of 40.00 ms a step (85%)" in found["step"]
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

@@ -8,6 +8,7 @@ import re
 import pytest
 
 from jaxtune.monitor.page import Record, contents, differences, flat, grouped, of_some_steps, page
+from jaxtune.monitor.step_time import StepTime
 
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(1)>{{script}}{{data}}\u2028\ud800"
 
@@ -99,6 +100,23 @@ def test_options_that_differ_are_listed_and_one_run_is_compared_with_the_default
     assert differences([options, options | {"a.b": 2, "g": True}]) == [["a.b", "1", "2"], ["g", "-", "true"]]
     alone = contents([record(options={"a": 1, "b": "x"})], {"a": 1, "b": "y"})["options"]
     assert alone == {"columns": ["a", "default"], "rows": [["b", "x", "y"]]}
+
+
+def test_the_time_within_a_step_is_of_the_runs_that_have_a_profile():
+    found = StepTime(
+        "/device:GPU:0", 3, 12.0, 9.0, {"attention": {"forward": 4.0, "backward": 6.0}}, {"attention": 8.5}
+    )
+    assert contents([record(), record("b", step_time=found)], {})["step_times"] == [
+        {
+            "run": 1,
+            "rows": [
+                ["ms a step", "forward", "backward", "all", "share", "alone"],
+                ["attention", "4.00", "6.00", "10.00", "100%", "8.50"],
+                ["all", "4.00", "6.00", "10.00", "100%", "-"],
+            ],
+            "said": "mean of 3 steps on /device:GPU:0: operations ran in 9.00 of 12.00 ms a step (75%)",
+        }
+    ]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
