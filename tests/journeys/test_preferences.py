@@ -65,11 +65,15 @@ def test_the_reference_may_be_another_model(home, data):
         "from": {"lora.path": adapter},
         "against": {"preference.reference": adapter},
         "scored-against": {"preference.reference": adapter, "preference.precompute_reference": True},
+        # Its A is that of the file, whatever the seed would draw; the reference is there in evaluations too.
+        "half-from": {"lora.path": adapter, "lora.freeze_a": True, "train.seed": 3, "data.validation_split": 0.1},
+        "scored-dora": {"lora.use_dora": True, "lora.init": "pissa", "preference.precompute_reference": True},
     }.items():
-        command = recipe_command(home, "qwen_dpo.py", f"{name}-adapter", **ADAPTER, **data["pairs"], **short, **changes)
-        call(*command)
+        options = {**ADAPTER, **data["pairs"], **short, **changes}
+        call(*recipe_command(home, "qwen_dpo.py", f"{name}-adapter", **options))
         margins[name] = metrics(home / "runs" / f"{name}-adapter")[0]["rewards/margins"]
-    assert margins["from"] == 0 and margins["against"] < -0.1
+    assert margins["from"] == margins["half-from"] == 0 and margins["against"] < -0.1
+    assert abs(margins["scored-dora"]) <= 1e-3
     assert abs(margins["scored-against"] / margins["against"] - 1) <= 1e-4
 
 

@@ -67,7 +67,10 @@ def test_a_rewarded_pattern_is_learned(home, data):
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_run_goes_on_in_equal_bits(home, data, whole):
-    """Adapters, or all weights with a copy of what they were; two updates a step, of which the second is clipped."""
+    """Adapters that begin as a part of the weights, or all weights with a copy of what they were.
+
+    Two updates a step, of which the second is clipped.
+    """
     name = f"resumed-{whole}"
     options = {"lora.enabled": not whole, "grpo.iterations": 2, "grpo.beta": 0.1, "grpo.clip_low": 0.01}
     options |= {
@@ -76,6 +79,7 @@ def test_a_run_goes_on_in_equal_bits(home, data, whole):
         "ckpt.save_steps": 4,
         "rollout.reward_weights": "('short=-0.5',)",
     }
+    options |= {} if whole else {"lora.init": "pissa"}
     both = data["rollout.rewards"].replace(",)", f", '{home / 'rewards.py'}:short')")
     command = recipe_command(home, "qwen_grpo.py", name, **OPTIONS, **data | {"rollout.rewards": both}, **options)
     call(*command)
