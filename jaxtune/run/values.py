@@ -1,6 +1,7 @@
 """The values of a run's parameters: from the model's folder, random, an adapter's, or those of a checkpoint."""
 
 import dataclasses
+import shlex
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -206,11 +207,13 @@ def _zero(parameter: Parameter) -> Parameter:
 def _adapter_tensors(model: Model, config: Config) -> tuple[dict[str, hf.Target], Mapping[str, Any]]:
     """How adapters are read from lora.path, whose adapter must be of the rank, scale and targets of the config."""
     adapter = hf.read_adapter(hf.resolve(config.lora.path or "", holds="adapter_config.json"))
-    for key, found in adapter.options.items():
-        if found != getattr(config.lora, key):
-            raise UserError(
-                f"lora.{key}={getattr(config.lora, key)}, but the adapter in {config.lora.path} has {found}"
-            )
+    others = {key: found for key, found in adapter.options.items() if found != getattr(config.lora, key)}
+    if bool(whole := adapter.chosen["modules_to_save"]) != bool(config.lora.modules_to_save):
+        others["modules_to_save"] = whole
+    if others:
+        ours = ", ".join(f"lora.{key}={getattr(config.lora, key)!r}" for key in others)
+        flags = " ".join(shlex.quote(f"--config.lora.{key}={found}") for key, found in others.items())
+        raise UserError(f"{ours}: the adapter in {config.lora.path} has others; set {flags}")
     wanted = model.trained | model.starts
     adapters = [parameter for parameter in wanted.values() if parameter.kind == "adapter"]
     modules = hf.adapted_modules(place.name for parameter in adapters for place in parameter.places)

@@ -502,3 +502,14 @@ def test_relatives_that_cannot_be_are_refused(family, options, reason, one_devic
     quant = Quant("int8" if "quantized" in reason else None)
     with pytest.raises(UserError, match=reason):
         read(tmp_path, one_device, lora=Lora(enabled=True, **options), quant=quant)
+
+
+def test_what_an_adapter_has_otherwise_is_said_at_once(base, one_device, tmp_path):
+    folder, _ = base
+    lora = Lora(enabled=True, rank=4, alpha=8.0, use_dora=True, modules_to_save=("norm",))
+    model, parameters, config = adapted(folder, one_device, lora)
+    export(model, parameters, config, RunFolder(tmp_path), tmp_path / "peft", "peft", steps=1, tokens=1)
+    other, _, config = read(folder, one_device, lora=Lora(enabled=True, path=str(tmp_path / "peft")))
+    said = "--config.lora.rank=4 --config.lora.alpha=8.0 --config.lora.use_dora=True '--config.lora.modules_to_save="
+    with pytest.raises(UserError, match=re.escape(said)):
+        initial_parameters(other, config)
