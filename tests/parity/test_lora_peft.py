@@ -355,25 +355,30 @@ def test_biases_that_cannot_be_trained_are_refused(family, reason, one_device, t
 )
 def test_learned_factors_are_those_of_peft(family, targets, one_device, tmp_path):
     """(IA)^3: logits, gradients, the way to peft and back, and merged into weights and biases."""
-    peft = pytest.importorskip("peft")
-    import torch
-
     reference = torch_model(family, tmp_path / "base")
     lora = Lora(enabled=True, kind="ia3", target_modules=targets)
     model, parameters, config = adapted(tmp_path / "base", one_device, lora)
     fresh = initial_parameters(model, config)
     assert all((np.asarray(value) == 1).all() for value in fresh.values())
     parameters |= {name: parameters[name] + 1 for name in fresh}
-    for kind, merge in (("peft", False), ("hf", True)):
-        export(model, parameters, config, RunFolder(tmp_path), tmp_path / kind, kind, merge=merge, steps=1, tokens=1)
-    merged = type(reference).from_pretrained(tmp_path / "hf").eval()
-    theirs = peft.PeftModel.from_pretrained(reference, tmp_path / "peft", is_trainable=True).eval()
-    same_gradients(theirs, model, parameters, one_device)
+    equals_peft(reference, model, parameters, config, tmp_path, one_device)
+
+
+def equals_peft(reference, model, parameters, config, home, mesh):
+    """Logits, gradients, the way to peft and back, and merged; returns the model of peft. The base is in home/base."""
+    import torch
+
+    peft = pytest.importorskip("peft")
+    exported(model, parameters, config, home)
+    merged = type(reference).from_pretrained(home / "hf").eval()
+    theirs = peft.PeftModel.from_pretrained(reference, home / "peft", is_trainable=True).eval()
+    same_gradients(theirs, model, parameters, mesh)
     rows = tokens(2, 48)
     with torch.no_grad():
-        ours = logits(model, parameters, make_batch(rows, one_device))
+        ours = logits(model, parameters, make_batch(rows, mesh))
         assert np.abs(merged(torch.tensor(rows)).logits.numpy() - ours).max() <= 2e-5
-    comes_back(tmp_path, config, parameters, one_device)
+    comes_back(home, config, parameters, mesh)
+    return theirs
 
 
 @pytest.mark.parametrize(
@@ -411,22 +416,11 @@ RELATIVES = {
 @pytest.mark.parametrize("relative", RELATIVES)
 def test_relatives_of_lora_are_those_of_peft(relative, one_device, tmp_path):
     """Logits, gradients of all that is trained, the way to peft and back, and merged into the weights."""
-    peft = pytest.importorskip("peft")
-    import torch
-
     family, options = RELATIVES[relative]
     reference = torch_model(family, tmp_path / "base")
     lora = Lora(enabled=True, rank=4, alpha=8.0, **options)
     model, parameters, config = adapted(tmp_path / "base", one_device, lora)
-    exported(model, parameters, config, tmp_path)
-    merged = type(reference).from_pretrained(tmp_path / "hf").eval()
-    theirs = peft.PeftModel.from_pretrained(reference, tmp_path / "peft", is_trainable=True).eval()
-    same_gradients(theirs, model, parameters, one_device)
-    rows = tokens(2, 48)
-    with torch.no_grad():
-        ours = logits(model, parameters, make_batch(rows, one_device))
-        assert np.abs(merged(torch.tensor(rows)).logits.numpy() - ours).max() <= 2e-5
-    comes_back(tmp_path, config, parameters, one_device)
+    theirs = equals_peft(reference, model, parameters, config, tmp_path, one_device)
     theirs.save_pretrained(tmp_path / "again")
     config = of_model(str(tmp_path / "again"), dataclasses.replace(config, model=Model()))
     again, _, _ = read(tmp_path / "base", one_device, lora=config.lora)
