@@ -13,6 +13,7 @@ from gpu import models
 from gpu.correctness import relative_error
 from gpu.qwen3 import CONFIGS
 from gpu.workers import Job, Piece, Row
+from jaxtune.precision.recipes import RECIPES
 from jaxtune.run.process import compiler_options
 
 STEPS, RATE, WORDS = 20, 1e-2, 16  # of the vocabulary, so that there is something to learn
@@ -78,15 +79,20 @@ def measure(recipe: str, quant: str | None, smoke: bool) -> Row:
     # After one step: before it the second factor of each adapter, and so half the gradient, is 0; once the batch is
     # learned, what is left of the gradient is rounding.
     state = states[1]
-    gradients = jax.jit(model.gradients, compiler_options=compiler_options())
-    found, alone = (_named(gradients(state.trained, frozen, data, state.step)) for data in (packed, apart))
+
+    def gradients(*arguments):
+        with jax.default_matmul_precision(RECIPES[recipe].matmul_precision):  # as the step: float32 is not TF32
+            return model.gradients(*arguments)
+
+    on_gpu = jax.jit(gradients, compiler_options=compiler_options())
+    found, alone = (_named(on_gpu(state.trained, frozen, data, state.step)) for data in (packed, apart))
     cpu = models.one_device_mesh(jax.devices("cpu")[0])
     arguments = jax.tree.map(
         lambda x: jax.device_put(np.asarray(x), jax.NamedSharding(cpu, x.sharding.spec)),
         (state.trained, frozen, packed, state.step),
     )
     with jax.set_mesh(cpu):
-        on_cpu = _named(jax.jit(model.gradients, compiler_options=compiler_options())(*arguments))
+        on_cpu = _named(jax.jit(gradients, compiler_options=compiler_options())(*arguments))
     row: Row = {"first_loss": losses[0], "last_loss": losses[-1], "losses": losses, "kernels": chosen}
     row["tolerance"] = TOLERANCE[recipe]
     if not losses[-1] <= losses[0] * (1 - LEAST_DROP):

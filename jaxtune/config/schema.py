@@ -486,9 +486,8 @@ class Device:
     gpus: int | None = option(None,
         "of each process, the first N devices, which mesh spans; jax opens no other GPU; unset: all",
         "devices [1, inf)")
-    command_buffers: Literal["auto", "on", "off"] = option("auto",
-        "CUDA graphs: of what a layer runs between collectives, as XLA decides; of whole loops too, so that a step on "
-        "one GPU is a single one; none")
+    command_buffers: Literal["auto", "off"] = option("auto",
+        "CUDA graphs: of what a layer runs between collectives, as XLA decides; none")
     collective_timeout_seconds: int | None = option(None,
         "end where the first collectives have waited for other GPUs for so long; those of later steps: "
         "train.hang_seconds; unset: XLA's own limits, of which one is to wait for ever", "seconds [1, inf)")

@@ -63,17 +63,9 @@ DETERMINISTIC_OPTIONS: Options = {
     # No algorithm chosen by timing, which may choose another one the next time.
     "xla_gpu_autotune_level": 0,
 }
-# By device.command_buffers: what XLA puts into CUDA graphs. Its own choice leaves out loops, whose iterations are then
-# written out in the graph.
-COMMAND_BUFFERS: dict[str, Options] = {
-    "auto": {},
-    "on": {
-        "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,"
-        "WHILE",
-        "xla_gpu_command_buffer_unroll_loops": True,
-    },
-    "off": {"xla_gpu_enable_command_buffer": ""},
-}
+# By device.command_buffers: what XLA puts into CUDA graphs. Its own choice leaves out loops. With loops a step on an
+# H200 was no faster, or failed in XLA of jax 0.11.2 (benchmarks/results/nvidia_h200.json, step_choices).
+COMMAND_BUFFERS: dict[str, Options] = {"auto": {}, "off": {"xla_gpu_enable_command_buffer": ""}}
 
 
 def compiler_options(config: Config = Config()) -> Options:

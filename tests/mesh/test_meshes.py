@@ -133,7 +133,19 @@ def test_tiles_of_positions_that_devices_share_equal_one_device(monkeypatch):
 
 @pytest.mark.parametrize("case", CASES, ids=", ".join)
 def test_equals_one_device(case):
+    if is_aborted_by_xla(case):
+        with pytest.raises(UserError, match=r"XLA of jax .* aborts the process.*; use mesh.fsdp, another optimizer"):
+            train(case, MESHES[case.mesh], 8)
+        return
     equal(case)
+
+
+def is_aborted_by_xla(case: Case) -> bool:
+    """Whether XLA of this jax fails a check of its partitioner on such a step, which the product refuses."""
+    staged = MESHES[case.mesh].stage > 1
+    return (
+        jax.__version_info__ < (0, 11) and staged and case.model == "hybrid" and case.optimizer in ("muon", "normuon")
+    )
 
 
 def test_every_pair_of_levels_that_can_be_trained_is_covered_by_some_row():
