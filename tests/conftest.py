@@ -1,5 +1,6 @@
 """Eight simulated CPU devices for every test; a test that wants one takes the first."""
 
+import gc
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -14,7 +15,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 # They begin, so that none is left over at the end, when the other process has nothing to do.
 LONGEST = (
     *("test_low_precision_accuracy.py", "test_gpu_suite_smoke.py", "test_mesh_product.py"),
-    *("test_resume.py", "test_quickstart.py", "test_recipes.py", "test_qlora.py", "test_lora.py"),
+    *("test_resume.py", "test_quickstart.py", "test_whole_quickstart.py", "test_recipes.py", "test_qlora.py", "test_lora.py"),
     *("test_moe_lora.py", "test_meshes.py", "test_train.py"),
     *("test_low_precision_step.py", "test_qlora_step.py"),
 )
@@ -33,6 +34,14 @@ def quick_to_compile(request):
     what is compiled for GPUs.
     """
     jax.config.update("jax_disable_most_optimizations", request.path.parent.name not in ("aot", "gpu"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def released_programs():
+    """What a file has compiled goes when the file ends: kept, it comes to gigabytes in a process that runs them all."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import lanes
@@ -18,6 +19,21 @@ def test_every_test_is_in_a_lane():
     needs_a_gpu = Path("tests/gpu")
     left_out = [str(file) for file in found if not run & {str(file), *map(str, file.parents)}]
     assert left_out == [str(file) for file in found if needs_a_gpu in file.parents]
+
+
+def test_no_two_files_of_tests_are_one_module():
+    """pytest would end before the first test: a file without an __init__.py next to it is a module by its name."""
+
+    def module_of(file: Path) -> str:
+        parts = [file.stem]
+        for folder in file.parents:
+            if not (folder / "__init__.py").exists():
+                break
+            parts.append(folder.name)
+        return ".".join(reversed(parts))
+
+    count = Counter(map(module_of, TESTS.rglob("test_*.py")))
+    assert not [module for module, files in count.items() if files > 1]
 
 
 @pytest.mark.parametrize(("lane", "least"), [("nightly", 5), ("aot", 5)])
