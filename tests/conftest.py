@@ -15,8 +15,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 # They begin, so that none is left over at the end, when the other process has nothing to do.
 LONGEST = (
     *("test_low_precision_accuracy.py", "test_gpu_suite_smoke.py", "test_mesh_product.py"),
-    *("test_resume.py", "test_quickstart.py", "test_whole_quickstart.py", "test_recipes.py", "test_qlora.py", "test_lora.py"),
-    *("test_moe_lora.py", "test_meshes.py", "test_train.py"),
+    *("test_whole_quickstart.py", "test_resume.py", "test_quickstart.py", "test_recipes.py", "test_qlora.py"),
+    *("test_lora.py", "test_moe_lora.py", "test_meshes.py", "test_train.py"),
     *("test_low_precision_step.py", "test_qlora_step.py"),
 )
 
