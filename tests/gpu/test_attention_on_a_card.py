@@ -29,6 +29,7 @@ def test_equals_float64(backend, case):
     given = arguments(case)
 
     @jax.jit
+    @jax.default_matmul_precision("highest")  # as steps in float32 ask: plain XLA would make it TF32
     def gradients(q, k, v):
         out, pull = jax.vjp(
             lambda q, k, v: flash_attention(
