@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxtune.config import in_memory
 from jaxtune.config.schema import Dataset
 from jaxtune.data.files import File, Found, find, is_url
 from jaxtune.data.readers import SUFFIXES, Report, Sample, Samples, has_samples, is_binary, read_file
@@ -57,7 +58,12 @@ def open_source(entry: Dataset, vocabulary: int = 256, streaming: bool = False) 
     if not entry.path:
         raise UserError("data.datasets: an entry has no path; give a file, a folder, a URL or a hub id")
     _check_encoding(entry.encoding)
-    source = _random(entry, vocabulary) if entry.path == DUMMY else _found(entry, entry.path, streaming)
+    if entry.path == DUMMY:
+        source = _random(entry, vocabulary)
+    elif isinstance(entry.path, str) and entry.path.startswith(in_memory.PREFIX):
+        source = _from_python(entry, entry.path, streaming)
+    else:
+        source = _found(entry, entry.path, streaming)
     if entry.function:
         source = dataclasses.replace(source, identity=source.identity + fingerprint(entry.function, "data: function"))
     return dataclasses.replace(source, read=lambda report: selected(source.read(report), entry, report))
@@ -72,6 +78,17 @@ def _random(entry: Dataset, vocabulary: int) -> Source:
             yield f"{DUMMY} row {i}", {"input_ids": rng.integers(vocabulary, size=entry.dummy_length)}
 
     return Source(DUMMY, str(vocabulary), read)
+
+
+def _from_python(entry: Dataset, name: str, streaming: bool) -> Source:
+    """A dataset that was given in Python, which is needed only where it is not in the cache yet."""
+    _check_unused(entry, "it is a dataset from Python", "subset", "revision", "split", "glob", "ds_type", "encoding")
+
+    def read(report: Report) -> Samples:
+        for i, row in enumerate(in_memory.find(name)):
+            yield f"{name} row {i}", row
+
+    return Source(name, in_memory.identity(name, streaming), read)
 
 
 def _found(entry: Dataset, path: str | tuple[str, ...], streaming: bool) -> Source:
