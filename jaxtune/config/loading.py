@@ -311,7 +311,9 @@ def _build(section: Any, values: Any, prefix: str, problems: list[Problem]) -> A
                     expected = f"a finite {expected}"
                 elif isinstance(value, str) and annotation == tuple[str, ...]:
                     expected += f" such as ({value!r},)"
-                problems.append(Problem((key,), f"{key} = {value!r}: expected {expected} ({meaning})"))
+                near = keys.nearest_value(key, value, annotation)
+                hint = f"; nearest: {near}" if near else ""
+                problems.append(Problem((key,), f"{key} = {value!r}: expected {expected} ({meaning}){hint}"))
     return section(**fields)
 
 

@@ -89,6 +89,10 @@ def recipe_file(path: str) -> pathlib.Path:
     own = own_recipes()
     if path in own:
         return own[path]
+    if (file / "config.json").is_file():
+        raise UserError(
+            f"recipe {path}: a folder; if it holds a model, --config=qwen_lora:{path} trains adapters of it"
+        )
     near = difflib.get_close_matches(file.stem, own, n=1)
     hint = f"jaxtune has a recipe {near[0]}, which needs no path" if near else f"jaxtune has {', '.join(own)}"
     beside = [other for other in file.parent.glob("*.py") if "def get_config" in other.read_text(errors="replace")]

@@ -6,6 +6,7 @@ the samples that are asked for are downloaded.
 
 import contextlib
 import dataclasses
+import difflib
 import itertools
 import json
 import os
@@ -109,6 +110,14 @@ def _found(entry: Dataset, path: str | tuple[str, ...], streaming: bool) -> Sour
     return Source(", ".join(paths), identity, read)
 
 
+def _near(path: str) -> str:
+    """Names that resemble one that is not there, as the end of a sentence."""
+    folder = Path(path).expanduser().parent
+    names = [] if is_url(path) or not folder.is_dir() else [name for name in os.listdir(folder) if name[0] != "."]
+    near = difflib.get_close_matches(Path(path).name, sorted(names), n=3)
+    return f"; near it: {', '.join(str(folder / name) for name in near)}" if near else ""
+
+
 def _patterns(entry: Dataset) -> tuple[str, ...]:
     return (entry.glob,) if isinstance(entry.glob, str) else entry.glob or ()
 
@@ -116,7 +125,7 @@ def _patterns(entry: Dataset) -> tuple[str, ...]:
 def _files(path: str, found: Found, entry: Dataset) -> list[File]:
     """The files of what `find` found that are read."""
     if found is None:
-        raise UserError(f"data: no such file or folder: {path}")
+        raise UserError(f"data: no such file or folder: {path}{_near(path)}")
     _check_unused(entry, f"{path} is a file or folder, not on the hub", "subset", "revision")
     if isinstance(found, dict):
         return _of_folder(path, found, entry)
@@ -142,7 +151,7 @@ def _check_encoding(name: str):
 
 def _open_hub(entry: Dataset, hub_id: str, streaming: bool) -> Source:
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub_id) or Path(hub_id).suffix in SUFFIXES:
-        raise UserError(f"data: no such file or folder: {hub_id}")
+        raise UserError(f"data: no such file or folder: {hub_id}{_near(hub_id)}")
     _check_unused(entry, f"{hub_id} is a dataset on the hub", "encoding", "ds_type")
     try:
         rows, identity = _hub_rows(entry, hub_id, streaming or entry.samples is not None)

@@ -8,6 +8,7 @@ import pytest
 import jaxtune
 from jaxtune.config import new_config, to_json
 from jaxtune.config.schema import Config
+from jaxtune.python import mesh_put_back
 from jaxtune.run.answers import Manner
 
 
@@ -97,6 +98,12 @@ def test_how_answers_are_made_is_checked_as_flags_are(manner, said):
         Manner(**manner)
     assert str(error.value).startswith(said)
     assert Manner(temperature=0, top_k=None, stop=["a"]).seed == 0
+
+
+def test_python_completes_what_is_public_and_names_options_as_a_call_does():
+    assert dir(jaxtune) == sorted(jaxtune.__all__)
+    with pytest.raises(jaxtune.UserError, match=r'choose another train=\{"run_name": NAME\}, or'), mesh_put_back():
+        raise jaxtune.UserError("choose another --config.train.run_name=NAME, or")
 
 
 def test_ipython_shows_an_error_without_a_traceback():

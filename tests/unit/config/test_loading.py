@@ -188,6 +188,21 @@ def test_ways_to_write_a_flag(recipe):
     assert config.train.max_steps == 3 and not config.data.packing
 
 
+def test_a_recipe_file_may_stand_alone(recipe):
+    assert load(f"{recipe()}:org/model", "--config.train.seed=1").model.path == "org/model"
+
+
+def test_a_config_is_shown_in_short(recipe):
+    assert repr(load(recipe())).splitlines()[0] == "model.path = 'folder'"
+
+
+def test_values_of_other_systems_are_answered_with_ours():
+    for key, meant in keys.VALUES.items():
+        option = keys.options()[key]
+        assert not set(meant) & set(keys.describe(option.annotation).replace("'", "").split(" | "))
+        assert all(repr(ours) in keys.describe(option.annotation) for ours in meant.values() if " " not in ours)
+
+
 def test_the_last_of_two_equal_flags_wins(recipe):
     assert load(f"--config={recipe()}", "--config.train.seed=1", "--config.train.seed=2").train.seed == 2
 
@@ -266,6 +281,10 @@ def test_json_keeps_datasets(base):
         ("data.datasets[2].type=text", ["data.datasets[2].path = None: must name a file"]),
         ("optim=3", ["a section", "optim.learning_rate"]),
         ("data.datasets=[{'pth': 'x'}]", ["data.datasets[0].pth = 'x'", "nearest: data.datasets[0].path"]),
+        ("optim.name=adamw_torch", ["optim.name = 'adamw_torch'", "; nearest: adamw"]),
+        ("data.datasets[0].type=sharegpt", ["; nearest: conversation"]),
+        ("data.datasets[0].type=instructions", ["; nearest: instruction"]),
+        ("preference.loss=grpo", ["; nearest: rollout.rewards"]),
         ("train.max_steps=abc", ["train.max_steps = 'abc': expected int | None (optimizer steps"]),
         ("train.max_steps=1.5", ["train.max_steps = '1.5': expected int"]),
         ("data.seq_len=true", ["data.seq_len = 'true': expected int"]),
@@ -342,7 +361,8 @@ def test_argument_for_a_recipe_that_takes_none(capsys, tmp_path):
         (["--train.seed=3"], "nearest: --config.train.seed"),
         (["--step=x"], "--step=x"),
         (["--step"], "--step"),
-        (["stray"], "'stray'"),
+        (["stray"], "'stray' does not belong to a flag; write --name=value"),
+        (["qwen_lora:m"], "write --config=qwen_lora:m"),
         (["--noconfig.data.packing=1"], "--noconfig.data.packing=1"),
         (["--noconfig.train.seed"], "nearest: --config.train.seed"),
         (["--flagfile=missing"], "missing"),

@@ -152,12 +152,14 @@ def test_the_config_of_a_run_is_a_recipe():
             "run.toml: a recipe is a Python file with get_config.., a YAML file, or the config.json",
         ),
         ("config.json", "{", "config.json: not JSON"),
+        (".", None, "recipe .: a folder; if it holds a model, --config=qwen_lora:. trains adapters of it"),
         ("config.json", json.dumps({"model_type": "qwen3"}), "config.json: it describes a model, not a run"),
     ],
 )
 def test_what_is_no_recipe_says_what_would_be(name, text, told):
     pathlib.Path("own.py").write_text("def get_config(): ...")
     pathlib.Path("other.py").write_text("import nothing")
+    pathlib.Path("config.json").write_text("{}")
     if text is not None:
         pathlib.Path(name).write_text(text)
     with pytest.raises(UserError, match=told):

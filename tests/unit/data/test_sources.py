@@ -291,6 +291,12 @@ def test_samples_are_read_again_when_the_file_of_the_function_has_changed(lines,
         assert tokenizer.decode(found.read(0, 0, 99)[0]) == f"a{'!' if written == FUNCTION else '?'}<|im_end|>"
 
 
+def test_names_near_one_that_is_not_there_are_told(folder):
+    for path in (f"{folder}/aa.jsonl", (f"{folder}/aa.jsonl",)):
+        with pytest.raises(UserError, match=r"no such file or folder: .*/aa.jsonl; near it: .*/a.jsonl"):
+            texts(path)
+
+
 # Given in Python
 
 ROWS = {"text": ["a", "b", None], "n": [1, 2, 3]}
