@@ -102,6 +102,7 @@ def test_how_answers_are_made_is_checked_as_flags_are(manner, said):
 
 def test_python_completes_what_is_public_and_names_options_as_a_call_does():
     assert dir(jaxtune) == sorted(jaxtune.__all__)
+    assert 'run = jaxtune.train("quickstart"' in (jaxtune.train.__doc__ or ""), "what help(jaxtune.train) shows first"
     with pytest.raises(jaxtune.UserError, match=r'choose another train=\{"run_name": NAME\}, or'), mesh_put_back():
         raise jaxtune.UserError("choose another --config.train.run_name=NAME, or")
 
