@@ -34,3 +34,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"jaxtune.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """What a shell completes."""
+    return sorted(__all__)

@@ -15,6 +15,7 @@ from absl import flags
 
 from jaxtune.config import keys, read_recipe
 from jaxtune.config.foreign import DIALECTS
+from jaxtune.config.recipe import own_recipes
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 
@@ -109,10 +110,12 @@ def _parse(
         missing = re.fullmatch(r"flag --(\w+)=None: .*", str(error))
         raise UserError(f"--{missing[1]}=... is missing; --help tells more" if missing else str(error)) from error
     # As other systems call it: train config.yaml
-    positional = [word for word in rest if with_config and pathlib.Path(word).suffix in (".yaml", ".yml")]
+    suffixes = (".yaml", ".yml", ".py", ".json")
+    positional = [word for word in rest if with_config and pathlib.Path(word.partition(":")[0]).suffix in suffixes]
     if rest != positional:
         stray = next(word for word in rest if word not in positional)
-        raise UserError(f"{stray!r} does not belong to a flag; write --name=value")
+        meant = f"config={stray}" if with_config and stray.partition(":")[0] in own_recipes() else "name=value"
+        raise UserError(f"{stray!r} does not belong to a flag; write --{meant}")
     if not with_config:
         return None
     given = [argument for argument in arguments if re.match("--?config(=|$)", argument)] + positional
@@ -123,7 +126,7 @@ def _parse(
     if implied == "" and not settings and not values.plugin:
         return None
     if not (named or implied):
-        raise UserError("--config=... is missing; --help tells more")
+        raise UserError("--config=... is missing: a recipe, which names the data; --help tells more")
     path, _, argument = (implied, "", "") if implied else named.partition(":")
     overrides = [(key, getattr(values, f"config.{key}")) for key in settings]
     if values.plugin:

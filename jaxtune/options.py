@@ -60,16 +60,16 @@ def _main(arguments: list[str]) -> None:
     if len(arguments) > 1:
         raise UserError(f"one pattern at most, not {len(arguments)}: {' '.join(arguments)}")
     found = find(arguments[0] if arguments else "")
+    twice = () if arguments else ("data.eval_datasets[i].",)
+    rows = [_row(option) for option in found if not option.key.startswith(twice)]
     if not sys.stdout.isatty():
-        print("\n".join("\t".join(_row(option)) for option in found))
+        print("\n".join(map("\t".join, rows)))
         return
     table = rich.table.Table(*HEADS, box=rich.box.SIMPLE_HEAD)
-    twice = () if arguments else ("data.eval_datasets[i].",)
     if twice:
         table.caption = "data.eval_datasets[i] has the options of data.datasets[i]."
-    for option in found:
-        if not option.key.startswith(twice):
-            table.add_row(*map(rich.text.Text, _row(option)))  # Text: the brackets of a key are not markup
+    for row in rows:
+        table.add_row(*map(rich.text.Text, row))  # Text: the brackets of a key are not markup
     rich.console.Console().print(table)
 
 

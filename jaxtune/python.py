@@ -10,6 +10,7 @@ What a command would print as an error is raised as `jaxtune.UserError`.
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,8 @@ from jaxtune.run import process
 from jaxtune.run.answers import Answering, Manner, mesh_of, open_model
 from jaxtune.run.folder import RunFolder
 from jaxtune.run.validation import evaluate
+
+_OPTION = re.compile(r"--config\.(\w+)\.([\w.]+)=([\w./-]*\w)")  # as a command takes it
 
 
 def config_of(recipe: str | Path | Config | ConfigDict, *, dialect: str | None = None, **sections: Any) -> Config:
@@ -176,10 +179,15 @@ class Run:
 
 @contextlib.contextmanager
 def mesh_put_back() -> Iterator[None]:
-    """The current mesh, and the rules that come with it, are global: afterwards they are the caller's again."""
+    """The current mesh, and the rules that come with it, are global: afterwards they are the caller's again.
+
+    Options in errors are written as arguments of a call.
+    """
     mesh, rules = jax.sharding.get_mesh(), RULES.value
     try:
         yield
+    except UserError as error:
+        raise UserError(_OPTION.sub(r'\1={"\2": \3}', str(error))) from error
     finally:
         jax.set_mesh(None if mesh.empty else mesh)
         RULES.set_global(rules)

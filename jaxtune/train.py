@@ -1,6 +1,9 @@
 """Train by a recipe: config, mesh, model, data, step, loop, export. A run goes through this file from top to bottom.
 
 python -m jaxtune.train --config=quickstart
+
+In Python this module is called, as a function: `run = jaxtune.train("quickstart", optim={"learning_rate": 1e-4})`
+returns a `jaxtune.Run` (run.folder, run.last, run.generate), and takes what `jaxtune.config_of` takes.
 """
 
 import logging

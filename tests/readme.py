@@ -32,6 +32,7 @@ def empty_folder(made: pytest.TempPathFactory) -> Iterator[Path]:
     for name in ("model", "teacher"):
         model_folder(folder / "my" / name, max_position_embeddings=4096)
     conversations(folder / "chats.jsonl", 200)
+    conversations(folder / "held_out.jsonl", 8)
     answers(folder / "pairs.jsonl")
     prompts = ({"prompt": f"say {i}", "answer": str(i)} for i in range(8))
     (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))

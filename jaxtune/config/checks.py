@@ -320,6 +320,8 @@ def _lora(config: Config) -> Iterator[Problem]:
         yield _problem(config, "model.from_scratch", reason, "lora.enabled")
     if not lora.target_modules:
         yield _problem(config, "lora.target_modules", "must name at least one module, or be 'all-linear'")
+    if lora.target_modules in ("all", "linear", "all_linear"):
+        yield _problem(config, "lora.target_modules", "no module has this name; all of them are 'all-linear'")
     if lora.kind == "ia3":
         if lora.merge_interval:
             yield _problem(config, "lora.merge_interval", "low-rank matrices are merged, factors are not", "lora.kind")

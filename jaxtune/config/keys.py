@@ -132,6 +132,31 @@ ALIASES = {
     "mesh.sequence": "sequence_parallel_degree sequence_parallel_size ulysses_parallel_size sp_size",
 }
 
+# Values of other systems, and what says the same here.
+VALUES = {
+    "optim.name": {
+        **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "paged_adamw_32bit"), "adamw"),
+        **dict.fromkeys(("adamw_bnb_8bit", "paged_adamw_8bit", "adamw8bit"), "adamw_8bit"),
+        **dict.fromkeys(("lion_32bit", "paged_lion_32bit"), "lion"),
+        "schedule_free_adamw": "schedule_free",
+    },
+    "data.datasets[i].type": {
+        **dict.fromkeys(("sharegpt", "chat_template", "chat", "messages"), "conversation"),
+        **dict.fromkeys(("alpaca", "instruct"), "instruction"),
+        **dict.fromkeys(("completion", "pretrain"), "text"),
+        **dict.fromkeys(("dpo", "pairwise"), "preference"),
+        "kto": "unpaired_preference",
+    },
+    "preference.loss": {
+        "dpo": "sigmoid",
+        "reward": "bradley_terry",
+        "grpo": "rollout.rewards and grpo.loss, which are options",
+    },
+    "precision.recipe": {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "fp8": "fp8_hybrid"},
+    "quant.format": {"4bit": "nf4", "8bit": "int8"},
+}
+VALUES["data.eval_datasets[i].type"] = VALUES["data.datasets[i].type"]
+
 # Options that had another name, which saved configs may hold.
 RENAMED = {"data.chat_template": "chat.template"}
 
@@ -176,6 +201,19 @@ def no_such_option(key: str) -> str:
     if option is None:
         return "no such option; python -m jaxtune.options lists them"
     return f"no such option; nearest: {option.key}: {describe(option.annotation)} ({option.doc})"
+
+
+def nearest_value(key: str, value: Any, annotation: Any) -> str | None:
+    """The value of an option that is most like a wrong one, by its meaning or its letters; None if none is similar."""
+    if not isinstance(value, str):
+        return None
+    if meant := VALUES.get(_general(key), {}).get(value.lower()):
+        return meant
+    members = (annotation, *typing.get_args(annotation))
+    allowed = [word for member in members if typing.get_origin(member) is Literal for word in typing.get_args(member)]
+    return next(
+        iter(difflib.get_close_matches(value.lower(), [word for word in allowed if isinstance(word, str)])), None
+    )
 
 
 def entry_type(annotation: Any) -> Any | None:

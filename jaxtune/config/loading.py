@@ -8,31 +8,41 @@ import math
 import re
 import types
 import typing
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, Literal, Union
 
 from ml_collections import ConfigDict
 
-from jaxtune.config import checks, keys, recommended, rules
+from jaxtune.config import checks, in_memory, keys, recommended, rules
+from jaxtune.config.inheritance import RecipeConfig, inherited_keys
 from jaxtune.config.rules import Problem
 from jaxtune.config.schema import Config, Dataset, Said
 from jaxtune.errors import UserError
 
 NOT_OPTIONS = ("said", "notes")  # fields of Config
 _TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+# Two ways to say one thing, of which the second one counts if both are set: an inherited one gives way to the first.
+_INSTEAD_OF = {
+    "train.epochs": "train.max_steps",
+    "data.validation_split": "data.eval_datasets",
+    "optim.warmup_ratio": "optim.warmup_steps",
+    "optim.final_lr_fraction": "optim.min_lr",
+    "optim.layerwise_lr_decay_bound": "optim.layerwise_lr_decay",
+}
+# What an entry of data.datasets says of the samples that its path names.
+_OF_SAMPLES = ("type", "subset", "revision", "split", "glob", "ds_type")
 
 
 def new_config() -> ConfigDict:
     """Every option at its default, for a recipe to change; setting an unknown key raises."""
-    # Types are checked by `resolve`, all at once: ml_collections knows neither unions nor allowed values.
-    return ConfigDict(as_dict(Config()), type_safe=False).lock()
+    return RecipeConfig(as_dict(Config())).lock()
 
 
 def with_values(config: ConfigDict, given: Mapping[str, Any]) -> ConfigDict:
     """A copy of a config in which options have these values, by key."""
-    values = plain(config)
-    for key, value in given.items():
-        set_value(values, key, plain(value))
+    values = _values(config)
+    for key, value in _settings(given).items():
+        set_value(values, key, value)
     return ConfigDict(values, type_safe=False)
 
 
@@ -45,7 +55,7 @@ def dataset(**fields: Any) -> ConfigDict:
     defaults = dataclasses.asdict(Dataset())
     if unknown := [_unknown(f"data.datasets[i].{name}", fields[name]) for name in fields if name not in defaults]:
         raise UserError("\n  ".join(problem.text for problem in unknown))
-    return ConfigDict(defaults | fields, type_safe=False).lock()
+    return RecipeConfig(defaults | fields).lock()
 
 
 def resolve(
@@ -56,12 +66,13 @@ def resolve(
     given: Mapping[str, Any] | None = None,
     notes: tuple[str, ...] = (),
     by: Literal["command line", "call"] = "command line",
+    inherited: Container[str] | None = None,
 ) -> Config:
     """The typed and checked Config; its `said` records who gave each value.
 
-    A value without effect is an error if the user wrote it. If a recipe's value loses its effect through an override,
-    it is not an error: the default takes its place, and `said` records that. A translated file states every option, so
-    any of its values may be without effect.
+    What a recipe inherits gives way to what it says itself, and all of that to `overrides`: the default takes the place
+    of a value that loses its effect, and `said` records that. A value without effect is an error if nobody nearer to
+    the user took it. A translated file states every option, so any of its values may be without effect.
 
     Args:
         config: What the recipe returned.
@@ -73,18 +84,29 @@ def resolve(
             `config` has the defaults of its system.
         notes: Lines for the user that the run begins with.
         by: Whose settings `overrides` are.
+        inherited: Keys of values in `config` that are from a recipe that this one starts from; None: those that its
+            get_config() has from another one.
 
     Raises:
         UserError: There are unknown keys, wrong types or contradictions; the message lists all of them.
     """
-    settings, values, stated = plain(dict(overrides)), plain(config), _leaves(given or {})
-    typed = _leaves(settings)
-    own = [problem.keys[0] for problem in checks.check(_build(Config, values, "", [])) if problem.moot]
-    for key, value in (given or {}).items():
-        set_value(values, key, plain(value))
     is_text = by == "command line"
-    wrong = [problem for key, value in settings.items() if (problem := _override(values, key, value, is_text))]
-    moot = list(_of_other_datasets(values, typed))
+    settings, values = _settings(dict(overrides), is_text), _values(config)
+    given = None if given is None else _settings(given)
+    inherited = inherited_keys(config) if inherited is None else inherited
+    typed, stated = _leaves(settings), _leaves(given or {})
+    own = [problem.keys[0] for problem in checks.check(_build(Config, values, "", [])) if problem.moot]
+    own = [key for key in own if key not in inherited]
+    for key, value in (given or {}).items():
+        set_value(values, key, value)
+    wrong = [problem for key, value in settings.items() if (problem := _override(values, key, value))]
+
+    def nearness(key: str) -> int:
+        if key in typed or any(other.startswith(f"{key}[") for other in typed):
+            return 2
+        return 0 if key in inherited and key not in stated else 1
+
+    moot = [*_of_other_samples(values, nearness), *_displaced(values, nearness)]
     if (asked := _build(Config, values, "", [])).train.recommend:
         own_values = () if source == "translation" else rules.changed(asked)
         better, lines = recommended.recommend(asked, {*typed, *stated, *own_values})
@@ -115,18 +137,37 @@ def resolve(
     return dataclasses.replace(resolved, said=tuple(said), notes=notes)
 
 
-def _of_other_datasets(values: dict[str, Any], typed: Container[str]) -> Iterator[Problem]:
-    """Resets what belongs to the recipe's own dataset, such as its split, in entries whose path was typed."""
-    for list_name in ("datasets", "eval_datasets"):
-        for i, fields in enumerate(values.get("data", {}).get(list_name, ())):
-            entry = f"data.{list_name}[{i}]"
-            own = isinstance(fields, dict) and f"{entry}.path" in typed
-            for name in ("subset", "revision", "split", "glob", "ds_type") if own else ():
-                default, key = getattr(Dataset(), name), f"{entry}.{name}"
-                if key not in typed and fields.get(name, default) != default:
-                    text = f"{key} = {fields[name]!r}: has no effect: it belongs to the recipe's own dataset"
-                    yield Problem((key,), text, moot=True)
-                    fields[name] = default
+def _of_other_samples(values: dict[str, Any], nearness: Callable[[str], int]) -> Iterator[Problem]:
+    """Resets what an entry says of other samples, such as a split, where its path is from who is nearer to the user."""
+    for list_key in ("data.datasets", "data.eval_datasets"):
+        entries = _get(values, list_key)
+        for i, fields in enumerate(entries if isinstance(entries, list) else ()):
+            for name in _OF_SAMPLES if isinstance(fields, dict) else ():
+                default, key = getattr(Dataset(), name), f"{list_key}[{i}].{name}"
+                value = fields.get(name, default)
+                if value in (default, "classification") or nearness(key) >= nearness(f"{list_key}[{i}].path"):
+                    continue  # 'auto' never chooses classification
+                reason = "it belongs to the recipe's own dataset"
+                yield Problem((key,), f"{key} = {value!r}: has no effect: {reason}", moot=True)
+                fields[name] = default
+
+
+def _displaced(values: dict[str, Any], nearness: Callable[[str], int]) -> Iterator[Problem]:
+    """Resets one of two options for the same thing where the other one was given by who is nearer to the user."""
+    for key, other in _INSTEAD_OF.items():
+        taken, given, default = _get(values, key), _get(values, other), keys.options()[other].default
+        if taken and given != default and nearness(key) > nearness(other):
+            shown = f"{len(given)} entries" if isinstance(given, list) else repr(given)
+            reason = f"{key} = {taken!r} takes its place"
+            yield Problem((other,), f"{other} = {shown}: has no effect: {reason}", moot=True)
+            set_value(values, other, default)
+
+
+def _get(values: dict[str, Any], key: str) -> Any:
+    """The value of an option that no list holds; its default if it has none."""
+    section, _, name = key.partition(".")
+    fields = values.get(section)
+    return fields.get(name, keys.options()[key].default) if isinstance(fields, dict) else keys.options()[key].default
 
 
 def as_dict(config: Config) -> dict[str, Any]:
@@ -179,28 +220,57 @@ def _leaves(given: Mapping[str, Any]) -> set[str]:
 
 
 def plain(value: Any) -> Any:
-    """ConfigDicts as dicts, tuples as lists, all the way down."""
+    """ConfigDicts as dicts, tuples as lists, datasets in memory as their names, all the way down."""
+    if in_memory.is_dataset(value):
+        return in_memory.add(value)
     if isinstance(value, ConfigDict | dict):
         return {key: plain(item) for key, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _override(values: dict[str, Any], key: str, value: Any, is_text: bool) -> Problem | None:
-    """Sets one option in the plain tree, or says why not; `is_text`: as it was typed on the command line."""
-    option = keys.lookup(key)
-    if option is None:
-        return _unknown(key, value)
-    return set_value(values, key, _from_text(value, option.annotation) if is_text else value)
+def _values(config: ConfigDict) -> dict[str, Any]:
+    """All options as a plain tree."""
+    values = plain(config)
+    data = values.get("data")
+    for name in ("datasets", "eval_datasets") if isinstance(data, dict) else ():
+        data[name] = _entries(data.get(name, ()))
+    return values
+
+
+def _settings(given: Mapping[str, Any], is_text: bool = False) -> dict[str, Any]:
+    """Plain values by key, entries of a list in its order; `is_text`: as they were typed on the command line."""
+    found = {}
+    for key in sorted(given, key=lambda key: [int(i) for i in re.findall(r"\[(\d+)\]", key)]):
+        option, value = keys.lookup(key), plain(given[key])
+        if option is not None and is_text:
+            value = _from_text(value, option.annotation)
+        found[key] = _entries(value) if keys.has_entries(key) else value
+    return found
+
+
+def _entries(value: Any) -> Any:
+    """The entries of a list of sections, which may be given as one entry, and an entry as its path."""
+    several = [] if value is None else [value] if isinstance(value, str | dict) else value
+    if not isinstance(several, list | tuple):
+        return value
+    return [{"path": entry} if isinstance(entry, str) else entry for entry in several]
+
+
+def _override(values: dict[str, Any], key: str, value: Any) -> Problem | None:
+    """Sets one option in the plain tree, or says why not."""
+    return _unknown(key, value) if keys.lookup(key) is None else set_value(values, key, value)
 
 
 def set_value(values: dict[str, Any], key: str, value: Any) -> Problem | None:
-    """Sets one option in the plain tree; returns a problem if the key's list index does not exist."""
+    """Sets one option in the plain tree; the index after the last one of a list adds an entry, a later one is wrong."""
     *parents, name = re.findall(r"\w+", key)
     node: Any = values
     for i, parent in enumerate(parents):
         if isinstance(node, list):
-            if int(parent) >= len(node):
-                found = f"{'.'.join(parents[:i])} has no entry {parent}; its length is {len(node)}, counted from 0"
+            if int(parent) == len(node):
+                node.append({})
+            elif int(parent) > len(node):
+                found = f"{'.'.join(parents[:i])} has no entry {parent}; [{len(node)}] is the next one"
                 return Problem((key,), f"{key} = {value!r}: {found}")
             node = node[int(parent)]
         elif isinstance(node, dict):
@@ -228,6 +298,8 @@ def _build(section: Any, values: Any, prefix: str, problems: list[Problem]) -> A
             fields[name] = tuple(_build(entry, item, f"{key}[{i}].", problems) for i, item in enumerate(value))
         else:
             rule = section.__dataclass_fields__[name]
+            if value is None and _is_unset(key, rule.default):
+                continue
             if value == -1 and annotation == int | None and not rules.inside(-1, rule.metadata["within"]):
                 value = None  # as other toolkits write a count that is not set
             try:
@@ -237,11 +309,17 @@ def _build(section: Any, values: Any, prefix: str, problems: list[Problem]) -> A
                 expected = keys.describe(annotation)
                 if _is_infinite_or_nan(value):
                     expected = f"a finite {expected}"
-                elif isinstance(value, str) and typing.get_origin(annotation) is tuple:
-                    is_section = keys.entry_type(annotation) is not None
-                    expected += f" such as ({f'dataset(path={value!r})' if is_section else repr(value)},)"
-                problems.append(Problem((key,), f"{key} = {value!r}: expected {expected} ({meaning})"))
+                elif isinstance(value, str) and annotation == tuple[str, ...]:
+                    expected += f" such as ({value!r},)"
+                near = keys.nearest_value(key, value, annotation)
+                hint = f"; nearest: {near}" if near else ""
+                problems.append(Problem((key,), f"{key} = {value!r}: expected {expected} ({meaning}){hint}"))
     return section(**fields)
+
+
+def _is_unset(key: str, default: Any) -> bool:
+    """Whether None leaves an option out whose type does not have it: where the default is none, or another is read."""
+    return (default is not False and default in (0, ())) or key in _INSTEAD_OF
 
 
 def _is_infinite_or_nan(value: Any) -> bool:
@@ -284,8 +362,15 @@ def _from_text(text: str, annotation: Any) -> Any:
 
     Texts as people write them: yes and no, lists without quotes (q_proj,v_proj), \\n for the end of a line.
     """
+    if text == "None":
+        return None
     if annotation is bool and text.lower() in _TRUTH:
         return _TRUTH[text.lower()]
+    if keys.entry_type(annotation) is not None:
+        with contextlib.suppress(ValueError, SyntaxError):
+            if isinstance(literal := ast.literal_eval(text), list | tuple | dict):
+                return literal
+        return text.split(",") if re.fullmatch(f"{_WORD}(,{_WORD})*", text) else text
     several = "," in text and tuple[str, ...] in typing.get_args(annotation)
     if re.fullmatch(f"{_WORD}(,{_WORD})*", text) and (several or _is_list_of_words(annotation)):
         return tuple(text.split(","))
@@ -293,7 +378,7 @@ def _from_text(text: str, annotation: Any) -> Any:
         literal = ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
         # A quoted string keeps its quotes: the shell has already removed its own, so these belong to the value.
         if not isinstance(literal, str):
-            return None if literal is None else _convert(literal, annotation)
+            return _convert(literal, annotation)
     except (ValueError, SyntaxError, TypeError):
         pass
     # Harmless in a regular expression, where backslash-n and a newline mean the same.

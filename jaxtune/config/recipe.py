@@ -21,6 +21,7 @@ from typing import Any, Literal
 from ml_collections import ConfigDict
 
 from jaxtune.config import foreign, keys, yaml_file
+from jaxtune.config.inheritance import every_key
 from jaxtune.config.loading import as_dict, from_json, new_config, refuse, resolve, with_values
 from jaxtune.config.rules import Problem
 from jaxtune.config.schema import Config
@@ -39,6 +40,7 @@ class Recipe:
         given: The values that a YAML file states, by key, which come on top of `config`.
         source: Whether it was written for jaxtune.
         notes: Of a translated file, what became of its options.
+        inherited: The keys of values in `config` that are from another recipe, as of `loading.resolve`.
     """
 
     name: str
@@ -46,12 +48,13 @@ class Recipe:
     given: Mapping[str, Any] = field(default_factory=dict)
     source: Literal["recipe", "translation"] = "recipe"
     notes: tuple[str, ...] = ()
+    inherited: frozenset[str] | None = None
 
     def resolve(
         self, overrides: Iterable[tuple[str, Any]] = (), by: Literal["command line", "call"] = "command line"
     ) -> Config:
         """The typed and checked Config (`loading.resolve`)."""
-        return resolve(self.config, self.name, overrides, self.source, self.given, self.notes, by)
+        return resolve(self.config, self.name, overrides, self.source, self.given, self.notes, by, self.inherited)
 
     def resolve_named(
         self, overrides: Iterable[tuple[str, Any]] = (), by: Literal["command line", "call"] = "command line"
@@ -86,6 +89,10 @@ def recipe_file(path: str) -> pathlib.Path:
     own = own_recipes()
     if path in own:
         return own[path]
+    if (file / "config.json").is_file():
+        raise UserError(
+            f"recipe {path}: a folder; if it holds a model, --config=qwen_lora:{path} trains adapters of it"
+        )
     near = difflib.get_close_matches(file.stem, own, n=1)
     hint = f"jaxtune has a recipe {near[0]}, which needs no path" if near else f"jaxtune has {', '.join(own)}"
     beside = [other for other in file.parent.glob("*.py") if "def get_config" in other.read_text(errors="replace")]
@@ -104,7 +111,7 @@ def load_recipe(path: str, argument: str | None = None) -> ConfigDict:
         UserError: No such recipe, or an error in it; the message names the line in the recipe.
     """
     recipe = read_recipe(path, argument)
-    return with_values(recipe.config, recipe.given)
+    return with_values(recipe.config, recipe.given) if recipe.given else recipe.config
 
 
 def read_recipe(
@@ -188,7 +195,8 @@ def _from_yaml(path: str, file: pathlib.Path, dialect: str | None, above: tuple[
     if pathlib.Path(name).resolve() in (file, *above):
         raise UserError(f"{where}: a recipe cannot start from itself")
     below = read_recipe(name, argument or None, above=(file, *above))
-    return Recipe(path, with_values(below.config, below.given), given, below.source, below.notes)
+    config = with_values(below.config, below.given)
+    return Recipe(path, config, given, below.source, below.notes, every_key(config))
 
 
 @contextlib.contextmanager

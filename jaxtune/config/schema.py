@@ -963,7 +963,7 @@ class Config:
         """The lines that a run begins with: its notes, and one for each value without effect, replaced by a default."""
         return (*self.notes, *(f"left out: {said.moot}" for said in self.said if said.moot))
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """The options that are not the defaults, a line each."""
         from jaxtune.config import keys, rules  # which read this file
 

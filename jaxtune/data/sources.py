@@ -6,6 +6,7 @@ the samples that are asked for are downloaded.
 
 import contextlib
 import dataclasses
+import difflib
 import itertools
 import json
 import os
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxtune.config import in_memory
 from jaxtune.config.schema import Dataset
 from jaxtune.data.files import File, Found, find, is_url
 from jaxtune.data.readers import SUFFIXES, Report, Sample, Samples, has_samples, is_binary, read_file
@@ -57,7 +59,12 @@ def open_source(entry: Dataset, vocabulary: int = 256, streaming: bool = False) 
     if not entry.path:
         raise UserError("data.datasets: an entry has no path; give a file, a folder, a URL or a hub id")
     _check_encoding(entry.encoding)
-    source = _random(entry, vocabulary) if entry.path == DUMMY else _found(entry, entry.path, streaming)
+    if entry.path == DUMMY:
+        source = _random(entry, vocabulary)
+    elif isinstance(entry.path, str) and entry.path.startswith(in_memory.PREFIX):
+        source = _from_python(entry, entry.path, streaming)
+    else:
+        source = _found(entry, entry.path, streaming)
     if entry.function:
         source = dataclasses.replace(source, identity=source.identity + fingerprint(entry.function, "data: function"))
     return dataclasses.replace(source, read=lambda report: selected(source.read(report), entry, report))
@@ -72,6 +79,17 @@ def _random(entry: Dataset, vocabulary: int) -> Source:
             yield f"{DUMMY} row {i}", {"input_ids": rng.integers(vocabulary, size=entry.dummy_length)}
 
     return Source(DUMMY, str(vocabulary), read)
+
+
+def _from_python(entry: Dataset, name: str, streaming: bool) -> Source:
+    """A dataset that was given in Python, which is needed only where it is not in the cache yet."""
+    _check_unused(entry, "it is a dataset from Python", "subset", "revision", "split", "glob", "ds_type", "encoding")
+
+    def read(report: Report) -> Samples:
+        for i, row in enumerate(in_memory.find(name)):
+            yield f"{name} row {i}", row
+
+    return Source(name, in_memory.identity(name, streaming), read)
 
 
 def _found(entry: Dataset, path: str | tuple[str, ...], streaming: bool) -> Source:
@@ -92,6 +110,14 @@ def _found(entry: Dataset, path: str | tuple[str, ...], streaming: bool) -> Sour
     return Source(", ".join(paths), identity, read)
 
 
+def _near(path: str) -> str:
+    """Names that resemble one that is not there, as the end of a sentence."""
+    folder = Path(path).expanduser().parent
+    names = [] if is_url(path) or not folder.is_dir() else [name for name in os.listdir(folder) if name[0] != "."]
+    near = difflib.get_close_matches(Path(path).name, sorted(names), n=3)
+    return f"; near it: {', '.join(str(folder / name) for name in near)}" if near else ""
+
+
 def _patterns(entry: Dataset) -> tuple[str, ...]:
     return (entry.glob,) if isinstance(entry.glob, str) else entry.glob or ()
 
@@ -99,7 +125,7 @@ def _patterns(entry: Dataset) -> tuple[str, ...]:
 def _files(path: str, found: Found, entry: Dataset) -> list[File]:
     """The files of what `find` found that are read."""
     if found is None:
-        raise UserError(f"data: no such file or folder: {path}")
+        raise UserError(f"data: no such file or folder: {path}{_near(path)}")
     _check_unused(entry, f"{path} is a file or folder, not on the hub", "subset", "revision")
     if isinstance(found, dict):
         return _of_folder(path, found, entry)
@@ -125,7 +151,7 @@ def _check_encoding(name: str):
 
 def _open_hub(entry: Dataset, hub_id: str, streaming: bool) -> Source:
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub_id) or Path(hub_id).suffix in SUFFIXES:
-        raise UserError(f"data: no such file or folder: {hub_id}")
+        raise UserError(f"data: no such file or folder: {hub_id}{_near(hub_id)}")
     _check_unused(entry, f"{hub_id} is a dataset on the hub", "encoding", "ds_type")
     try:
         rows, identity = _hub_rows(entry, hub_id, streaming or entry.samples is not None)

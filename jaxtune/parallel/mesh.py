@@ -25,9 +25,11 @@ def make_mesh(mesh: Mesh, devices: "Sequence[Any] | None" = None, parallel: Para
         sizes[free[0]] = len(devices) // known
     if math.prod(sizes[axis] for axis in AXES) != len(devices):
         wanted = ", ".join(f"mesh.{axis}={sizes[axis]}" for axis in AXES if sizes[axis] != 1)
+        others = [axis for axis in AXES if sizes[axis] != 1 and axis != "fsdp"]
+        flags = " ".join(["--config.mesh.fsdp=-1", *(f"--config.mesh.{axis}=1" for axis in others)])
         raise UserError(
             f"{wanted or 'every mesh axis is 1'}: the axes span {known} devices and there are {len(devices)}; "
-            "set one axis to -1 to take what is left"
+            f"set one axis to -1 to take what is left, or shard over all with {flags}"
         )
     made = jax.make_mesh([sizes[axis] for axis in AXES], AXES, devices=devices)
     jax.set_mesh(made)

@@ -5,8 +5,7 @@ Hardware: a GPU of 24 GB or more (RTX 4090); Qwen3-0.6B, 2 rows of 2048 tokens: 
     python -m jaxtune.train --config=qwen_lora
     python -m jaxtune.train --config=qwen_lora:PATH_OR_HUB_ID '--config.data.datasets[0].path=my.jsonl'
 
-Rows of my.jsonl have the columns instruction, input (may be empty) and output. For conversations (a column `messages`)
-add '--config.data.datasets[0].type=conversation'.
+Rows of my.jsonl have the columns instruction, input (may be empty) and output, or a column messages, a conversation.
 """
 
 from jaxtune.config import dataset, new_config

@@ -4,7 +4,7 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ from jax.experimental import multihost_utils
 
 from jaxtune.checkpoint import CheckpointManager, fingerprint, verify_fingerprint
 from jaxtune.checkpoint.manager import HOST_FILE
-from jaxtune.config import from_json, to_json
+from jaxtune.config import from_json, keys, to_json
 from jaxtune.config.loading import as_dict
-from jaxtune.config.schema import Config
+from jaxtune.config.schema import Config, Dataset
 from jaxtune.data import Counts, Feed, PromptFeed
 from jaxtune.errors import UserError
 from jaxtune.models.decoder import Parameters
@@ -37,6 +37,9 @@ MAY_CHANGE = (
     "train.output_dir", "train.run_name", "train.hang_seconds", "train.max_bad_steps", "train.max_steps",
     "train.epochs", "train.micro_batch_size", "train.grad_accum_steps",
 )  # fmt: skip
+
+
+_NO_ENTRY = asdict(Dataset())  # where a list of datasets was shorter
 
 
 @dataclass(frozen=True)
@@ -258,5 +261,9 @@ def differences(before: Any, after: Any, key: str) -> Iterator[tuple[str, Any, A
     if isinstance(before, dict) and isinstance(after, dict):
         for name in sorted(before.keys() | after.keys()):
             yield from differences(before.get(name), after.get(name), f"{key}.{name}" if key else name)
+    elif keys.has_entries(key):
+        for i in range(max(len(before), len(after))):
+            first, second = (entries[i] if i < len(entries) else {} for entries in (before, after))
+            yield from differences({**_NO_ENTRY, **first}, {**_NO_ENTRY, **second}, f"{key}[{i}]")
     else:
         yield key, before, after

@@ -59,7 +59,7 @@ def test_two_recipes_are_refused():
 
 
 def test_a_program_that_calls_train_is_told_what_it_takes():
-    with pytest.raises(UserError, match=r"train\(\) takes a Config, not ConfigDict: jaxtune.config.resolve\("):
+    with pytest.raises(UserError, match=r"train\(\) takes a Config, not RecipeConfig: jaxtune.config.resolve\("):
         train(cast(Config, new_config()))
 
 

@@ -22,6 +22,7 @@ LABELS = {
     ("given_settings", "key", "reason"),
     [
         ({"model.path": ""}, "model.path", "must name"),
+        ({"lora.enabled": "true", "lora.target_modules": "all"}, "lora.target_modules", "all of them are 'all-linear'"),
         ({"data.datasets[1].path": ""}, r"data.datasets\[1\].path", "must name"),
         (
             {"data.datasets[0].message_property_mappings": "role"},

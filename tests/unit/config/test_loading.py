@@ -113,6 +113,50 @@ def test_a_path_is_one_or_a_list(recipe, text, path):
 
 
 @pytest.mark.parametrize(
+    ("settings", "entries"),
+    [
+        (["eval_datasets=v.jsonl"], [("v.jsonl", "auto")]),
+        (["eval_datasets=v.jsonl,org/name"], [("v.jsonl", "auto"), ("org/name", "auto")]),
+        (["eval_datasets=my v.jsonl"], [("my v.jsonl", "auto")]),
+        (["eval_datasets=[{'path': 'v.jsonl', 'type': 'text'}, 'w']"], [("v.jsonl", "text"), ("w", "auto")]),
+        (
+            ["eval_datasets[1].path=w", "eval_datasets[0].path=v", "eval_datasets[1].type=text"],
+            [("v", "auto"), ("w", "text")],
+        ),
+        (["eval_datasets[0].type=text", "eval_datasets=v.jsonl"], [("v.jsonl", "text")]),
+        (["eval_datasets=None"], []),
+    ],
+)
+def test_datasets_are_added_by_flags(recipe, settings, entries):
+    config = load(f"--config={recipe()}", *(f"--config.data.{setting}" for setting in settings))
+    assert [(entry.path, entry.type) for entry in config.data.eval_datasets] == entries
+    added = load(f"--config={recipe()}", "--config.data.datasets[2].path=c.jsonl").data.datasets
+    assert [entry.path for entry in added] == ["a.jsonl", "b.jsonl", "c.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["'v.jsonl'", "['v.jsonl']", "{'path': 'v.jsonl'}", "(dataset(path='v.jsonl'),)", "[{'path': 'v.jsonl'}]"],
+)
+def test_a_recipe_lists_datasets_as_flags_do(recipe, written):
+    path = recipe(f"config.data.eval_datasets = {written}")
+    (entry,) = load(f"--config={path}", "--config.data.eval_datasets[0].type=text").data.eval_datasets
+    assert (entry.path, entry.type) == ("v.jsonl", "text")
+
+
+@pytest.mark.parametrize(
+    "key", ["data.validation_split", "eval.steps", "train.epochs", "optim.warmup_steps", "log.wandb.tags"]
+)
+def test_none_leaves_an_option_out(recipe, key):
+    default = keys.options()[key].default
+    for config in (
+        load("--config=" + recipe(f"config.{key} = None")),
+        load(f"--config={recipe()}", f"--config.{key}=None"),
+    ):
+        assert operator.attrgetter(key)(config) == default
+
+
+@pytest.mark.parametrize(
     ("text", "value"),
     [("('q_proj','v_proj')", ("q_proj", "v_proj")), ("q_proj|v_proj", "q_proj|v_proj"), ("all-linear", "all-linear")],
 )
@@ -142,6 +186,21 @@ def test_ways_to_write_a_flag(recipe):
         "--config.train.seed", "-0", "--config.train.max_steps", "3", "--noconfig.data.packing", "--config", recipe()
     )
     assert config.train.max_steps == 3 and not config.data.packing
+
+
+def test_a_recipe_file_may_stand_alone(recipe):
+    assert load(f"{recipe()}:org/model", "--config.train.seed=1").model.path == "org/model"
+
+
+def test_a_config_is_shown_in_short(recipe):
+    assert repr(load(recipe())).splitlines()[0] == "model.path = 'folder'"
+
+
+def test_values_of_other_systems_are_answered_with_ours():
+    for key, meant in keys.VALUES.items():
+        option = keys.options()[key]
+        assert not set(meant) & set(keys.describe(option.annotation).replace("'", "").split(" | "))
+        assert all(repr(ours) in keys.describe(option.annotation) for ours in meant.values() if " " not in ours)
 
 
 def test_the_last_of_two_equal_flags_wins(recipe):
@@ -218,9 +277,14 @@ def test_json_keeps_datasets(base):
         ("optim.lerning_rate=1", ["optim.lerning_rate = '1'", "nearest: optim.learning_rate: float", "peak"]),
         ("train.learning_rate=1", ["nearest: optim.learning_rate"]),
         ("data.datasets[1].pth=x", ["data.datasets[1].pth = 'x'", "nearest: data.datasets[1].path"]),
-        ("data.datasets[2].path=x", ["data.datasets has no entry 2"]),
+        ("data.datasets[3].path=x", ["data.datasets has no entry 3; [2] is the next one"]),
+        ("data.datasets[2].type=text", ["data.datasets[2].path = None: must name a file"]),
         ("optim=3", ["a section", "optim.learning_rate"]),
-        ("data.datasets=x", ["data.datasets = 'x': expected tuple[Dataset, ...]"]),
+        ("data.datasets=[{'pth': 'x'}]", ["data.datasets[0].pth = 'x'", "nearest: data.datasets[0].path"]),
+        ("optim.name=adamw_torch", ["optim.name = 'adamw_torch'", "; nearest: adamw"]),
+        ("data.datasets[0].type=sharegpt", ["; nearest: conversation"]),
+        ("data.datasets[0].type=instructions", ["; nearest: instruction"]),
+        ("preference.loss=grpo", ["; nearest: rollout.rewards"]),
         ("train.max_steps=abc", ["train.max_steps = 'abc': expected int | None (optimizer steps"]),
         ("train.max_steps=1.5", ["train.max_steps = '1.5': expected int"]),
         ("data.seq_len=true", ["data.seq_len = 'true': expected int"]),
@@ -297,7 +361,8 @@ def test_argument_for_a_recipe_that_takes_none(capsys, tmp_path):
         (["--train.seed=3"], "nearest: --config.train.seed"),
         (["--step=x"], "--step=x"),
         (["--step"], "--step"),
-        (["stray"], "'stray'"),
+        (["stray"], "'stray' does not belong to a flag; write --name=value"),
+        (["qwen_lora:m"], "write --config=qwen_lora:m"),
         (["--noconfig.data.packing=1"], "--noconfig.data.packing=1"),
         (["--noconfig.train.seed"], "nearest: --config.train.seed"),
         (["--flagfile=missing"], "missing"),
@@ -444,9 +509,9 @@ def test_values_on_the_command_line_as_people_write_them(recipe, text, key, valu
     assert found == value
 
 
-@pytest.mark.parametrize("setting", ["train.output_dir=None", "data.datasets=a.jsonl", "lora.enabled=maybe"])
+@pytest.mark.parametrize("setting", ["train.output_dir=None", "data.special_tokens=a b", "lora.enabled=maybe"])
 def test_values_that_no_option_of_the_type_has_say_what_would_be_one(recipe, setting, base):
-    told = {"output_dir": "expected str", "datasets": r"dataset\(path='a.jsonl'\)", "enabled": "expected bool"}
+    told = {"output_dir": "expected str", "special_tokens": r"such as \('a b',\)", "enabled": "expected bool"}
     with pytest.raises(UserError, match=told[re.split("[.=]", setting)[1]]):
         resolve(base, "recipe", [tuple(setting.split("="))])
 

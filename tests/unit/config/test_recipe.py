@@ -1,16 +1,20 @@
 """Recipes: those that come with jaxtune go by name from any folder, a run's config.json is one, others say so."""
 
+import ast
+import copy
 import json
+import operator
 import pathlib
 import shlex
 
 import pytest
 
 from jaxtune import __main__ as jaxtune
-from jaxtune.config import load_recipe, resolve, to_json
+from jaxtune.config import load_recipe, read_recipe, resolve, to_json
 from jaxtune.config.recipe import RECIPES, first_line, own_recipes
 from jaxtune.data.sources import open_source
 from jaxtune.errors import UserError
+from jaxtune.recipes import qwen_lora
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +36,93 @@ def test_a_recipe_starts_from_another_in_any_folder():
     )
     config = resolve(load_recipe("mine.py"), "mine.py")
     assert (config.model.path, config.lora.rank, config.lora.alpha) == ("my/model", 64, 32.0)
+
+
+def started_from(base: str, *lines: str) -> str:
+    """A recipe that starts from another one by import, with these lines."""
+    body = [f"config = {base}.get_config('my/model')", *lines, "return config"]
+    head = f"from jaxtune.config import dataset, new_config\nfrom jaxtune.recipes import {base}\n\ndef get_config():\n"
+    pathlib.Path("mine.py").write_text(head + "".join(f"    {line}\n" for line in body))
+    return "mine.py"
+
+
+@pytest.mark.parametrize(
+    ("base", "line", "values", "left_out"),
+    [
+        (
+            "qwen_lora",
+            "data.eval_datasets = (dataset(path='v'),)",
+            {"data.validation_split": 0.0},
+            ["validation_split"],
+        ),
+        ("qwen_lora", "data.validation_split = None", {"eval.steps": 0}, ["steps"]),
+        ("qwen_lora", "train.max_steps = 10", {"train.max_steps": 10}, []),
+        ("qwen_lora", "lora = new_config().lora", {"lora.enabled": False}, []),
+        ("llama_pretrain", "train.epochs = 1", {"train.max_steps": None}, ["max_steps"]),
+        ("llama_pretrain", "train.epochs = None", {"train.max_steps": 2000}, []),
+        ("llama_pretrain", "optim.warmup_ratio = 0.1", {"optim.warmup_steps": 0}, ["warmup_steps"]),
+        ("mix_and_stream", "data.eval_datasets = None", {"eval.steps": 0}, ["steps"]),
+        ("qwen_lora", "data.datasets[0].path = 'a'", {"data.datasets": ("a", "auto", None)}, ["type"]),
+        ("llama_pretrain", "data.datasets[0].path = 'a'", {"data.datasets": ("a", "auto", None)}, ["type", "subset"]),
+    ],
+)
+def test_what_a_recipe_inherits_gives_way_to_what_it_says(base, line, values, left_out):
+    """As it gives way to what is typed on the command line or given in a call."""
+    written = read_recipe(started_from(base, f"config.{line}")).resolve()
+    configs = [written]
+    key, _, value = line.partition(" = ")
+    if "(" not in value:
+        configs.append(read_recipe(base, "my/model").resolve([(key, value.strip("'"))]))
+        configs.append(read_recipe(base, "my/model").resolve([(key, ast.literal_eval(value))], by="call"))
+    for config in configs:
+        found = {key: operator.attrgetter(key)(config) for key in values}
+        for entry in found.get("data.datasets", ()):
+            found["data.datasets"] = (entry.path, entry.type, entry.subset)
+        assert found == values
+        assert [text.partition(" = ")[0].rpartition(".")[2] for text in config.opening_lines] == left_out
+
+
+@pytest.mark.parametrize(
+    ("base", "lines", "told"),
+    [
+        ("qwen_full", ["config.lora.rank = 4"], "lora.rank = 4: has no effect"),
+        ("qwen_lora", ["config.train.max_steps = 5", "config.train.epochs = 2"], "train.epochs = 2.0: has no effect"),
+        (
+            "qwen_lora",
+            ["config.data.validation_split = 0.1", "config.data.eval_datasets = 'v'"],
+            "validation_split = 0.1",
+        ),
+    ],
+)
+def test_what_a_recipe_says_itself_must_have_an_effect(base, lines, told):
+    with pytest.raises(UserError, match=told):
+        read_recipe(started_from(base, *lines)).resolve()
+
+
+def test_what_is_inherited_gives_way_at_every_step():
+    """Of a Python recipe, of YAML files that start from one another, and of a config that Python code changes."""
+    started_from("qwen_lora", "config.data.validation_split = 0.0")
+    pathlib.Path("middle.yaml").write_text("base: mine.py\nlora: {rank: 4}\n")
+    pathlib.Path("top.yaml").write_text("base: middle.yaml\nlora: {enabled: false}\n")
+    config = read_recipe("top.yaml").resolve()
+    assert [line.split(" = ")[0] for line in config.opening_lines] == [
+        "left out: recipe: lora.rank",
+        "left out: recipe: eval.steps",
+    ]
+    changed = copy.deepcopy(qwen_lora.get_config("my/model"))
+    changed.data.eval_datasets = "v.jsonl"
+    assert resolve(changed, "notebook").data.validation_split == 0.0
+    changed.data.validation_split = 0.1
+    with pytest.raises(UserError, match="validation_split = 0.1: has no effect"):
+        resolve(changed, "notebook")
+
+
+def test_a_classifier_keeps_the_type_of_its_data():
+    """'auto' never chooses it."""
+    type_ = "config.data.datasets[0].type = 'classification'"
+    path = started_from("qwen_full", "config.model.head = 'classification'", type_)
+    config = read_recipe(path).resolve([("data.datasets[0].path", "mine.csv")])
+    assert config.data.datasets[0].type == "classification" and not config.opening_lines
 
 
 def test_the_config_of_a_run_is_a_recipe():
@@ -61,12 +152,14 @@ def test_the_config_of_a_run_is_a_recipe():
             "run.toml: a recipe is a Python file with get_config.., a YAML file, or the config.json",
         ),
         ("config.json", "{", "config.json: not JSON"),
+        (".", None, "recipe .: a folder; if it holds a model, --config=qwen_lora:. trains adapters of it"),
         ("config.json", json.dumps({"model_type": "qwen3"}), "config.json: it describes a model, not a run"),
     ],
 )
 def test_what_is_no_recipe_says_what_would_be(name, text, told):
     pathlib.Path("own.py").write_text("def get_config(): ...")
     pathlib.Path("other.py").write_text("import nothing")
+    pathlib.Path("config.json").write_text("{}")
     if text is not None:
         pathlib.Path(name).write_text(text)
     with pytest.raises(UserError, match=told):

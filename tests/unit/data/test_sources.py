@@ -15,6 +15,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from tiny import byte_tokenizer
 
+from jaxtune import config_of
+from jaxtune.config import in_memory
 from jaxtune.config.schema import Dataset
 from jaxtune.data.documents import tokenize
 from jaxtune.data.sources import open_source
@@ -287,3 +289,60 @@ def test_samples_are_read_again_when_the_file_of_the_function_has_changed(lines,
         (tmp_path / "own.py").write_text(written)
         found = tokenize((entry,), tokenizer, tmp_path / "cache")
         assert tokenizer.decode(found.read(0, 0, 99)[0]) == f"a{'!' if written == FUNCTION else '?'}<|im_end|>"
+
+
+def test_names_near_one_that_is_not_there_are_told(folder):
+    for path in (f"{folder}/aa.jsonl", (f"{folder}/aa.jsonl",)):
+        with pytest.raises(UserError, match=r"no such file or folder: .*/aa.jsonl; near it: .*/a.jsonl"):
+            texts(path)
+
+
+# Given in Python
+
+ROWS = {"text": ["a", "b", None], "n": [1, 2, 3]}
+
+
+@pytest.mark.parametrize("kind", ["Dataset", "IterableDataset", "DataFrame"])
+@pytest.mark.parametrize("form", ["alone", "in a list", "as a path"])
+def test_a_dataset_from_python_is_named_by_its_samples(kind, form):
+    def given(rows: dict) -> str:
+        made = datasets.Dataset.from_dict(rows)
+        data = {"DataFrame": made.to_pandas, "IterableDataset": made.to_iterable_dataset}.get(kind, lambda: made)()
+        entries = {"alone": data, "in a list": [data], "as a path": {"path": data, "type": "text"}}[form]
+        (entry,) = config_of("qwen_lora:my/model", data={"datasets": entries}).data.datasets
+        assert entry.type == ("text" if form == "as a path" else "auto")
+        return entry.path
+
+    path = given(ROWS)
+    source = open_source(Dataset(path=path))
+    assert list(source.read(pytest.fail)) == [
+        (f"{path} row {i}", {"text": text, "n": n}) for i, (text, n) in enumerate(zip(*ROWS.values(), strict=True))
+    ]
+    assert given(ROWS) == path, "as another process would name it"
+    assert open_source(Dataset(path=given(ROWS | {"n": [1, 2, 4]}))).identity != source.identity
+    assert open_source(Dataset(path=path), streaming=True).identity == path
+    if kind == "IterableDataset":
+        assert source.identity != path, "a cache of its first samples is not one of all"
+
+
+def test_a_dataset_from_python_is_read_once_and_then_only_where_it_was_given(tmp_path, monkeypatch):
+    """What was tokenised of it is there for a resumed run in another process; its samples are not."""
+    made = datasets.Dataset.from_dict({"text": ["one", "two"]})
+    path = config_of("qwen_lora:my/model", data={"datasets": made}).data.datasets[0].path
+    tokenizer, cache = byte_tokenizer(tmp_path), tmp_path / "cache"
+    first = tokenize((Dataset(path=path),), tokenizer, cache)
+    monkeypatch.setattr(in_memory, "_GIVEN", {})
+    assert tokenize((Dataset(path=path),), tokenizer, cache).key == first.key
+    with pytest.raises(UserError, match=r"data: python:Dataset-\w+ was given from Python, and this process does not"):
+        tokenize((Dataset(path=path, samples=1),), tokenizer, cache)
+    with pytest.raises(UserError, match="split = 'test' has no effect: it is a dataset from Python"):
+        open_source(Dataset(path=path, split="test"))
+
+
+def test_what_python_gives_that_is_no_dataset_is_refused():
+    several = datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": ["a"]}))
+    with pytest.raises(UserError, match=r"a DatasetDict has several splits: give one of them, such as data\['train'\]"):
+        config_of("qwen_lora:my/model", data={"datasets": several})
+    mixed = datasets.Dataset.from_dict({"text": ["a"]}).to_pandas().assign(n=[object()])
+    with pytest.raises(UserError, match="the DataFrame cannot be read: .*object"):
+        config_of("qwen_lora:my/model", data={"datasets": mixed})

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from jaxtune.config.schema import Mesh
+from jaxtune.errors import UserError
 from jaxtune.parallel.layout import RULES, Layout, P, Rules, axes_of, by_head, by_token, gather, shards, spec, used
 from jaxtune.parallel.mesh import data_shards, make_mesh, misfit
 
@@ -76,3 +77,9 @@ def test_rules_that_would_compute_the_same_tokens_twice_or_permute_a_weight_are_
         Rules(gathered=("fsdp", "expert"))
     with pytest.raises(ValueError, match="must come last"):
         Rules(Layout(embed=("fsdp", "tensor")))
+
+
+def test_a_mesh_of_other_devices_says_what_to_type():
+    """As when the config.json of a run on several devices goes on with one."""
+    with pytest.raises(UserError, match="or shard over all with --config.mesh.fsdp=-1 --config.mesh.tensor=1$"):
+        make_mesh(Mesh(fsdp=2, tensor=4), jax.devices()[:1])

@@ -1,0 +1,30 @@
+"""What a run says of the options that changed since its checkpoint."""
+
+import dataclasses
+import json
+
+import pytest
+
+from jaxtune.config import to_json
+from jaxtune.config.schema import Config, Data, Dataset, Train
+from jaxtune.errors import UserError
+from jaxtune.run.folder import RunFolder
+from jaxtune.run.resume import check_unchanged
+
+
+def test_the_fields_of_datasets_that_differ_are_named_alone(tmp_path):
+    data = Data(datasets=(Dataset(path="a", type="text"), Dataset(path="b")))
+    then = Config(data=data, train=Train(max_steps=3))
+    changed = Data(datasets=(Dataset(path="c", type="text"),), eval_datasets=data.eval_datasets)
+    with pytest.raises(UserError) as error:
+        check_unchanged(_saved(then), dataclasses.replace(then, data=changed), RunFolder(tmp_path))
+    assert str(error.value).splitlines()[1:3] == [
+        "  data.datasets[0].path: 'a' then, 'c' now",
+        "  data.datasets[1].path: 'b' then, None now",
+    ]
+    assert len(str(error.value).splitlines()) == 4
+    check_unchanged(_saved(then), dataclasses.replace(then, train=Train(max_steps=9)), RunFolder(tmp_path))
+
+
+def _saved(config: Config) -> dict:
+    return json.loads(to_json(config))
