@@ -16,7 +16,7 @@ from absl import flags
 from jaxtune.config import keys, read_recipe
 from jaxtune.config.foreign import DIALECTS
 from jaxtune.config.schema import Config
-from jaxtune.errors import UserError
+from jaxtune.errors import UserError, printable
 
 STOPPED = 75
 """Exit code of a run that was asked to stop and has saved: sysexits' EX_TEMPFAIL, so that schedulers restart it."""
@@ -86,7 +86,8 @@ def guarded(body: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         print("jaxtune: interrupted", file=sys.stderr)
         return 130
-    print(f"jaxtune: error: {message}", file=sys.stderr)
+    shown = "\n".join(map(printable, message.split("\n")))  # it may quote what others wrote
+    print(f"jaxtune: error: {shown}", file=sys.stderr)
     return REFUSED
 
 

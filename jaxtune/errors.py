@@ -7,3 +7,8 @@ class UserError(Exception):
     def _render_traceback_(self) -> list[str]:
         """What IPython shows instead of a traceback, the lines of it."""
         return [f"jaxtune: error: {self}"]
+
+
+def printable(text: str) -> str:
+    """A text that others wrote, as one that cannot steer a terminal: control characters as escapes, \\x1b for one."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

@@ -733,7 +733,7 @@ class Eval:
 class Wandb:
     """Weights & Biases; offline by WANDB_MODE=offline."""
 
-    enabled: bool = option(False, "log to wandb")
+    enabled: bool = option(False, "log to wandb (pip install 'jaxtune[wandb]')")
     project: str = option("jaxtune", "project")
     name: str | None = option(None, "name of the run; unset: train.run_name")
     tags: tuple[str, ...] = option((), "tags")
@@ -742,7 +742,7 @@ class Wandb:
 
 @dataclass(frozen=True)
 class Aim:
-    """Aim, a tracker on one's own machine (pip install aim)."""
+    """Aim, a tracker on one's own machine (pip install 'jaxtune[aim]')."""
 
     enabled: bool = option(False, "log to Aim")
     repo: str | None = option(None, "its repository; unset: the working directory's")
@@ -764,7 +764,7 @@ class Log:
     file: str | None = option("run.log", "file to which progress and messages are appended, in the run's folder "
         "unless it says another one; unset: none")
     gpu_every: int = option(0,
-        "steps between readings of how GPUs are used, their memory and power (pip install nvidia-ml-py); 0: none",
+        "steps between readings of how GPUs are used, their memory and power (pip install 'jaxtune[nvml]'); 0: none",
         "steps [0, inf)")
     next_command: str | None = option(None, "command shown at the end of the run: what to try next")
     jsonl: bool = option(True, "write metrics.jsonl, one object per step")

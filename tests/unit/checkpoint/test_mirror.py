@@ -186,15 +186,15 @@ def test_a_manifest_cannot_reach_out_of_its_folder(name, tmp_path):
     """An absolute name reached the file of that name: the mirror has it as a file of the checkpoint too."""
     name = name.format(tmp=tmp_path)
     mirror, _ = run_of(tmp_path / "here", f"file://{tmp_path}/mirror")
-    there = f"checkpoints/1/{name}"
-    mirror.remote.write("checkpoints/1/manifest.json", json.dumps({"files": {name: {"size": 1, "sha256": ""}}}).encode())
+    there, content = f"checkpoints/1/{name}", json.dumps({"files": {name: {"size": 1, "sha256": ""}}})
+    mirror.remote.write("checkpoints/1/manifest.json", content.encode())
     with (
         mock.patch.object(RemoteFolder, "sizes", lambda *_: {there: 1, "checkpoints/1/manifest.json": 1}),
         mock.patch.object(RemoteFolder, "get", lambda *_: pytest.fail("fetched")),
         pytest.raises(UserError, match="damaged"),
     ):
         mirror.fetch(None)
-    (tmp_path / "manifest.json").write_text(json.dumps({"files": {name: {"size": 1, "sha256": ""}}}))
+    (tmp_path / "manifest.json").write_text(content)
     assert manifest.verify(tmp_path) == [
         f"manifest.json: cannot be read ({name!r} is not the name of a file in a checkpoint)"
     ]
