@@ -125,6 +125,7 @@ def _parse(
         return None
     if not (named or implied):
         raise UserError("--config=... is missing; --help tells more")
+    values["config"].value = named or None  # a positional one too
     path, _, argument = (implied, "", "") if implied else named.partition(":")
     overrides = [(key, getattr(values, f"config.{key}")) for key in settings]
     if values.plugin:
