@@ -16,7 +16,7 @@ from absl import flags
 from jaxtune.config import keys, read_recipe
 from jaxtune.config.foreign import DIALECTS
 from jaxtune.config.schema import Config
-from jaxtune.errors import UserError, printable
+from jaxtune.errors import UserError, hide_secrets, printable
 
 STOPPED = 75
 """Exit code of a run that was asked to stop and has saved: sysexits' EX_TEMPFAIL, so that schedulers restart it."""
@@ -78,7 +78,7 @@ def guarded(body: Callable[[], int | None]) -> int:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         if error.filename is None and not full:
             raise
-        message = f"{error.filename or 'writing'}: {error.strerror}"
+        message = hide_secrets(f"{error.filename or 'writing'}: {error.strerror}")
         if full:
             message += (
                 ". Finished checkpoints are whole: make room, and --config=RUN/config.json goes on from the last one"

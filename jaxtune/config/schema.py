@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from jaxtune.errors import hide_secrets
+
 # One line or two an option: this file is a table.
 # fmt: off
 
@@ -962,11 +964,11 @@ class Config:
     @property
     def opening_lines(self) -> tuple[str, ...]:
         """The lines that a run begins with: its notes, and one for each value without effect, replaced by a default."""
-        return (*self.notes, *(f"left out: {said.moot}" for said in self.said if said.moot))
+        return tuple(map(hide_secrets, (*self.notes, *(f"left out: {said.moot}" for said in self.said if said.moot))))
 
     def __str__(self) -> str:
         """The options that are not the defaults, a line each."""
         from jaxtune.config import keys, rules  # which read this file
 
         values = rules.changed(self).items()
-        return "\n".join(f"{key} = {value!r}" for key, value in values if not keys.has_entries(key))
+        return hide_secrets("\n".join(f"{key} = {value!r}" for key, value in values if not keys.has_entries(key)))
