@@ -141,8 +141,9 @@ def read_recipe(
 
 
 def code_in(config: Config) -> dict[str, str]:
-    """The Python files and functions that a config names, by option."""
-    found = {"train.plugins": ",".join(config.train.plugins), "rollout.rewards": ",".join(config.rollout.rewards)}
+    """The Python files and functions that a config names, by option; those of jaxtune's recipes are everybody's."""
+    rewards = [name for name in config.rollout.rewards if not name.startswith("jaxtune.recipes.")]
+    found = {"train.plugins": ",".join(config.train.plugins), "rollout.rewards": ",".join(rewards)}
     for name in ("datasets", "eval_datasets"):
         entries = enumerate(getattr(config.data, name))
         found |= {f"data.{name}[{i}].function": entry.function or "" for i, entry in entries}

@@ -92,7 +92,7 @@ def run_of_another(tmp_path):
         train=Train(plugins=(str(file),)),
     )
     (tmp_path / "run" / "config.json").write_text(to_json(config))
-    rewarded = dataclasses.replace(config, rollout=Rollout(rewards=(f"{file}:g",)))
+    rewarded = dataclasses.replace(config, rollout=Rollout(rewards=("jaxtune.recipes.qwen_grpo:right", f"{file}:g")))
     (tmp_path / "run" / "rewarded.json").write_text(to_json(rewarded))
     return tmp_path / "run"
 
