@@ -17,7 +17,7 @@ from jaxtune.config import keys, read_recipe
 from jaxtune.config.foreign import DIALECTS
 from jaxtune.config.recipe import own_recipes
 from jaxtune.config.schema import Config
-from jaxtune.errors import UserError
+from jaxtune.errors import UserError, hide_secrets, printable
 
 STOPPED = 75
 """Exit code of a run that was asked to stop and has saved: sysexits' EX_TEMPFAIL, so that schedulers restart it."""
@@ -79,7 +79,7 @@ def guarded(body: Callable[[], int | None]) -> int:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         if error.filename is None and not full:
             raise
-        message = f"{error.filename or 'writing'}: {error.strerror}"
+        message = hide_secrets(f"{error.filename or 'writing'}: {error.strerror}")
         if full:
             message += (
                 ". Finished checkpoints are whole: make room, and --config=RUN/config.json goes on from the last one"
@@ -87,7 +87,8 @@ def guarded(body: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         print("jaxtune: interrupted", file=sys.stderr)
         return 130
-    print(f"jaxtune: error: {message}", file=sys.stderr)
+    shown = "\n".join(map(printable, message.split("\n")))  # it may quote what others wrote
+    print(f"jaxtune: error: {shown}", file=sys.stderr)
     return REFUSED
 
 
@@ -127,6 +128,7 @@ def _parse(
         return None
     if not (named or implied):
         raise UserError("--config=... is missing: a recipe, which names the data; --help tells more")
+    values["config"].value = named or None  # a positional one too
     path, _, argument = (implied, "", "") if implied else named.partition(":")
     overrides = [(key, getattr(values, f"config.{key}")) for key in settings]
     if values.plugin:

@@ -5,7 +5,8 @@
     python -m jaxtune.evaluate --run=runs/quickstart_lora --tasks=hellaswag,gsm8k
 
 The model is that of a run (with the run's own options unless --config is given), --model (a Hugging Face folder, hub id
-or adapter), or the model that a recipe starts from. --config.SECTION.OPTION=VALUE changes an option.
+or adapter), or the model that a recipe starts from. --config.SECTION.OPTION=VALUE changes an option. Python files that
+only the run's config.json names are not run: --plugin=FILE or --config=RUN/config.json names them.
 
 With --tasks EleutherAI's lm-evaluation-harness asks it instead (pip install 'jaxtune[lm-eval]'): its flags have their
 names there, its table is printed, and --model needs no --config. Results are also written, into the folder of the run
@@ -25,6 +26,7 @@ from jaxtune.errors import UserError
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.run import process
 from jaxtune.run.answers import mesh_of
+from jaxtune.run.code import config_to_evaluate
 from jaxtune.run.folder import RunFolder
 from jaxtune.run.validation import evaluate
 
@@ -55,6 +57,8 @@ def _recipe(values: flags.FlagValues) -> str | None:
 
 
 def _main(values: flags.FlagValues, config: Config | None) -> None:
+    if config is not None and values.run is not None and values.config is None:
+        config = config_to_evaluate(config, values.run, reads_data=not values.tasks)
     if values.tasks:
         return _run_tasks(values, config)
     for name in (*OF_TASKS, "output"):

@@ -18,21 +18,21 @@ from jaxtune.data.files import is_url
 from jaxtune.errors import UserError
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.quant import format_of
+from jaxtune.run.code import base_of_run
 from jaxtune.run.export import check_apart, check_kind, export
 from jaxtune.run.exported import loss_difference, merge_difference
 from jaxtune.run.folder import RunFolder
-from jaxtune.run.model import read_base
+from jaxtune.run.model import Base
 from jaxtune.run.values import open_run
 
 FORMATS = ("hf", "peft")
 
 
-def shards(config: Config, quantize: str | None) -> int:
+def shards(base: Base, config: Config, quantize: str | None) -> int:
     """The most devices to shard the model over: they must divide its width, and its quantized blocks if it has any.
 
     Those of the run, and those that are written, which are read again.
     """
-    base = read_base(config)
     hidden, found = base.spec.hidden, [config.quant if base.scheme is None else base.scheme.options]
     if quantize is not None:
         found.append(hf.SCHEMES[quantize])
@@ -68,6 +68,8 @@ def _define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_list("format", None, "hf, peft, or both; default: what the run trained", flag_values=values)
     flags.DEFINE_bool("merge", False, "fold the adapter into the model", flag_values=values)
     flags.DEFINE_enum("quantize", None, list(hf.SCHEMES), "quantize a whole model's layers", flag_values=values)
+    meaning = "Python file of your own with the model's family (docs/plugins.md); again for more"
+    flags.DEFINE_multi_string("plugin", [], meaning, flag_values=values)
     flags.DEFINE_string("push_to_hub", None, "OWNER/NAME on the hub to upload it to as well", flag_values=values)
     flags.DEFINE_bool("private", False, "nobody else may see what is uploaded", flag_values=values)
 
@@ -94,8 +96,9 @@ def _main(values: flags.FlagValues, _: None) -> None:
 
 def _export(values: flags.FlagValues, folder: RunFolder, output: Path, remote: RemoteFolder | None) -> None:
     """Writes to a folder here, and copies it to a remote one if there is one."""
-    mesh = make_mesh(Mesh(), jax.devices()[: shards(folder.read_config(), values.quantize)])
-    run = open_run(folder, mesh, values.step)
+    config, base = base_of_run(folder, values.plugin)
+    mesh = make_mesh(Mesh(), jax.devices()[: shards(base, config, values.quantize)])
+    run = open_run(folder, mesh, values.step, values.plugin)
     adapter = run.config.lora.enabled
     kinds = values.format or (["hf"] if values.merge or not adapter else ["peft"])
     if values.merge and not adapter:

@@ -53,6 +53,8 @@ def _define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("step", None, "checkpoint of a run; default: the newest good one", flag_values=values)
     formats = get_args(get_args(get_type_hints(Quant)["format"])[0])
     flags.DEFINE_enum("quant", None, formats, "quantize the weights of the base as they are read", flag_values=values)
+    meaning = "Python file of your own with the model's family (docs/plugins.md); again for more"
+    flags.DEFINE_multi_string("plugin", [], meaning, flag_values=values)
     flags.DEFINE_list("mesh", [], "devices of each axis, such as fsdp=4,tensor=2; default: one", flag_values=values)
 
 
@@ -86,7 +88,8 @@ def _main(values: flags.FlagValues, _: None) -> None:
     if values.output is not None and values.input is None:
         raise UserError("--output is of --input; a --prompt is continued in the terminal")
     manner = Manner(**{name: getattr(values, name) for name in NUMBERS}, stop=tuple(values.stop), chat=values.chat)
-    opened = open_model(values.model, mesh_of(values.mesh), values.adapter, values.step, values.quant)
+    mesh, named = mesh_of(values.mesh), (values.adapter, values.step, values.quant, values.plugin)
+    opened = open_model(values.model, mesh, *named)
     answering = Answering(opened, manner)
     if values.input is not None:
         with _written(values.output) as file:

@@ -66,7 +66,7 @@ def config_of(recipe: str | Path | Config | ConfigDict, *, dialect: str | None =
 
 @dataclass(frozen=True)
 class Run:
-    """What `jaxtune.train` has made.
+    """What `jaxtune.train` has made. The Python files that its config names are run, as they were to train it.
 
     Attributes:
         folder: Where it is.
@@ -129,7 +129,8 @@ class Run:
         with mesh_put_back():
             devices = mesh_of([f"{axis}={size}" for axis, size in (mesh or {}).items()])
             name = str(self.folder if self._saved or step is not None else self.model or self.folder)
-            answering = Answering(open_model(name, devices, step=step), how)
+            own = self.config.train.plugins
+            answering = Answering(open_model(name, devices, step=step, plugins=own), how)
             return [answer.text for answer in answering.each(samples)]
 
     def evaluate(

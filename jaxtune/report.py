@@ -18,7 +18,7 @@ from typing import Any
 from absl import flags
 
 from jaxtune import command
-from jaxtune.config.loading import as_dict
+from jaxtune.config.loading import as_dict, from_json, to_json
 from jaxtune.config.schema import Config, Dataset
 from jaxtune.errors import UserError
 from jaxtune.monitor import metrics, step_time
@@ -75,7 +75,7 @@ def _step_time(folder: RunFolder, config: Config) -> StepTime | None:
 
 def _options(config: Config) -> dict[str, Any]:
     """By key, without the run's name; of datasets what is not the default, as runs differ in how many they have."""
-    values, default = as_dict(config), dataclasses.asdict(Dataset())
+    values, default = as_dict(from_json(to_json(config))), dataclasses.asdict(Dataset())
     for name in ("datasets", "eval_datasets"):
         entries = values["data"][name]
         values["data"][name] = [{key: each[key] for key in each if each[key] != default[key]} for each in entries]

@@ -10,9 +10,16 @@ import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 MANIFEST = "manifest.json"
+
+
+class Entry(NamedTuple):
+    """What a manifest says of a file."""
+
+    size: int
+    sha256: str
 
 
 def write(folder: Path) -> None:
@@ -40,16 +47,36 @@ def verify(folder: Path, only: Iterable[str] | None = None) -> list[str]:
     all.
     """
     try:
-        recorded = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
-        recorded = {name: (entry["size"], entry["sha256"]) for name, entry in recorded.items()}
+        recorded = entries((folder / MANIFEST).read_bytes())
     except FileNotFoundError:
         return [f"{MANIFEST}: missing"]
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+    except (ValueError, OSError) as error:
         return [f"{MANIFEST}: cannot be read ({error})"]
     if only is not None:
-        recorded = {name: recorded.get(name, (0, "")) for name in only}
+        recorded = {name: recorded.get(name, Entry(0, "")) for name in only}
     problems = _in_threads(lambda item: _problem(folder / item[0], *item[1]), recorded.items())
     return [f"{name}: {problem}" for name, problem in zip(recorded, problems) if problem]
+
+
+def entries(content: bytes) -> dict[str, Entry]:
+    """What a manifest records, by file name.
+
+    Raises:
+        ValueError: it is damaged, or names a file that is not inside the checkpoint's folder.
+    """
+    try:
+        found = {name: Entry(entry["size"], entry["sha256"]) for name, entry in json.loads(content)["files"].items()}
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    if strange := [name for name in found if not _is_inside(name)]:
+        raise ValueError(f"{strange[0]!r} is not the name of a file in a checkpoint")
+    return found
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a name, relative to a folder and with / between its parts, is of a file in that folder on any system."""
+    parts = name.split("/")
+    return name.isprintable() and not {"", ".", ".."} & set(parts) and not any(mark in name for mark in "\\:")
 
 
 def _problem(path: Path, size: int, sha256: str) -> str | None:
@@ -60,7 +87,7 @@ def _problem(path: Path, size: int, sha256: str) -> str | None:
         return None if _measure(path)["sha256"] == sha256 else "content differs from its checksum"
     except FileNotFoundError:
         return "missing"
-    except (OSError, ValueError) as error:  # ValueError: a damaged manifest can name an impossible path
+    except OSError as error:
         return f"cannot be read ({error})"
 
 

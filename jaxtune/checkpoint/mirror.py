@@ -4,7 +4,6 @@ It is laid out as the run's folder: the records that a run needs to go on, and c
 checkpoint once it has its manifest, which is copied last and removed first.
 """
 
-import json
 import logging
 import re
 import shutil
@@ -143,7 +142,7 @@ class Mirror:
             if problems := manifest.verify(here):
                 raise ValueError(f"it is damaged: {problems[0]}")
             self._remove(step)
-            sizes = {name: entry["size"] for name, entry in json.loads(content)["files"].items()}
+            sizes = {name: entry.size for name, entry in manifest.entries(content).items()}
             for name in sizes:
                 self.remote.put(here / name, f"{there}/{name}")
             arrived = self.remote.sizes(there)
@@ -166,8 +165,8 @@ class Mirror:
         here, there = self._checkpoints / str(step), f"{CHECKPOINTS}/{step}"
         content = self.remote.read(f"{there}/{MANIFEST}")
         try:
-            names = list(json.loads(content)["files"])
-        except (ValueError, KeyError, TypeError) as error:
+            names = list(manifest.entries(content))
+        except ValueError as error:
             return [f"{MANIFEST}: cannot be read ({error})"]
         shutil.rmtree(here, ignore_errors=True)  # a fetch that was interrupted
         arrived = self.remote.sizes(there)

@@ -7,7 +7,7 @@ from typing import Any
 import fsspec
 from fsspec.asyn import AsyncFileSystem
 
-from jaxtune.errors import UserError
+from jaxtune.errors import UserError, hide_secrets, refuse_hidden
 
 # The extra of pyproject.toml that brings the package for a kind of URL.
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
@@ -16,7 +16,7 @@ _PROBE = ".jaxtune-can-write"
 
 @dataclass(frozen=True)
 class RemoteFolder:
-    """A folder by its URL. Its methods raise what its file system raises, which has types of its own.
+    """A folder by its URL, shown without secrets. Its methods raise what its file system raises, which has own types.
 
     Names are relative to it, with / between their parts. What is written has its name once it is whole.
     """
@@ -90,9 +90,10 @@ def open_folder(url: str, said: str) -> RemoteFolder:
     said: the option that names it. Raises UserError where it cannot be: an unknown kind of URL, a package that is
     missing, no permission, no network.
     """
+    refuse_hidden(url, said)
     try:
         system, root = fsspec.core.url_to_fs(url)
-        folder = RemoteFolder(url.rstrip("/"), system, root.rstrip("/"))
+        folder = RemoteFolder(hide_secrets(url.rstrip("/")), system, root.rstrip("/"))
         folder.write(_PROBE, b"")
         folder.remove(_PROBE)
     except ImportError as error:

@@ -17,7 +17,7 @@ from jaxtune.config import checks, in_memory, keys, recommended, rules
 from jaxtune.config.inheritance import RecipeConfig, inherited_keys
 from jaxtune.config.rules import Problem
 from jaxtune.config.schema import Config, Dataset, Said
-from jaxtune.errors import UserError
+from jaxtune.errors import UserError, hide_secrets
 
 NOT_OPTIONS = ("said", "notes")  # fields of Config
 _TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
@@ -176,8 +176,8 @@ def as_dict(config: Config) -> dict[str, Any]:
 
 
 def to_json(config: Config) -> str:
-    """The config as JSON text, read back by `from_json`."""
-    return json.dumps(as_dict(config), indent=2) + "\n"
+    """The config as JSON text, read back by `from_json`, without the secrets of URLs."""
+    return hide_secrets(json.dumps(as_dict(config), indent=2)) + "\n"
 
 
 def from_json(text: str, source: str = "saved config") -> Config:

@@ -25,7 +25,7 @@ from jaxtune.config.inheritance import every_key
 from jaxtune.config.loading import as_dict, from_json, new_config, refuse, resolve, with_values
 from jaxtune.config.rules import Problem
 from jaxtune.config.schema import Config
-from jaxtune.errors import UserError
+from jaxtune.errors import UserError, printable
 
 RECIPES = pathlib.Path(__file__).parents[1] / "recipes"
 
@@ -137,12 +137,24 @@ def read_recipe(
         raise UserError(f"--dialect={dialect}: has no effect: {path} is not a YAML file")
     if file.suffix == ".json":
         saved = from_json(file.read_text(encoding="utf-8"), path)
-        return Recipe(path, ConfigDict(as_dict(saved), type_safe=False))
+        code = ", ".join(code_in(saved).values())
+        notes = (f"{path} names Python code, which is run: {printable(code)}",) if code else ()
+        return Recipe(path, ConfigDict(as_dict(saved), type_safe=False), notes=notes)
     if file.suffix != ".py":
         raise UserError(
             f"recipe {path}: a recipe is a Python file with get_config(), a YAML file, or the config.json of a run"
         )
     return Recipe(path, _from_python(path, file, argument))
+
+
+def code_in(config: Config) -> dict[str, str]:
+    """The Python files and functions that a config names, by option; those of jaxtune's recipes are everybody's."""
+    rewards = [name for name in config.rollout.rewards if not name.startswith("jaxtune.recipes.")]
+    found = {"train.plugins": ",".join(config.train.plugins), "rollout.rewards": ",".join(rewards)}
+    for name in ("datasets", "eval_datasets"):
+        entries = enumerate(getattr(config.data, name))
+        found |= {f"data.{name}[{i}].function": entry.function or "" for i, entry in entries}
+    return {key: named for key, named in found.items() if named}
 
 
 def _from_python(path: str, file: pathlib.Path, argument: str | None) -> ConfigDict:

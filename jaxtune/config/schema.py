@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from jaxtune.errors import hide_secrets
+
 # One line or two an option: this file is a table.
 # fmt: off
 
@@ -732,7 +734,7 @@ class Eval:
 class Wandb:
     """Weights & Biases; offline by WANDB_MODE=offline."""
 
-    enabled: bool = option(False, "log to wandb")
+    enabled: bool = option(False, "log to wandb (pip install 'jaxtune[wandb]')")
     project: str = option("jaxtune", "project")
     name: str | None = option(None, "name of the run; unset: train.run_name")
     tags: tuple[str, ...] = option((), "tags")
@@ -741,7 +743,7 @@ class Wandb:
 
 @dataclass(frozen=True)
 class Aim:
-    """Aim, a tracker on one's own machine (pip install aim)."""
+    """Aim, a tracker on one's own machine (pip install 'jaxtune[aim]')."""
 
     enabled: bool = option(False, "log to Aim")
     repo: str | None = option(None, "its repository; unset: the working directory's")
@@ -763,7 +765,7 @@ class Log:
     file: str | None = option("run.log", "file to which progress and messages are appended, in the run's folder "
         "unless it says another one; unset: none")
     gpu_every: int = option(0,
-        "steps between readings of how GPUs are used, their memory and power (pip install nvidia-ml-py); 0: none",
+        "steps between readings of how GPUs are used, their memory and power (pip install 'jaxtune[nvml]'); 0: none",
         "steps [0, inf)")
     next_command: str | None = option(None, "command shown at the end of the run: what to try next")
     jsonl: bool = option(True, "write metrics.jsonl, one object per step")
@@ -961,11 +963,11 @@ class Config:
     @property
     def opening_lines(self) -> tuple[str, ...]:
         """The lines that a run begins with: its notes, and one for each value without effect, replaced by a default."""
-        return (*self.notes, *(f"left out: {said.moot}" for said in self.said if said.moot))
+        return tuple(map(hide_secrets, (*self.notes, *(f"left out: {said.moot}" for said in self.said if said.moot))))
 
     def __repr__(self) -> str:
         """The options that are not the defaults, a line each."""
         from jaxtune.config import keys, rules  # which read this file
 
         values = rules.changed(self).items()
-        return "\n".join(f"{key} = {value!r}" for key, value in values if not keys.has_entries(key))
+        return hide_secrets("\n".join(f"{key} = {value!r}" for key, value in values if not keys.has_entries(key)))

@@ -36,7 +36,7 @@ from jaxtune.data.preferences import with_other_answers
 from jaxtune.data.tokenising import Items, Tokenised, Tokeniser
 from jaxtune.data.units import Documents, Part, Unit
 from jaxtune.data.workers import mapped
-from jaxtune.errors import UserError
+from jaxtune.errors import UserError, hide_secrets
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -200,7 +200,8 @@ def _given(entry: Dataset) -> dict[str, Any]:
     # All options of an entry say what is read and how it is rendered, but its weight, which says how often. Only those
     # that are set are in the name, so that it stays when options are added.
     options = dataclasses.asdict(dataclasses.replace(entry, weight=None)).items()
-    return {option: value for option, value in options if value != getattr(Dataset(), option)}
+    given = {option: value for option, value in options if value != getattr(Dataset(), option)}
+    return json.loads(hide_secrets(json.dumps(given, default=str)))  # with another token it is the same data
 
 
 def shaping_of(tokenizer: "PreTrainedTokenizerFast", on_bad_row: str, labels: tuple[str, ...], chat: Chat) -> str:

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 import fsspec
 
-from jaxtune.errors import UserError
+from jaxtune.errors import UserError, hide_secrets, refuse_hidden
 
 _COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")
 # What file systems call the fields that change when a file is written anew.
@@ -22,16 +22,21 @@ class File:
     """A file that can be read.
 
     Attributes:
-        name: its path or URL.
+        location: its path or URL, which may hold a secret.
         named: whether the user named it, as opposed to a folder or pattern that it was found by.
         version: changes whenever the content may have changed; raises OSError if the file has gone.
         raw: opens it.
     """
 
-    name: str
+    location: str
     named: bool
     version: Callable[[], Any]
     raw: Callable[[], BinaryIO]
+
+    @property
+    def name(self) -> str:
+        """Its path or URL as it is shown."""
+        return hide_secrets(self.location)
 
     @property
     def kind(self) -> str:
@@ -73,6 +78,7 @@ def find(path: str, patterns: tuple[str, ...] = ()) -> Found:
     Raises:
         UserError: a URL of an unknown kind, or one that cannot be reached.
     """
+    refuse_hidden(path, "data")
     try:
         return _find_remote(path, patterns) if is_url(path) else _find_local(path, patterns)
     except ImportError as error:
@@ -105,7 +111,7 @@ def _find_remote(url: str, patterns: tuple[str, ...]) -> Found:
         def remote(path: str, named: bool = False) -> File:
             def version() -> Any:
                 info = system.info(path)
-                return path, {key: str(info[key]) for key in sorted(_VERSION & info.keys())}
+                return hide_secrets(path), {key: str(info[key]) for key in sorted(_VERSION & info.keys())}
 
             def opened() -> BinaryIO:
                 return io.BufferedReader(system.open(path, "rb"))  # whose lines have a limit, unlike those of fsspec

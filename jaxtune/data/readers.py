@@ -172,7 +172,7 @@ def _read_table(file: File, entry: Dataset, report: Report) -> Samples:
 
     builder = _format(file, entry)[1:]
     try:
-        rows = datasets.load_dataset(builder, data_files=file.name, split="train", streaming=True)
+        rows = datasets.load_dataset(builder, data_files=file.location, split="train", streaming=True)
         for i, row in enumerate(rows):
             yield f"{file.name} row {i}", row
     except (ValueError, KeyError, DatasetsError) as error:

@@ -1,45 +1,39 @@
-"""Chat templates are untrusted programs: they run in Jinja's sandbox, with limits on time and output."""
+"""Chat templates are untrusted programs: a process of their own renders them (`jaxtune.data.renderer`)."""
 
-import json
+import atexit
+import contextlib
+import os
+import pickle
 import re
-import time
-from collections.abc import Iterable, Iterator
-from datetime import datetime
+import signal
+import subprocess
+import sys
+import threading
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
-import jinja2
-from jinja2 import nodes
-from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.visitor import NodeTransformer
-
+from jaxtune.data import renderer
+from jaxtune.data.renderer import CLOSE, OPEN
 from jaxtune.errors import UserError
 
 MAX_SECONDS = 5.0
-MAX_CHARS = 2**26
-# Unicode noncharacters: no text may contain them, so they can mark the ends of {% generation %} blocks.
-OPEN, CLOSE = "\ufdd0", "\ufdd1"
-# Rendering must give the same text every day, or a run could not be repeated: for templates, today is always this day.
-_TODAY = datetime(2024, 7, 26)
 
 
 class Template:
-    """A compiled chat template."""
+    """A chat template that has been compiled."""
 
     def __init__(self, source: str):
         """Compiles it.
 
         Raises:
-            UserError: it is not Jinja.
+            UserError: it is not Jinja, or exceeds a limit.
         """
-        self._sandbox = _Sandbox()
+        self._source = source
         try:
-            self._template = self._sandbox.from_string(source)
-        except jinja2.TemplateError as error:
-            raise UserError(f"the chat template is not valid: {error}") from None
+            _answer(source, None)
+        except _Failed as failed:
+            raise UserError(f"the chat template is not valid: {failed}") from None
 
     def render(self, **variables: Any) -> tuple[str, list[tuple[int, int]]]:
         """The text, and the (start, end) of its {% generation %} blocks in characters.
@@ -47,102 +41,88 @@ class Template:
         Raises:
             UserError: the template fails, refuses what it is given, or exceeds a limit.
         """
-        parts, size = [], 0
-        self._sandbox.start_clock()
         try:
-            for part in self._template.generate(**variables):
-                self._sandbox.check_clock()
-                size += len(part)
-                if size > MAX_CHARS:
-                    raise SecurityError(f"it writes more than {MAX_CHARS} characters")
-                parts.append(part)
-        except Exception as error:  # a template is a program: it can fail in any way
-            raise UserError(f"the chat template fails: {error or type(error).__name__}") from error
-        pieces = re.split(f"[{OPEN}{CLOSE}]", "".join(parts))
+            text = _answer(self._source, variables)
+        except _Failed as failed:
+            raise UserError(f"the chat template fails: {failed}") from None
+        if OPEN not in text and CLOSE not in text:
+            return text, []
+        pieces = re.split(f"[{OPEN}{CLOSE}]", text)
         ends = list(accumulate(map(len, pieces)))
         return "".join(pieces), [(ends[i - 1], ends[i]) for i in range(1, len(pieces), 2)]
 
 
-class _Namespace(jinja2.utils.Namespace):
-    """namespace() without underscore names, which could reach into the interpreter."""
-
-    def __setitem__(self, name: str, value: Any):
-        if name.startswith("_"):
-            raise SecurityError(f"a template may not set {name!r}")
-        super().__setitem__(name, value)
+class _Failed(Exception):
+    """Why a template gives no text."""
 
 
-class _Generation(Extension):
-    """{% generation %} ... {% endgeneration %}: the text between them is trained."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
-
-    def mark(self, caller: jinja2.runtime.Macro) -> str:
-        return OPEN + caller() + CLOSE
+_lock = threading.Lock()
+_renderer: subprocess.Popen | None = None
+"""The process that renders for this one, for all of its templates; started by the first, and again if it has ended."""
 
 
-class _WatchLoops(NodeTransformer):
-    """Makes each loop of a template check the clock."""
-
-    def visit_For(self, node: nodes.For) -> nodes.For:
-        self.generic_visit(node)
-        node.iter = nodes.Call(nodes.EnvironmentAttribute("watch"), [node.iter], [], None, None)
-        return node
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with the functions that chat templates expect, as in transformers, and a time limit.
-
-    The clock is checked in every iteration, call and piece of output, so that no template runs for ever.
-    """
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def __init__(self):
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-        self.filters["tojson"] = _to_json
-        self.globals.update(
-            raise_exception=_raise_exception, strftime_now=_TODAY.strftime, namespace=_Namespace, dict=lambda **kw: kw
-        )
-        self.start_clock()
-
-    def start_clock(self):
-        self._deadline = time.thread_time() + MAX_SECONDS
-
-    def check_clock(self):
-        if time.thread_time() > self._deadline:
-            raise SecurityError(f"it takes more than {MAX_SECONDS} s")
-
-    def watch(self, iterable: Iterable[Any]) -> Iterator[Any]:
-        for item in iterable:
-            self.check_clock()
-            yield item
-
-    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        __self.check_clock()
-        return super().call(__context, __obj, *args, **kwargs)
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" and abs(right) > 64:
-            raise SecurityError(f"the power {right} is too large")
-        for text, count in ((left, right), (right, left)):
-            if isinstance(text, str | list | tuple) and len(text) * count > MAX_CHARS:
-                raise SecurityError(f"it writes more than {MAX_CHARS} characters")
-        return super().call_binop(context, operator, left, right)
-
-    def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
-        return super()._generate(_WatchLoops().visit(source), *args, **kwargs)
+def _answer(source: str, variables: dict[str, Any] | None) -> str:
+    """What the renderer makes of a template and its variables; it only compiles without. Raises _Failed."""
+    global _renderer
+    try:
+        asked = pickle.dumps((source, MAX_SECONDS, variables), pickle.HIGHEST_PROTOCOL)
+    except (RecursionError, TypeError, AttributeError, pickle.PicklingError) as error:
+        raise _Failed(f"the conversation cannot be sent to the process that renders: {error}") from None
+    if len(asked) > renderer.MAX_CHARS * 4:
+        raise _Failed(f"the conversation has more than {renderer.MAX_CHARS * 4} bytes")
+    with _lock:
+        if _renderer is None:
+            _renderer = _start()
+        assert _renderer.stdin is not None and _renderer.stdout is not None
+        try:
+            _renderer.stdin.write(len(asked).to_bytes(8, "little") + asked)
+            _renderer.stdin.flush()
+            header = _renderer.stdout.read(9)
+            size = int.from_bytes(header[1:], "little")
+            content = _renderer.stdout.read(size)
+            if len(header) < 9 or len(content) < size:
+                raise BrokenPipeError
+        except BrokenPipeError:
+            code = _end()
+            slow = f"it takes more than {MAX_SECONDS:g} s"
+            raise _Failed(slow if code == -signal.SIGPROF else f"its process has ended with code {code}") from None
+        except BaseException:  # half an answer, such as after Ctrl-C, would be taken for the next one's
+            _end()
+            raise
+    if header[:1] != renderer.RENDERED:
+        raise _Failed(content.decode())
+    return content.decode()
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Unlike Jinja's own filter, does not escape for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+def _start() -> subprocess.Popen:
+    # -P: the folder of the file has modules with names of Python's own.
+    command, pipe = [sys.executable, "-P", str(Path(renderer.__file__))], subprocess.PIPE
+    more = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, env=os.environ | more)
 
 
-def _raise_exception(message: str):
-    raise jinja2.TemplateError(message)
+def _end() -> int | None:
+    """Ends the renderer, if there is one, and returns its exit code."""
+    global _renderer
+    ended, _renderer = _renderer, None
+    if ended is None:
+        return None
+    assert ended.stdin is not None and ended.stdout is not None
+    ended.stdout.close()
+    with contextlib.suppress(BrokenPipeError):
+        ended.stdin.close()
+    try:
+        return ended.wait(1)  # it ends once it has no more to read; what it computes then is nobody's
+    except subprocess.TimeoutExpired:
+        ended.kill()
+        return ended.wait()
+
+
+def _forget() -> None:
+    """In a forked process: the renderer is the parent's."""
+    global _renderer, _lock
+    _renderer, _lock = None, threading.Lock()
+
+
+atexit.register(_end)
+os.register_at_fork(after_in_child=_forget)

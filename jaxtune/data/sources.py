@@ -24,7 +24,7 @@ from jaxtune.data.files import File, Found, find, is_url
 from jaxtune.data.readers import SUFFIXES, Report, Sample, Samples, has_samples, is_binary, read_file
 from jaxtune.data.selection import selected
 from jaxtune.data.user_files import fingerprint
-from jaxtune.errors import UserError
+from jaxtune.errors import UserError, hide_secrets
 
 DUMMY = "dummy"
 """The path of random tokens, for measurements of speed."""
@@ -35,7 +35,7 @@ class Source:
     """One entry of data.datasets, found but not read yet.
 
     Attributes:
-        name: the entry's path, as the user wrote it.
+        name: the entry's path, as the user wrote it, but without secrets.
         identity: changes whenever the samples may have changed (files, sizes, times, or the hub's revision).
         read: yields (where, sample); samples that cannot be read go to `report`.
     """
@@ -107,7 +107,7 @@ def _found(entry: Dataset, path: str | tuple[str, ...], streaming: bool) -> Sour
         for file in files:
             yield from read_file(file, entry, report)
 
-    return Source(", ".join(paths), identity, read)
+    return Source(hide_secrets(", ".join(paths)), identity, read)
 
 
 def _near(path: str) -> str:
@@ -218,7 +218,7 @@ def _of_split(path: str, files: list[File], entry: Dataset) -> list[File]:
             f"{entry.split!r}; set split, or choose files with glob"
         )
     chosen = {_resolved(name) for name in DataFilesList.from_patterns(patterns[entry.split], base_path=root)}
-    return [file for file in files if _resolved(file.name) in chosen]
+    return [file for file in files if _resolved(file.location) in chosen]
 
 
 def _resolved(name: str) -> str:

@@ -28,7 +28,7 @@ class Gpus:
         try:
             nvml = importlib.import_module("pynvml")
         except ImportError as error:
-            raise UserError("log.gpu_every needs the package nvidia-ml-py: pip install nvidia-ml-py") from error
+            raise UserError("log.gpu_every needs the package nvidia-ml-py: pip install 'jaxtune[nvml]'") from error
         self._error = nvml.NVMLError
         try:
             nvml.nvmlInit()

@@ -121,7 +121,7 @@ def cut(path: pathlib.Path, resume_step: int) -> None:
 
 def _start_wandb(folder: pathlib.Path, options: Wandb, run_name: str, config: Mapping[str, Any]) -> Any:
     """A wandb run whose id is kept in the run folder, so that a resumed run continues it."""
-    wandb = _load("wandb", "log.wandb.enabled", "pip install wandb")
+    wandb = _load("wandb", "log.wandb.enabled", "pip install 'jaxtune[wandb]'")
     id_file = folder / _WANDB_ID
     if not id_file.exists():
         id_file.write_text(uuid.uuid4().hex[:12])
@@ -142,7 +142,7 @@ def _start_wandb(folder: pathlib.Path, options: Wandb, run_name: str, config: Ma
 
 def _start_aim(folder: pathlib.Path, options: Aim, run_name: str, config: Mapping[str, Any]) -> Any:
     """An Aim run whose hash is kept in the run folder, so that a resumed run continues it."""
-    aim = _load("aim", "log.aim.enabled", "pip install aim")
+    aim = _load("aim", "log.aim.enabled", "pip install 'jaxtune[aim]'")
     known = folder / _AIM_HASH
     before = known.read_text().strip() if known.exists() else None
     run = aim.Run(run_hash=before, repo=options.repo, experiment=options.experiment)

@@ -20,6 +20,7 @@ from jaxtune.models.decode import Sampling
 from jaxtune.models.decoder import Parameters
 from jaxtune.parallel.layout import AXES
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.run.code import with_plugins
 from jaxtune.run.folder import RunFolder
 from jaxtune.run.generation import Generate, completed, ending, make_generate, stop_tokens, stream_text, text_of, until
 from jaxtune.run.model import Model, declare_model, read_base
@@ -100,7 +101,12 @@ class Answer(NamedTuple):
 
 
 def open_model(
-    name: str, mesh: jax.sharding.Mesh, adapter: str | None = None, step: int | None = None, quant: str | None = None
+    name: str,
+    mesh: jax.sharding.Mesh,
+    adapter: str | None = None,
+    step: int | None = None,
+    quant: str | None = None,
+    plugins: Sequence[str] = (),
 ) -> Opened:
     """A model for text on a mesh.
 
@@ -110,6 +116,7 @@ def open_model(
         adapter: The folder of an adapter of the model, which is a base.
         step: The checkpoint of a run; None: the newest good one.
         quant: The format in which the weights of the base are quantized as they are read.
+        plugins: That may be run, for a family of one's own; those that a run's config.json names are not.
 
     Raises:
         UserError: A classifier, or these do not fit each other.
@@ -120,14 +127,14 @@ def open_model(
             if value is not None:
                 raise UserError(f"--{flag}: {name} is a run, whose own adapter and formats are used")
         _refuse_classifier(name, folder.read_config())
-        run = open_run(folder, mesh, step)
+        run = open_run(folder, mesh, step, plugins)
         return Opened(run.config, run.model, {**run.frozen, **run.trained}, run.model.folders.tokenizer)
     if step is not None:
         raise UserError(f"--step={step}: {name} is not a run folder, so it has no checkpoints")
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     # A row length that any axis of the mesh divides, for the checks of a model that is trained.
     plain = Config(model=ModelOptions(dtype=dtype), data=Data(seq_len=mesh.size))
-    config = of_model(adapter or name, plain)
+    config = with_plugins(of_model(adapter or name, plain), plugins)
     if adapter is not None and not config.lora.enabled:
         raise UserError(f"--adapter={adapter}: it has no adapter_config.json, so it is not an adapter")
     if adapter is not None:

@@ -1,14 +1,17 @@
 """A client of an OpenAI-compatible server that generates, such as vLLM: completions of tokens, adapters in use.
 
 Tokens go out and come back, never text, so that what is trained on is what was sampled. A key in the environment
-variable OPENAI_API_KEY is sent with every request.
+variable OPENAI_API_KEY is sent with every request. The server is not trusted: an answer has limits in bytes and time,
+and its tokens are checked.
 """
 
 import hashlib
 import http.client
+import io
 import json
 import os
 import re
+import socket
 import time
 import urllib.error
 import urllib.parse
@@ -19,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtune.data.messages import clip
-from jaxtune.errors import UserError
+from jaxtune.errors import UserError, printable
 from jaxtune.hf.peft import CONFIG, WEIGHTS
 from jaxtune.run.generation import Completion
 
@@ -27,6 +30,8 @@ PARALLEL = 256
 """Requests under way at once: as many sequences as vLLM has in a batch, unless it is told otherwise."""
 PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Seconds before a request is sent again, if the server could not be reached or was too busy."""
+MAX_BYTES = 2**24
+"""Of an answer; one of 100,000 tokens, with its text and its prompt, is a tenth of that."""
 _TOO_BUSY = (429, 502, 503, 504)
 
 Wait = Callable[[float], None]
@@ -38,6 +43,7 @@ def complete(
     prompts: Sequence[Sequence[int]],
     numbers: Sequence[int],
     *,
+    vocabulary: int,
     max_tokens: int,
     temperature: float,
     top_p: float,
@@ -57,6 +63,7 @@ def complete(
         model: as the server calls it: the base model, or an adapter by the name that send_adapter returns.
         prompts: their tokens.
         numbers: of each, which with `seed` says what its random numbers are.
+        vocabulary: of the model; no token may be beyond it.
         max_tokens: of each completion.
         temperature: 0 takes the likeliest token.
         top_p: 1 leaves none out.
@@ -70,7 +77,7 @@ def complete(
         wait: sleeps between attempts.
 
     Raises:
-        UserError: the server cannot be reached, refuses, takes too long, or does not return tokens.
+        UserError: the server cannot be reached, refuses, takes too long, or does not return the tokens it should.
     """
     # What is left out here the server takes from the model's generation_config.json.
     sampling = {
@@ -96,7 +103,13 @@ def complete(
             "return_token_ids": True,
             **sampling,
         }
-        return _completion(url, _called(url, "completions", body, timeout, wait))
+        completion = _completion(url, _called(url, "completions", body, timeout, wait))
+        if len(completion.tokens) > max_tokens:
+            raise UserError(f"{url} returned {len(completion.tokens)} tokens, of {max_tokens} that were asked for")
+        if strange := [token for token in completion.tokens if not 0 <= token < vocabulary]:
+            text = f"the model has tokens 0 to {vocabulary - 1}; is that the model which the server serves?"
+            raise UserError(f"{url} returned token {clip(str(strange[0]))}: {text}")
+        return completion
 
     pool = ThreadPoolExecutor(PARALLEL, thread_name_prefix="completion")
     try:
@@ -141,12 +154,13 @@ def _completion(url: str, body: bytes) -> Completion:
     if len(choices) != 1:
         raise _not_openai(url, body)
     tokens, reason = choices[0].get("token_ids"), choices[0].get("finish_reason")
-    if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
+    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
         raise UserError(
             f"{url} does not return the tokens of completions (return_token_ids); vLLM does since version 0.10.2"
         )
     if reason not in ("stop", "length"):
-        raise UserError(f"{url} ended a completion with finish_reason={reason!r}, which is neither 'stop' nor 'length'")
+        shown = clip(repr(reason))
+        raise UserError(f"{url} ended a completion with finish_reason={shown}, which is neither 'stop' nor 'length'")
     return Completion(tokens, finished=reason == "stop")
 
 
@@ -172,7 +186,7 @@ def _called(
             cause = getattr(error, "reason", error)
             if isinstance(cause, TimeoutError):
                 raise UserError(f"{request.full_url} did not answer within {timeout:g} seconds") from error
-            problem = f"cannot be reached: {cause or type(cause).__name__}"
+            problem = f"cannot be reached: {_shown(str(cause)) or type(cause).__name__}"
         else:
             if status < 300 or status in fine:
                 return answer
@@ -207,19 +221,69 @@ def _is_address(url: str) -> bool:
         return False
 
 
+class _InTime(io.RawIOBase):
+    """A socket's stream that has to end within the socket's timeout, which otherwise is that of each of its bytes."""
+
+    def __init__(self, stream: io.RawIOBase, connection: socket.socket):
+        self._stream, self._connection = stream, connection
+        self._deadline = time.monotonic() + (connection.gettimeout() or 0.0)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._connection.settimeout(left)
+        return self._stream.readinto(buffer)
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
+
+
+class _Response(http.client.HTTPResponse):
+    def __init__(self, sock: socket.socket, *arguments: Any, **named: Any):
+        super().__init__(sock, *arguments, **named)
+        self.fp = io.BufferedReader(_InTime(self.fp.detach(), sock))
+
+
+class _Plain(http.client.HTTPConnection):
+    response_class = _Response
+
+
+class _Secure(http.client.HTTPSConnection):
+    response_class = _Response
+
+
+class _Connect(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
+    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_Plain, req)
+
+    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_Secure, req)
+
+
 def _answer(request: urllib.request.Request, timeout: float) -> tuple[int, bytes]:
+    response: Any  # of an error too, which stands for it
     try:
-        with urllib.request.urlopen(request, timeout=timeout) as response:
-            return response.status, response.read()
+        response = urllib.request.build_opener(_Connect).open(request, timeout=timeout)
     except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read()
+        response = error
+    with response:
+        content = response.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise UserError(f"{request.full_url} answers with more than {MAX_BYTES} bytes")
+        if response.length:  # of what Content-Length says; `read` with a size leaves that to the caller
+            raise http.client.IncompleteRead(content, response.length)
+        return response.status, content
 
 
 def _entries(url: str, body: bytes, key: str) -> list[dict[str, Any]]:
     try:
         entries = json.loads(body)[key]
-    except (ValueError, TypeError, LookupError) as error:
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise _not_openai(url, body) from error
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise _not_openai(url, body)
@@ -227,7 +291,9 @@ def _entries(url: str, body: bytes, key: str) -> list[dict[str, Any]]:
 
 
 def _not_openai(url: str, body: bytes) -> UserError:
-    return UserError(f"{url} does not answer as an OpenAI-compatible server: {clip(body.decode(errors='replace'))}")
+    return UserError(
+        f"{url} does not answer as an OpenAI-compatible server: {_shown(body.decode(errors='replace'), 80)}"
+    )
 
 
 def _message(body: bytes) -> str:
@@ -235,12 +301,16 @@ def _message(body: bytes) -> str:
     text = body.decode(errors="replace").strip()
     try:
         found = json.loads(text)
-    except ValueError:
-        return clip(text, 500)
+    except (ValueError, RecursionError):
+        return _shown(text)
     for key in ("error", "message", "detail"):
         if isinstance(found, dict) and key in found:
             found = found[key]
-    return clip(str(found), 500)
+    return _shown(str(found))
+
+
+def _shown(text: str, limit: int = 500) -> str:
+    return printable(clip(text, limit))
 
 
 def _advice(endpoint: str, status: int) -> str:

@@ -9,10 +9,10 @@ from jaxtune.checkpoint import CheckpointManager
 from jaxtune.checkpoint.manager import HOST_FILE
 from jaxtune.checkpoint.mirror import Mirror
 from jaxtune.checkpoint.storage import open_folder, reason
-from jaxtune.config import from_json
+from jaxtune.config import from_json, to_json
 from jaxtune.config.loading import as_dict
 from jaxtune.config.schema import Config
-from jaxtune.errors import UserError
+from jaxtune.errors import UserError, hide_secrets
 from jaxtune.monitor.metrics import IDS
 from jaxtune.run import process, resume
 from jaxtune.run.folder import RunFolder
@@ -105,8 +105,8 @@ def _check_same(config: Config, mirror: Mirror) -> None:
         text = mirror.remote.read("config.json").decode()
     except Exception as error:
         raise UserError(f"ckpt.mirror: {mirror.remote.url}/config.json cannot be read: {reason(error)}") from error
-    then = as_dict(from_json(text, f"{mirror.remote.url}/config.json"))
-    if changed := [key for key, _, _ in resume.differences(then, as_dict(config), "")]:
+    then = as_dict(from_json(hide_secrets(text), f"{mirror.remote.url}/config.json"))
+    if changed := [key for key, _, _ in resume.differences(then, as_dict(from_json(to_json(config))), "")]:
         raise UserError(
             f"ckpt.mirror: {mirror.remote.url} holds another run, with other values of {', '.join(changed[:3])}; "
             "choose another --config.train.run_name, or remove it with --config.ckpt.resume=overwrite"

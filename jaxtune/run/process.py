@@ -22,7 +22,7 @@ import pallas_kernels
 from jaxtune import command
 from jaxtune.config.loading import as_dict
 from jaxtune.config.schema import Config, Device, Log
-from jaxtune.errors import UserError
+from jaxtune.errors import UserError, hide_secrets
 from jaxtune.monitor.progress import FILE
 from jaxtune.parallel import multihost
 from jaxtune.parallel.multihost import visible_gpus
@@ -257,6 +257,12 @@ def _show_log(options: Log) -> None:
         logger.handlers = [shown]
         logger.propagate = False
         logger.setLevel(level)
+        logger.addFilter(_hide_secrets)
+
+
+def _hide_secrets(record: logging.LogRecord) -> bool:
+    record.msg, record.args = hide_secrets(record.getMessage()), ()
+    return True
 
 
 @contextmanager
@@ -272,6 +278,7 @@ def log_to_file(config: Config, folder: Path) -> Iterator[None]:
     loggers = [*map(logging.getLogger, _SHOWN), FILE]
     FILE.propagate = False
     FILE.setLevel(logging.INFO)
+    FILE.addFilter(_hide_secrets)
     for logger in loggers:
         logger.addHandler(written)
     for line in config.opening_lines:  # which were shown before the folder was known

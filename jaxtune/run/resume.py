@@ -17,7 +17,7 @@ from jaxtune.config import from_json, keys, to_json
 from jaxtune.config.loading import as_dict
 from jaxtune.config.schema import Config, Dataset
 from jaxtune.data import Counts, Feed, PromptFeed
-from jaxtune.errors import UserError
+from jaxtune.errors import UserError, hide_secrets
 from jaxtune.models.decoder import Parameters
 from jaxtune.models.parameters import abstract
 from jaxtune.parallel import multihost
@@ -242,7 +242,8 @@ def check_length(saved: Saved, total_steps: int) -> None:
 
 def check_unchanged(saved: dict[str, Any], config: Config, folder: RunFolder) -> None:
     """Raise UserError naming each option that a run may not change when it goes on."""
-    then, now = as_dict(from_json(json.dumps(saved))), as_dict(config)  # options newer than the run at their defaults
+    # Options newer than the run are at their defaults. Secrets are in neither: a new token is not another option.
+    then, now = (as_dict(from_json(hide_secrets(text))) for text in (json.dumps(saved), to_json(config)))
     changed = [f"  {key}: {before!r} then, {after!r} now" for key, before, after in differences(then, now, "")]
     if changed:
         raise UserError(

@@ -238,6 +238,7 @@ def _by_server(config: Config, model: Model, tokenizer, folder: Path) -> Complet
     sampling = {key: getattr(options, key) for key in Sampling._fields} | {"top_k": options.top_k or 0}
     ends = {"stop": _stops(config, model, tokenizer), "strings": options.stop}
     how = {**sampling, **ends, "max_tokens": options.max_new_tokens, "seed": config.train.seed}
+    how["vocabulary"] = model.spec.vocabulary
 
     def complete(
         trained: Parameters, frozen: Parameters, prompts: list[list[int]], numbers: Sequence[int]

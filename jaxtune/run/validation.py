@@ -92,7 +92,7 @@ def open_evaluated(
         return Evaluated(config, model, trained, {**frozen, **base}, {}, None)
     if name is not None:
         raise UserError("--run and --model: one at a time")
-    run = open_run(RunFolder(Path(run_path)), mesh, step, low_precision=True, reference=reference)
+    run = open_run(RunFolder(Path(run_path)), mesh, step, config.train.plugins, low_precision=True, reference=reference)
     for option in ("path", "head"):
         trained, asked = getattr(run.config.model, option), getattr(config.model, option)
         if trained != asked:

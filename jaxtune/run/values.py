@@ -2,7 +2,7 @@
 
 import dataclasses
 import shlex
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from jaxtune.models.parameters import Parameter, abstract, randomize
 from jaxtune.precision.linears import Frozen
 from jaxtune.quant.mxfp4 import Mxfp4
 from jaxtune.run.adapter_start import begin_adapters
+from jaxtune.run.code import base_of_run
 from jaxtune.run.folder import RunFolder
 from jaxtune.run.merging import merged_into
 from jaxtune.run.model import Model, abstract_average, declare_model, read_base
@@ -250,14 +251,25 @@ class TrainedModel:
 
 
 def open_run(
-    folder: RunFolder, mesh: jax.sharding.Mesh, step: int | None, low_precision: bool = False, reference: bool = False
+    folder: RunFolder,
+    mesh: jax.sharding.Mesh,
+    step: int | None,
+    plugins: Sequence[str] = (),
+    low_precision: bool = False,
+    reference: bool = False,
 ) -> TrainedModel:
-    """The model of a run at a step, or at its newest good checkpoint; `low_precision` to compute as it was trained.
+    """The model of a run at a step, or at its newest good checkpoint.
 
-    reference: whether to read what the run's state compares with, if it holds that.
+    Args:
+        folder: of the run.
+        mesh: its devices.
+        step: the checkpoint; None: the newest good one.
+        plugins: that may be run; the run's own are not unless they are among these.
+        low_precision: whether to compute as it was trained.
+        reference: whether to read what the run's state compares with, if it holds that.
     """
-    config = folder.read_config()
-    model = declare_model(read_base(config), config, mesh, low_precision=low_precision)
+    config, base = base_of_run(folder, plugins)
+    model = declare_model(base, config, mesh, low_precision=low_precision)
     compared = abstract_reference(model, config) if reference else {}
     checkpoints = CheckpointManager(folder.checkpoints)
     restored = _restored(checkpoints, model, config, step, compared)

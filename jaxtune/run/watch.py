@@ -1,5 +1,6 @@
 """Metrics, progress, profiler and requests to stop of a running run: opened together, closed together."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -7,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxtune.config.loading import as_dict
+from jaxtune.config import to_json
 from jaxtune.config.schema import Config
 from jaxtune.monitor import throughput
 from jaxtune.monitor.goodput import Goodput
@@ -82,7 +83,8 @@ def watching(
     """
     main = multihost.is_main()
     with ExitStack() as opened:
-        metrics = MetricsLog(folder.path, config.log, config.train.run_name or "", as_dict(config), step, main)
+        sent = json.loads(to_json(config))
+        metrics = MetricsLog(folder.path, config.log, config.train.run_name or "", sent, step, main)
         opened.enter_context(closing(metrics))
         profiler = opened.enter_context(closing(Profiler(folder.path, config.prof, main, step_text)))
         shown = Progress(total_steps, step, config.log.every, main, config.log.format)

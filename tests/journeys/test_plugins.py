@@ -66,7 +66,7 @@ def test_all_of_them_take_part_and_come_back(home):
     assert losses(folder) == whole
     again = json.loads((folder / "checkpoints" / "8" / "host.json").read_text())
     assert again["host"]["plugins"] == checkpoint["host"]["plugins"]
-    assert "eval_loss" in call("jaxtune.evaluate", f"--run={folder}")
+    assert "eval_loss" in call("jaxtune.evaluate", f"--run={folder}", f"--config={folder}/config.json")
 
 
 def test_a_plugin_may_end_the_run(home):

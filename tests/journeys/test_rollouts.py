@@ -57,7 +57,8 @@ def test_a_rewarded_pattern_is_learned(home, data):
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.4
     found = [row for row in metrics(home / "runs" / "pattern") if "eval_reward" in row]
     assert [row["step"] for row in found] == [0, 10, 20] and found[-1]["eval_reward"] > found[0]["eval_reward"] + 0.4
-    said = call("jaxtune.evaluate", f"--run={home / 'runs' / 'pattern'}")
+    run = home / "runs" / "pattern"
+    said = call("jaxtune.evaluate", f"--run={run}", f"--config={run / 'config.json'}")
     assert f"eval_reward {found[-1]['eval_reward']:.6f}" in said
     lines = [json.loads(line) for line in (home / "runs" / "pattern" / "completions.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [step for step in range(1, 21) for _ in range(4)]

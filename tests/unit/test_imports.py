@@ -3,9 +3,12 @@
 import ast
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 ALLOWED = {"jax", "flax", "optax", "numpy", "jaxtyping"}
@@ -17,6 +20,12 @@ ROOMS = (
 MAY_USE = {"errors", "config.schema", *(room.removesuffix(".py").replace("/", ".") for room in ROOMS)}
 NO_COMMANDS = {"__init__", "__main__", "command", "errors", "interrupt", "python"}
 COMMANDS = {path.stem for path in (ROOT / "jaxtune").glob("*.py")} - NO_COMMANDS
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+DEPENDENCIES = [Requirement(text) for text in PROJECT["dependencies"]]
+# New minor versions of these have broken programs, of transformers major ones.
+BREAK = ("jax", "flax", "optax", "orbax-checkpoint", "grain", "transformers")
 
 
 def imports(path: Path) -> set[str]:
@@ -68,3 +77,21 @@ def test_sections_and_columns_are_named_without_the_rest_of_their_room(module, h
 @pytest.mark.parametrize("file", files("pallas_kernels"), ids=lambda file: str(file.relative_to(ROOT)))
 def test_kernels_know_nothing_of_jaxtune(file):
     assert not any(module.startswith("jaxtune") for module in imports(file))
+
+
+@pytest.mark.parametrize("requirement", DEPENDENCIES, ids=lambda requirement: requirement.name)
+def test_a_dependency_is_bounded_where_it_breaks_and_the_tests_run_within_its_bounds(requirement):
+    """So the newest version that is allowed and released is one that they have passed on: CI installs that one."""
+    assert version(requirement.name) in requirement.specifier
+    bounds = {part.operator for part in requirement.specifier}
+    assert requirement.name not in BREAK or "<" in bounds, f"{requirement} has no upper bound"
+
+
+def test_what_is_off_by_default_is_an_extra_and_imported_where_it_is_used():
+    """wandb alone brings 20 packages."""
+    optional = {"wandb", "aim", "tensorboardX", "lm_eval", "pynvml", "ray", "s3fs", "gcsfs"}
+    assert not optional & {requirement.name for requirement in DEPENDENCIES}
+    importing = {str(file.relative_to(ROOT)): imports(file) for file in files("jaxtune")}
+    named = [file for file, modules in importing.items() if optional & {module.split(".")[0] for module in modules}]
+    assert named == ["jaxtune/run/lm_evaluation_harness.py"]  # which is imported where it is used
+    assert "wandb" in PROJECT["optional-dependencies"]["test"]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtune.checkpoint import CheckpointManager
+from jaxtune.checkpoint import CheckpointManager, manifest
 from jaxtune.checkpoint.mirror import Mirror
 from jaxtune.checkpoint.storage import RemoteFolder, open_folder, upload
 from jaxtune.errors import UserError
@@ -179,13 +179,25 @@ def test_damage_on_either_side_is_noticed(url, tmp_path):
     assert fresh.steps() == [2]
 
 
-def test_a_manifest_cannot_reach_out_of_its_folder(tmp_path):
+@pytest.mark.parametrize(
+    "name", ["../../../x", "{tmp}/x", "a/{tmp}/x", "a//x", "./x", "a/..", "", "..\\x", "C:\\x", "C:/x", "x\0", "x\n"]
+)
+def test_a_manifest_cannot_reach_out_of_its_folder(name, tmp_path):
+    """An absolute name reached the file of that name: the mirror has it as a file of the checkpoint too."""
+    name = name.format(tmp=tmp_path)
     mirror, _ = run_of(tmp_path / "here", f"file://{tmp_path}/mirror")
-    entry = {"size": 1, "sha256": "0" * 64}
-    mirror.remote.write("checkpoints/1/manifest.json", json.dumps({"files": {"../../../x": entry}}).encode())
-    with pytest.raises(UserError, match="damaged"):
+    there, content = f"checkpoints/1/{name}", json.dumps({"files": {name: {"size": 1, "sha256": ""}}})
+    mirror.remote.write("checkpoints/1/manifest.json", content.encode())
+    with (
+        mock.patch.object(RemoteFolder, "sizes", lambda *_: {there: 1, "checkpoints/1/manifest.json": 1}),
+        mock.patch.object(RemoteFolder, "get", lambda *_: pytest.fail("fetched")),
+        pytest.raises(UserError, match="damaged"),
+    ):
         mirror.fetch(None)
-    assert not (tmp_path / "x").exists()
+    (tmp_path / "manifest.json").write_text(content)
+    assert manifest.verify(tmp_path) == [
+        f"manifest.json: cannot be read ({name!r} is not the name of a file in a checkpoint)"
+    ]
 
 
 @pytest.mark.parametrize(

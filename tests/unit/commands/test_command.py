@@ -37,6 +37,11 @@ def test_a_file_that_cannot_be_used_is_named(capsys):
     assert capsys.readouterr().err == "jaxtune: error: runs/a: Permission denied\n"
 
 
+def test_what_an_error_quotes_does_not_steer_the_terminal(capsys):
+    assert guarded(raising(UserError("a\x1b[2J\x9bé\n  b"))) == 2
+    assert capsys.readouterr().err == "jaxtune: error: a\\x1b[2J\\x9bé\n  b\n"
+
+
 def test_an_error_of_the_program_keeps_its_traceback():
     with pytest.raises(ZeroDivisionError):
         guarded(raising(ZeroDivisionError()))

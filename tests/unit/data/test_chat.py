@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tiny import CHATML, byte_tokenizer
 
-from jaxtune.data import ChatTemplate
+from jaxtune.data import ChatTemplate, sandbox
 from jaxtune.data.encoding import Encoder, Refused
 from jaxtune.data.messages import check_messages, check_tools
 from jaxtune.errors import UserError
@@ -308,14 +308,28 @@ HOSTILE = {
     "power": "{{ 10 ** 10000000000 }}",
     "include": "{% include '/etc/passwd' %}",
     "deep recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "width of a method": "{{ 'x'.ljust(10000000000) }}",
+    "width of a filter": "{{ 'x' | center(10000000000) }}",  # computed while it is compiled
+    "width of a format": "{{ '%3000000000d' % 1 }}",
+    "bytes of a number": "{{ (1).to_bytes(10000000000, 'big') }}",
+    "tower of powers": "{{ ((((9 ** 64) ** 64) ** 64) ** 64) ** 64 }}",
+    "product of replacements": "{% set x = 'x' * 1000000 %}{{ x.replace('x', x) }}",
+    "join": "{% set x = 'x' * 60000000 %}{{ ([x] * 1000) | join }}",
+    "doubling": "{% set n = namespace(x='xx') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "shared lists": "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
+    "{{ n.x | tojson }}",
+    "half a character": r"{{ '\ud800' }}",
+    "nested deeply": "{{ " + "(" * 20000 + ")" * 20000 + " }}",
 }
 
 
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_template_ends_in_an_error(tmp_path, monkeypatch, source):
+    """Whatever it does, the process that renders has no more time and memory; the next template is rendered again."""
     monkeypatch.setattr("jaxtune.data.sandbox.MAX_SECONDS", 0.3)
-    with pytest.raises(UserError, match="chat template"):
+    with pytest.raises(UserError, match="^the chat template (is not valid|fails): .{1,200}$"):
         ChatTemplate(byte_tokenizer(tmp_path, source)).render(SINGLE)
+    assert sandbox.Template("{{ 1 }}").render() == ("1", [])
 
 
 def test_a_template_that_is_not_jinja_or_not_there_is_an_error(tmp_path):

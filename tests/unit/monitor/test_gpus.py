@@ -44,7 +44,7 @@ def test_without_gpus_there_is_nothing_to_read(monkeypatch):
 
 def test_what_is_missing_is_said(two_gpus, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    with pytest.raises(UserError, match="log.gpu_every needs .* pip install nvidia-ml-py"):
+    with pytest.raises(UserError, match="log.gpu_every needs .* pip install .jaxtune.nvml.."):
         Gpus()
 
     def fail():

@@ -159,5 +159,5 @@ def test_aim_gets_each_number_and_a_resumed_run_goes_on(tmp_path, monkeypatch):
     assert first.tracked[:2] == [("loss", 1, 1 / 3), ("tokens", 1, 2**40)] and ("eval_loss", 2, 1 / 14) in first.tracked
     assert first.closed and not first.resumed and second.resumed and second.hash == first.hash
     monkeypatch.setitem(sys.modules, "aim", None)
-    with pytest.raises(UserError, match="log.aim.enabled needs the package aim: pip install aim"):
+    with pytest.raises(UserError, match="log.aim.enabled needs the package aim: pip install .jaxtune.aim.."):
         train(tmp_path, 1, 1, 0, log)

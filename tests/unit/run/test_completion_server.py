@@ -1,12 +1,15 @@
 """Completions and adapters of a server: what is asked of it, what comes back, and what a user is told when it fails."""
 
+import contextlib
 import socket
 import threading
+import time
 
 import pytest
 from completion_server import CompletionServer
 
 from jaxtune.errors import UserError
+from jaxtune.run import completion_server
 from jaxtune.run.completion_server import PAUSES, Completion, complete, send_adapter
 
 STOP = 2
@@ -27,7 +30,7 @@ def server():
 def ask(server, prompts, **changed):
     url = server if isinstance(server, str) else server.url
     asked = dict(max_tokens=8, temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, repetition_penalty=1.2, stop={STOP})
-    asked |= dict(model="base", seed=0, timeout=10.0, wait=lambda seconds: None)
+    asked |= dict(vocabulary=2**48, model="base", seed=0, timeout=10.0, wait=lambda seconds: None)
     return complete(url, prompts=prompts, **({"numbers": range(len(prompts))} | asked | changed))
 
 
@@ -161,6 +164,55 @@ def test_a_server_that_takes_too_long_is_not_asked_again():
             ask(url, [[10]], timeout=0.05, wait=lambda seconds: pytest.fail("asked again"))
 
 
+@pytest.mark.parametrize("status", ["200 OK", "500 Error"])
+@pytest.mark.parametrize(
+    "begin, then, message",
+    [
+        ("HTTP/1.1 ", "2", "did not answer within 0.3 seconds"),
+        ("HTTP/1.1 {status}\r\nX: ", "x", "did not answer within 0.3 seconds"),
+        ("HTTP/1.1 {status}\r\nContent-Length: 1000\r\n\r\n", " ", "did not answer within 0.3 seconds"),
+        ("HTTP/1.1 {status}\r\n\r\n", " " * 999, "answers with more than 5000 bytes"),
+        ("HTTP/1.1 {status}\r\nTransfer-Encoding: chunked\r\n\r\n", "1\r\n \r\n" * 999, "more than 5000 bytes"),
+    ],
+    ids=["status", "header", "body", "endless", "endless-chunks"],
+)
+def test_an_answer_has_limits_of_bytes_and_of_time_as_a_whole(status, begin, then, message, monkeypatch):
+    """Each byte comes well within the time that the whole answer has."""
+    monkeypatch.setattr(completion_server, "MAX_BYTES", 5000)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def trickle():
+            connection, _ = listening.accept()
+            with connection, contextlib.suppress(OSError):  # the client has gone
+                connection.sendall(begin.format(status=status).encode())
+                for _ in range(100):
+                    connection.sendall(then.encode())
+                    time.sleep(0.02)
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with pytest.raises(UserError, match=message):
+            ask(url, [[10]], timeout=0.3, wait=lambda seconds: pytest.fail("asked again"))
+        thread.join(10)
+
+
+def test_an_answer_that_is_cut_off_is_asked_for_again(server):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def cut_off():
+            for _ in range(6):
+                connection, _ = listening.accept()
+                with connection:
+                    connection.recv(2**16)
+                    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{")
+
+        threading.Thread(target=cut_off, daemon=True).start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with pytest.raises(UserError, match=r"IncompleteRead\(1 bytes read, 999 more expected\) \(6 attempts"):
+            ask(url, [[10]])
+
+
 @pytest.mark.parametrize(
     "answer, message",
     [
@@ -172,13 +224,22 @@ def test_a_server_that_takes_too_long_is_not_asked_again():
         ((200, {"choices": []}), "does not answer as an OpenAI-compatible server"),
         ((200, [1]), "does not answer as an OpenAI-compatible server"),
         ((200, {"choices": [{"token_ids": [1], "finish_reason": "abort"}]}), "with finish_reason='abort', which is"),
+        ((200, {"choices": [{"token_ids": [5] * 9, "finish_reason": "stop"}]}), "returned 9 tokens, of 8 that were as"),
+        ((200, {"choices": [{"token_ids": [1, -7], "finish_reason": "stop"}]}), "returned token -7: .* 0 to 99; is"),
+        ((200, {"choices": [{"token_ids": [100], "finish_reason": "stop"}]}), "returned token 100: .* 0 to 99; is"),
+        ((200, {"choices": [{"token_ids": [True], "finish_reason": "stop"}]}), "does not return the tokens"),
+        ((200, "[" * 100_000), r"does not answer as an OpenAI-compatible server: \[\[\["),
+        ((500, "[" * 100_000), r"answers 500: \[\[\["),
+        ((500, {"error": "\x1b]0;you\x07\n"}), r"answers 500: \\x1b\]0;you\\x07\\n$"),
+        ((200, "\x1b[2J"), r"as an OpenAI-compatible server: \\x1b\[2J$"),
     ],
-    ids=["400", "400-old", "422", "500", "page", "no-choice", "list", "aborted"],
+    ids=["400", "400-old", "422", "500", "page", "no-choice", "list", "aborted"]
+    + ["too-many", "negative", "beyond", "bool", "deep", "deep-500", "escapes-500", "escapes"],
 )
 def test_an_answer_that_is_no_completion_is_said_at_once(server, answer, message):
     server.answer = lambda *request: answer
     with pytest.raises(UserError, match=message):
-        ask(server, [[10]], wait=lambda seconds: pytest.fail("asked again"))
+        ask(server, [[10]], vocabulary=100, wait=lambda seconds: pytest.fail("asked again"))
 
 
 def test_a_model_that_is_not_served_is_named(server):

@@ -1,10 +1,14 @@
 """What is wrong with a plugin is said before anything is trained."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
-from jaxtune.config.schema import Config, Train
+from jaxtune import evaluate, export, generate
+from jaxtune.config import to_json
+from jaxtune.config.recipe import read_recipe
+from jaxtune.config.schema import Config, Data, Dataset, Model, Rollout, Train
 from jaxtune.errors import UserError
 from jaxtune.run import plugins
 
@@ -72,3 +76,54 @@ def test_a_file_that_has_changed_is_run_again(tmp_path):
         called = plugins.callbacks(config, tmp_path, {})
         called("on_end", 1)
         assert called.runs[0].state == {"answer": answer}
+
+
+@pytest.fixture
+def run_of_another(tmp_path):
+    """A run's folder whose config.json names a plugin, a function and rewards, in a file that says so if it is run."""
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from pathlib import Path\nPath(__file__).with_suffix('.ran').touch()\nf = g = on_end = lambda *_: None\n"
+    )
+    config = Config(
+        model=Model(path=str(tmp_path / "nowhere")),
+        data=Data(datasets=(Dataset(path="d.jsonl", function=f"{file}:f"),), validation_split=0.5),
+        train=Train(plugins=(str(file),)),
+    )
+    (tmp_path / "run" / "config.json").write_text(to_json(config))
+    rewarded = dataclasses.replace(config, rollout=Rollout(rewards=("jaxtune.recipes.qwen_grpo:right", f"{file}:g")))
+    (tmp_path / "run" / "rewarded.json").write_text(to_json(rewarded))
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        (generate.main, "--model={run}", "--prompt=a"),
+        (export.main, "--run={run}", "--output={run}/out"),
+        (evaluate.main, "--run={run}", "--config.data.datasets[0].function=None"),
+    ],
+    ids=["generate", "export", "evaluate"],
+)
+def test_a_plugin_that_only_a_run_s_folder_names_is_not_run(run_of_another, command, capsys):
+    main, *arguments = command
+    arguments = [argument.format(run=run_of_another) for argument in arguments]
+    file, ran = run_of_another.parent / "mine.py", run_of_another.parent / "mine.ran"
+    assert main(arguments) == 2 and not ran.exists()
+    said = capsys.readouterr().err
+    assert "nowhere" in said and f"names plugins ({file}), and plugins of a run are not run unless you name" in said
+    assert main([*arguments, f"--plugin={file}"]) == 2 and ran.exists()
+
+
+def test_functions_that_only_a_run_s_folder_names_are_not_run(run_of_another, capsys):
+    run, config = run_of_another, run_of_another / "config.json"
+    ran, message = run.parent / "mine.ran", "is code, and code that only a run's folder names is not run; if you trust"
+    assert evaluate.main([f"--run={run}"]) == 2 and not ran.exists()
+    assert f"data.datasets[0].function = '{run.parent}/mine.py:f' {message}" in capsys.readouterr().err
+    (run / "rewarded.json").replace(config)
+    assert evaluate.main([f"--run={run}", "--config.data.datasets[0].function=None"]) == 2 and not ran.exists()
+    assert f"rollout.rewards = '{run.parent}/mine.py:g' {message}" in capsys.readouterr().err
+    assert evaluate.main([f"--run={run}", f"--config={config}"]) == 2 and ran.exists()
+    (line,) = read_recipe(str(config)).resolve().opening_lines
+    assert line.startswith(f"{config} names Python code, which is run: {run.parent}/mine.py, {run.parent}/mine.py:g, ")
