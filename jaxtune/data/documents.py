@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from jaxtune.checkpoint import manifest
 from jaxtune.config.schema import Chat, Dataset
 from jaxtune.data import cache, sources
 from jaxtune.data.encoding import Refused
@@ -92,7 +93,11 @@ def tokenize(
         return Documents.joined([_last_made(entry, cache_dir, shaping) for entry in entries])
     found = []
     for source, entry, folder in _found(entries, tokenizer, cache_dir, shaping):
+        if folder.exists() and not manifest.verify(folder):  # without the lock, so that processes verify side by side
+            found.append(cache.load(folder))
+            continue
         with _locked(cache_dir / f"{folder.name}.lock") as locked:
+            _remove_damaged(folder, source.name)
             if locked:
                 for left_by_a_kill in cache_dir.glob(f"{folder.name}.{socket.gethostname()}.*.tmp"):
                     shutil.rmtree(left_by_a_kill, ignore_errors=True)
@@ -122,6 +127,7 @@ def prepare_shard(
     lines = []
     for source, entry, folder in _found(entries, tokenizer, cache_dir, shaping_of(tokenizer, on_bad_row, labels, chat)):
         with _locked(cache_dir / f"{folder.name}.lock", shared=True):
+            _remove_damaged(folder, source.name)
             if folder.exists():
                 lines.append(f"{source.name}: it is whole in the cache already")
                 continue
@@ -150,9 +156,9 @@ def _last_made(entry: Dataset, cache_dir: Path, shaping: str) -> Part:
     """What was last made of an entry, whatever its source is now."""
     name = entry.path if isinstance(entry.path, str) else ", ".join(entry.path or ())
     made = {
-        folder: (folder / "offsets.npy").stat().st_mtime
-        for folder in (file.parent for file in cache_dir.glob(f"*/{cache.SUMMARY}"))
-        if not folder.suffix and _summary(folder).get("request") == _request(entry, shaping)
+        file.parent: file.stat().st_mtime
+        for file in cache_dir.glob(f"*/{manifest.MANIFEST}")
+        if not file.parent.suffix and cache.read_summary(file.parent).get("request") == _request(entry, shaping)
     }
     if not made:
         raise UserError(
@@ -160,6 +166,11 @@ def _last_made(entry: Dataset, cache_dir: Path, shaping: str) -> Part:
             "`python -m jaxtune.prepare` where its source is, with the same data.cache_dir"
         )
     folder = max(made, key=made.__getitem__)
+    if problems := manifest.verify(folder):
+        raise UserError(
+            f"data.cache_only: {folder} is damaged ({problems[0]}); delete it, and run `python -m jaxtune.prepare` "
+            f"where the source {name} is"
+        )
     part, day = cache.load(folder), datetime.datetime.fromtimestamp(made[folder])
     older = f"; {len(made) - 1} older ones are not used" if len(made) > 1 else ""
     note = f"{name}: from the cache of {day:%Y-%m-%d %H:%M}, its source was not looked at{older}"
@@ -168,6 +179,16 @@ def _last_made(entry: Dataset, cache_dir: Path, shaping: str) -> Part:
 
 def _summary(folder: Path) -> dict[str, Any]:
     return json.loads((folder / cache.SUMMARY).read_text())
+
+
+def _remove_damaged(folder: Path, name: str) -> None:
+    """Removes a folder of documents, finished or a part, that does not agree with its manifest, and says so."""
+    if problems := manifest.verify(folder) if folder.exists() else ():
+        log.warning("data: %s is damaged (%s), so %s is tokenised again", folder, problems[0], name)
+        removed = _temporary(folder, "damaged")
+        with contextlib.suppress(FileNotFoundError):  # another shard's process was faster
+            folder.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -281,6 +302,9 @@ def _make_parts(
 ) -> int:
     """Makes those of the shard that are not there; returns how many parts there are."""
     number, shards = shard
+    for path in parts.glob("*"):
+        if path.name.isdigit() and int(path.name) % shards == number:
+            _remove_damaged(path, source.name)
     there = {int(path.name) for path in parts.glob("*") if path.name.isdigit()}
     if left_by_a_kill := there & set(range(number, max(there, default=0) + 1, shards)):
         log.info("data: %s: goes on with %d parts that are in the cache", source.name, len(left_by_a_kill))

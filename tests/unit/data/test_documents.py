@@ -20,7 +20,7 @@ from tiny import byte_tokenizer
 
 from jaxtune.config.schema import Chat, Config, Data, Dataset, Train
 from jaxtune.data import documents as documents_module
-from jaxtune.data.documents import tokenize
+from jaxtune.data.documents import prepare_shard, tokenize
 from jaxtune.data.encoding import Encoder
 from jaxtune.data.splits import open_documents
 from jaxtune.errors import UserError
@@ -350,13 +350,55 @@ def test_what_a_killed_or_failed_run_left_behind_is_cleared(tokenizer, tmp_path)
     assert not list(cache.glob("*.tmp"))
 
 
-def test_a_damaged_cache_is_an_error_that_names_the_folder(tokenizer, tmp_path):
-    entry = Dataset(path=str(jsonl(tmp_path / "a.jsonl", TEXTS)))
-    tokenize((entry,), tokenizer, tmp_path / "cache")
-    [file] = (tmp_path / "cache").glob("*/tokens.bin")
-    file.write_bytes(file.read_bytes()[:-4])
-    with pytest.raises(UserError, match=str(file.parent)):
-        tokenize((entry,), tokenizer, tmp_path / "cache")
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.unlink()  # it is mapped into memory
+    file.write_bytes(content)
+
+
+def empty(file: Path) -> None:
+    file.unlink()
+    file.touch()
+
+
+CACHE_FILES = [
+    *("tokens.bin", "loss_weight.bin", "offsets.npy", "units.npy", "targets.npy", "continuous.npy"),
+    *("summary.json", "manifest.json"),
+]
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, empty, Path.unlink])
+@pytest.mark.parametrize("name", CACHE_FILES)
+def test_a_damaged_cache_is_said_and_made_again(tokenizer, tmp_path, caplog, name, damage):
+    entry, cache = Dataset(path=str(jsonl(tmp_path / "a.jsonl", TEXTS))), tmp_path / "cache"
+    first = tokenize((entry,), tokenizer, cache)
+    damage(next(cache.glob(f"*/{name}")))
+    for warnings in (1, 0):
+        caplog.clear()
+        again = tokenize((entry,), tokenizer, cache)
+        assert again.key == first.key and np.array_equal(again.targets, first.targets)
+        assert all(np.array_equal(again.read(i, 0, 99), first.read(i, 0, 99)) for i in range(3))
+        said = [record.message for record in caplog.records]
+        assert len(said) == warnings and all(name in line and "a.jsonl is tokenised again" in line for line in said)
+    assert not list(cache.glob("*.tmp"))
+
+
+def test_a_damaged_part_of_a_run_that_was_killed_is_made_again(tokenizer, tmp_path, caplog):
+    entry, cache = Dataset(path=str(jsonl(tmp_path / "a.jsonl", TEXTS))), tmp_path / "cache"
+    prepare_shard((entry,), tokenizer, cache, (0, 1))
+    flip_a_bit(next(cache.glob("*.parts/0/tokens.bin")))
+    assert tokenizer.decode(tokenize((entry,), tokenizer, cache).read(0, 0, 99)[0]) == "one<|im_end|>"
+    assert "tokens.bin: content differs from its checksum" in caplog.text
+
+
+def test_damaged_documents_whose_source_may_not_be_read_are_an_error(tokenizer, tmp_path):
+    entry, cache = Dataset(path=str(jsonl(tmp_path / "a.jsonl", TEXTS))), tmp_path / "cache"
+    tokenize((entry,), tokenizer, cache)
+    [file] = cache.glob("*/tokens.bin")
+    flip_a_bit(file)
+    with pytest.raises(UserError, match=f"{file.parent} is damaged .tokens.bin: content differs.* source .*a.jsonl is"):
+        tokenize((entry,), tokenizer, cache, cache_only=True)
 
 
 def test_validation_data_is_a_part_or_data_of_its_own(tokenizer, tmp_path):
