@@ -122,11 +122,15 @@ def _main(values: flags.FlagValues, config: Config):
         console.print("data.streaming: of the training data the first rows, which are not kept")
     else:
         train, validation = open_documents(config, tokenizer)
+    training, validating = Rows(train, config.data, 1, columns), rows_to_evaluate(validation, config, columns)
+    losses = (loss for rows in (training, *validating.values()) for loss in rows.losses)
+    for loss in dict.fromkeys(losses):
+        console.print(f"warning: {loss}", style="yellow", markup=False)
     notes = (note for documents in (train, *validation.values()) for note in documents.notes)
     for note in dict.fromkeys((*config.opening_lines, *notes)):
         console.print(note, markup=False)
-    console.print(f"training: {Rows(train, config.data, 1, columns).counts}")
-    for name, rows in rows_to_evaluate(validation, config, columns).items():
+    console.print(f"training: {training.counts}")
+    for name, rows in validating.items():
         console.print(f"validation{' ' + name if name else ''}: {rows.counts}")
     for i in range(min(values.show, len(train))):
         shown = describe(train, i, tokenizer, config.data.seq_len, values.ids, labels)

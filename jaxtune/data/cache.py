@@ -80,9 +80,17 @@ def write(folder: Path, units: Iterable[Unit], columns: tuple[Column, ...] = ())
     return dict(zip(CONTENT, (FORMAT, key, declared, documents, tokens), strict=True))
 
 
-def finish(folder: Path, summary: dict[str, Any], name: str, skipped: int = 0, notes: Iterable[str] = ()) -> None:
+def finish(
+    folder: Path,
+    summary: dict[str, Any],
+    name: str,
+    skipped: int = 0,
+    notes: Iterable[str] = (),
+    losses: Iterable[str] = (),
+) -> None:
     """Writes the summary of a folder: what `write` returned, and the other fields of `Part`; last the checksums."""
-    (folder / SUMMARY).write_text(json.dumps(summary | {"name": name, "skipped": skipped, "notes": list(notes)}))
+    more = {"name": name, "skipped": skipped, "notes": list(notes), "losses": list(losses)}
+    (folder / SUMMARY).write_text(json.dumps(summary | more))
     manifest.write(folder)
 
 
@@ -107,8 +115,8 @@ def load(folder: Path) -> Part:
         file = folder / f"{name}.bin"
         empty = np.zeros(0, column.dtype)
         values[name] = np.memmap(file, column.dtype, mode="r") if file.stat().st_size else empty
-    notes = tuple(summary["notes"])
-    return Part(summary["name"], summary["key"], columns, values, **arrays, skipped=summary["skipped"], notes=notes)
+    name, key, skipped, notes, losses = (summary[field] for field in ("name", "key", "skipped", "notes", "losses"))
+    return Part(name, key, columns, values, **arrays, skipped=skipped, notes=tuple(notes), losses=tuple(losses))
 
 
 def gathered(units: Sequence[Unit], name: str, columns: tuple[Column, ...] = ()) -> Part:

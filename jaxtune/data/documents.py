@@ -20,7 +20,7 @@ import logging
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -391,6 +391,7 @@ def _write_part(
 ) -> None:
     """Writes into a temporary folder beside `folder`, then renames it."""
     said: dict[str, None] = {}
+    unused: dict[str, None] = {}
     first: list[str] = []
     longer = skipped = 0
 
@@ -398,6 +399,7 @@ def _write_part(
         nonlocal longer, skipped
         for block in blocks:
             said.update(dict.fromkeys(block.said))
+            unused.update(dict.fromkeys(block.unused))
             first.extend(map(str, block.problems[: _LISTED - len(first)]))
             skipped += len(block.problems)
             longer += block.longer
@@ -407,7 +409,7 @@ def _write_part(
         summary = cache.write(temporary, units(), tokeniser.columns)
         if problems.count:  # an error is to come
             return
-        more = {"said": list(said), "first": first, "longer": longer}
+        more = {"said": list(said), "unused": list(unused), "first": first, "longer": longer}
         cache.finish(temporary, summary | more, name, skipped)
 
 
@@ -452,8 +454,18 @@ def _join(parts: list[Path], folder: Path, name: str, tokeniser: Tokeniser, requ
         others = dict.fromkeys(line for each in summaries for line in each["said"])
         counts = f"{summary['documents']:,} documents of {summary['tokens']:,} tokens"
         notes = [f"{name}: {tokeniser.form}, {counts}", *(f"{name}: {line}" for line in others)]
-        notes += [f"{name}: {left_out}"] if longer else []
+        losses = []
         if skipped:
             more = ["..."] if skipped > _LISTED else []
-            notes.append("\n  ".join([f"{skipped:,} samples skipped:", *first, *more]))
-        cache.finish(temporary, summary | {"request": request}, name, skipped, notes)
+            losses.append("\n  ".join([f"{skipped:,} samples skipped:", *first, *more]))
+        if longer:
+            losses.append(f"{name}: {left_out}")
+        if unused := dict.fromkeys(column for each in summaries for column in each["unused"]):
+            losses.append(f"{name}: {unused_columns(unused)}")
+        cache.finish(temporary, summary | {"request": request}, name, skipped, notes, losses)
+
+
+def unused_columns(columns: Collection[str]) -> str:
+    """The line about columns that are not used, as `Tokenised.unused` has them."""
+    are = "column is" if len(columns) == 1 else "columns are"
+    return f"{len(columns)} {are} not used: {', '.join(columns)}"

@@ -139,7 +139,7 @@ def _field(option: str, entry: Dataset, sample: Sample) -> str:
 
 
 def unused(entry: Dataset, found: tuple[str, ...], columns: Iterable[str]) -> Iterator[str]:
-    """A line for each column that is not used; the entry and `found` are what `detect` returned."""
+    """Columns that are not used, with the option that would use each; entry and `found` are what `detect` returned."""
     read = {*found, *_ALWAYS_BESIDE.get(found, ())}
     for option in _options(entry.type):
         if option.endswith(("_field", "_column")) and (field := getattr(entry, option)):
@@ -147,7 +147,7 @@ def unused(entry: Dataset, found: tuple[str, ...], columns: Iterable[str]) -> It
     for column in columns:
         if column not in read:
             option = next((option for option in _options(entry.type) if column in BESIDE.get(option, ())), None)
-            yield f"column {column!r} is not used" + (f"; {option}={column!r} would" if option else "")
+            yield repr(column) + (f" ({option}={column!r} would)" if option else "")
 
 
 def _options(type_: str) -> tuple[str, ...]:

@@ -99,9 +99,9 @@ def test_a_bad_line_is_named_or_skipped_and_counted(tokenizer, tmp_path, good, b
     assert len(str(raised.value)) < 500
     found = tokenize(entries, tokenizer, tmp_path / "cache", "skip")
     assert len(found) == 3 and found.skipped == 1
-    assert "1 samples skipped" in found.notes[-1] and f"{file}:3" in found.notes[-1]
+    assert "1 samples skipped" in found.losses[0] and f"{file}:3" in found.losses[0]
     again = tokenize(entries, tokenizer, tmp_path / "cache", "skip")  # from the cache
-    assert again.skipped == 1 and again.notes == found.notes
+    assert again.skipped == 1 and again.losses == found.losses
 
 
 LABELS = {
@@ -157,7 +157,7 @@ def test_the_first_of_the_skipped_samples_are_listed(tokenizer, tmp_path):
     file = tmp_path / "data.jsonl"
     file.write_bytes(b"\n".join([GOOD_TEXT, *[b"{"] * 7]))
     found = tokenize((Dataset(path=str(file)),), tokenizer, tmp_path / "cache", "skip")
-    first, *listed, last = found.notes[-1].splitlines()
+    first, *listed, last = found.losses[0].splitlines()
     assert first == "7 samples skipped:" and last == "  ..."
     assert [line.strip().partition(" ")[0] for line in listed] == [f"{file}:{number}:" for number in range(2, 7)]
 

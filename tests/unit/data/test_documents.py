@@ -249,7 +249,7 @@ def test_documents_that_are_longer_than_an_entry_allows_are_left_out_and_counted
     path = jsonl(tmp_path / "a.jsonl", [{"text": "a" * length} for length in (3, 4, 5, 6)])
     found, documents = read(path, max_tokens=5)
     assert [text for text, _ in found] == ["aaa<|im_end|>", "aaaa<|im_end|>"]
-    assert documents.notes[-1] == f"{path}: 2 documents of more than 5 tokens left out"
+    assert documents.losses == (f"{path}: 2 documents of more than 5 tokens left out",)
     with pytest.raises(UserError, match="no sample that can be trained on; 4 documents of more than 2 tokens left out"):
         read(path, max_tokens=2)
 
@@ -450,20 +450,17 @@ def test_auto_uses_a_system_column_and_says_which_columns_it_does_not(read, tmp_
     rows = [row | {"system": "Be.", "id": 1}, row | {"system": "Be.", "lang": "en"}]
     found, documents = read(jsonl(tmp_path / "a.jsonl", rows))
     assert all(text.startswith("<|im_start|>system\nBe.<|im_end|>") for text, _ in found)
-    assert [note.partition("a.jsonl: ")[2] for note in documents.notes[1:]] == [
-        "column 'id' is not used",
-        "column 'lang' is not used",
-    ]
+    assert documents.losses == (f"{tmp_path}/a.jsonl: 2 columns are not used: 'id', 'lang'",)
 
 
 def test_a_type_that_is_given_uses_what_is_given_and_names_the_option_for_the_rest(read, tmp_path):
     path = jsonl(tmp_path / "a.jsonl", [{"messages": CHAT, "system": "Be.", "tools": [{"name": "f"}]}])
     found, documents = read(path, type="conversation")
     assert "Be." not in found[0][0]
-    assert [note.partition("a.jsonl: ")[2] for note in documents.notes[1:]] == [
-        "column 'system' is not used; system_field='system' would",
-        "column 'tools' is not used; tools_field='tools' would",
-    ]
+    (loss,) = documents.losses
+    assert loss.endswith(
+        "2 columns are not used: 'system' (system_field='system' would), 'tools' (tools_field='tools' would)"
+    )
     assert "Be." in read(path, type="conversation", system_field="system")[0][0][0]
 
 
