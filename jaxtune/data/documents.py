@@ -34,6 +34,7 @@ from jaxtune.config.schema import Chat, Dataset
 from jaxtune.data import cache, sources
 from jaxtune.data.encoding import Refused
 from jaxtune.data.preferences import with_other_answers
+from jaxtune.data.readers import size_of
 from jaxtune.data.tokenising import Items, Tokenised, Tokeniser
 from jaxtune.data.units import Documents, Part, Unit
 from jaxtune.data.workers import mapped
@@ -346,7 +347,7 @@ def _blocks(source: sources.Source) -> Iterator[tuple[int, Items]]:
     try:
         for where, sample in source.read(items.append):
             items.append((where, sample))
-            size += _size(sample)
+            size += size_of(sample)
             if size >= _BLOCK_SIZE or len(items) >= _BLOCK_SAMPLES:
                 yield part, items.copy()
                 items.clear()
@@ -360,15 +361,6 @@ def _blocks(source: sources.Source) -> Iterator[tuple[int, Items]]:
         yield part, items
     if failed is not None:
         raise failed
-
-
-def _size(value: Any) -> int:
-    """Roughly how many characters a sample has."""
-    if isinstance(value, dict):
-        return sum(map(_size, value.values()))
-    if isinstance(value, list | tuple):
-        return sum(map(_size, value)) if value and not isinstance(value[0], int) else len(value)
-    return len(value) if isinstance(value, str) else 1
 
 
 def _tokenised(

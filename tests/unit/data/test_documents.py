@@ -100,6 +100,36 @@ def test_every_kind_of_file_gives_the_same_documents_that_end_in_eos(read, tmp_p
     ]
 
 
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_table_gives_the_objects_that_json_lines_give(tmp_path, caplog, kind):
+    """Arrow gives each object the keys of all others, null where it has none: no template may see them."""
+    caplog.set_level("INFO", logger="jaxtune")
+    template = (
+        "{{ tools | tojson }}\n{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    )
+    tokenizer, rows = byte_tokenizer(tmp_path / "tokenizer", chat_template=template), []
+    for name, key in (("weather", "city"), ("clock", "zone")):
+        call = {"type": "function", "function": {"name": name, "arguments": {key: "x"}}}
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        parameters = {"type": "object", "properties": {key: {"type": "string"}}}
+        tool = {"type": "function", "function": {"name": name, "parameters": parameters}}
+        rows.append({"messages": messages, "tools": [tool]})
+    table = datasets.Dataset.from_list(rows)
+    if kind == "parquet":
+        table.to_parquet(tmp_path / "a.parquet")
+    else:
+        table.save_to_disk(tmp_path / "saved")
+    texts = []
+    for path in (jsonl(tmp_path / "a.jsonl", rows), tmp_path / ("a.parquet" if kind == "parquet" else "saved")):
+        found = tokenize((Dataset(path=str(path)),), tokenizer, tmp_path / "cache")
+        texts.append([tokenizer.decode(found.read(i, 0, 9999)[0]) for i in range(2)])
+    assert "null" not in "".join(texts[0] + texts[1])
+    given, read = ([json.loads(text.partition("\n")[0]) for text in each] for each in texts)
+    assert given == read == [row["tools"] for row in rows]
+    assert caplog.text.count("keys in column 'tools' that are null are left out") == 1
+
+
 def test_a_folder_of_source_files_is_one_document_a_file_in_the_order_of_paths(read, tmp_path):
     for name, text in {"b.py": "B", "a/z.py": "Z", "a/y.txt": "Y", "empty.py": "", ".git/x.py": "X"}.items():
         (tmp_path / "code" / name).parent.mkdir(parents=True, exist_ok=True)
