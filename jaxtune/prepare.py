@@ -15,6 +15,7 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 from absl import flags
 from rich.console import Console
 from rich.text import Text
@@ -76,6 +77,13 @@ def describe(
     return text
 
 
+def _shown(documents: Documents, count: int) -> list[int]:
+    """The first documents of each dataset in turn, so that all are seen."""
+    of_parts = [np.flatnonzero(documents.part_of == part)[:count].tolist() for part in range(len(documents.parts))]
+    in_turn = itertools.chain.from_iterable(itertools.zip_longest(*of_parts))
+    return [i for i in in_turn if i is not None][:count]
+
+
 def _in_a_line(tokenizer: "PreTrainedTokenizerFast", tokens: list[int]) -> str:
     return str(tokenizer.decode(tokens)).replace("\n", "\\n")
 
@@ -132,9 +140,10 @@ def _main(values: flags.FlagValues, config: Config):
     console.print(f"training: {training.counts}")
     for name, rows in validating.items():
         console.print(f"validation{' ' + name if name else ''}: {rows.counts}")
-    for i in range(min(values.show, len(train))):
+    for i in _shown(train, values.show):
         shown = describe(train, i, tokenizer, config.data.seq_len, values.ids, labels)
-        console.print(Text(f"\nsample {i}: ") + shown)
+        source = f" of {train.parts[train.part_of[i]].name}" if len(train.parts) > 1 else ""
+        console.print(Text(f"\nsample {i}{source}: ") + shown)
 
 
 main = partial(command.run, _define_flags, _main)

@@ -12,6 +12,7 @@ several machines can make different parts (`prepare_shard`). Which samples are i
 import contextlib
 import dataclasses
 import datetime
+import errno
 import fcntl
 import hashlib
 import itertools
@@ -95,9 +96,11 @@ def tokenize(
     found = []
     for source, entry, folder in _found(entries, tokenizer, cache_dir, shaping):
         if folder.exists() and not manifest.verify(folder):  # without the lock, so that processes verify side by side
-            found.append(cache.load(folder))
+            part = cache.load(folder)
+            note = f"{source.name}: from the cache of {_made(folder):%Y-%m-%d %H:%M}"
+            found.append(dataclasses.replace(part, notes=(*part.notes, note)))
             continue
-        with _locked(cache_dir / f"{folder.name}.lock") as locked:
+        with _locked(cache_dir / f"{folder.name}.lock") as locked, full_disk_is_named(cache_dir):
             _remove_damaged(folder, source.name)
             if locked:
                 for left_by_a_kill in cache_dir.glob(f"{folder.name}.{socket.gethostname()}.*.tmp"):
@@ -127,7 +130,7 @@ def prepare_shard(
     """
     lines = []
     for source, entry, folder in _found(entries, tokenizer, cache_dir, shaping_of(tokenizer, on_bad_row, labels, chat)):
-        with _locked(cache_dir / f"{folder.name}.lock", shared=True):
+        with _locked(cache_dir / f"{folder.name}.lock", shared=True), full_disk_is_named(cache_dir):
             _remove_damaged(folder, source.name)
             if folder.exists():
                 lines.append(f"{source.name}: it is whole in the cache already")
@@ -172,10 +175,15 @@ def _last_made(entry: Dataset, cache_dir: Path, shaping: str) -> Part:
             f"data.cache_only: {folder} is damaged ({problems[0]}); delete it, and run `python -m jaxtune.prepare` "
             f"where the source {name} is"
         )
-    part, day = cache.load(folder), datetime.datetime.fromtimestamp(made[folder])
+    part = cache.load(folder)
     older = f"; {len(made) - 1} older ones are not used" if len(made) > 1 else ""
-    note = f"{name}: from the cache of {day:%Y-%m-%d %H:%M}, its source was not looked at{older}"
+    note = f"{name}: from the cache of {_made(folder):%Y-%m-%d %H:%M}, its source was not looked at{older}"
     return dataclasses.replace(part, notes=(*part.notes, note))
+
+
+def _made(folder: Path) -> datetime.datetime:
+    """When the documents in a folder were made."""
+    return datetime.datetime.fromtimestamp((folder / manifest.MANIFEST).stat().st_mtime)
 
 
 def _summary(folder: Path) -> dict[str, Any]:
@@ -190,6 +198,20 @@ def _remove_damaged(folder: Path, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):  # another shard's process was faster
             folder.rename(removed)
         shutil.rmtree(removed, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def full_disk_is_named(folder: Path) -> Iterator[None]:
+    """Raises UserError, which names the folder and its option, where it has no room for what is written into it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UserError(
+            f"{folder}: {error.strerror}; make room there, or set data.cache_dir to a folder that has more. The same "
+            "command continues after the finished parts"
+        ) from error
 
 
 @contextlib.contextmanager

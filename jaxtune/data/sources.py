@@ -6,6 +6,7 @@ the samples that are asked for are downloaded.
 
 import contextlib
 import dataclasses
+import hashlib
 import itertools
 import json
 import logging
@@ -26,6 +27,8 @@ from jaxtune.data.user_files import fingerprint
 from jaxtune.errors import UserError
 
 log = logging.getLogger("jaxtune")
+
+_FEW_FILES, _FEW_BYTES = 1000, 2**26
 
 DUMMY = "dummy"
 """The path of random tokens, for measurements of speed."""
@@ -84,7 +87,7 @@ def _found(entry: Dataset, path: str | tuple[str, ...], streaming: bool) -> Sour
         return _open_hub(entry, path, streaming)
     files = [file for one, those in zip(paths, found) for file in _files(one, those, entry)]
     try:
-        identity = json.dumps([file.version() for file in files])
+        identity = json.dumps([file.version() for file in files] + ([] if streaming else _contents(files)))
     except OSError as error:
         raise UserError(f"data: {error}") from error
 
@@ -95,6 +98,14 @@ def _found(entry: Dataset, path: str | tuple[str, ...], streaming: bool) -> Sour
             yield from _without_nulls(samples, file.name, said) if is_table(file, entry) else samples
 
     return Source(", ".join(paths), identity, read)
+
+
+def _contents(files: list[File]) -> list[str]:
+    """Hashes of local files, if they are read in no time: a file may be written anew with the same size and time."""
+    local = [Path(file.name) for file in files if not is_url(file.name)]
+    if len(local) > _FEW_FILES or sum(path.stat().st_size for path in local) > _FEW_BYTES:
+        return []
+    return [hashlib.sha256(path.read_bytes()).hexdigest() for path in local]
 
 
 def _without_nulls(samples: Samples, name: str, said: set[str]) -> Samples:

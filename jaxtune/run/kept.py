@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxtune.data.documents import full_disk_is_named
+
 log = logging.getLogger("jaxtune")
 
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
@@ -27,12 +29,13 @@ def kept(file: Path, write: Callable[[Path], None]) -> np.ndarray:
     if not multihost_utils.process_allgather(np.int32(whole)).all():
         file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_suffix(f".{socket.gethostname()}.{os.getpid()}.tmp")
-        write(unfinished)
-        with unfinished.open("r+b") as stream:
-            checksum = hashlib.file_digest(stream, "sha256").digest()
-            stream.write(checksum)
-            stream.flush()
-            os.fsync(stream.fileno())
+        with full_disk_is_named(file.parent):
+            write(unfinished)
+            with unfinished.open("r+b") as stream:
+                checksum = hashlib.file_digest(stream, "sha256").digest()
+                stream.write(checksum)
+                stream.flush()
+                os.fsync(stream.fileno())
         unfinished.rename(file)
     return np.load(file, mmap_mode="r")
 

@@ -2,11 +2,13 @@
 
 import contextlib
 import csv
+import errno
 import json
 import socket
 import threading
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -378,6 +380,17 @@ def test_what_a_killed_or_failed_run_left_behind_is_cleared(tokenizer, tmp_path)
     with pytest.raises(UserError):
         tokenize((entry,), tokenizer, cache)
     assert not list(cache.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("work", [tokenize, partial(prepare_shard, shard=(0, 1))])
+def test_a_full_disk_is_named_with_its_folder_and_option(tokenizer, tmp_path, monkeypatch, work):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(documents_module.cache, "write", full)
+    entry, cache = Dataset(path=str(jsonl(tmp_path / "a.jsonl", TEXTS))), tmp_path / "cache"
+    with pytest.raises(UserError, match=f"^{cache}: No space left on device; make room there, or set data.cache_dir"):
+        work((entry,), tokenizer, cache)
 
 
 def flip_a_bit(file: Path) -> None:
