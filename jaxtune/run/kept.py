@@ -45,4 +45,4 @@ def _agrees(file: Path) -> bool:
     if file.stat().st_size <= _CHECKSUM_BYTES:
         return False
     content = np.memmap(file, np.uint8, "r")
-    return hashlib.sha256(content[:-_CHECKSUM_BYTES]).digest() == content[-_CHECKSUM_BYTES:].tobytes()
+    return hashlib.sha256(content[:-_CHECKSUM_BYTES].data).digest() == content[-_CHECKSUM_BYTES:].tobytes()
