@@ -8,7 +8,6 @@ Removed documents are tokenised again when a run needs them.
 
 import datetime
 import fcntl
-import json
 import os
 import shutil
 import socket
@@ -20,7 +19,7 @@ from pathlib import Path
 from absl import flags
 
 from jaxtune import command
-from jaxtune.data.cache import FORMAT, SUMMARY
+from jaxtune.data.cache import FORMAT, SUMMARY, read_summary
 from jaxtune.errors import UserError
 
 KEPT = {"reference": "scores of answers by a reference", "teacher": "likeliest tokens of a teacher"}
@@ -86,9 +85,11 @@ def _main(values: flags.FlagValues, _: None) -> None:
         size = sum(file.stat().st_size for file in entry.iterdir())
         removed = limit is not None and last_used(entry) <= limit
         day = datetime.date.fromtimestamp(last_used(entry))
-        summary = json.loads((entry / SUMMARY).read_text())
-        notes = "; ".join(summary["notes"])
-        if summary.get("format") != FORMAT:
+        summary = read_summary(entry)
+        notes = "; ".join(summary.get("notes", ()))
+        if not summary:
+            notes = f"damaged: {SUMMARY} cannot be read"
+        elif summary.get("format") != FORMAT:
             notes += " (written by another version of jaxtune: this one does not read it)"
         print(f"{'removed' if removed else entry.name[:8]}  {size / 1e6:10,.1f} MB  last used {day}  {notes}")
         if removed:

@@ -15,6 +15,7 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 from absl import flags
 from rich.console import Console
 from rich.text import Text
@@ -76,6 +77,13 @@ def describe(
     return text
 
 
+def _shown(documents: Documents, count: int) -> list[int]:
+    """The first documents of each dataset in turn, so that all are seen."""
+    of_parts = [np.flatnonzero(documents.part_of == part)[:count].tolist() for part in range(len(documents.parts))]
+    in_turn = itertools.chain.from_iterable(itertools.zip_longest(*of_parts))
+    return [i for i in in_turn if i is not None][:count]
+
+
 def _in_a_line(tokenizer: "PreTrainedTokenizerFast", tokens: list[int]) -> str:
     return str(tokenizer.decode(tokens)).replace("\n", "\\n")
 
@@ -122,15 +130,20 @@ def _main(values: flags.FlagValues, config: Config):
         console.print("data.streaming: of the training data the first rows, which are not kept")
     else:
         train, validation = open_documents(config, tokenizer)
+    training, validating = Rows(train, config.data, 1, columns), rows_to_evaluate(validation, config, columns)
+    losses = (loss for rows in (training, *validating.values()) for loss in rows.losses)
+    for loss in dict.fromkeys(losses):
+        console.print(f"warning: {loss}", style="yellow", markup=False)
     notes = (note for documents in (train, *validation.values()) for note in documents.notes)
     for note in dict.fromkeys((*config.opening_lines, *notes)):
         console.print(note, markup=False)
-    console.print(f"training: {Rows(train, config.data, 1, columns).counts}")
-    for name, rows in rows_to_evaluate(validation, config, columns).items():
+    console.print(f"training: {training.counts}")
+    for name, rows in validating.items():
         console.print(f"validation{' ' + name if name else ''}: {rows.counts}")
-    for i in range(min(values.show, len(train))):
+    for i in _shown(train, values.show):
         shown = describe(train, i, tokenizer, config.data.seq_len, values.ids, labels)
-        console.print(Text(f"\nsample {i}: ") + shown)
+        source = f" of {train.parts[train.part_of[i]].name}" if len(train.parts) > 1 else ""
+        console.print(Text(f"\nsample {i}{source}: ") + shown)
 
 
 main = partial(command.run, _define_flags, _main)

@@ -1,4 +1,21 @@
-"""Checkpoints: asynchronous and atomic, verified by checksums when restored."""
+"""Checkpoints: asynchronous and atomic, verified by checksums when restored.
+
+The manager, which loads Orbax, is imported on first use: the manifest and the fingerprint need only Python.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 from jaxtune.checkpoint.fingerprint import fingerprint, verify_fingerprint
-from jaxtune.checkpoint.manager import CheckpointManager, Restored
+
+if TYPE_CHECKING:
+    from jaxtune.checkpoint.manager import CheckpointManager, Restored
+
+__all__ = ["CheckpointManager", "Restored", "fingerprint", "verify_fingerprint"]
+
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    if name in ("CheckpointManager", "Restored"):
+        return getattr(importlib.import_module("jaxtune.checkpoint.manager"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

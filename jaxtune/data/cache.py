@@ -14,16 +14,16 @@ from typing import Any
 
 import numpy as np
 
+from jaxtune.checkpoint import manifest
 from jaxtune.data.columns import Column
 from jaxtune.data.encoding import Encoded
 from jaxtune.data.units import Part, Unit
-from jaxtune.errors import UserError
 
 FORMAT = 3
 """Counted up when the layout of the files changes; folders in another format are not read."""
 
 SUMMARY = "summary.json"
-"""The file that is written last: the key, the columns, and the notes for the user."""
+"""The file of the key, the columns, and the notes for the user."""
 
 CONTENT = ("format", "key", "columns", "documents", "tokens")
 """The part of the summary that describes the content: number of documents and tokens, a hash of all of them."""
@@ -80,28 +80,43 @@ def write(folder: Path, units: Iterable[Unit], columns: tuple[Column, ...] = ())
     return dict(zip(CONTENT, (FORMAT, key, declared, documents, tokens), strict=True))
 
 
-def finish(folder: Path, summary: dict[str, Any], name: str, skipped: int = 0, notes: Iterable[str] = ()) -> None:
-    """Writes the summary of a folder: what `write` returned, and the other fields of `Part`."""
-    (folder / SUMMARY).write_text(json.dumps(summary | {"name": name, "skipped": skipped, "notes": list(notes)}))
+def finish(
+    folder: Path,
+    summary: dict[str, Any],
+    name: str,
+    skipped: int = 0,
+    notes: Iterable[str] = (),
+    losses: Iterable[str] = (),
+) -> None:
+    """Writes the summary of a folder: what `write` returned, and the other fields of `Part`; last the checksums."""
+    more = {"name": name, "skipped": skipped, "notes": list(notes), "losses": list(losses)}
+    (folder / SUMMARY).write_text(json.dumps(summary | more))
+    manifest.write(folder)
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """The summary of a folder that may be damaged: {} if it cannot be read."""
+    try:
+        found = json.loads((folder / SUMMARY).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def load(folder: Path) -> Part:
-    """The documents of a folder, mapped into memory. Raises UserError if a file has the wrong length."""
+    """The documents of a folder whose files agree with its manifest, mapped into memory."""
     summary = json.loads((folder / SUMMARY).read_text())
     with contextlib.suppress(OSError):  # the cache may belong to another user
         os.utime(folder / SUMMARY)  # records the last use, for jaxtune.cache
     arrays = {name: np.load(folder / f"{name}.npy") for name in ("offsets", "units", "targets", "continuous")}
     columns = {name: Column(name, np.dtype(dtype).type, per) for name, dtype, per in summary["columns"]}
-    counts = {"token": arrays["offsets"][-1], "document": arrays["units"][-1], "unit": len(arrays["units"]) - 1}
     values = {}
     for name, column in columns.items():
         file = folder / f"{name}.bin"
         empty = np.zeros(0, column.dtype)
         values[name] = np.memmap(file, column.dtype, mode="r") if file.stat().st_size else empty
-        if len(values[name]) != (count := counts[column.per]):
-            raise UserError(f"{folder} is damaged: {name}.bin does not hold {count} values; delete the folder")
-    notes = tuple(summary["notes"])
-    return Part(summary["name"], summary["key"], columns, values, **arrays, skipped=summary["skipped"], notes=notes)
+    name, key, skipped, notes, losses = (summary[field] for field in ("name", "key", "skipped", "notes", "losses"))
+    return Part(name, key, columns, values, **arrays, skipped=skipped, notes=tuple(notes), losses=tuple(losses))
 
 
 def gathered(units: Sequence[Unit], name: str, columns: tuple[Column, ...] = ()) -> Part:

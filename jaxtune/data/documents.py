@@ -12,6 +12,7 @@ several machines can make different parts (`prepare_shard`). Which samples are i
 import contextlib
 import dataclasses
 import datetime
+import errno
 import fcntl
 import hashlib
 import itertools
@@ -20,7 +21,7 @@ import logging
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -29,10 +30,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from jaxtune.checkpoint import manifest
 from jaxtune.config.schema import Chat, Dataset
 from jaxtune.data import cache, sources
 from jaxtune.data.encoding import Refused
 from jaxtune.data.preferences import with_other_answers
+from jaxtune.data.readers import size_of
 from jaxtune.data.tokenising import Items, Tokenised, Tokeniser
 from jaxtune.data.units import Documents, Part, Unit
 from jaxtune.data.workers import mapped
@@ -92,7 +95,13 @@ def tokenize(
         return Documents.joined([_last_made(entry, cache_dir, shaping) for entry in entries])
     found = []
     for source, entry, folder in _found(entries, tokenizer, cache_dir, shaping):
-        with _locked(cache_dir / f"{folder.name}.lock") as locked:
+        if folder.exists() and not manifest.verify(folder):  # without the lock, so that processes verify side by side
+            part = cache.load(folder)
+            note = f"{source.name}: from the cache of {_made(folder):%Y-%m-%d %H:%M}"
+            found.append(dataclasses.replace(part, notes=(*part.notes, note)))
+            continue
+        with _locked(cache_dir / f"{folder.name}.lock") as locked, full_disk_is_named(cache_dir):
+            _remove_damaged(folder, source.name)
             if locked:
                 for left_by_a_kill in cache_dir.glob(f"{folder.name}.{socket.gethostname()}.*.tmp"):
                     shutil.rmtree(left_by_a_kill, ignore_errors=True)
@@ -121,7 +130,8 @@ def prepare_shard(
     """
     lines = []
     for source, entry, folder in _found(entries, tokenizer, cache_dir, shaping_of(tokenizer, on_bad_row, labels, chat)):
-        with _locked(cache_dir / f"{folder.name}.lock", shared=True):
+        with _locked(cache_dir / f"{folder.name}.lock", shared=True), full_disk_is_named(cache_dir):
+            _remove_damaged(folder, source.name)
             if folder.exists():
                 lines.append(f"{source.name}: it is whole in the cache already")
                 continue
@@ -150,9 +160,9 @@ def _last_made(entry: Dataset, cache_dir: Path, shaping: str) -> Part:
     """What was last made of an entry, whatever its source is now."""
     name = entry.path if isinstance(entry.path, str) else ", ".join(entry.path or ())
     made = {
-        folder: (folder / "offsets.npy").stat().st_mtime
-        for folder in (file.parent for file in cache_dir.glob(f"*/{cache.SUMMARY}"))
-        if not folder.suffix and _summary(folder).get("request") == _request(entry, shaping)
+        file.parent: file.stat().st_mtime
+        for file in cache_dir.glob(f"*/{manifest.MANIFEST}")
+        if not file.parent.suffix and cache.read_summary(file.parent).get("request") == _request(entry, shaping)
     }
     if not made:
         raise UserError(
@@ -160,14 +170,48 @@ def _last_made(entry: Dataset, cache_dir: Path, shaping: str) -> Part:
             "`python -m jaxtune.prepare` where its source is, with the same data.cache_dir"
         )
     folder = max(made, key=made.__getitem__)
-    part, day = cache.load(folder), datetime.datetime.fromtimestamp(made[folder])
+    if problems := manifest.verify(folder):
+        raise UserError(
+            f"data.cache_only: {folder} is damaged ({problems[0]}); delete it, and run `python -m jaxtune.prepare` "
+            f"where the source {name} is"
+        )
+    part = cache.load(folder)
     older = f"; {len(made) - 1} older ones are not used" if len(made) > 1 else ""
-    note = f"{name}: from the cache of {day:%Y-%m-%d %H:%M}, its source was not looked at{older}"
+    note = f"{name}: from the cache of {_made(folder):%Y-%m-%d %H:%M}, its source was not looked at{older}"
     return dataclasses.replace(part, notes=(*part.notes, note))
+
+
+def _made(folder: Path) -> datetime.datetime:
+    """When the documents in a folder were made."""
+    return datetime.datetime.fromtimestamp((folder / manifest.MANIFEST).stat().st_mtime)
 
 
 def _summary(folder: Path) -> dict[str, Any]:
     return json.loads((folder / cache.SUMMARY).read_text())
+
+
+def _remove_damaged(folder: Path, name: str) -> None:
+    """Removes a folder of documents, finished or a part, that does not agree with its manifest, and says so."""
+    if problems := manifest.verify(folder) if folder.exists() else ():
+        log.warning("data: %s is damaged (%s), so %s is tokenised again", folder, problems[0], name)
+        removed = _temporary(folder, "damaged")
+        with contextlib.suppress(FileNotFoundError):  # another shard's process was faster
+            folder.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def full_disk_is_named(folder: Path) -> Iterator[None]:
+    """Raises UserError, which names the folder and its option, where it has no room for what is written into it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UserError(
+            f"{folder}: {error.strerror}; make room there, or set data.cache_dir to a folder that has more. The same "
+            "command continues after the finished parts"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -282,6 +326,9 @@ def _make_parts(
 ) -> int:
     """Makes those of the shard that are not there; returns how many parts there are."""
     number, shards = shard
+    for path in parts.glob("*"):
+        if path.name.isdigit() and int(path.name) % shards == number:
+            _remove_damaged(path, source.name)
     there = {int(path.name) for path in parts.glob("*") if path.name.isdigit()}
     if left_by_a_kill := there & set(range(number, max(there, default=0) + 1, shards)):
         log.info("data: %s: goes on with %d parts that are in the cache", source.name, len(left_by_a_kill))
@@ -323,7 +370,7 @@ def _blocks(source: sources.Source) -> Iterator[tuple[int, Items]]:
     try:
         for where, sample in source.read(items.append):
             items.append((where, sample))
-            size += _size(sample)
+            size += size_of(sample)
             if size >= _BLOCK_SIZE or len(items) >= _BLOCK_SAMPLES:
                 yield part, items.copy()
                 items.clear()
@@ -337,15 +384,6 @@ def _blocks(source: sources.Source) -> Iterator[tuple[int, Items]]:
         yield part, items
     if failed is not None:
         raise failed
-
-
-def _size(value: Any) -> int:
-    """Roughly how many characters a sample has."""
-    if isinstance(value, dict):
-        return sum(map(_size, value.values()))
-    if isinstance(value, list | tuple):
-        return sum(map(_size, value)) if value and not isinstance(value[0], int) else len(value)
-    return len(value) if isinstance(value, str) else 1
 
 
 def _tokenised(
@@ -368,6 +406,7 @@ def _write_part(
 ) -> None:
     """Writes into a temporary folder beside `folder`, then renames it."""
     said: dict[str, None] = {}
+    unused: dict[str, None] = {}
     first: list[str] = []
     longer = skipped = 0
 
@@ -375,6 +414,7 @@ def _write_part(
         nonlocal longer, skipped
         for block in blocks:
             said.update(dict.fromkeys(block.said))
+            unused.update(dict.fromkeys(block.unused))
             first.extend(map(str, block.problems[: _LISTED - len(first)]))
             skipped += len(block.problems)
             longer += block.longer
@@ -384,7 +424,7 @@ def _write_part(
         summary = cache.write(temporary, units(), tokeniser.columns)
         if problems.count:  # an error is to come
             return
-        more = {"said": list(said), "first": first, "longer": longer}
+        more = {"said": list(said), "unused": list(unused), "first": first, "longer": longer}
         cache.finish(temporary, summary | more, name, skipped)
 
 
@@ -429,8 +469,18 @@ def _join(parts: list[Path], folder: Path, name: str, tokeniser: Tokeniser, requ
         others = dict.fromkeys(line for each in summaries for line in each["said"])
         counts = f"{summary['documents']:,} documents of {summary['tokens']:,} tokens"
         notes = [f"{name}: {tokeniser.form}, {counts}", *(f"{name}: {line}" for line in others)]
-        notes += [f"{name}: {left_out}"] if longer else []
+        losses = []
         if skipped:
             more = ["..."] if skipped > _LISTED else []
-            notes.append("\n  ".join([f"{skipped:,} samples skipped:", *first, *more]))
-        cache.finish(temporary, summary | {"request": request}, name, skipped, notes)
+            losses.append("\n  ".join([f"{skipped:,} samples skipped:", *first, *more]))
+        if longer:
+            losses.append(f"{name}: {left_out}")
+        if unused := dict.fromkeys(column for each in summaries for column in each["unused"]):
+            losses.append(f"{name}: {unused_columns(unused)}")
+        cache.finish(temporary, summary | {"request": request}, name, skipped, notes, losses)
+
+
+def unused_columns(columns: Collection[str]) -> str:
+    """The line about columns that are not used, as `Tokenised.unused` has them."""
+    are = "column is" if len(columns) == 1 else "columns are"
+    return f"{len(columns)} {are} not used: {', '.join(columns)}"

@@ -100,14 +100,21 @@ def open_feed(
         total_steps = train.max_steps
     else:
         documents, eval_documents = open_documents(config, tokenizer, vocabulary)
+        rows = Rows(documents, data, None if train.max_steps else train.epochs, columns, most, rows_per_step)
+        for loss in rows.losses:
+            log.warning("data: %s", loss)
         for note in documents.notes:
             log.info("data: %s", note)
-        rows = Rows(documents, data, None if train.max_steps else train.epochs, columns, most, rows_per_step)
         log.info("data: %s", rows.counts)
         chat = not documents.continuous.any()
         total_steps = train.max_steps or steps_of(rows.total(train.epochs), rows_per_step, data.drop_last)
     log.info("%d steps of %d rows of %d tokens", total_steps, rows_per_step, data.seq_len)
     eval_rows = rows_to_evaluate(eval_documents, config, columns)
+    said = () if isinstance(rows, Stream) else rows.losses  # data.validation_split takes documents of the same sources
+    for name, own in eval_rows.items():
+        for loss in own.losses:
+            if loss not in said:
+                log.warning("validation%s: %s", f" {name}" if name else "", loss)
     chat = chat and all(entry.prompt_format is None for entry in data.datasets)
     sharding = jax.NamedSharding(mesh, P(None, *by_token()))
     return Feed(documents, rows, eval_rows, shape, sharding, total_steps, chat, data)

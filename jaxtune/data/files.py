@@ -41,17 +41,21 @@ class File:
     @property
     def kind(self) -> str:
         """The suffix that names the format, without that of compression: `.jsonl` for `a.jsonl.gz`."""
-        path = self._path
-        return (path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path).suffix.lower()
+        return (self._path.with_suffix("") if self.compressed else self._path).suffix.lower()
 
     def open(self) -> BinaryIO:
         """The content, decompressed by the suffix."""
-        if self._path.suffix.lower() not in _COMPRESSED:
+        if not self.compressed:
             return self.raw()
         import pyarrow  # unlike others it reads several frames as one stream, and fails where a frame is cut off
 
         codec = pyarrow.Codec.detect(self._path.name.lower()).name
         return io.BufferedReader(pyarrow.input_stream(self.raw(), compression=codec))
+
+    @property
+    def compressed(self) -> bool:
+        """Whether `open` decompresses it."""
+        return self._path.suffix.lower() in _COMPRESSED
 
     @property
     def _path(self) -> PurePosixPath:

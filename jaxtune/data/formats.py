@@ -1,6 +1,7 @@
 """How a sample becomes a document of its type, which is recognised by its columns."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
 }
 """Columns that documents of a type have besides tokens and weights."""
 
+_LONG_NAME = 50  # characters: a longer name of a column is a text
 IGNORED_LABEL = -100
 """The label of a token that is not trained, as in Hugging Face datasets."""
 
@@ -103,7 +105,25 @@ def _no_type(types: list[str], entry: Dataset, sample: Sample) -> str:
         for type_ in types
     }
     wanted = "; ".join(f"{type_}: {columns}" for type_, columns in needed.items())
-    return f"missing column: it has {has}, but needs {wanted}; the options in brackets name other columns"
+    general = f"missing column: it has {has}, but needs {wanted}; the options in brackets name other columns"
+    cause = _cause(sample)
+    return f"{cause}. Otherwise: {general}" if cause else general
+
+
+def _cause(sample: Sample) -> str:
+    """What a sample without any known column may be in truth; "" if nothing tells."""
+    lists = {
+        column: len(value)
+        for column, value in sample.items()
+        if isinstance(value, list) and value and all(isinstance(row, dict) for row in value)
+    }
+    if lists:
+        names = " and ".join(f"{column!r} ({count:,})" for column, count in lists.items())
+        written = f"write each list to a file of its own, such as `jq .{next(iter(lists))} FILE > samples.json`"
+        return f"if the objects in {names} are the samples, {written}"
+    if any(re.search(r"[.?!]( |$)|^-?[\d.]+$|^$", column) or len(column) > _LONG_NAME for column in sample):
+        return "if this is a CSV file without a header, write one: its first line names the columns"
+    return ""
 
 
 def _needed(type_: str, entry: Dataset, sample: Sample) -> list[tuple[str, str]]:
@@ -139,7 +159,7 @@ def _field(option: str, entry: Dataset, sample: Sample) -> str:
 
 
 def unused(entry: Dataset, found: tuple[str, ...], columns: Iterable[str]) -> Iterator[str]:
-    """A line for each column that is not used; the entry and `found` are what `detect` returned."""
+    """Columns that are not used, with the option that would use each; entry and `found` are what `detect` returned."""
     read = {*found, *_ALWAYS_BESIDE.get(found, ())}
     for option in _options(entry.type):
         if option.endswith(("_field", "_column")) and (field := getattr(entry, option)):
@@ -147,7 +167,7 @@ def unused(entry: Dataset, found: tuple[str, ...], columns: Iterable[str]) -> It
     for column in columns:
         if column not in read:
             option = next((option for option in _options(entry.type) if column in BESIDE.get(option, ())), None)
-            yield f"column {column!r} is not used" + (f"; {option}={column!r} would" if option else "")
+            yield repr(column) + (f" ({option}={column!r} would)" if option else "")
 
 
 def _options(type_: str) -> tuple[str, ...]:
@@ -190,7 +210,7 @@ def make_format(
                     "the tokenizer has no end-of-sequence token, so no document would have an end and what is "
                     "generated would never stop; set eos_token in its tokenizer_config.json"
                 )
-            return lambda sample: Rendered(_text(sample, entry.text_field), append_eos=True)
+            return lambda sample: Rendered(_text(sample, entry.text_field, "text_field"), append_eos=True)
         case "tokenized":
             return partial(_tokenized, len(tokenizer))
         case "conversation":
@@ -236,7 +256,8 @@ def _conversation(
 
 
 def _chat_instruction(entry: Dataset, columns: tuple[str, ...], template: ChatTemplate, sample: Sample) -> Rendered:
-    prompt, more = _text(sample, entry.instruction_field), _optional(sample, entry.input_field)
+    prompt = _text(sample, entry.instruction_field, "instruction_field")
+    more = _optional(sample, entry.input_field, "input_field")
     messages = [
         *(history_of(sample) if HISTORY in columns else ()),
         {"role": "user", "content": f"{prompt}\n{more}" if more else prompt},
@@ -247,20 +268,20 @@ def _chat_instruction(entry: Dataset, columns: tuple[str, ...], template: ChatTe
 
 
 def _formatted_instruction(entry: Dataset, prompt_format: str, sample: Sample) -> Rendered:
-    more, output = _optional(sample, entry.input_field), _answer(sample, entry)
+    more, output = _optional(sample, entry.input_field, "input_field"), _answer(sample, entry)
     form = prompt_format if more else entry.prompt_format_no_input or prompt_format
     values = dict(sample) | {"system": _system(sample, entry) or "", "input": more, "output": output}
     if "instruction" in columns_in(form):
-        values["instruction"] = _text(sample, entry.instruction_field)
+        values["instruction"] = _text(sample, entry.instruction_field, "instruction_field")
     prompt, answer = fill_to(form, "output", values)
     text = prompt + (answer or output)
     return Rendered(text, ((len(prompt), len(text)),), append_eos=True)
 
 
 def _classification(entry: Dataset, labels: tuple[str, ...], append_eos: bool, sample: Sample) -> Rendered:
-    text = _text(sample, entry.text_field)
+    text = _text(sample, entry.text_field, "text_field")
     if entry.text_pair_field is not None:
-        text = f"{text}\n{_text(sample, entry.text_pair_field)}"
+        text = f"{text}\n{_text(sample, entry.text_pair_field, 'text_pair_field')}"
     if not text:
         raise Refused(f"column {entry.text_field!r} is empty")
     return Rendered(text, (), append_eos, label_of(sample, entry.target_column, labels))
@@ -314,30 +335,30 @@ def _column(sample: Sample, column: str) -> Any:
     return sample[column]
 
 
-def _text(sample: Sample, field: str) -> str:
-    """The text of a column, or of a template of columns."""
-    return fill(field, sample) if is_template(field) else _text_of(sample, field)
-
-
-def _text_of(sample: Sample, column: str) -> str:
-    value = _column(sample, column)
+def _text(sample: Sample, field: str, option: str) -> str:
+    """The text of a column, or of a template of columns, which the option of that name has."""
+    if is_template(field):
+        return fill(field, sample)
+    value = _column(sample, field)
     if not isinstance(value, str):
-        raise UserError(f"column {column!r} must be text, found {clip(repr(value))}")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        how = f"; {option}='{{{field}}}' writes numbers as text" if is_number else ""
+        raise UserError(f"column {field!r} must be text, found {clip(repr(value))}{how}")
     return value
 
 
-def _optional(sample: Sample, field: str | None) -> str:
+def _optional(sample: Sample, field: str | None, option: str) -> str:
     if not field or not all(sample.get(column) is not None for column in columns_in(field)):
         return ""
-    return _text(sample, field)
+    return _text(sample, field, option)
 
 
 def _system(sample: Sample, entry: Dataset) -> str | None:
-    return _optional(sample, entry.system_field) or entry.system_prompt
+    return _optional(sample, entry.system_field, "system_field") or entry.system_prompt
 
 
 def _answer(sample: Sample, entry: Dataset) -> str:
-    answer = _text(sample, entry.output_field)
+    answer = _text(sample, entry.output_field, "output_field")
     if not answer:
         raise Refused(f"column {entry.output_field!r} is empty, so nothing is trained")
     return answer

@@ -7,20 +7,26 @@ line or a wrong type pass. Parquet and Arrow go through `datasets`. What cannot 
 import contextlib
 import csv
 import json
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxtune.config.schema import Dataset
 from jaxtune.data.files import File, is_url
+from jaxtune.data.messages import clip
 from jaxtune.errors import UserError
+
+log = logging.getLogger("jaxtune")
 
 Sample = Mapping[str, Any]
 Samples = Iterator[tuple[str, Sample]]
 Report = Callable[[UserError], None]
 """Takes a sample that cannot be used: raises it (data.on_bad_row='error') or counts it ('skip')."""
 
-MAX_LINE_BYTES = 2**28
 BINARY_PROBE_BYTES = 8192
+_ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar", ".xz")
+_DELIMITERS = ",;\t|"
+_TABLE_ROWS = 64  # decoded at once, as one value of a dictionary can stand in every row
 
 
 def read_file(file: File, entry: Dataset, report: Report) -> Samples:
@@ -42,6 +48,20 @@ def has_samples(file: File, entry: Dataset) -> bool:
     return _format(file, entry) in _READERS
 
 
+def is_table(file: File, entry: Dataset) -> bool:
+    """Whether its objects have a null for each key that only others have, as in Parquet and Arrow."""
+    return _READERS.get(_format(file, entry)) is _read_table
+
+
+def size_of(value: Any) -> int:
+    """Roughly how many characters a sample has."""
+    if isinstance(value, dict):
+        return sum(map(size_of, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(size_of, value)) if value and not isinstance(value[0], int) else len(value)
+    return len(value) if isinstance(value, str | bytes) else 1
+
+
 def is_binary(file: File) -> bool:
     """Whether a file holds a NUL near its start, which is how git tells binary from text."""
     with contextlib.suppress(OSError), file.open() as stream:
@@ -61,6 +81,20 @@ def _reporting(report: Report) -> Iterator[None]:
         report(error)
 
 
+def _too_large(where: str, what: str, entry: Dataset) -> UserError:
+    limit = f"max_sample_bytes={entry.max_sample_bytes}"
+    return UserError(f"{where}: {what} is larger than {limit}; raise it if the file is what it should be")
+
+
+def _whole(file: File, entry: Dataset) -> bytes:
+    """All of a file. Raises UserError where much more comes out of a compressed one than its size tells."""
+    with file.open() as stream:
+        content = stream.read(entry.max_sample_bytes + 1 if file.compressed else -1)
+    if file.compressed and len(content) > entry.max_sample_bytes:
+        raise _too_large(file.name, "the decompressed file", entry)
+    return content
+
+
 def _decode(raw: bytes, where: str, encoding: str) -> str:
     try:
         text = raw.decode(encoding)
@@ -78,13 +112,13 @@ def _lines(file: File, entry: Dataset, report: Report) -> Iterator[tuple[str, st
     """Lines as (where, text), strictly decoded, read with bounded memory."""
     number = 0
     with file.open() as stream:
-        while raw := stream.readline(MAX_LINE_BYTES):
+        while raw := stream.readline(entry.max_sample_bytes + 1):
             number += 1
             where = f"{file.name}:{number}"
-            if len(raw) == MAX_LINE_BYTES and not raw.endswith(b"\n"):
-                report(UserError(f"{where}: line is longer than {MAX_LINE_BYTES} bytes; is it a file of JSON lines?"))
+            if len(raw) > entry.max_sample_bytes and not raw.endswith(b"\n"):
+                report(_too_large(where, "the line", entry))
                 while raw and not raw.endswith(b"\n"):
-                    raw = stream.readline(MAX_LINE_BYTES)
+                    raw = stream.readline(entry.max_sample_bytes)
                 continue
             with _reporting(report):
                 text = _decode(raw, where, entry.encoding)
@@ -126,15 +160,20 @@ def _read_jsonl(file: File, entry: Dataset, report: Report) -> Samples:
 
 
 def _read_json(file: File, entry: Dataset, report: Report) -> Samples:
-    """A list of objects; JSON lines in a file of this suffix are read too."""
+    """A list of objects, or an object over several lines; JSON lines in a file of this suffix are read too."""
     with file.open() as stream:
-        if not stream.read(BINARY_PROBE_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-            yield from _read_jsonl(file, entry, report)
-            return
+        line = stream.readline(BINARY_PROBE_BYTES).removeprefix(b"\xef\xbb\xbf")
+        while line.isspace():
+            line = stream.readline(BINARY_PROBE_BYTES)
+    begins = line.strip()
+    opens = begins.startswith(b"{") and line.endswith(b"\n") and begins.endswith((b"{", b"[", b","))
+    if not begins.startswith(b"[") and not opens:
+        yield from _read_jsonl(file, entry, report)
+        return
     rows = []
-    with _reporting(report), file.open() as stream:
-        rows = _parse(_decode(stream.read(), file.name, entry.encoding).removeprefix("\ufeff"), file.name)
-    for i, row in enumerate(rows):
+    with _reporting(report):
+        rows = _parse(_decode(_whole(file, entry), file.name, entry.encoding).removeprefix("\ufeff"), file.name)
+    for i, row in enumerate([rows] if isinstance(rows, dict) else rows):
         where = f"{file.name} row {i}"
         with _reporting(report):
             yield where, _object(row, where)
@@ -142,7 +181,7 @@ def _read_json(file: File, entry: Dataset, report: Report) -> Samples:
 
 def _read_csv(file: File, entry: Dataset, report: Report) -> Samples:
     """Every value is a string: a column of numbers is still text. Columns of .tsv are separated by tabs."""
-    csv.field_size_limit(MAX_LINE_BYTES)
+    csv.field_size_limit(entry.max_sample_bytes)
     where = file.name
 
     def lines() -> Iterator[str]:
@@ -151,12 +190,16 @@ def _read_csv(file: File, entry: Dataset, report: Report) -> Samples:
             where = place
             yield line
 
-    reader = csv.DictReader(lines(), strict=True, delimiter="\t" if _format(file, entry) == ".tsv" else ",")
+    delimiter = "\t" if _format(file, entry) == ".tsv" else ","
+    reader = csv.DictReader(lines(), strict=True, delimiter=delimiter)
+    header = None
     while True:
         try:
+            header = header or _checked_header(reader.fieldnames or (), delimiter, file)
             row = next(reader, None)
         except csv.Error as error:
-            report(UserError(f"{where}: not CSV: {error}"))
+            large = "field larger than field limit" in str(error)
+            report(_too_large(where, "a field", entry) if large else UserError(f"{where}: not CSV: {error}"))
             continue
         if row is None:
             return
@@ -166,27 +209,60 @@ def _read_csv(file: File, entry: Dataset, report: Report) -> Samples:
             yield where, row
 
 
+def _checked_header(names: Sequence[str], delimiter: str, file: File) -> Sequence[str]:
+    """The names of the columns. Raises UserError where something else separates them."""
+    others = [other for other in _DELIMITERS if other != delimiter and len(names) == 1 and other in names[0]]
+    if others:
+        how = "set ds_type='tsv'" if others[0] == "\t" else "write the file with commas"
+        how = "set ds_type='csv'" if others[0] == "," else how
+        raise UserError(
+            f"{file.name}: its fields are separated by {others[0]!r}, not by {delimiter!r}: the header "
+            f"{clip(repr(names[0]))} is one column; {how}"
+        )
+    return names
+
+
 def _read_table(file: File, entry: Dataset, report: Report) -> Samples:
     import datasets
     from datasets.exceptions import DatasetsError
 
+    # What it logs there is raised too.
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
     builder = _format(file, entry)[1:]
+    at_once: dict[str, Any] = {"batch_size": _TABLE_ROWS} if builder == "parquet" else {}
     try:
-        rows = datasets.load_dataset(builder, data_files=file.location, split="train", streaming=True)
+        rows = datasets.load_dataset(builder, data_files=file.location, split="train", streaming=True, **at_once)
         for i, row in enumerate(rows):
-            yield f"{file.name} row {i}", row
+            where = f"{file.name} row {i}"
+            if size_of(row) > entry.max_sample_bytes:
+                report(_too_large(where, "the row", entry))
+            else:
+                yield where, row
     except (ValueError, KeyError, DatasetsError) as error:
         report(UserError(f"{file.name}: not a readable {builder} file: {error}"))
 
 
 def _read_text(file: File, entry: Dataset, report: Report) -> Samples:
     """The whole file is one document. An empty file is an error if the entry names it, and ignored in a folder."""
-    with _reporting(report), file.open() as stream:
-        text = _decode(stream.read(), file.name, entry.encoding)
+    with _reporting(report):
+        if file.kind in _ARCHIVES:
+            raise UserError(f"{file.name}: an archive is not read; unpack it, and name the folder")
+        text = _decode(_whole(file, entry), file.name, entry.encoding)
+        if file.named and not entry.ds_type and _is_json_lines(text):
+            log.warning("data: %s is read as one text, but holds JSON lines; ds_type='json' reads them", file.name)
         if text.strip():
             yield file.name, {entry.text_field: text}
         elif file.named:
             raise UserError(f"{file.name}: empty file")
+
+
+def _is_json_lines(text: str) -> bool:
+    """Whether a text begins with two lines that are objects of JSON."""
+    lines = text.split("\n", 2)[:2]
+    try:
+        return len(lines) == 2 and all(isinstance(json.loads(line), dict) for line in lines)
+    except (ValueError, RecursionError):
+        return False
 
 
 _READERS: dict[str, Callable[[File, Dataset, Report], Samples]] = {

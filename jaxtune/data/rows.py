@@ -21,6 +21,7 @@ Row = dict[str, np.ndarray]
 
 # Where one epoch ends and the next begins, the loader's threads ask for rows of both.
 _PLANS_KEPT = 2
+_LITTLE = 0.05  # of the documents, or of their tokens: what is lost beyond it is worth a warning
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,26 @@ class Rows:
             rows=self.total(1),
             fill=float(self._length.sum() / (self.total(1) * data.seq_len)),
         )
+
+    @property
+    def losses(self) -> list[str]:
+        """Lines that warn the user of what is lost, each with its number first.
+
+        That is what is left out of the sources; and what the length of a row cuts or drops, if that is more than a
+        twentieth of the documents or of their tokens.
+        """
+        counts, seq_len, lines = self.counts, self._data.seq_len, [*self._documents.losses]
+        documents = counts.documents + counts.dropped_documents
+        tokens = counts.tokens + counts.truncated_tokens + counts.dropped_tokens
+        why = f"longer than data.seq_len={seq_len}, or have no trained token in what is left of them"
+        for lost, of_tokens, how in (
+            (counts.dropped_documents, counts.dropped_tokens, f"left out: they are {why}"),
+            (counts.truncated_documents, counts.truncated_tokens, f"cut to data.seq_len={seq_len}"),
+        ):
+            if max(lost / documents, of_tokens / tokens) > _LITTLE:
+                share = f"{of_tokens:,} of {tokens:,} tokens are lost ({of_tokens / tokens:.0%})"
+                lines.append(f"{lost:,} of {documents:,} documents are {how}; {share}; raise data.seq_len")
+        return lines
 
     @property
     def documents(self) -> Documents:

@@ -7,8 +7,10 @@ the samples that are asked for are downloaded.
 import contextlib
 import dataclasses
 import difflib
+import hashlib
 import itertools
 import json
+import logging
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -21,10 +23,14 @@ import numpy as np
 from jaxtune.config import in_memory
 from jaxtune.config.schema import Dataset
 from jaxtune.data.files import File, Found, find, is_url
-from jaxtune.data.readers import SUFFIXES, Report, Sample, Samples, has_samples, is_binary, read_file
+from jaxtune.data.readers import SUFFIXES, Report, Sample, Samples, has_samples, is_binary, is_table, read_file
 from jaxtune.data.selection import selected
 from jaxtune.data.user_files import fingerprint
 from jaxtune.errors import UserError, hide_secrets
+
+log = logging.getLogger("jaxtune")
+
+_FEW_FILES, _FEW_BYTES = 1000, 2**26
 
 DUMMY = "dummy"
 """The path of random tokens, for measurements of speed."""
@@ -86,8 +92,8 @@ def _from_python(entry: Dataset, name: str, streaming: bool) -> Source:
     _check_unused(entry, "it is a dataset from Python", "subset", "revision", "split", "glob", "ds_type", "encoding")
 
     def read(report: Report) -> Samples:
-        for i, row in enumerate(in_memory.find(name)):
-            yield f"{name} row {i}", row
+        samples = ((f"{name} row {i}", row) for i, row in enumerate(in_memory.find(name)))
+        yield from _without_nulls(samples, name, set())
 
     return Source(name, in_memory.identity(name, streaming), read)
 
@@ -99,13 +105,15 @@ def _found(entry: Dataset, path: str | tuple[str, ...], streaming: bool) -> Sour
         return _open_hub(entry, path, streaming)
     files = [file for one, those in zip(paths, found) for file in _files(one, those, entry)]
     try:
-        identity = json.dumps([file.version() for file in files])
+        identity = json.dumps([file.version() for file in files] + ([] if streaming else _contents(files)))
     except OSError as error:
         raise UserError(f"data: {error}") from error
 
     def read(report: Report) -> Samples:
+        said: set[str] = set()
         for file in files:
-            yield from read_file(file, entry, report)
+            samples = read_file(file, entry, report)
+            yield from _without_nulls(samples, file.name, said) if is_table(file, entry) else samples
 
     return Source(hide_secrets(", ".join(paths)), identity, read)
 
@@ -116,6 +124,37 @@ def _near(path: str) -> str:
     names = [] if is_url(path) or not folder.is_dir() else [name for name in os.listdir(folder) if name[0] != "."]
     near = difflib.get_close_matches(Path(path).name, sorted(names), n=3)
     return f"; near it: {', '.join(str(folder / name) for name in near)}" if near else ""
+
+
+def _contents(files: list[File]) -> list[str]:
+    """Hashes of local files, if they are read in no time: a file may be written anew with the same size and time."""
+    local = [Path(file.location) for file in files if not is_url(file.location)]
+    if len(local) > _FEW_FILES or sum(path.stat().st_size for path in local) > _FEW_BYTES:
+        return []
+    return [hashlib.sha256(path.read_bytes()).hexdigest() for path in local]
+
+
+def _without_nulls(samples: Samples, name: str, said: set[str]) -> Samples:
+    """Samples of tables, whose objects have the keys of all others too, without those that are null, as JSON has them.
+
+    Says it once a column, of those in `said`: a table does not tell a null that was written from one that it made.
+    """
+    for where, sample in samples:
+        found = {column: _without_null_keys(value) for column, value in sample.items()}
+        for column, value in found.items():
+            if column not in said and value is not sample[column] and value != sample[column]:
+                said.add(column)
+                more = "as Parquet and Arrow give each object the keys of all others"
+                log.info("data: %s: keys in column %r that are null are left out, %s", name, column, more)
+        yield where, found
+
+
+def _without_null_keys(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_null_keys(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list) and isinstance(next((inner for inner in value if inner is not None), None), dict | list):
+        return [_without_null_keys(inner) for inner in value]
+    return value
 
 
 def _patterns(entry: Dataset) -> tuple[str, ...]:
@@ -160,8 +199,8 @@ def _open_hub(entry: Dataset, hub_id: str, streaming: bool) -> Source:
 
     def read(report: Report) -> Samples:
         try:
-            for i, row in enumerate(rows):
-                yield f"{hub_id} ({entry.split}) row {i}", row
+            numbered = ((f"{hub_id} ({entry.split}) row {i}", row) for i, row in enumerate(rows))
+            yield from _without_nulls(numbered, hub_id, set())
         except Exception as error:  # never skipped: all samples after it are missing too
             raise UserError(f"data: {hub_id} cannot be read to its end: {error}") from error
 
@@ -202,7 +241,9 @@ def _of_folder(path: str, found: dict[str, File], entry: Dataset) -> list[File]:
         _check_unused(entry, f"the files of {path} are text, without splits", "split")
         files = [file for file in files if not is_binary(file)]
     if not files:
-        raise UserError(f"data: no file in {path}" + (f" matches {entry.glob!r}" if entry.glob else ""))
+        kinds = ", ".join(sorted({file.kind or file.name for file in found.values()})[:5])
+        unread = f" is text or a file of samples; it holds {kinds}" if kinds else ""
+        raise UserError(f"data: no file in {path}" + (f" matches {entry.glob!r}" if entry.glob else unread))
     return files
 
 

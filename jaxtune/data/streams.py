@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from jaxtune.config.schema import Config
 from jaxtune.data import cache, sources
 from jaxtune.data.columns import NEXT_TOKEN, Column
-from jaxtune.data.documents import folder_name, shaping_of
+from jaxtune.data.documents import folder_name, shaping_of, unused_columns
 from jaxtune.data.preferences import with_other_answers
 from jaxtune.data.rows import Row, Rows
 from jaxtune.data.splits import of_task, refuse_unknown_tokens
@@ -128,7 +128,11 @@ class Stream:
             after["dropped"] = dropped
             if skipped:
                 log.warning("data: %d bad samples skipped until row %d", after["skipped"], after["row"])
-            if rows.counts.dropped_documents:
+            if rows.losses and "losses" not in said:  # of the first window that has any
+                said.add("losses")
+                for line in rows.losses:
+                    log.warning("data: of rows %d to %d: %s", place["row"], after["row"], line)
+            elif rows.counts.dropped_documents:
                 log.warning("data: %d documents longer than a row left out until row %d", dropped, after["row"])
             yield Window(place, after, documents, rows)
             place = after
@@ -151,6 +155,9 @@ class Stream:
                     if line and (line := f"{self._sources[dataset].name}: {line}") not in said:
                         said.add(line)
                         log.info("data: %s", line)
+                if new := [column for column in block.unused if (f"{dataset} {column}" not in said)]:
+                    said.update(f"{dataset} {column}" for column in new)
+                    log.warning("data: %s: %s", self._sources[dataset].name, unused_columns(new))
                 if block.problems and data.on_bad_row != "skip":
                     raise UserError(f"{block.problems[0]}; data.on_bad_row='skip' leaves such samples out")
                 skipped += len(block.problems)

@@ -35,6 +35,7 @@ class Tokenised:
         longer: how many units were left out because they are longer than the entry allows.
         problems: what is wrong with the other samples, in their order.
         said: lines for the user; the same line may be in other blocks too.
+        unused: columns that are not used; the same may be in other blocks too.
         characters: of the texts.
     """
 
@@ -43,6 +44,7 @@ class Tokenised:
     longer: int
     problems: list[UserError]
     said: list[str]
+    unused: list[str]
     characters: int
 
 
@@ -62,6 +64,7 @@ class Tokeniser:
 
     def _start(self) -> None:
         self._said: dict[str, None] = {}
+        self._unused: list[str] = []
         self._characters = 0
         self._seen: set[str] = set()
         self._convert: formats.Format | None = None
@@ -100,7 +103,7 @@ class Tokeniser:
 
     def __call__(self, items: Items) -> Tokenised:
         """Tokenises a block. Raises UserError where the tokenizer or the entry's options do not allow the type."""
-        self._said, self._characters = {}, 0
+        self._said, self._unused, self._characters = {}, [], 0
         units, places, problems = [], [], []
         longer, most = 0, self.entry.max_tokens
         pending: list[_Converted | UserError] = []
@@ -122,7 +125,7 @@ class Tokeniser:
                         units.append(found)
                         places.append(place)
                 pending, chars = [], 0
-        return Tokenised(units, places, longer, problems, list(self._said), self._characters)
+        return Tokenised(units, places, longer, problems, list(self._said), self._unused, self._characters)
 
     def _detect(self, sample: Sample) -> None:
         formats.refuse_images(sample)
@@ -146,8 +149,8 @@ class Tokeniser:
             _, tokenizer, labels, chat = self._of
             self._convert = formats.make_format(settled, columns, tokenizer, self._say, labels, chat)
         if not sample.keys() <= self._seen:
-            for line in formats.unused(settled, columns, sample):
-                self._say(line)
+            new = [column for column in sample if column not in self._seen]
+            self._unused += formats.unused(settled, columns, new)
             self._seen |= sample.keys()
         try:
             document = self._convert(sample)

@@ -47,6 +47,7 @@ class Part:
         continuous: whether a document is running text.
         skipped: samples left out under data.on_bad_row='skip'.
         notes: lines for the user: what was read, and as which type.
+        losses: lines that warn the user of what is left out, each with its number first.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Part:
     continuous: Bool[np.ndarray, "documents"]
     skipped: int
     notes: tuple[str, ...]
+    losses: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,11 @@ class Documents:
     def notes(self) -> tuple[str, ...]:
         """Lines for the user: what was read, and as which type."""
         return tuple(note for part in self.parts for note in part.notes)
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        """Lines that warn the user of what is left out of the sources."""
+        return tuple(loss for part in self.parts for loss in part.losses)
 
     @cached_property
     def units(self) -> Int64[np.ndarray, "units+1"]:

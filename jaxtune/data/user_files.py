@@ -1,5 +1,6 @@
 """Functions in files of the user's own, named FILE.py:NAME, or MODULE:NAME where Python finds the module."""
 
+import ast
 import hashlib
 import importlib
 import importlib.util
@@ -29,12 +30,42 @@ def split(function: str, option: str) -> tuple[Path, str]:
 
 
 def fingerprint(function: str, option: str) -> str:
-    """Changes when the file of a function does. Raises UserError unless it is FILE.py:NAME of a file that is there."""
+    """Changes when the file of a function does, or a module of the user's own that it imports.
+
+    Raises UserError unless it is FILE.py:NAME of a file that is there.
+    """
     path, _ = split(function, option)
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return hashlib.sha256(b"".join(file.read_bytes() for file in _with_imports(path))).hexdigest()
     except OSError as error:
         raise UserError(f"{option}={function!r}: {error.strerror or error}") from error
+
+
+def _with_imports(path: Path) -> list[Path]:
+    """A file and what it imports, directly or not, of its folder and those of sys.path, without installed packages."""
+    folders = [path.parent.resolve(), *(Path(folder).resolve() for folder in sys.path)]
+    prefixes = {Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix)}
+    folders = [folder for folder in folders if not any(folder.is_relative_to(prefix) for prefix in prefixes)]
+    found = [path]
+    for file in found:  # which grows
+        try:
+            nodes = list(ast.walk(ast.parse(file.read_bytes())))
+        except (SyntaxError, ValueError):  # whoever runs it says so
+            continue
+        for node in nodes:
+            roots, names = folders, []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                roots = [file.resolve().parents[node.level - 1]] if node.level else folders
+                start = f"{node.module}." if node.module else ""
+                names = [f"{start}{alias.name}" for alias in node.names]
+            for parts in (name.split(".") for name in names):
+                places = [root.joinpath(*parts[: n + 1]) for n in range(len(parts)) for root in roots]
+                files = [file for at in places for file in (at.with_name(f"{at.name}.py"), at / "__init__.py")]
+                own = parts[0] not in ("jaxtune", "pallas_kernels") or roots is not folders
+                found += [file for file in files if own and file.is_file() and file not in found]
+    return found
 
 
 def load(function: str, option: str) -> Callable[..., object]:

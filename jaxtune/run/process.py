@@ -1,5 +1,6 @@
 """Settings of the process: its place among others, its log, its compilation cache, and XLA's options for a GPU."""
 
+import copy
 import hashlib
 import itertools
 import logging
@@ -243,15 +244,27 @@ class _Terminal(logging.StreamHandler):
         raise
 
 
+class _Formatter(logging.Formatter):
+    """Says of a warning that it is one, so that it does not look like any other line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        if record.levelno == logging.WARNING:
+            record = copy.copy(record)
+            record.msg = f"warning: {record.msg}"
+        return super().format(record)
+
+
 _SHOWN = ("jaxtune", "pallas_kernels")
 
 
 def _show_log(options: Log) -> None:
     """What jaxtune and its kernels log on the terminal, of the main process; of others warnings, or all of it."""
     level, shown = logging.getLevelNamesMapping()[options.level.upper()], _Terminal(sys.stdout)
+    shown.setFormatter(_Formatter())
     if not multihost.is_main():
         level = level if options.every_process else max(level, logging.WARNING)
-        shown.setFormatter(logging.Formatter(f"process {jax.process_index()}: %(message)s"))
+        shown.setFormatter(_Formatter(f"process {jax.process_index()}: %(message)s"))
     for name in _SHOWN:
         logger = logging.getLogger(name)
         logger.handlers = [shown]
@@ -274,7 +287,7 @@ def log_to_file(config: Config, folder: Path) -> Iterator[None]:
     file = folder / Path(config.log.file).expanduser()  # which may be absolute
     file.parent.mkdir(parents=True, exist_ok=True)
     written = logging.FileHandler(file, encoding="utf-8", delay=True)
-    written.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%Y-%m-%d %H:%M:%S"))
+    written.setFormatter(_Formatter("%(asctime)s  %(message)s", "%Y-%m-%d %H:%M:%S"))
     loggers = [*map(logging.getLogger, _SHOWN), FILE]
     FILE.propagate = False
     FILE.setLevel(logging.INFO)

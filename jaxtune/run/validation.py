@@ -118,6 +118,8 @@ def _of_documents(config: Config, model: Model, mesh: jax.sharding.Mesh, tokeniz
         raise UserError(NO_DATA)
     rows = data.rows_to_evaluate(documents, config, task_of(model, config).columns)
     for name, own in rows.items():
+        for loss in own.losses:
+            log.warning("validation%s: %s", f" {name}" if name else "", loss)
         log.info("validation%s: %s", f" {name}" if name else "", own.counts)
     scored = {name: with_reference(config, model, mesh, own) for name, own in rows.items()}
     return make_evaluate(config, model, scored, mesh)

@@ -2,16 +2,17 @@
 
 import gzip
 import json
+import logging
 import re
 
 import datasets
 import numpy as np
 import pyarrow
+import pyarrow.parquet
 import pytest
 from tiny import byte_tokenizer
 
 from jaxtune.config.schema import Dataset
-from jaxtune.data import readers
 from jaxtune.data.documents import tokenize
 from jaxtune.data.labels import names_in
 from jaxtune.errors import UserError
@@ -44,7 +45,12 @@ BAD_LINES = {
     "duplicate key": (GOOD_TEXT, b'{"text": "a", "text": "b"}', "'text' occurs twice"),
     "deep nesting": (GOOD_TEXT, b'{"text":' + b"[" * 100_000, "not usable JSON"),
     "missing column": (GOOD_TEXT, line(txt="a"), "missing column 'text'; it has txt"),
-    "wrong type": (GOOD_TEXT, line(text=7), "'text' must be text, found 7"),
+    "wrong type": (GOOD_TEXT, line(text=7), "'text' must be text, found 7; text_field='{text}' writes numbers as text"),
+    "a number for an answer": (
+        line(instruction="5?", output="5"),
+        line(instruction="5?", output=5),
+        "'output' must be text, found 5; output_field='{output}' writes numbers as text",
+    ),
     "null": (GOOD_TEXT, line(text=None), "'text' must be text, found None"),
     "half a character": (GOOD_TEXT, b'{"text": "\\ud83d"}', "surrogate"),
     "10 MB of garbage": (GOOD_TEXT, b"x" * 10_000_000, "not JSON"),
@@ -99,9 +105,9 @@ def test_a_bad_line_is_named_or_skipped_and_counted(tokenizer, tmp_path, good, b
     assert len(str(raised.value)) < 500
     found = tokenize(entries, tokenizer, tmp_path / "cache", "skip")
     assert len(found) == 3 and found.skipped == 1
-    assert "1 samples skipped" in found.notes[-1] and f"{file}:3" in found.notes[-1]
+    assert "1 samples skipped" in found.losses[0] and f"{file}:3" in found.losses[0]
     again = tokenize(entries, tokenizer, tmp_path / "cache", "skip")  # from the cache
-    assert again.skipped == 1 and again.notes == found.notes
+    assert again.skipped == 1 and again.losses == found.losses
 
 
 LABELS = {
@@ -157,7 +163,7 @@ def test_the_first_of_the_skipped_samples_are_listed(tokenizer, tmp_path):
     file = tmp_path / "data.jsonl"
     file.write_bytes(b"\n".join([GOOD_TEXT, *[b"{"] * 7]))
     found = tokenize((Dataset(path=str(file)),), tokenizer, tmp_path / "cache", "skip")
-    first, *listed, last = found.notes[-1].splitlines()
+    first, *listed, last = found.losses[0].splitlines()
     assert first == "7 samples skipped:" and last == "  ..."
     assert [line.strip().partition(" ")[0] for line in listed] == [f"{file}:{number}:" for number in range(2, 7)]
 
@@ -185,13 +191,35 @@ def test_a_valid_line_of_10_mb_is_a_sample(tokenizer, tmp_path):
     assert tokenize((Dataset(path=str(file)),), tokenizer, tmp_path / "cache").lengths.tolist() == [2]
 
 
-def test_a_line_without_end_is_not_read_into_memory(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 1000)
+def test_a_line_without_end_is_not_read_into_memory(tokenizer, tmp_path):
     file = tmp_path / "data.jsonl"
     file.write_bytes(GOOD_TEXT + b"\n" + b"x" * 5000 + b"\n" + GOOD_TEXT + b"\n")
-    with pytest.raises(UserError, match=f"{file}:2: line is longer than 1000 bytes"):
-        tokenize((Dataset(path=str(file)),), tokenizer, tmp_path / "cache")
-    assert len(tokenize((Dataset(path=str(file)),), tokenizer, tmp_path / "cache", "skip")) == 2
+    entry = Dataset(path=str(file), max_sample_bytes=1000)
+    with pytest.raises(UserError, match=f"{file}:2: the line is larger than max_sample_bytes=1000; raise it if"):
+        tokenize((entry,), tokenizer, tmp_path / "cache")
+    assert len(tokenize((entry,), tokenizer, tmp_path / "cache", "skip")) == 2
+
+
+def written_as_table(path):
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array(["x" * 5000] * 3).dictionary_encode()}), path)
+
+
+LARGE = {
+    "a.txt.gz": (lambda path: path.write_bytes(gzip.compress(b"x" * 5000)), "a.txt.gz: the decompressed file"),
+    "a.json.gz": (lambda path: path.write_bytes(gzip.compress(b"[" + b" " * 5000 + b"]")), "gz: the decompressed file"),
+    "a.jsonl.gz": (lambda path: path.write_bytes(gzip.compress(line(text="x" * 5000))), "a.jsonl.gz:1: the line"),
+    "a.csv": (lambda path: path.write_text('text\n"' + "x\n" * 3000 + '"\n'), "a.csv:.*: a field"),
+    "a.parquet": (written_as_table, "a.parquet row 0: the row"),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_what_is_larger_in_memory_than_a_sample_may_be_is_refused(tokenizer, tmp_path, name):
+    write, message = LARGE[name]
+    write(tmp_path / name)
+    entry = Dataset(path=str(tmp_path / name), max_sample_bytes=2000)
+    with pytest.raises(UserError, match=f"{message} is larger than max_sample_bytes=2000; raise it"):
+        tokenize((entry,), tokenizer, tmp_path / "cache")
 
 
 CUT_OFF_ZSTD = pyarrow.compress(b'{"text": "a"}\n', codec="zstd", asbytes=True)[:-4]
@@ -213,6 +241,21 @@ BAD_FILES = {
     "cut.jsonl.zst": (CUT_OFF_ZSTD, "cut.jsonl.zst: cannot be read"),
     "quote.csv": (b'text\n"never closed\n', "quote.csv:2: not CSV"),
     "columns.csv": (b"a,b\n1,2\n", "columns.csv:2: missing column: it has a, b, but needs tokenized: input_ids"),
+    "semicolons.csv": (
+        b"question;answer\na, b;c\n",
+        "semicolons.csv: its fields are separated by ';', not by ',': .*; write the file with commas",
+    ),
+    "tabs.csv": (b"question\tanswer\na\tb\n", "separated by '.t', not by ',': .*; set ds_type='tsv'"),
+    "headless.csv": (b"What is 2+2?,4\n3+3?,6\n", "headless.csv:2: if this is a CSV file without a header, write one"),
+    "data.json": (
+        b'{"data": [{"text": "a"}, {"text": "b"}]}',
+        "data.json:1: if the objects in 'data' .2. are the samples, .*`jq .data FILE",
+    ),
+    "splits.json": (
+        b'{\n "train": [{"text": "a"}],\n "test": [{"text": "b"}]\n}',
+        "splits.json row 0: if the objects in 'train' .1. and 'test' .1. are the samples",
+    ),
+    "a.zip": (b"PK\x03\x04\0", "a.zip: an archive is not read; unpack it"),
     "no.parquet": (b"PAR1 this is none", "no.parquet: not a readable parquet file"),
     "no.arrow": (b"this is none", "no.arrow: not a readable arrow file"),
 }
@@ -224,6 +267,34 @@ def test_a_bad_file_is_named(tokenizer, tmp_path, name):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=f"(?s){message}"):
         tokenize((Dataset(path=str(tmp_path / name)),), tokenizer, tmp_path / "cache")
+
+
+def test_one_object_over_several_lines_is_a_sample(tokenizer, tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps({"text": "a"}, indent=1))
+    assert len(tokenize((Dataset(path=str(tmp_path / "a.json")),), tokenizer, tmp_path / "cache")) == 1
+
+
+def test_json_lines_that_are_named_text_are_hinted_at(tokenizer, tmp_path, caplog):
+    (tmp_path / "a.txt").write_bytes(GOOD_TEXT + b"\n" + GOOD_TEXT + b"\n")
+    for ds_type, documents, hints in ((None, 1, 1), ("text", 1, 0), ("json", 2, 0)):
+        caplog.clear()
+        found = tokenize((Dataset(path=str(tmp_path / "a.txt"), ds_type=ds_type),), tokenizer, tmp_path / "cache")
+        assert len(found) == documents and caplog.text.count("holds JSON lines; ds_type='json' reads them") == hints
+
+
+def test_a_folder_without_a_file_to_read_says_what_it_holds(tokenizer, tmp_path):
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "a.png").write_bytes(b"\x89PNG\0")
+    with pytest.raises(UserError, match="no file in .*images is text or a file of samples; it holds .png"):
+        tokenize((Dataset(path=str(tmp_path / "images")),), tokenizer, tmp_path / "cache")
+
+
+def test_a_bad_table_is_one_message(tokenizer, tmp_path, capfd):
+    written_as_table(tmp_path / "a.parquet")
+    (tmp_path / "a.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-20])
+    with pytest.raises(UserError, match="a.parquet: not a readable parquet file"):
+        tokenize((Dataset(path=str(tmp_path / "a.parquet")),), tokenizer, tmp_path / "cache")
+    assert logging.getLogger("datasets.packaged_modules.parquet.parquet").getEffectiveLevel() > logging.ERROR
 
 
 def test_a_bad_file_among_good_ones_is_skipped_and_counted(tokenizer, tmp_path):

@@ -62,6 +62,13 @@ def test_a_folder_of_another_version_is_said_to_be_and_goes_too(cache):
     assert folders(cache) == 0
 
 
+def test_a_folder_that_is_damaged_is_said_to_be_and_goes_too(cache):
+    next(cache.glob("*/summary.json")).write_text("{")
+    assert "damaged: summary.json cannot be read" in call("jaxtune.cache", f"--folder={cache}")
+    call("jaxtune.cache", f"--folder={cache}", "--unused_days=0")
+    assert folders(cache) == 0
+
+
 def test_what_is_being_written_stays(cache):
     unfinished, elsewhere = f"abc.{socket.gethostname()}.1.tmp", "abc.another-host.1.tmp"
     (cache / unfinished).mkdir()

@@ -1,6 +1,7 @@
 """jaxtune prepare: counts, and samples as token(id|label|weight)."""
 
 import json
+import re
 
 from tiny import byte_tokenizer
 
@@ -54,6 +55,16 @@ def test_prepare_prints_counts_and_shows_what_is_trained(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "first rows, which are not kept" in out and "sample 0:" in out and "H(39|-100|0)" in out
     assert prepare.main([*stream, "--shard=0/2"]) == 2 and "there are no shards" in capsys.readouterr().err
+
+    for name in ("b", "c"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{name}{i}"}}\n' for i in range(3)))
+    several = RECIPE.replace(
+        'dataset(path=folder + "/data.jsonl"),', '*(dataset(path=folder + f"/{n}.jsonl") for n in "bc"),'
+    )
+    (tmp_path / "several.py").write_text(several)
+    assert prepare.main([f"--config={tmp_path}/several.py:{tmp_path}", "--show=3"]) == 0
+    said = re.findall(r"sample (\d) of \S*/(\w).jsonl", capsys.readouterr().out)
+    assert said == [("0", "b"), ("3", "c"), ("1", "b")]
 
     (tmp_path / "data.jsonl").write_text('{"instruction": "H"')
     assert prepare.main(command) == 2

@@ -18,7 +18,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture
 def read(tokenizer, tmp_path):
-    """Tokenises samples; returns each with what is trained between « and », and the lines for the user."""
+    """Tokenises samples; returns each with what is trained between « and », and the lines and warnings for the user."""
 
     def get(*samples, **options):
         path = tmp_path / "a.jsonl"
@@ -33,6 +33,6 @@ def read(tokenizer, tmp_path):
             for token, edge, on in zip(tokens, edges, trained):
                 text += ("«" if on else "»").encode() * edge + tokenizer.decode(token).encode()
             texts.append(text.decode() + "»" * trained[-1])
-        return texts, [note.partition("a.jsonl: ")[2] for note in found.notes]
+        return texts, [note.partition("a.jsonl: ")[2] for note in (*found.notes, *found.losses)]
 
     return get

@@ -4,6 +4,7 @@ Two that need a model are elsewhere: packed documents that see each other (tests
 rewards stay at 0 or whose reference is wrong (tests/journeys/test_preferences.py).
 """
 
+import dataclasses
 import json
 from itertools import islice
 
@@ -12,12 +13,12 @@ import numpy as np
 import pytest
 from tiny import CHATML, byte_tokenizer, numbered_documents
 
-from jaxtune.config.schema import Data, Dataset, Mesh
+from jaxtune.config.schema import Config, Data, Dataset, Mesh
 from jaxtune.data import documents
 from jaxtune.data.chat import ChatTemplate
 from jaxtune.data.documents import tokenize
 from jaxtune.data.encoding import Encoder
-from jaxtune.data.feed import Feed
+from jaxtune.data.feed import Feed, open_feed
 from jaxtune.data.rows import Rows
 from jaxtune.errors import UserError
 from jaxtune.parallel.layout import P, by_token
@@ -71,12 +72,42 @@ def test_every_label_is_masked_and_the_run_succeeds(read):
 
 
 def test_long_samples_are_truncated_silently():
-    """What is cut, split or left out is counted and printed."""
+    """What is cut, split or left out is counted and printed, and a warning where it is much."""
     long = numbered_documents([5, 30], continuous=False)
-    dropped = Rows(long, Data(seq_len=10), 1).counts
-    assert "1 dropped with 30 tokens" in str(dropped)
-    cut = Rows(long, Data(seq_len=10, truncation="right"), 1).counts
-    assert "1 truncated by 20 tokens" in str(cut) and cut.dropped_documents == 0
+    dropped = Rows(long, Data(seq_len=10), 1)
+    assert "1 dropped with 30 tokens" in str(dropped.counts)
+    assert dropped.losses == [
+        "1 of 2 documents are left out: they are longer than data.seq_len=10, or have no trained token in what is left "
+        "of them; 30 of 35 tokens are lost (86%); raise data.seq_len"
+    ]
+    cut = Rows(long, Data(seq_len=10, truncation="right"), 1)
+    assert "1 truncated by 20 tokens" in str(cut.counts) and cut.counts.dropped_documents == 0
+    assert cut.losses == [
+        "1 of 2 documents are cut to data.seq_len=10; 20 of 35 tokens are lost (57%); raise data.seq_len"
+    ]
+    little = numbered_documents([*[10] * 60, *[11] * 3], continuous=False)
+    assert Rows(little, Data(seq_len=10, truncation="right"), 1).losses == []
+
+
+def test_what_is_lost_is_said_before_anything_else(tmp_path, tokenizer, monkeypatch, caplog):
+    """Of validation data too, whose counts a run does not print; and once."""
+    caplog.set_level("INFO", logger="jaxtune")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "a" * n, "id": n}) + "\n" for n in (2, 50, 3, 60)))
+    entry = Dataset(path=str(tmp_path / "a.jsonl"))
+    options = Data((entry,), (entry,), seq_len=16, truncation="delete", cache_dir=str(tmp_path / "cache"))
+    open_feed(Config(data=options), tokenizer, len(tokenizer), make_mesh(Mesh(), jax.devices()[:1]))
+    said = [(record.levelname, record.message) for record in caplog.records]
+    assert [level for level, _ in said] == ["WARNING"] * 2 + ["INFO"] * 3
+    assert said[0][1].endswith("a.jsonl: 1 column is not used: 'id'") and "2 of 4 documents are left out" in said[1][1]
+    caplog.clear()
+    validating = dataclasses.replace(options, seq_len=64, eval_datasets=(dataclasses.replace(entry, max_tokens=4),))
+    open_feed(Config(data=validating), tokenizer, len(tokenizer), make_mesh(Mesh(), jax.devices()[:1]))
+    assert [
+        record.message.partition("a.jsonl: ")[::2] for record in caplog.records if record.levelname == "WARNING"
+    ] == [
+        (f"data: {tmp_path}/", "1 column is not used: 'id'"),
+        (f"validation: {tmp_path}/", "2 documents of more than 4 tokens left out"),
+    ]
 
 
 @pytest.mark.parametrize("written", ["", "{{ bos_token }}"], ids=["by the tokenizer", "by the template too"])

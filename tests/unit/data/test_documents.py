@@ -2,11 +2,13 @@
 
 import contextlib
 import csv
+import errno
 import json
 import socket
 import threading
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -20,7 +22,7 @@ from tiny import byte_tokenizer
 
 from jaxtune.config.schema import Chat, Config, Data, Dataset, Train
 from jaxtune.data import documents as documents_module
-from jaxtune.data.documents import tokenize
+from jaxtune.data.documents import prepare_shard, tokenize
 from jaxtune.data.encoding import Encoder
 from jaxtune.data.splits import open_documents
 from jaxtune.errors import UserError
@@ -98,6 +100,36 @@ def test_every_kind_of_file_gives_the_same_documents_that_end_in_eos(read, tmp_p
     assert [text for text, _ in read(tmp_path / name, samples=2)[0]] == [
         row["text"] + "<|im_end|>" for row in TEXTS[:2]
     ]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_table_gives_the_objects_that_json_lines_give(tmp_path, caplog, kind):
+    """Arrow gives each object the keys of all others, null where it has none: no template may see them."""
+    caplog.set_level("INFO", logger="jaxtune")
+    template = (
+        "{{ tools | tojson }}\n{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    )
+    tokenizer, rows = byte_tokenizer(tmp_path / "tokenizer", chat_template=template), []
+    for name, key in (("weather", "city"), ("clock", "zone")):
+        call = {"type": "function", "function": {"name": name, "arguments": {key: "x"}}}
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        parameters = {"type": "object", "properties": {key: {"type": "string"}}}
+        tool = {"type": "function", "function": {"name": name, "parameters": parameters}}
+        rows.append({"messages": messages, "tools": [tool]})
+    table = datasets.Dataset.from_list(rows)
+    if kind == "parquet":
+        table.to_parquet(tmp_path / "a.parquet")
+    else:
+        table.save_to_disk(tmp_path / "saved")
+    texts = []
+    for path in (jsonl(tmp_path / "a.jsonl", rows), tmp_path / ("a.parquet" if kind == "parquet" else "saved")):
+        found = tokenize((Dataset(path=str(path)),), tokenizer, tmp_path / "cache")
+        texts.append([tokenizer.decode(found.read(i, 0, 9999)[0]) for i in range(2)])
+    assert "null" not in "".join(texts[0] + texts[1])
+    given, read = ([json.loads(text.partition("\n")[0]) for text in each] for each in texts)
+    assert given == read == [row["tools"] for row in rows]
+    assert caplog.text.count("keys in column 'tools' that are null are left out") == 1
 
 
 def test_a_folder_of_source_files_is_one_document_a_file_in_the_order_of_paths(read, tmp_path):
@@ -249,7 +281,7 @@ def test_documents_that_are_longer_than_an_entry_allows_are_left_out_and_counted
     path = jsonl(tmp_path / "a.jsonl", [{"text": "a" * length} for length in (3, 4, 5, 6)])
     found, documents = read(path, max_tokens=5)
     assert [text for text, _ in found] == ["aaa<|im_end|>", "aaaa<|im_end|>"]
-    assert documents.notes[-1] == f"{path}: 2 documents of more than 5 tokens left out"
+    assert documents.losses == (f"{path}: 2 documents of more than 5 tokens left out",)
     with pytest.raises(UserError, match="no sample that can be trained on; 4 documents of more than 2 tokens left out"):
         read(path, max_tokens=2)
 
@@ -350,13 +382,66 @@ def test_what_a_killed_or_failed_run_left_behind_is_cleared(tokenizer, tmp_path)
     assert not list(cache.glob("*.tmp"))
 
 
-def test_a_damaged_cache_is_an_error_that_names_the_folder(tokenizer, tmp_path):
-    entry = Dataset(path=str(jsonl(tmp_path / "a.jsonl", TEXTS)))
-    tokenize((entry,), tokenizer, tmp_path / "cache")
-    [file] = (tmp_path / "cache").glob("*/tokens.bin")
-    file.write_bytes(file.read_bytes()[:-4])
-    with pytest.raises(UserError, match=str(file.parent)):
-        tokenize((entry,), tokenizer, tmp_path / "cache")
+@pytest.mark.parametrize("work", [tokenize, partial(prepare_shard, shard=(0, 1))])
+def test_a_full_disk_is_named_with_its_folder_and_option(tokenizer, tmp_path, monkeypatch, work):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(documents_module.cache, "write", full)
+    entry, cache = Dataset(path=str(jsonl(tmp_path / "a.jsonl", TEXTS))), tmp_path / "cache"
+    with pytest.raises(UserError, match=f"^{cache}: No space left on device; make room there, or set data.cache_dir"):
+        work((entry,), tokenizer, cache)
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.unlink()  # it is mapped into memory
+    file.write_bytes(content)
+
+
+def empty(file: Path) -> None:
+    file.unlink()
+    file.touch()
+
+
+CACHE_FILES = [
+    *("tokens.bin", "loss_weight.bin", "offsets.npy", "units.npy", "targets.npy", "continuous.npy"),
+    *("summary.json", "manifest.json"),
+]
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, empty, Path.unlink])
+@pytest.mark.parametrize("name", CACHE_FILES)
+def test_a_damaged_cache_is_said_and_made_again(tokenizer, tmp_path, caplog, name, damage):
+    entry, cache = Dataset(path=str(jsonl(tmp_path / "a.jsonl", TEXTS))), tmp_path / "cache"
+    first = tokenize((entry,), tokenizer, cache)
+    damage(next(cache.glob(f"*/{name}")))
+    for warnings in (1, 0):
+        caplog.clear()
+        again = tokenize((entry,), tokenizer, cache)
+        assert again.key == first.key and np.array_equal(again.targets, first.targets)
+        assert all(np.array_equal(again.read(i, 0, 99), first.read(i, 0, 99)) for i in range(3))
+        said = [record.message for record in caplog.records]
+        assert len(said) == warnings and all(name in line and "a.jsonl is tokenised again" in line for line in said)
+    assert not list(cache.glob("*.tmp"))
+
+
+def test_a_damaged_part_of_a_run_that_was_killed_is_made_again(tokenizer, tmp_path, caplog):
+    entry, cache = Dataset(path=str(jsonl(tmp_path / "a.jsonl", TEXTS))), tmp_path / "cache"
+    prepare_shard((entry,), tokenizer, cache, (0, 1))
+    flip_a_bit(next(cache.glob("*.parts/0/tokens.bin")))
+    assert tokenizer.decode(tokenize((entry,), tokenizer, cache).read(0, 0, 99)[0]) == "one<|im_end|>"
+    assert "tokens.bin: content differs from its checksum" in caplog.text
+
+
+def test_damaged_documents_whose_source_may_not_be_read_are_an_error(tokenizer, tmp_path):
+    entry, cache = Dataset(path=str(jsonl(tmp_path / "a.jsonl", TEXTS))), tmp_path / "cache"
+    tokenize((entry,), tokenizer, cache)
+    [file] = cache.glob("*/tokens.bin")
+    flip_a_bit(file)
+    with pytest.raises(UserError, match=f"{file.parent} is damaged .tokens.bin: content differs.* source .*a.jsonl is"):
+        tokenize((entry,), tokenizer, cache, cache_only=True)
 
 
 def test_validation_data_is_a_part_or_data_of_its_own(tokenizer, tmp_path):
@@ -408,20 +493,17 @@ def test_auto_uses_a_system_column_and_says_which_columns_it_does_not(read, tmp_
     rows = [row | {"system": "Be.", "id": 1}, row | {"system": "Be.", "lang": "en"}]
     found, documents = read(jsonl(tmp_path / "a.jsonl", rows))
     assert all(text.startswith("<|im_start|>system\nBe.<|im_end|>") for text, _ in found)
-    assert [note.partition("a.jsonl: ")[2] for note in documents.notes[1:]] == [
-        "column 'id' is not used",
-        "column 'lang' is not used",
-    ]
+    assert documents.losses == (f"{tmp_path}/a.jsonl: 2 columns are not used: 'id', 'lang'",)
 
 
 def test_a_type_that_is_given_uses_what_is_given_and_names_the_option_for_the_rest(read, tmp_path):
     path = jsonl(tmp_path / "a.jsonl", [{"messages": CHAT, "system": "Be.", "tools": [{"name": "f"}]}])
     found, documents = read(path, type="conversation")
     assert "Be." not in found[0][0]
-    assert [note.partition("a.jsonl: ")[2] for note in documents.notes[1:]] == [
-        "column 'system' is not used; system_field='system' would",
-        "column 'tools' is not used; tools_field='tools' would",
-    ]
+    (loss,) = documents.losses
+    assert loss.endswith(
+        "2 columns are not used: 'system' (system_field='system' would), 'tools' (tools_field='tools' would)"
+    )
     assert "Be." in read(path, type="conversation", system_field="system")[0][0][0]
 
 

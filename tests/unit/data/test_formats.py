@@ -87,7 +87,7 @@ def test_the_history_of_an_instruction_comes_before_it(read):
         with pytest.raises(UserError, match=r"a.jsonl:2: column 'history': expected \[\[query, answer\], ...\]"):
             read(samples[0], samples[0] | {"history": wrong})
     texts, notes = read(samples[0], prompt_format="{instruction} ")
-    assert texts == ["So? «Ok.<|im_end|>»"] and "column 'history' is not used" in notes
+    assert texts == ["So? «Ok.<|im_end|>»"] and "1 column is not used: 'history'" in notes
     assert read({"question": "Hi", "answer": "Yo", "history": "of Rome"})[0] == [CHAT]
 
 

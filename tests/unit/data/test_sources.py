@@ -3,6 +3,7 @@
 import functools
 import http.server
 import json
+import os
 import sys
 import threading
 from pathlib import Path
@@ -20,6 +21,7 @@ from jaxtune.config import in_memory
 from jaxtune.config.schema import Dataset
 from jaxtune.data.documents import tokenize
 from jaxtune.data.sources import open_source
+from jaxtune.data.user_files import fingerprint
 from jaxtune.errors import UserError
 
 
@@ -280,6 +282,31 @@ def test_a_function_that_fails_is_a_bad_row_that_names_its_line(lines, tmp_path)
     with pytest.raises(UserError, match=r"lines.jsonl:2: .*own.py:to_text: KeyError: 'title'"):
         texts(path, function=f"{tmp_path}/own.py:to_text")
     assert texts(path, "skip", function=f"{tmp_path}/own.py:to_text") == ["a!"]
+
+
+def test_samples_are_read_again_when_a_module_that_the_function_imports_has_changed(tmp_path):
+    """Of the user's own: here one that another imports, in a package."""
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "own.py").write_text(
+        "import json, numpy\nfrom pack import inner\ndef to_text(sample):\n    return None"
+    )
+    (tmp_path / "pack" / "__init__.py").touch()
+    (tmp_path / "pack" / "inner.py").write_text("from .deep import END")
+    function, keys = f"{tmp_path}/own.py:to_text", set()
+    for end in ("!", "?", "?"):
+        (tmp_path / "pack" / "deep.py").write_text(f"END = {end!r}")
+        keys.add(fingerprint(function, "data: function"))
+    assert len(keys) == 2
+
+
+def test_a_small_file_of_the_same_size_and_time_is_read_again(lines, tmp_path):
+    tokenizer, keys = byte_tokenizer(tmp_path / "tokenizer"), []
+    for text in ("a", "b", "b"):
+        entry = Dataset(path=lines({"text": text}))
+        os.utime(tmp_path / "lines.jsonl", (1e9, 1e9))
+        found = tokenize((entry,), tokenizer, tmp_path / "cache")
+        keys.append(found.key)
+    assert keys[0] != keys[1] == keys[2] and "from the cache of 20" in found.notes[-1]
 
 
 def test_samples_are_read_again_when_the_file_of_the_function_has_changed(lines, tmp_path):

@@ -169,6 +169,7 @@ def test_documents_that_are_longer_than_a_row_are_counted(folder, tokenizer, cap
     lost = [window.rows.counts.dropped_documents for window in (first, second)]
     assert all(lost) and second.after["dropped"] == sum(lost)
     assert f"{sum(lost)} documents longer than a row left out until row {second.stop}" in caplog.text
+    assert caplog.text.count(" documents are left out: they are longer than data.seq_len=12") == 1
     (again,) = islice(stream.windows(second.place), 1)
     assert again.after == second.after
 

@@ -60,7 +60,8 @@ def files(cache: Path) -> dict[str, bytes]:
 def expected(entry, tokenizer, tmp_path):
     """The files that one process makes at once, leaving out what is wrong."""
     found = tokenize((entry,), tokenizer, tmp_path / "whole", "skip")
-    assert found.skipped == 3 and "3 samples skipped" in found.notes[-1] and "'id' is not used" in found.notes[1]
+    assert found.skipped == 3 and "3 samples skipped" in found.losses[0]
+    assert found.losses[1].endswith("2 columns are not used: 'id', 'text'")
     return files(tmp_path / "whole")
 
 

@@ -33,9 +33,31 @@ def test_what_fails_leaves_no_file_that_is_read(tmp_path):
     assert not file.exists()
 
 
-def test_a_damaged_file_is_named(tmp_path):
-    file = tmp_path / "scores.npy"
-    np.save(file, np.arange(100))
-    file.write_bytes(file.read_bytes()[:-8])
-    with pytest.raises(UserError, match=f"{file} is damaged"):
-        kept(file, lambda path: None)
+def flip_a_bit(file):
+    content = bytearray(file.read_bytes())
+    content[-40] ^= 1  # of the last value
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        flip_a_bit,
+        lambda file: file.write_bytes(file.read_bytes()[:-8]),
+        lambda file: file.write_bytes(b""),
+        lambda file: np.save(file, np.arange(100)),  # as older versions wrote it, without a checksum
+    ],
+)
+def test_a_damaged_file_is_said_and_made_again(tmp_path, caplog, damage):
+    file, values = tmp_path / "scores.npy", np.arange(100)
+
+    def write(path):
+        with path.open("wb") as stream:
+            np.save(stream, values)
+
+    kept(file, write)
+    damage(file)
+    for warnings in (1, 0):
+        caplog.clear()
+        assert np.array_equal(kept(file, write), values)
+        assert [f"{file} is damaged" in record.message for record in caplog.records] == [True] * warnings

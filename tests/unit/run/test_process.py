@@ -203,11 +203,11 @@ def test_messages_have_a_level_and_other_processes_a_number(monkeypatch, capsys,
         log.warning("trouble")
         return capsys.readouterr().out.splitlines()
 
-    assert shown(Log(), 0) == ["news", "trouble"]
-    assert shown(Log(level="debug"), 0) == ["detail", "news", "trouble"]
+    assert shown(Log(), 0) == ["news", "warning: trouble"]
+    assert shown(Log(level="debug"), 0) == ["detail", "news", "warning: trouble"]
     assert shown(Log(level="error"), 0) == []
-    assert shown(Log(), 3) == ["process 3: trouble"]
-    assert shown(Log(every_process=True), 3) == ["process 3: news", "process 3: trouble"]
+    assert shown(Log(), 3) == ["process 3: warning: trouble"]
+    assert shown(Log(every_process=True), 3) == ["process 3: news", "process 3: warning: trouble"]
 
 
 def test_what_is_shown_is_in_the_file_too(tmp_path, capsys, loggers):
@@ -239,8 +239,8 @@ def test_what_is_shown_is_in_the_file_too(tmp_path, capsys, loggers):
     ]
     elsewhere = dataclasses.replace(config, log=Log(file=str(tmp_path / "there" / "own.log")))
     with process.log_to_file(elsewhere, tmp_path / "run"):
-        logging.getLogger("jaxtune").info("there")
-    assert "there" in (tmp_path / "there" / "own.log").read_text()
+        logging.getLogger("jaxtune").warning("there")
+    assert "  warning: there\n" in (tmp_path / "there" / "own.log").read_text()
     with process.log_to_file(dataclasses.replace(config, log=Log(file=None)), tmp_path / "none"):
         logging.getLogger("jaxtune").info("nowhere")
     assert not (tmp_path / "none").exists()
