@@ -33,7 +33,7 @@ from jaxtune.config.schema import Chat, Dataset
 from jaxtune.data import cache, sources
 from jaxtune.data.encoding import Refused
 from jaxtune.data.preferences import with_other_answers
-from jaxtune.data.tokenising import Items, Tokenised, Tokeniser
+from jaxtune.data.tokenising import Items, Tokenised, Tokeniser, say_across
 from jaxtune.data.units import Documents, Part, Unit
 from jaxtune.data.workers import mapped
 from jaxtune.errors import UserError
@@ -368,22 +368,25 @@ def _write_part(
     """Writes into a temporary folder beside `folder`, then renames it."""
     said: dict[str, None] = {}
     first: list[str] = []
-    longer = skipped = 0
+    first_across: list[str] = []
+    longer = skipped = across = 0
 
     def units() -> Iterator[Unit]:
-        nonlocal longer, skipped
+        nonlocal longer, skipped, across
         for block in blocks:
             said.update(dict.fromkeys(block.said))
             first.extend(map(str, block.problems[: _LISTED - len(first)]))
             skipped += len(block.problems)
             longer += block.longer
+            first_across.extend(block.across[: 1 - len(first_across)])
+            across += len(block.across)
             yield from block.units
 
     with _appearing(folder) as temporary:
         summary = cache.write(temporary, units(), tokeniser.columns)
         if problems.count:  # an error is to come
             return
-        more = {"said": list(said), "first": first, "longer": longer}
+        more = {"said": list(said), "first": first, "longer": longer, "across": across, "first_across": first_across}
         cache.finish(temporary, summary | more, name, skipped)
 
 
@@ -429,6 +432,9 @@ def _join(parts: list[Path], folder: Path, name: str, tokeniser: Tokeniser, requ
         counts = f"{summary['documents']:,} documents of {summary['tokens']:,} tokens"
         notes = [f"{name}: {tokeniser.form}, {counts}", *(f"{name}: {line}" for line in others)]
         notes += [f"{name}: {left_out}"] if longer else []
+        if across := sum(summary["across"] for summary in summaries):
+            example = next(line for summary in summaries for line in summary["first_across"])
+            notes.append(f"{name}: {say_across(across, example)}")
         if skipped:
             more = ["..."] if skipped > _LISTED else []
             notes.append("\n  ".join([f"{skipped:,} samples skipped:", *first, *more]))

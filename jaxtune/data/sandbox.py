@@ -22,6 +22,8 @@ MAX_SECONDS = 5.0
 MAX_CHARS = 2**26
 # Unicode noncharacters: no text may contain them, so they can mark the ends of {% generation %} blocks.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
+BEFORE_NUMBER, BEHIND_NUMBER = "\ufdd2", "\ufdd3"  # a number between them marks a message
+MARKS = OPEN + CLOSE + BEFORE_NUMBER + BEHIND_NUMBER
 # Rendering must give the same text every day, or a run could not be repeated: for templates, today is always this day.
 _TODAY = datetime(2024, 7, 26)
 
