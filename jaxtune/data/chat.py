@@ -180,12 +180,14 @@ class ChatTemplate:
 
     def _say_control_tokens(self, messages: list[Message]) -> None:
         """Says, once, that a message's text holds one of the tokenizer's special tokens, and so becomes that token."""
-        pairs = ((message["role"], self._special.search(message["content"])) for message in messages)
-        if not self._control_tokens_said and (found := next((pair for pair in pairs if pair[1]), None)):
+        pairs = (
+            (message["role"], token) for message in messages for token in self._special.findall(message["content"])
+        )
+        if not self._control_tokens_said and (found := next(pairs, None)):
             self._control_tokens_said = True
             role, token = found
             self._say(
-                f"the text of a message of role {role!r} holds {token[0]}, which becomes that special token, as in "
+                f"the text of a message of role {role!r} holds {token}, which becomes that special token, as in "
                 "transformers; take it out where others wrote the text"
             )
 
