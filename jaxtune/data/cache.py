@@ -19,8 +19,8 @@ from jaxtune.data.columns import Column
 from jaxtune.data.encoding import Encoded
 from jaxtune.data.units import Part, Unit
 
-FORMAT = 3
-"""Counted up when the layout of the files changes; folders in another format are not read."""
+FORMAT = 4
+"""Counted up when the layout of the files changes, or what is made of the same samples; other formats are not read."""
 
 SUMMARY = "summary.json"
 """The file of the key, the columns, and the notes for the user."""

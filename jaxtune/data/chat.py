@@ -1,6 +1,8 @@
 """Conversations: the chat template renders them; the assistant's turns are trained, with the token that ends each."""
 
+import re
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +12,8 @@ from jaxtune.data.agents import as_text
 from jaxtune.data.encoding import Encoder, Refused, Rendered, Span
 from jaxtune.data.left_out import Kind, left_out, refuse_lost_answers
 from jaxtune.data.messages import UNSEEN, Message, clip, with_text_arguments
-from jaxtune.data.sandbox import CLOSE, OPEN, Template
+from jaxtune.data.sandbox import Template
+from jaxtune.data.turns import Conversation, lacks, missing_token
 from jaxtune.errors import UserError
 
 if TYPE_CHECKING:
@@ -52,6 +55,9 @@ class ChatTemplate:
         if tokenizer.eos_token is not None:
             stops.add(str(tokenizer.eos_token))
         self._stops = tuple(sorted(stops, key=len, reverse=True))
+        # Without a special token, this matches nothing.
+        self._special = re.compile("|".join(map(re.escape, self._stops)) or r"(?!)")
+        self._vocabulary = tokenizer.get_vocab
         self._say, self._chat = say, chat
         self._tried: set[Kind] = set()
         self._control_tokens_said = False
@@ -68,16 +74,20 @@ class ChatTemplate:
     def turn_end(self) -> str | None:
         """The special token that ends an assistant's turn; None if the template has none."""
         exchange = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        return self._stop(self._render(exchange, None)[0])
+        text, spans = self._render(exchange, None)
+        try:
+            spans = spans or self._conversation(exchange, None, text).turns([1])
+        except UserError:  # how the turns of real conversations end is seen when they are rendered
+            return self._stop(text)
+        return next(filter(None, (self._stop(text[slice(*span)]) for span in spans)), None)
 
     def render(self, messages: list[Message], tools: list[Any] | None = None) -> Rendered:
         """The whole conversation as text; its trained spans are the assistant's turns with their stop tokens.
 
         Templates with `{% generation %}` mark what is trained. For others, a turn starts where the prompt made of the
-        messages before it ends, and stops with the special token that ends the conversation when it is cut after the
-        turn. Some templates render a turn differently once more messages follow (Qwen3 leaves out earlier thoughts), so
-        that the prompt is not a prefix of the whole text. There the turn starts after its header, the text that
-        add_generation_prompt appends.
+        messages before it ends, and stops with its own stop token, not with one that ends the whole conversation
+        (`turns.Conversation`). Some templates leave out of earlier turns what the prompt ends in (an empty thought):
+        there the turn starts after what the template writes before an answer instead.
 
         The section chat says which messages are trained and with which weight; another role's is found by its content.
         Keys of messages, whole messages and tools that the template leaves out are reported through `say`.
@@ -87,24 +97,28 @@ class ChatTemplate:
                 token, or cannot be found in the text.
             UserError: the template refuses the conversation or exceeds its limits.
         """
-        chosen = masks.trained(messages, self._chat)
+        chosen = set(masks.trained(messages, self._chat))
         if not chosen:
             raise Refused(f"the conversation has no {' or '.join(self._chat.roles)} message that is to be trained")
         messages = [message | {"train": i in chosen} for i, message in enumerate(messages)]
         messages, tools = self._written(messages, tools)
         chosen = [i for i, message in enumerate(messages) if message.get("train", masks.everything(self._chat))]
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        wanted, turned = set(chosen), set(turns)
         text, spans = self._render(messages, tools)
+        conversation = partial(self._conversation, messages, tools, text)
         if not spans:
-            spans = self._find_turns(messages, tools, turns, text)
+            spans = conversation().turns(turns)
         elif unmarked := next((span for span in spans if self._stop(text[slice(*span)]) is None), None):
+            if missing := missing_token(text[slice(*unmarked)], self._vocabulary()):
+                raise lacks(missing)
             raise Refused(f"{{% generation %}} holds no stop token at its end: {clip(text[slice(*unmarked)])!r}")
         refuse_lost_answers(messages, turns, spans, text, self._stop)
         for line in left_out(messages, tools, text, lambda *changed: self._render(*changed)[0], self._tried):
             self._say(line)
         self._say_control_tokens(messages)
         if len(spans) != len(turns):
-            unlike = [i for i in turns if i not in chosen or "loss_scale" in messages[i]]
+            unlike = [i for i in turns if i not in wanted or "loss_scale" in messages[i]]
             if unlike:
                 raise Refused(
                     f"message {unlike[0]} is not to be trained, or has a weight of its own, but it is unclear which "
@@ -113,14 +127,16 @@ class ChatTemplate:
             parts, others = [self._part(text, span, {}) for span in spans], []
         else:
             own = list(zip(turns, spans))
-            parts = [self._part(text, span, messages[i]) for i, span in own if i in chosen]
-            others = [span for i, span in own if i not in chosen]
-        of_others = [i for i in range(len(messages)) if i not in turns]
-        if masks.everything(self._chat):
-            unwanted = [self._found(text, messages, tools, i) for i in of_others if i not in chosen]
-            others += [(part.start, part.end) for part in unwanted]
-        else:
-            parts += [self._found(text, messages, tools, i) for i in of_others if i in chosen]
+            parts = [self._part(text, span, messages[i]) for i, span in own if i in wanted]
+            others = [span for i, span in own if i not in wanted]
+        everything = masks.everything(self._chat)
+        if of_others := [i for i in range(len(messages)) if i not in turned and (i in wanted) != everything]:
+            places = conversation()
+            found = [self._found(text, messages, places, i) for i in of_others]
+            if everything:
+                others += [(part.start, part.end) for part in found]
+            else:
+                parts += found
         weighted = list(masks.weigh(text, sorted(parts, key=attrgetter("start")), others, self._chat))
         weights = tuple(weight for _, weight in weighted)
         return Rendered(text, tuple(span for span, _ in weighted), weights=None if set(weights) <= {1} else weights)
@@ -154,82 +170,32 @@ class ChatTemplate:
         stop = span[0] + len(whole) - len(self._stop(whole) or "")
         return masks.Part(span[0], stop, span[1], message.get("loss_scale"))
 
-    def _found(self, text: str, messages: list[Message], tools: list[Any] | None, i: int) -> masks.Part:
+    def _found(self, text: str, messages: list[Message], places: Conversation, i: int) -> masks.Part:
         """A message of another role, and the special token that follows it."""
-        found = self._content(text, messages, tools, i)
-        if not found:
+        content = places.content(i)
+        if content is None:
             raise Refused(f"message {i} ({messages[i]['role']}) cannot be found: the template changes its text")
-        start, stop = found[0]
+        start, stop = content
         return masks.Part(start, stop, stop + len(self._begins(text, stop) or ""), messages[i].get("loss_scale"))
 
     def _say_control_tokens(self, messages: list[Message]) -> None:
         """Says, once, that a message's text holds one of the tokenizer's special tokens, and so becomes that token."""
-        pairs = ((message["role"], stop) for message in messages for stop in self._stops if stop in message["content"])
+        pairs = (
+            (message["role"], token) for message in messages for token in self._special.findall(message["content"])
+        )
         if not self._control_tokens_said and (found := next(pairs, None)):
             self._control_tokens_said = True
-            role, stop = found
+            role, token = found
             self._say(
-                f"the text of a message of role {role!r} holds {stop}, which becomes that special token, as in "
+                f"the text of a message of role {role!r} holds {token}, which becomes that special token, as in "
                 "transformers; take it out where others wrote the text"
             )
 
-    def _find_turns(self, messages: list[Message], tools: list[Any] | None, turns: list[int], text: str) -> list[Span]:
-        """Where each of the assistant's turns is in the whole text, with the stop token that ends it."""
-        spans, end = [], 0
-        for i in turns:
-            start = self._start(text, messages[:i], tools, end, len(turns))
-            end = self._end(text, messages, tools, i, start)
-            spans.append((start, end))
-        return spans
+    def _conversation(self, messages: list[Message], tools: list[Any] | None, text: str) -> Conversation:
+        def render(*given: Any, **how: Any) -> str:
+            return self._render(*given, **how)[0]
 
-    def _start(self, text: str, before: list[Message], tools: list[Any] | None, position: int, turns: int) -> int:
-        """Where the assistant's answer to the messages `before` starts in the whole text, not before `position`."""
-        prompt = self._render(before, tools, add_generation_prompt=True)[0]
-        if len(prompt) >= position and text.startswith(prompt):
-            return len(prompt)
-        header = prompt.removeprefix(self._render(before, tools)[0])
-        if header in ("", prompt) or text.count(header) != turns:
-            raise Refused(
-                f"message {len(before)} (assistant) cannot be found in the rendered text: the template writes it "
-                "differently once more messages follow. End the conversation with it, or use a template with "
-                "{% generation %} marks"
-            )
-        if (found := text.find(header, position)) < 0:
-            raise Refused(f"message {len(before)} (assistant) cannot be found after the end of the one before it")
-        return found + len(header)
-
-    def _end(self, text: str, messages: list[Message], tools: list[Any] | None, i: int, start: int) -> int:
-        """Where turn i, which starts at `start`, ends in the whole text: after the stop token.
-
-        That may be another one than where the conversation is cut: gpt-oss ends only the last turn in <|return|>.
-        """
-        cut = (text if i == len(messages) - 1 else self._render(messages[: i + 1], tools)[0]).rstrip()
-        stop = self._stop(cut)
-        if stop is None:
-            raise Refused(f"message {i} (assistant) renders without a stop token at its end: {clip(cut[start:])!r}")
-        if stop in messages[i]["content"]:
-            raise Refused(f"message {i} (assistant) holds the stop token {stop} in its text")
-        before = cut.removesuffix(stop)
-        if text.startswith(before):
-            ends = [len(before)]
-        else:
-            ends = [end for begin, end in self._content(text, messages, tools, i) if begin >= start]
-        for end in ends:
-            if found := self._begins(text, end):
-                return end + len(found)
-        if stop not in text[start:]:
-            raise Refused(f"message {i} (assistant) has no stop token in the whole conversation")
-        return text.index(stop, start) + len(stop)
-
-    def _content(self, text: str, messages: list[Message], tools: list[Any] | None, i: int) -> list[Span]:
-        """Where the content of message i is in the whole text, if it is there as it is: with marks around it, found."""
-        content = messages[i]["content"]
-        inner = content.strip()
-        if not inner:
-            return []
-        marked = messages[i] | {"content": content.replace(inner, OPEN + inner + CLOSE, 1)}
-        whole, spans = self._render([*messages[:i], marked, *messages[i + 1 :]], tools)
-        return [span for span in spans if whole == text and text[slice(*span)] == inner]
+        return Conversation(render, self._special, self._vocabulary, messages, tools, text)
 
     def _begins(self, text: str, position: int) -> str | None:
         """The special token that follows `position`."""
@@ -241,8 +207,8 @@ class ChatTemplate:
         return next((stop for stop in self._stops if text.endswith(stop)), None)
 
     def _render(
-        self, messages: list[Message], tools: list[Any] | None, add_generation_prompt: bool = False
+        self, messages: list[Message], tools: list[Any] | None, **more: Any
     ) -> tuple[str, list[tuple[int, int]]]:
-        variables = self._variables | {"add_generation_prompt": add_generation_prompt}
+        variables = self._variables | {"add_generation_prompt": False} | more
         shown = [{key: value for key, value in message.items() if key not in UNSEEN} for message in messages]
         return self._template.render(messages=shown, tools=tools, documents=None, **variables)

@@ -36,7 +36,7 @@ from jaxtune.data import cache, sources
 from jaxtune.data.encoding import Refused
 from jaxtune.data.preferences import with_other_answers
 from jaxtune.data.readers import size_of
-from jaxtune.data.tokenising import Items, Tokenised, Tokeniser
+from jaxtune.data.tokenising import Items, Tokenised, Tokeniser, say_across
 from jaxtune.data.units import Documents, Part, Unit
 from jaxtune.data.workers import mapped
 from jaxtune.errors import UserError, hide_secrets
@@ -408,16 +408,19 @@ def _write_part(
     said: dict[str, None] = {}
     unused: dict[str, None] = {}
     first: list[str] = []
-    longer = skipped = 0
+    first_across: list[str] = []
+    longer = skipped = across = 0
 
     def units() -> Iterator[Unit]:
-        nonlocal longer, skipped
+        nonlocal longer, skipped, across
         for block in blocks:
             said.update(dict.fromkeys(block.said))
             unused.update(dict.fromkeys(block.unused))
             first.extend(map(str, block.problems[: _LISTED - len(first)]))
             skipped += len(block.problems)
             longer += block.longer
+            first_across.extend(block.across[: 1 - len(first_across)])
+            across += len(block.across)
             yield from block.units
 
     with _appearing(folder) as temporary:
@@ -425,6 +428,7 @@ def _write_part(
         if problems.count:  # an error is to come
             return
         more = {"said": list(said), "unused": list(unused), "first": first, "longer": longer}
+        more |= {"across": across, "first_across": first_across}
         cache.finish(temporary, summary | more, name, skipped)
 
 
@@ -470,6 +474,9 @@ def _join(parts: list[Path], folder: Path, name: str, tokeniser: Tokeniser, requ
         counts = f"{summary['documents']:,} documents of {summary['tokens']:,} tokens"
         notes = [f"{name}: {tokeniser.form}, {counts}", *(f"{name}: {line}" for line in others)]
         losses = []
+        if across := sum(summary["across"] for summary in summaries):
+            example = next(line for summary in summaries for line in summary["first_across"])
+            notes.append(f"{name}: {say_across(across, example)}")
         if skipped:
             more = ["..."] if skipped > _LISTED else []
             losses.append("\n  ".join([f"{skipped:,} samples skipped:", *first, *more]))

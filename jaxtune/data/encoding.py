@@ -56,10 +56,16 @@ class Pair:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A sample as tokens; loss_weights[i] is the weight of predicting tokens[i]."""
+    """A sample as tokens.
+
+    Attributes:
+        tokens, loss_weights: loss_weights[i] is the weight of predicting tokens[i].
+        across: (start, end, edge) in characters of the first token inside which a trained span begins, at `edge`.
+    """
 
     tokens: Int32[np.ndarray, "n"]
     loss_weights: Float16[np.ndarray, "n"]
+    across: tuple[int, int, int] | None = None
 
 
 class Encoder:
@@ -105,6 +111,7 @@ class Encoder:
         """Tokens and weights of each document."""
         finished = []
         tokens, weights = bytearray(), bytearray()  # grown in place; joining arrays would take twice the memory
+        across = None
         for batch in self._batches(documents):
             texts = [document.text[start:stop] for document, start, stop in batch]
             # Offsets, which only spans need, cost a fifth of the time.
@@ -114,10 +121,12 @@ class Encoder:
             encodings = encode(texts, add_special_tokens=False)
             for (document, start, stop), encoding in zip(batch, encodings):
                 tokens += np.array(encoding.ids, np.int32).tobytes()
-                weights += _weights(document, start, encoding).tobytes()
+                of_piece, across_in_piece = _weights(document, start, encoding)
+                weights += of_piece.tobytes()
+                across = across or across_in_piece
                 if stop == len(document.text):
-                    finished.append(self._finish(document, tokens, weights))
-                    tokens, weights = bytearray(), bytearray()
+                    finished.append(self._finish(document, tokens, weights, across))
+                    tokens, weights, across = bytearray(), bytearray(), None
             del encodings  # frees their memory before the next batch
             self._advance(sum(map(len, texts)))
         return finished
@@ -134,23 +143,42 @@ class Encoder:
                     batch, characters = [], 0
         yield batch
 
-    def _finish(self, document: Rendered, tokens: bytearray, weights: bytearray) -> Encoded:
+    def _finish(
+        self, document: Rendered, tokens: bytearray, weights: bytearray, across: tuple[int, int, int] | None
+    ) -> Encoded:
         """The arrays, with the tokens that begin and end every text."""
         if not tokens.startswith(self._bos):
             tokens[:0], weights[:0] = self._bos, np.float16(0).tobytes()
         if document.append_eos and not tokens.endswith(self._eos):
             tokens += self._eos
             weights += np.float16(1).tobytes()
-        return Encoded(np.frombuffer(tokens, np.int32), np.frombuffer(weights, np.float16))
+        return Encoded(np.frombuffer(tokens, np.int32), np.frombuffer(weights, np.float16), across)
 
 
-def _weights(document: Rendered, start: int, encoding: "Encoding") -> Float16[np.ndarray, "n"]:
-    """The loss weights of the tokens of a piece that begins at character `start` of its document."""
+def _weights(
+    document: Rendered, start: int, encoding: "Encoding"
+) -> tuple[Float16[np.ndarray, "n"], tuple[int, int, int] | None]:
+    """The loss weights of the tokens of a piece that begins at character `start` of its document, and `across`."""
     if document.spans is None:
-        return np.ones(len(encoding), np.float16)
+        return np.ones(len(encoding), np.float16), None
+    found = [
+        (*span, weight) for span, weight in zip(document.spans, document.weights or repeat(1)) if span[0] < span[1]
+    ]
     weights = np.zeros(len(encoding), np.float16)
+    if not found:
+        return weights, None
+    begins, ends, of_spans = np.array(found, np.float64).T
     offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2) + start
-    for (begin, end), weight in zip(document.spans, document.weights or repeat(1)):
-        inside = np.maximum(offsets[:, 0], begin) < np.minimum(offsets[:, 1], end)
-        weights[inside] = np.maximum(weights[inside], weight)
-    return weights
+    # The spans that a token overlaps are those from `first` on, up to `last`.
+    first, last = np.searchsorted(ends, offsets[:, 0], "right"), np.searchsorted(begins, offsets[:, 1], "left")
+    one = (last > first) & (offsets[:, 1] > offsets[:, 0])
+    weights[one] = of_spans[first[one]]
+    for token in np.flatnonzero(one & (last > first + 1)):
+        weights[token] = of_spans[first[token] : last[token]].max()
+    # Of spans that touch, the second begins in trained text.
+    edges = begins[~np.isin(begins, ends)]
+    inside = np.searchsorted(edges, offsets[:, 0], "right")
+    cut = np.flatnonzero(inside < np.searchsorted(edges, offsets[:, 1], "left"))
+    if not len(cut):
+        return weights, None
+    return weights, (*offsets[cut[0]].tolist(), int(edges[inside[cut[0]]]))

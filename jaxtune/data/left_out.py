@@ -29,9 +29,13 @@ def refuse_lost_answers(
             raise Refused(
                 f"message {i} (assistant) renders as nothing, so only the token that ends it would be trained"
             )
+    written: dict[str, bool] = {}
     for i in turns:
         for call in messages[i].get("tool_calls", ()):
-            if not any(call.get("function", call)["name"] in answer for answer in answers):
+            name = call.get("function", call)["name"]
+            if name not in written:
+                written[name] = any(name in answer for answer in answers)
+            if not written[name]:
                 raise Refused(
                     f"message {i} (assistant): the chat template leaves out its tool call; use the tokenizer of a "
                     "model that calls tools, another chat.template, or chat.agent_template"

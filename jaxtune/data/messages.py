@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from jaxtune.data.sandbox import CLOSE, OPEN
+from jaxtune.data.sandbox import MARKS
 from jaxtune.errors import UserError
 
 Message = dict[str, Any]
@@ -57,8 +57,8 @@ def _check_message(raw: Any, i: int) -> Message:
         content = ""
     if not isinstance(content, str):
         raise UserError(f"message {i} ({message['role']}): content must be text, found {clip(repr(content))}")
-    if OPEN in content or CLOSE in content:
-        raise UserError(f"message {i}: holds the Unicode noncharacter U+FDD0 or U+FDD1")
+    if any(mark in content for mark in MARKS):
+        raise UserError(f"message {i}: holds one of the Unicode noncharacters U+FDD0 to U+FDD3")
     message["content"] = content
     _check_training(message, i)
     if "tool_calls" in message:

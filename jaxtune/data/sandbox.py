@@ -18,6 +18,8 @@ from jaxtune.data.renderer import CLOSE, OPEN
 from jaxtune.errors import UserError
 
 MAX_SECONDS = 5.0
+BEFORE_NUMBER, BEHIND_NUMBER = "\ufdd2", "\ufdd3"  # a number between them marks a message
+MARKS = OPEN + CLOSE + BEFORE_NUMBER + BEHIND_NUMBER
 
 
 class Template:

@@ -24,7 +24,7 @@ from jaxtune.data.documents import folder_name, shaping_of, unused_columns
 from jaxtune.data.preferences import with_other_answers
 from jaxtune.data.rows import Row, Rows
 from jaxtune.data.splits import of_task, refuse_unknown_tokens
-from jaxtune.data.tokenising import Items, Tokeniser
+from jaxtune.data.tokenising import Items, Tokeniser, say_across
 from jaxtune.data.units import Documents, Unit
 from jaxtune.errors import UserError
 
@@ -158,6 +158,10 @@ class Stream:
                 if new := [column for column in block.unused if (f"{dataset} {column}" not in said)]:
                     said.update(f"{dataset} {column}" for column in new)
                     log.warning("data: %s: %s", self._sources[dataset].name, unused_columns(new))
+                if block.across and (once := f"across {dataset}") not in said:
+                    said.add(once)
+                    line = say_across(len(block.across), block.across[0])
+                    log.warning("data: %s: of the first %d samples %s", self._sources[dataset].name, len(mine), line)
                 if block.problems and data.on_bad_row != "skip":
                     raise UserError(f"{block.problems[0]}; data.on_bad_row='skip' leaves such samples out")
                 skipped += len(block.problems)

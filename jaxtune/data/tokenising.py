@@ -1,6 +1,7 @@
 """Samples to units, a block of samples after the other, in this process or in any other."""
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,7 @@ class Tokenised:
         said: lines for the user; the same line may be in other blocks too.
         unused: columns that are not used; the same may be in other blocks too.
         characters: of the texts.
+        across: of each sample whose prompt ends inside a token, where it comes from and the token.
     """
 
     units: list[Unit]
@@ -46,6 +48,7 @@ class Tokenised:
     said: list[str]
     unused: list[str]
     characters: int
+    across: list[str]
 
 
 class Tokeniser:
@@ -65,6 +68,7 @@ class Tokeniser:
     def _start(self) -> None:
         self._said: dict[str, None] = {}
         self._unused: list[str] = []
+        self._across: list[str] = []
         self._characters = 0
         self._seen: set[str] = set()
         self._convert: formats.Format | None = None
@@ -103,7 +107,7 @@ class Tokeniser:
 
     def __call__(self, items: Items) -> Tokenised:
         """Tokenises a block. Raises UserError where the tokenizer or the entry's options do not allow the type."""
-        self._said, self._unused, self._characters = {}, [], 0
+        self._said, self._unused, self._characters, self._across = {}, [], 0, []
         units, places, problems = [], [], []
         longer, most = 0, self.entry.max_tokens
         pending: list[_Converted | UserError] = []
@@ -125,7 +129,8 @@ class Tokeniser:
                         units.append(found)
                         places.append(place)
                 pending, chars = [], 0
-        return Tokenised(units, places, longer, problems, list(self._said), self._unused, self._characters)
+        said, across = list(self._said), self._across
+        return Tokenised(units, places, longer, problems, said, self._unused, self._characters, across)
 
     def _detect(self, sample: Sample) -> None:
         formats.refuse_images(sample)
@@ -173,11 +178,14 @@ class Tokeniser:
             where, document = item
             if isinstance(document, Pair):
                 answers = tuple(next(texts) for _ in document.documents)
+                self._note_across(where, zip(document.documents, answers))
                 trained = all(answer.loss_weights[1:].any() for answer in answers)
                 refused = Refused(f"{where}: no token of an answer is a target")
                 found.append(Unit(answers, values=document.values) if trained else refused)
                 continue
             encoded = next(texts) if isinstance(document, Rendered) else document
+            if isinstance(document, Rendered):
+                self._note_across(where, [(document, encoded)])
             label = document.label if isinstance(document, Rendered) else None
             if label is not None and len(encoded.tokens):
                 found.append(Unit((encoded,), values={LABEL.name: label}))
@@ -188,11 +196,30 @@ class Tokeniser:
                 found.append(Refused(f"{where}: no token of it is a target"))
         return found
 
+    def _note_across(self, where: str, documents: Iterable[tuple[Rendered, Encoded]]) -> None:
+        """Notes a sample if a trained part of one of its documents begins inside a token."""
+        for document, encoded in documents:
+            if encoded.across is not None:
+                start, end, edge = encoded.across
+                prompt, answer = document.text[max(0, edge - 20) : edge], document.text[edge : max(edge + 20, end)]
+                token = document.text[start:end]
+                self._across.append(f"{where}: in {prompt!r} + {answer!r} the token {token!r} belongs to both")
+                return
+
     def _say(self, line: str) -> None:
         self._said[line] = None
 
     def _count(self, characters: int) -> None:
         self._characters += characters
+
+
+def say_across(count: int, first: str) -> str:
+    """The line about samples whose prompts end inside a token; `first`: of Tokenised.across."""
+    return (
+        f"{count:,} samples have an answer that begins inside a token, often because the prompt ends in a space: asked "
+        f"with the prompt, the model sees other tokens than in training; the first: {first}. End the prompt before the "
+        "space, and begin the answer with it"
+    )
 
 
 def _texts(item: _Converted | UserError) -> tuple[Rendered, ...]:

@@ -1,5 +1,6 @@
 """Trained characters make trained tokens."""
 
+import json
 from itertools import pairwise
 
 import numpy as np
@@ -9,6 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from jaxtune.config.schema import Dataset
+from jaxtune.data.documents import tokenize
 from jaxtune.data.encoding import Encoder, Rendered
 
 CORPUS = ["Hello  world, this\nis a test.\n\nAnd that :\n\tthe other, été.\n"] * 20
@@ -46,6 +49,25 @@ def test_a_text_that_is_trained_whole_has_the_same_tokens(merged, text):
     """Its offsets are not asked for."""
     whole, [part] = Encoder(merged)([Rendered(text), Rendered(text)]), Encoder(merged)([Rendered(text, ((0, 1),))])
     assert all(np.array_equal(one.tokens, part.tokens) and one.loss_weights.all() for one in whole)
+
+
+def test_prompts_that_end_inside_a_token_are_said(merged, tmp_path):
+    """How many, and the first: asked with the prompt, the model would see a token that it was not trained on."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=merged.backend_tokenizer, eos_token="<|endoftext|>")
+    samples = [{"instruction": "And ", "output": "the"}, {"instruction": "And", "output": " the"}] * 2
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in [samples[1], *samples]))
+    entry = Dataset(path=str(tmp_path / "a.jsonl"), prompt_format="{instruction}")
+    notes = tokenize((entry,), tokenizer, tmp_path / "cache").notes
+    [line] = [note for note in notes if "begins inside a token" in note]
+    assert ": 2 samples have an answer that begins inside a token" in line
+    assert "a.jsonl:2: in 'And ' + 'the' the token ' th' belongs to both. End the prompt before the space" in line
+
+
+def test_only_a_prompt_may_end_inside_a_token(merged):
+    """Spans that touch are one trained text, in parts of other weights."""
+    text = "And the other"
+    documents = [Rendered(text, ((0, 4), (4, 13))), Rendered(text, ((3, 13),)), Rendered(text, ((4, 13),))]
+    assert [encoded.across for encoded in Encoder(merged)(documents)] == [None, None, (3, 6, 4)]
 
 
 def _byte_alphabet() -> dict[int, str]:

@@ -1,0 +1,298 @@
+"""Where messages are in a conversation that a chat template has rendered.
+
+Messages are rendered with marks around their texts. So a few renderings find all turns, whatever their number.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from jaxtune.data.encoding import Refused, Span
+from jaxtune.data.messages import ROLES, Message, clip
+from jaxtune.data.sandbox import BEFORE_NUMBER, BEHIND_NUMBER
+from jaxtune.errors import UserError
+
+Render = Callable[..., str]
+"""(messages, tools, **variables of the template) -> the conversation as text."""
+
+_MARK = re.compile(f"{BEFORE_NUMBER}(\\d+){BEHIND_NUMBER}")
+_TAG = re.compile(r"<[^<>]*>")
+# A template may look at the text of some messages, so that a mark there changes what it writes.
+_MARKED_ROLES = (ROLES, ("user", "assistant", "tool"), ("assistant",), ())
+# Text that looks like a special token.
+_TOKEN = re.compile(r"(<\|[^|<>\s]+\|?>|<[^|<>\s]+\|>|<\uff5c[^\uff5c<>\s]+\uff5c>|<[a-z]+(_[a-z]+)+>|</s>|<eos>)\s*\Z")
+
+
+class Conversation:
+    """A conversation as rendered, with the places of its messages.
+
+    Attributes:
+        places: (start, end) of the messages that were found, by their number: what is between the marks around the
+            content, or the name of the first called tool if there is no content.
+    """
+
+    def __init__(
+        self,
+        render: Render,
+        special: re.Pattern[str],
+        vocabulary: Callable[[], dict[str, int]],
+        messages: list[Message],
+        tools: list[Any] | None,
+        text: str,
+    ):
+        """`text`: the conversation, as `render` writes it; `special`: matches the special tokens."""
+        self._render, self._special, self._vocabulary = render, special, vocabulary
+        self._messages, self._tools, self._text = messages, tools, text
+        for roles in _MARKED_ROLES:
+            self._marked = [_marked(m, i) if m["role"] in roles else m for i, m in enumerate(messages)]
+            plain, self.places = _split(render(self._marked, tools)) if roles else (text, {})
+            if plain == text:
+                break
+        self._tails: dict[Any, str] = {}
+        self._thoughtless: dict[Any, str] = {}
+        self._headers: dict[Any, str | None] = {}
+        self._stops: dict[Any, str] = {}
+
+    def turns(self, turns: Sequence[int]) -> list[Span]:
+        """The assistant's turns, the messages of these numbers, each with the special token that ends it.
+
+        A turn starts where the prompt made of the messages before it ends. The stop token is the last special token in
+        what the conversation and the conversation cut after the turn have in common: a token that ends the whole
+        conversation is not in it, nor is the header of the next message.
+
+        Raises:
+            Refused: a turn cannot be found, or has no stop token.
+            UserError: turns end in a special token that the tokenizer does not have.
+        """
+        spans, end = [], 0
+        for i in turns:
+            start = self._start(i, end, last=i == turns[-1])
+            end = self._end(i, start)
+            spans.append((start, end))
+        return spans
+
+    def _before(self, i: int) -> int | None:
+        """The last message before i that was found."""
+        return next((j for j in range(i - 1, -1, -1) if j in self.places), None)
+
+    def _kind(self, i: int) -> tuple:
+        """Prompts of one kind are the same from the last message before i that was found."""
+        before = self._before(i)
+        kind = []
+        for j, message in enumerate(self._messages[before or 0 : i], start=before or 0):
+            unmarked = message["content"][_inner(message["content"])[1] if j == before else 0 :]
+            kind.append((message["role"], unmarked, str(message.get("tool_calls"))))
+        return tuple(kind)
+
+    def _start(self, i: int, position: int, last: bool) -> int:
+        """Where the assistant's turn i starts, not before `position`."""
+        before = self._before(i)
+        behind = self.places[before][1] if before is not None else 0
+        kind = self._kind(i)
+        if last or kind not in self._tails:
+            prompt, places = _split(self._render(self._marked[:i], self._tools, add_generation_prompt=True))
+            if last and (lost := places.keys() - self.places.keys()):
+                raise Refused(
+                    f"message {i} (assistant) cannot be found after its prompt: once the answer follows, the template "
+                    f"leaves out message {min(lost)} ({self._messages[min(lost)]['role']}), which the prompt has. Use "
+                    "another chat.template"
+                )
+            self._tails[kind] = prompt[places[before][1] if before in places else 0 :]
+        limit = self.places[i][0] if i in self.places else len(self._text)
+        for header in self._headers_of(i, kind):
+            if self._text.startswith(header, behind) and position <= behind + len(header) <= limit:
+                return behind + len(header)
+        what, then = (
+            ("the prompt", "the answer follows") if last else ("the prompt or the turn", "more messages follow")
+        )
+        raise Refused(
+            f"message {i} (assistant) cannot be found in the rendered text: the template writes {what} differently "
+            f"once {then}. Use a template with {{% generation %}} marks"
+        )
+
+    def _headers_of(self, i: int, kind: tuple) -> Iterator[str]:
+        """What may be between the last message before turn i that was found, and what the turn's author wrote.
+
+        First the end of the prompt. Prompts of some templates begin the thought, or have an empty one, and the
+        conversation does not: then what the template writes before an answer that others follow, if the prompt has it
+        too, or the end of the prompt for an answer without a thought.
+        """
+        yield self._tails[kind]
+        header = self._header(i, kind)
+        if header is not None and self._tails[kind].startswith(header):
+            yield header
+        if kind not in self._thoughtless:
+            before, off = self._before(i), {"enable_thinking": False, "thinking": False}
+            prompt, places = _split(self._render(self._marked[:i], self._tools, add_generation_prompt=True, **off))
+            self._thoughtless[kind] = prompt[places[before][1] if before in places else 0 :]
+        yield self._thoughtless[kind]
+
+    def _header(self, i: int, kind: tuple) -> str | None:
+        """What the template writes before an answer that others follow."""
+        if kind not in self._headers:
+            followed = [*self._marked[:i], _marked({"role": "assistant", "content": "a"}, i), _USER]
+            try:
+                text, places = _split(self._render(followed, self._tools))
+            except UserError:
+                text, places = "", {}
+            before = self._before(i)
+            known = i in places and (before is None or before in places)
+            start = places[before][1] if before in places else 0
+            self._headers[kind] = text[start : places[i][0]] if known else None
+        return self._headers[kind]
+
+    def _end(self, i: int, start: int) -> int:
+        """Where turn i, which starts at `start`, ends: after its stop token."""
+        inside = max(start, self.places[i][1]) if i in self.places else start
+        later = (self.places[j][0] for j in range(i + 1, len(self._messages)) if j in self.places)
+        limit = next(later, len(self._text))
+        stop = self._stop(i, inside, limit)
+        message = self._messages[i]
+        if stop in message["content"] or stop in str(message.get("tool_calls", "")):
+            raise Refused(f"message {i} (assistant) holds the stop token {stop} in its text")
+        found = self._text.find(stop, inside, limit)
+        if found < 0:
+            raise Refused(f"message {i} (assistant) has no stop token {stop} before the next message")
+        return found + len(stop)
+
+    def _stop(self, i: int, inside: int, limit: int) -> str:
+        """The token that ends turn i, whose text ends at `inside`, in the whole conversation."""
+        calls = "tool_calls" in self._messages[i]
+        if i == len(self._messages) - 1:
+            return self._last_stop(i, inside, calls)
+        kind = (calls, self._messages[i + 1]["role"])
+        if kind not in self._stops:
+            cut, places = _split(self._render(self._marked[: i + 1], self._tools))
+            alone = cut[places[i][1] if i in places else inside :]
+            stop = self._in_common(alone, self._text[inside:limit])
+            # A template may end the conversation in another token instead: then other messages end in that of the turn.
+            if stop is None and not calls and self._special.search(alone):
+                found = self._special.search(self._text, inside, limit)
+                if found is None or found.group() not in self._special.findall(self._end_of_others(i)):
+                    raise Refused(
+                        f"message {i} (assistant): {clip(self._text[inside:limit])!r} follows it, but {clip(alone)!r} "
+                        "where the conversation ends with it, so it is unclear which token ends the turn. Use a "
+                        "template with {% generation %} marks"
+                    )
+                stop = found.group()
+            if stop is None:
+                raise self._no_stop(i, alone)
+            self._stops[kind] = stop
+        return self._stops[kind]
+
+    def _last_stop(self, i: int, inside: int, calls: bool) -> str:
+        """The token that ends the last message, of which others may follow that end the conversation."""
+        alone = self._text[inside:]
+        try:
+            more, places = _split(
+                self._render([*self._marked, _result(self._messages[i]) if calls else _USER], self._tools)
+            )
+        except UserError:  # the template allows nothing after it
+            more, places = self._text, self.places
+        stop = self._in_common(alone, more[places[i][1] if i in places else inside :])
+        if stop is None:
+            ends = [found.group() for found in self._special.finditer(alone) if not alone[found.end() :].strip()]
+            if not ends:
+                raise self._no_stop(i, alone)
+            stop = ends[-1]
+        return stop
+
+    def _in_common(self, text: str, other: str) -> str | None:
+        """The last special token of what both texts begin with."""
+        shared = next((i for i, (a, b) in enumerate(zip(text, other)) if a != b), min(len(text), len(other)))
+        found = [found.group() for found in self._special.finditer(text) if found.end() <= shared]
+        return found[-1] if found else None
+
+    def _end_of_others(self, i: int) -> str:
+        """What follows the text of the last message before i."""
+        text, places = _split(self._render(self._marked[:i], self._tools))
+        before = self._before(i)
+        return text[places[before][1] :] if before in places else ""
+
+    def _no_stop(self, i: int, alone: str) -> UserError:
+        missing = missing_token(alone, self._vocabulary())
+        if missing and not self._messages[i]["content"].rstrip().endswith(missing):
+            return lacks(missing)
+        return Refused(
+            f"message {i} (assistant) renders without a stop token at its end: {clip(alone)!r}; "
+            "take another chat.template, such as the family's in jaxtune"
+        )
+
+    def content(self, i: int) -> Span | None:
+        """Where the content of message i is, white space aside, if it is there as it is."""
+        if i not in self.places:
+            return None
+        content = self._messages[i]["content"]
+        start, end = _inner(content)
+        first, last = self.places[i]
+        place = first - len(content[:start].lstrip()), last + len(content[end:].rstrip())
+        return place if self._text[slice(*place)] == content.strip() else None
+
+
+def missing_token(text: str, vocabulary: dict[str, int]) -> str | None:
+    """What a text ends in, if that looks like a special token and the vocabulary does not have it."""
+    found = _TOKEN.search(text)
+    return found[1] if found and found[1] not in vocabulary else None
+
+
+def lacks(token: str) -> UserError:
+    """The error that a template ends turns in a token that the tokenizer does not have."""
+    return UserError(
+        f"the chat template ends a turn in {token}, which this tokenizer does not have; take the tokenizer that "
+        f"belongs to the template, another chat.template, or --config.data.special_tokens='{token}', which adds it"
+    )
+
+
+_USER: Message = {"role": "user", "content": "a"}
+
+
+def _result(message: Message) -> Message:
+    """A result of a message's first call."""
+    call = message["tool_calls"][0]
+    name = call.get("function", call)["name"]
+    return {"role": "tool", "content": "a", "name": name, "tool_call_id": call.get("id", "a")}
+
+
+def _marked(message: Message, i: int) -> Message:
+    """The message with marks around its content and the names of its calls."""
+    mark, content = f"{BEFORE_NUMBER}{i}{BEHIND_NUMBER}", message["content"]
+    marked = dict(message)
+    start, end = _inner(content)
+    if start < end:
+        marked["content"] = f"{content[:start]}{mark}{content[start:end]}{mark}{content[end:]}"
+    if "tool_calls" in message:
+        marked["tool_calls"] = [_with_name(call, mark) for call in message["tool_calls"]]
+    return marked
+
+
+def _inner(content: str) -> Span:
+    """The part to mark: without white space, thoughts and tags around it, which templates look for and cut off."""
+    whole = len(content) - len(content.lstrip()), len(content.rstrip())
+    thought = content.rfind("</think>") + len("</think>")
+    start = thought if thought >= len("</think>") else 0
+    start = len(content) - len(content[start:].lstrip())
+    if tag := _TAG.match(content, start):
+        start = tag.end()
+    end = whole[1]
+    if content.endswith(">", 0, end) and _TAG.fullmatch(content, tag := content.rfind("<", start, end), end):
+        end = tag
+    return (start, end) if content[start:end].strip() else whole
+
+
+def _with_name(call: Any, mark: str) -> Any:
+    if "function" in call:
+        return call | {"function": _with_name(call["function"], mark)}
+    return call | {"name": f"{mark}{call['name']}{mark}"}
+
+
+def _split(text: str) -> tuple[str, dict[int, Span]]:
+    """The text without marks, and from where to where each message's first two are."""
+    parts, end, position = [], 0, 0
+    marks: dict[int, list[int]] = {}
+    for found in _MARK.finditer(text):
+        parts.append(text[end : found.start()])
+        position += found.start() - end
+        end = found.end()
+        marks.setdefault(int(found[1]), []).append(position)
+    places = {number: (first[0], first[min(1, len(first) - 1)]) for number, first in marks.items()}
+    return "".join([*parts, text[end:]]), places
