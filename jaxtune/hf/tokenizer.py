@@ -112,18 +112,23 @@ def choose_padding(
         described: what config.json says; None: nothing.
         rows: number of tokens that the model has embeddings of.
     """
-    for found in (tokenizer.pad_token_id, described):
-        if found is not None and found not in ends:
-            if found != tokenizer.pad_token_id and found < len(tokenizer):
-                tokenizer.pad_token = tokenizer.convert_ids_to_tokens(found)
-            return found
-
-    def preference(token: int) -> tuple[bool, ...]:
-        name, others = special[token].lower(), (tokenizer.eos_token_id, tokenizer.unk_token_id)
-        return "pad" not in name, *(token != other for other in others), "reserved" not in name
-
+    numbers = tokenizer.get_vocab()
+    padding, end, unknown = (
+        numbers.get(str(t)) for t in (tokenizer.pad_token, tokenizer.eos_token, tokenizer.unk_token)
+    )
     special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     free = sorted(special.keys() - set(ends))
+
+    def preference(token: int) -> tuple[bool, ...]:
+        name = special[token].lower()
+        return "pad" not in name, token != end, token != unknown, "reserved" not in name
+
+    if padding is not None and padding not in ends:
+        return padding
+    if described is not None and described not in ends:
+        if described < len(tokenizer):
+            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(described)
+        return described
     if free:
         tokenizer.pad_token = special[min(free, key=preference)]
     elif len(tokenizer) < rows:
@@ -135,4 +140,4 @@ def choose_padding(
             tokenizer.eos_token,
         )
         tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer.pad_token_id
+    return tokenizer.get_vocab().get(str(tokenizer.pad_token))

@@ -23,6 +23,7 @@ from jaxtune.models.parameters import Parameter, loaded_names
 from jaxtune.models.places import Place
 from jaxtune.parallel import multihost
 from jaxtune.run.card import card_datasets, card_evaluation, card_recipe, card_rows
+from jaxtune.run.copied import copied_layers, name_lost
 from jaxtune.run.elements import gather_element
 from jaxtune.run.folder import RunFolder
 from jaxtune.run.model import Model
@@ -62,11 +63,13 @@ def export_full(
         return weight.astype(_exported_as(parameter, dtype))
 
     tensors = _tensors(model, model.whole, dtype, merged)
-    if model.spec.untouched is not None:
+    copied = copied_layers(model, config)
+    name_lost(model, config)
+    if model.spec.untouched is not None or copied:
         tensors = hf.in_place(model.folder, tensors, partial(families.is_untouched, model.spec))
     changes = _classifier_config(model, config) if model.spec.labels else {}
     if quantize is not None:
-        chosen = choose(model, quantize, config.model.dtype)
+        chosen = choose(model, quantize, config.model.dtype, copied)
         changes["quantization_config"] = chosen.config
         tensors = hf.quantize(tensors, quantize, chosen.weights)
     hf.write(output, tensors, config.export.max_shard_bytes)
@@ -91,11 +94,12 @@ def _classifier_config(model: Model, config: Config) -> dict[str, Any]:
 def _classifier_tokenizer(model: Model, config: Config) -> tuple["PreTrainedTokenizerFast", int | None]:
     """The tokenizer of a classifier, with a padding token that no document ends with, and that token."""
     tokenizer = hf.load_tokenizer(model.folders.tokenizer, config.chat.template, config.data.special_tokens)
-    ends = {tokenizer.eos_token_id} if ends_texts(tokenizer) else set()
+    own = None if tokenizer.eos_token is None else tokenizer.get_vocab()[str(tokenizer.eos_token)]
+    ends = {own} if ends_texts(tokenizer) else set()
     if config.preference.loss is not None:  # its documents are answers
-        ends = {tokenizer.eos_token_id, _turn_end(tokenizer)}
-    described = model.base.described.get("pad_token_id")
-    return tokenizer, hf.choose_padding(tokenizer, ends - {None}, described, model.spec.vocabulary)
+        ends = {own, _turn_end(model, config)}
+    described, ends = model.base.described.get("pad_token_id"), {end for end in ends if end is not None}
+    return tokenizer, hf.choose_padding(tokenizer, ends, described, model.spec.vocabulary)
 
 
 def _tensors(
@@ -204,23 +208,21 @@ def _write_ends(model: Model, config: Config, output: Path) -> list[int]:
     """
     if model.spec.labels:
         return []
-    home = model.folders.tokenizer
-    end = _turn_end(hf.load_tokenizer(home, config.chat.template, config.data.special_tokens))
     described = model.base.described.get("text_config") or model.base.described
-    before = hf.end_tokens(hf.read_generation_config(home)) or hf.end_tokens(described)
+    before = hf.end_tokens(hf.read_generation_config(model.folders.tokenizer)) or hf.end_tokens(described)
+    end = _turn_end(model, config)
     return [] if end is None or end in before else hf.write_turn_end(output, end, described)
 
 
-def _turn_end(tokenizer: "PreTrainedTokenizerFast") -> int | None:
+def _turn_end(model: Model, config: Config) -> int | None:
     """The token that ends an answer by the chat template; None: there is no template, or it does not say."""
-    if not tokenizer.chat_template:
-        return None
     try:
-        end = data.ChatTemplate(tokenizer).turn_end()
+        tokenizer = hf.load_tokenizer(model.folders.tokenizer, config.chat.template, config.data.special_tokens)
+        end = data.ChatTemplate(tokenizer).turn_end() if tokenizer.chat_template else None
     except UserError as error:
         log.warning("which token ends an answer is not known, so the export may not stop there: %s", error)
         return None
-    return None if end is None else int(tokenizer.convert_tokens_to_ids(end))
+    return None if end is None else tokenizer.get_vocab()[end]
 
 
 def _absolute(path: str) -> str:

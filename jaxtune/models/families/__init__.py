@@ -1,7 +1,9 @@
 """Model families by the `model_type` of their config.json; each is one file.
 
 A family is `read_spec`, from config.json, `NAMES`, the Hugging Face tensor of each parameter (of which several may be
-parts, in the order of the table), and `IGNORABLE`, a regex of tensors that carry nothing.
+parts, in the order of the table), and `IGNORABLE`, a regex of tensors that carry nothing. It may have `MORE_TOKENS`, a
+regex of the tensors of a layer that predicts more tokens, which transformers leaves out; a group in it is the layer's
+number, which is that after the last.
 """
 
 import re
@@ -136,4 +138,11 @@ def is_ignorable(spec: ModelSpec, name: str) -> bool:
 
 def is_untouched(spec: ModelSpec, name: str) -> bool:
     """True for a checkpoint's keys that are no part of the decoder: they are exported as they are."""
-    return spec.untouched is not None and bool(re.search(spec.untouched, name))
+    in_larger_model = spec.untouched is not None and bool(re.search(spec.untouched, name))
+    return in_larger_model or predicts_more_tokens(spec, name)
+
+
+def predicts_more_tokens(spec: ModelSpec, name: str) -> bool:
+    """True for a checkpoint's keys of a layer after the decoder, which predicts more than the next token."""
+    found = re.search(getattr(FAMILIES[spec.family], "MORE_TOKENS", r"\Z\A."), name)
+    return found is not None and (not found.groups() or int(found[1]) == len(spec.layers))

@@ -18,8 +18,7 @@ LATENTS = {
 }
 NORMS = {f"attention.{x}_norm.weight": f"{ATTENTION}.{x}_a_layernorm.weight" for x in ("q", "kv")}
 NAMES = llama.NAMES | qwen3_moe.MIXTURE | glm4_moe.SHARED | glm4_moe.CORRECTION | LATENTS | NORMS
-# The layer that predicts more tokens, which transformers leaves out.
-IGNORABLE = rf"{llama.IGNORABLE}|^model\.layers\.61\."
+IGNORABLE, MORE_TOKENS = llama.IGNORABLE, glm4_moe.MORE_TOKENS
 DEFAULTS = {
     "rms_norm_eps": 1e-6,
     "kv_lora_rank": 512,

@@ -8,6 +8,7 @@ import transformers
 from tiny import FAMILIES as ROWS
 
 from jaxtune.errors import UserError
+from jaxtune.models import families
 from jaxtune.models.families import FAMILIES, read_spec
 
 CLASSES = {getattr(transformers, kind).model_type: getattr(transformers, kind) for kind, _ in ROWS.values()}
@@ -138,3 +139,23 @@ def test_a_decoder_inside_a_larger_model(kind, decoder, text, tied):
 def test_what_is_not_computed_is_refused(kind, fields, message):
     with pytest.raises(UserError, match=message):
         read_spec(config(kind) | fields)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("glm4_moe", "model.layers.{layer}.embed_tokens.weight"),
+        ("deepseek_v3", "model.layers.{layer}.shared_head.head.weight"),
+        ("ernie4_5_moe", "model.mtp_block.0.mlp.gate_proj.weight"),
+        ("qwen3_next", "mtp.fc.weight"),
+        ("qwen3_5_text", "mtp.fc.weight"),
+        ("qwen3_5_moe_text", "mtp.fc.weight"),
+    ],
+)
+def test_layers_that_predict_more_tokens_are_known(kind, name):
+    """By a name of their own, or as the layer after the last: no other layer that config.json does not count."""
+    spec = read_spec(CLASSES[kind](num_hidden_layers=4).to_dict())
+    assert families.is_untouched(spec, name.format(layer=4)) and families.is_ignorable(spec, name.format(layer=4))
+    for layer in (3, 5):
+        assert families.is_untouched(spec, name.format(layer=layer)) == ("{layer}" not in name)
+    assert not families.is_untouched(spec, "model.norm.weight")
