@@ -26,6 +26,7 @@ from jaxtune.run.card import card_datasets, card_evaluation, card_recipe, card_r
 from jaxtune.run.copied import copied_layers, name_lost
 from jaxtune.run.elements import gather_element
 from jaxtune.run.folder import RunFolder
+from jaxtune.run.lock import locked
 from jaxtune.run.model import Model
 from jaxtune.run.quantized import choose
 
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 log = logging.getLogger("jaxtune")
+
+CARD = "README.md"
+UNFINISHED = ".jaxtune-unfinished"  # in a folder from the start of an export until it is whole
 
 
 def export_full(
@@ -295,35 +299,55 @@ def export(
     """
     check_apart(output, model)
     check_kind(config, kind, merge, quantize)
-    if kind == "peft":
-        export_adapter(model, parameters, config, output)
-    else:
-        export_full(model, parameters, config, output, quantize)
-    if multihost.is_main():
-        written = {} if quantize is None else {"weights": f"linear layers in {quantize}"}
-        ends = _write_ends(model, config, output) if kind == "peft" else []
-        if ends:
-            log.warning(
-                "answers end with token %d, at which the base does not stop: with this adapter give generate() "
-                "eos_token_id=%s, or vLLM stop_token_ids=%s; a whole model (--merge) says so itself",
-                ends[-1],
-                *(ends, ends[-1:]),
-            )
-        hf.write_card(
-            output,
-            title=config.train.run_name or output.name,
-            name=hub_id or output.name,
-            base_model=None if config.model.from_scratch else config.model.path,
-            adapter=kind == "peft",
-            auto_class=_auto_class(model),
-            base_options=_base_options(model, config) if kind == "peft" else {},
-            ends=ends,
-            rows=card_rows(config, run, steps, tokens) | written,
-            curve=run.loss_curve,
-            recipe=card_recipe(config),
-            datasets=card_datasets(config),
-            evaluation=card_evaluation(config, run, steps),
+    with locked(output, ".jaxtune-lock", "export to another folder"):
+        if multihost.is_main():
+            (output / UNFINISHED).touch()
+            (output / CARD).unlink(missing_ok=True)  # an earlier export is not whole any more
+        if kind == "peft":
+            export_adapter(model, parameters, config, output)
+        else:
+            export_full(model, parameters, config, output, quantize)
+        if multihost.is_main():
+            _write_card(model, config, run, output, kind, quantize, steps, tokens, hub_id)
+            (output / UNFINISHED).unlink()
+
+
+def _write_card(
+    model: Model,
+    config: Config,
+    run: RunFolder,
+    output: Path,
+    kind: str,
+    quantize: str | None,
+    steps: int,
+    tokens: int,
+    hub_id: str | None,
+) -> None:
+    """Write the model card, arguments as of `export`; and say where an adapter's base does not stop."""
+    written = {} if quantize is None else {"weights": f"linear layers in {quantize}"}
+    ends = _write_ends(model, config, output) if kind == "peft" else []
+    if ends:
+        log.warning(
+            "answers end with token %d, at which the base does not stop: with this adapter give generate() "
+            "eos_token_id=%s, or vLLM stop_token_ids=%s; a whole model (--merge) says so itself",
+            ends[-1],
+            *(ends, ends[-1:]),
         )
+    hf.write_card(
+        output,
+        title=config.train.run_name or output.name,
+        name=hub_id or output.name,
+        base_model=None if config.model.from_scratch else config.model.path,
+        adapter=kind == "peft",
+        auto_class=_auto_class(model),
+        base_options=_base_options(model, config) if kind == "peft" else {},
+        ends=ends,
+        rows=card_rows(config, run, steps, tokens) | written,
+        curve=run.loss_curve,
+        recipe=card_recipe(config),
+        datasets=card_datasets(config),
+        evaluation=card_evaluation(config, run, steps),
+    )
 
 
 def _base_options(model: Model, config: Config) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import json
 import logging
 import re
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,10 +12,12 @@ from runs import conversations
 from safetensors import safe_open
 from tiny import CHATML, byte_tokenizer, model_folder
 
+from jaxtune.checkpoint.storage import RemoteFolder, open_folder, upload
 from jaxtune.config.schema import Config, Data, Dataset, Lora, Model, Train
 from jaxtune.errors import UserError
+from jaxtune.export import check_output
 from jaxtune.hf import SCHEMES
-from jaxtune.run.export import export, export_full
+from jaxtune.run.export import UNFINISHED, export, export_full
 from jaxtune.run.exported import loss_difference
 from jaxtune.run.folder import RunFolder
 from jaxtune.run.model import declare_model, read_base
@@ -118,6 +121,52 @@ def test_the_token_that_ends_an_answer_is_where_others_look(tmp_path, one_device
         card = (tmp_path / kind / "README.md").read_text()
         assert ("generation_config.eos_token_id = [256, 258]" in card) == (kind == "peft")
         assert ("eos_token_id=[256, 258], or vLLM stop_token_ids=[258]" in caplog.text) == (kind == "peft")
+
+
+def test_an_export_that_was_killed_is_made_again_and_others_wait(tmp_path, one_device, monkeypatch):
+    """A part of an export is known by a mark, a model that somebody else put there is not touched."""
+    model, config = declared(one_device, model_folder(tmp_path / "model"), dtype="float32")
+    parameters, output = read_parameters(model, model.whole), tmp_path / "out"
+    write = partial(export, model, parameters, config, RunFolder(tmp_path), output, steps=1, tokens=1)
+    with pytest.raises(UserError, match="holds other things .* name a new folder"):
+        check_output(tmp_path / "model", "hf")
+
+    def killed(*_):
+        with pytest.raises(UserError, match=r"out is in use: process \d+ .* or export to another folder"):
+            write("hf")
+        raise KeyboardInterrupt
+
+    for _ in ("the first time", "over a whole one"):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr("jaxtune.hf.write_config", killed)
+            write("hf")
+        assert (output / "model.safetensors").exists() and not (output / "README.md").exists()
+        check_output(output, "hf")
+        with pytest.raises(UserError, match="holds other things"):
+            check_output(output, "peft")
+        write("hf")
+        assert {"README.md", "config.json", "model.safetensors"} <= {file.name for file in output.iterdir()}
+        assert not list(output.glob(".*"))
+        check_output(output, "hf")
+
+
+def test_a_copy_that_was_killed_is_made_again(tmp_path, monkeypatch):
+    for name in ("README.md", "config.json", "model.safetensors"):
+        (tmp_path / name).write_text("with jaxtune")
+    remote = open_folder("memory://bucket/killed-copy", "--output")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        put = RemoteFolder.put
+        patch.setattr(RemoteFolder, "put", lambda *copied: put(*copied) or stop())
+        upload(tmp_path, remote, last="README.md", mark=UNFINISHED)
+    assert sorted(remote.names()) == [UNFINISHED, "config.json"]
+    check_output(remote, "hf")
+    upload(tmp_path, remote, last="README.md", mark=UNFINISHED)
+    assert sorted(remote.names()) == ["README.md", "config.json", "model.safetensors"]
+    check_output(remote, "hf")
+
+
+def stop():
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("Qwen3", True), ("Llama", False)])
