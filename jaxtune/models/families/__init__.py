@@ -46,6 +46,7 @@ from jaxtune.models.families import (
     smollm3,
     starcoder2,
 )
+from jaxtune.models.families.entries import Entries
 from jaxtune.models.places import Tensor
 from jaxtune.models.spec import ModelSpec
 
@@ -114,6 +115,7 @@ CLASSIFIERS = {
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:
     """ModelSpec of a config.json. Raises UserError for a family or a field that is not supported."""
+    config = config if isinstance(config, Entries) else Entries(config)
     kind = config.get("model_type")
     if kind not in FAMILIES:
         raise UserError(f"config.json: model_type={kind!r} is not supported; supported: {', '.join(FAMILIES)}")

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jaxtune.errors import UserError
 from jaxtune.models.families import glm4_moe, llama, qwen3_moe
 from jaxtune.models.spec import Latent, ModelSpec
 
@@ -44,6 +45,11 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
     config = DEFAULTS | config
     rotated = config["qk_rope_head_dim"]
     head_dim = config["qk_nope_head_dim"] + rotated
+    if config["v_head_dim"] > head_dim:
+        raise UserError(
+            f"config.json: v_head_dim={config['v_head_dim']} is not supported: it is more than keys have "
+            f"(qk_nope_head_dim + qk_rope_head_dim = {head_dim})"
+        )
     rope = llama.read_rope(config, interleaved=config["rope_interleave"])
     bias = ("q_down", "kv_down", "o") if config.get("attention_bias", False) else ()
     return llama.common_spec(

@@ -7,7 +7,7 @@ import pytest
 from huggingface_hub import ModelCard, errors
 
 from jaxtune.errors import UserError
-from jaxtune.hf import Evaluation, read_config, read_generation_config, resolve, write_card, write_config
+from jaxtune.hf import Evaluation, label_names, read_config, read_generation_config, resolve, write_card, write_config
 from jaxtune.hf import folder as hf_folder
 
 
@@ -142,3 +142,13 @@ def test_the_card_tells_origin_and_numbers_but_no_local_path(tmp_path):
     assert str(tmp_path) not in card and f"from {tmp_path.name}" in card and "<details>" not in card
     assert "](loss.png)" in card and (tmp_path / "loss.png").read_bytes() == b"a picture"
     assert 'model = AutoModelForCausalLM.from_pretrained("ada/t")' in card and "model-index" not in card
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"id2label": 3}, {"id2label": ["a"]}, {"id2label": {"x": "a"}}, {"architectures": "LlamaForCausalLM"}]
+)
+def test_labels_of_a_wrong_form_are_one_line(wrong):
+    classifier = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"1": "b", "0": "a"}}
+    assert label_names(classifier) == ("a", "b")
+    with pytest.raises(UserError, match=rf"^config\.json: {next(iter(wrong))} is .*; it must be [^\n]*$"):
+        label_names(classifier | wrong)
