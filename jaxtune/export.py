@@ -19,7 +19,7 @@ from jaxtune.errors import UserError
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.quant import format_of
 from jaxtune.run.code import base_of_run
-from jaxtune.run.export import check_apart, check_kind, export
+from jaxtune.run.export import CARD, UNFINISHED, check_apart, check_kind, export
 from jaxtune.run.exported import loss_difference, merge_difference
 from jaxtune.run.folder import RunFolder
 from jaxtune.run.model import Base
@@ -42,21 +42,23 @@ def shards(base: Base, config: Config, quantize: str | None) -> int:
 
 
 def check_output(output: Path | RemoteFolder, kind: str) -> None:
-    """Raises UserError if a folder holds anything but an earlier export in the same format."""
-    card, found, written = "README.md", [], b""
+    """Raises UserError if a folder holds anything but an export in the same format, or a part of one."""
+    found, written = set(), b""
     if isinstance(output, RemoteFolder):
         try:
-            found = sorted({name.partition("/")[0] for name in output.names()})
-            written = output.read(card) if card in found else written
+            found = {name.partition("/")[0] for name in output.names()}
+            written = output.read(CARD) if CARD in found else written
         except Exception as error:  # each file system raises types of its own
             raise UserError(f"--output={output.url} cannot be read: {storage.reason(error)}") from error
     elif output.exists():
-        found = sorted(entry.name for entry in output.iterdir() if not entry.name.startswith("."))
-        written = (output / card).read_bytes() if (output / card).is_file() else written
-    if found and not (b"with jaxtune" in written and ("adapter_config.json" in found) == (kind == "peft")):
+        found = {entry.name for entry in output.iterdir()}
+        written = (output / CARD).read_bytes() if (output / CARD).is_file() else written
+    ours = UNFINISHED in found or b"with jaxtune" in written
+    others = sorted(name for name in found if not name.startswith("."))
+    if others and not (ours and any(name.startswith("adapter_") for name in others) == (kind == "peft")):
         place = output.url if isinstance(output, RemoteFolder) else output
-        more = ", ..." if len(found) > 3 else ""
-        raise UserError(f"--output={place} holds other things ({', '.join(found[:3])}{more}); name a new folder")
+        more = ", ..." if len(others) > 3 else ""
+        raise UserError(f"--output={place} holds other things ({', '.join(others[:3])}{more}); name a new folder")
 
 
 def _define_flags(values: flags.FlagValues) -> None:
@@ -114,7 +116,7 @@ def _export(values: flags.FlagValues, folder: RunFolder, output: Path, remote: R
         write = partial(export, run.model, parameters, run.config, folder, output, kind, hub_id=values.push_to_hub)
         write(merge=values.merge, quantize=values.quantize, steps=run.step, tokens=run.tokens)
         if copy is not None:
-            storage.upload(output, copy, last="README.md")
+            storage.upload(output, copy, last=CARD, mark=UNFINISHED)
         print(f"{kind} of step {run.step}: {output if copy is None else copy.url}")
         if values.quantize:
             print(loss_difference(run.model, parameters, run.config, output, values.quantize))

@@ -31,6 +31,7 @@ from jaxtune.python import Run, config_of, mesh_put_back
 from jaxtune.run import loop, memory, mirroring, plugins, process, resume, rollouts
 from jaxtune.run.assembly import assemble
 from jaxtune.run.best import check_metric, is_judged
+from jaxtune.run.copied import name_lost
 from jaxtune.run.describe import describe_layout, describe_pipeline
 from jaxtune.run.evaluation import make_evaluate, metric_names
 from jaxtune.run.export import export
@@ -93,6 +94,8 @@ def _train(config: Config, folder: RunFolder, mirror: Mirror | None) -> bool:
     if mesh.shape["stage"] > 1:
         log.info(describe_pipeline(model, config))
     check_files(model, config)
+    if not config.lora.enabled or config.export.merge or config.lora.merge_interval:
+        name_lost(model, config)
     memory.check_state(config, program, mesh)
 
     # ---- data: documents, rows, the number of steps ----

@@ -14,7 +14,12 @@ logger = logging.getLogger("jaxtune")
 
 def steps(folder: Path) -> list[int]:
     """Steps that have a manifest, ascending."""
-    return sorted(int(path.name) for path in _numbered(folder, r"\d+") if (path / manifest.MANIFEST).is_file())
+    return sorted(step for path in _numbered(folder, r"\d+") if is_checkpoint(folder, step := int(path.name)))
+
+
+def is_checkpoint(folder: Path, step: int) -> bool:
+    """Whether the checkpoint of `step` is there. `remove` takes away its manifest before any other file."""
+    return (folder / str(step) / manifest.MANIFEST).is_file()
 
 
 def newest_good(folder: Path, step: int | None, only: Iterable[str] | None) -> int | None:
@@ -36,6 +41,8 @@ def newest_good(folder: Path, step: int | None, only: Iterable[str] | None) -> i
         problems = manifest.verify(folder / str(candidate), only)
         if not problems:
             return candidate
+        if not is_checkpoint(folder, candidate):  # a run that saves newer ones has just removed it
+            return newest_good(folder, step, only)
         more = f" (and {len(problems) - 1} more files)" if len(problems) > 1 else ""
         damage = f"checkpoint {candidate} in {folder} is damaged: {problems[0]}{more}"
         if step is not None:

@@ -129,7 +129,8 @@ class CheckpointManager:
     ) -> Restored | None:
         """Restore the newest good checkpoint, or `step`; None if there is no checkpoint.
 
-        Every file is verified. A damaged newest checkpoint is passed over with a warning. The arrays go straight to the
+        Every file is verified. A damaged newest checkpoint is passed over with a warning. Where a run removes the
+        checkpoint while a single process reads it, another one is chosen. The arrays go straight to the
         shardings of `abstract_state`, whatever mesh they were saved from. With `part`, the checkpoint may hold more
         leaves than `abstract_state`; those are not read. With `grouping`, the grouping of `abstract_state`, layers are
         found whatever stacks they were saved in. The next save removes checkpoints newer than the restored one.
@@ -139,9 +140,28 @@ class CheckpointManager:
                 another format, or a leaf of `abstract_state` is missing, unknown, or of another shape or dtype.
         """
         self.wait()
-        chosen = self._choose(step)
-        if chosen is None:
-            return None
+        while (chosen := self._choose(step)) is not None:
+            try:
+                state, host = self._read(chosen, abstract_state, part, grouping or {})
+            except Exception:  # whatever the storage raises where files vanish
+                if not self._is_removed(chosen):
+                    raise
+            else:
+                # Storage may read what is not there any more as zeros.
+                if not self._is_removed(chosen):
+                    self._verified = {chosen}
+                    return Restored(chosen, state, host)
+            logger.warning("checkpoint %d was removed while it was read, by a run that saves newer ones", chosen)
+        return None
+
+    def _is_removed(self, step: int) -> bool:
+        """Whether another process has removed a checkpoint; several processes, which read together, own theirs."""
+        return jax.process_count() == 1 and not checkpoint_folder.is_checkpoint(self._folder, step)
+
+    def _read(
+        self, chosen: int, abstract_state: PyTree[jax.ShapeDtypeStruct], part: bool, grouping: Grouping
+    ) -> tuple[PyTree[jax.Array], dict[str, Any]]:
+        """State and host of a checkpoint; arguments and errors as of `restore`."""
         path = self._folder / str(chosen)
         host, saved_grouping = self._read_host(chosen)
         if not (grouping and saved_grouping):
@@ -155,9 +175,7 @@ class CheckpointManager:
             return {name: arrays[name] for name in leaves}
 
         arrays = regroup.load(read, saved, wanted, there, here)
-        state = jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[name] for name in wanted])
-        self._verified = {chosen}
-        return Restored(chosen, state, host)
+        return jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[name] for name in wanted]), host
 
     def host(self, step: int | None = None) -> dict[str, Any] | None:
         """`host` of the newest checkpoint, or of `step`, without its arrays, which are neither read nor verified.

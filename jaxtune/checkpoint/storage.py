@@ -105,16 +105,18 @@ def open_folder(url: str, said: str) -> RemoteFolder:
     return folder
 
 
-def upload(folder: Path, remote: RemoteFolder, last: str) -> None:
+def upload(folder: Path, remote: RemoteFolder, last: str, mark: str) -> None:
     """Make a remote folder the same as a local one. The file `last`, which says that it is whole, goes first there and
-    comes last. Raises UserError where that fails.
+    comes last; until then there is an empty file `mark`. Raises UserError where that fails.
     """
     files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     try:
-        for name in (last, *(remote.names() - files.keys())):
+        remote.write(mark, b"")
+        for name in (last, *(remote.names() - files.keys() - {mark})):
             remote.remove(name)
         for name in sorted(files, key=lambda name: name == last):
             remote.put(files[name], name)
+        remote.remove(mark)
     except Exception as error:  # each file system raises types of its own
         raise UserError(f"{remote.url}: the copy is not whole: {reason(error)}") from error
 

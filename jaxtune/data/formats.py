@@ -229,7 +229,7 @@ def make_format(
         case "unpaired_preference":
             return partial(preferences.wanted_of, entry, _template_of(tokenizer, say, chat))
         case "classification":
-            return partial(_classification, entry, labels, _ends_texts(tokenizer))
+            return partial(_classification, entry, labels, ends_texts(tokenizer))
     raise ValueError(entry.type)
 
 
@@ -287,7 +287,7 @@ def _classification(entry: Dataset, labels: tuple[str, ...], append_eos: bool, s
     return Rendered(text, (), append_eos, label_of(sample, entry.target_column, labels))
 
 
-def _ends_texts(tokenizer: "PreTrainedTokenizerFast") -> bool:
+def ends_texts(tokenizer: "PreTrainedTokenizerFast") -> bool:
     """Whether tokenizer(text) ends with an end-of-sequence token that transformers does not take for padding."""
     end = tokenizer.eos_token_id
     return tokenizer("a").input_ids[-1] == end != tokenizer.pad_token_id

@@ -8,7 +8,14 @@ from jaxtune.hf.peft import SavedAdapter, adapted_modules, read_adapter, write_a
 from jaxtune.hf.prequantized import Scheme, read_quantized, read_scheme
 from jaxtune.hf.quantized import SCHEMES, quantize
 from jaxtune.hf.sources import open_weights, weight_files
-from jaxtune.hf.tokenizer import copy_tokenizer_files, load_tokenizer, write_chat_template
+from jaxtune.hf.tokenizer import (
+    choose_padding,
+    copy_tokenizer_files,
+    end_tokens,
+    load_tokenizer,
+    write_chat_template,
+    write_turn_end,
+)
 from jaxtune.hf.upload import check_upload, upload
 from jaxtune.hf.weights import (
     Conversion,

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
@@ -31,6 +32,8 @@ def write_card(
     base_model: str | None,
     adapter: bool,
     auto_class: str = "AutoModelForCausalLM",
+    base_options: Mapping[str, Any] = {},
+    ends: Sequence[int] = (),
     rows: Mapping[str, str],
     curve: Path,
     recipe: str = "",
@@ -47,6 +50,8 @@ def write_card(
             only the last part is written.
         adapter: whether the folder holds a PEFT adapter instead of a whole model.
         auto_class: the class of transformers that loads it, or the model that it is an adapter of.
+        base_options: arguments with which the base of an adapter is loaded.
+        ends: the tokens that end an answer, if the base of an adapter does not stop at all of them.
         rows: the rows of the card's table, label and value.
         curve: a picture of the losses; skipped if the file does not exist.
         recipe: YAML of the options that it was trained with.
@@ -55,6 +60,8 @@ def write_card(
     """
     local = base_model is not None and (Path(base_model).expanduser().exists() or not is_hub_id(base_model))
     base = Path(base_model).name if base_model and local else base_model
+    if adapter and local and base == name:
+        base, name = _apart(Path(base_model or ""), folder)
     classifier = auto_class.endswith("SequenceClassification")
     task = "text-classification" if classifier else "text-generation"
     data = ModelCardData(
@@ -70,7 +77,7 @@ def write_card(
     origin = f"fine-tuned from {base}" if base else "trained from random weights"
     table = "".join("| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |\n" for row in rows.items())
     text = f"---\n{data.to_yaml()}\n---\n\n# {title}\n\nA {kind}, {origin} with jaxtune.\n\n| | |\n|---|---|\n{table}"
-    text += f"\n{_block('python', _loading(name, base if adapter else None, auto_class))}"
+    text += f"\n{_block('python', _loading(name, base if adapter else None, auto_class, base_options, ends))}"
     if curve.is_file():
         shutil.copyfile(curve, folder / curve.name)
         text += f"\n![Losses and learning rate over the steps]({curve.name})\n"
@@ -89,12 +96,22 @@ def _results(evaluation: Evaluation | None, task: str) -> list[EvalResult]:
     ]
 
 
-def _loading(name: str, base: str | None, auto_class: str) -> str:
+def _apart(base: Path, folder: Path) -> tuple[str, str]:
+    """As many of the last parts of two paths as tell them apart."""
+    ours, theirs = base.expanduser().resolve().parts, folder.resolve().parts
+    count = next((n for n in range(1, len(ours) + 1) if ours[-n:] != theirs[-n:]), len(ours))
+    return "/".join(ours[-count:]), "/".join(theirs[-count:])
+
+
+def _loading(name: str, base: str | None, auto_class: str, base_options: Mapping[str, Any], ends: Sequence[int]) -> str:
     """Python that loads the model, or the adapter of a base."""
-    found = f'{auto_class}.from_pretrained("{base or name}")'
+    options = "".join(f", {option}={value!r}" for option, value in base_options.items())
+    found = f'{auto_class}.from_pretrained("{base or name}"{options})'
     lines = [f"from transformers import {auto_class}, AutoTokenizer\n", f"model = {found}"]
     if base is not None:
         lines = ["from peft import PeftModel", lines[0], f'model = PeftModel.from_pretrained({found}, "{name}")']
+    if ends:
+        lines.append(f"model.generation_config.eos_token_id = {list(ends)}  # answers end with {ends[-1]}")
     return "\n".join([*lines, f'tokenizer = AutoTokenizer.from_pretrained("{name}")', ""])
 
 

@@ -94,7 +94,7 @@ def _with(config: dict[str, Any], names: list[str], value: Any) -> dict[str, Any
 def _as_it_is_called(config: Mapping[str, Any], names: list[str]) -> list[str]:
     """The names of an entry of a rope in a config.json of transformers 5, which has all of them in one object."""
     rope = config.get("rope_parameters") or {}
-    if names == ["rope_theta"] and "rope_theta" in rope:
+    if names == ["rope_theta"] and isinstance(rope, dict) and "rope_theta" in rope:
         return ["rope_parameters", "rope_theta"]
     if names[0] == "rope_scaling" and rope:
         reason = "config.json has rope_parameters in its place"
@@ -124,6 +124,8 @@ def _stretched(config: dict[str, Any], positions: int | None, scaling: Mapping[s
     """With a rope that is stretched; of ropes by kinds of layers, that of full attention."""
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     ropes = config.get(key) or {}
+    if not isinstance(ropes, dict) or not isinstance(ropes.get("full_attention", ropes), dict):
+        raise UserError(f"config.json: {key} is {ropes!r:.60}; it must be an object")
     rope, by_kind = ropes.get("full_attention", ropes), "full_attention" in ropes
     now = rope.get("rope_type", rope.get("type", "default"))
     kind = scaling.get("rope_type") or (None if now == "default" else now)

@@ -65,9 +65,14 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def label_names(config: dict[str, Any]) -> tuple[str, ...] | None:
     """The labels of the classifier that a config.json describes, by number; None: it describes another model."""
-    if not any(str(name).endswith("ForSequenceClassification") for name in config.get("architectures") or ()):
+    classes = config.get("architectures") or []
+    if not isinstance(classes, list):
+        raise UserError(f"config.json: architectures is {classes!r:.60}; it must be a list of names")
+    if not any(str(name).endswith("ForSequenceClassification") for name in classes):
         return None
     names = config.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}  # which transformers does not write
+    if not isinstance(names, dict) or not all(str(number).isdecimal() for number in names):
+        raise UserError(f"config.json: id2label is {names!r:.60}; it must be an object, number to name")
     return tuple(str(names[number]) for number in sorted(names, key=int))
 
 

@@ -1,9 +1,11 @@
 """A model folder's tokenizer: load it, and copy its files as they are."""
 
 import json
+import logging
 import shutil
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxtune.errors import UserError
 from jaxtune.hf.chat_templates import find_template
@@ -11,6 +13,8 @@ from jaxtune.hf.folder import read_generation_config, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+log = logging.getLogger("jaxtune")
 
 _OLDER_TEMPLATE = "chat_template.json"  # of processors, before they had chat_template.jinja
 FILES = (
@@ -66,13 +70,74 @@ def copy_tokenizer_files(source: Path, target: Path) -> list[str]:
     return names
 
 
-def write_chat_template(target: Path, template: str, end: int | None) -> None:
-    """Give an exported folder another chat template, and add the token that ends its turns to the generation config."""
+def write_chat_template(target: Path, template: str) -> None:
+    """Give an exported folder another chat template."""
     (target / "chat_template.jinja").write_text(template, encoding="utf-8")
     (target / _OLDER_TEMPLATE).unlink(missing_ok=True)
-    config = read_generation_config(target)
-    listed = config.get("eos_token_id")
-    ends = [] if listed is None else listed if isinstance(listed, list) else [listed]
-    if end is not None and end not in ends:
-        config["eos_token_id"] = [*ends, end]
+
+
+def end_tokens(generation: Mapping[str, Any]) -> list[int]:
+    """The tokens at which a generation config, or a config.json, ends a text."""
+    listed = generation.get("eos_token_id")
+    return [] if listed is None else listed if isinstance(listed, list) else [listed]
+
+
+def write_turn_end(target: Path, end: int, described: Mapping[str, Any]) -> list[int]:
+    """Let text end at the token that ends a turn, wherever an exported folder is used; returns all such tokens.
+
+    Where there is no generation_config.json, transformers makes one of config.json (`described`): so does this.
+    """
+    special = ("bos_token_id", "eos_token_id", "pad_token_id")
+    made = {name: described[name] for name in special if described.get(name) is not None}
+    config = read_generation_config(target) or made
+    ends = end_tokens(config) or end_tokens(described)
+    if end not in ends:
+        ends = [*ends, end]
+        config["eos_token_id"] = ends
         (target / "generation_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return ends
+
+
+def choose_padding(
+    tokenizer: "PreTrainedTokenizerFast", ends: Collection[int], described: int | None, rows: int
+) -> int | None:
+    """The padding token of a classifier: none of `ends`, the tokens that documents end with. The tokenizer gets it.
+
+    transformers classifies a document at its last token that is not padding. So a document that ends with the padding
+    token is classified one token too early.
+
+    Args:
+        tokenizer: changed if it has no such padding token.
+        ends: tokens that documents end with.
+        described: what config.json says; None: nothing.
+        rows: number of tokens that the model has embeddings of.
+    """
+    numbers = tokenizer.get_vocab()
+    padding, end, unknown = (
+        numbers.get(str(t)) for t in (tokenizer.pad_token, tokenizer.eos_token, tokenizer.unk_token)
+    )
+    special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    free = sorted(special.keys() - set(ends))
+
+    def preference(token: int) -> tuple[bool, ...]:
+        name = special[token].lower()
+        return "pad" not in name, token != end, token != unknown, "reserved" not in name
+
+    if padding is not None and padding not in ends:
+        return padding
+    if described is not None and described not in ends:
+        if described < len(tokenizer):
+            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(described)
+        return described
+    if free:
+        tokenizer.pad_token = special[min(free, key=preference)]
+    elif len(tokenizer) < rows:
+        tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
+    else:
+        log.warning(
+            "the tokenizer has no token for padding but %s, which documents end with: transformers classifies a "
+            "document one token too early. Add one with data.special_tokens='<|pad|>'",
+            tokenizer.eos_token,
+        )
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer.get_vocab().get(str(tokenizer.pad_token))

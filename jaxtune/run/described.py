@@ -8,30 +8,9 @@ from jaxtune import hf
 from jaxtune.config.schema import Model
 from jaxtune.errors import UserError
 from jaxtune.models import families
+from jaxtune.models.families.entries import Entries
 from jaxtune.models.families.llama import ROPE_ENTRIES
 from jaxtune.models.spec import ModelSpec
-
-
-class _Noted(dict[str, Any]):
-    """A config.json, and the objects in it, that note the names of the entries that are asked for."""
-
-    def __init__(self, values: Mapping[str, Any], asked: set[str]):
-        super().__init__({k: _Noted(v, asked) if isinstance(v, dict) else v for k, v in values.items()})
-        self.asked = asked
-
-    def __getitem__(self, name: str) -> Any:
-        self.asked.add(name)
-        return super().__getitem__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        self.asked.add(name)
-        return super().get(name, default)
-
-    def __or__(self, other: Any) -> "_Noted":
-        return _Noted({**self, **other}, self.asked)
-
-    def __ror__(self, other: Any) -> "_Noted":
-        return _Noted({**other, **self}, self.asked)
 
 
 def spec_of(described: Mapping[str, Any], saved: Mapping[str, Any], model: Model) -> ModelSpec:
@@ -40,7 +19,7 @@ def spec_of(described: Mapping[str, Any], saved: Mapping[str, Any], model: Model
     Raises UserError for an entry that is not in it and that its family does not read, and as `read_spec`.
     """
     asked = {*_names(saved), *ROPE_ENTRIES}
-    spec = families.read_spec(_Noted(described, asked))
+    spec = families.read_spec(Entries(described, asked))
     for names, value in hf.overrides(model):
         for name in (*names, *_names(value)):
             if name not in asked:

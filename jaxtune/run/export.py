@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxtune import data, hf
 from jaxtune.config.schema import Config, Lora
+from jaxtune.data.formats import ends_texts
 from jaxtune.errors import UserError
 from jaxtune.lora.lora import LoRA
 from jaxtune.models import families
@@ -22,12 +23,20 @@ from jaxtune.models.parameters import Parameter, loaded_names
 from jaxtune.models.places import Place
 from jaxtune.parallel import multihost
 from jaxtune.run.card import card_datasets, card_evaluation, card_recipe, card_rows
+from jaxtune.run.copied import copied_layers, name_lost
 from jaxtune.run.elements import gather_element
 from jaxtune.run.folder import RunFolder
+from jaxtune.run.lock import locked
 from jaxtune.run.model import Model
 from jaxtune.run.quantized import choose
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 log = logging.getLogger("jaxtune")
+
+CARD = "README.md"
+UNFINISHED = ".jaxtune-unfinished"  # in a folder from the start of an export until it is whole
 
 
 def export_full(
@@ -58,11 +67,13 @@ def export_full(
         return weight.astype(_exported_as(parameter, dtype))
 
     tensors = _tensors(model, model.whole, dtype, merged)
-    if model.spec.untouched is not None:
+    copied = copied_layers(model, config)
+    name_lost(model, config)
+    if model.spec.untouched is not None or copied:
         tensors = hf.in_place(model.folder, tensors, partial(families.is_untouched, model.spec))
     changes = _classifier_config(model, config) if model.spec.labels else {}
     if quantize is not None:
-        chosen = choose(model, quantize, config.model.dtype)
+        chosen = choose(model, quantize, config.model.dtype, copied)
         changes["quantization_config"] = chosen.config
         tensors = hf.quantize(tensors, quantize, chosen.weights)
     hf.write(output, tensors, config.export.max_shard_bytes)
@@ -70,20 +81,29 @@ def export_full(
         options = (config.model.dtype, model.spec.vocabulary, changes, model.base.described)
         hf.write_config(model.folders.config, output, *options)
         _write_tokenizer(model, config, output)
+        _write_ends(model, config, output)
 
 
 def _classifier_config(model: Model, config: Config) -> dict[str, Any]:
     """What config.json says of a classifier: its class, its labels, and which token is padding, as batches need it."""
-    names, home = config.model.id2label, model.folders.tokenizer
-    tokenizer = hf.load_tokenizer(home, None, config.data.special_tokens)
-    padding = model.base.described.get("pad_token_id")
-    padding = tokenizer.pad_token_id if padding is None else padding
+    names = config.model.id2label
     return {
         "architectures": [f"{families.CLASSIFIERS[model.spec.family]}ForSequenceClassification"],
         "id2label": {str(number): name for number, name in enumerate(names)},
         "label2id": {name: number for number, name in enumerate(names)},
-        "pad_token_id": tokenizer.eos_token_id if padding is None else padding,
+        "pad_token_id": _classifier_tokenizer(model, config)[1],
     }
+
+
+def _classifier_tokenizer(model: Model, config: Config) -> tuple["PreTrainedTokenizerFast", int | None]:
+    """The tokenizer of a classifier, with a padding token that no document ends with, and that token."""
+    tokenizer = hf.load_tokenizer(model.folders.tokenizer, config.chat.template, config.data.special_tokens)
+    own = None if tokenizer.eos_token is None else tokenizer.get_vocab()[str(tokenizer.eos_token)]
+    ends = {own} if ends_texts(tokenizer) else set()
+    if config.preference.loss is not None:  # its documents are answers
+        ends = {own, _turn_end(model, config)}
+    described, ends = model.base.described.get("pad_token_id"), {end for end in ends if end is not None}
+    return tokenizer, hf.choose_padding(tokenizer, ends, described, model.spec.vocabulary)
 
 
 def _tensors(
@@ -171,16 +191,42 @@ def _patterns(model: Model, lora: Lora) -> tuple[dict[str, int], dict[str, float
 
 
 def _write_tokenizer(model: Model, config: Config, output: Path) -> None:
-    """The tokenizer's files as they are, but for special tokens and a chat template that the recipe names."""
+    """The tokenizer's files as they are, but for special tokens, a chat template that the recipe names, and padding."""
     home = model.folders.tokenizer
     hf.copy_tokenizer_files(home, output)
-    if config.data.special_tokens:
+    if model.spec.labels:
+        tokenizer, _ = _classifier_tokenizer(model, config)
+        if tokenizer.pad_token != hf.load_tokenizer(home).pad_token or config.data.special_tokens:
+            tokenizer.save_pretrained(output)
+    elif config.data.special_tokens:
         hf.load_tokenizer(home, None, config.data.special_tokens).save_pretrained(output)
     if config.chat.template is not None:
         tokenizer = hf.load_tokenizer(home, config.chat.template, config.data.special_tokens)
-        end = data.ChatTemplate(tokenizer).turn_end()
-        number = None if end is None else int(tokenizer.added_tokens_encoder[end])
-        hf.write_chat_template(output, str(tokenizer.chat_template), number)
+        hf.write_chat_template(output, str(tokenizer.chat_template))
+
+
+def _write_ends(model: Model, config: Config, output: Path) -> list[int]:
+    """Have generation_config.json name the token that ends an answer.
+
+    Returns the tokens that end an answer if the base's own files do not name all of them, else [].
+    """
+    if model.spec.labels:
+        return []
+    described = model.base.described.get("text_config") or model.base.described
+    before = hf.end_tokens(hf.read_generation_config(model.folders.tokenizer)) or hf.end_tokens(described)
+    end = _turn_end(model, config)
+    return [] if end is None or end in before else hf.write_turn_end(output, end, described)
+
+
+def _turn_end(model: Model, config: Config) -> int | None:
+    """The token that ends an answer by the chat template; None: there is no template, or it does not say."""
+    try:
+        tokenizer = hf.load_tokenizer(model.folders.tokenizer, config.chat.template, config.data.special_tokens)
+        end = data.ChatTemplate(tokenizer).turn_end() if tokenizer.chat_template else None
+    except UserError as error:
+        log.warning("which token ends an answer is not known, so the export may not stop there: %s", error)
+        return None
+    return None if end is None else tokenizer.get_vocab()[end]
 
 
 def _absolute(path: str) -> str:
@@ -253,25 +299,62 @@ def export(
     """
     check_apart(output, model)
     check_kind(config, kind, merge, quantize)
-    if kind == "peft":
-        export_adapter(model, parameters, config, output)
-    else:
-        export_full(model, parameters, config, output, quantize)
-    if multihost.is_main():
-        written = {} if quantize is None else {"weights": f"linear layers in {quantize}"}
-        hf.write_card(
-            output,
-            title=config.train.run_name or output.name,
-            name=hub_id or output.name,
-            base_model=None if config.model.from_scratch else config.model.path,
-            adapter=kind == "peft",
-            auto_class=_auto_class(model),
-            rows=card_rows(config, run, steps, tokens) | written,
-            curve=run.loss_curve,
-            recipe=card_recipe(config),
-            datasets=card_datasets(config),
-            evaluation=card_evaluation(config, run, steps),
+    with locked(output, ".jaxtune-lock", "export to another folder"):
+        if multihost.is_main():
+            (output / UNFINISHED).touch()
+            (output / CARD).unlink(missing_ok=True)  # an earlier export is not whole any more
+        if kind == "peft":
+            export_adapter(model, parameters, config, output)
+        else:
+            export_full(model, parameters, config, output, quantize)
+        if multihost.is_main():
+            _write_card(model, config, run, output, kind, quantize, steps, tokens, hub_id)
+            (output / UNFINISHED).unlink()
+
+
+def _write_card(
+    model: Model,
+    config: Config,
+    run: RunFolder,
+    output: Path,
+    kind: str,
+    quantize: str | None,
+    steps: int,
+    tokens: int,
+    hub_id: str | None,
+) -> None:
+    """Write the model card, arguments as of `export`; and say where an adapter's base does not stop."""
+    written = {} if quantize is None else {"weights": f"linear layers in {quantize}"}
+    ends = _write_ends(model, config, output) if kind == "peft" else []
+    if ends:
+        log.warning(
+            "answers end with token %d, at which the base does not stop: with this adapter give generate() "
+            "eos_token_id=%s, or vLLM stop_token_ids=%s; a whole model (--merge) says so itself",
+            ends[-1],
+            *(ends, ends[-1:]),
         )
+    hf.write_card(
+        output,
+        title=config.train.run_name or output.name,
+        name=hub_id or output.name,
+        base_model=None if config.model.from_scratch else config.model.path,
+        adapter=kind == "peft",
+        auto_class=_auto_class(model),
+        base_options=_base_options(model, config) if kind == "peft" else {},
+        ends=ends,
+        rows=card_rows(config, run, steps, tokens) | written,
+        curve=run.loss_curve,
+        recipe=card_recipe(config),
+        datasets=card_datasets(config),
+        evaluation=card_evaluation(config, run, steps),
+    )
+
+
+def _base_options(model: Model, config: Config) -> dict[str, Any]:
+    """What transformers must be told of the base, before peft loads an adapter on it."""
+    if not model.spec.labels:
+        return {}
+    return {"num_labels": model.spec.labels, "pad_token_id": _classifier_tokenizer(model, config)[1]}
 
 
 def _auto_class(model: Model) -> str:

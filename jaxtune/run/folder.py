@@ -86,7 +86,9 @@ class RunFolder:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         goes_on = dataclasses.replace(config, ckpt=dataclasses.replace(config.ckpt, resume="auto"))
-        self.config.write_text(to_json(goes_on))
+        part = self.config.with_name("config.json.partial")
+        part.write_text(to_json(goes_on))
+        part.replace(self.config)  # whole or not at all, whenever this process is killed
         self.counts.unlink(missing_ok=True)
         self.samples.unlink(missing_ok=True)
         if counts is not None:

@@ -1,4 +1,6 @@
-"""One run at a time writes to a run folder: a lock that says who holds it, and that a killed process does not keep.
+"""One run at a time writes to its folder, and one export to its: a lock that says who holds it.
+
+A killed process does not keep it.
 
 The operating system's lock on the file (flock) tells whether a living process of this host holds it. Not every shared
 file system has it, or carries it to other hosts, so the holder also touches the file: where flock cannot tell, it
@@ -34,15 +36,24 @@ SEEN_SECONDS = 60  # NFS may show a new file to other hosts that much later
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Holds `folder`/lock, which is made if need be. The processes of one run share it: the main one takes it.
+def locked(
+    folder: Path, name: str = "lock", otherwise: str = "choose another --config.train.run_name"
+) -> Iterator[None]:
+    """Holds the file `name` in a folder, which is made if need be. The processes of one run share it.
+
+    The main process takes it. A process that is killed leaves the file there, without its lock.
+
+    Args:
+        folder: what is locked.
+        name: of the file.
+        otherwise: what the user may do instead of waiting.
 
     Raises:
-        UserError: Another run holds it; says which process, where and since when. Or a process of this run does not see
-            it: checkpoints need one folder for all.
+        UserError: Another process holds it; says which process, where and since when. Or a process of this run does
+            not see it: checkpoints need one folder for all.
     """
-    path = folder / "lock"
-    file, refusal = _take(path) if multihost.is_main() else (None, None)
+    path = folder / name
+    file, refusal = _take(path, otherwise) if multihost.is_main() else (None, None)
     mark = multihost_utils.broadcast_one_to_all(np.int32(REFUSED if file is None else _mark(path)))
     if mark == REFUSED:
         raise refusal or UserError(f"{folder} is in use: process 0 says by whom")
@@ -66,7 +77,7 @@ def locked(folder: Path) -> Iterator[None]:
             os.close(file)
 
 
-def _take(path: Path) -> tuple[int | None, UserError | None]:
+def _take(path: Path, otherwise: str) -> tuple[int | None, UserError | None]:
     """The open, locked file; or why it cannot be taken. Waits to see whether a holder on another host is alive."""
     path.parent.mkdir(parents=True, exist_ok=True)
     seen = None
@@ -87,9 +98,7 @@ def _take(path: Path) -> tuple[int | None, UserError | None]:
         os.close(file)
         who = " ".join(f"{name} {value}" for name, value in holder.items()) or "a process that is just starting"
         if held or (seen is not None and touched != seen):
-            return None, UserError(
-                f"{path.parent} is in use: {who}. Wait for it, stop it, or choose another --config.train.run_name"
-            )
+            return None, UserError(f"{path.parent} is in use: {who}. Wait for it, stop it, or {otherwise}")
         if seen is None:
             log.warning(
                 "%s was locked by %s; waiting for its next sign of life, or %d minutes after its last",

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from jaxtune.errors import UserError
@@ -25,9 +25,10 @@ class Chosen(NamedTuple):
     config: Mapping[str, Any]
 
 
-def choose(model: Model, kind: str, dtype: str) -> Chosen:
+def choose(model: Model, kind: str, dtype: str, copied: Iterable[str] = ()) -> Chosen:
     """Of a model that is written in `dtype`, every linear layer of the decoder that the format can hold.
 
+    `copied`: tensors that are written as they are in the base.
     Layers that servers multiply as one are quantized together or not at all. The log names what is left out.
 
     Raises:
@@ -59,6 +60,8 @@ def choose(model: Model, kind: str, dtype: str) -> Chosen:
                     "such files with experts that are not; choose another format"
                 )
             leave(place.name, reason)
+    for name in copied:
+        leave(name, None)
     partly = {together(name): name for name in reasons}
     for name in [name for name in sorted(chosen) if together(name) in partly]:
         chosen.remove(name)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from batches import make_batch, tokens
 from parity.test_families import gradients_in_files
-from tiny import FAMILIES, byte_tokenizer, torch_model
+from tiny import CHATML, FAMILIES, byte_tokenizer, torch_model
 
-from jaxtune.config.schema import Config, Data, Lora, Model
+from jaxtune.config.schema import Config, Data, Lora, Model, Preference
 from jaxtune.errors import UserError
 from jaxtune.models import families
 from jaxtune.models.call import Call
@@ -156,6 +156,32 @@ def test_a_language_model_starts_a_classifier_whose_adapter_goes_to_peft_and_bac
     config = dataclasses.replace(config, lora=dataclasses.replace(LORA, path=str(tmp_path / "again")))
     for name, value in initial_parameters(model, config).items():
         np.testing.assert_array_equal(value, parameters[name], err_msg=name)
+
+
+def test_a_reward_model_is_scored_at_the_token_that_ends_an_answer(one_device, tmp_path):
+    """As in the run, by transformers and the exported tokenizer alone, whose base has no padding token."""
+    base = tmp_path / "base"
+    torch_model("llama, llama3 rope, untied, biases", base, num_hidden_layers=2, eos_token_id=258)
+    byte_tokenizer(base, CHATML.replace("<|im_end|>\n", "<|im_end|>"))
+    model = Model(path=str(base), dtype="float32", head="classification", num_labels=1)
+    config = labelled(Config(model=model, data=Data(seq_len=64), preference=Preference(loss="bradley_terry")))
+    declared = declare_model(read_base(config), config, one_device)
+    parameters = {**frozen_parameters(declared, config), **initial_parameters(declared, config)}
+    export(declared, parameters, config, RunFolder(tmp_path), tmp_path / "out", "hf", steps=1, tokens=1)
+
+    talks = [[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": text}] for text in ("Yo", "Hello")]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    inputs = tokenizer.apply_chat_template(talks, padding=True, return_tensors="pt", return_dict=True)
+    again = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert again.config.pad_token_id == tokenizer.pad_token_id != tokenizer.eos_token_id
+    with torch.no_grad():
+        theirs = again(**inputs).logits.numpy()[:, 0]
+    rows = [row[mask.bool()].numpy() for row, mask in zip(inputs["input_ids"], inputs["attention_mask"])]
+    assert {row[-1] for row in rows} == {tokenizer.eos_token_id}
+    for row, found in zip(rows, theirs):
+        batch = make_batch(row[None], one_device)
+        scores = score_labels(bind(declared.graph, parameters), batch, Call(jnp.dtype("float32"), remat="block"))
+        assert abs(np.asarray(scores.logits)[0, -1].item() - found) <= 2e-5
 
 
 def test_a_classifier_is_not_a_language_model(one_device, tmp_path):

@@ -1,6 +1,7 @@
 """Every family against transformers on random weights: logits, loss, gradients, and the way back."""
 
 import copy
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -8,15 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from batches import logits, make_batch, tokens
-from tiny import FAMILIES, read, torch_model
+from tiny import FAMILIES, byte_tokenizer, read, torch_model
 
 from jaxtune.config.schema import Config, Data, Model, Quant
 from jaxtune.errors import UserError
-from jaxtune.hf.sources import current_name
+from jaxtune.hf.sources import current_name, open_sources
 from jaxtune.models.call import Call
 from jaxtune.models.decoder import bind
 from jaxtune.models.score import score
 from jaxtune.run.assembly import objective_of
+from jaxtune.run.copied import copied_layers, name_lost
 from jaxtune.run.export import export_full
 from jaxtune.run.model import declare_model, read_base
 from jaxtune.run.values import read_parameters
@@ -119,6 +121,34 @@ def test_export_gives_back_every_bit(case, one_device, tmp_path):
 
     with safe_open(tmp_path / "out" / "model.safetensors", "np") as file:
         assert any(name.endswith("lm_head.weight") for name in file.keys()) == (not model.spec.tied)  # noqa: SIM118
+
+
+@pytest.mark.parametrize(
+    ("family", "layer"),
+    [("deepseek_v3, latent attention", "model.layers.2.eh_proj"), ("qwen3_5_text, delta nets", "mtp.layers.0.norm")],
+)
+def test_a_layer_that_predicts_more_tokens_is_exported_as_it_is(one_device, tmp_path, family, layer, caplog):
+    """Which transformers leaves out, and vLLM drafts with. Where it cannot be, that is said before training."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    fields = {} if "qwen" in family else {"num_hidden_layers": 2}
+    reference = torch_model(family, tmp_path, **fields)
+    byte_tokenizer(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | {f"{layer}.weight": torch.arange(6).bfloat16()}, file, {"format": "pt"})
+    model, parameters, config = read(tmp_path, one_device)
+    export_full(model, parameters, config, tmp_path / "out")
+    before, after = (open_sources([folder / file.name]) for folder in (tmp_path, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    assert [name for name, source in before.items() if not source.equals(after[name])] == []
+    assert not caplog.text
+    again = type(reference).from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(again[name], value) for name, value in reference.state_dict().items())
+    grown = dataclasses.replace(model, base=dataclasses.replace(model.base, saved_vocabulary=100))
+    name_lost(grown, config)
+    assert "1 tensors of the base predict more" in caplog.text and "data.special_tokens" in caplog.text
+    assert copied_layers(grown, config) == [] and copied_layers(model, config) == [f"{layer}.weight"]
 
 
 @pytest.mark.parametrize("scaling", ["linear", "dynamic", "yarn"])

@@ -1,7 +1,9 @@
 """Model families by the `model_type` of their config.json; each is one file.
 
 A family is `read_spec`, from config.json, `NAMES`, the Hugging Face tensor of each parameter (of which several may be
-parts, in the order of the table), and `IGNORABLE`, a regex of tensors that carry nothing.
+parts, in the order of the table), and `IGNORABLE`, a regex of tensors that carry nothing. It may have `MORE_TOKENS`, a
+regex of the tensors of a layer that predicts more tokens, which transformers leaves out; a group in it is the layer's
+number, which is that after the last.
 """
 
 import re
@@ -44,6 +46,7 @@ from jaxtune.models.families import (
     smollm3,
     starcoder2,
 )
+from jaxtune.models.families.entries import Entries
 from jaxtune.models.places import Tensor
 from jaxtune.models.spec import ModelSpec
 
@@ -112,6 +115,7 @@ CLASSIFIERS = {
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:
     """ModelSpec of a config.json. Raises UserError for a family or a field that is not supported."""
+    config = config if isinstance(config, Entries) else Entries(config)
     kind = config.get("model_type")
     if kind not in FAMILIES:
         raise UserError(f"config.json: model_type={kind!r} is not supported; supported: {', '.join(FAMILIES)}")
@@ -136,4 +140,11 @@ def is_ignorable(spec: ModelSpec, name: str) -> bool:
 
 def is_untouched(spec: ModelSpec, name: str) -> bool:
     """True for a checkpoint's keys that are no part of the decoder: they are exported as they are."""
-    return spec.untouched is not None and bool(re.search(spec.untouched, name))
+    in_larger_model = spec.untouched is not None and bool(re.search(spec.untouched, name))
+    return in_larger_model or predicts_more_tokens(spec, name)
+
+
+def predicts_more_tokens(spec: ModelSpec, name: str) -> bool:
+    """True for a checkpoint's keys of a layer after the decoder, which predicts more than the next token."""
+    found = re.search(getattr(FAMILIES[spec.family], "MORE_TOKENS", r"\Z\A."), name)
+    return found is not None and (not found.groups() or int(found[1]) == len(spec.layers))

@@ -12,7 +12,7 @@ DEFAULTS = {"sliding_window": 4096, "logit_scale": 0.0625, "layer_norm_eps": 1e-
 def read_spec(config: dict[str, Any]) -> ModelSpec:
     """ModelSpec of a `Cohere2ForCausalLM` config.json."""
     config = DEFAULTS | config
-    config = llama.every_nth_is_full(config, config.get("sliding_window_pattern", 4))
+    config = llama.every_nth_is_full(config, config.get("sliding_window_pattern") or 4)
     windows, rope = llama.windows(config), llama.read_rope(config, interleaved=True)
     return llama.common_spec(
         "cohere2",

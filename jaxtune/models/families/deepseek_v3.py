@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jaxtune.errors import UserError
 from jaxtune.models.families import glm4_moe, llama, qwen3_moe
 from jaxtune.models.spec import Latent, ModelSpec
 
@@ -18,8 +19,7 @@ LATENTS = {
 }
 NORMS = {f"attention.{x}_norm.weight": f"{ATTENTION}.{x}_a_layernorm.weight" for x in ("q", "kv")}
 NAMES = llama.NAMES | qwen3_moe.MIXTURE | glm4_moe.SHARED | glm4_moe.CORRECTION | LATENTS | NORMS
-# The layer that predicts more tokens, which transformers leaves out.
-IGNORABLE = rf"{llama.IGNORABLE}|^model\.layers\.61\."
+IGNORABLE, MORE_TOKENS = llama.IGNORABLE, glm4_moe.MORE_TOKENS
 DEFAULTS = {
     "rms_norm_eps": 1e-6,
     "kv_lora_rank": 512,
@@ -45,6 +45,11 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
     config = DEFAULTS | config
     rotated = config["qk_rope_head_dim"]
     head_dim = config["qk_nope_head_dim"] + rotated
+    if config["v_head_dim"] > head_dim:
+        raise UserError(
+            f"config.json: v_head_dim={config['v_head_dim']} is not supported: it is more than keys have "
+            f"(qk_nope_head_dim + qk_rope_head_dim = {head_dim})"
+        )
     rope = llama.read_rope(config, interleaved=config["rope_interleave"])
     bias = ("q_down", "kv_down", "o") if config.get("attention_bias", False) else ()
     return llama.common_spec(

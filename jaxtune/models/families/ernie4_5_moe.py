@@ -9,7 +9,7 @@ from jaxtune.models.spec import Experts, ModelSpec
 
 CORRECTION = Tensor("model.layers.{layer}.mlp.moe_statics.e_score_correction_bias", stacked=True)
 NAMES = llama.NAMES | qwen3_moe.MIXTURE | glm4_moe.SHARED | {"mlp.router.correction": CORRECTION}
-IGNORABLE = rf"{llama.IGNORABLE}|mtp"  # layers that predict more tokens, which transformers leaves out
+IGNORABLE, MORE_TOKENS = llama.IGNORABLE, "mtp"
 DEFAULTS = {
     "num_key_value_heads": 4,
     "rms_norm_eps": 1e-5,

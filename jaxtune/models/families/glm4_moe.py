@@ -11,9 +11,7 @@ SHARED = {
 }
 CORRECTION = {"mlp.router.correction": "model.layers.{layer}.mlp.gate.e_score_correction_bias"}
 NAMES = llama.NAMES | qwen3.QK_NORMS | qwen3_moe.MIXTURE | SHARED | CORRECTION
-IGNORABLE = (
-    rf"{llama.IGNORABLE}|^model\.layers\.(46|92)\."  # layers that predict more tokens, which transformers leaves out
-)
+IGNORABLE, MORE_TOKENS = llama.IGNORABLE, r"^model\.layers\.(\d+)\."
 DEFAULTS = {
     "num_key_value_heads": 8,
     "rms_norm_eps": 1e-5,

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtune.errors import UserError
+from jaxtune.models.families.entries import Entries
 from jaxtune.models.spec import Activation, Experts, FeedForward, Heads, Layer, ModelSpec, Norm, Rope
 
 # Parameter (inside its layer, or whole) <-> Hugging Face name. No tensor is permuted: weights stay (out, in).
@@ -97,7 +98,7 @@ def read_rope(config: dict[str, Any], theta: float = 10_000.0, **fields: Any) ->
 
     theta: where the config has none. fields: more of `Rope`.
     """
-    values = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    values = Entries({**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})})
     kind = values.get("rope_type", values.get("type", "default"))
     known = ("default", "linear", "dynamic", "yarn", "llama3")
     if kind not in known:
@@ -146,7 +147,7 @@ def ropes_by_kind(config: dict[str, Any], theta: float, local_theta: float) -> l
     nested = config.get("rope_parameters") or {}
     if "full_attention" not in nested:  # before transformers 5
         nested = {"full_attention": config.get("rope_scaling") or {}}
-    base = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_theta")}
+    base = Entries({key: value for key, value in config.items() if key not in ("rope_scaling", "rope_theta")})
 
     def rope(kind: str, key: str, theta: float) -> Rope:
         values = {"rope_theta": config.get(key, theta)} | (nested.get(kind) or {})
@@ -168,11 +169,17 @@ def layer_types(config: dict[str, Any]) -> list[str]:
     return kinds
 
 
-def every_nth_is_full(config: dict[str, Any], period: int) -> dict[str, Any]:
-    """The config with `layer_types`: if it has none, each layer has a window but the last of each period."""
-    kinds = [
-        "full_attention" if (n + 1) % period == 0 else "sliding_attention" for n in range(config["num_hidden_layers"])
-    ]
+def every_nth_is_full(config: dict[str, Any], period: int | str) -> dict[str, Any]:
+    """The config with `layer_types`: if it has none, each layer has a window but the last of each period.
+
+    Or `period` has a letter for each of its layers, L (local) or G (global); then the last layer is global.
+    """
+    count = config["num_hidden_layers"]
+    if isinstance(period, str):
+        full = [period[n % len(period)] == "G" or n == count - 1 for n in range(count)]
+    else:
+        full = [(n + 1) % period == 0 for n in range(count)]
+    kinds = ["full_attention" if is_full else "sliding_attention" for is_full in full]
     return config | {"layer_types": config.get("layer_types") or kinds}
 
 

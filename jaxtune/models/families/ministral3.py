@@ -31,5 +31,5 @@ DEFAULTS = {
 def read_spec(config: dict[str, Any]) -> ModelSpec:
     """ModelSpec of a `Ministral3ForCausalLM` config.json."""
     config = DEFAULTS | {"rope_parameters": ROPE} | config
-    rope = llama.read_rope(config, query_growth=config["rope_parameters"].get("llama_4_scaling_beta", 0.0))
+    rope = llama.read_rope(config, query_growth=(config["rope_parameters"] or {}).get("llama_4_scaling_beta", 0.0))
     return llama.common_spec("ministral3", config, config.get("sliding_window"), rope)

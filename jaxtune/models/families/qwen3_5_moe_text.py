@@ -5,7 +5,8 @@ from typing import Any
 from jaxtune.models.families import qwen3_5_text, qwen3_moe, qwen3_next
 from jaxtune.models.spec import ModelSpec
 
-NAMES, IGNORABLE = qwen3_5_text.NAMES | qwen3_next.MIXTURE, qwen3_next.IGNORABLE
+NAMES = qwen3_5_text.NAMES | qwen3_next.MIXTURE
+IGNORABLE, MORE_TOKENS = qwen3_next.IGNORABLE, qwen3_next.MORE_TOKENS
 DEFAULTS = qwen3_next.DEFAULTS | {"num_experts": 256, "num_experts_per_tok": 8}
 
 

@@ -10,7 +10,7 @@ PROJECTIONS = {f"delta_net.{name}.weight": f"{NET}.in_proj_qkv.weight" for name 
     f"delta_net.{name}.weight": f"{NET}.in_proj_{name}.weight" for name in "zba"
 }
 NAMES = llama.NAMES | qwen3.QK_NORMS | qwen3_next.DELTA_NET | PROJECTIONS
-IGNORABLE = qwen3_next.IGNORABLE
+IGNORABLE, MORE_TOKENS = qwen3_next.IGNORABLE, qwen3_next.MORE_TOKENS
 DEFAULTS = qwen3_next.MIXERS | {"num_key_value_heads": 4}
 
 

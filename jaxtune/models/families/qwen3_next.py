@@ -22,7 +22,7 @@ SHARED = {f"mlp.shared.{x}.weight": f"{MLP}.shared_expert.{x}_proj.weight" for x
 }
 MIXTURE = qwen3_moe.MIXTURE | SHARED
 NAMES = llama.NAMES | qwen3.QK_NORMS | DELTA_NET | FUSED | MIXTURE
-IGNORABLE = rf"{llama.IGNORABLE}|^mtp\."  # the layer that predicts more tokens, which transformers leaves out
+IGNORABLE, MORE_TOKENS = llama.IGNORABLE, r"^mtp\."
 MIXERS = {
     "head_dim": 256,
     "num_key_value_heads": 2,

@@ -16,5 +16,5 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
         "seed_oss",
         DEFAULTS | config,
         mlp_bias=config.get("mlp_bias", False),
-        bias=frozenset("qkv" * into + "o" * out),
+        bias=frozenset("qkv" * bool(into) + "o" * bool(out)),
     )

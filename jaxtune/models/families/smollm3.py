@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jaxtune.errors import UserError
 from jaxtune.models.families import llama
 from jaxtune.models.spec import ModelSpec
 
@@ -15,6 +16,8 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
     count, period = config["num_hidden_layers"], config.get("no_rope_layer_interval", 4)
     # 1 is a layer with a rope, whatever the name says.
     has_rope = config.get("no_rope_layers") or [(number + 1) % period != 0 for number in range(count)]
+    if len(has_rope) != count:
+        raise UserError(f"config.json: no_rope_layers has {len(has_rope)} entries for {count} layers")
     if not config.get("layer_types"):
         kinds = ["full_attention" if has else "sliding_attention" for has in has_rope]
         config = config | {"layer_types": kinds}

@@ -14,7 +14,13 @@ NORM_BIASES = {
     name.replace("weight", "bias"): hf.replace("weight", "bias") for name, hf in llama.NAMES.items() if "norm" in name
 }
 NAMES, IGNORABLE = llama.NAMES | NORM_BIASES | MLP, llama.IGNORABLE
-DEFAULTS = {"hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5, "tie_word_embeddings": True, "use_bias": True}
+DEFAULTS = {
+    "hidden_act": "gelu_pytorch_tanh",
+    "norm_epsilon": 1e-5,
+    "initializer_range": 0.018042,
+    "tie_word_embeddings": True,
+    "use_bias": True,
+}
 
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxtune.checkpoint import CheckpointManager
+from jaxtune.checkpoint import folder as checkpoint_folder
 from jaxtune.errors import UserError
 
 
@@ -56,6 +57,35 @@ def test_state_and_host_come_back_exactly(tmp_path):
     assert_same(restored.state, state)
     assert restored.host == host == reader.host() == reader.host(3)
     assert repr(restored.host) == repr(host)
+
+
+@pytest.mark.parametrize("when", ["verified", "opened", "read"])
+def test_a_checkpoint_that_a_run_removes_while_it_is_read_is_chosen_again(tmp_path, monkeypatch, when):
+    """As where a run that saves newer ones is exported: whether files vanish before, or after they are read."""
+    state, writer = make_state(), CheckpointManager(tmp_path, keep_last=1)
+    writer.save(1, state, {"at": 1})
+    writer.wait(final=True)
+    reader = CheckpointManager(tmp_path)
+    home, name = {
+        "verified": (checkpoint_folder.manifest, "verify"),
+        "opened": (CheckpointManager, "_read_host"),
+        "read": (CheckpointManager, "_read"),
+    }[when]
+    original = getattr(home, name)
+
+    def interrupted(*arguments):
+        monkeypatch.setattr(home, name, original)
+        found = original(*arguments) if when == "read" else None
+        writer.save(2, state, {"at": 2})  # which retires the first
+        writer.wait(final=True)
+        return original(*arguments) if when != "read" else found
+
+    monkeypatch.setattr(home, name, interrupted)
+    restored = reader.restore(abstract(state))
+    assert (restored.step, restored.host) == (2, {"at": 2})
+    assert_same(restored.state, state)
+    with pytest.raises(UserError, match=r"no checkpoint of step 1, only of \[2\]"):
+        reader.restore(abstract(state), step=1)
 
 
 def test_state_may_be_donated_while_the_save_is_under_way(tmp_path):

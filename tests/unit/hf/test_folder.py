@@ -7,7 +7,7 @@ import pytest
 from huggingface_hub import ModelCard, errors
 
 from jaxtune.errors import UserError
-from jaxtune.hf import Evaluation, read_config, read_generation_config, resolve, write_card, write_config
+from jaxtune.hf import Evaluation, label_names, read_config, read_generation_config, resolve, write_card, write_config
 from jaxtune.hf import folder as hf_folder
 
 
@@ -102,6 +102,19 @@ def test_the_config_of_a_decoder_inside_a_larger_model_changes_where_it_is(tmp_p
     assert read_config(tmp_path / "out") == config | {"torch_dtype": "float32", "text_config": changed}
 
 
+def test_the_card_of_an_adapter_loads_it_on_its_base(tmp_path):
+    """Two folders called `export` are told apart; and what transformers must know of the base is said."""
+    base, folder = tmp_path / "first" / "export", tmp_path / "second" / "export"
+    for path in (base, folder):
+        path.mkdir(parents=True)
+    said = {"title": "t", "name": "export", "rows": {}, "curve": tmp_path / "none"}
+    write_card(folder, base_model=str(base), adapter=True, base_options={"num_labels": 3}, ends=[1, 2], **said)
+    card = (folder / "README.md").read_text()
+    assert 'from_pretrained("first/export", num_labels=3), "second/export")' in card and str(tmp_path) not in card
+    assert "fine-tuned from first/export" in card and 'AutoTokenizer.from_pretrained("second/export")' in card
+    assert "\nmodel.generation_config.eos_token_id = [1, 2]" in card
+
+
 def test_generation_config_is_optional(model):
     assert read_generation_config(model) == {}
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
@@ -129,3 +142,13 @@ def test_the_card_tells_origin_and_numbers_but_no_local_path(tmp_path):
     assert str(tmp_path) not in card and f"from {tmp_path.name}" in card and "<details>" not in card
     assert "](loss.png)" in card and (tmp_path / "loss.png").read_bytes() == b"a picture"
     assert 'model = AutoModelForCausalLM.from_pretrained("ada/t")' in card and "model-index" not in card
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"id2label": 3}, {"id2label": ["a"]}, {"id2label": {"x": "a"}}, {"architectures": "LlamaForCausalLM"}]
+)
+def test_labels_of_a_wrong_form_are_one_line(wrong):
+    classifier = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"1": "b", "0": "a"}}
+    assert label_names(classifier) == ("a", "b")
+    with pytest.raises(UserError, match=rf"^config\.json: {next(iter(wrong))} is .*; it must be [^\n]*$"):
+        label_names(classifier | wrong)

@@ -21,7 +21,7 @@ def test_the_chat_template_of_an_older_processor_is_found(tmp_path):
     byte_tokenizer(tmp_path, chat_template=None)
     (tmp_path / "chat_template.json").write_text('{"chat_template": "{{ messages }}"}')
     assert hf.load_tokenizer(tmp_path).chat_template == "{{ messages }}"
-    hf.write_chat_template(tmp_path, "{{ tools }}", None)
+    hf.write_chat_template(tmp_path, "{{ tools }}")
     assert hf.load_tokenizer(tmp_path).chat_template == "{{ tools }}"
     assert not (tmp_path / "chat_template.json").exists()
 
@@ -114,6 +114,28 @@ def test_a_chat_template_from_a_file_is_exported_with_the_token_that_ends_its_tu
     (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}")
     assert hf.load_tokenizer(tmp_path / "model", str(tmp_path / "mine.jinja")).chat_template.startswith("{{ messages")
     (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": 3, "top_p": 0.9}')
-    hf.write_chat_template(tmp_path / "model", "another", 5)
+    hf.write_chat_template(tmp_path / "model", "another")
+    assert hf.write_turn_end(tmp_path / "model", 5, {}) == [3, 5]
     assert hf.load_tokenizer(tmp_path / "model").chat_template == "another"
     assert hf.read_generation_config(tmp_path / "model") == {"eos_token_id": [3, 5], "top_p": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("special", "ends", "described", "rows", "chosen"),
+    [
+        (("<|end|>", "<|im_start|>", "<|pad|>"), {256}, None, 259, "<|pad|>"),
+        (("<|end|>", "<unk>", "<|reserved_1|>"), {256}, 256, 259, "<|reserved_1|>"),  # described, but documents end so
+        (("<|end|>", "<|im_start|>", "<|pad|>"), {256}, 257, 259, "<|im_start|>"),
+        (("<|end|>", "<|im_start|>"), set(), None, 258, "<|end|>"),  # which no document ends with
+        (("<|end|>",), {256}, None, 320, "<|pad|>"),
+        (("<|end|>",), {256}, None, 257, "<|end|>"),
+    ],
+)
+def test_padding_is_a_token_that_no_document_ends_with(tmp_path, caplog, special, ends, described, rows, chosen):
+    """A new one where the model has a row for it; else a line says what to do."""
+    byte_tokenizer(tmp_path, special=special, eos="<|end|>")
+    tokenizer = hf.load_tokenizer(tmp_path)
+    assert tokenizer.pad_token is None
+    number = hf.choose_padding(tokenizer, ends, described, rows)
+    assert (tokenizer.pad_token, tokenizer.pad_token_id) == (chosen, number)
+    assert ("data.special_tokens='<|pad|>'" in caplog.text) == (number in ends)

@@ -8,7 +8,9 @@ import transformers
 from tiny import FAMILIES as ROWS
 
 from jaxtune.errors import UserError
+from jaxtune.models import families
 from jaxtune.models.families import FAMILIES, read_spec
+from unit.models.published import FORMS
 
 CLASSES = {getattr(transformers, kind).model_type: getattr(transformers, kind) for kind, _ in ROWS.values()}
 SIZES = {
@@ -138,3 +140,72 @@ def test_a_decoder_inside_a_larger_model(kind, decoder, text, tied):
 def test_what_is_not_computed_is_refused(kind, fields, message):
     with pytest.raises(UserError, match=message):
         read_spec(config(kind) | fields)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("glm4_moe", "model.layers.{layer}.embed_tokens.weight"),
+        ("deepseek_v3", "model.layers.{layer}.shared_head.head.weight"),
+        ("ernie4_5_moe", "model.mtp_block.0.mlp.gate_proj.weight"),
+        ("qwen3_next", "mtp.fc.weight"),
+        ("qwen3_5_text", "mtp.fc.weight"),
+        ("qwen3_5_moe_text", "mtp.fc.weight"),
+    ],
+)
+def test_layers_that_predict_more_tokens_are_known(kind, name):
+    """By a name of their own, or as the layer after the last: no other layer that config.json does not count."""
+    spec = read_spec(CLASSES[kind](num_hidden_layers=4).to_dict())
+    assert families.is_untouched(spec, name.format(layer=4)) and families.is_ignorable(spec, name.format(layer=4))
+    for layer in (3, 5):
+        assert families.is_untouched(spec, name.format(layer=layer)) == ("{layer}" not in name)
+    assert not families.is_untouched(spec, "model.norm.weight")
+
+
+def test_the_published_form_of_every_family_is_known():
+    assert FORMS.keys() == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_the_published_form_is_read_as_transformers_reads_it(kind):
+    written = FORMS[kind] | {"model_type": kind}
+    assert read_spec(written) == read_spec(CLASSES[kind](**copy.deepcopy(FORMS[kind])).to_dict())
+
+
+def test_letters_say_which_layers_have_a_window():
+    """As transformers documents them, though its class computes with numbers alone: the last layer has none."""
+    pattern = FORMS["exaone4"] | {"model_type": "exaone4", "layer_types": None, "num_hidden_layers": 7}
+    windows = [layer.mixer.window for layer in read_spec(pattern | {"sliding_window_pattern": "LLG"}).layers]
+    assert windows == [4096, 4096, None, 4096, 4096, None, None]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        ("llama", {"rope_scaling": 1.5}, "rope_scaling is 1.5; it must be an object"),
+        ("llama", {"rope_scaling": {"rope_type": 3}}, "rope_type is 3; it must be a text"),
+        (
+            "llama",
+            {"num_hidden_layers": 10**12},
+            "num_hidden_layers is 10{12}; .* from 1 to 10000",
+        ),
+        ("llama", {"num_hidden_layers": None}, "num_hidden_layers is null; it must be a whole number"),
+        ("llama", {"hidden_size": True}, "hidden_size is True; it must be a whole number from 1"),
+        ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; it must be a number above 0"),
+        ("llama", {"hidden_act": []}, "hidden_act is .*; it must be a text"),
+        ("qwen3", {"layer_types": -1, "use_sliding_window": True}, "layer_types is -1; it must be a list of texts"),
+        ("qwen2", {"tie_word_embeddings": "x" * 100}, r"tie_word_embeddings is 'x{59}\.\.\.; it must be true or false"),
+        (
+            "gemma3",
+            {"text_config": GEMMA3 | {"sliding_window": "1"}},
+            "sliding_window is '1'; it must be",
+        ),
+        ("exaone4", {"layer_types": None, "sliding_window_pattern": "LXG"}, "'LXG'; it must be .* letters L and G"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers has 1 entries for 4 layers"),
+        ("deepseek_v3", {"v_head_dim": 256}, r"v_head_dim=256 is not supported: .* keys .* = 192\)"),
+    ],
+)
+def test_a_value_of_a_wrong_type_or_range_is_one_line(kind, changes, said):
+    with pytest.raises(UserError, match=rf"^config\.json: .*{said}") as found:
+        read_spec(FORMS[kind] | {"model_type": kind} | changes)
+    assert "\n" not in str(found.value) and len(str(found.value)) < 200

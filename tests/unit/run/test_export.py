@@ -4,21 +4,25 @@ import json
 import logging
 import re
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
 from runs import conversations
 from safetensors import safe_open
-from tiny import CHATML, model_folder
+from tiny import CHATML, byte_tokenizer, model_folder
 
-from jaxtune.config.schema import Config, Data, Dataset, Model, Train
+from jaxtune.checkpoint.storage import RemoteFolder, open_folder, upload
+from jaxtune.config.schema import Config, Data, Dataset, Lora, Model, Train
 from jaxtune.errors import UserError
+from jaxtune.export import check_output
 from jaxtune.hf import SCHEMES
-from jaxtune.run.export import export_full
+from jaxtune.run.export import UNFINISHED, export, export_full
 from jaxtune.run.exported import loss_difference
+from jaxtune.run.folder import RunFolder
 from jaxtune.run.model import declare_model, read_base
 from jaxtune.run.quantized import choose
-from jaxtune.run.values import read_parameters
+from jaxtune.run.values import frozen_parameters, initial_parameters, read_parameters
 
 WIDE = dict(hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=1, head_dim=64)
 MIXTURE = dict(WIDE, moe_intermediate_size=128, num_experts=2, num_experts_per_tok=1, mlp_only_layers=[1])
@@ -94,6 +98,75 @@ def test_without_validation_data_the_loss_is_of_training_data_and_without_those_
     shutil.rmtree(tmp_path / "cache")
     assert re.match(r"over 64 random tokens the logits, .* differ by 0\.\d+ at most$", loss_difference(*arguments))
     assert "cannot be read again" in caplog.text and "chat.jsonl" in caplog.text
+
+
+@pytest.mark.parametrize("saved", [{}, {"eos_token_id": 256, "top_p": 0.9}])
+def test_the_token_that_ends_an_answer_is_where_others_look(tmp_path, one_device, caplog, saved):
+    """The base ends texts with another one. A whole model names it; of an adapter the log and the card do."""
+    transformers = pytest.importorskip("transformers")
+    folder = model_folder(tmp_path / "model", bos_token_id=257, eos_token_id=256)
+    byte_tokenizer(folder, eos="<|endoftext|>")
+    if saved:
+        (folder / "generation_config.json").write_text(json.dumps(saved))
+    train, data = Train(output_dir=str(tmp_path)), Data(seq_len=32)
+    for kind, lora in (("hf", Lora()), ("peft", Lora(enabled=True, rank=2))):
+        config = Config(model=Model(path=str(folder), dtype="float32"), data=data, train=train, lora=lora)
+        model = declare_model(read_base(config), config, one_device)
+        parameters = {**frozen_parameters(model, config), **initial_parameters(model, config)}
+        caplog.clear()
+        export(model, parameters, config, RunFolder(tmp_path), tmp_path / kind, kind, steps=1, tokens=1)
+        found = transformers.GenerationConfig.from_pretrained(tmp_path / kind)
+        assert found.eos_token_id == [256, 258] and found.top_p == saved.get("top_p", found.top_p)
+        assert found.bos_token_id == (None if saved else 257)  # as transformers takes it from config.json
+        card = (tmp_path / kind / "README.md").read_text()
+        assert ("generation_config.eos_token_id = [256, 258]" in card) == (kind == "peft")
+        assert ("eos_token_id=[256, 258], or vLLM stop_token_ids=[258]" in caplog.text) == (kind == "peft")
+
+
+def test_an_export_that_was_killed_is_made_again_and_others_wait(tmp_path, one_device, monkeypatch):
+    """A part of an export is known by a mark, a model that somebody else put there is not touched."""
+    model, config = declared(one_device, model_folder(tmp_path / "model"), dtype="float32")
+    parameters, output = read_parameters(model, model.whole), tmp_path / "out"
+    write = partial(export, model, parameters, config, RunFolder(tmp_path), output, steps=1, tokens=1)
+    with pytest.raises(UserError, match="holds other things .* name a new folder"):
+        check_output(tmp_path / "model", "hf")
+
+    def killed(*_):
+        with pytest.raises(UserError, match=r"out is in use: process \d+ .* or export to another folder"):
+            write("hf")
+        raise KeyboardInterrupt
+
+    for _ in ("the first time", "over a whole one"):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr("jaxtune.hf.write_config", killed)
+            write("hf")
+        assert (output / "model.safetensors").exists() and not (output / "README.md").exists()
+        check_output(output, "hf")
+        with pytest.raises(UserError, match="holds other things"):
+            check_output(output, "peft")
+        write("hf")
+        assert {"README.md", "config.json", "model.safetensors"} <= {file.name for file in output.iterdir()}
+        assert not list(output.glob(".*"))
+        check_output(output, "hf")
+
+
+def test_a_copy_that_was_killed_is_made_again(tmp_path, monkeypatch):
+    for name in ("README.md", "config.json", "model.safetensors"):
+        (tmp_path / name).write_text("with jaxtune")
+    remote = open_folder("memory://bucket/killed-copy", "--output")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        put = RemoteFolder.put
+        patch.setattr(RemoteFolder, "put", lambda *copied: put(*copied) or stop())
+        upload(tmp_path, remote, last="README.md", mark=UNFINISHED)
+    assert UNFINISHED in remote.names() and len(remote.names()) == 2 and "README.md" not in remote.names()
+    check_output(remote, "hf")
+    upload(tmp_path, remote, last="README.md", mark=UNFINISHED)
+    assert sorted(remote.names()) == ["README.md", "config.json", "model.safetensors"]
+    check_output(remote, "hf")
+
+
+def stop():
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("Qwen3", True), ("Llama", False)])

@@ -1,0 +1,117 @@
+"""The entries of a config.json, of which those that are read must have the right type and range."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from jaxtune.errors import UserError
+
+_SHOWN = 60  # characters of a wrong value
+
+
+class Kind(NamedTuple):
+    """A kind of value: how an error message calls it, and whether a value is one."""
+
+    words: str
+    fits: Callable[[Any], bool]
+
+
+def _whole(low: int, high: int = 10**9) -> Kind:
+    said = f"a whole number from {low}" + (f" to {high}" if high < 10**9 else "")
+    return Kind(said, lambda value: type(value) is int and low <= value <= high)
+
+
+def _number(above: float = -math.inf) -> Kind:
+    """A finite number; of one above 0, 0 is not one."""
+    said = "a number" if math.isinf(above) else f"a number above {above:g}"
+    return Kind(said, lambda value: type(value) in (int, float) and math.isfinite(value) and value > above)
+
+
+def _list_of(words: str, *types: type) -> Kind:
+    return Kind(
+        f"a list of {words}", lambda value: isinstance(value, list) and all(type(one) in types for one in value)
+    )
+
+
+_SIZE, _FROM_0, _LAYERS, _NUMBER, _POSITIVE = _whole(1), _whole(0), _whole(1, 10_000), _number(), _number(0)
+_FLAG, _WORD = Kind("true or false", lambda value: type(value) is bool), Kind("a text", lambda v: isinstance(v, str))
+_OBJECT = Kind("an object", lambda value: isinstance(value, dict))
+_PATTERN = Kind(
+    "a whole number from 1, or letters L and G",
+    lambda value: _SIZE.fits(value) or (isinstance(value, str) and bool(value) and set(value) <= set("LG")),
+)
+
+_NAMES = {
+    _LAYERS: "num_hidden_layers",
+    _SIZE: "vocab_size hidden_size intermediate_size moe_intermediate_size num_attention_heads num_key_value_heads "
+    "head_dim sliding_window kv_lora_rank q_lora_rank qk_nope_head_dim v_head_dim num_local_experts "
+    "n_routed_experts moe_num_experts num_experts_per_tok moe_k n_group topk_group decoder_sparse_step "
+    "full_attention_interval no_rope_layer_interval moe_layer_interval linear_conv_kernel_dim linear_key_head_dim "
+    "linear_value_head_dim linear_num_key_heads linear_num_value_heads",
+    _FROM_0: "num_experts n_shared_experts moe_num_shared_experts shared_expert_intermediate_size "
+    "first_k_dense_replace moe_layer_start_index max_window_layers qk_rope_head_dim",
+    _whole(-1): "moe_layer_end_index",
+    _POSITIVE: "max_position_embeddings original_max_position_embeddings rms_norm_eps layer_norm_eps norm_epsilon "
+    "rope_theta rope_local_base_freq factor query_pre_attn_scalar logits_scaling low_freq_factor high_freq_factor "
+    "attn_logit_softcapping final_logit_softcapping initializer_range partial_rotary_factor swiglu_limit",
+    _NUMBER: "beta_fast beta_slow attention_factor mscale mscale_all_dim routed_scaling_factor router_aux_loss_coef "
+    "router_jitter_noise residual_multiplier embedding_multiplier attention_multiplier logit_scale swiglu_alpha "
+    "llama_4_scaling_beta clip_qkv",
+    _FLAG: "attention_bias attention_out_bias mlp_bias use_bias tie_word_embeddings norm_topk_prob use_qk_norm "
+    "use_sliding_window use_bidirectional_attention output_router_logits rope_interleave truncate",
+    _WORD: "model_type hidden_act hidden_activation rope_type type",
+    _OBJECT: "rope_scaling rope_parameters text_config full_attention sliding_attention",
+    _list_of("texts", str): "layer_types",
+    _list_of("whole numbers", int): "mlp_only_layers",
+    _list_of("numbers that are 0 or 1", int, bool): "no_rope_layers",
+    _PATTERN: "sliding_window_pattern",
+}
+KINDS = {name: kind for kind, names in _NAMES.items() for name in names.split()}
+# For which null says something, or as much as no entry.
+_NULLABLE = (
+    "num_key_value_heads head_dim sliding_window q_lora_rank layer_types rope_scaling rope_parameters mlp_only_layers "
+    "attn_logit_softcapping final_logit_softcapping clip_qkv router_jitter_noise num_experts no_rope_layers "
+    "attention_factor mscale mscale_all_dim beta_fast beta_slow original_max_position_embeddings "
+    "sliding_window_pattern full_attention sliding_attention text_config"
+)
+NULLABLE = {*_NULLABLE.split(), *_NAMES[_FLAG].split()}
+
+
+class Entries(dict[str, Any]):
+    """A config.json, or an object in it, that checks an entry when it is asked for.
+
+    Attributes:
+        asked: the names of the entries that have been asked for, also in the objects in it.
+
+    Raises:
+        UserError: from reading an entry that has another type or range than its name has in all families.
+    """
+
+    def __init__(self, values: Mapping[str, Any], asked: set[str] | None = None):
+        asked = set() if asked is None else asked
+        super().__init__({k: Entries(v, asked) if isinstance(v, dict) else v for k, v in values.items()})
+        self.asked = asked
+
+    def __getitem__(self, name: str) -> Any:
+        self.asked.add(name)
+        return _checked(name, super().__getitem__(name))
+
+    def get(self, name: str, default: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The entry, checked, or the default."""
+        self.asked.add(name)
+        return _checked(name, super().__getitem__(name)) if name in self else default
+
+    def __or__(self, other: Any) -> "Entries":
+        return Entries({**self, **other}, self.asked)
+
+    def __ror__(self, other: Any) -> "Entries":
+        return Entries({**other, **self}, self.asked)
+
+
+def _checked(name: str, value: Any) -> Any:
+    kind = KINDS.get(name)
+    if kind is None or kind.fits(value) or (value is None and name in NULLABLE):
+        return value
+    shown = "null" if value is None else repr(value)
+    shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
+    raise UserError(f"config.json: {name} is {shown}; it must be {kind.words}")
