@@ -80,10 +80,9 @@ def resolve(
     settings, values, stated = plain(dict(overrides)), plain(config), _leaves(given or {})
     typed = _leaves(settings)
     own = [problem.keys[0] for problem in checks.check(_build(Config, values, "", [])) if problem.moot]
-    for key, value in (given or {}).items():
-        set_value(values, key, plain(value))
+    wrong = [problem for key, value in (given or {}).items() if (problem := set_value(values, key, plain(value)))]
     is_text = by == "command line"
-    wrong = [problem for key, value in settings.items() if (problem := _override(values, key, value, is_text))]
+    wrong += [problem for key, value in settings.items() if (problem := _override(values, key, value, is_text))]
     moot = list(_of_other_datasets(values, typed))
     if (asked := _build(Config, values, "", [])).train.recommend:
         own_values = () if source == "translation" else rules.changed(asked)
@@ -118,7 +117,8 @@ def resolve(
 def _of_other_datasets(values: dict[str, Any], typed: Container[str]) -> Iterator[Problem]:
     """Resets what belongs to the recipe's own dataset, such as its split, in entries whose path was typed."""
     for list_name in ("datasets", "eval_datasets"):
-        for i, fields in enumerate(values.get("data", {}).get(list_name, ())):
+        entries = values.get("data", {}).get(list_name, ())
+        for i, fields in enumerate(entries if isinstance(entries, list) else ()):
             entry = f"data.{list_name}[{i}]"
             own = isinstance(fields, dict) and f"{entry}.path" in typed
             for name in ("subset", "revision", "split", "glob", "ds_type") if own else ():

@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from jaxtune.errors import shortened
+
 # One line or two an option: this file is a table.
 # fmt: off
 
@@ -962,7 +964,8 @@ class Config:
     @property
     def opening_lines(self) -> tuple[str, ...]:
         """The lines that a run begins with: its notes, and one for each value without effect, replaced by a default."""
-        return (*self.notes, *(f"left out: {said.moot}" for said in self.said if said.moot))
+        lines = (*self.notes, *(f"left out: {said.moot}" for said in self.said if said.moot))
+        return tuple(map(shortened, lines))
 
     def __str__(self) -> str:
         """The options that are not the defaults, a line each."""
