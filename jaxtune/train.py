@@ -100,8 +100,8 @@ def _train(config: Config, folder: RunFolder, mirror: Mirror | None) -> bool:
     teacher = declare_teacher(config, tokenizer, model.spec.vocabulary, mesh)
     if rewards:
         feed = data.open_prompts(config, tokenizer, mesh)
-        first, group = feed.documents.prompts[0], config.rollout.group_size
-        process.on_main(lambda: try_rewards(rewards, first, tokenizer, group))
+        prompt, group = feed.documents.prompts[0], config.rollout.group_size
+        process.on_main(lambda: try_rewards(rewards, prompt, tokenizer, group))
     else:
         feed = data.open_feed(config, tokenizer, model.spec.vocabulary, mesh, program.objective.columns)
     record = resume.record(config, model, feed)
