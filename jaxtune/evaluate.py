@@ -28,6 +28,7 @@ from jaxtune.run import process
 from jaxtune.run.answers import mesh_of
 from jaxtune.run.code import config_to_evaluate
 from jaxtune.run.folder import RunFolder
+from jaxtune.run.ready import check_writable
 from jaxtune.run.validation import evaluate
 
 OF_TASKS = ("num_fewshot", "limit", "include_path", "apply_chat_template")
@@ -76,13 +77,15 @@ def _mesh(config: Config) -> jax.sharding.Mesh:
 
 
 def _run_tasks(values: flags.FlagValues, config: Config | None) -> None:
+    output = values.output and Path(values.output)
+    if output is not None:
+        check_writable(output.parent, f"--output={values.output}")
     from jaxtune.run import lm_evaluation_harness as harness  # seconds to import, and needs a package that may lack
 
     asked = harness.Asked(tuple(values.tasks), **{name: getattr(values, name) for name in OF_TASKS})
     mesh = mesh_of([]) if config is None else _mesh(config)
     results, step = harness.run_tasks(asked, config, mesh, values.run, values.step, values.model)
     print(harness.table(results))
-    output = values.output and Path(values.output)
     if output is None and values.run is not None:
         output = RunFolder(Path(values.run)).task_results(step)
     if output is not None:

@@ -23,6 +23,7 @@ from jaxtune.run.export import CARD, UNFINISHED, check_apart, check_kind, export
 from jaxtune.run.exported import loss_difference, merge_difference
 from jaxtune.run.folder import RunFolder
 from jaxtune.run.model import Base
+from jaxtune.run.ready import check_writable
 from jaxtune.run.values import open_run
 
 FORMATS = ("hf", "peft")
@@ -93,6 +94,7 @@ def _main(values: flags.FlagValues, _: None) -> None:
                 raise UserError("--push_to_hub: --output must be a folder here, which stays if the upload fails")
             remote = open_folder(values.output, "--output")
             output = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="jaxtune-export-"))) / "model"
+        check_writable(output, f"--output={values.output}")
         _export(values, folder, output, remote)
 
 

@@ -23,6 +23,7 @@ from jaxtune.config.schema import Dataset, Quant
 from jaxtune.data.sources import open_source
 from jaxtune.errors import UserError
 from jaxtune.run.answers import BOUNDS, Answering, Manner, mesh_of, open_model
+from jaxtune.run.ready import check_writable
 
 NUMBERS = {
     "max_new_tokens": "maximum number of tokens to add",
@@ -77,6 +78,7 @@ def _written(output: str | None) -> Iterator[TextIO]:
         yield sys.stdout
         return
     part = Path(f"{output}.part")
+    part.parent.mkdir(parents=True, exist_ok=True)
     with part.open("w", encoding="utf-8") as file:
         yield file
     part.replace(output)
@@ -87,6 +89,8 @@ def _main(values: flags.FlagValues, _: None) -> None:
         raise UserError("give --prompt=... or --input=FILE, one of them")
     if values.output is not None and values.input is None:
         raise UserError("--output is of --input; a --prompt is continued in the terminal")
+    if values.output is not None:
+        check_writable(Path(values.output).parent, f"--output={values.output}")
     manner = Manner(**{name: getattr(values, name) for name in NUMBERS}, stop=tuple(values.stop), chat=values.chat)
     mesh, named = mesh_of(values.mesh), (values.adapter, values.step, values.quant, values.plugin)
     opened = open_model(values.model, mesh, *named)

@@ -40,7 +40,8 @@ from jaxtune.run.generation import continue_text
 from jaxtune.run.labels import labelled
 from jaxtune.run.lock import locked
 from jaxtune.run.model import read_base
-from jaxtune.run.rewards import load_rewards
+from jaxtune.run.ready import check_ready
+from jaxtune.run.rewards import load_rewards, try_rewards
 from jaxtune.run.scored import with_reference
 from jaxtune.run.state import State
 from jaxtune.run.tasks import tasks_of
@@ -77,6 +78,7 @@ def train(config: Config) -> bool:
 
 
 def _train(config: Config, folder: RunFolder, mirror: Mirror | None) -> bool:
+    check_ready(config, folder)
     goodput, config = Goodput(), labelled(config)
     mesh = make_mesh(config.mesh, process.devices(config.device), parallel=config.parallel)
     hub, private = config.export.push_to_hub, config.export.private
@@ -104,6 +106,8 @@ def _train(config: Config, folder: RunFolder, mirror: Mirror | None) -> bool:
     teacher = declare_teacher(config, tokenizer, model.spec.vocabulary, mesh)
     if rewards:
         feed = data.open_prompts(config, tokenizer, mesh)
+        prompt, group = feed.documents.prompts[0], config.rollout.group_size
+        process.on_main(lambda: try_rewards(rewards, prompt, tokenizer, group))
     else:
         feed = data.open_feed(config, tokenizer, model.spec.vocabulary, mesh, program.objective.columns)
     record = resume.record(config, model, feed)

@@ -124,6 +124,12 @@ def _preference(config: Config) -> Iterator[Problem]:
         yield _problem(
             config, "data.truncation", "answers belong together and are not cut: choose 'delete'", "preference.loss"
         )
+    if options.reference is not None and options.loss not in ("simpo", "cpo", "orpo", "bradley_terry"):
+        of_adapters = ("lora.dropout",) if config.lora.enabled else ()
+        for key in (*of_adapters, "train.hidden_dropout", "train.attention_dropout"):
+            if _value(config, key):
+                reason = f"has no effect: preference.loss = {options.loss!r} compares with a reference without dropout"
+                yield _problem(config, key, reason, "preference.loss", moot=True)
     if options.loss == "exo_pair" and not options.label_smoothing:
         yield _problem(
             config, "preference.label_smoothing", "exo_pair needs more, for example 0.001", "preference.loss"

@@ -97,9 +97,8 @@ def resolve(
     typed, stated = _leaves(settings), _leaves(given or {})
     own = [problem.keys[0] for problem in checks.check(_build(Config, values, "", [])) if problem.moot]
     own = [key for key in own if key not in inherited]
-    for key, value in (given or {}).items():
-        set_value(values, key, value)
-    wrong = [problem for key, value in settings.items() if (problem := _override(values, key, value))]
+    wrong = [problem for key, value in (given or {}).items() if (problem := set_value(values, key, value))]
+    wrong += [problem for key, value in settings.items() if (problem := _override(values, key, value))]
 
     def nearness(key: str) -> int:
         if key in typed or any(other.startswith(f"{key}[") for other in typed):

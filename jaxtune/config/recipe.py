@@ -186,11 +186,9 @@ def _from_yaml(path: str, file: pathlib.Path, dialect: str | None, above: tuple[
     base, given, problems = values.pop("base", None), {}, []
     for key, value in keys.leaves(values):
         if keys.lookup(key) is None:
-            problems.append(
-                Problem((key,), f"line {written.lines[key]}: {key} = {value!r}: {keys.no_such_option(key)}")
-            )
+            problems.append(Problem((key,), f"line {written.line(key)}: {key} = {value!r}: {keys.no_such_option(key)}"))
         elif key in given:
-            problems.append(Problem((key,), f"line {written.lines[key]}: {key} is written twice"))
+            problems.append(Problem((key,), f"line {written.line(key)}: {key} is written twice"))
         given[key] = value
     if problems and len(problems) == len(given):
         systems = " or ".join(foreign.DIALECTS)
@@ -198,7 +196,7 @@ def _from_yaml(path: str, file: pathlib.Path, dialect: str | None, above: tuple[
     refuse(path, problems)
     if base is None:
         return Recipe(path, new_config(), given)
-    where = f"{path}, line {written.lines['base']}: base = {base!r}"
+    where = f"{path}, line {written.line('base')}: base = {base!r}"
     if not isinstance(base, str):
         raise UserError(f"{where}: expected a recipe, such as qwen_lora")
     name, _, argument = base.partition(":")

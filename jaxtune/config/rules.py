@@ -31,6 +31,9 @@ def broken(config: Config) -> Iterator[Problem]:
         value = getattr(section, option.key.rpartition(".")[2])
         if isinstance(value, int | float) and not inside(value, option.within):
             yield Problem((key,), f"{key} = {value!r}: must be {in_words(option.within)}")
+        texts = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(text, str) and "\0" in text for text in texts):
+            yield Problem((key,), f"{key} = {value!r}: holds a NUL character; take it out")
         if wrong := malformed(value, option.unit):
             yield Problem((key,), f"{key} = {value!r}: {wrong}")
         scope, prefix = (section, f"{key.rpartition('.')[0]}.") if "[" in key else (config, "")

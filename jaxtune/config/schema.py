@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from jaxtune.errors import hide_secrets
+from jaxtune.errors import hide_secrets, shortened
 
 # One line or two an option: this file is a table.
 # fmt: off
@@ -966,7 +966,8 @@ class Config:
     @property
     def opening_lines(self) -> tuple[str, ...]:
         """The lines that a run begins with: its notes, and one for each value without effect, replaced by a default."""
-        return tuple(map(hide_secrets, (*self.notes, *(f"left out: {said.moot}" for said in self.said if said.moot))))
+        lines = (*self.notes, *(f"left out: {said.moot}" for said in self.said if said.moot))
+        return tuple(shortened(hide_secrets(line)) for line in lines)
 
     def __repr__(self) -> str:
         """The options that are not the defaults, a line each."""

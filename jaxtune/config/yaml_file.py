@@ -1,6 +1,7 @@
 """YAML files as plain values, with the line of each option for messages."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,19 +18,25 @@ class Written:
     values: dict[str, Any]
     lines: dict[str, int]
 
+    def line(self, name: str) -> int:
+        """The line of an option; of one that an alias or `<<` brings, where these stand."""
+        while name and name not in self.lines:
+            name = re.sub(r"\[\d+\]$|\.?[^.]*$", "", name, count=1)
+            if brought := self.lines.get(f"{name}.<<" if name else "<<"):
+                return brought
+        return self.lines.get(name, 1)
+
+
+MOST_VALUES = 100_000
+"""Of a file, each alias counted as what it stands for: nine lines of aliases can stand for a billion."""
+
 
 class _Loader(yaml.SafeLoader):
-    """Values only, no objects. A key that is written twice is an error, and 2e-4 a number, as in YAML 1.2."""
+    """Values only, no objects. 2e-4 is a number, as in YAML 1.2, and a key is what is written: `no`, not False."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise yaml.constructor.ConstructorError(None, None, "a key is not text: quote {{...}}", key.start_mark)
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is written twice", key.start_mark)
-            seen.add(key.value)
-        return {str(key): value for key, value in super().construct_mapping(node, deep).items()}
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
+        self.flatten_mapping(node)  # what `<<` brings comes before the mapping's own keys
+        return {str(key.value): self.construct_object(value, deep) for key, value in node.value}
 
 
 _NUMBER = re.compile(r"[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+$")
@@ -69,20 +76,39 @@ def read(file: Path, name: str) -> Written:
     return Written(values, lines)
 
 
-def _find_lines(node: yaml.Node, name: str, lines: dict[str, int], finished: dict[int, bool]) -> None:
-    """`finished`: of each node that was met, whether all below it were; an alias is the node that it stands for."""
+def _find_lines(node: yaml.Node, name: str, lines: dict[str, int], sizes: dict[int, int | None]) -> int:
+    """Records the line of each option below a node. Returns how many values it has, each alias as what it stands for.
+
+    sizes: of the nodes that were met, None until all below one were; an alias is the node that it stands for. Raises
+    yaml.MarkedYAMLError for what a config cannot be, before any value is made.
+    """
     lines.setdefault(name, node.start_mark.line + 1)
-    if id(node) in finished:
-        if not finished[id(node)]:
+    if id(node) in sizes:
+        if (size := sizes[id(node)]) is None:
             raise yaml.MarkedYAMLError(problem="an alias inside of what it stands for", problem_mark=node.start_mark)
-        return
-    finished[id(node)] = False
+        return size
+    sizes[id(node)] = None
+    sizes[id(node)] = size = 1 + sum(
+        _find_lines(value, inner, lines, sizes) for inner, value in _below(node, name, lines)
+    )
+    if size > MOST_VALUES:
+        problem = f"more than {MOST_VALUES:,} values, counting those that its aliases stand for"
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+    return size
+
+
+def _below(node: yaml.Node, name: str, lines: dict[str, int]) -> Iterator[tuple[str, yaml.Node]]:
+    """The values directly below a node, with their dotted names; records the lines of keys."""
+    keys = set()
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
-            inner = f"{name}.{key.value}" if name else str(key.value)
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(problem="a key is not text: quote {{...}}", problem_mark=key.start_mark)
+            if key.value in keys:
+                raise yaml.MarkedYAMLError(problem=f"{key.value} is written twice", problem_mark=key.start_mark)
+            keys.add(key.value)
+            inner = f"{name}.{key.value}" if name else key.value
             lines[inner] = key.start_mark.line + 1
-            _find_lines(value, inner, lines, finished)
+            yield inner, value
     elif isinstance(node, yaml.SequenceNode):
-        for i, item in enumerate(node.value):
-            _find_lines(item, f"{name}[{i}]", lines, finished)
-    finished[id(node)] = True
+        yield from ((f"{name}[{i}]", item) for i, item in enumerate(node.value))

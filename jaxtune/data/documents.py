@@ -469,7 +469,7 @@ def _join(parts: list[Path], folder: Path, name: str, tokeniser: Tokeniser, requ
             summary = {name: summaries[0][name] for name in cache.CONTENT}
         else:
             units = itertools.chain.from_iterable(cache.units_of(cache.load(part)) for part in parts)
-            summary = cache.write(temporary, with_other_answers(units) if paired else units, tokeniser.columns)
+            summary = cache.write(temporary, with_other_answers(units, name) if paired else units, tokeniser.columns)
         others = dict.fromkeys(line for each in summaries for line in each["said"])
         counts = f"{summary['documents']:,} documents of {summary['tokens']:,} tokens"
         notes = [f"{name}: {tokeniser.form}, {counts}", *(f"{name}: {line}" for line in others)]

@@ -10,7 +10,8 @@ import numpy as np
 from jaxtyping import Float16, Int32
 
 from jaxtune.data.cuts import find_cuts, pieces
-from jaxtune.errors import UserError
+from jaxtune.data.messages import clip
+from jaxtune.errors import UserError, is_failure
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -118,7 +119,12 @@ class Encoder:
             encode = self._backend.encode_batch_fast
             if any(document.spans for document, _, _ in batch):
                 encode = self._backend.encode_batch
-            encodings = encode(texts, add_special_tokens=False)
+            try:
+                encodings = encode(texts, add_special_tokens=False)
+            except BaseException as error:
+                if not is_failure(error):
+                    raise
+                raise UserError(f"the tokenizer fails on {_failing(encode, texts)}: {error}") from error
             for (document, start, stop), encoding in zip(batch, encodings):
                 tokens += np.array(encoding.ids, np.int32).tobytes()
                 of_piece, across_in_piece = _weights(document, start, encoding)
@@ -153,6 +159,18 @@ class Encoder:
             tokens += self._eos
             weights += np.float16(1).tobytes()
         return Encoded(np.frombuffer(tokens, np.int32), np.frombuffer(weights, np.float16), across)
+
+
+def _failing(encode: Callable[..., object], texts: list[str]) -> str:
+    """The first text that cannot be tokenised, in words."""
+    for text in texts:
+        try:
+            encode([text], add_special_tokens=False)
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            return f"a text of {len(text):,} characters, {clip(repr(text))}"
+    return "texts together"
 
 
 def _weights(

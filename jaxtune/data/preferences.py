@@ -72,18 +72,33 @@ def wanted_of(entry: Dataset, template: ChatTemplate | None, sample: Sample) -> 
     return Pair((_after(prompt, answer, entry, template, sample),), {DESIRABLE.name: wanted})
 
 
-def with_other_answers(units: Iterable[Unit]) -> Iterator[Unit]:
+def with_other_answers(units: Iterable[Unit], name: str) -> Iterator[Unit]:
     """Each unit's answer, and after the same prompt that of the next unit; of the last unit, the first one's.
 
     What such answers gain says how far a model has moved from its reference (KTO, arXiv:2402.01306, section 4.1).
+    Raises UserError if all units of the source `name` are the same one.
     """
     first = before = None
+    differ = False
     for unit in units:
         if before is not None:
+            differ = differ or not np.array_equal(before.documents[0].tokens, unit.documents[0].tokens)
             yield _with_other(before, unit)
         first, before = first or unit, unit
     if first is not None and before is not None:
+        if not differ:
+            raise UserError(
+                f"data: {name} has only one answer, and KTO compares each with that of another sample: add samples"
+            )
         yield _with_other(before, first)
+
+
+def of_one_kind(wanted: np.ndarray) -> str | None:
+    """A line for the user if all answers are wanted, or none is."""
+    if not len(wanted) or wanted.min() != wanted.max():
+        return None
+    now, other = ("wanted", "not wanted") if wanted[0] else ("not wanted", "wanted")
+    return f"each of the {len(wanted):,} answers is {now} (desirable_field); KTO learns most with some that are {other}"
 
 
 def _with_other(unit: Unit, other: Unit) -> Unit:

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxtune.config.schema import Config, Data, Dataset
+from jaxtune.data.columns import DESIRABLE
 from jaxtune.data.documents import Shard, prepare_shard, tokenize
 from jaxtune.data.mixing import mix
+from jaxtune.data.preferences import of_one_kind
 from jaxtune.data.units import Documents
 from jaxtune.errors import UserError
 
@@ -30,12 +32,15 @@ def open_documents(
         UserError: as `tokenize` and `hold_out`; a token has no embedding.
     """
     data = config.data
+    # Datasets to validate on come first: they are short, so that what is wrong with them is said soon.
+    validation = open_validation(config, tokenizer, vocabulary) if data.eval_datasets else {}
     train = _documents(config, data.datasets, tokenizer, vocabulary)
+    if config.preference.loss == "kto":
+        wanted = np.concatenate([part.values[DESIRABLE.name] for part in train.parts])
+        train = _with_note(train, of_one_kind(wanted))
     if data.validation_split and not data.eval_datasets:  # before mixing, which may repeat documents
         train, held_out = hold_out(train, data.validation_split, validation_seed(data))
         validation = {"": held_out}
-    else:
-        validation = open_validation(config, tokenizer, vocabulary)
     return mix(train, data.datasets, data), validation
 
 
@@ -57,6 +62,15 @@ def open_validation(
         everything = _documents(config, data.datasets, tokenizer, vocabulary)
         return {"": hold_out(everything, data.validation_split, validation_seed(data))[1]}
     return {}
+
+
+def _with_note(documents: Documents, line: str | None) -> Documents:
+    """The documents with one more line for the user, if there is one."""
+    if line is None:
+        return documents
+    first, *others = documents.parts
+    noted = dataclasses.replace(first, notes=(*first.notes, line))
+    return dataclasses.replace(documents, parts=(noted, *others))
 
 
 def validation_seed(data: Data) -> int:

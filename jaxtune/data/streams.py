@@ -110,13 +110,12 @@ class Stream:
         )
         reader = _Reader(self._sources, self._config, place)
         said: set[str] = set()
+        name = ", ".join(source.name for source in self._sources)
         while True:
             units, skipped = self._next_units(reader, said)
             if self._tokenisers[0].entry.type == "unpaired_preference":
-                units = list(with_other_answers(units))
-            part = cache.gathered(
-                units, ", ".join(source.name for source in self._sources), self._tokenisers[0].columns
-            )
+                units = list(with_other_answers(units, name))
+            part = cache.gathered(units, name, self._tokenisers[0].columns)
             documents = Documents.joined([part])
             refuse_unknown_tokens(documents, self._tokenizer, self._vocabulary)
             # Each window has an order of its own.

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxtune.errors import UserError
+from jaxtune.errors import UserError, is_failure
 from jaxtune.hf.chat_templates import find_template
 from jaxtune.hf.folder import read_generation_config, read_json
 
@@ -41,7 +41,10 @@ def load_tokenizer(
         raise UserError(f"{folder} has no tokenizer; tokenizer.json and tokenizer_config.json are needed")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # tokenizers raises bare Exceptions for damaged files
+        tokenizer("A text")  # some damaged files can be loaded
+    except BaseException as error:  # tokenizers raises bare Exceptions for damaged files, and panics
+        if not is_failure(error):
+            raise
         raise UserError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
     if not tokenizer.is_fast:
         raise UserError(

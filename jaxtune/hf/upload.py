@@ -28,8 +28,8 @@ def check_upload(repo_id: str, private: bool, said: str) -> None:
         said: the option that asks for the upload, for messages.
 
     Raises:
-        UserError: it is not an id, the hub is switched off or cannot be reached, there is no token that may write, or
-            the repository is there and public although `private`.
+        UserError: it is not an id, the hub is switched off or cannot be reached, there is no token that may write to
+            OWNER's repositories, or the repository is there and public although `private`.
     """
     wanted = f"{said}={repo_id}"
     try:
@@ -44,6 +44,12 @@ def check_upload(repo_id: str, private: bool, said: str) -> None:
         account = api.whoami()
         if account.get("auth", {}).get("accessToken", {}).get("role") == "read":
             raise UserError(f"{wanted}: the token of {account['name']} may only read; {login}")
+        owner, others = repo_id.partition("/")[0], [org["name"] for org in account.get("orgs", ())]
+        if "/" in repo_id and owner.lower() not in (name.lower() for name in (account["name"], *others)):
+            member = f", which belongs to {', '.join(others)}" if others else ""
+            raise UserError(
+                f"{wanted}: the token is of {account['name']}{member}, and may not write to {owner}; {login}"
+            )
         if private and not _is_private(api, repo_id if "/" in repo_id else f"{account['name']}/{repo_id}"):
             raise UserError(
                 f"{wanted}: it is there already, and public; choose another name, make it private on the hub, or "

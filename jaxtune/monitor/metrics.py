@@ -18,6 +18,11 @@ from jaxtune.errors import UserError
 _WANDB_ID, _AIM_HASH = "wandb_id.txt", "aim_hash.txt"
 IDS = (_WANDB_ID, _AIM_HASH)
 """Files in the folder of a run by which it goes on in these."""
+_PACKAGES = {
+    "tensorboardX": ("log.tensorboard", "pip install 'jaxtune[tensorboard]'"),
+    "wandb": ("log.wandb.enabled", "pip install 'jaxtune[wandb]'"),
+    "aim": ("log.aim.enabled", "pip install 'jaxtune[aim]'"),
+}
 
 
 class MetricsLog:
@@ -45,7 +50,7 @@ class MetricsLog:
             cut(path, resume_step)
             self._file = path.open("a", encoding="utf-8")
         if log.tensorboard:
-            module = _load("tensorboardX", "log.tensorboard", "pip install 'jaxtune[tensorboard]'")
+            module = _load("tensorboardX")
             # purge_step hides the events from that step on that an earlier process wrote.
             first = resume_step + 1 if resume_step else 0
             self._tensorboard = module.SummaryWriter(
@@ -86,6 +91,13 @@ class MetricsLog:
             self._aim.close()
 
 
+def check_packages(log: Log) -> None:
+    """Raises UserError where a package is missing that one of the outputs needs."""
+    asked = {"tensorboardX": log.tensorboard, "wandb": log.wandb.enabled, "aim": log.aim.enabled}
+    for module in (module for module, wanted in asked.items() if wanted):
+        _load(module)
+
+
 def read(path: pathlib.Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl, without a half-written last line.
 
@@ -121,7 +133,7 @@ def cut(path: pathlib.Path, resume_step: int) -> None:
 
 def _start_wandb(folder: pathlib.Path, options: Wandb, run_name: str, config: Mapping[str, Any]) -> Any:
     """A wandb run whose id is kept in the run folder, so that a resumed run continues it."""
-    wandb = _load("wandb", "log.wandb.enabled", "pip install 'jaxtune[wandb]'")
+    wandb = _load("wandb")
     id_file = folder / _WANDB_ID
     if not id_file.exists():
         id_file.write_text(uuid.uuid4().hex[:12])
@@ -142,7 +154,7 @@ def _start_wandb(folder: pathlib.Path, options: Wandb, run_name: str, config: Ma
 
 def _start_aim(folder: pathlib.Path, options: Aim, run_name: str, config: Mapping[str, Any]) -> Any:
     """An Aim run whose hash is kept in the run folder, so that a resumed run continues it."""
-    aim = _load("aim", "log.aim.enabled", "pip install 'jaxtune[aim]'")
+    aim = _load("aim")
     known = folder / _AIM_HASH
     before = known.read_text().strip() if known.exists() else None
     run = aim.Run(run_hash=before, repo=options.repo, experiment=options.experiment)
@@ -152,8 +164,9 @@ def _start_aim(folder: pathlib.Path, options: Aim, run_name: str, config: Mappin
     return run
 
 
-def _load(module: str, option: str, install: str) -> ModuleType:
+def _load(module: str) -> ModuleType:
     """Import a package that only one option needs."""
+    option, install = _PACKAGES[module]
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -12,15 +12,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Float64
 
 from jaxtune.data import user_files
 from jaxtune.data.messages import Message, clip
+from jaxtune.data.prompts import Prompt
 from jaxtune.errors import UserError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 OPTION = "rollout.rewards"
+MADE_UP = "The answer is 1."
 _OURS = ("prompts", "completions", "completion_ids")
 
 
@@ -84,6 +90,23 @@ def rewards_of(
     ]
     given = {"prompts": prompts, "completions": answers, "completion_ids": completion_ids, **columns}
     return np.stack([_values(reward, given, len(answers)) for reward in functions.values()], axis=1)
+
+
+def try_rewards(
+    functions: Mapping[str, Reward], prompt: Prompt, tokenizer: "PreTrainedTokenizerFast", count: int
+) -> None:
+    """Calls each function once, as for so many completions of a prompt, before anything is compiled or generated.
+
+    Raises:
+        UserError: as `rewards_of`.
+    """
+    columns = {name: [value] * count for name, value in prompt.sample.items()}
+    tokens = tokenizer(MADE_UP, add_special_tokens=False)["input_ids"]
+    try:
+        rewards_of(functions, [prompt.given] * count, [MADE_UP] * count, [tokens] * count, columns)
+    except UserError as error:
+        tried = f"tried before the first step, on the first prompt with {count} completions {MADE_UP!r}"
+        raise UserError(f"{error} ({tried})") from error
 
 
 def total(

@@ -77,12 +77,20 @@ def with_rollouts(
     group_size = config.rollout.group_size
     scored = jax.jit(_make_scored(config, program.model), compiler_options=compiler_options(config))
     written = _Written(RunFolder(run).completions) if config.log.jsonl and multihost.is_main() else None
+    silent = 0  # steps in a row
 
     def step(state: State, frozen: Parameters, asked: Asked, rate: Any) -> tuple[State, dict[str, Any]]:
+        nonlocal silent
         prompts = [prompt for prompt in asked.prompts for _ in range(group_size)]
         made = make(state.trained, frozen, prompts, range(asked.first, asked.first + len(prompts)))
-        if np.isnan(made.rewards).all() and multihost.is_main():
+        silent = silent + 1 if np.isnan(made.rewards).all() else 0
+        if silent and multihost.is_main():
             log.warning("rollout.rewards: None for every completion of a step, from which nothing is learned")
+        if silent == config.train.max_bad_steps:
+            raise UserError(
+                f"rollout.rewards: None for every completion of {silent} steps in a row (train.max_bad_steps), from "
+                "which nothing is learned; return a number where a completion is to be rewarded, such as 0.0"
+            )
         above = advantages(made.rewards, group_size, config.grpo.advantage_scale)
         if written is not None:
             written.write(asked.first // len(prompts) + 1, made, above, group_size)

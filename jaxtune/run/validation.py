@@ -12,7 +12,7 @@ from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 from jaxtune.models.decoder import Parameters
 from jaxtune.parallel.mesh import data_shards
-from jaxtune.run import rollouts
+from jaxtune.run import process, rollouts
 from jaxtune.run.assembly import task_of
 from jaxtune.run.evaluation import Evaluate, make_evaluate
 from jaxtune.run.folder import RunFolder
@@ -21,7 +21,7 @@ from jaxtune.run.memory import out_of_memory_is_answered
 from jaxtune.run.model import Model, declare_model, read_base
 from jaxtune.run.reference import is_kept
 from jaxtune.run.resume import differences
-from jaxtune.run.rewards import load_rewards
+from jaxtune.run.rewards import load_rewards, try_rewards
 from jaxtune.run.scored import with_reference
 from jaxtune.run.values import of_model, open_run, start_parameters, tokenizer_folder
 
@@ -130,6 +130,7 @@ def _of_prompts(run: str | None, config: Config, model: Model, mesh: jax.shardin
     _, prompts = data.open_prompt_sets(config, tokenizer)
     if prompts is None:
         raise UserError(NO_DATA)
+    process.on_main(lambda: try_rewards(rewards, prompts[0], tokenizer, config.rollout.group_size))
     folder = Path(run or config.train.output_dir) / "evaluation"  # for an adapter that is sent to a server
     make = rollouts.make_rollouts(config, model, tokenizer, rewards, folder)
     at_once = train.micro_batch_size * train.grad_accum_steps * data_shards(mesh)

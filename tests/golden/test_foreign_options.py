@@ -463,9 +463,9 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         "rpo_alpha": ({"rpo_alpha": 0.5}, {"preference.sft_weight": 0.5}),
     },
     "axolotl": {
-        "special_tokens": (
-            {"special_tokens": {"additional_special_tokens": ["<a>"]}},
-            {"data.special_tokens": ("<a>",)},
+        "lora_dropout": (
+            {"adapter": "lora", "lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.25},
+            {"lora.dropout": 0.25},
         ),
         "overrides_of_model_config": (
             {"overrides_of_model_config": {"sliding_window": 1024}},

@@ -28,7 +28,7 @@ from jaxtune.config import keys, yaml_file
 from jaxtune.config.foreign import axolotl, erniekit, qefficient, surogate, trl, xorl
 from jaxtune.config.foreign.conversions import NotYet, Options, Settings
 from jaxtune.config.rules import Problem
-from jaxtune.errors import UserError
+from jaxtune.errors import UserError, shortened
 
 DIALECTS = {
     "surogate": "Surogate",
@@ -43,6 +43,16 @@ CONVERSIONS: dict[str, Callable[[Options], Settings]] = {
     for module in (surogate, xorl, erniekit, qefficient, trl, axolotl)
     for name, function in module.CONVERSIONS.items()
 }
+MARKS = {
+    "LLaMA-Factory": "finetuning_type cutoff_len neat_packing lora_target quantization_bit preprocessing_num_workers "
+    "dataset_dir pref_loss pref_beta pref_ftx plot_loss overwrite_cache mask_history",
+    "torchtune": "_component_",
+    "NeMo": "_target_",
+    "LitGPT": "class_path",
+    "ms-swift": "tuner_type train_type freeze_vit freeze_llm",
+    "verl": "actor_rollout_ref",
+}
+"""Options, wherever in a file, by which it is one of a system that has no table here."""
 _NO_DEFAULT = object()
 
 
@@ -109,7 +119,8 @@ class Translation:
 
     def notes(self, name: str) -> tuple[str, ...]:
         """Every line, for the user."""
-        return (f"{name}: a config of {DIALECTS[self.dialect]}; what became of it:", *(f"  {x}" for x in self.lines))
+        lines = (f"  {shortened(str(line))}" for line in self.lines)
+        return (f"{name}: a config of {DIALECTS[self.dialect]}; what became of it:", *lines)
 
 
 @functools.cache
@@ -126,12 +137,14 @@ def recognise(values: Mapping[str, Any], name: str) -> str | None:
     """The system that has most of these options; None if it is this one, or nobody.
 
     Raises:
-        UserError: It could be one or another.
+        UserError: It could be one or another, or it is one that is not read.
     """
     ours = sum(keys.lookup(key) is not None for key, _ in keys.leaves(values))
     ours += sum(not value and keys.is_section(name) for name, value in values.items())
     known = {dialect: sum(option in table(dialect) for option in _flat(values, table(dialect))) for dialect in DIALECTS}
     found = [dialect for dialect, count in known.items() if count == max(known.values())]
+    if "base" not in values and 2 * ours < len(list(keys.leaves(values))):
+        _refuse_other_systems(values, name)
     if "base" in values or known[found[0]] <= ours:
         return None
     if len(found) > 1:
@@ -148,12 +161,31 @@ def translate(written: yaml_file.Written, dialect: str) -> Translation:
     problems = []
     for line in lines:
         if line.wrong:
-            at = f"line {written.lines[line.option]}: " if line.option in written.lines else ""
+            at = f"line {written.line(line.option)}: " if line.stated else ""
             problems.append(Problem((line.option,), f"{at}{line.option} = {line.value!r}: {line.text}"))
     given = [(line.stated, key, value) for line in lines for key, value in line.settings.items()]
     stated = _gathered({key: value for said, key, value in given if said or ("[" in key and value != _default(key))})
     defaults = {key: value for said, key, value in given if not said and "[" not in key}
     return Translation(dialect, tuple(_worth_showing(lines)), defaults, stated, problems)
+
+
+def _refuse_other_systems(values: Mapping[str, Any], name: str) -> None:
+    """Raises UserError for a config of a system that has no table here."""
+    for system, marks in MARKS.items():
+        if mark := next((option for option in _names(values) if option in marks.split()), None):
+            example = f"`jaxtune options {mark}` names ours" if keys.nearest(mark) else "`jaxtune options` lists them"
+            raise UserError(
+                f"{name}: a config of {system}, by its {mark}: not read; write it in jaxtune's options ({example}); "
+                f"--dialect=NAME reads a config of {', '.join(DIALECTS.values())}"
+            )
+
+
+def _names(values: Any) -> Iterator[str]:
+    """All keys, also those of what is in lists."""
+    if isinstance(values, Mapping):
+        yield from values
+    for value in values.values() if isinstance(values, Mapping) else values if isinstance(values, list) else ():
+        yield from _names(value)
 
 
 def _flat(values: Mapping[str, Any], table: Mapping[str, Option], prefix: str = "") -> dict[str, Any]:
@@ -182,7 +214,7 @@ def _lines(
     """
     found = _flat(values, table)
     options = {name: row.default for name, row in table.items() if row.default is not _NO_DEFAULT}
-    odd = {name for name, value in found.items() if name in table and not _fits(value, table[name].sample)}
+    odd = {name for name, value in found.items() if name in table and not _fits(value, table[name])}
     options |= {name: value for name, value in found.items() if value is not None and name not in odd}
     options |= {name: True for name in found if name in table and table[name].present}
     for name, row in table.items():
@@ -191,7 +223,8 @@ def _lines(
             for i, entry in enumerate(value):
                 yield from _lines(entry, row.of, f"{system}'s {name}", f"{name}[{i}].", f"{row.entries}[{i}].")
         elif name in odd:
-            yield Line(f"{theirs}{name}", value, True, {}, f"expected a value such as {row.sample!r}", wrong=True)
+            sample = next(iter(row.values), None) if row.sample is None else row.sample
+            yield Line(f"{theirs}{name}", value, True, {}, f"expected a value such as {sample!r}", wrong=True)
         elif name in found or (name in options and not (row.reason or row.later)):
             settings, text, wrong = _became(row, value, options)
             settings = {f"{ours}{key}": setting for key, setting in settings.items()}
@@ -202,10 +235,13 @@ def _lines(
         yield Line(f"{theirs}{name}", found[name], True, {}, text, wrong=True)
 
 
-def _fits(value: Any, sample: Any) -> bool:
-    """Whether a value is of the kind of a sample."""
+def _fits(value: Any, row: Option) -> bool:
+    """Whether a value is of the kind of the row's sample; a list too if each of its values sets options of its own."""
     kinds = {bool: bool, int: (int, float), float: (int, float), str: (str, int, float), list: (list, str), dict: dict}
-    return value is None or isinstance(value, kinds.get(type(sample), object))
+    if row.values and isinstance(value, list):
+        switches = not row.key and all(isinstance(here, Mapping | None) for here in row.values.values())
+        return switches and all(isinstance(item, str) for item in value)
+    return value is None or isinstance(value, kinds.get(type(row.sample), object))
 
 
 def _became(row: Option, value: Any, options: Mapping[str, Any]) -> tuple[Settings, str, bool]:
@@ -225,10 +261,11 @@ def _became(row: Option, value: Any, options: Mapping[str, Any]) -> tuple[Settin
             return {}, f"not there yet: {error}", True
     settings = {}
     for item in value if row.values and isinstance(value, list) else [value]:
-        if item is not None and row.values and str(item) not in row.values and not row.others:
+        word = str(item).lower() if isinstance(item, bool) else str(item)
+        if item is not None and row.values and word not in row.values and not row.others:
             return {}, f"not there yet; there are {', '.join(row.values)}", True
-        here = row.values.get(str(item), item)
-        several = str(item) in row.values and isinstance(here, Mapping)
+        here = row.values.get(word, item)
+        several = word in row.values and isinstance(here, Mapping)
         settings |= here if several else dict.fromkeys(row.keys, here) if here is not None else {}
     return settings, row.note or ("" if settings else "as it is here by default"), False
 

@@ -132,11 +132,9 @@ def axolotl_targets(o: Options) -> Settings:
     return {"lora.target_modules": names or ["q_proj", "v_proj"]}
 
 
-def axolotl_tokens(o: Options) -> Settings:
-    """Padding is not seen, and other tokens are those of the tokenizer; additional ones are new."""
-    tokens = o.get("special_tokens")
-    more = tokens.get("additional_special_tokens") if isinstance(tokens, Mapping) else None
-    return {"data.special_tokens": more} if more else {}
+def axolotl_dropout(o: Options) -> Settings:
+    """Of adapters; TRL's trainers, which it calls for preferences, switch dropout off."""
+    return {"lora.dropout": 0.0 if o.get("rl") else o["lora_dropout"]}
 
 
 def axolotl_overrides(o: Options) -> Settings:

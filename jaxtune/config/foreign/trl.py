@@ -73,8 +73,10 @@ def trl_precision(o: Options) -> Settings:
 
 
 def trl_dropout(o: Options) -> Settings:
-    """DPO has none, unless disable_dropout is false."""
-    return {"lora.dropout": 0.0 if _dpo(o) and o.get("disable_dropout", True) else o["lora_dropout"]}
+    """DPO has none: it compares with a reference."""
+    if _dpo(o) and not o.get("disable_dropout", True) and o["use_peft"] and o["lora_dropout"]:
+        raise NotYet("dropout where the model is compared with a reference; set lora_dropout: 0")
+    return {"lora.dropout": 0.0 if _dpo(o) else o["lora_dropout"]}
 
 
 def trl_log(o: Options) -> Settings:

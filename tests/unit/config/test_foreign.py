@@ -5,7 +5,7 @@ import pathlib
 import pytest
 
 from jaxtune import options
-from jaxtune.config import read_recipe
+from jaxtune.config import foreign, keys, read_recipe
 from jaxtune.errors import UserError
 
 SUROGATE = "model: my/model\ndatasets: [{path: a.jsonl, type: conversation}]\nsequence_len: 512\n"
@@ -167,9 +167,23 @@ TRANSLATED = [
     (TRL, "", {"optim.learning_rate": 2e-5, "train.epochs": 3.0, "model.dtype": "float32", "chat.loss_scale": "all"}),
     (TRL, "beta: 0.2\n", {"preference.beta": 0.2, "optim.learning_rate": 1e-6, "chat.loss_scale": "default"}),
     (TRL, "use_peft: true\nbeta: 0.2\n", {"lora.enabled": True, "lora.dropout": 0.0}),
+    (TRL, "report_to: [tensorboard, wandb]\n", {"log.tensorboard": True, "log.wandb.enabled": True}),
+    (TRL, "report_to: []\n", {"log.tensorboard": False}),
     # Axolotl
     (AXOLOTL, "", {"optim.schedule": "cosine", "optim.warmup_ratio": 0.03, "memory.remat": "none"}),
     (AXOLOTL, "adapter: lora\nlora_r: 4\n", {"lora.rank": 4, "lora.target_modules": ("q_proj", "v_proj")}),
+    (AXOLOTL, "adapter: lora\nlora_dropout: 0.05\n", {"lora.dropout": 0.05}),
+    (
+        AXOLOTL.replace("chat_template", "chat_template.default"),
+        "adapter: lora\nlora_dropout: 0.05\nrl: dpo\n",
+        {"preference.loss": "sigmoid", "lora.dropout": 0.0},
+    ),
+    (AXOLOTL, "loss_watchdog_threshold: 5.0\nloss_watchdog_patience: 3\n", {"guard.action": None}),
+    (
+        AXOLOTL,
+        "special_tokens: {pad_token: <p>, additional_special_tokens: [<a>]}\n",
+        {"data.special_tokens": ("<a>",)},
+    ),
     # ERNIEKit
     (ERNIEKIT, "num_samples_each_epoch: 500\n", {"data.samples_per_epoch": 500}),
     (ERNIEKIT, "num_samples_each_epoch: 6000000\n", {"data.samples_per_epoch": None}),
@@ -280,6 +294,9 @@ def test_options_become_ours(system, more, expected):
         (XORL.replace("my/model}", "my/model, foundation: [a]}"), "foundation = .*: expected a value such as {}"),
         (SUROGATE + "rope_scaling: 3\n", "rope_scaling = 3: not there yet: .* linear, dynamic, yarn or JSON"),
         (XORL + "optim: {lr: 1}\n", "optim = .*: no such option of XORL"),
+        (SUROGATE + "more: &a {b: 1}\nrope_scaling: {<<: *a, c: 2}\n", "line 4: more = .*: no such option of Surogate"),
+        (TRL + "attn_implementation: [eager, sdpa]\n", "attn_implementation = .*: expected a value such as 'eager'"),
+        (TRL + "use_peft: true\nbeta: 0.1\ndisable_dropout: false\n", "not there yet: dropout where the model is comp"),
         (ERNIEKIT + "stage: GRPO\n", "stage = 'GRPO': not there yet: the stages are SFT, PT and DPO"),
         (ERNIEKIT + "stage: DPO\nloss_type: ppo\n", "loss_type = 'ppo': not there yet: .* a loss_type of sigmoid, ipo"),
         (ERNIEKIT + "save_strategy: weekly\n", "save_strategy = 'weekly': not there yet: the strategies are steps"),
@@ -328,6 +345,46 @@ def test_options_become_ours(system, more, expected):
 def test_what_cannot_be_translated_is_an_error_by_name(text, told):
     with pytest.raises(UserError, match=told):
         resolved(text)
+
+
+LLAMA_FACTORY = "model_name_or_path: a\nstage: sft\nfinetuning_type: lora\ntemplate: llama3\ncutoff_len: 2048\n"
+TORCHTUNE = "model: {_component_: torchtune.models.llama3_2.lora_llama3_2_1b, lora_rank: 8}\nepochs: 1\nseed: null\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            LLAMA_FACTORY,
+            "a config of LLaMA-Factory, by its finetuning_type: not read; write it in jaxtune's options "
+            r"\(`jaxtune options finetuning_type` names ours\); --dialect=NAME reads a config of Surogate, XORL",
+        ),
+        (TORCHTUNE, r"a config of torchtune, by its _component_: not read; .*\(`jaxtune options` lists them\)"),
+        (
+            "train: {epochs: 1}\ndata: {class_path: litgpt.data.Alpaca}\nout_dir: a\nlora_r: 8\nseed: 1\n",
+            "a config of LitGPT, by its class_path: not read",
+        ),
+    ],
+)
+def test_a_system_without_a_table_is_named(text, told):
+    with pytest.raises(UserError, match=told):
+        resolved(text)
+
+
+def test_marks_of_systems_without_a_table_are_options_of_no_other():
+    marks = {mark for text in foreign.MARKS.values() for mark in text.split()}
+    theirs = {part for dialect in foreign.DIALECTS for name in foreign.table(dialect) for part in name.split(".")}
+    assert not marks & (theirs | {key.rpartition(".")[2] for key in keys.options()})
+    with pytest.raises(UserError, match="lora.lora_target = 'all': no such option; nearest: lora.target_modules"):
+        resolved("base: qwen_lora:my/model\nlora: {lora_target: all}\n")
+
+
+def test_a_line_says_what_a_user_would_look_for_elsewhere():
+    text = "output_dir: ./out\nspecial_tokens: {pad_token: <p>}\nloss_watchdog_threshold: 5.0\n"
+    notes = "\n".join(resolved(AXOLOTL + text).notes)
+    assert "train.output_dir = './out'; the result is in <output_dir>/<train.run_name>/export" in notes
+    assert "special_tokens.pad_token = '<p>' -> padding is neither seen nor trained" in notes
+    assert "loss_watchdog_threshold = 5.0 -> no limit of the loss ends a run" in notes
 
 
 def test_what_is_not_there_yet_at_its_default_is_a_note_and_so_is_a_reason():

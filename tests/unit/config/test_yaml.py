@@ -1,6 +1,7 @@
 """Recipes in YAML: our options, on top of a base; and what is wrong with a file, by its line."""
 
 import pathlib
+from itertools import pairwise
 
 import pytest
 
@@ -11,6 +12,11 @@ from jaxtune.errors import UserError
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+
+
+BOMB = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"{new}: &{new} [{','.join([f'*{old}'] * 10)}]\n" for old, new in pairwise("abcdefghij")
+)
 
 
 def write(text: str, name: str = "my.yaml") -> str:
@@ -32,6 +38,13 @@ def test_options_stand_in_sections_or_with_dots_and_numbers_as_people_write_them
     assert (config.optim.learning_rate, config.optim.schedule, config.lora.enabled) == (2e-5, "cosine", False)
     assert [entry.path for entry in config.data.datasets] == ["a.jsonl", ("b.jsonl", "c.jsonl")]
     assert config.data.datasets[0].type == "conversation" and config.data.datasets[1].split == "train"
+
+
+def test_what_two_sections_share_is_written_once():
+    config = resolved(
+        "base: qwen_lora:my/model\nlora: &few {rank: 4}\n<<: {lora.alpha: 3}\noptim: {<<: {beta1: 0.5}}\n"
+    )
+    assert (config.lora.rank, config.lora.alpha, config.optim.beta1) == (4, 3.0, 0.5)
 
 
 def test_a_base_is_a_recipe_by_name_or_a_file_beside_it_and_what_the_file_says_counts_more():
@@ -78,6 +91,19 @@ def test_what_a_file_makes_moot_of_its_base_is_a_note_and_its_own_values_are_not
         (
             "hello: 1\n",
             "hello = 1: no such option.*nor are there options of surogate or xorl or erniekit or qefficient",
+        ),
+        ("yes: no\n", "line 1: yes = False: no such option"),
+        ("~: 1\n", "line 1: ~ = 1: no such option"),
+        ("base: qwen_lora\n<<: {optim: {lerning_rate: 3}}\n", "line 2: optim.lerning_rate = 3: no such option"),
+        ("base: qwen_lora\noptim: &x {beta1: 0.5}\nlora: *x\n", "line 3: lora.beta1 = 0.5: no such option"),
+        ("base: qwen_lora:m\ndata: {datasets: 5}\n", "my.yaml: data.datasets = 5: expected tuple"),
+        ("base: qwen_lora:m\ndata: {datasets:}\n", "my.yaml: data.datasets = None: expected tuple"),
+        ('base: qwen_lora:m\n"data.datasets[9].path": x\n', "data.datasets has no entry 9; its length is 1"),
+        (BOMB, "my.yaml, line 5: more than 100,000 values, counting those that its aliases stand for"),
+        ('base: qwen_lora:m\ntrain.run_name: "a\\0b"\n', r"train.run_name = 'a\\x00b': holds a NUL character"),
+        (
+            "base: qwen_lora:m\ntrain.epochs: " + "x" * 1_000_000,
+            r"^my.yaml: train.epochs = 'x{400,500}\.\.\. \(999,\d+ characters\) \.\.\.x{400,500}': expected float",
         ),
         ("lora: !!python/object/apply:os.getcwd []\n", "line 1: could not determine a constructor for the tag"),
         ("model: {path: {{MODEL}}}\n", "my.yaml, line 1: a key is not text"),

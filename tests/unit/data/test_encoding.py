@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from jaxtune.config.schema import Dataset
 from jaxtune.data.documents import tokenize
 from jaxtune.data.encoding import Encoder, Rendered
+from jaxtune.errors import UserError
 
 CORPUS = ["Hello  world, this\nis a test.\n\nAnd that :\n\tthe other, été.\n"] * 20
 
@@ -84,3 +85,11 @@ def test_settings_left_on_the_tokenizer_do_not_cut_documents(merged):
     finally:
         merged.backend_tokenizer.no_truncation()
     assert merged.decode(encoded.tokens) == "Hello world, this is a test."
+
+
+def test_a_text_on_which_the_tokenizer_panics_is_named(merged):
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(merged.backend_tokenizer.to_str()))
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    told = "the tokenizer fails on a text of 61 characters, 'aaa.*: Onig: Regex search error"
+    with pytest.raises(UserError, match=told):
+        Encoder(tokenizer)([Rendered("fine"), Rendered("a" * 60 + "!")])

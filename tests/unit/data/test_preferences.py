@@ -117,7 +117,9 @@ def test_the_first_sample_settles_which_column_is_the_prompt(read):
 def test_what_stands_beside_a_prompt_is_read(read, answers):
     """LLaMA-Factory's columns, and those that `auto` reads of other types; none is called unused."""
     sample = {"instruction": "a", "input": "b", "system": "S", "history": [["q", "r"]], **answers}
-    texts, notes = read(sample, type="preference" if "chosen" in answers else "unpaired_preference")
+    other = sample | {"output": "Oh"}  # an answer alone has none to be compared with
+    asked = [sample] if "chosen" in answers else [sample, other]
+    texts, notes = read(*asked, type="preference" if "chosen" in answers else "unpaired_preference")
     before = "".join(
         f"<|im_start|>{role}\n{text}<|im_end|>\n"
         for role, text in (("system", "S"), ("user", "q"), ("assistant", "r"), ("user", "a\nb"))
@@ -177,7 +179,8 @@ def test_whether_an_answer_is_wanted_is_a_column_of_its_unit(read, tokenizer, tm
     row = Rows(documents, data, 1, (*NEXT_TOKEN, DESIRABLE))[0]
     of_documents = [set(row["desirable"][row["segment_ids"] == segment].tolist()) for segment in (1, 2, 3, 4)]
     assert of_documents == [{1.0}, {1.0}, {0.0}, {0.0}]
-    texts, _ = read(ANSWERS[2], type="unpaired_preference", output_field="messages")
+    other = {"messages": [HI, NO], "label": 0}
+    texts, _ = read(ANSWERS[2], other, type="unpaired_preference", output_field="messages")
     assert texts[0] == CHAT.format("Ok")
     (tmp_path / "c.csv").write_text("prompt,completion,label\nHi,Yo,true\nHi,No,False\n")
     found = tokenize(
@@ -186,6 +189,25 @@ def test_whether_an_answer_is_wanted_is_a_column_of_its_unit(read, tokenizer, tm
     assert [found.values("desirable", i, 0, 9) for i in range(4)] == [1, 1, 0, 0]
     with pytest.raises(UserError, match="'label' must be true or false, found 'maybe'"):
         read(ANSWERS[0] | {"label": "maybe"}, type="unpaired_preference")
+
+
+def test_an_answer_is_not_compared_with_itself(read):
+    with pytest.raises(
+        UserError, match=r"data: .*a.jsonl has only one answer, and KTO compares each with that of anoth"
+    ):
+        read(ANSWERS[0], type="unpaired_preference")
+    with pytest.raises(UserError, match="has only one answer"):
+        read(ANSWERS[0], ANSWERS[0], type="unpaired_preference")
+
+
+@pytest.mark.parametrize(("labels", "said"), [((1, 1), "wanted"), ((0, 0), "not wanted"), ((1, 0), None)], ids=str)
+def test_answers_of_one_kind_are_said(tokenizer, tmp_path, labels, said):
+    samples = [{"prompt": "Hi", "completion": text, "label": label} for text, label in zip(("Yo", "No"), labels)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    data = Data(datasets=(Dataset(path=str(tmp_path / "a.jsonl")),), seq_len=256)
+    config = Config(Model(), data, train=Train(output_dir=str(tmp_path)), preference=Preference("kto"))
+    notes = [note for note in open_documents(config, tokenizer)[0].notes if note.startswith("each of")]
+    assert [note.partition(" (")[0] for note in notes] == ([f"each of the 2 answers is {said}"] if said else [])
 
 
 def test_pairs_are_not_cut(tokenizer, tmp_path):

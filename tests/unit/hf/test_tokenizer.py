@@ -17,6 +17,26 @@ def test_a_tokenizer_is_loaded_with_its_chat_template(tmp_path):
     assert "im_start" in tokenizer.chat_template
 
 
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}),  # panics when it is loaded
+        (
+            "pre_tokenizer",
+            {"type": "Split", "pattern": {"Regex": r"(\w|\s)(?=("}, "behavior": "Isolated", "invert": False},
+        ),
+        ("truncation", {"max_length": 2, "stride": 5, "strategy": "LongestFirst", "direction": "Right"}),  # when used
+    ],
+    ids=["panic", "exception", "panic in use"],
+)
+def test_a_damaged_tokenizer_is_one_line(tmp_path, part, value):
+    byte_tokenizer(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {part: value}))
+    with pytest.raises(UserError, match=f"^the tokenizer in {tmp_path} cannot be loaded: .+$"):
+        hf.load_tokenizer(tmp_path)
+
+
 def test_the_chat_template_of_an_older_processor_is_found(tmp_path):
     byte_tokenizer(tmp_path, chat_template=None)
     (tmp_path / "chat_template.json").write_text('{"chat_template": "{{ messages }}"}')

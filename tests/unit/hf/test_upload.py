@@ -64,6 +64,7 @@ def test_what_cannot_be_uploaded_is_said_before_it_is_made(hub, model, monkeypat
     hub.role = "read"
     assert "the token of ada may only read; run `hf auth login`" in refused()
     hub.role = "write"
+    assert "the token is of ada, and may not write to eve; run `hf auth login`" in refused("eve/mine")
     upload(model, "ada/public")
     assert "it is there already, and public" in refused("ada/public", private=True)
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")

@@ -4,9 +4,11 @@ import re
 
 import numpy as np
 import pytest
+from tiny import byte_tokenizer
 
+from jaxtune.data.prompts import Prompt
 from jaxtune.errors import UserError
-from jaxtune.run.rewards import load_rewards, rewards_of, total
+from jaxtune.run.rewards import MADE_UP, load_rewards, rewards_of, total, try_rewards
 
 IDS = [[1, 2], [3]]
 
@@ -198,3 +200,23 @@ def test_a_module_is_imported_as_one(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     given = {"prompts": ["a"], "completions": ["b"], "completion_ids": [[1]], "columns": {}}
     assert rewards_of(load_rewards(["own_rewards.rewards:r"]), **given).tolist() == [[1.0]]
+
+
+def test_functions_are_tried_on_a_whole_group_of_the_first_prompt(file, tmp_path):
+    named = file(
+        "SEEN = []\n"
+        "def r(prompts, completions, completion_ids, answer, **columns):\n"
+        "    SEEN.append((prompts, completions, answer, len(completion_ids[0]) > 0))\n"
+        "    return [None] * len(completions)\n"
+        "def wrong(completions, **columns): return {'score': 1}\n"
+        "def lacks(completions, solution, **columns): return [0.0] * len(completions)\n"
+    )
+    prompt, tokenizer = Prompt("1+1", [1], {"answer": "2"}), byte_tokenizer(tmp_path)
+    functions = load_rewards([named("r")])
+    try_rewards(functions, prompt, tokenizer, 3)
+    assert functions["r"].function.__globals__["SEEN"] == [(["1+1"] * 3, [MADE_UP] * 3, ["2"] * 3, True)]
+    tried = r"\(tried before the first step, on the first prompt with 3 completions 'The answer is 1.'\)$"
+    with pytest.raises(UserError, match="wrong must return a list with a number for each completion, not .*" + tried):
+        try_rewards(load_rewards([named("wrong")]), prompt, tokenizer, 3)
+    with pytest.raises(UserError, match="lacks fails: TypeError: .*'solution'.*" + tried):
+        try_rewards(load_rewards([named("lacks")]), prompt, tokenizer, 3)

@@ -4,10 +4,13 @@ from types import SimpleNamespace
 
 import jax
 import numpy as np
+import pytest
 
-from jaxtune.config.schema import Config, Data, Grpo, Mesh, Rollout
+from jaxtune.config.schema import Config, Data, Grpo, Log, Mesh, Rollout, Train
 from jaxtune.data import abstract_batch
+from jaxtune.data.prompt_feed import Asked
 from jaxtune.data.prompts import Prompt
+from jaxtune.errors import UserError
 from jaxtune.objectives.grpo import grpo
 from jaxtune.parallel.layout import P, by_token
 from jaxtune.parallel.mesh import make_mesh
@@ -47,3 +50,21 @@ def test_a_row_is_a_completion_whose_tokens_alone_are_targets():
 
 def test_completions_that_did_not_end_may_teach_nothing():
     assert (batch(Grpo(mask_truncated=True))["loss_weight"].sum(1) > 0).tolist() == [True, True, False, True]
+
+
+def test_steps_without_any_reward_end_the_run(tmp_path, monkeypatch):
+    """One that has a reward in between does not count."""
+    monkeypatch.setattr(rollouts, "_batch", lambda *_: {})
+    config = Config(rollout=Rollout(("r.py:r",), group_size=2), train=Train(max_bad_steps=2), log=Log(jsonl=False))
+    rewards = iter([np.nan, 1.0, np.nan, np.nan])
+
+    def make(trained, frozen, prompts, numbers):
+        return rollouts.Rollout(prompts, FOUND[:2], [""] * 2, {}, np.full(2, next(rewards)))
+
+    program = SimpleNamespace(model=SimpleNamespace(linears=None))
+    step = rollouts.with_rollouts(config, program, make, lambda state, *_: (state, {}), tmp_path)  # pyright: ignore
+    state, asked = SimpleNamespace(trained={}), Asked([Prompt("", [1], {})], 0)
+    for _ in range(3):
+        step(state, {}, asked, 0.0)
+    with pytest.raises(UserError, match="None for every completion of 2 steps in a row .train.max_bad_steps., from wh"):
+        step(state, {}, asked, 0.0)

@@ -1,0 +1,85 @@
+"""What would fail late is refused at the start: packages, folders, files of a command's answer."""
+
+import dataclasses
+import sys
+
+import pytest
+
+from jaxtune import evaluate, export, generate
+from jaxtune.config.schema import Aim, Attention, Ckpt, Config, Data, Log, Model, Train, Wandb
+from jaxtune.errors import UserError
+from jaxtune.run.folder import run_folder
+from jaxtune.run.ready import check_ready
+from jaxtune.train import train
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Of a run whose model is not there."""
+    train = Train(output_dir=str(tmp_path / "runs"), run_name="a")
+    return Config(model=Model(path=str(tmp_path / "nowhere")), train=train)
+
+
+def test_what_is_ready_stays_as_it_is(config, tmp_path):
+    check_ready(config, run_folder(config))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("module", "log", "told"),
+    [
+        (
+            "tensorboardX",
+            Log(tensorboard=True),
+            r"log.tensorboard needs the package tensorboardX: pip install 'jaxtune\[",
+        ),
+        ("wandb", Log(wandb=Wandb(enabled=True)), "log.wandb.enabled needs the package wandb: pip install wandb"),
+        ("aim", Log(aim=Aim(enabled=True)), "log.aim.enabled needs the package aim: pip install aim"),
+    ],
+)
+def test_a_package_that_is_missing_is_said_before_the_model_is_looked_for(config, monkeypatch, module, log, told):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UserError, match=told):
+        train(dataclasses.replace(config, log=log))
+
+
+def test_the_package_of_a_kernel_is_looked_for(config, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = dataclasses.replace(config, attention=Attention(backend="fa3"))
+    with pytest.raises(UserError, match=r"needs the package flash-attn3-jax: pip install 'jaxtune\[hopper\]'"):
+        check_ready(config, run_folder(config))
+
+
+@pytest.mark.parametrize("option", ["train.output_dir", "data.cache_dir", "ckpt.dir", "export"])
+def test_a_folder_that_cannot_be_written_to_is_named(config, tmp_path, option):
+    taken = tmp_path / "taken"  # a file where a folder would be: root may write to any folder
+    if option == "export":
+        taken = run_folder(config).export
+        taken.parent.mkdir(parents=True)
+    taken.write_text("")
+    changed = {
+        "train.output_dir": {"train": dataclasses.replace(config.train, output_dir=str(taken))},
+        "data.cache_dir": {"data": Data(cache_dir=str(taken / "cache"))},
+        "ckpt.dir": {"ckpt": Ckpt(dir=str(taken))},
+        "export": {},
+    }[option]
+    config = dataclasses.replace(config, **changed)
+    named = "train.output_dir" if option == "export" else option
+    with pytest.raises(UserError, match=f"^{named}=.*: nothing can be written to {taken}: Not a directory$"):
+        check_ready(config, run_folder(config))
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        (generate, ["--model=nowhere", "--input=nowhere.jsonl"]),
+        (evaluate, ["--model=nowhere", "--tasks=piqa"]),
+        (export, ["--run=nowhere"]),
+    ],
+    ids=["generate", "evaluate", "export"],
+)
+def test_the_output_of_a_command_is_tried_before_its_model(command, arguments, tmp_path, capsys):
+    (tmp_path / "taken").write_text("")
+    output = f"--output={tmp_path}/taken/b/answers.jsonl"
+    assert command.main([*arguments, output]) == 2
+    assert f"{output}: nothing can be written to {tmp_path}/taken: Not a directory" in capsys.readouterr().err
