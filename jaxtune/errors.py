@@ -31,10 +31,7 @@ class UserError(Exception):
     """What was wrong, where (file, line, key, tensor), and what would be right. Secrets in URLs are hidden."""
 
     def __init__(self, *parts: object):
-        super().__init__(*(hide_secrets(part) if isinstance(part, str) else part for part in parts))
-
-    def __init__(self, message: str) -> None:
-        super().__init__(shortened(message))
+        super().__init__(*(shortened(hide_secrets(part)) if isinstance(part, str) else part for part in parts))
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows instead of a traceback, the lines of it."""
