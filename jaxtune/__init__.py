@@ -3,6 +3,7 @@
 From Python: `train`, which returns a `Run`, `config_of`, and the `UserError` that they raise.
 """
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from jaxtune import interrupt
@@ -12,6 +13,9 @@ if interrupt.is_command():  # before anything that takes a second to import
 
 import pallas_kernels  # noqa: F401 (so that jax's CUDA plugin is quiet without a GPU)
 from jaxtune.errors import UserError
+
+# transformers is here for tokenizers and configs, which is all that it has without PyTorch.
+logging.getLogger("transformers").addFilter(lambda record: not record.getMessage().startswith("PyTorch was not found"))
 
 if TYPE_CHECKING:
     from collections.abc import Callable

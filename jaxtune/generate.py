@@ -1,6 +1,6 @@
 """Continue prompts with a Hugging Face folder, a PEFT adapter or a run: one to the terminal, or a file of them.
 
-    python -m jaxtune.generate --model=runs/quickstart/export --prompt="def "
+    python -m jaxtune.generate --model=runs/quickstart/export --prompt="def " --temperature=1
     python -m jaxtune.generate --model=MODEL --adapter=runs/mine/export --input=prompts.jsonl --output=answers.jsonl
 
 Samples of --input have a column `prompt`, text or messages, or `messages`, of which an answer at the end is left out.
@@ -96,11 +96,16 @@ def _main(values: flags.FlagValues, _: None) -> None:
     opened = open_model(values.model, mesh, *named)
     answering = Answering(opened, manner)
     if values.input is not None:
+        finished = []
         with _written(values.output) as file:
             for answer in answering.each(_samples(values.input)):
+                finished.append(answer.finished)
                 made = {"completion": answer.text, "finish_reason": "stop" if answer.finished else "length"}
                 line = json.dumps({**answer.prompt.sample, **made}, ensure_ascii=False, default=str)
                 print(line, file=file, flush=True)
+        if values.output is not None:
+            cut = finished.count(False)
+            print(f"{len(finished)} answers in {values.output}" + (f", {cut} cut at --max_new_tokens" if cut else ""))
         return
     for text in answering.stream(values.prompt):
         print(text, end="", flush=True)

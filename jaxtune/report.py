@@ -28,6 +28,7 @@ from jaxtune.monitor.step_time import StepTime
 from jaxtune.run.folder import RunFolder
 
 NAME = "report.html"
+MOST_METRICS = 1000  # of a run: each is a chart
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,12 +53,10 @@ def read_record(folder: RunFolder, name: str) -> Record:
         why = "no step has ended yet" if config.log.jsonl else "log.jsonl is off"
         raise UserError(f"{folder.path} has no metrics.jsonl: {why}")
     rows = metrics.read(folder.metrics)
-    for line, row in enumerate(rows, start=1):
-        for metric, value in row.items():
-            if not isinstance(value, int | float | str):
-                raise UserError(f"{folder.metrics}, line {line}: {metric} is {value!r}, not a number or a text")
     if not any(len(row) > 1 for row in rows):
         raise UserError(f"{folder.metrics} is empty: no step has ended yet")
+    if (count := len({name for row in rows for name in row} - {"step"})) > MOST_METRICS:
+        raise UserError(f"{folder.metrics} has {count:,} metrics, and a page shows at most {MOST_METRICS:,}")
     counts = json.loads(folder.counts.read_text()) if folder.counts.is_file() else {}
     samples = [*of_some_steps(folder.read_completions()), *folder.read_samples()]
     return Record(name, _options(config), rows, counts, samples, _step_time(folder, config))

@@ -64,7 +64,9 @@ def train(config: Config) -> bool:
         raise UserError(
             f"train() takes a Config, not {type(config).__name__}: jaxtune.config.resolve(config, 'here') is one"
         )
-    process.configure(config)
+    goodput = Goodput()
+    with goodput.measure("start of JAX"):
+        process.configure(config)
     folder = run_folder(config)
     with (
         process.leaving_after_failure(),
@@ -74,12 +76,12 @@ def train(config: Config) -> bool:
         memory.out_of_memory_is_answered(config),
         mirroring.mirrored(config, folder) as mirror,
     ):
-        return _train(config, folder, mirror)
+        return _train(config, folder, mirror, goodput)
 
 
-def _train(config: Config, folder: RunFolder, mirror: Mirror | None) -> bool:
+def _train(config: Config, folder: RunFolder, mirror: Mirror | None, goodput: Goodput) -> bool:
     check_ready(config, folder)
-    goodput, config = Goodput(), labelled(config)
+    config = labelled(config)
     mesh = make_mesh(config.mesh, process.devices(config.device), parallel=config.parallel)
     hub, private = config.export.push_to_hub, config.export.private
     if hub is not None:
@@ -90,26 +92,29 @@ def _train(config: Config, folder: RunFolder, mirror: Mirror | None) -> bool:
     saved = resume.saved_run(config, folder, checkpoints)
 
     # ---- model: declared, not read ----
-    program = assemble(read_base(config), config, mesh)
-    model = program.model
-    log.info(describe_layout(model, mesh))
-    if mesh.shape["stage"] > 1:
-        log.info(describe_pipeline(model, config))
-    check_files(model, config)
-    if not config.lora.enabled or config.export.merge or config.lora.merge_interval:
-        name_lost(model, config)
-    memory.check_state(config, program, mesh)
+    with goodput.measure("model"):
+        program = assemble(read_base(config), config, mesh)
+        model = program.model
+        log.info(describe_layout(model, mesh))
+        if mesh.shape["stage"] > 1:
+            log.info(describe_pipeline(model, config))
+        check_files(model, config)
+        if not config.lora.enabled or config.export.merge or config.lora.merge_interval:
+            name_lost(model, config)
+        memory.check_state(config, program, mesh)
 
     # ---- data: documents, rows, the number of steps ----
-    tokenizer = hf.load_tokenizer(model.folders.tokenizer, config.chat.template, config.data.special_tokens)
-    rewards = load_rewards(config.rollout.rewards)
-    teacher = declare_teacher(config, tokenizer, model.spec.vocabulary, mesh)
-    if rewards:
-        feed = data.open_prompts(config, tokenizer, mesh)
-        prompt, group = feed.documents.prompts[0], config.rollout.group_size
-        process.on_main(lambda: try_rewards(rewards, prompt, tokenizer, group))
-    else:
-        feed = data.open_feed(config, tokenizer, model.spec.vocabulary, mesh, program.objective.columns)
+    with goodput.measure("tokenizer"):
+        tokenizer = hf.load_tokenizer(model.folders.tokenizer, config.chat.template, config.data.special_tokens)
+    with goodput.measure("data"):
+        rewards = load_rewards(config.rollout.rewards)
+        teacher = declare_teacher(config, tokenizer, model.spec.vocabulary, mesh)
+        if rewards:
+            feed = data.open_prompts(config, tokenizer, mesh)
+            prompt, group = feed.documents.prompts[0], config.rollout.group_size
+            process.on_main(lambda: try_rewards(rewards, prompt, tokenizer, group))
+        else:
+            feed = data.open_feed(config, tokenizer, model.spec.vocabulary, mesh, program.objective.columns)
     record = resume.record(config, model, feed)
     if saved is not None:
         resume.check_same(saved.record, record, model, feed)
@@ -121,7 +126,7 @@ def _train(config: Config, folder: RunFolder, mirror: Mirror | None) -> bool:
             return True
 
     if is_judged(config) and not isinstance(feed, data.PromptFeed):
-        check_metric(config.eval, metric_names(config, program, [name for name in feed.eval_rows if name]))
+        check_metric(config.eval, metric_names(config, program, feed.eval_rows))
 
     # ---- step: compiled before a weight is read, so that its memory is known ----
     rates = learning_rates(config.optim, feed.total_steps)
@@ -142,7 +147,7 @@ def _train(config: Config, folder: RunFolder, mirror: Mirror | None) -> bool:
         feed = feed.with_rows(partial(with_reference, config, model, mesh))
     with goodput.measure("teacher"):
         feed = with_teacher(teacher, mesh, feed)
-    with goodput.measure("restore"):
+    with goodput.measure("weights" if saved is None else "restore"):
         if saved is not None:
             state, starts, position = resume.restored(saved, program, config.ckpt.load_optimizer)
             frozen = starts | frozen_parameters(model, config, but={**state.base, **starts})
@@ -204,15 +209,18 @@ def _train(config: Config, folder: RunFolder, mirror: Mirror | None) -> bool:
         log.info("%s is best at step %d, which is exported", config.eval.best_metric, of_step)
     parameters = {**frozen, **result}
     if config.log.jsonl and multihost.is_main():
-        curve.draw(folder.metrics, folder.loss_curve, folder.path.name)
+        with goodput.measure("loss curve"):
+            curve.draw(folder.metrics, folder.loss_curve, folder.path.name)
     if config.export.at_end:
         write = partial(export, model, parameters, config, folder, steps=of_step, tokens=position.tokens)
         an_adapter = config.lora.enabled and not config.lora.merge_interval
-        write(folder.export, "peft" if an_adapter else "hf", merge=bool(config.lora.merge_interval), hub_id=hub)
-        if config.export.merge:
-            write(folder.merged, "hf", merge=True)
+        with goodput.measure("export"):
+            write(folder.export, "peft" if an_adapter else "hf", merge=bool(config.lora.merge_interval), hub_id=hub)
+            if config.export.merge:
+                write(folder.merged, "hf", merge=True)
     if config.eval.sample_prompt and mesh.shape["stage"] == 1:
-        sample(of_step, parameters)
+        with goodput.measure("sample"):
+            sample(of_step, parameters)
     elif config.eval.sample_prompt:
         log.info("no sample: decoding has no stages; see generate below")
     log.info(goodput.report())

@@ -34,7 +34,7 @@ class Feed:
         shape: (micro-batches, rows of a micro-batch over all devices, positions) of a step.
         total_steps: the step at which the run ends.
         eval_rows: to evaluate on, by the name of their datasets, "" without one.
-        chat: whether every document was rendered by the chat template, so that prompts should be too.
+        chat: whether documents were rendered by the chat template, so that prompts should be too.
         data: its num_workers and prefetch are used.
     """
 
@@ -95,7 +95,7 @@ def open_feed(
     if data.streaming:
         eval_documents = open_validation(config, tokenizer, vocabulary)
         documents = rows = Stream(config, tokenizer, vocabulary, columns, rows_per_step)
-        chat = all(entry.type in ("conversation", "instruction") for entry in data.datasets)
+        chat = any(entry.type in ("conversation", "instruction") for entry in data.datasets)
         assert train.max_steps is not None
         total_steps = train.max_steps
     else:
@@ -106,7 +106,7 @@ def open_feed(
         for note in documents.notes:
             log.info("data: %s", note)
         log.info("data: %s", rows.counts)
-        chat = not documents.continuous.any()
+        chat = not documents.continuous.all()
         total_steps = train.max_steps or steps_of(rows.total(train.epochs), rows_per_step, data.drop_last)
     log.info("%d steps of %d rows of %d tokens", total_steps, rows_per_step, data.seq_len)
     eval_rows = rows_to_evaluate(eval_documents, config, columns)

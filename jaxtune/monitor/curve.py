@@ -66,6 +66,7 @@ def smooth(values: np.ndarray) -> np.ndarray:
 
 def _series(rows: Sequence[dict[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
     """Steps and finite values of a metric."""
-    points = [(row["step"], row[name]) for row in rows if name in row and math.isfinite(row[name])]
+    points = [(row["step"], row[name]) for row in rows if not isinstance(row.get(name, ""), str)]
+    points = [(step, value) for step, value in points if math.isfinite(value)]
     steps, values = np.array(points, dtype=float).reshape(-1, 2).T
     return steps, values

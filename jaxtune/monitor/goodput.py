@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 class Goodput:
     """Wall-clock time by category since this object was made; time outside of all measurements is `other`.
 
-    A measurement inside another one counts for the inner category alone, so that the parts always sum to the whole.
+    A measurement inside another one counts only for the inner category, so that the parts always sum to the whole.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -43,10 +43,10 @@ class Goodput:
         return dict(self._seconds)
 
     def report(self) -> str:
-        """One line: the wall-clock time and each non-zero part of it, the largest first."""
+        """One line: the wall-clock time and each part of it that is not shown as 0.0 s, the largest first."""
         seconds = self.seconds()
         wall = sum(seconds.values())
-        parts = sorted(((spent, name) for name, spent in seconds.items() if spent > 0), reverse=True)
+        parts = sorted(((spent, name) for name, spent in seconds.items() if round(spent, 1)), reverse=True)
         listed = ", ".join(f"{name} {spent:.1f} s ({spent / wall:.0%})" for spent, name in parts)
         return f"wall time {wall:.1f} s: {listed}"
 

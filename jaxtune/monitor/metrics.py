@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import pathlib
+import reprlib
 import uuid
 from collections.abc import Mapping
 from types import ModuleType
@@ -98,8 +99,23 @@ def check_packages(log: Log) -> None:
         _load(module)
 
 
-def read(path: pathlib.Path) -> list[dict[str, Any]]:
+def read(path: pathlib.Path) -> list[dict[str, int | float | str]]:
     """The rows of a metrics.jsonl, without a half-written last line.
+
+    Raises UserError, with file and line, for a line that is not an object with a step, and for a metric that is neither
+    a number nor a text.
+    """
+    rows = read_rows(path)
+    for line, row in enumerate(rows, start=1):
+        for name, value in row.items():
+            if not isinstance(value, int | float | str) or (isinstance(value, int) and value.bit_length() > 64):
+                what = "not a number or a text" if not isinstance(value, int) else "a number of more than 64 bits"
+                raise UserError(f"{path}, line {line}: {name} is {reprlib.repr(value)}, {what}")
+    return rows
+
+
+def read_rows(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The rows of a file of JSON lines that have a step, without a half-written last line.
 
     Raises UserError, with file and line, for a line that is not an object with a step.
     """
@@ -108,7 +124,7 @@ def read(path: pathlib.Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):  # of what is nested too deep
             row = None
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
             raise UserError(
@@ -122,7 +138,7 @@ def cut(path: pathlib.Path, resume_step: int) -> None:
     """Remove the rows after `resume_step` (all rows if it is 0) and a half-written last line, in one rename."""
     if not path.exists():
         return
-    rows = [row for row in read(path) if resume_step and row["step"] <= resume_step]
+    rows = [row for row in read_rows(path) if resume_step and row["step"] <= resume_step]
     temporary = path.with_suffix(".jsonl.tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

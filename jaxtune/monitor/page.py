@@ -1,6 +1,7 @@
 """Runs as one HTML page, which holds all that it needs: charts, numbers, samples, and the options that differ."""
 
 import base64
+import datetime
 import hashlib
 import json
 import math
@@ -27,6 +28,8 @@ _GROUPS = {
     "Throughput and memory": ("tokens_per_second", "step_seconds", "mfu", "peak_memory_bytes"),
     "Progress": ("epoch", "tokens", "target_tokens"),
 }
+# Drawn as they are: what a step sets or counts is not scattered around a mean.
+_EXACT = ("learning_rate", "loss_scale", "bad_steps", "peak_memory_bytes", *_GROUPS["Progress"])
 _NO_VALUE = "-"
 
 
@@ -84,6 +87,7 @@ def contents(records: Sequence[Record], defaults: Mapping[str, Any], most: int =
         {
             "group": group,
             "metric": name,
+            "exact": name in _EXACT,
             "lines": [_line(found[name], axes, most) if name in found else None for found in metrics],
         }
         for group, name in grouped(list(dict.fromkeys(name for found in metrics for name in found)))
@@ -191,7 +195,7 @@ def _totals(record: Record) -> dict[str, Any]:
     if tokens := [row["tokens"] for row in record.rows if "tokens" in row]:
         totals["tokens"] = tokens[-1]
     if seconds := sum(row.get("step_seconds", 0.0) for row in record.rows):
-        totals["hours in steps"] = float(f"{seconds / 3600:.4g}")
+        totals["time in steps"] = str(datetime.timedelta(seconds=round(seconds)))
         totals["tokens a second, on average"] = round(totals.get("tokens", 0) / seconds)
     return totals
 

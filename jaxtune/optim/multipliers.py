@@ -11,7 +11,7 @@ from jaxtune.errors import UserError
 from jaxtune.models.selection import select
 
 EMBEDDING = "embed_tokens"
-NO_DECAY = rf"norm|bias|A_log|{EMBEDDING}"
+NO_DECAY = rf"norm|bias|A_log|sinks|{EMBEDDING}"
 
 # One number, or one for each layer of a stacked parameter.
 Factor = float | Float[np.ndarray, " layers"]

@@ -2,22 +2,25 @@
 
 import dataclasses
 import math
-from collections.abc import Set
-from typing import Any
+from collections.abc import Collection
 
 import jax
 
 from jaxtune.config.schema import Config
 from jaxtune.models.parameters import abstract, count
-from jaxtune.parallel.layout import RULES, Layout, axes_of, spec
+from jaxtune.parallel.layout import RULES, Layout, axes_of
 from jaxtune.parallel.pipeline import schedule
 from jaxtune.run.model import Model
 
 
-def _divided(layout: Layout, axes: Set[str]) -> dict[str, Any]:
-    """By logical dimension, the mesh axes that divide it."""
-    names = (field.name for field in dataclasses.fields(layout))
-    return {name: spec(name, layout=layout)[0] for name in names if not axes.isdisjoint(axes_of(name, layout))}
+def _divided(layout: Layout, axes: Collection[str]) -> str:
+    """Which dimensions these mesh axes divide, in words."""
+    dimensions: dict[str, list[str]] = {}
+    for field in dataclasses.fields(layout):
+        if over := [axis for axis in axes_of(field.name, layout) if axis in axes]:
+            dimensions.setdefault(" and ".join(over), []).append(field.name)
+    divided = "; ".join(f"{', '.join(names)} over {over}" for over, names in dimensions.items())
+    return divided or "whole on every device"
 
 
 def describe_pipeline(model: Model, config: Config) -> str:
@@ -39,10 +42,12 @@ def describe_layout(model: Model, mesh: jax.sharding.Mesh) -> str:
     spread = {axis: size for axis, size in mesh.shape.items() if size > 1}
     rules = RULES.value
     layouts = {"weights": rules.parameters, "gradients": rules.gradients, "optimizer state": rules.optimizer}
-    laid_out = {what: _divided(layout, spread.keys()) for what, layout in layouts.items()}
-    if laid_out["weights"] == laid_out["optimizer state"]:
-        laid_out = {"all": laid_out["weights"]}
-    where = f"mesh {spread}, sharded: {laid_out}" if spread else "one device"
+    laid_out: dict[str, list[str]] = {}
+    for what, layout in layouts.items():
+        laid_out.setdefault(_divided(layout, spread), []).append(what)
+    sizes = " ".join(f"{axis}={size}" for axis, size in spread.items())
+    divided = "; ".join(f"{', '.join(kinds)}: {text}" for text, kinds in laid_out.items())
+    where = f"{mesh.size} devices, {sizes}; {divided}" if spread else "one device"
     stored = ""
     if model.quantized:
         arrays = jax.tree.leaves(abstract(model.quantized))

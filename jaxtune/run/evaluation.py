@@ -32,7 +32,9 @@ def make_evaluate(
 
     Of a language model in nats a token, with eval_perplexity and eval_token_accuracy; of a classifier that of a
     document, and eval_accuracy; of preferences that of a pair or an answer, and the metrics of `objectives.preference`.
-    `rows`: by the name of their set; what has one is there of that set alone too, as eval_NAME_loss and so on.
+    A metric of a kind that the rows lack, such as unwanted answers, is left out.
+    `rows`: by the name of their set; of several sets those with a name have metrics of their own too, as
+    eval_NAME_loss.
     `beat` is called after each batch.
     """
     task, step = _step(config, model)
@@ -55,7 +57,7 @@ def make_evaluate(
     def evaluate(trained: Parameters, frozen: Parameters, reference: Parameters) -> dict[str, float]:
         sums = {name: sums_of(own, trained, frozen, reference) for name, own in rows.items()}
         of_all = _described(_added(list(sums.values())), task)
-        return _named({"": of_all} | {name: _described(found, task) for name, found in sums.items() if name})
+        return _named({"": of_all} | {name: _described(sums[name], task) for name in _apart(sums)})
 
     return evaluate
 
@@ -65,8 +67,13 @@ def metric_names(config: Config, program: Program, sets: Collection[str]) -> lis
     task, step = _step(config, program.model)
     state = program.state
     sums = jax.eval_shape(step, state.trained, {**program.frozen, **state.base}, program.batch, state.reference)
-    found = _described(jax.tree.map(lambda _: 0.0, sums), task)
-    return list(_named(dict.fromkeys(("", *sets), found)))
+    found = _described(jax.tree.map(lambda _: 1.0, sums), task)
+    return list(_named(dict.fromkeys(("", *_apart(sets)), found)))
+
+
+def _apart(sets: Collection[str]) -> list[str]:
+    """The sets that have metrics of their own: a single one has those of all."""
+    return [name for name in sets if name] if len(sets) > 1 else []
 
 
 def _step(config: Config, model: Model) -> tuple[Objective, Callable[..., Sums]]:
@@ -77,7 +84,7 @@ def _step(config: Config, model: Model) -> tuple[Objective, Callable[..., Sums]]
 
 def _described(total: Sums, task: Objective) -> dict[str, float]:
     loss = float(total.loss / max(total.weight, 1))
-    means = {name: float(value / max(weight, 1)) for name, (value, weight) in total.metrics.items()}
+    means = {name: float(value / max(weight, 1)) for name, (value, weight) in total.metrics.items() if weight}
     perplexity = {"perplexity": math.exp(min(loss, 700.0))} if task.counts == "target_tokens" else {}
     return {"loss": loss, **perplexity, **means}
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import reprlib
 import shlex
 import time
 from dataclasses import dataclass
@@ -117,10 +118,12 @@ class RunFolder:
 
 def _read(path: Path, wanted: dict[str, type]) -> list[dict[str, Any]]:
     """The lines of a file, none where there is none; each has `step` and these keys, of these types."""
-    found = metrics.read(path) if path.is_file() else []
+    found = metrics.read_rows(path) if path.is_file() else []
     for line, row in enumerate(found, start=1):
         if wrong := [key for key, kind in wanted.items() if not isinstance(row.get(key), kind)]:
-            raise UserError(f"{path}, line {line}: {wrong[0]} is {row.get(wrong[0])!r}; repair or remove the file")
+            raise UserError(
+                f"{path}, line {line}: {wrong[0]} is {reprlib.repr(row.get(wrong[0]))}; repair or remove the file"
+            )
     return found
 
 
@@ -152,6 +155,8 @@ def closing(config: Config, folder: RunFolder, chat: bool) -> str:
         lines.append(f"export:   python -m jaxtune.export --run={run} --output={output}{merge}")
     model = shlex.quote(str(folder.path if saved and (an_adapter or not exported) else folder.export))
     prompt = shlex.quote(config.eval.sample_prompt or "Once") + (" --chat" if chat else "")
+    if config.eval.sample_prompt:
+        prompt += " --temperature=1"  # as the sample was made (`run.generation.SAMPLE`)
     if not (saved or exported):
         lines.append("nothing of the model is kept: neither a checkpoint (ckpt.at_end) nor an export (export.at_end)")
     elif config.model.head == "lm":

@@ -24,6 +24,9 @@ from jaxtune.run.process import compiler_options
 # Prompts are padded to a multiple of this, or of an eighth of their length and more, so that few lengths are compiled.
 PROMPT_BUCKET = 64
 
+SAMPLE = Sampling(temperature=1.0, top_p=0.95)
+"""How a run's sample is made: below 1, a small model falls into repeating what is likeliest, such as spaces."""
+
 # (parameters, prompts, the number of each) -> the next token of each prompt, again and again.
 Generate = Callable[..., Iterator[Int[np.ndarray, " prompts"]]]
 
@@ -169,9 +172,9 @@ def stream_text(tokenizer, tokens: Iterator[int], strings: Sequence[str] = ()) -
 
 
 def continue_text(model: Model, parameters: Parameters, tokenizer, prompt: str, tokens: int = 120) -> str:
-    """The prompt and what the model makes of it, at a low temperature."""
-    dtype, sampling = parameters["embed.weight"].dtype, Sampling(temperature=0.5)
-    generate = make_generate(model.graph, model.spec, max_new_tokens=tokens, dtype=dtype, sampling=sampling)
+    """The prompt and what the model makes of it."""
+    dtype = parameters["embed.weight"].dtype
+    generate = make_generate(model.graph, model.spec, max_new_tokens=tokens, dtype=dtype, sampling=SAMPLE)
     ids = until(generate(parameters, [tokenizer(prompt)["input_ids"]]), stop_tokens(model.folders.tokenizer, tokenizer))
     return prompt + "".join(stream_text(tokenizer, ids))
 

@@ -4,6 +4,7 @@ The harness makes the requests and the metrics, this file the numbers: what its 
 (`lm_eval.models.huggingface.HFLM`) would return. It is the optional package lm-eval: import this file when it is used.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -11,7 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial, partialmethod
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -48,9 +49,11 @@ from jaxtune.run.step import weights_of_step
 from jaxtune.run.validation import Evaluated, open_evaluated, tokenizer_home
 
 try:
+    from lm_eval import evaluator
     from lm_eval.api.instance import Instance
     from lm_eval.api.model import TemplateLM
     from lm_eval.evaluator import simple_evaluate
+    from lm_eval.loggers.utils import get_commit_from_path
     from lm_eval.models.utils import (
         handle_stop_sequences,
         has_bos_prefix,
@@ -129,7 +132,7 @@ def run_tasks(
     manager.load(names)  # before weights are read, which takes longer
     # Its bootstrap would fork this process, whose threads hold locks.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
-    with out_of_memory_is_answered(config or Config()):
+    with out_of_memory_is_answered(config or Config()), _quiet():
         opened, home = _opened(config, mesh, run, step, name)
         run_them: Any = simple_evaluate  # its decorator loses its arguments
         found = run_them(
@@ -146,6 +149,21 @@ def run_tasks(
     of_run = None if run is None else {"run": Path(run).name, "step": opened.step}
     found["config"] |= {"model": "jaxtune", "model_args": of_run or {"model": name or opened.config.model.path}}
     return found, opened.step
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Progress bars are of what takes a second, and git, which the harness asks for a version, is not run.
+
+    Where the working directory is not a repository git says so, as a fatal error.
+    """
+    bar, version = tqdm.__init__, evaluator.get_git_commit_hash
+    tqdm.__init__ = partialmethod(bar, delay=1)  # type: ignore[method-assign, assignment]
+    evaluator.get_git_commit_hash = partial(get_commit_from_path, Path.cwd())
+    try:
+        yield
+    finally:
+        tqdm.__init__, evaluator.get_git_commit_hash = bar, version
 
 
 def _opened(

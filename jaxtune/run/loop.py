@@ -1,10 +1,13 @@
 """The loop around the step: batches in, metrics out, tasks between steps, and the reasons to stop."""
 
+import contextlib
 import dataclasses
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import jax
@@ -104,7 +107,8 @@ def train(
     `batches`: (position of the feed after it, what `train_step` takes), again and again. `rates`: the learning rate of
     every step of the run, from its first.
     Metrics of a step are read after the next one has been dispatched, so that the device never waits for the host;
-    before a task they are up to date. Tasks run in their order, and one may end the run before those after it.
+    before a task, and at the end, they are up to date. Tasks run in their order, and one may end the run before those
+    after it.
     `roll_back`: the state to go on with once a step is known to have been a spike (`run.guard`).
     Raises UserError after train.max_bad_steps steps in a row that changed nothing.
     """
@@ -115,13 +119,16 @@ def train(
         nonlocal pending, last, state
         if pending is not None:
             (at, results), pending = pending, None
-            values = {name: value.item() for name, value in jax.device_get(results).items()}
+            found = jax.device_get(results)
+            absent = found.pop("absent", {})
+            values = {name: value.item() for name, value in found.items() if not absent.get(name)}
             values["learning_rate"] = float(rates[at.step - 1]) * values.pop("rate_factor", 1.0)
-            now = time.perf_counter()
+            now = arrivals.next()
             seconds, last = now - last, now
             _report(watch, position, at, values, seconds, config.train.max_bad_steps)
             if roll_back is not None and values.get("spike"):
                 state = roll_back(state)
+                last = time.perf_counter()
 
     def run(task: Task) -> None:
         with watch.goodput.measure("step"):
@@ -133,36 +140,72 @@ def train(
         if task.name in position.put_off:
             run(task)
     last = time.perf_counter()
-    while position.step < total_steps and not position.ended:
-        with watch.goodput.measure("data wait"):
-            after, batch = next(batches)
-        with watch.goodput.measure("step"):
-            watch.profiler.before_step()
-            state, results = train_step(state, frozen, batch, rates[position.step])
-            watch.profiler.after_step(results)
-            report()
-            asked_for = watch.stop.agree(bool(watch.plugins.ending))
-        moment = Moment(position.step + 1, watch.epoch(after), watch.epoch(position.feed))
-        position.step, position.feed, position.put_off = moment.step, after, ()
-        pending = dataclasses.replace(position), results
-        if roll_back is not None:  # before another step is taken from weights that may go back
+    with contextlib.closing(_Arrivals()) as arrivals:
+        while position.step < total_steps and not position.ended:
+            with watch.goodput.measure("data wait"):
+                after, batch = next(batches)
             with watch.goodput.measure("step"):
+                watch.profiler.before_step()
+                state, results = train_step(state, frozen, batch, rates[position.step])
+                arrivals.watch(results)
+                watch.profiler.after_step(results)
                 report()
-        if asked_for is Asked.END:
-            position.ended = watch.plugins.ending or "a plugin of another process asked for it"
-        stopping = asked_for is Asked.STOP
-        for task in tasks:
-            ending = position.step == total_steps or position.ended
-            if not (task.due(moment) or (task.at_end and ending) or (task.at_stop and stopping)):
-                continue
-            if stopping and not ending and not task.at_stop:
-                position.put_off += (task.name,)
-            else:
-                run(task)
-                last = time.perf_counter()
-        if stopping:
-            break
+                asked_for = watch.stop.agree(bool(watch.plugins.ending))
+            moment = Moment(position.step + 1, watch.epoch(after), watch.epoch(position.feed))
+            position.step, position.feed, position.put_off = moment.step, after, ()
+            pending = dataclasses.replace(position), results
+            if roll_back is not None:  # before another step is taken from weights that may go back
+                with watch.goodput.measure("step"):
+                    report()
+            if asked_for is Asked.END:
+                position.ended = watch.plugins.ending or "a plugin of another process asked for it"
+            stopping = asked_for is Asked.STOP
+            for task in tasks:
+                ending = position.step == total_steps or position.ended
+                if not (task.due(moment) or (task.at_end and ending) or (task.at_stop and stopping)):
+                    continue
+                if stopping and not ending and not task.at_stop:
+                    position.put_off += (task.name,)
+                else:
+                    run(task)
+                    last = time.perf_counter()
+            if stopping:
+                break
+        with watch.goodput.measure("step"):
+            report()
     return state
+
+
+class _Arrivals:
+    """When the results of each step are there: seen by a thread, as the main one may be in the next dispatch then.
+
+    A dispatch may last as long as a step, as on a CPU.
+    """
+
+    def __init__(self) -> None:
+        self._results: SimpleQueue[Any] = SimpleQueue()
+        self._times: SimpleQueue[float] = SimpleQueue()
+        # A daemon: where another process has failed, results never come, and this process must still end.
+        threading.Thread(target=self._watch, name="results of steps", daemon=True).start()
+
+    def watch(self, results: Any) -> None:
+        """Call right after a step is dispatched."""
+        self._results.put(results)
+
+    def next(self) -> float:
+        """The time of the next step's results, by `time.perf_counter`; waits for them."""
+        return self._times.get()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._results.put(None)
+
+    def _watch(self) -> None:
+        while (results := self._results.get()) is not None:
+            with contextlib.suppress(RuntimeError):  # which whoever reads the results gets too
+                jax.block_until_ready(results)
+            del results
+            self._times.put(time.perf_counter())
 
 
 def _report(

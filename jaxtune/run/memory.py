@@ -132,10 +132,10 @@ def check_step(config: Config, program: Program, step: jax.stages.Compiled, mesh
         return need_of(smaller, len(mesh.local_devices), memory_of(compiled))
 
     own = need_of(program, len(mesh.local_devices), memory_of(step))
-    log.info("memory a device: %.2f GB state and batch, %.2f GB temporaries", own.state / 1e9, own.temporaries / 1e9)
+    log.info("memory a device: %s state and batch, %s temporaries", _gb(own.state), _gb(own.temporaries))
     log.info("  of it %s", ", ".join(f"{_gb(size)} {part}" for part, size in parts_of(program).items() if size))
     if own.offloaded:
-        log.info("offloaded to the host, of all its devices: %.2f GB", own.offloaded / 1e9)
+        log.info("offloaded to the host, of all its devices: %s", _gb(own.offloaded))
     _judge(config, own, need)
 
 

@@ -27,7 +27,7 @@ from jaxtune.precision.recipes import Recipe
 from jaxtune.run.guard import bounds, level_after
 from jaxtune.run.state import Scaling, State, rounded_as
 
-Metrics = dict[str, Array]
+Metrics = dict[str, Any]
 
 
 class Summed(NamedTuple):
@@ -206,7 +206,8 @@ def make_train_step(
     """(state, frozen, batch, learning rate) -> (state, metrics).
 
     The sums are divided once, by the weight of the whole batch over all devices, which is the metric `counts`. A step
-    whose loss or gradient is not finite changes nothing but the step number and the loss scale. After each
+    whose loss or gradient is not finite changes nothing but the step number and the loss scale. The metric `absent`
+    says which of the objective's metrics are means of nothing. After each
     `reference_update_steps` the trained parameters become the reference; their average moves by 1 - `ema_decay` of the
     way to them. After each `merge_interval` adapters are merged into the base in the state (`run.merging`), and
     their optimizer begins anew if `reset_on_merge`. `noise` is added to frozen parameters (`run.noise`). `guarded`:
@@ -244,6 +245,8 @@ def make_train_step(
             "tokens": jnp.sum(batch["segment_ids"] > 0, dtype=jnp.int32),
             **{name: value / jnp.maximum(own, 1) for name, (value, own) in summed.sums.metrics.items()},
         }
+        if summed.sums.metrics:
+            metrics["absent"] = {name: own == 0 for name, (_, own) in summed.sums.metrics.items()}
         if guarded is not None and level is not None:
             metrics |= {"spike": (finite & ~taken).astype(jnp.int32), "rate_factor": level.rate}
             level = level_after(level, loss, norm, finite, guarded)

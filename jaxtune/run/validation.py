@@ -60,6 +60,8 @@ def evaluate(
     with out_of_memory_is_answered(config):
         opened = open_evaluated(config, mesh, run, step, name, reference=not config.rollout.rewards)
         config, model = opened.config, opened.model
+        what = name or config.model.path if run is None else f"{run}, step {opened.step}"
+        log.info("evaluated: %s", what)
         home = tokenizer_home(model, config, name)
         tokenizer = hf.load_tokenizer(home, config.chat.template, config.data.special_tokens)
         if config.rollout.rewards:

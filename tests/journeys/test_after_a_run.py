@@ -68,13 +68,14 @@ def test_a_file_of_prompts_is_answered_line_by_line(home, adapter):
     (home / "prompts.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in asked))
     greedy = ("--max_new_tokens=4", "--temperature=0")
     own = (f"--model={home / 'model'}", f"--adapter={adapter / 'export'}", *greedy)
-    call(
+    said = call(
         "jaxtune.generate",
         *own,
         f"--input={home / 'prompts.jsonl'}",
         f"--output={home / 'answers.jsonl'}",
         "--batch_size=2",
     )
+    assert f"3 answers in {home / 'answers.jsonl'}" in said
     found = [json.loads(line) for line in (home / "answers.jsonl").read_text().splitlines()]
     assert [{name: line[name] for name in sample} for sample, line in zip(asked, found, strict=True)] == asked
     assert {line["finish_reason"] for line in found} <= {"stop", "length"}

@@ -96,7 +96,7 @@ function lines(chart) {
     };
     const raw = cut(line.drawn), means = cut(line.smooth || line.drawn);
     if (!raw) return;
-    const smooth = means && state.smoothing ? smoothed(means.places, means.values, width) : null;
+    const smooth = means && state.smoothing && !chart.exact ? smoothed(means.places, means.values, width) : null;
     found.push({ run, ...raw, smooth: smooth && { places: means.places, values: smooth } });
   });
   return found;
@@ -152,7 +152,7 @@ function draw(view) {
     const flat = Math.abs(high - low) <= 1e-12 * Math.abs(high);
     const room = flat ? Math.abs(high) * 0.1 || 1 : (high - low) * 0.05;
     if (logarithmic) [low, high] = flat ? [low / 2, high * 2] : [low / (high / low) ** 0.05, high * (high / low) ** 0.05];
-    else [low, high] = [low - room, high + room];
+    else [low, high] = [low >= 0 ? Math.max(low - room, 0) : low - room, high + room];
     const left = view.places[0], right = view.places.at(-1) > left ? view.places.at(-1) : left + 1;
     const f = logarithmic ? Math.log : value => value;
     const x = place => LEFT + (place - left) / (right - left) * (width - LEFT - RIGHT);

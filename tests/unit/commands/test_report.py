@@ -81,6 +81,16 @@ def broken(folder, line):
         (lambda folder: [str(run(folder / "a"))] * 2, "a run is named once"),
         (lambda folder: broken(folder, '{"step": 4, "lo'), "metrics.jsonl, line 4: not a JSON object"),
         (lambda folder: broken(folder, '{"step": 4, "loss": [1]}'), "metrics.jsonl, line 4: loss is [1], not a number"),
+        (
+            lambda folder: broken(folder, '{"step": 4, "a": ' + "[" * 10**5 + "]" * 10**5 + "}"),
+            "line 4: not a JSON object",
+        ),
+        (lambda folder: broken(folder, f'{{"step": 4, "loss": {10**400}}}'), "a number of more than 64 bits"),
+        (lambda folder: broken(folder, f'{{"step": {10**400}}}'), "line 4: step is 100"),
+        (
+            lambda folder: broken(folder, json.dumps({"step": 4} | dict.fromkeys(map(str, range(10**5)), 1))),
+            "has 100,006 metrics, and a page shows at most 1,000",
+        ),
         (lambda folder: [str(run(folder / "a")), f"--output={folder}/a/config.json"], "is another file"),
         (lambda folder: [str(run(folder / "a")), f"--output={folder}/none/x.html"], "No such file or directory"),
     ],
@@ -133,7 +143,7 @@ SEEN = """(() => {
   loss.dispatchEvent(new PointerEvent('pointermove', {clientX: box.left + 59, clientY: box.top + 50}));
   const hovered = loss.nextSibling.textContent;
   loss.dispatchEvent(new PointerEvent('pointerleave'));
-  const drawn = loss.querySelectorAll('path').length;
+  const drawn = loss.querySelectorAll('path').length, rate = plots[3].querySelectorAll('path').length;
   set('smoothing', 0);
   const unsmoothed = loss.querySelectorAll('path').length;
   set('axis', 'tokens');
@@ -144,6 +154,7 @@ SEEN = """(() => {
     unsmoothed, tokens, one: loss.querySelectorAll('path').length, bad: window.bad ?? null,
     images: document.images.length, sample: document.querySelector('pre').textContent, title: document.title,
     labelled: plots.every(each => each.tabIndex === 0 && each.getAttribute('aria-label')),
+    rate, flat: plots[2].querySelector('text').textContent,
     ink: getComputedStyle(document.body).color, step: document.getElementById('step-times').innerText,
   };
 })()"""
@@ -163,6 +174,8 @@ def test_the_page_in_a_browser(tmp_path):
     assert later.startswith("step 5; one: 0.6") and last.startswith("step 30; one: 0.1") and "at step 10" in last
     assert found["hovered"].startswith("step 1 one: 3")
     assert (found["drawn"], found["unsmoothed"], found["one"]) == (4, 2, 1)
+    assert found["rate"] == 2, "a learning rate is drawn as it is"
+    assert found["flat"] == "0", "an axis of values from 0 does not begin below"
     assert found["tokens"].startswith("tokens 64; one: 3")
     assert re.search(r"loss\s+12.50\s+1.00\s+20.00\s+0.50\s+34.00\s+100%\s+34.00\s+all", found["step"])
     assert "one: mean of 3 steps on /host:CPU: operations ran in 34.00 of 40.00 ms a step (85%)" in found["step"]

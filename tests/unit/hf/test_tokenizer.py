@@ -1,8 +1,11 @@
 """A folder's tokenizer is loaded without running its code, and copied unchanged."""
 
 import json
+import logging
+from pathlib import Path
 
 import pytest
+import transformers
 from tiny import byte_tokenizer
 
 from jaxtune import hf
@@ -35,6 +38,19 @@ def test_a_damaged_tokenizer_is_one_line(tmp_path, part, value):
     file.write_text(json.dumps(json.loads(file.read_text()) | {part: value}))
     with pytest.raises(UserError, match=f"^the tokenizer in {tmp_path} cannot be loaded: .+$"):
         hf.load_tokenizer(tmp_path)
+
+
+def test_transformers_does_not_say_first_that_pytorch_is_missing():
+    """Its other warnings are shown."""
+    logger, said = logging.getLogger("transformers"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger.addHandler(handler)
+    logger.warning("PyTorch was not found. Models won't be available")
+    logger.warning("something else")
+    logger.removeHandler(handler)
+    assert said == ["something else"]
+    assert '"PyTorch was not found' in Path(transformers.__file__).read_text("utf-8"), "it says so otherwise"
 
 
 def test_the_chat_template_of_an_older_processor_is_found(tmp_path):

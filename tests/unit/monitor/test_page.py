@@ -70,6 +70,7 @@ def test_runs_share_a_chart_and_the_axes_that_all_of_them_have():
     found = contents([record(), other], {})
     assert found["axes"] == ["step"] and contents([record()], {})["axes"] == ["step", "tokens", "hours"]
     loss, evaluation = found["charts"][:2]
+    assert not loss["exact"], "smoothed"
     assert [line["drawn"]["step"] for line in loss["lines"]] == [list(range(1, 9)), [3, 4]]
     assert loss["lines"][1]["drawn"]["values"] == ["NaN", 0.5]
     assert evaluation["lines"][0] is None and evaluation["lines"][1]["drawn"]["values"] == ["Infinity"]

@@ -1,6 +1,7 @@
 """AdamW with 8-bit moments: its rounding, its rule in float64, its memory, and that it trains as AdamW does."""
 
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -111,6 +112,32 @@ def test_both_moments_take_2_03_bytes_a_parameter(one_device):
     state = jax.eval_shape(RULE.init, jax.ShapeDtypeStruct((128, 4096), jnp.float32))
     taken = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     assert taken / (128 * 4096) == 2 + 2 * 4 / 256
+
+
+@pytest.mark.parametrize(
+    ("model", "hidden", "intermediate", "queries", "keys", "layers", "vocabulary", "taken"),
+    [
+        ("Llama 3 8B", 4096, 14336, 4096, 1024, 32, 128256, "2.03"),
+        ("Qwen3-0.6B", 1024, 3072, 2048, 1024, 28, 151936, "2.06"),
+        ("Qwen2.5-0.5B", 896, 4864, 896, 128, 24, 151936, "2.07"),
+        ("SmolLM2-135M", 576, 1536, 576, 192, 30, 49152, "2.10"),
+    ],
+)
+def test_the_readme_has_the_bytes_of_real_models(
+    model, hidden, intermediate, queries, keys, layers, vocabulary, taken, one_device
+):
+    of_a_layer = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)]
+    of_a_layer += [(intermediate, hidden), (intermediate, hidden), (hidden, intermediate), (hidden,), (hidden,)]
+    shapes = [(vocabulary, hidden), (hidden,), *(of_a_layer * layers)]
+    states = {shape: jax.eval_shape(RULE.init, jax.ShapeDtypeStruct(shape, jnp.float32)) for shape in set(shapes)}
+    size = {
+        shape: sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+        for shape, state in states.items()
+    }
+    assert f"{sum(size[shape] for shape in shapes) / sum(map(math.prod, shapes)):.2f}" == taken
+    readme = (Path(__file__).parents[3] / "README.md").read_text("utf-8")
+    (row,) = [line for line in readme.splitlines() if line.startswith("| `adamw_8bit` |")]
+    assert f"{taken} of {model}" in row
 
 
 def test_small_and_odd_parameters_are_adamw_itself(one_device):

@@ -2,9 +2,13 @@
 
 import numpy as np
 import pytest
+import transformers
+from tiny import FAMILIES, SIZES
 
 from jaxtune.config.schema import Optim
 from jaxtune.errors import UserError
+from jaxtune.models.families import read_spec
+from jaxtune.models.parameters import declare
 from jaxtune.optim.multipliers import decays, rates
 
 LAYERS = 3
@@ -41,6 +45,17 @@ def test_by_default_rates_are_the_same_and_norms_biases_and_embeddings_do_not_de
     same(rates(Optim(), NAMES, LAYERS), dict.fromkeys(NAMES, 1.0))
     decaying = ("layers.q.weight", "layers.down.weight", "head.weight")
     same(decays(Optim(weight_decay=0.1), NAMES), {name: 0.1 * (name in decaying) for name in NAMES})
+
+
+def test_no_vector_of_a_model_decays(one_device):
+    """Norms, biases, rates of delta nets, sinks of attention: all kinds that families have."""
+    found = set()
+    for kind in ("GptOssConfig", "Qwen3NextConfig"):
+        config = getattr(transformers, kind)(**SIZES | dict(FAMILIES.values())[kind]).to_dict()
+        declared = declare(read_spec(config))[1].values()
+        found |= {place.name for one in declared if one.kind == "vector" for place in one.places}
+    assert any(name.endswith("sinks") for name in found)
+    assert {name for name in found if decays(Optim(weight_decay=0.1), {"": (name,)}) != {"": 0.0}} == set()
 
 
 def test_adapters_decay_by_default_though_no_norm_is_among_them():

@@ -60,3 +60,16 @@ def test_what_the_harness_needs_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(UserError, match="one process asks for everything"):
         harness.run_tasks(harness.Asked(("a",)), None, None, None, None, None)
+
+
+def test_around_the_table_there_is_nothing(tmp_path, monkeypatch, capfd):
+    """Neither bars of what takes no time, nor git's error where the working directory is not a repository."""
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness (pip install lm-eval) is not installed")
+    from jaxtune.run import lm_evaluation_harness as harness
+
+    monkeypatch.chdir(tmp_path)
+    bar = harness.tqdm.__init__
+    with harness._quiet():
+        assert list(harness.tqdm(range(3))) == [0, 1, 2]
+        assert harness.evaluator.get_git_commit_hash() is None
+    assert capfd.readouterr() == ("", "") and harness.tqdm.__init__ == bar

@@ -3,6 +3,8 @@
 import gc
 import itertools
 import json
+import math
+import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from jaxtune.config.schema import Config
+from jaxtune.config.schema import Config, Train
+from jaxtune.errors import UserError
 from jaxtune.monitor.signals import Asked
 from jaxtune.run.best import Standing
-from jaxtune.run.loop import Moment, Position, each, train
+from jaxtune.run.loop import Moment, Position, Task, each, train
 from jaxtune.run.plugins import Callbacks
 
 
@@ -31,25 +35,74 @@ def test_checkpoints_from_before_feeds_are_understood():
     assert Position.from_json(saved) == Position(4, {"row": 8}, 427, 0, ("eval",))
 
 
+def run(step, steps: int, tasks=(), rows: list | None = None, position: Position | None = None, **train_options) -> Any:
+    """The loop around a step, and what it reported: (step, values, seconds) in `rows`."""
+    ignore = lambda *_: None  # noqa: E731
+    report = ignore if rows is None else lambda step, _, values, tokens, seconds: rows.append((step, values, seconds))
+    watch: Any = SimpleNamespace(
+        goodput=SimpleNamespace(measure=lambda _: nullcontext()),
+        profiler=SimpleNamespace(before_step=ignore, after_step=ignore),
+        progress=SimpleNamespace(message=ignore),
+        stop=SimpleNamespace(agree=lambda end: Asked.NOTHING),
+        plugins=Callbacks(),
+        epoch=lambda feed: 0.0,
+        step=report,
+    )
+    batches: Any = itertools.repeat(({}, {}))
+    config = Config(train=Train(**train_options))
+    return train(config, step, jnp.float32(0), {}, batches, position or Position(), np.ones(steps), tasks, watch)
+
+
+def results(loss: float = 1.0, **more: Any) -> dict[str, Any]:
+    return {name: jnp.asarray(value) for name, value in {"loss": loss, "grad_norm": loss, "tokens": 4}.items()} | more
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_every_step_is_reported_and_checked_the_last_one_too(one_device, steps):
+    """Also of a run in which nothing comes after it: neither an evaluation nor a checkpoint."""
+    rows, position = [], Position()
+    losses = iter([1.0] * (steps - 1) + [math.nan])
+    run(lambda state, *_: (state, results(next(losses))), steps, (), rows, position)
+    assert [row[0] for row in rows] == list(range(1, steps + 1)) and math.isnan(rows[-1][1]["loss"])
+    assert position.bad_steps == 1 and position.tokens == 4 * steps
+    with pytest.raises(UserError, match="1 steps in a row were not finite"):
+        run(lambda state, *_: (state, results(math.nan)), 1, max_bad_steps=1)
+
+
+def test_the_seconds_of_a_step_are_between_results(one_device):
+    """Also where a dispatch lasts as long as its step, and of the steps before and after a task."""
+
+    def step(state: Any, *_: Any) -> tuple[Any, dict[str, Any]]:
+        time.sleep(0.2)
+        return state, results()
+
+    rows: list[Any] = []
+    save = Task("save", each(3), lambda state, at: time.sleep(0.5), at_end=False)
+    began = time.perf_counter()
+    run(step, 6, [save], rows)
+    seconds = [row[2] for row in rows]
+    assert min(seconds) > 0.1, seconds
+    assert sum(seconds) < time.perf_counter() - began - 0.9, "tasks do not count"
+
+
+def test_a_metric_of_a_kind_that_a_step_lacks_is_not_reported(one_device):
+    kinds = {"rewards/chosen": jnp.float32(0.5), "rewards/rejected": jnp.float32(0.0)}
+    absent = {"rewards/chosen": jnp.bool(False), "rewards/rejected": jnp.bool(True)}
+    rows: list[Any] = []
+    run(lambda state, *_: (state, results(**kinds, absent=absent)), 1, (), rows)
+    assert rows[0][1]["rewards/chosen"] == 0.5
+    assert "rewards/rejected" not in rows[0][1] and "absent" not in rows[0][1]
+
+
 def test_steps_leave_the_garbage_collector_nothing(one_device):
     """Neither objects nor arrays: the collector of Python has as little to do after many steps as after a few."""
     step = jax.jit(lambda state, *_: (state + 1, {"loss": state, "grad_norm": state, "tokens": state}))
 
     def left_by(steps: int) -> tuple[int, int]:
-        ignore = lambda *_: None  # noqa: E731
-        watch: Any = SimpleNamespace(
-            goodput=SimpleNamespace(measure=lambda _: nullcontext()),
-            profiler=SimpleNamespace(before_step=ignore, after_step=ignore),
-            stop=SimpleNamespace(agree=lambda end: Asked.NOTHING),
-            plugins=Callbacks(),
-            epoch=lambda feed: 0.0,
-            step=ignore,
-        )
-        batches: Any = itertools.repeat(({}, {}))
         gc.collect()
         gc.disable()
         try:
-            train(Config(), step, jnp.float32(0), {}, batches, Position(), np.ones(steps), [], watch)
+            run(step, steps)
             return len(jax.live_arrays()), gc.collect()
         finally:
             gc.enable()
