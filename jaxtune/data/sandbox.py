@@ -2,8 +2,8 @@
 
 import atexit
 import contextlib
+import json
 import os
-import pickle
 import re
 import signal
 import subprocess
@@ -67,8 +67,8 @@ def _answer(source: str, variables: dict[str, Any] | None) -> str:
     """What the renderer makes of a template and its variables; it only compiles without. Raises _Failed."""
     global _renderer
     try:
-        asked = pickle.dumps((source, MAX_SECONDS, variables), pickle.HIGHEST_PROTOCOL)
-    except (RecursionError, TypeError, AttributeError, pickle.PicklingError) as error:
+        asked = json.dumps((source, MAX_SECONDS, variables), default=str).encode()  # dates of a table are written out
+    except (RecursionError, TypeError, ValueError) as error:
         raise _Failed(f"the conversation cannot be sent to the process that renders: {error}") from None
     if len(asked) > renderer.MAX_CHARS * 4:
         raise _Failed(f"the conversation has more than {renderer.MAX_CHARS * 4} bytes")

@@ -99,7 +99,7 @@ def check_packages(log: Log) -> None:
         _load(module)
 
 
-def read(path: pathlib.Path) -> list[dict[str, int | float | str]]:
+def read(path: pathlib.Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl, without a half-written last line.
 
     Raises UserError, with file and line, for a line that is not an object with a step, and for a metric that is neither
