@@ -4,6 +4,7 @@
     python tests/lanes.py nightly                  all but the files on record
     python tests/lanes.py nightly --all            everything
     python tests/lanes.py nightly random_kills     the files on record that have this in their names
+    python tests/lanes.py nightly --within=5       one file after another; none begins after 5 minutes
 
 The lanes and their minutes are in lanes.toml beside this file. Options that follow go to pytest. A file that says in
 COVERS what it covers is on record (passed.json) once it has passed, and is run again where that has changed.
@@ -43,6 +44,9 @@ def main(arguments: list[str]) -> int:
             print(f"lane {name} has no files on record with {' or '.join(parts)} in their names", file=sys.stderr)
             return 2
         lane["arguments"] = [*map(str, chosen), *(each for each in lane["arguments"] if not path_of(each).exists())]
+    if limit := next((option for option in options if option.startswith("--within=")), None):
+        options.remove(limit)
+        return run_within(float(limit.partition("=")[2]), name, chosen, options)
     left_out = [f"--ignore={file}" for file in known if file not in chosen]
     start = time.monotonic()
     command = [sys.executable, "-m", "pytest", "-q", "--durations=10", *lane["arguments"], *left_out, *options]
@@ -60,6 +64,17 @@ def main(arguments: list[str]) -> int:
         found[record] = found.get(record, {}) | {file.name: digest(file) for file in chosen}
         PASSED.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
     return code
+
+
+def run_within(minutes: float, lane: str, files: list[Path], options: list[str]) -> int:
+    """Runs a lane file by file, as long as there is time, and names the files that there was none for."""
+    start, codes = time.monotonic(), []
+    while files and (time.monotonic() - start) / 60 < minutes:
+        codes.append(main([lane, files.pop(0).stem, *options]))
+    if files:
+        names = " ".join(file.stem for file in files)
+        print(f"{lane}: no time was left for {len(files)} files: python tests/lanes.py {lane} {names}", flush=True)
+    return max(codes, default=0)
 
 
 NO_TESTS = 5  # pytest's exit code where it has collected none

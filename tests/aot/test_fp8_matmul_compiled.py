@@ -15,7 +15,7 @@ from pallas_kernels.fp8_matmul import block_scales, fp8_matmul, mosaic, quantize
 from pallas_kernels.fp8_matmul.request import request_for
 from pallas_kernels.gpus import GPUS
 
-COVERS = ("pallas_kernels",)
+COVERS = ("pallas_kernels", ":!pallas_kernels/flash_attention")
 
 # All of it, which takes seconds: XLA finds an FP8 call by its pattern, which each version writes in its own way, and
 # Mosaic multiplies e5m2 on the newer ones alone.
