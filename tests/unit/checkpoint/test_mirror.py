@@ -227,9 +227,9 @@ def test_an_upload_is_marked_whole_last_and_leaves_nothing_older(url, tmp_path, 
     with monkeypatch.context() as patch:
         patch.setattr(RemoteFolder, "put", lambda *_: (_ for _ in ()).throw(OSError("full")))
         with pytest.raises(UserError, match="mirrors/run: the copy is not whole: full"):
-            upload(tmp_path / "out", remote, last="README.md")
-    assert remote.names() == []
-    upload(tmp_path / "out", remote, last="README.md")
+            upload(tmp_path / "out", remote, last="README.md", mark="unfinished")
+    assert remote.names() == ["unfinished"]
+    upload(tmp_path / "out", remote, last="README.md", mark="unfinished")
     assert {name: remote.read(name).decode() for name in remote.names()} == {
         name: name for name in ("README.md", "a.safetensors", "sub/b.json")
     }

@@ -97,8 +97,8 @@ def test_what_a_file_makes_moot_of_its_base_is_a_note_and_its_own_values_are_not
         ("base: qwen_lora\n<<: {optim: {lerning_rate: 3}}\n", "line 2: optim.lerning_rate = 3: no such option"),
         ("base: qwen_lora\noptim: &x {beta1: 0.5}\nlora: *x\n", "line 3: lora.beta1 = 0.5: no such option"),
         ("base: qwen_lora:m\ndata: {datasets: 5}\n", "my.yaml: data.datasets = 5: expected tuple"),
-        ("base: qwen_lora:m\ndata: {datasets:}\n", "my.yaml: data.datasets = None: expected tuple"),
-        ('base: qwen_lora:m\n"data.datasets[9].path": x\n', "data.datasets has no entry 9; its length is 1"),
+        ("base: qwen_lora:m\ndata: {datasets:}\n", r"my.yaml: data.datasets = \(\): no training data; add an entry"),
+        ('base: qwen_lora:m\n"data.datasets[9].path": x\n', r"data.datasets has no entry 9; \[1\] is the next one"),
         (BOMB, "my.yaml, line 5: more than 100,000 values, counting those that its aliases stand for"),
         ('base: qwen_lora:m\ntrain.run_name: "a\\0b"\n', r"train.run_name = 'a\\x00b': holds a NUL character"),
         (

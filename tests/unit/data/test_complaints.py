@@ -97,7 +97,7 @@ def test_what_is_lost_is_said_before_anything_else(tmp_path, tokenizer, monkeypa
     options = Data((entry,), (entry,), seq_len=16, truncation="delete", cache_dir=str(tmp_path / "cache"))
     open_feed(Config(data=options), tokenizer, len(tokenizer), make_mesh(Mesh(), jax.devices()[:1]))
     said = [(record.levelname, record.message) for record in caplog.records]
-    assert [level for level, _ in said] == ["WARNING"] * 2 + ["INFO"] * 3
+    assert [level for level, _ in said] == ["WARNING"] * 2 + ["INFO"] * 4
     assert said[0][1].endswith("a.jsonl: 1 column is not used: 'id'") and "2 of 4 documents are left out" in said[1][1]
     caplog.clear()
     validating = dataclasses.replace(options, seq_len=64, eval_datasets=(dataclasses.replace(entry, max_tokens=4),))

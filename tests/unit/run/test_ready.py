@@ -33,8 +33,12 @@ def test_what_is_ready_stays_as_it_is(config, tmp_path):
             Log(tensorboard=True),
             r"log.tensorboard needs the package tensorboardX: pip install 'jaxtune\[",
         ),
-        ("wandb", Log(wandb=Wandb(enabled=True)), "log.wandb.enabled needs the package wandb: pip install wandb"),
-        ("aim", Log(aim=Aim(enabled=True)), "log.aim.enabled needs the package aim: pip install aim"),
+        (
+            "wandb",
+            Log(wandb=Wandb(enabled=True)),
+            r"log.wandb.enabled needs the package wandb: pip install 'jaxtune\[wandb\]'",
+        ),
+        ("aim", Log(aim=Aim(enabled=True)), r"log.aim.enabled needs the package aim: pip install 'jaxtune\[aim\]'"),
     ],
 )
 def test_a_package_that_is_missing_is_said_before_the_model_is_looked_for(config, monkeypatch, module, log, told):
