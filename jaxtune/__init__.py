@@ -41,5 +41,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """What a shell completes."""
+    """Names that a shell completes."""
     return sorted(__all__)

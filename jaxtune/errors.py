@@ -46,7 +46,7 @@ def printable(text: str) -> str:
 def hide_secrets(text: str) -> str:
     """A text without the secrets of its URLs: passwords, and what their queries say, but for versions and formats.
 
-    The user alone, as in abfs://container@account, is no secret, but it is in http://TOKEN@host.
+    The user without a password is not a secret in abfs://container@account, but it is in http://TOKEN@host.
     """
     return _URL.sub(_shown_url, text) if "://" in text else text
 

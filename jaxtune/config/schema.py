@@ -136,8 +136,8 @@ class Dataset:
         "FILE.py:NAME, a function of your own that gets each sample as a dict and returns the dict to use; or a text, "
         "which is added as the column 'returned'; or None to leave the sample out; the file is run")
     max_sample_bytes: int = option(2**28,
-        "a larger sample is a bad one: a line, a field of CSV, a row of Parquet or Arrow; or a compressed text or JSON "
-        "list, of which so much is read", "bytes [1, inf)")
+        "a larger sample is a bad one: a line, a field of CSV, a row of Parquet or Arrow, or what is read of a "
+        "compressed text or JSON list", "bytes [1, inf)")
     encoding: str = option("utf-8", "of text, CSV and JSON files; one in which a newline is one byte, such as cp1252")
     text_field: str = option("text",
         "column of types text and classification; as every field, also a text with columns: '{title}: {body}'")

@@ -88,7 +88,7 @@ def end_tokens(generation: Mapping[str, Any]) -> list[int]:
 def write_turn_end(target: Path, end: int, described: Mapping[str, Any]) -> list[int]:
     """Let text end at the token that ends a turn, wherever an exported folder is used; returns all such tokens.
 
-    Where there is no generation_config.json, transformers makes one of config.json (`described`): so does this.
+    Without a generation_config.json one is made from config.json (`described`), as transformers does.
     """
     special = ("bos_token_id", "eos_token_id", "pad_token_id")
     made = {name: described[name] for name in special if described.get(name) is not None}

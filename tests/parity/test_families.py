@@ -128,7 +128,7 @@ def test_export_gives_back_every_bit(case, one_device, tmp_path):
     [("deepseek_v3, latent attention", "model.layers.2.eh_proj"), ("qwen3_5_text, delta nets", "mtp.layers.0.norm")],
 )
 def test_a_layer_that_predicts_more_tokens_is_exported_as_it_is(one_device, tmp_path, family, layer, caplog):
-    """Which transformers leaves out, and vLLM drafts with. Where it cannot be, that is said before training."""
+    """transformers leaves it out; vLLM drafts with it. A warning before training names one that cannot be written."""
     import torch
     from safetensors.torch import load_file, save_file
 

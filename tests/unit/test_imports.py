@@ -88,7 +88,7 @@ def test_a_dependency_is_bounded_where_it_breaks_and_the_tests_run_within_its_bo
 
 
 def test_what_is_off_by_default_is_an_extra_and_imported_where_it_is_used():
-    """wandb alone brings 20 packages."""
+    """One of them, wandb, brings 20 packages."""
     optional = {"wandb", "aim", "tensorboardX", "lm_eval", "pynvml", "ray", "s3fs", "gcsfs"}
     assert not optional & {requirement.name for requirement in DEPENDENCIES}
     importing = {str(file.relative_to(ROOT)): imports(file) for file in files("jaxtune")}

@@ -72,7 +72,7 @@ def test_every_label_is_masked_and_the_run_succeeds(read):
 
 
 def test_long_samples_are_truncated_silently():
-    """What is cut, split or left out is counted and printed, and a warning where it is much."""
+    """Tokens that are cut, split or left out are counted and printed, with a warning if they are many."""
     long = numbered_documents([5, 30], continuous=False)
     dropped = Rows(long, Data(seq_len=10), 1)
     assert "1 dropped with 30 tokens" in str(dropped.counts)

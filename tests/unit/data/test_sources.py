@@ -285,7 +285,7 @@ def test_a_function_that_fails_is_a_bad_row_that_names_its_line(lines, tmp_path)
 
 
 def test_samples_are_read_again_when_a_module_that_the_function_imports_has_changed(tmp_path):
-    """Of the user's own: here one that another imports, in a package."""
+    """Here a module in a package of the user's own, which another module imports."""
     (tmp_path / "pack").mkdir()
     (tmp_path / "own.py").write_text(
         "import json, numpy\nfrom pack import inner\ndef to_text(sample):\n    return None"
@@ -353,7 +353,7 @@ def test_a_dataset_from_python_is_named_by_its_samples(kind, form):
 
 
 def test_a_dataset_from_python_is_read_once_and_then_only_where_it_was_given(tmp_path, monkeypatch):
-    """What was tokenised of it is there for a resumed run in another process; its samples are not."""
+    """A resumed run in another process has its tokens from the cache, but not its samples."""
     made = datasets.Dataset.from_dict({"text": ["one", "two"]})
     path = config_of("qwen_lora:my/model", data={"datasets": made}).data.datasets[0].path
     tokenizer, cache = byte_tokenizer(tmp_path), tmp_path / "cache"

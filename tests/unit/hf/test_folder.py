@@ -103,7 +103,7 @@ def test_the_config_of_a_decoder_inside_a_larger_model_changes_where_it_is(tmp_p
 
 
 def test_the_card_of_an_adapter_loads_it_on_its_base(tmp_path):
-    """Two folders called `export` are told apart; and what transformers must know of the base is said."""
+    """Two folders called `export` have different paths in the snippet, which passes what transformers needs."""
     base, folder = tmp_path / "first" / "export", tmp_path / "second" / "export"
     for path in (base, folder):
         path.mkdir(parents=True)
