@@ -118,7 +118,7 @@ def test_one_device_goes_on_as_four(uninterrupted):
     process.terminate()
     process.communicate(timeout=300)
     output = run("jaxtune.train", *flags, "--config.train.micro_batch_size=1", devices=4)
-    assert "resumed from step" in output and "'fsdp': 4" in output
+    assert "resumed from step" in output and "4 devices, fsdp=4;" in output
     whole, resharded = (
         {row["step"]: row["loss"] for row in metrics(folder / "runs" / name) if "loss" in row}
         for name in ("whole", "resharded")
