@@ -83,8 +83,9 @@ def test_a_weight_is_dequantized_for_each_product_and_never_kept(remat):
     kernels = [kernel.name for kernel in compiled.kernels]
     assert any("dequantize" in name for name in kernels)
     assert all(kernel.spill_bytes == 0 for kernel in compiled.kernels)
-    calls = compiled.custom_calls["__gpu$xla.gpu.triton"]
-    assert calls == {"none": 3, "block": 4}[remat] + 2 * 7
+    attention = sum(count for name, count in compiled.custom_calls.items() if name.startswith("mosaic_gpu"))
+    assert attention == {"none": 3, "block": 4}[remat]
+    assert compiled.custom_calls["__gpu$xla.gpu.triton"] == 2 * 7
     # No array holds a layer's weight in bfloat16 for every layer, and no weight has a float32 copy.
     hidden, layers, intermediate, _ = SIZES["8B"]
     assert not re.search(rf"bf16\[{layers},({hidden},{intermediate}|{intermediate},{hidden})\]", compiled.hlo)
