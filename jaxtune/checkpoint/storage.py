@@ -107,7 +107,7 @@ def open_folder(url: str, said: str) -> RemoteFolder:
 
 def upload(folder: Path, remote: RemoteFolder, last: str, mark: str) -> None:
     """Make a remote folder the same as a local one. The file `last`, which says that it is whole, goes first there and
-    comes last; until then there is an empty file `mark`. Raises UserError where that fails.
+    comes last; until then there is an empty file `mark`. Raises UserError if that fails.
     """
     files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     try:

@@ -1,7 +1,7 @@
 """Which values a recipe has from another one: they give way to its own.
 
 Recipes inherit by calling each other's get_config(), which may be in any file and under any name. So an option
-remembers how many of these calls were going on when it was set.
+remembers how many such calls were running when it was set.
 """
 
 import sys
@@ -33,7 +33,7 @@ class RecipeConfig(ConfigDict):
 
 
 def _recipe_depth() -> int:
-    """How many calls of a get_config() are going on."""
+    """The number of get_config() calls that are running."""
     frame, depth = sys._getframe(1), 0
     while frame is not None:
         depth += frame.f_code.co_name == "get_config"

@@ -268,7 +268,7 @@ def _treated(base: Base, config: Config, train: bool) -> ModelSpec:
 
 
 def _on_mesh(spec: ModelSpec, mesh: jax.sharding.Mesh, config: Config) -> ModelSpec:
-    """With its pipeline; keys and values whole on each device where more devices than heads would share them.
+    """The spec with its pipeline; keys and values whole on each device where more devices than heads would share them.
 
     Raises UserError where there can be no such pipeline.
     """

@@ -15,12 +15,12 @@ from pallas_kernels.flash_attention import fa3
 
 
 def check_ready(config: Config, folder: RunFolder) -> None:
-    """Raises UserError where a package is missing, or a folder cannot be written to."""
+    """Raises UserError if a package is missing, or a folder cannot be written to."""
     process.on_main(lambda: _check(config, folder))
 
 
 def check_writable(folder: Path, option: str) -> None:
-    """Raises UserError where no file can be written to a folder, which may be still to be made.
+    """Raises UserError if no file can be written to a folder, which need not exist yet.
 
     option: what names it, for the message.
     """

@@ -18,9 +18,9 @@ from pallas_kernels.registry import ANY_CARD, Backend
 __all__ = ["BACKENDS", "RESIDUALS", "MaskSpec", "flash_attention"]
 
 # In order of preference. 'auto' takes only a backend that was checked: Triton and XLA by tests/kernels on a CPU, Mosaic
-# by a run on a Hopper GPU: as exact as Triton there, and faster. cuDNN is not chosen before it is known to repeat its
-# gradients bit by bit. fa3 comes after Triton, which takes all that it takes: 'auto' never makes a run that two runs
-# cannot repeat bit by bit.
+# by a run on a Hopper GPU: as exact as Triton there, and faster. cuDNN is never chosen: its
+# gradients differed from run to run on that GPU. fa3 comes after Triton, which takes all that it takes. So 'auto' never
+# makes a run that two runs cannot repeat bit by bit.
 BACKENDS = (
     Backend("cudnn", cudnn.attend, cudnn.refuses, {}),
     Backend(
@@ -56,7 +56,8 @@ def flash_attention(
     made in the inputs' dtype (bfloat16, float16, float32) and accumulated in float32. With `return_lse` also the
     natural logarithm of the denominator, float32 (b, h, s), sinks included. Differentiable in q, k, v and sinks,
     through both results; under jax.checkpoint the backward pass runs the forward kernel again unless the policy saves
-    the residuals named RESIDUALS (cuDNN's always runs again). Results repeat bit by bit, but for fa3's gradients.
+    the residuals named RESIDUALS (cuDNN's always runs again). Results repeat bit by bit, except for the
+    gradients of fa3 and cuDNN.
 
     `backend`: 'auto', or a name in BACKENDS. `fallback`: 'warn' takes 'auto' where that backend cannot run this on the
     device at hand. Raises ValueError for shapes that do not fit, and registry.CannotRun for a backend that cannot run.

@@ -1,4 +1,4 @@
-"""What is said at the end of a run."""
+"""The lines at the end of a run."""
 
 import dataclasses
 
