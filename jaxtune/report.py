@@ -8,7 +8,6 @@ run that is still going on is shown up to its last step.
 """
 
 import dataclasses
-import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -57,7 +56,7 @@ def read_record(folder: RunFolder, name: str) -> Record:
         raise UserError(f"{folder.metrics} is empty: no step has ended yet")
     if (count := len({name for row in rows for name in row} - {"step"})) > MOST_METRICS:
         raise UserError(f"{folder.metrics} has {count:,} metrics, and a page shows at most {MOST_METRICS:,}")
-    counts = json.loads(folder.counts.read_text()) if folder.counts.is_file() else {}
+    counts = dataclasses.asdict(counted) if (counted := folder.read_counts()) else {}
     samples = [*of_some_steps(folder.read_completions()), *folder.read_samples()]
     return Record(name, _options(config), rows, counts, samples, _step_time(folder, config))
 
@@ -68,8 +67,8 @@ def _step_time(folder: RunFolder, config: Config) -> StepTime | None:
         return None
     try:
         return StepTime.read(file)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{file} is damaged: {error}; remove it, and the report is made without it") from error
+    except UserError as error:
+        raise UserError(f"{error}; remove it, and the report is made without it") from error
 
 
 def _options(config: Config) -> dict[str, Any]:

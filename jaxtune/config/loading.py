@@ -179,7 +179,7 @@ def to_json(config: Config) -> str:
     return hide_secrets(json.dumps(as_dict(config), indent=2)) + "\n"
 
 
-def from_json(text: str, source: str = "saved config") -> Config:
+def from_json(text: str | bytes, source: str = "saved config") -> Config:
     """The config that `to_json` wrote; options added since then have their defaults. `source` is its name in errors.
 
     An option that was renamed since then is read by its old name.
@@ -189,7 +189,7 @@ def from_json(text: str, source: str = "saved config") -> Config:
     """
     try:
         values = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # ValueError: bad JSON, bad UTF-8, a number of thousands of digits
         raise UserError(f"{source}: not JSON: {error}") from error
     if isinstance(values, dict) and "model_type" in values:
         raise UserError(f"{source}: it describes a model, not a run")

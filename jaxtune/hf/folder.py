@@ -22,6 +22,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id
 
 from jaxtune.errors import UserError
+from jaxtune.json_file import read_json
 
 # Never *.bin (pickle) and never *.py (remote code).
 _TEXT_FILES = ["*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
@@ -112,19 +113,6 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     """Return generation_config.json of a model folder, empty where there is none."""
     path = folder / "generation_config.json"
     return read_json(path) if path.exists() else {}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; a UserError names the file and what is wrong with it."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path.parent} has no {path.name}") from None
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: bad JSON, bad UTF-8
-        raise UserError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds a JSON {type(value).__name__}; it must hold an object")
-    return value
 
 
 @contextmanager

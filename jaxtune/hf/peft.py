@@ -12,9 +12,10 @@ import jax
 
 from jaxtune.config.schema import Lora
 from jaxtune.errors import UserError
-from jaxtune.hf.folder import read_json, staged
+from jaxtune.hf.folder import staged
 from jaxtune.hf.sources import DTYPES, Source, current_name, open_sources
 from jaxtune.hf.weights import Tensor, write
+from jaxtune.json_file import read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 HEAD = "score.weight"  # of a classifier, which is trained in full beside the adapters

@@ -17,7 +17,7 @@ from jaxtyping import Shaped
 from safetensors import SafetensorError, safe_open
 
 from jaxtune.errors import UserError
-from jaxtune.hf.folder import read_json
+from jaxtune.json_file import read_json
 from jaxtune.models.places import Place
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from jaxtune.errors import UserError, is_failure
 from jaxtune.hf.chat_templates import find_template
-from jaxtune.hf.folder import read_generation_config, read_json
+from jaxtune.hf.folder import read_generation_config
+from jaxtune.json_file import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

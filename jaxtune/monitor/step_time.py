@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 
 from jax.profiler import ProfileData
 
+from jaxtune.errors import UserError
+from jaxtune.json_file import read_fields
 from jaxtune.plan.hlo import Frame, Instruction, Module
 from pallas_kernels.aot import COLLECTIVES
 
@@ -128,8 +130,13 @@ class StepTime:
 
     @classmethod
     def read(cls, file: Path) -> "StepTime":
-        """What `write` wrote. Raises ValueError or TypeError for another file."""
-        return cls(**json.loads(file.read_text(encoding="utf-8")))
+        """What `write` wrote. Raises UserError for another file."""
+        found = read_fields(file, cls)
+        phases = {phase for part in found.parts.values() for phase in part}
+        total = sum(time for part in found.parts.values() for time in part.values())
+        if found.alone.keys() != found.parts.keys() or not phases <= {*PHASES} or min(found.wall, total) <= 0:
+            raise UserError(f"{file} is damaged: its parts are not those of a step")
+        return found
 
 
 def read_step_time(folder: Path, text: str, steps: int) -> StepTime:

@@ -1,6 +1,5 @@
 """What the model card of a run says: its data, options, losses and recipe, without a path of the machine."""
 
-import json
 import math
 import re
 from pathlib import Path
@@ -27,11 +26,10 @@ def card_rows(config: Config, folder: RunFolder, steps: int, tokens: int) -> dic
     """Rows of the card's table, for a model as it was after so many steps and tokens."""
     data, optim, lora = config.data, config.optim, config.lora
     rows = {"data": _data_in_words(data.datasets)}
-    if folder.counts.is_file():
-        found = json.loads(folder.counts.read_text())
-        counted = f"{found['target_tokens']:,} of {found['tokens']:,} tokens trained"
-        counted = counted if config.model.head == "lm" else f"{found['tokens']:,} tokens"
-        rows["documents"] = f"{found['documents']:,}, {counted}"
+    if counts := folder.read_counts():
+        counted = f"{counts.target_tokens:,} of {counts.tokens:,} tokens trained"
+        counted = counted if config.model.head == "lm" else f"{counts.tokens:,} tokens"
+        rows["documents"] = f"{counts.documents:,}, {counted}"
     rows |= {
         "steps": f"{steps:,}",
         "tokens": f"{tokens:,}, in rows of {data.seq_len:,}",

@@ -13,6 +13,7 @@ from jaxtune.config import from_json, to_json
 from jaxtune.config.schema import Config
 from jaxtune.data import Counts
 from jaxtune.errors import UserError
+from jaxtune.json_file import read_fields
 from jaxtune.monitor import metrics
 
 
@@ -100,7 +101,11 @@ class RunFolder:
         """The recorded config. Raises UserError if this is not a run folder."""
         if not self.config.is_file():
             raise UserError(f"{self.path} is not a run folder: it has no config.json")
-        return from_json(self.config.read_text(), str(self.config))
+        return from_json(self.config.read_bytes(), str(self.config))
+
+    def read_counts(self) -> Counts | None:
+        """The recorded counts; None: of a stream there are none. Raises UserError for a damaged file."""
+        return read_fields(self.counts, Counts) if self.counts.is_file() else None
 
     def add_sample(self, step: int, prompt: str, text: str) -> None:
         """Record what the model of a step wrote, with the prompt that it begins with."""

@@ -35,6 +35,7 @@ def _list_of(words: str, *types: type) -> Kind:
 
 _SIZE, _FROM_0, _LAYERS, _NUMBER, _POSITIVE = _whole(1), _whole(0), _whole(1, 10_000), _number(), _number(0)
 _FLAG, _WORD = Kind("true or false", lambda value: type(value) is bool), Kind("a text", lambda v: isinstance(v, str))
+_POSITIONS = Kind(_SIZE.words, lambda value: _POSITIVE.fits(value) and value == int(value))  # some files have 8192.0
 _OBJECT = Kind("an object", lambda value: isinstance(value, dict))
 _PATTERN = Kind(
     "a whole number from 1, or letters L and G",
@@ -51,7 +52,8 @@ _NAMES = {
     _FROM_0: "num_experts n_shared_experts moe_num_shared_experts shared_expert_intermediate_size "
     "first_k_dense_replace moe_layer_start_index max_window_layers qk_rope_head_dim",
     _whole(-1): "moe_layer_end_index",
-    _POSITIVE: "max_position_embeddings original_max_position_embeddings rms_norm_eps layer_norm_eps norm_epsilon "
+    _POSITIONS: "max_position_embeddings original_max_position_embeddings",
+    _POSITIVE: "rms_norm_eps layer_norm_eps norm_epsilon "
     "rope_theta rope_local_base_freq factor query_pre_attn_scalar logits_scaling low_freq_factor high_freq_factor "
     "attn_logit_softcapping final_logit_softcapping initializer_range partial_rotary_factor swiglu_limit",
     _NUMBER: "beta_fast beta_slow attention_factor mscale mscale_all_dim routed_scaling_factor router_aux_loss_coef "

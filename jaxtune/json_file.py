@@ -1,0 +1,46 @@
+"""JSON files that programs have written, of which a value may be damaged or of another type."""
+
+import dataclasses
+import json
+import sys
+import typing
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jaxtune.errors import UserError
+
+T = TypeVar("T")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises UserError, which names the file and what is wrong with it."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path.parent} has no {path.name}") from None
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: bad JSON, bad UTF-8
+        raise UserError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds a JSON {type(value).__name__}; it must hold an object")
+    return value
+
+
+def read_fields(path: Path, kind: type[T]) -> T:
+    """The dataclass whose fields a JSON file holds; their annotations are plain types and dict[str, such a type].
+
+    Raises UserError as `read_json`, and for a field that is absent or of another type.
+    """
+    found, types = read_json(path), typing.get_type_hints(kind)
+    for field in dataclasses.fields(typing.cast(Any, kind)):
+        if field.name not in found or not _is(found[field.name], types[field.name]):
+            value = f"{json.dumps(found[field.name]):.60}" if field.name in found else "absent"
+            raise UserError(f"{path} is damaged: {field.name} is {value}")
+    return kind(**{field.name: found[field.name] for field in dataclasses.fields(typing.cast(Any, kind))})
+
+
+def _is(value: Any, kind: Any) -> bool:
+    if typing.get_origin(kind) is dict:
+        return isinstance(value, dict) and all(_is(inner, typing.get_args(kind)[1]) for inner in value.values())
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return type(value) is kind
