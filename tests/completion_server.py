@@ -45,11 +45,12 @@ class CompletionServer:
                 self.reply(*server.answer(self.path, body, self.headers.get("Authorization")))
 
             def reply(self, status: int, answer: Any):
-                text = answer if isinstance(answer, str) else json.dumps(answer)
+                text = answer if isinstance(answer, str | bytes) else json.dumps(answer)
+                content = text.encode() if isinstance(text, str) else text
                 self.send_response(status)
-                self.send_header("Content-Length", str(len(text.encode())))
+                self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
-                self.wfile.write(text.encode())
+                self.wfile.write(content)
 
             def log_message(self, format, *arguments):
                 pass
@@ -72,7 +73,7 @@ class CompletionServer:
         return f"http://127.0.0.1:{self._http.server_port}"
 
     def answer(self, path: str, body: dict[str, Any], authorization: str | None) -> tuple[int, Any]:
-        """The status and what is sent, text or JSON."""
+        """The status and what is sent: text, bytes or JSON."""
         with self._lock:
             self.requests.append((path, body))
             if self.failures:

@@ -19,6 +19,8 @@ from jaxtune.errors import UserError
 _WANDB_ID, _AIM_HASH = "wandb_id.txt", "aim_hash.txt"
 IDS = (_WANDB_ID, _AIM_HASH)
 """Files in the folder of a run by which it goes on in these."""
+MOST = {"tokens": 1e18, "step_seconds": 1e9}
+"""Metrics over which others are drawn, and how large they may be."""
 _PACKAGES = {
     "tensorboardX": ("log.tensorboard", "pip install 'jaxtune[tensorboard]'"),
     "wandb": ("log.wandb.enabled", "pip install 'jaxtune[wandb]'"),
@@ -103,13 +105,16 @@ def read(path: pathlib.Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl, without a half-written last line.
 
     Raises UserError, with file and line, for a line that is not an object with a step, and for a metric that is neither
-    a number nor a text.
+    a number nor a text, or out of the range of MOST.
     """
     rows = read_rows(path)
     for line, row in enumerate(rows, start=1):
         for name, value in row.items():
             if not isinstance(value, int | float | str) or (isinstance(value, int) and value.bit_length() > 64):
                 what = "not a number or a text" if not isinstance(value, int) else "a number of more than 64 bits"
+                raise UserError(f"{path}, line {line}: {name} is {reprlib.repr(value)}, {what}")
+            if name in MOST and (isinstance(value, str) or not 0 <= value <= MOST[name]):
+                what = f"not a number from 0 to {MOST[name]:g}"
                 raise UserError(f"{path}, line {line}: {name} is {reprlib.repr(value)}, {what}")
     return rows
 

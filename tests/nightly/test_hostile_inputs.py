@@ -270,7 +270,7 @@ class _Answers(CompletionServer):
     body = b""
 
     def answer(self, path, body, authorization):
-        return 200, self.body.decode(errors="surrogateescape")
+        return 200, self.body
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,10 @@ from jaxtune.models.families import (
 )
 from jaxtune.models.families.entries import Entries
 from jaxtune.models.places import Tensor
-from jaxtune.models.spec import ModelSpec
+from jaxtune.models.spec import Experts, ModelSpec
+
+MOST_EXPERTS = 100_000
+"""Of all layers together; DeepSeek-V3 has 14,848."""
 
 FAMILIES: dict[str, ModuleType] = {
     "cohere2": cohere2,
@@ -120,9 +123,13 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
     if kind not in FAMILIES:
         raise UserError(f"config.json: model_type={kind!r} is not supported; supported: {', '.join(FAMILIES)}")
     try:
-        return FAMILIES[kind].read_spec(config)
+        spec = FAMILIES[kind].read_spec(config)
     except KeyError as error:
         raise UserError(f"config.json: {error} is missing; a {kind} model has it") from None
+    experts = sum(layer.feed_forward.count for layer in spec.layers if isinstance(layer.feed_forward, Experts))
+    if experts > MOST_EXPERTS:  # each of their tensors has a name, which takes longer than anyone waits
+        raise UserError(f"config.json: {experts:,} experts in {len(spec.layers):,} layers; at most {MOST_EXPERTS:,}")
+    return spec
 
 
 def names_of(spec: ModelSpec) -> dict[str, str | Tensor]:

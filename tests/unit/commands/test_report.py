@@ -85,6 +85,8 @@ def broken(folder, line):
             lambda folder: broken(folder, '{"step": 4, "a": ' + "[" * 10**5 + "]" * 10**5 + "}"),
             "line 4: not a JSON object",
         ),
+        (lambda folder: broken(folder, '{"step": 4, "step_seconds": NaN}'), "step_seconds is nan, not a number from 0"),
+        (lambda folder: broken(folder, '{"step": 4, "tokens": ""}'), "tokens is '', not a number from 0"),
         (lambda folder: broken(folder, f'{{"step": 4, "loss": {10**400}}}'), "a number of more than 64 bits"),
         (lambda folder: broken(folder, f'{{"step": {10**400}}}'), "line 4: step is 100"),
         (

@@ -189,6 +189,7 @@ def test_letters_say_which_layers_have_a_window():
             {"num_hidden_layers": 10**12},
             "num_hidden_layers is 10{12}; .* from 1 to 10000",
         ),
+        ("granitemoe", {"num_local_experts": 100_000}, "400,000 experts in 4 layers; at most 100,000"),
         ("llama", {"num_hidden_layers": None}, "num_hidden_layers is null; it must be a whole number"),
         ("llama", {"hidden_size": True}, "hidden_size is True; it must be a whole number from 1"),
         ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; it must be a number above 0"),

@@ -1,0 +1,120 @@
+"""Two hundred damaged files of each kind that jaxtune writes: each is found and named, or changes nothing.
+
+CAMPAIGN_SEED, a number, damages other places.
+"""
+
+import logging
+import os
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from faults.test_checkpoint_faults import assert_is, files_of, restore, save_steps
+from runs import conversations
+from tiny import byte_tokenizer
+
+from jaxtune.checkpoint import CheckpointManager
+from jaxtune.config.schema import Dataset
+from jaxtune.data.documents import tokenize
+from jaxtune.errors import UserError
+from jaxtune.run.kept import kept
+
+COVERS = ("jaxtune/checkpoint", "jaxtune/data/cache.py", "jaxtune/data/documents.py", "jaxtune/run/kept.py")
+SEED, DAMAGES = int(os.environ.get("CAMPAIGN_SEED", "0")), 200
+
+
+def damage(content: bytes, rng: random.Random) -> bytes:
+    """A flipped bit, mostly; or a part that is zero, lacks, is repeated, or is cut off."""
+    first, length = rng.randrange(len(content)), rng.choice((1, 8, 512, 4096))
+    before, part, after = content[:first], content[first : first + length], content[first + length :]
+    match rng.choice(("flip", "flip", "flip", "zero", "lack", "repeat", "cut")):
+        case "flip":
+            return before + bytes([part[0] ^ 1 << rng.randrange(8)]) + content[first + 1 :]
+        case "zero":
+            return before + bytes(len(part)) + after
+        case "lack":
+            return before + after
+        case "repeat":
+            return before + part + part + after
+    return before
+
+
+@pytest.fixture
+def damaged(request, capsys, caplog):
+    """Damages files of a folder, one at a time, and reads: what is read is as without damage, or a message names it."""
+
+    def campaign(good: Path, is_as_without: Callable[[Path], bool], inside: str = ".") -> None:
+        rng, outcomes = random.Random(SEED), Counter[str]()
+        for number in range(DAMAGES):
+            folder = good.with_name(f"damaged-{number}")
+            shutil.copytree(good, folder)
+            file = rng.choice(files_of(folder / inside))
+            file.write_bytes(damage(file.read_bytes(), rng))
+            caplog.clear()
+            try:
+                whole = is_as_without(folder)
+                said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+            except UserError as error:
+                whole, said = False, [str(error)]
+            assert whole or any(str(folder) in message for message in said), f"{file}: {said or 'nothing was said'}"
+            outcomes["named" if said else "as without"] += 1
+            shutil.rmtree(folder)
+        with capsys.disabled():
+            print(f"\nseed {SEED}: {request.node.name}: {dict(outcomes)}")
+        assert outcomes["named"] > DAMAGES / 3
+
+    return campaign
+
+
+def test_checkpoints(tmp_path, damaged):
+    save_steps(tmp_path / "good", 1, 2)
+
+    def newest(folder: Path) -> bool:
+        restored = restore(CheckpointManager(folder))
+        assert_is(restored, restored.step)
+        return restored.step == 2
+
+    damaged(tmp_path / "good", newest, inside="2")
+
+
+def test_token_caches(tmp_path, damaged):
+    """They are made again from their source."""
+    tokenizer = byte_tokenizer(tmp_path / "tokenizer")
+    entries = (Dataset(path=str(conversations(tmp_path / "chat.jsonl"))),)
+
+    def content(folder: Path) -> list[str]:
+        part = tokenize(entries, tokenizer, folder).parts[0]
+        arrays = (*part.values.values(), part.offsets, part.units, part.targets, part.continuous)
+        return [part.name, part.key, *(repr(array.tobytes()) for array in arrays)]
+
+    good = content(tmp_path / "good")
+
+    def same(folder: Path) -> bool:
+        assert content(folder) == good
+        return True
+
+    damaged(tmp_path / "good", same)
+
+
+def test_scores_of_teachers_and_references(tmp_path, damaged):
+    values = np.random.default_rng(0).normal(size=5000).astype(np.float32)
+
+    def write(path: Path) -> None:
+        with path.open("wb") as stream:
+            np.save(stream, values)
+
+    kept(tmp_path / "good" / "scores.npy", write)
+
+    def same(folder: Path) -> bool:
+        np.testing.assert_array_equal(kept(folder / "scores.npy", write), values)
+        return True
+
+    damaged(tmp_path / "good", same)
+
+
+def test_exports(tmp_path, damaged):
+    pytest.fail("once exports have checksums")
