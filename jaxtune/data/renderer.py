@@ -24,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 MAX_CHARS = 2**26
-MAX_BYTES = 2**31  # of the process's memory: some copies of so many characters
+MAX_BYTES = 2**30  # of the process's memory: a text of MAX_CHARS, and what it is made of
 RENDERED, FAILED = b"+", b"-"
 # Unicode noncharacters: no text may contain them, so they can mark the ends of {% generation %} blocks.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"

@@ -218,12 +218,16 @@ def on_main(work: Callable[[], None]) -> None:
         raise failure or UserError("process 0 failed, and says why")
 
 
+_OF_COLLECTIVES = ("Gloo", "NCCL", "UNAVAILABLE")  # in errors of XLA: its libraries, or its service does not answer
+
+
 @contextmanager
 def leaving_after_failure() -> Iterator[None]:
     """Where several processes run and this one fails, it ends, LEAVE_SECONDS later at the latest.
 
     At exit jax would wait for the others, for minutes, while they may wait for this one in a collective. If all fail
-    alike, they end at once.
+    alike, they end at once. Of a collective that failed, mostly because another process has ended, one line is shown;
+    the exit code is 1, so that launchers start all again.
     """
     try:
         yield
@@ -233,6 +237,11 @@ def leaving_after_failure() -> Iterator[None]:
             leave = threading.Timer(LEAVE_SECONDS, os._exit, (code,))
             leave.daemon = True
             leave.start()
+            if isinstance(error, jax.errors.JaxRuntimeError) and any(sign in str(error) for sign in _OF_COLLECTIVES):
+                said = f"process {jax.process_index()}: a collective with the other processes failed: {error}"
+                more = "If one of them has ended, its log says why. A restart continues from the last checkpoint"
+                print(f"jaxtune: error: {' '.join(said.split())}. {more}", file=sys.stderr, flush=True)
+                raise SystemExit(1) from error
         raise
 
 

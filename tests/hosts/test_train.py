@@ -79,6 +79,7 @@ def test_two_processes_one_killed_then_hanging_and_resumed_as_one(home, tmp_path
     assert launcher.wait(timeout=60) == 1
     assert not Path(f"/proc/{stopped}").exists(), "a stopped process is ended too"
     logs = [log.read_text() for log in sorted((tmp_path / "logs").iterdir())]
+    assert "Traceback" not in logs[0], "a process that has lost the other says so in a line"
     assert "step 1/24" in logs[0] and "step 1/24" not in logs[1], "only process 0 reports"
     stacks = folder / "stacks-0.txt"
     assert "process 0 hangs in 'step': nothing has ended for 8 s" in logs[0] and f"are in {stacks}\n" in logs[0]

@@ -46,8 +46,8 @@ def home(tmp_path_factory):
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """The files of an export but its card, which names the run."""
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "README.md"}
+    """The files of an export but its card and the picture in it, which name the run."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix not in (".md", ".png")}
 
 
 def kill_at_random(command: list[str], seconds: float, rng: random.Random) -> bool:
