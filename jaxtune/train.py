@@ -6,16 +6,23 @@ In Python this module is called, as a function: `run = jaxtune.train("quickstart
 returns a `jaxtune.Run` (run.folder, run.last, run.generate), and takes what `jaxtune.config_of` takes.
 """
 
-import logging
 import sys
+
+from jaxtune import command
+
+if __name__ == "__main__":  # flags and recipe are read before what takes seconds to import
+    sys.exit(command.main("train"))
+
+import logging
 import types
 from functools import partial
 from typing import Any
 
 import jax
+from absl.flags import FlagValues
 from jax.experimental import multihost_utils
 
-from jaxtune import command, data, hf
+from jaxtune import data, hf
 from jaxtune.checkpoint import CheckpointManager
 from jaxtune.checkpoint.mirror import Mirror
 from jaxtune.config.schema import Config
@@ -241,8 +248,10 @@ class _Callable(types.ModuleType):
         return Run(run_folder(config).path.absolute(), finished)
 
 
-sys.modules[__name__].__class__ = _Callable
-main = partial(command.run, lambda values: None, lambda values, config: 0 if train(config) else command.STOPPED)
+def run_command(_: FlagValues, config: Config) -> int:
+    """Trains; returns the command's exit code."""
+    return 0 if train(config) else command.STOPPED
 
-if __name__ == "__main__":
-    sys.exit(main())
+
+sys.modules[__name__].__class__ = _Callable
+main = partial(command.main, "train")

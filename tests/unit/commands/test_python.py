@@ -9,7 +9,7 @@ import jaxtune
 from jaxtune.config import new_config, to_json
 from jaxtune.config.schema import Config
 from jaxtune.python import mesh_put_back
-from jaxtune.run.answers import Manner
+from jaxtune.run.manner import Manner
 
 
 def test_importing_jaxtune_is_quick_and_train_is_one_thing_however_it_is_imported():

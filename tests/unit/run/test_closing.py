@@ -4,9 +4,9 @@ import dataclasses
 
 from jaxtune import generate
 from jaxtune.config.schema import Config, Eval
-from jaxtune.run.answers import Manner
 from jaxtune.run.folder import RunFolder, closing
 from jaxtune.run.generation import SAMPLE
+from jaxtune.run.manner import Manner
 
 
 def generate_command(folder, chat: bool, **options) -> str:
