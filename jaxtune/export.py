@@ -55,6 +55,9 @@ def check_output(output: Path | RemoteFolder, kind: str) -> None:
         try:
             found = {name.partition("/")[0] for name in output.names()}
             written = output.read(CARD) if CARD in found else written
+            storage.check_unused(output, UNFINISHED)
+        except UserError:
+            raise
         except Exception as error:  # each file system raises types of its own
             raise UserError(f"--output={output.url} cannot be read: {storage.reason(error)}") from error
     elif output.exists():
