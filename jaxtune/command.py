@@ -1,7 +1,10 @@
 """What all commands share: flags, the recipe and its overrides, and error messages without a traceback."""
 
+import ast
 import difflib
 import errno
+import importlib
+import importlib.util
 import inspect
 import os
 import pathlib
@@ -13,6 +16,7 @@ from typing import Any
 
 from absl import flags
 
+from jaxtune.command_flags import COMMANDS
 from jaxtune.config import keys, read_recipe
 from jaxtune.config.foreign import DIALECTS
 from jaxtune.config.recipe import own_recipes
@@ -27,23 +31,34 @@ REFUSED = 2
 _SETTING = re.compile(r"--?(?:no)?config\.([^=]+)")
 
 
+def main(name: str, argv: list[str] | None = None) -> int:
+    """Runs a command of `command_flags`. Its module is imported only once its flags and its recipe have been read."""
+    command, module = COMMANDS[name], f"jaxtune.{name}"
+
+    def body(values: flags.FlagValues, config: Config | None) -> int | None:
+        return importlib.import_module(module).run_command(values, config)
+
+    return run(command.define_flags, body, argv, command.with_config, command.recipe, module)
+
+
 def run(
     define_flags: Callable[[flags.FlagValues], None],
     body: Callable[[flags.FlagValues, Any], int | None],
     argv: list[str] | None = None,
     with_config: bool = True,
     recipe: Callable[[flags.FlagValues], str | None] | None = None,
+    module: str | None = None,
 ) -> int:
-    """Parses the command line and calls `body(flags, config)`; `main` of every command is a partial of this.
+    """Parses the command line and calls `body(flags, config)`.
 
     Args:
-        define_flags: Defines the command's own flags with `absl.flags.DEFINE_*(..., flag_values=values)`; the docstring
-            of its module is the head of --help.
+        define_flags: Defines the command's own flags with `absl.flags.DEFINE_*(..., flag_values=values)`.
         body: The command, which may return an exit code; its config is None without `with_config`.
         argv: Arguments without the program's name; None: those of the process.
         with_config: Whether the command takes --config=RECIPE[:ARGUMENT] and --config.SECTION.OPTION=VALUE.
         recipe: From the flags to the recipe used if --config is not given; None: --config is required, "": none is
             needed, and the config is None.
+        module: The module whose docstring is the head of --help; None: that of `define_flags`.
 
     Returns:
         The exit code: 2 after a UserError, which is printed to stderr as `jaxtune: error: ...`.
@@ -59,9 +74,17 @@ def run(
         meaning = "the system that a YAML file of another system was written for; its keys tell if it is not said"
         flags.DEFINE_enum("dialect", None, list(DIALECTS), meaning, flag_values=values)
     if {"-h", "--help", "-help"} & set(arguments):
-        print(f"{inspect.getdoc(sys.modules[define_flags.__module__])}\n\n{_flags_help(values)}")
+        head = docstring(module) if module else inspect.getdoc(sys.modules[define_flags.__module__])
+        print(f"{head}\n\n{_flags_help(values)}")
         return 0
     return guarded(lambda: body(values, _parse(values, arguments, with_config, recipe)))
+
+
+def docstring(module: str) -> str:
+    """The docstring of a module, which is read without importing it."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None
+    return ast.get_docstring(ast.parse(pathlib.Path(spec.origin).read_text(encoding="utf-8"))) or ""
 
 
 def guarded(body: Callable[[], int | None]) -> int:

@@ -7,12 +7,18 @@ The last check trains a tiny model for three steps on the default device, and co
 code 1 if something is broken.
 """
 
+import sys
+
+from jaxtune import command
+
+if __name__ == "__main__":  # flags and recipe are read before what takes seconds to import
+    sys.exit(command.main("doctor"))
+
 import json
 import os
 import platform
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +32,6 @@ from huggingface_hub import constants, get_token
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from jaxtune import command
 from jaxtune.parallel.multihost import visible_gpus
 
 LEAST_DRIVER = {"cuda12": 525, "cuda13": 580}  # the driver's major version that each CUDA needs on Linux
@@ -329,11 +334,8 @@ def _major(version: str) -> int:
     return int(version.partition(".")[0])
 
 
-def _define_flags(values: flags.FlagValues) -> None:
-    flags.DEFINE_string("output_dir", "runs", "where runs are written: train.output_dir", flag_values=values)
-
-
-def _main(values: flags.FlagValues, _: None) -> int:
+def run_command(values: flags.FlagValues, _: None) -> int:
+    """Prints what the checks found; returns 1 if something is broken."""
     found = findings(Path(values.output_dir))
     print("\n".join(map(str, found)))
     broken = sum(finding.state == "broken" for finding in found)
@@ -341,7 +343,4 @@ def _main(values: flags.FlagValues, _: None) -> int:
     return 1 if broken else 0
 
 
-main = partial(command.run, _define_flags, _main, with_config=False)
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = partial(command.main, "doctor")

@@ -14,13 +14,18 @@ or to --output.
 """
 
 import sys
+
+from jaxtune import command
+
+if __name__ == "__main__":  # flags and recipe are read before what takes seconds to import
+    sys.exit(command.main("evaluate"))
+
 from functools import partial
 from pathlib import Path
 
 import jax
 from absl import flags
 
-from jaxtune import command
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 from jaxtune.parallel.mesh import make_mesh
@@ -34,30 +39,8 @@ from jaxtune.run.validation import evaluate
 OF_TASKS = ("num_fewshot", "limit", "include_path", "apply_chat_template")
 
 
-def _define_flags(values: flags.FlagValues) -> None:
-    flags.DEFINE_string("run", None, "folder of the run", flag_values=values)
-    flags.DEFINE_integer("step", None, "checkpoint of the run; default: the newest good one", flag_values=values)
-    flags.DEFINE_string("model", None, "Hugging Face folder, hub id or adapter, instead of a run", flag_values=values)
-    meaning = "tasks, groups or tags of lm-eval, or patterns of them, instead of validation data"
-    flags.DEFINE_list("tasks", [], meaning, flag_values=values)
-    meaning = "examples before each question of --tasks; default: as the task says"
-    flags.DEFINE_integer("num_fewshot", None, meaning, flag_values=values)
-    meaning = "only so many questions of each task, or below 1 that share of them: for a try"
-    flags.DEFINE_float("limit", None, meaning, flag_values=values)
-    flags.DEFINE_string("include_path", None, "folder with YAML files of your own tasks", flag_values=values)
-    meaning = "write what --tasks asks by the tokenizer's chat template, examples as turns of it"
-    flags.DEFINE_bool("apply_chat_template", False, meaning, flag_values=values)
-    meaning = "JSON file for the results of --tasks; default: RUN/lm_eval/STEP-TIME.json, none without a run"
-    flags.DEFINE_string("output", None, meaning, flag_values=values)
-
-
-def _recipe(values: flags.FlagValues) -> str | None:
-    if values.run is not None:
-        return str(RunFolder(Path(values.run)).config)
-    return "" if values.tasks and values.model is not None else None
-
-
-def _main(values: flags.FlagValues, config: Config | None) -> None:
+def run_command(values: flags.FlagValues, config: Config | None) -> None:
+    """Prints the metrics, or the table of --tasks."""
     if config is not None and values.run is not None and values.config is None:
         config = config_to_evaluate(config, values.run, reads_data=not values.tasks)
     if values.tasks:
@@ -93,7 +76,4 @@ def _run_tasks(values: flags.FlagValues, config: Config | None) -> None:
         print(f"results: {output}")
 
 
-main = partial(command.run, _define_flags, _main, recipe=_recipe)
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = partial(command.main, "evaluate")

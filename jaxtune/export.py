@@ -1,7 +1,13 @@
 """Write a run's model as Hugging Face safetensors, quantized if asked for, or its adapter as PEFT."""
 
-import math
 import sys
+
+from jaxtune import command
+
+if __name__ == "__main__":  # flags and recipe are read before what takes seconds to import
+    sys.exit(command.main("export"))
+
+import math
 import tempfile
 from contextlib import ExitStack
 from functools import partial
@@ -10,7 +16,7 @@ from pathlib import Path
 import jax
 from absl import flags
 
-from jaxtune import command, hf
+from jaxtune import hf
 from jaxtune.checkpoint import storage
 from jaxtune.checkpoint.storage import RemoteFolder, open_folder
 from jaxtune.config.schema import Config, Mesh
@@ -49,6 +55,9 @@ def check_output(output: Path | RemoteFolder, kind: str) -> None:
         try:
             found = {name.partition("/")[0] for name in output.names()}
             written = output.read(CARD) if CARD in found else written
+            storage.check_unused(output, UNFINISHED)
+        except UserError:
+            raise
         except Exception as error:  # each file system raises types of its own
             raise UserError(f"--output={output.url} cannot be read: {storage.reason(error)}") from error
     elif output.exists():
@@ -62,22 +71,8 @@ def check_output(output: Path | RemoteFolder, kind: str) -> None:
         raise UserError(f"--output={place} holds other things ({', '.join(others[:3])}{more}); name a new folder")
 
 
-def _define_flags(values: flags.FlagValues) -> None:
-    flags.DEFINE_string("run", None, "folder of the run", flag_values=values, required=True)
-    flags.DEFINE_string(
-        "output", None, "folder to write, or its URL (s3://, gs://, ...)", flag_values=values, required=True
-    )
-    flags.DEFINE_integer("step", None, "checkpoint; default: the newest good one", flag_values=values)
-    flags.DEFINE_list("format", None, "hf, peft, or both; default: what the run trained", flag_values=values)
-    flags.DEFINE_bool("merge", False, "fold the adapter into the model", flag_values=values)
-    flags.DEFINE_enum("quantize", None, list(hf.SCHEMES), "quantize a whole model's layers", flag_values=values)
-    meaning = "Python file of your own with the model's family (docs/plugins.md); again for more"
-    flags.DEFINE_multi_string("plugin", [], meaning, flag_values=values)
-    flags.DEFINE_string("push_to_hub", None, "OWNER/NAME on the hub to upload it to as well", flag_values=values)
-    flags.DEFINE_bool("private", False, "nobody else may see what is uploaded", flag_values=values)
-
-
-def _main(values: flags.FlagValues, _: None) -> None:
+def run_command(values: flags.FlagValues, _: None) -> None:
+    """Writes the export, here or to a URL."""
     folder = RunFolder(Path(values.run))
     if unknown := set(values.format or ()) - set(FORMATS):
         raise UserError(f"--format={','.join(sorted(unknown))}: not one of {', '.join(FORMATS)}")
@@ -128,7 +123,4 @@ def _export(values: flags.FlagValues, folder: RunFolder, output: Path, remote: R
             print(f"uploaded: {hf.upload(output, values.push_to_hub, values.private)}")
 
 
-main = partial(command.run, _define_flags, _main, with_config=False)
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = partial(command.main, "export")

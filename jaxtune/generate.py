@@ -7,56 +7,28 @@ Samples of --input have a column `prompt`, text or messages, or `messages`, of w
 A line of the output is the sample with `completion`, and `finish_reason`: stop, or length.
 """
 
+import sys
+
+from jaxtune import command
+
+if __name__ == "__main__":  # flags and recipe are read before what takes seconds to import
+    sys.exit(command.main("generate"))
+
 import contextlib
 import json
-import math
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO, get_args, get_type_hints
+from typing import Any, TextIO
 
 from absl import flags
 
-from jaxtune import command
-from jaxtune.config.schema import Dataset, Quant
+from jaxtune.config.schema import Dataset
 from jaxtune.data.sources import open_source
 from jaxtune.errors import UserError
-from jaxtune.run.answers import BOUNDS, Answering, Manner, mesh_of, open_model
+from jaxtune.run.answers import Answering, mesh_of, open_model
+from jaxtune.run.manner import BOUNDS, Manner
 from jaxtune.run.ready import check_writable
-
-NUMBERS = {
-    "max_new_tokens": "maximum number of tokens to add",
-    "temperature": "0 takes the likeliest token",
-    "top_p": "only the likeliest tokens of this total probability",
-    "top_k": "only so many of the likeliest tokens",
-    "min_p": "only tokens of this share of the likeliest one's probability",
-    "repetition_penalty": "above 1, tokens that were there are less likely",
-    "seed": "seed of the sampling",
-    "batch_size": "prompts of --input that are continued together",
-}
-
-
-def _define_flags(values: flags.FlagValues) -> None:
-    text = partial(flags.DEFINE_string, flag_values=values)
-    text("model", None, "Hugging Face folder, hub id, adapter, or run folder", required=True)
-    text("adapter", None, "folder of a PEFT adapter of --model, a base")
-    text("prompt", None, "text to continue, or to answer with --chat")
-    text("input", None, "file of prompts: jsonl, json, csv, parquet, or a dataset on the hub")
-    text("output", None, "JSON lines file for what follows the prompts of --input; default: the terminal")
-    flags.DEFINE_bool("chat", False, "put prompts that are text into the tokenizer's chat template", flag_values=values)
-    for name, meaning in NUMBERS.items():
-        low, high = BOUNDS[name]
-        define = flags.DEFINE_integer if isinstance(low, int) else flags.DEFINE_float
-        bounds = {"lower_bound": low, "upper_bound": None if math.isinf(high) else high}
-        define(name, getattr(Manner(), name), meaning, flag_values=values, **bounds)  # type: ignore[arg-type]
-    flags.DEFINE_multi_string("stop", [], "text that ends what is made; may be given several times", flag_values=values)
-    flags.DEFINE_integer("step", None, "checkpoint of a run; default: the newest good one", flag_values=values)
-    formats = get_args(get_args(get_type_hints(Quant)["format"])[0])
-    flags.DEFINE_enum("quant", None, formats, "quantize the weights of the base as they are read", flag_values=values)
-    meaning = "Python file of your own with the model's family (docs/plugins.md); again for more"
-    flags.DEFINE_multi_string("plugin", [], meaning, flag_values=values)
-    flags.DEFINE_list("mesh", [], "devices of each axis, such as fsdp=4,tensor=2; default: one", flag_values=values)
 
 
 def _samples(path: str) -> Iterator[tuple[str, Any]]:
@@ -84,14 +56,15 @@ def _written(output: str | None) -> Iterator[TextIO]:
     part.replace(output)
 
 
-def _main(values: flags.FlagValues, _: None) -> None:
+def run_command(values: flags.FlagValues, _: None) -> None:
+    """Prints or writes what the model makes of the prompts."""
     if (values.prompt is None) == (values.input is None):
         raise UserError("give --prompt=... or --input=FILE, one of them")
     if values.output is not None and values.input is None:
         raise UserError("--output is of --input; a --prompt is continued in the terminal")
     if values.output is not None:
         check_writable(Path(values.output).parent, f"--output={values.output}")
-    manner = Manner(**{name: getattr(values, name) for name in NUMBERS}, stop=tuple(values.stop), chat=values.chat)
+    manner = Manner(**{name: getattr(values, name) for name in BOUNDS}, stop=tuple(values.stop), chat=values.chat)
     mesh, named = mesh_of(values.mesh), (values.adapter, values.step, values.quant, values.plugin)
     opened = open_model(values.model, mesh, *named)
     answering = Answering(opened, manner)
@@ -112,7 +85,4 @@ def _main(values: flags.FlagValues, _: None) -> None:
     print()
 
 
-main = partial(command.run, _define_flags, _main, with_config=False)
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = partial(command.main, "generate")

@@ -3,19 +3,17 @@
     python -m jaxtune.options [PATTERN]
     python -m jaxtune.options --from=FILE.yaml [--dialect=surogate|xorl|erniekit|qefficient|trl|axolotl]
 
-PATTERN is a regular expression; only options whose key or meaning contains a match are shown. If the output is not a
-terminal, columns are separated by tabs. --from shows what becomes of a config that was written for another system,
-which its options tell, or --dialect.
+PATTERN is a regular expression; only options whose key or meaning contains a match are shown. Each option is a line
+`KEY: TYPE = DEFAULT (UNIT, RANGE)`, then its meaning and its precondition, indented. --from shows what becomes of a
+config that was written for another system, which its options tell, or --dialect.
 """
 
 import inspect
 import re
+import shutil
 import sys
-
-import rich.box
-import rich.console
-import rich.table
-import rich.text
+import textwrap
+from functools import partial
 
 from jaxtune.command import guarded
 from jaxtune.config import foreign, keys, yaml_file
@@ -24,7 +22,7 @@ from jaxtune.config.recipe import read_recipe, recipe_file
 from jaxtune.config.rules import in_words
 from jaxtune.errors import UserError
 
-HEADS = ("option", "type", "default", "unit", "range", "only when", "meaning")
+WIDTH = 100  # of lines that do not go to a terminal
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -61,16 +59,12 @@ def _main(arguments: list[str]) -> None:
         raise UserError(f"one pattern at most, not {len(arguments)}: {' '.join(arguments)}")
     found = find(arguments[0] if arguments else "")
     twice = () if arguments else ("data.eval_datasets[i].",)
-    rows = [_row(option) for option in found if not option.key.startswith(twice)]
-    if not sys.stdout.isatty():
-        print("\n".join(map("\t".join, rows)))
-        return
-    table = rich.table.Table(*HEADS, box=rich.box.SIMPLE_HEAD)
+    width = shutil.get_terminal_size((WIDTH, 0)).columns
+    for option in found:
+        if not option.key.startswith(twice):
+            print(_described(option, width))
     if twice:
-        table.caption = "data.eval_datasets[i] has the options of data.datasets[i]."
-    for row in rows:
-        table.add_row(*map(rich.text.Text, row))  # Text: the brackets of a key are not markup
-    rich.console.Console().print(table)
+        print("data.eval_datasets[i] has the options of data.datasets[i].")
 
 
 def _translate(path: str, dialect: str | None) -> None:
@@ -90,9 +84,14 @@ def _translate(path: str, dialect: str | None) -> None:
         print(line)
 
 
-def _row(option: keys.Option) -> tuple[str, ...]:
-    rules = in_words(option.within), " and ".join(option.when)
-    return option.key, keys.describe(option.annotation), repr(option.default), option.unit, *rules, option.doc
+def _described(option: keys.Option, width: int) -> str:
+    limits = ", ".join(filter(None, (option.unit, in_words(option.within))))
+    head = f"{option.key}: {keys.describe(option.annotation)} = {option.default!r}" + (f" ({limits})" if limits else "")
+    lines = [head, f"    {option.doc}"]
+    if option.when:
+        lines.append(f"    only when {' and '.join(option.when)}")
+    fill = partial(textwrap.fill, width=width, subsequent_indent=" " * 6, break_long_words=False)
+    return "\n".join(map(fill, lines))
 
 
 if __name__ == "__main__":

@@ -9,9 +9,15 @@ With --shard=0/4, 1/4, 2/4 and 3/4 four machines that share data.cache_dir token
 follows, or prepare without --shard, joins them, and does what is missing.
 """
 
+import sys
+
+from jaxtune import command
+
+if __name__ == "__main__":  # flags and recipe are read before what takes seconds to import
+    sys.exit(command.main("prepare"))
+
 import itertools
 import re
-import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,7 +26,7 @@ from absl import flags
 from rich.console import Console
 from rich.text import Text
 
-from jaxtune import command, hf
+from jaxtune import hf
 from jaxtune.config.schema import Config
 from jaxtune.data import (
     Documents,
@@ -88,12 +94,6 @@ def _in_a_line(tokenizer: "PreTrainedTokenizerFast", tokens: list[int]) -> str:
     return str(tokenizer.decode(tokens)).replace("\n", "\\n")
 
 
-def _define_flags(values: flags.FlagValues):
-    flags.DEFINE_integer("show", 3, "samples to show", flag_values=values, lower_bound=0)
-    flags.DEFINE_string("shard", None, "I/N: only tokenise, the I-th of N shards, from 0", flag_values=values)
-    flags.DEFINE_bool("ids", False, "show each token with its id, label and weight", flag_values=values)
-
-
 def _shard(text: str) -> tuple[int, int]:
     numbers = re.fullmatch(r"(\d+)/(\d+)", text)
     if numbers is None or int(numbers[1]) >= int(numbers[2]):
@@ -101,7 +101,8 @@ def _shard(text: str) -> tuple[int, int]:
     return int(numbers[1]), int(numbers[2])
 
 
-def _main(values: flags.FlagValues, config: Config):
+def run_command(values: flags.FlagValues, config: Config) -> None:
+    """Prints what the data is, and samples of it."""
     config = labelled(config)
     assert config.model.path is not None
     folder = hf.folders(config.model, weights=False).tokenizer
@@ -146,7 +147,4 @@ def _main(values: flags.FlagValues, config: Config):
         console.print(Text(f"\nsample {i}{source}: ") + shown)
 
 
-main = partial(command.run, _define_flags, _main)
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = partial(command.main, "prepare")

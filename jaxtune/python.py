@@ -30,8 +30,9 @@ from jaxtune.monitor.series import Series, series
 from jaxtune.parallel.layout import RULES
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.run import process
-from jaxtune.run.answers import Answering, Manner, mesh_of, open_model
+from jaxtune.run.answers import Answering, mesh_of, open_model
 from jaxtune.run.folder import RunFolder
+from jaxtune.run.manner import Manner
 from jaxtune.run.validation import evaluate
 
 _OPTION = re.compile(r"--config\.(\w+)\.([\w.]+)=([\w./-]*\w)")  # as a command takes it
@@ -117,7 +118,7 @@ class Run:
             prompts: Each a text, or a list of messages ({"role": ..., "content": ...}); one text is a single prompt.
             step: The checkpoint; None: the newest good one, or what was exported where there is none.
             mesh: Devices of each axis, such as {"fsdp": 4}; None: one device.
-            **manner: Of `jaxtune.run.answers.Manner`: max_new_tokens, temperature, top_p, top_k, min_p,
+            **manner: Of `jaxtune.run.manner.Manner`: max_new_tokens, temperature, top_p, top_k, min_p,
                 repetition_penalty, stop, seed, batch_size, chat.
         """
         if unknown := sorted(manner.keys() - {field.name for field in dataclasses.fields(Manner)}):

@@ -2,20 +2,27 @@
 
 python -m jaxtune.train --config=quickstart
 
-In Python this module is called, as a function: `run = jaxtune.train("quickstart", optim={"learning_rate": 1e-4})`
-returns a `jaxtune.Run` (run.folder, run.last, run.generate), and takes what `jaxtune.config_of` takes.
+In Python this module is called, as a function: `run = jaxtune.train("quickstart")`.
 """
 
-import logging
 import sys
+
+from jaxtune import command
+
+if __name__ == "__main__":  # flags and recipe are read before what takes seconds to import
+    sys.exit(command.main("train"))
+
+import inspect
+import logging
 import types
 from functools import partial
 from typing import Any
 
 import jax
+from absl.flags import FlagValues
 from jax.experimental import multihost_utils
 
-from jaxtune import command, data, hf
+from jaxtune import data, hf
 from jaxtune.checkpoint import CheckpointManager
 from jaxtune.checkpoint.mirror import Mirror
 from jaxtune.config.schema import Config
@@ -234,15 +241,32 @@ class _Callable(types.ModuleType):
     """`jaxtune.train(...)` trains. Importing this module gives the package an attribute of its name: this is it."""
 
     def __call__(self, recipe: Any, *, dialect: str | None = None, **sections: Any) -> Run:
-        """Trains by `config_of(recipe, dialect=dialect, **sections)`, or goes on with that run."""
+        """Trains by a recipe, or continues its run: `run = jaxtune.train("quickstart", optim={"learning_rate": 1e-4})`.
+
+        Args:
+            recipe: What `jaxtune.config_of` takes: NAME or FILE, either with :ARGUMENT, or a config.
+            dialect: The system that a YAML file was written for; None: its keys tell.
+            **sections: Options by their section, as dicts.
+
+        Returns:
+            The run: its `folder`, whether it is `finished`, `last` metrics, `generate(prompts)`, `evaluate()`.
+
+        Raises:
+            UserError: What the command would print as an error.
+        """
         config = config_of(recipe, dialect=dialect, **sections)
         with mesh_put_back():
             finished = train(config)
         return Run(run_folder(config).path.absolute(), finished)
 
 
-sys.modules[__name__].__class__ = _Callable
-main = partial(command.run, lambda values: None, lambda values, config: 0 if train(config) else command.STOPPED)
+def run_command(_: FlagValues, config: Config) -> int:
+    """Trains; returns the command's exit code."""
+    return 0 if train(config) else command.STOPPED
 
-if __name__ == "__main__":
-    sys.exit(main())
+
+sys.modules[__name__].__class__ = _Callable
+# For help(jaxtune.train): what is called, not the parts of this module.
+__doc__ = inspect.getdoc(_Callable.__call__)
+__all__ = []
+main = partial(command.main, "train")

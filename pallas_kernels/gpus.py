@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 Capability = tuple[int, int]
 
 
@@ -79,6 +77,8 @@ class Device:
 
 def current_device() -> Device:
     """The device of the mesh in use (compile-only ones included), else the default one."""
+    import jax  # here, so that a command knows the names of GPUs before it takes seconds to import
+
     of_mesh = jax.sharding.get_abstract_mesh().abstract_device
     if of_mesh is None or of_mesh.platform is None:
         default = jax.config.values["jax_default_device"] or jax.devices()[0]

@@ -5,8 +5,11 @@ checkpoint once it has its manifest, which is copied last and removed first.
 """
 
 import logging
+import os
 import re
 import shutil
+import socket
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +22,7 @@ from jaxtune.errors import UserError
 
 logger = logging.getLogger("jaxtune")
 CHECKPOINTS = "checkpoints"
+OWNER = "mirrored_by"  # a file with the process that last began to copy its run there
 
 
 class Mirror:
@@ -31,6 +35,8 @@ class Mirror:
         self.released: Callable[[], None] = lambda: None
         """Called once it need not stay any longer."""
         self._run, self._records = run, tuple(records)
+        self._own = f"process {os.getpid()} on host {socket.gethostname()} ({uuid.uuid4().hex})".encode()
+        self._claimed = False
         self._same: dict[int, bytes] = {}  # manifests there that are known
         self._failure: str | None = None
         self._pending: Future[None] | None = None
@@ -107,6 +113,7 @@ class Mirror:
     def _bring_up_to_date(self) -> None:
         failures = []
         try:
+            self._check_owner()
             # Before the checkpoints, so that metrics reach as far as they do.
             for name in self._records:
                 if (self._run / name).is_file():
@@ -149,11 +156,20 @@ class Mirror:
             for name, size in sizes.items():
                 if arrived.get(f"{there}/{name}") != size:
                     raise ValueError(f"of {name}, {arrived.get(f'{there}/{name}', 0)} of {size} bytes have arrived")
+            self._check_owner()  # else files of two runs may be mixed
             self.remote.write(f"{there}/{MANIFEST}", content)
             self._same[step] = content
         finally:
             self.copying = None
             self.released()
+
+    def _check_owner(self) -> None:
+        """Takes the copy over at first. Raises ValueError if another run has taken it over since."""
+        if not self._claimed:
+            self.remote.write(OWNER, self._own)
+            self._claimed = True
+        elif (owner := self.remote.read(OWNER)) != self._own:
+            raise ValueError(f"{owner.decode()} copies a run of this name there now; stop one of the two")
 
     def _remove(self, step: int) -> None:
         self._same.pop(step, None)

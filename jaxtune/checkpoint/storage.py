@@ -1,5 +1,11 @@
 """Folders by URL, wherever fsspec reaches: s3://, gs:// and others."""
 
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -12,6 +18,7 @@ from jaxtune.errors import UserError, hide_secrets, refuse_hidden
 # The extra of pyproject.toml that brings the package for a kind of URL.
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 _PROBE = ".jaxtune-can-write"
+_TAKE_OVER_SECONDS = 600  # after its last sign of life, which it gives before each file, a writer has ended
 
 
 @dataclass(frozen=True)
@@ -107,18 +114,68 @@ def open_folder(url: str, said: str) -> RemoteFolder:
 
 def upload(folder: Path, remote: RemoteFolder, last: str, mark: str) -> None:
     """Make a remote folder the same as a local one. The file `last`, which says that it is whole, goes first there and
-    comes last; until then there is an empty file `mark`. Raises UserError if that fails.
+    comes last; until then there is a file `mark`, which says who writes. Raises UserError if that fails, or if another
+    process writes there: of two that begin in the same moment, one stops before its next file.
     """
     files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    own = {"process": os.getpid(), "host": socket.gethostname(), "id": uuid.uuid4().hex}
+
+    def renew() -> None:
+        if (holder := _holder(remote, mark)).get("id") != own["id"]:
+            raise _in_use(remote, holder)
+        remote.write(mark, json.dumps(own | {"time": time.time()}).encode())
+
     try:
-        remote.write(mark, b"")
-        for name in (last, *(remote.names() - files.keys() - {mark})):
-            remote.remove(name)
-        for name in sorted(files, key=lambda name: name == last):
-            remote.put(files[name], name)
-        remote.remove(mark)
+        check_unused(remote, mark)
+        remote.write(mark, json.dumps(own | {"time": time.time()}).encode())
+        try:
+            renew()
+            for name in (last, *(remote.names() - files.keys() - {mark})):
+                remote.remove(name)
+            for name in sorted(files, key=lambda name: name == last):
+                renew()
+                remote.put(files[name], name)
+            renew()
+            remote.remove(mark)
+        finally:
+            if _holder(remote, mark).get("id") == own["id"]:  # it failed; the mark stays, and nobody writes
+                remote.write(mark, b"")
+    except UserError:
+        raise
     except Exception as error:  # each file system raises types of its own
         raise UserError(f"{remote.url}: the copy is not whole: {reason(error)}") from error
+
+
+def check_unused(remote: RemoteFolder, mark: str) -> None:
+    """Raises UserError if a living process writes to a folder with `upload`."""
+    holder = _holder(remote, mark)
+    here = holder.get("host") == socket.gethostname()
+    if time.time() - holder.get("time", 0) < _TAKE_OVER_SECONDS and not (here and not _runs(holder["process"])):
+        raise _in_use(remote, holder)
+
+
+def _holder(remote: RemoteFolder, mark: str) -> dict[str, Any]:
+    """Who writes to a folder; empty if nobody does, or did until it failed."""
+    try:
+        return dict(json.loads(remote.read(mark) or b"{}"))
+    except (FileNotFoundError, ValueError, TypeError):  # the latter if it holds something else
+        return {}
+
+
+def _in_use(remote: RemoteFolder, holder: Mapping[str, Any]) -> UserError:
+    who = f"process {holder['process']} on host {holder['host']}" if holder else "another process"
+    return UserError(f"{remote.url} is in use: {who} writes there. Wait for it, stop it, or name another folder")
+
+
+def _runs(process: int) -> bool:
+    """Whether a process of this host is alive."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is another user's
+        pass
+    return True
 
 
 def reason(error: Exception) -> str:

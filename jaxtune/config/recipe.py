@@ -157,6 +157,12 @@ def code_in(config: Config) -> dict[str, str]:
     return {key: named for key, named in found.items() if named}
 
 
+def code_to_evaluate(config: Config) -> dict[str, str]:
+    """What an evaluation runs of `code_in`, besides plugins: rewards, and the functions of its data."""
+    used = ("rollout.rewards", "data.eval_datasets" if config.data.eval_datasets else "data.datasets")
+    return {key: named for key, named in code_in(config).items() if key.startswith(used)}
+
+
 def _from_python(path: str, file: pathlib.Path, argument: str | None) -> ConfigDict:
     try:
         with _importable(file.parent):

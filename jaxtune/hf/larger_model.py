@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from jaxtune.hf.sources import ALL_DTYPES, current_name, older_name, open_sources, weight_files
+from jaxtune.hf.sources import ALL_DTYPES, check_content, current_name, older_name, open_sources, weight_files
 from jaxtune.hf.weights import Tensor
 
 
@@ -16,6 +16,7 @@ def in_place(folder: Path, tensors: Iterable[Tensor], untouched: Callable[[str],
     older = any(current_name(name) != name for name in sources)
     for tensor in tensors:
         yield tensor._replace(name=older_name(tensor.name) if older else tensor.name)
-    for name, source in sources.items():
-        if untouched(name):
-            yield Tensor(name, source.shape, ALL_DTYPES[source.dtype], source.whole)
+    others = {name: source for name, source in sources.items() if untouched(name)}
+    check_content(others.values())
+    for name, source in others.items():
+        yield Tensor(name, source.shape, ALL_DTYPES[source.dtype], source.whole)

@@ -7,6 +7,7 @@ in bfloat16 exactly.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 from jaxtyping import Shaped, UInt8
@@ -27,6 +28,11 @@ class Mxfp4(Source):
     """The tensor X that blocks and scales stand for; `file` and `begin` are those of the blocks."""
 
     scales: Source
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """All files that it is read from."""
+        return (self.file, self.scales.file)
 
     def rows(
         self, first: int, count: int, rest: tuple[slice, ...], place: Place = Place("")

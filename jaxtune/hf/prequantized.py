@@ -19,7 +19,7 @@ from jaxtyping import Float, Shaped, UInt8
 from jaxtune.config.schema import Quant
 from jaxtune.errors import UserError
 from jaxtune.hf.folder import read_config
-from jaxtune.hf.sources import Source, open_weights
+from jaxtune.hf.sources import Source, check_content, open_weights
 from jaxtune.hf.weights import Target, bytes_of_chunks, fill
 from jaxtune.models.places import Place
 from jaxtune.quant import QuantizedArray, format_of
@@ -154,6 +154,7 @@ def read_quantized(
         sum(len(weights) for _, weights in targets.values()),
         scheme.options.format,
     )
+    check_content(sources.values())
     chunk_bytes = bytes_of_chunks(target for target, _ in leaves.values())
     read = {name: {} for name in targets}
     for (name, field), (target, parts) in leaves.items():

@@ -15,20 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Shaped
 
-from jaxtune.config.schema import Quant
+from jaxtune.config.schemes import SCHEMES
 from jaxtune.errors import UserError
 from jaxtune.hf.prequantized import swapped, twos_complement
 from jaxtune.hf.weights import Tensor
 from jaxtune.quant import Format, QuantizedArray, format_of
 from pallas_kernels.quant_matmul import ELEMENTS
 
-# By the name of their quant.format: in the blocks that most such files have, and nf4 with float32 scales.
-SCHEMES = {
-    "nf4": Quant(format="nf4", block_size=64, double_quant=False),
-    "fp8": Quant(format="fp8", block_size=128),
-    "nvfp4": Quant(format="nvfp4", block_size=16),
-    "int4": Quant(format="int4", block_size=128),
-}
 # transformers 5 puts the experts of a layer into one tensor while it reads them, if files have them apart. It refuses
 # those of bitsandbytes then, and forgets weight_global_scale of NVFP4.
 OF_EXPERTS = ("fp8", "int4")

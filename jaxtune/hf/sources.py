@@ -3,16 +3,22 @@
 Safetensors only: a pickle can run code, so .bin weights are refused.
 """
 
+import functools
+import hashlib
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+import jax
 import ml_dtypes
 import numpy as np
+import xxhash
 from jaxtyping import Shaped
 from safetensors import SafetensorError, safe_open
 
@@ -35,6 +41,7 @@ _READ_AS = DTYPES | dict.fromkeys(("U8", "F8_E4M3"), np.dtype(np.uint8))
 # The decoder of a vision-language model: what its files call its modules if transformers before 4.52 wrote them, or a
 # later one that had read such files; and what transformers and peft call them now.
 _OLDER = {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head."}
+CHECKSUM = "xxh3_64"  # in __metadata__ of what is exported: the hash, in hex, of all bytes after the header
 _COMPARED = 2**24  # bytes that are compared at a time
 _LFS_POINTER = b"version https://git-lfs"
 
@@ -60,6 +67,11 @@ class Source:
     shape: tuple[int, ...]
     dtype: str  # as safetensors calls it
     begin: int  # of its bytes in the file
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """All files that it is read from."""
+        return (self.file,)
 
     @property
     def itemsize(self) -> int:
@@ -173,18 +185,53 @@ def open_sources(files: Iterable[Path]) -> dict[str, Source]:
         with damage(file):
             # safe_open checks the header, but cannot read F8_E4M3 into numpy: tensors are read by offset instead.
             safe_open(file, framework="numpy")
-            with file.open("rb") as handle:
-                length = int.from_bytes(handle.read(8), "little")
-                header = json.loads(handle.read(length))
+            header, start_of_data = _read_header(file)
             header.pop("__metadata__", None)
             for name, entry in header.items():
                 if name in sources:
                     raise UserError(f"tensor {name} is in both {sources[name].file} and {file}")
                 if entry["dtype"] not in ALL_DTYPES:
                     raise UserError(f"{file}: {name} is {entry['dtype']}, not one of {', '.join(ALL_DTYPES)}")
-                begin = 8 + length + entry["data_offsets"][0]
+                begin = start_of_data + entry["data_offsets"][0]
                 sources[name] = Source(file, tuple(entry["shape"]), entry["dtype"], begin)
     return sources
+
+
+def _read_header(file: Path) -> tuple[dict[str, Any], int]:
+    """The header, and where the data begins."""
+    with file.open("rb") as handle:
+        length = int.from_bytes(handle.read(8), "little")
+        return json.loads(handle.read(length)), 8 + length
+
+
+def check_content(sources: Iterable[Source]) -> None:
+    """Raises UserError if the data of a file with any of these tensors is not what the checksum in its header says.
+
+    A file without a checksum passes. The processes of a run share the files out among them, because each process needs
+    only a part of each file. A file is read once, however often this is called.
+    """
+    files = sorted({file for source in sources for file in source.files})
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # threads, as hashing releases the GIL
+        list(pool.map(_check_file, files[jax.process_index() :: jax.process_count()]))
+
+
+def _check_file(file: Path) -> None:
+    with damage(file):
+        status = file.stat()
+        if not _agrees(file, status.st_size, status.st_mtime_ns):
+            raise UserError(f"{file} is damaged: its data does not agree with its checksum; copy or export it again")
+
+
+@functools.cache
+def _agrees(file: Path, size: int, changed: int) -> bool:
+    """Whether a file of this size, changed at this time, agrees with its checksum, if it has one."""
+    header, start_of_data = _read_header(file)
+    checksum = (header.get("__metadata__") or {}).get(CHECKSUM)
+    if checksum is None:
+        return True
+    with file.open("rb") as handle:
+        handle.seek(start_of_data)
+        return hashlib.file_digest(handle, xxhash.xxh3_64).hexdigest() == checksum
 
 
 @contextmanager

@@ -18,12 +18,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import xxhash
 from jaxtyping import Array, Int, Shaped
 
 from jaxtune.errors import UserError
 from jaxtune.hf.folder import staged
 from jaxtune.hf.mxfp4 import Codes, Exponents, Mxfp4, with_mxfp4
-from jaxtune.hf.sources import ALL_DTYPES, DTYPES, Part, Rows, Source, open_weights
+from jaxtune.hf.sources import ALL_DTYPES, CHECKSUM, DTYPES, Part, Rows, Source, check_content, open_weights
 from jaxtune.models.places import Place
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -117,14 +118,16 @@ def read(folder: Path, targets: Mapping[str, Target], ignorable: Callable[[str],
         ignorable: whether a Hugging Face tensor that no target names may be left unread.
 
     Raises:
-        UserError: a file is damaged or missing; or the tensors are not the ones that the targets need, in which case
-            the message lists the differences. Both are found before any tensor is read.
+        UserError: a file is damaged or missing, or does not agree with its checksum; or the tensors are not the ones
+            that the targets need, in which case the message lists the differences. All are found before any tensor is
+            read.
     """
     return read_tensors(check_weights(folder, targets, ignorable), targets)
 
 
 def read_tensors(sources: Mapping[str, Source], targets: Mapping[str, Target]) -> dict[str, Any]:
-    """Read targets from tensors by name, which `check_tensors` has passed."""
+    """Read targets from tensors by name, which `check_tensors` has passed, out of files that `check_content` passes."""
+    check_content(sources[place.name] for target in targets.values() for place in target.places)
     chunk_bytes = bytes_of_chunks(targets.values())
 
     def one(target: Target) -> Any:
@@ -340,23 +343,34 @@ def _size(tensor: Tensor) -> int:
 def _write_file(path: Path, tensors: list[Tensor]) -> None:
     """Write a file tensor by tensor, which the safetensors library cannot do: it takes all tensors at once.
 
-    The format: length of the header (8 bytes), the header (JSON, padded with spaces), the data.
+    The format: length of the header (8 bytes), the header (JSON, padded with spaces), the data. The checksum of the
+    data is in the header, which is written once more when it is known.
     """
     names = {dtype: name for name, dtype in ALL_DTYPES.items()}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    checksum = xxhash.xxh3_64()
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", CHECKSUM: checksum.hexdigest()}}
     end = 0
     for tensor in tensors:
         start, end = end, end + _size(tensor)
         entry = {"dtype": names[np.dtype(tensor.dtype)], "shape": list(tensor.shape), "data_offsets": [start, end]}
         if header.setdefault(tensor.name, entry) is not entry:
             raise ValueError(f"tensor {tensor.name} is given twice")
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(_encoded(header))
         for tensor in tensors:
             value = np.asarray(tensor.get())
             if value.shape != tuple(tensor.shape) or value.dtype != np.dtype(tensor.dtype):
                 raise ValueError(f"{tensor.name} is {value.dtype}{value.shape}, not {tensor.dtype}{tensor.shape}")
-            file.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+            content = np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
+            checksum.update(content)
+            file.write(content)
+        header["__metadata__"][CHECKSUM] = checksum.hexdigest()
+        file.seek(0)
+        file.write(_encoded(header))
         os.fsync(file.fileno())
+
+
+def _encoded(header: Mapping[str, Any]) -> bytes:
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

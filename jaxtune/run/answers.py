@@ -1,9 +1,7 @@
 """What a model writes after prompts: of a Hugging Face folder, an adapter on its base, or a run."""
 
 import dataclasses
-import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -23,64 +21,9 @@ from jaxtune.parallel.mesh import make_mesh
 from jaxtune.run.code import with_plugins
 from jaxtune.run.folder import RunFolder
 from jaxtune.run.generation import Generate, completed, ending, make_generate, stop_tokens, stream_text, text_of, until
+from jaxtune.run.manner import Manner
 from jaxtune.run.model import Model, declare_model, read_base
 from jaxtune.run.values import initial_parameters, of_model, open_run, read_parameters, tokenizer_folder
-
-BOUNDS: dict[str, tuple[float, float]] = {
-    "max_new_tokens": (1, math.inf),
-    "temperature": (0.0, math.inf),
-    "top_p": (0.0, 1.0),
-    "top_k": (1, math.inf),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.01, 99.0),
-    "seed": (0, 2**31 - 1),
-    "batch_size": (1, math.inf),
-}
-"""The lowest and the highest value of each number of Manner; the lowest of a whole number is one."""
-
-
-@dataclass(frozen=True)
-class Manner:
-    """How answers are made.
-
-    Attributes:
-        max_new_tokens: The most tokens that are added.
-        temperature: 0 takes the likeliest token.
-        top_p: Only the likeliest tokens of this total probability.
-        top_k: Only so many of the likeliest tokens.
-        min_p: Only tokens of this share of the likeliest one's probability.
-        repetition_penalty: Above 1, tokens that were there are less likely.
-        stop: Texts that end what is made.
-        seed: Of the sampling.
-        batch_size: Prompts that are continued together.
-        chat: Whether prompts that are text are put into the tokenizer's chat template.
-    """
-
-    max_new_tokens: int = 256
-    temperature: float = 0.7
-    top_p: float = 0.95
-    top_k: int | None = None
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    stop: tuple[str, ...] = ()
-    seed: int = 0
-    batch_size: int = 8
-    chat: bool = False
-
-    def __post_init__(self) -> None:
-        for name, (low, high) in BOUNDS.items():
-            value, whole = getattr(self, name), isinstance(low, int)
-            if name == "top_k" and value is None:
-                continue
-            fits = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-            if not fits or not math.isfinite(value) or not low <= value <= high:
-                most = "" if math.isinf(high) else f" and at most {high}"
-                kind = "whole" if whole else "finite"
-                raise UserError(f"--{name}={value}: must be a {kind} number, at least {low:g}{most}")
-        if isinstance(self.stop, str) or not all(isinstance(text, str) for text in self.stop):
-            raise UserError(f"--stop={self.stop!r}: must be a list of texts")
-        if "" in self.stop:
-            raise UserError("--stop= is empty, and would end everything at once")
 
 
 class Opened(NamedTuple):

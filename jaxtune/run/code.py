@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxtune.config.recipe import code_in
+from jaxtune.config.recipe import code_to_evaluate
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError, printable
 from jaxtune.run.folder import RunFolder
@@ -48,8 +48,7 @@ def config_to_evaluate(config: Config, run: str, reads_data: bool) -> Config:
     """
     typed = {said.key for said in config.said if said.by == "command line"}
     found = with_plugins(config, config.train.plugins if "train.plugins" in typed else ())
-    used = ("rollout.rewards", "data.eval_datasets" if config.data.eval_datasets else "data.datasets")
-    named = {key: value for key, value in code_in(config).items() if key.startswith(used) and key not in typed}
+    named = {key: value for key, value in code_to_evaluate(config).items() if key not in typed}
     if reads_data and (needed := list(named)):
         where = f"--run={run}: {needed[0]} = {named[needed[0]]!r}"
         trusted = f"if you trust it, --config={Path(run) / 'config.json'} names it"

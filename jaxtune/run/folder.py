@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtune.config import from_json, to_json
+from jaxtune.config.recipe import code_to_evaluate
 from jaxtune.config.schema import Config
 from jaxtune.data import Counts
 from jaxtune.errors import UserError
@@ -147,6 +148,9 @@ def closing(config: Config, folder: RunFolder, chat: bool) -> str:
     exported, saved = config.export.at_end, any(folder.checkpoints.glob("[0-9]*"))
     an_adapter = config.lora.enabled and not config.lora.merge_interval
     run, output = shlex.quote(str(folder.path)), shlex.quote(f"{folder.path}-model")
+    # Code that only the run's folder names is not run (`run.code`), so the commands name it.
+    plugins = "".join(f" --plugin={shlex.quote(name)}" for name in config.train.plugins)
+    code = f" --config={shlex.quote(str(folder.config))}" if code_to_evaluate(config) else plugins
     lines = [f"run: {folder.path}"]
     if config.log.jsonl:
         lines.append(f"loss curve: {folder.loss_curve}")
@@ -157,7 +161,7 @@ def closing(config: Config, folder: RunFolder, chat: bool) -> str:
     if saved:
         merge = " --merge" if config.lora.enabled else ""
         lines.append(f"resume:   {resume_command(folder)}")
-        lines.append(f"export:   python -m jaxtune.export --run={run} --output={output}{merge}")
+        lines.append(f"export:   python -m jaxtune.export --run={run} --output={output}{merge}{plugins}")
     model = shlex.quote(str(folder.path if saved and (an_adapter or not exported) else folder.export))
     prompt = shlex.quote(config.eval.sample_prompt or "Once") + (" --chat" if chat else "")
     if config.eval.sample_prompt:
@@ -165,9 +169,9 @@ def closing(config: Config, folder: RunFolder, chat: bool) -> str:
     if not (saved or exported):
         lines.append("nothing of the model is kept: neither a checkpoint (ckpt.at_end) nor an export (export.at_end)")
     elif config.model.head == "lm":
-        lines.append(f"generate: python -m jaxtune.generate --model={model} --prompt={prompt}")
+        lines.append(f"generate: python -m jaxtune.generate --model={model} --prompt={prompt}{plugins}")
     elif saved:
-        lines.append(f"evaluate: python -m jaxtune.evaluate --run={run}")
+        lines.append(f"evaluate: python -m jaxtune.evaluate --run={run}{code}")
     if config.log.jsonl:
         lines.append(f"report:   python -m jaxtune.report {run}")
     if config.log.next_command:

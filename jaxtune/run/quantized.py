@@ -5,8 +5,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from jaxtune.config.schemes import SCHEMES
 from jaxtune.errors import UserError
-from jaxtune.hf.quantized import OF_EXPERTS, SCHEMES, WITH_EXPERTS, quantization_config, together
+from jaxtune.hf.quantized import OF_EXPERTS, WITH_EXPERTS, quantization_config, together
 from jaxtune.models.families import names_of
 from jaxtune.models.parameters import Parameter, loaded_names
 from jaxtune.models.places import Place

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from jaxtune import command_flags
+
 ROOT = Path(__file__).parents[2]
 ALLOWED = {"jax", "flax", "optax", "numpy", "jaxtyping"}
 ROOMS = (
@@ -18,7 +20,7 @@ ROOMS = (
 )
 # The rest is on the road after them, or needs more than a bare GPU machine has.
 MAY_USE = {"errors", "config.schema", *(room.removesuffix(".py").replace("/", ".") for room in ROOMS)}
-NO_COMMANDS = {"__init__", "__main__", "command", "errors", "interrupt", "python"}
+NO_COMMANDS = {"__init__", "__main__", "command", "command_flags", "errors", "interrupt", "python"}
 COMMANDS = {path.stem for path in (ROOT / "jaxtune").glob("*.py")} - NO_COMMANDS
 
 
@@ -72,6 +74,28 @@ def test_nothing_imports_a_command(file):
 def test_sections_and_columns_are_named_without_the_rest_of_their_room(module, heavy):
     code = f"import sys, jaxtune.{module}; print({heavy!r} in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
+
+
+def test_flags_and_recipes_are_read_before_what_takes_seconds_to_import(tmp_path):
+    recipe = tmp_path / "mine.py"
+    recipe.write_text("from jaxtune.config import new_config as get_config\n")
+    taking = [name for name, flags in command_flags.COMMANDS.items() if flags.with_config]
+    lines = [f"{name} --confg=x" for name in (*command_flags.COMMANDS, "plan")]
+    lines += [f"{name} --config={recipe} --config.optim.rate=1" for name in (*taking, "plan")]
+    code = f"""
+import runpy, sys
+for line in {lines}:
+    command, *arguments = line.split()
+    sys.argv = ["", *arguments]
+    try:
+        runpy.run_module("jaxtune." + command, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        print(end.code, *{{"jax", "transformers", "orbax", "datasets"}} & set(sys.modules))
+"""
+    ran = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True)
+    assert ran.stdout.splitlines() == ["2"] * len(lines)
+    assert ran.stderr.count("--confg: no such flag") == 7 == len(command_flags.COMMANDS) + 1
+    assert ran.stderr.count("optim.rate = '1': no such option") == 4 == len(taking) + 1
 
 
 @pytest.mark.parametrize("file", files("pallas_kernels"), ids=lambda file: str(file.relative_to(ROOT)))

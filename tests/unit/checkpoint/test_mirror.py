@@ -1,10 +1,16 @@
 """A mirror holds what the run holds, whenever it is cut off, and gives it back on another machine."""
 
+import contextlib
 import itertools
 import json
+import os
+import re
+import socket
 import sys
 import threading
+import time
 import uuid
+from functools import partial
 from unittest import mock
 
 import jax
@@ -13,7 +19,7 @@ import pytest
 
 from jaxtune.checkpoint import CheckpointManager, manifest
 from jaxtune.checkpoint.mirror import Mirror
-from jaxtune.checkpoint.storage import RemoteFolder, open_folder, upload
+from jaxtune.checkpoint.storage import RemoteFolder, check_unused, open_folder, upload
 from jaxtune.errors import UserError
 
 RECORDS = ("config.json", "metrics.jsonl")
@@ -233,3 +239,66 @@ def test_an_upload_is_marked_whole_last_and_leaves_nothing_older(url, tmp_path, 
     assert {name: remote.read(name).decode() for name in remote.names()} == {
         name: name for name in ("README.md", "a.safetensors", "sub/b.json")
     }
+
+
+def test_of_two_uploads_to_one_folder_one_is_refused(url, tmp_path, monkeypatch):
+    """The second one before it changes anything; or, if it has looked before the first began, the first one."""
+    (tmp_path / "out").mkdir()
+    for name in ("README.md", "a.safetensors", "b.json"):
+        (tmp_path / "out" / name).write_text(name)
+    remote, put, put_by_second = open_folder(url, "--output"), RemoteFolder.put, []
+    copy = partial(upload, tmp_path / "out", remote, last="README.md", mark="unfinished")
+
+    def refused(remote, file, name):
+        with pytest.raises(
+            UserError, match=rf"run is in use: process {os.getpid()} on host .* Wait for it, stop it, or"
+        ):
+            copy()
+        put(remote, file, name)
+
+    monkeypatch.setattr(RemoteFolder, "put", refused)
+    copy()
+    assert sorted(remote.names()) == ["README.md", "a.safetensors", "b.json"]
+
+    def overtaken(remote, file, name):
+        put(remote, file, name)
+        put_by_second.append(name)
+        if len(put_by_second) == 1:
+            with monkeypatch.context() as patch:
+                patch.setattr("jaxtune.checkpoint.storage.check_unused", lambda *_: None)
+                copy()
+
+    monkeypatch.setattr(RemoteFolder, "put", overtaken)
+    with pytest.raises(UserError, match="run is in use: another process writes there"):
+        copy()
+    assert len(put_by_second) == 1 + 3 and sorted(remote.names()) == ["README.md", "a.safetensors", "b.json"]
+
+
+@pytest.mark.parametrize(
+    ("holder", "free"),
+    [
+        ({"host": "elsewhere", "time": -1}, False),
+        ({"host": "elsewhere", "time": -601}, True),
+        ({"host": socket.gethostname(), "process": 2**22 + 1}, True),  # more than Linux gives
+    ],
+    ids=["another host's", "silent for ten minutes", "ended here"],
+)
+def test_an_upload_that_was_killed_holds_its_folder_no_longer_than_it_can_live(holder, free, url):
+    remote = open_folder(url, "--output")
+    now = {"process": os.getpid(), "id": "1"} | holder | {"time": time.time() + holder.get("time", 0)}
+    remote.write("mark", json.dumps(now).encode())
+    with contextlib.nullcontext() if free else pytest.raises(UserError, match="on host elsewhere writes there"):
+        check_unused(remote, "mark")
+
+
+def test_a_run_whose_mirror_another_one_has_taken_over_leaves_it_alone(url, tmp_path):
+    first, of_first = run_of(tmp_path / "first", url)
+    save(of_first, 1)
+    assert first.wait() is None
+    second, of_second = run_of(tmp_path / "second", url)
+    for step in (2, 3):
+        save(of_second, step)
+    assert second.wait() is None and second.steps() == [2, 3]
+    save(of_first, 4)
+    said = rf"run is not up to date: process {os.getpid()} on host .* copies a run of this name there now; stop one"
+    assert re.search(said, first.wait() or "") and first.steps() == [2, 3]

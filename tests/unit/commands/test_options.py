@@ -11,16 +11,24 @@ from jaxtune import options
 from jaxtune.config import keys
 
 
-def test_every_option_is_listed_with_type_default_unit_rules_and_meaning(capsys):
+def keys_of(lines: list[str]) -> list[str]:
+    """The options that are shown, each in a line that is not indented."""
+    return [key for key, colon, _ in (line.partition(": ") for line in lines) if colon and not key.startswith(" ")]
+
+
+def test_every_option_is_listed_with_type_default_unit_rules_and_meaning(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
     assert options.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     listed = [key for key in keys.options() if not key.startswith("data.eval_datasets[i].")]  # as of data.datasets[i]
-    assert [line.split("\t")[0] for line in lines] == listed
-    assert "data.seq_len\tint\t2048\ttokens\tat least 2\t\ttokens in a row" in lines
-    momentum = next(line.split("\t") for line in lines if line.startswith("optim.muon.momentum\t"))
-    assert momentum[4:6] == ["at least 0 and below 1", "optim.name == 'muon'"]
-    recipes = "'bf16' | 'fp32' | 'fp16' | 'fp8_hybrid' | 'nvfp4'"
-    assert any(line.startswith(f"precision.recipe\t{recipes}\t'bf16'\t") for line in lines)
+    assert keys_of(lines) == listed
+    assert lines[-1] == "data.eval_datasets[i] has the options of data.datasets[i]."
+    at = lines.index("data.seq_len: int = 2048 (tokens, at least 2)")
+    assert lines[at + 1].startswith("    tokens in a row")
+    at = lines.index("optim.muon.momentum: float = 0.95 (at least 0 and below 1)")
+    assert lines[at + 2] == "    only when optim.name == 'muon'"
+    assert "precision.recipe: 'bf16' | 'fp32' | 'fp16' | 'fp8_hybrid' | 'nvfp4' = 'bf16'" in lines
+    assert max(map(len, lines)) <= 100 and not any("\t" in line for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +41,7 @@ def test_every_option_is_listed_with_type_default_unit_rules_and_meaning(capsys)
 )
 def test_pattern_over_keys_and_meanings(capsys, pattern, shown, hidden):
     assert options.main([pattern]) == 0
-    listed = [line.split("\t")[0] for line in capsys.readouterr().out.splitlines()]
+    listed = keys_of(capsys.readouterr().out.splitlines())
     assert shown in listed and hidden not in listed
 
 
@@ -50,19 +58,17 @@ def test_wrong_pattern(capsys, arguments, part):
     assert part in capsys.readouterr().err
 
 
-def test_terminal_gets_a_table_with_the_brackets_of_keys(capsys, monkeypatch):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "200")
-    assert options.main(["glob"]) == 0
-    assert "data.eval_datasets[i].glob" in capsys.readouterr().out
-    assert options.main([]) == 0
-    shown = capsys.readouterr().out
-    assert "data.datasets[i].glob" in shown and "data.eval_datasets[i].glob" not in shown
+def test_lines_are_as_wide_as_the_terminal_and_options_of_a_pattern_are_in_both_lists(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    assert options.main([r"\.glob"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert keys_of(shown) == ["data.datasets[i].glob", "data.eval_datasets[i].glob"]
+    assert 50 < max(map(len, shown)) <= 60
 
 
 def test_commands_are_dispatched(capsys):
     assert jaxtune_main.main(["options", "seq_len"]) == 0
-    assert capsys.readouterr().out.startswith("data.seq_len\t")
+    assert capsys.readouterr().out.startswith("data.seq_len: ")
     assert jaxtune_main.main(["optoins"]) == 2
     assert "nearest: options" in capsys.readouterr().err
 

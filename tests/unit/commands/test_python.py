@@ -1,5 +1,6 @@
 """`import jaxtune` in Python: what it gives, and configs that calls change."""
 
+import pydoc
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import jaxtune
 from jaxtune.config import new_config, to_json
 from jaxtune.config.schema import Config
 from jaxtune.python import mesh_put_back
-from jaxtune.run.answers import Manner
+from jaxtune.run.manner import Manner
 
 
 def test_importing_jaxtune_is_quick_and_train_is_one_thing_however_it_is_imported():
@@ -102,7 +103,9 @@ def test_how_answers_are_made_is_checked_as_flags_are(manner, said):
 
 def test_python_completes_what_is_public_and_names_options_as_a_call_does():
     assert dir(jaxtune) == sorted(jaxtune.__all__)
-    assert 'run = jaxtune.train("quickstart"' in (jaxtune.train.__doc__ or ""), "what help(jaxtune.train) shows first"
+    shown = pydoc.render_doc(jaxtune.train, renderer=pydoc.plaintext)  # help(jaxtune.train)
+    assert 'jaxtune.train - Trains by a recipe, or continues its run: `run = jaxtune.train("quickstart"' in shown
+    assert "dialect: The system that" in shown and "FUNCTIONS" not in shown, "what can be called, and nothing else"
     with pytest.raises(jaxtune.UserError, match=r'choose another train=\{"run_name": NAME\}, or'), mesh_put_back():
         raise jaxtune.UserError("choose another --config.train.run_name=NAME, or")
 

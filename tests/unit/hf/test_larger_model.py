@@ -38,6 +38,12 @@ def test_tensors_of_every_dtype_and_shape_are_copied_bit_by_bit(tmp_path, names)
     assert {name for name in before if before[name] != after[name]} == set(names)
     assert hf.open_weights(tmp_path).keys() == {*NOW, *rest}
 
+    content = bytearray((tmp_path / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(UserError, match="its data does not agree with its checksum"):
+        list(hf.in_place(tmp_path, changed, lambda name: name.startswith("vision_tower.")))
+
 
 def test_a_dtype_that_is_not_known_is_an_error_before_anything_is_trained(tmp_path):
     header = b'{"w":{"dtype":"F4","shape":[2],"data_offsets":[0,1]}}'

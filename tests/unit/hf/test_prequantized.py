@@ -207,6 +207,14 @@ def test_it_is_said_that_activations_are_not_quantized(folder, caplog):
     assert "2 weights are nvfp4 in the checkpoint and stay so; activations are not quantized" in caplog.text
 
 
+@pytest.mark.parametrize("folder", ["fp8"], indirect=True)
+def test_codes_that_do_not_agree_with_the_checksum_of_their_file_are_refused(folder):
+    one_device()
+    save_file(load(folder), folder / "model.safetensors", {"xxh3_64": "0" * 16})
+    with pytest.raises(UserError, match=r"model\.safetensors is damaged: its data does not agree"):
+        read(folder)
+
+
 def plain(folder, name, shape, ignorable):
     sharding = jax.NamedSharding(one_device(), jax.P())
     return hf.read(folder, {name: hf.Target(shape, "float32", sharding, (Place(name),))}, ignorable)

@@ -10,6 +10,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
@@ -184,7 +185,7 @@ def test_every_tensor_is_aligned_to_its_items(tmp_path):
     content = (tmp_path / "model.safetensors").read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
-    assert header.pop("__metadata__") == {"format": "pt"}
+    assert header.pop("__metadata__") == {"format": "pt", "xxh3_64": xxhash.xxh3_64(content[8 + length :]).hexdigest()}
     for entry in header.values():
         assert (8 + length + entry["data_offsets"][0]) % (4 if entry["dtype"] == "F32" else 2) == 0
 
@@ -224,6 +225,21 @@ def test_a_folder_that_cannot_be_written_is_a_message(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write"):
         hf.write(tmp_path / "file", as_written({"w": random(4)}))
+
+
+@pytest.mark.parametrize("byte", [-1, -77, -128], ids=["last", "middle", "first"])
+def test_a_changed_byte_is_found_before_anything_is_read_from_its_file(tmp_path, monkeypatch, byte):
+    hf.write(tmp_path, as_written({"a": random(8, 4), "b": random(8, 4, seed=1)}), 128)
+    file = hf.weight_files(tmp_path)[1]
+    content = bytearray(file.read_bytes())
+    content[byte] ^= 4
+    file.write_bytes(content)
+    mesh = mesh_of(fsdp=2)
+    targets = {name: target(mesh, (8, 4), "float32", name, spec=("fsdp",)) for name in "ab"}
+    np.testing.assert_array_equal(read(tmp_path, {"a": targets["a"]}, lambda name: name == "b")["a"], random(8, 4))
+    monkeypatch.setattr(weights, "fill", None)
+    with pytest.raises(UserError, match=f"^{file} is damaged: its data does not agree with its checksum; copy or exp"):
+        read(tmp_path, targets)
 
 
 MEMORY = """
@@ -292,6 +308,7 @@ PROCESS = """
 import sys
 from pathlib import Path
 import jax, numpy as np
+from jax.experimental import multihost_utils
 from jaxtune import hf
 from jaxtune.models.places import Place
 jax.config.update("jax_num_cpu_devices", 2)
@@ -308,6 +325,10 @@ for spec in ((None, "fsdp"), (None, ("data", "fsdp")), (None, None, "data")):
         np.testing.assert_array_equal(shard.data, whole[shard.index])
 gather = jax.jit(lambda array: array, out_shardings=jax.NamedSharding(mesh, jax.P()))
 hf.write(folder / "out", [hf.Tensor("w", w.shape, w.dtype, lambda: np.asarray(gather(w)))])
+multihost_utils.sync_global_devices("written")
+again = hf.read(folder / "out", {"w": hf.Target(w.shape, "float32", sharding, (Place("w"),))}, lambda name: False)["w"]
+for shard in again.addressable_shards:  # of a file with a checksum, of which each process reads a part
+    np.testing.assert_array_equal(shard.data, whole[shard.index])
 """
 
 

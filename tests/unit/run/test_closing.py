@@ -1,12 +1,16 @@
 """The lines at the end of a run."""
 
 import dataclasses
+import shlex
 
-from jaxtune import generate
-from jaxtune.config.schema import Config, Eval
-from jaxtune.run.answers import Manner
+import pytest
+
+from jaxtune import evaluate, export, generate
+from jaxtune.config import to_json
+from jaxtune.config.schema import Config, Data, Dataset, Eval, Export, Model, Train
 from jaxtune.run.folder import RunFolder, closing
 from jaxtune.run.generation import SAMPLE
+from jaxtune.run.manner import Manner
 
 
 def generate_command(folder, chat: bool, **options) -> str:
@@ -26,3 +30,28 @@ def test_the_command_writes_as_the_sample_was_written(tmp_path):
 def test_conversations_are_asked_for_as_conversations(tmp_path):
     assert generate_command(tmp_path, chat=True).endswith("--prompt=Once --chat")
     assert generate_command(tmp_path, chat=False).endswith("--prompt=Once")
+
+
+@pytest.mark.parametrize("function", [False, True], ids=["plugin", "plugin and function"])
+@pytest.mark.parametrize("head", ["lm", "classification"])
+def test_the_commands_run_the_code_that_the_run_has_run(tmp_path, capsys, head, function):
+    """They are refused, or miss the model's family, if only config.json names it."""
+    file, folder = tmp_path / "my code.py", RunFolder(tmp_path / "my run")
+    file.write_text("f = on_end = print\n")
+    (folder.checkpoints / "1").mkdir(parents=True)
+    kind = "classification" if head == "classification" else "auto"
+    data = Dataset(path="d.jsonl", type=kind, function=f"{file}:f" if function else None)
+    config = Config(
+        model=Model(path=str(tmp_path / "nowhere"), head=head),
+        data=Data(datasets=(data,), validation_split=0.5),
+        train=Train(plugins=(str(file),)),
+        export=Export(at_end=False),
+    )
+    folder.config.write_text(to_json(config))
+    lines = [line.partition(": ")[::2] for line in closing(config, folder, chat=False).splitlines()]
+    flags = {name: shlex.split(command)[3:] for name, command in lines if "jaxtune." in command}
+    mains = {"export": export.main, "generate": generate.main, "evaluate": evaluate.main}
+    for name in ("export", "generate" if head == "lm" else "evaluate"):
+        assert mains[name](flags[name]) == 2
+        said = capsys.readouterr().err
+        assert "nowhere" in said and "not run" not in said, said

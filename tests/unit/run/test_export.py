@@ -2,8 +2,10 @@
 
 import json
 import logging
+import os
 import re
 import shutil
+import time
 from functools import partial
 
 import numpy as np
@@ -160,6 +162,10 @@ def test_a_copy_that_was_killed_is_made_again(tmp_path, monkeypatch):
         upload(tmp_path, remote, last="README.md", mark=UNFINISHED)
     assert UNFINISHED in remote.names() and len(remote.names()) == 2 and "README.md" not in remote.names()
     check_output(remote, "hf")
+    remote.write(UNFINISHED, json.dumps({"process": os.getpid(), "host": "other", "time": time.time()}).encode())
+    with pytest.raises(UserError, match="killed-copy is in use: process .* on host other"):
+        check_output(remote, "hf")
+    remote.write(UNFINISHED, b"")
     upload(tmp_path, remote, last="README.md", mark=UNFINISHED)
     assert sorted(remote.names()) == ["README.md", "config.json", "model.safetensors"]
     check_output(remote, "hf")

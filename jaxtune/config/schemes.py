@@ -1,0 +1,11 @@
+"""The formats that an export may be quantized to."""
+
+from jaxtune.config.schema import Quant
+
+# By the name of their quant.format: in the blocks that most such files have, and nf4 with float32 scales.
+SCHEMES = {
+    "nf4": Quant(format="nf4", block_size=64, double_quant=False),
+    "fp8": Quant(format="fp8", block_size=128),
+    "nvfp4": Quant(format="nvfp4", block_size=16),
+    "int4": Quant(format="int4", block_size=128),
+}
