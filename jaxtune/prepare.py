@@ -64,15 +64,18 @@ def describe(
     whole = int(documents.lengths[i])
     read, weights = documents.read(i, 0, min(whole, length))
     tokens = list(zip(read.tolist(), [0.0, *weights.tolist()[1:]]))  # the first is never predicted
-    text = Text()
+    text, seen = Text(), []
     for trained, span in itertools.groupby(tokens, key=lambda token: token[1] != 0):
         style = STYLES[trained]
         if not ids:
             text.append(f"\n  {'trained' if trained else 'context'} | ", "dim")
-            text.append(_in_a_line(tokenizer, [token for token, _ in span]), style)
+            ids_of_span = [token for token, _ in span]
+            text.append(_in_a_line(tokenizer, ids_of_span, seen), style)
+            seen += ids_of_span
             continue
         for token, weight in span:
-            text.append(_in_a_line(tokenizer, [token]), style)
+            text.append(_in_a_line(tokenizer, [token], seen), style)
+            seen.append(token)
             text.append(f"({token}|{token if trained else IGNORED_LABEL}|{weight:g}) ", f"{style} dim")
     text.append(f"\n  ... and {whole - length} tokens more" if whole > length else "", "dim")
     if labels:
@@ -90,8 +93,8 @@ def _shown(documents: Documents, count: int) -> list[int]:
     return [i for i in in_turn if i is not None][:count]
 
 
-def _in_a_line(tokenizer: "PreTrainedTokenizerFast", tokens: list[int]) -> str:
-    return str(tokenizer.decode(tokens)).replace("\n", "\\n")
+def _in_a_line(tokenizer: "PreTrainedTokenizerFast", tokens: list[int], after: list[int]) -> str:
+    return hf.decode(tokenizer, tokens, after).replace("\n", "\\n")
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -123,7 +126,7 @@ def run_command(values: flags.FlagValues, config: Config) -> None:
         validating = f", {len(validation):,} to validate with" if validation else ""
         console.print(f"prompts: {len(train):,}, {sum(len(prompt.tokens) for prompt in train):,} tokens{validating}")
         for i, prompt in enumerate(train[: values.show]):
-            console.print(Text(f"\nprompt {i}: {_in_a_line(tokenizer, prompt.tokens)}"))
+            console.print(Text(f"\nprompt {i}: {_in_a_line(tokenizer, prompt.tokens, [])}"))
         return
     if config.data.streaming:
         window = next(Stream(config, tokenizer, columns=columns).windows())

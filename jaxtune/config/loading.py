@@ -29,8 +29,13 @@ _INSTEAD_OF = {
     "optim.final_lr_fraction": "optim.min_lr",
     "optim.layerwise_lr_decay_bound": "optim.layerwise_lr_decay",
 }
-# What an entry of data.datasets says of the samples that its path names.
-_OF_SAMPLES = ("type", "subset", "revision", "split", "glob", "ds_type")
+# What an entry of data.datasets says of the samples that its path names: which they are, how they are written, and what
+# their columns are. What is made of them (prompt_format, system_prompt, function) is also said of others.
+_OF_SAMPLES = (
+    *("type", "subset", "revision", "split", "glob", "ds_type", "encoding", "select_columns", "target_column"),
+    *(field.name for field in dataclasses.fields(Dataset) if field.name.endswith("_field")),
+    "message_property_mappings",
+)
 
 
 def new_config() -> ConfigDict:
@@ -144,6 +149,7 @@ def _of_other_samples(values: dict[str, Any], nearness: Callable[[str], int]) ->
             for name in _OF_SAMPLES if isinstance(fields, dict) else ():
                 default, key = getattr(Dataset(), name), f"{list_key}[{i}].{name}"
                 value = fields.get(name, default)
+                value = tuple(value) if isinstance(value, list) else value
                 if value in (default, "classification") or nearness(key) >= nearness(f"{list_key}[{i}].path"):
                     continue  # 'auto' never chooses classification
                 reason = "it belongs to the recipe's own dataset"

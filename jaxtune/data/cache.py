@@ -19,7 +19,7 @@ from jaxtune.data.columns import Column
 from jaxtune.data.encoding import Encoded
 from jaxtune.data.units import Part, Unit
 
-FORMAT = 4
+FORMAT = 5
 """Counted up when the layout of the files changes, or what is made of the same samples; other formats are not read."""
 
 SUMMARY = "summary.json"

@@ -52,15 +52,16 @@ class ChatTemplate:
         self._variables = dict(tokenizer.special_tokens_map)
         stops = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         stops.discard(str(tokenizer.bos_token))
-        if tokenizer.eos_token is not None:
-            stops.add(str(tokenizer.eos_token))
+        self._eos = None if tokenizer.eos_token is None else str(tokenizer.eos_token)
+        if self._eos is not None:
+            stops.add(self._eos)
         self._stops = tuple(sorted(stops, key=len, reverse=True))
         # Without a special token, this matches nothing.
         self._special = re.compile("|".join(map(re.escape, self._stops)) or r"(?!)")
         self._vocabulary = tokenizer.get_vocab
         self._say, self._chat = say, chat
         self._tried: set[Kind] = set()
-        self._control_tokens_said = False
+        self._control_tokens_said = self._unwritten_said = False
 
     def prompt(self, messages: list[Message], tools: list[Any] | None = None) -> list[int]:
         """Tokens of the conversation up to where the assistant's next message begins, as they are in training.
@@ -76,7 +77,9 @@ class ChatTemplate:
         exchange = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         text, spans = self._render(exchange, None)
         try:
-            spans = spans or self._conversation(exchange, None, text).turns([1])
+            if not spans:
+                conversation = self._conversation(exchange, None, text)
+                spans, text = conversation.turns([1]), conversation.text
         except UserError:  # how the turns of real conversations end is seen when they are rendered
             return self._stop(text)
         return next(filter(None, (self._stop(text[slice(*span)]) for span in spans)), None)
@@ -87,7 +90,8 @@ class ChatTemplate:
         Templates with `{% generation %}` mark what is trained. For others, a turn starts where the prompt made of the
         messages before it ends, and stops with its own stop token, not with one that ends the whole conversation
         (`turns.Conversation`). Some templates leave out of earlier turns what the prompt ends in (an empty thought):
-        there the turn starts after what the template writes before an answer instead.
+        there the turn starts after what the template writes before an answer instead. Where a template writes no token
+        that ends a turn (GLM's), that is the token with which the next message begins, after the last turn too.
 
         The section chat says which messages are trained and with which weight; another role's is found by its content.
         Keys of messages, whole messages and tools that the template leaves out are reported through `say`.
@@ -105,16 +109,18 @@ class ChatTemplate:
         chosen = [i for i, message in enumerate(messages) if message.get("train", masks.everything(self._chat))]
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         wanted, turned = set(chosen), set(turns)
-        text, spans = self._render(messages, tools)
-        conversation = partial(self._conversation, messages, tools, text)
+        written, spans = self._render(messages, tools)
+        text, conversation = written, partial(self._conversation, messages, tools, written)
         if not spans:
-            spans = conversation().turns(turns)
+            places = conversation()
+            spans, text = places.turns(turns), places.text
+            self._say_unwritten(places.unwritten)
         elif unmarked := next((span for span in spans if self._stop(text[slice(*span)]) is None), None):
             if missing := missing_token(text[slice(*unmarked)], self._vocabulary()):
                 raise lacks(missing)
             raise Refused(f"{{% generation %}} holds no stop token at its end: {clip(text[slice(*unmarked)])!r}")
         refuse_lost_answers(messages, turns, spans, text, self._stop)
-        for line in left_out(messages, tools, text, lambda *changed: self._render(*changed)[0], self._tried):
+        for line in left_out(messages, tools, written, lambda *changed: self._render(*changed)[0], self._tried):
             self._say(line)
         self._say_control_tokens(messages)
         if len(spans) != len(turns):
@@ -191,11 +197,20 @@ class ChatTemplate:
                 "transformers; take it out where others wrote the text"
             )
 
+    def _say_unwritten(self, stop: str | None) -> None:
+        """Says, once, that turns end with the token that the next message begins with."""
+        if stop and not self._unwritten_said:
+            self._unwritten_said = True
+            self._say(
+                f"the chat template writes no token that ends a turn; {stop}, with which the next message begins, is "
+                "trained as the end, after the last turn too"
+            )
+
     def _conversation(self, messages: list[Message], tools: list[Any] | None, text: str) -> Conversation:
         def render(*given: Any, **how: Any) -> str:
             return self._render(*given, **how)[0]
 
-        return Conversation(render, self._special, self._vocabulary, messages, tools, text)
+        return Conversation(render, self._special, self._eos, self._vocabulary, messages, tools, text)
 
     def _begins(self, text: str, position: int) -> str | None:
         """The special token that follows `position`."""

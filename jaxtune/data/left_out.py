@@ -8,7 +8,7 @@ from jaxtune.data.messages import UNSEEN, Message
 from jaxtune.errors import UserError
 
 Kind = tuple[str, str]
-"""A role and a key of its messages, or ("", "tools")."""
+"""A role and a key of its messages or "text next to calls", or ("", "tools")."""
 
 
 def refuse_lost_answers(
@@ -54,7 +54,8 @@ def left_out(
         for key in message.keys() - {"role", *UNSEEN}:
             changed = message | {"content": ""} if key == "content" else {k: v for k, v in message.items() if k != key}
             if changed != message:
-                without.setdefault((message["role"], key), ([*messages[:i], changed, *messages[i + 1 :]], tools))
+                kind = "text next to calls" if key == "content" and "tool_calls" in message else key
+                without.setdefault((message["role"], kind), ([*messages[:i], changed, *messages[i + 1 :]], tools))
     for kind in sorted(without.keys() - tried):
         tried.add(kind)
         role, key = kind
@@ -63,5 +64,9 @@ def left_out(
         except UserError:  # the template requires it
             same = False
         if same:
-            what = {"tools": "tools are", "content": f"messages of role {role!r} are"}
+            what = {
+                "tools": "tools are",
+                "content": f"messages of role {role!r} are",
+                "text next to calls": f"the text next to tool calls in messages of role {role!r} is",
+            }
             yield f"{what.get(key, f'{key!r} in messages of role {role!r} is')} left out by the chat template"

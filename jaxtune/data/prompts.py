@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxtune.config.schema import Chat, Dataset
@@ -27,13 +27,15 @@ class Prompt(NamedTuple):
     """A prompt to continue.
 
     given: text or messages, as in the data. tokens: up to where the model goes on. sample: all columns of the data.
-    begun: text of the answer that is among the tokens already, chat.response_prefix.
+    begun: text of the answer that is among the tokens already, chat.response_prefix. continued: the tokens if the
+    answer continues their text; none in a chat, whose answer is a text of its own.
     """
 
     given: str | list[Message]
     tokens: list[int]
     sample: Sample
     begun: str = ""
+    continued: Sequence[int] = ()
 
 
 class Prompts:
@@ -67,13 +69,15 @@ class Prompts:
         if not given:
             raise UserError(f"it has no prompt; its columns are {', '.join(sample)}")
         if isinstance(given, str) and not self._texts_are_chat:
-            return Prompt(given, self._encode([Rendered(given)])[0].tokens.tolist(), sample)
+            tokens = self._encode([Rendered(given)])[0].tokens.tolist()
+            return Prompt(given, tokens, sample, continued=tokens)
         if self._template is None:
             raise UserError("it holds messages, and the tokenizer has no chat template: set chat.template")
         if not isinstance(given, str) and given[-1]["role"] == "assistant":
             given = given[:-1]  # what the data has for an answer
         messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
-        return Prompt(given, self._template.prompt(*conversation(messages, entry, sample)), sample, self._begun)
+        tokens = self._template.prompt(*conversation(messages, entry, sample))
+        return Prompt(given, tokens, sample, self._begun, continued=tokens if self._begun else ())
 
 
 def read_prompts(

@@ -4,6 +4,7 @@ Messages are rendered with marks around their texts. So a few renderings find al
 """
 
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from jaxtune.errors import UserError
 Render = Callable[..., str]
 """(messages, tools, **variables of the template) -> the conversation as text."""
 
-_MARK = re.compile(f"{BEFORE_NUMBER}(\\d+){BEHIND_NUMBER}")
+_MARK = re.compile(f"{BEFORE_NUMBER}(\\d+)(c?){BEHIND_NUMBER}")  # c: around the name of a call
 _TAG = re.compile(r"<[^<>]*>")
 # A template may look at the text of some messages, so that a mark there changes what it writes.
 _MARKED_ROLES = (ROLES, ("user", "assistant", "tool"), ("assistant",), ())
@@ -27,6 +28,8 @@ class Conversation:
     """A conversation as rendered, with the places of its messages.
 
     Attributes:
+        text: the conversation; where the template writes no token that ends its last turn, with that token.
+        unwritten: the token that ends turns, if it is only what the next message begins with.
         places: (start, end) of the messages that were found, by their number: what is between the marks around the
             content, or the name of the first called tool if there is no content.
     """
@@ -35,19 +38,23 @@ class Conversation:
         self,
         render: Render,
         special: re.Pattern[str],
+        eos: str | None,
         vocabulary: Callable[[], dict[str, int]],
         messages: list[Message],
         tools: list[Any] | None,
         text: str,
     ):
-        """`text`: the conversation, as `render` writes it; `special`: matches the special tokens."""
-        self._render, self._special, self._vocabulary = render, special, vocabulary
-        self._messages, self._tools, self._text = messages, tools, text
+        """`text`: the conversation, as `render` writes it; `special`: matches the special tokens, of which `eos` is."""
+        self._render, self._special, self._eos, self._vocabulary = render, special, eos, vocabulary
+        self._messages, self._tools, self.text = messages, tools, text
+        self.unwritten: str | None = None
         for roles in _MARKED_ROLES:
             self._marked = [_marked(m, i) if m["role"] in roles else m for i, m in enumerate(messages)]
-            plain, self.places = _split(render(self._marked, tools)) if roles else (text, {})
+            plain, self._contents, calls = _split(render(self._marked, tools)) if roles else (text, {}, {})
             if plain == text:
                 break
+        self._by_call = {i for i in calls if i not in self._contents or calls[i] < self._contents[i]}
+        self.places = self._contents | {i: calls[i] for i in self._by_call}
         self._tails: dict[Any, str] = {}
         self._thoughtless: dict[Any, str] = {}
         self._headers: dict[Any, str | None] = {}
@@ -71,6 +78,11 @@ class Conversation:
             spans.append((start, end))
         return spans
 
+    def _split(self, text: str) -> tuple[str, dict[int, Span]]:
+        """The text without marks, and the places of messages in it, by what they were found by in the conversation."""
+        plain, contents, calls = _split(text)
+        return plain, calls | contents | {i: calls[i] for i in self._by_call & calls.keys()}
+
     def _before(self, i: int) -> int | None:
         """The last message before i that was found."""
         return next((j for j in range(i - 1, -1, -1) if j in self.places), None)
@@ -90,7 +102,7 @@ class Conversation:
         behind = self.places[before][1] if before is not None else 0
         kind = self._kind(i)
         if last or kind not in self._tails:
-            prompt, places = _split(self._render(self._marked[:i], self._tools, add_generation_prompt=True))
+            prompt, places = self._split(self._render(self._marked[:i], self._tools, add_generation_prompt=True))
             if last and (lost := places.keys() - self.places.keys()):
                 raise Refused(
                     f"message {i} (assistant) cannot be found after its prompt: once the answer follows, the template "
@@ -98,9 +110,9 @@ class Conversation:
                     "another chat.template"
                 )
             self._tails[kind] = prompt[places[before][1] if before in places else 0 :]
-        limit = self.places[i][0] if i in self.places else len(self._text)
+        limit = self.places[i][0] if i in self.places else len(self.text)
         for header in self._headers_of(i, kind):
-            if self._text.startswith(header, behind) and position <= behind + len(header) <= limit:
+            if self.text.startswith(header, behind) and position <= behind + len(header) <= limit:
                 return behind + len(header)
         what, then = (
             ("the prompt", "the answer follows") if last else ("the prompt or the turn", "more messages follow")
@@ -123,7 +135,7 @@ class Conversation:
             yield header
         if kind not in self._thoughtless:
             before, off = self._before(i), {"enable_thinking": False, "thinking": False}
-            prompt, places = _split(self._render(self._marked[:i], self._tools, add_generation_prompt=True, **off))
+            prompt, places = self._split(self._render(self._marked[:i], self._tools, add_generation_prompt=True, **off))
             self._thoughtless[kind] = prompt[places[before][1] if before in places else 0 :]
         yield self._thoughtless[kind]
 
@@ -132,7 +144,7 @@ class Conversation:
         if kind not in self._headers:
             followed = [*self._marked[:i], _marked({"role": "assistant", "content": "a"}, i), _USER]
             try:
-                text, places = _split(self._render(followed, self._tools))
+                text, places = self._split(self._render(followed, self._tools))
             except UserError:
                 text, places = "", {}
             before = self._before(i)
@@ -145,12 +157,17 @@ class Conversation:
         """Where turn i, which starts at `start`, ends: after its stop token."""
         inside = max(start, self.places[i][1]) if i in self.places else start
         later = (self.places[j][0] for j in range(i + 1, len(self._messages)) if j in self.places)
-        limit = next(later, len(self._text))
-        stop = self._stop(i, inside, limit)
+        limit = next(later, sys.maxsize)
         message = self._messages[i]
+        if i in self._contents and self._contents[i][0] > limit:
+            raise Refused(
+                f"message {i} (assistant): the chat template writes its text behind the next message; leave out the "
+                "text next to tool calls, or take another chat.template"
+            )
+        stop = self._stop(i, inside, limit)
         if stop in message["content"] or stop in str(message.get("tool_calls", "")):
             raise Refused(f"message {i} (assistant) holds the stop token {stop} in its text")
-        found = self._text.find(stop, inside, limit)
+        found = self.text.find(stop, inside, limit)
         if found < 0:
             raise Refused(f"message {i} (assistant) has no stop token {stop} before the next message")
         return found + len(stop)
@@ -162,19 +179,21 @@ class Conversation:
             return self._last_stop(i, inside, calls)
         kind = (calls, self._messages[i + 1]["role"])
         if kind not in self._stops:
-            cut, places = _split(self._render(self._marked[: i + 1], self._tools))
+            cut, places = self._split(self._render(self._marked[: i + 1], self._tools))
             alone = cut[places[i][1] if i in places else inside :]
-            stop = self._in_common(alone, self._text[inside:limit])
+            stop = self._in_common(i, alone, self.text[inside:limit])
             # A template may end the conversation in another token instead: then other messages end in that of the turn.
             if stop is None and not calls and self._special.search(alone):
-                found = self._special.search(self._text, inside, limit)
+                found = self._special.search(self.text, inside, limit)
                 if found is None or found.group() not in self._special.findall(self._end_of_others(i)):
                     raise Refused(
-                        f"message {i} (assistant): {clip(self._text[inside:limit])!r} follows it, but {clip(alone)!r} "
+                        f"message {i} (assistant): {clip(self.text[inside:limit])!r} follows it, but {clip(alone)!r} "
                         "where the conversation ends with it, so it is unclear which token ends the turn. Use a "
                         "template with {% generation %} marks"
                     )
                 stop = found.group()
+            if stop is None and self._messages[i + 1]["role"] in ("user", "tool"):
+                stop = self._unwritten(alone, self.text[inside:limit])
             if stop is None:
                 raise self._no_stop(i, alone)
             self._stops[kind] = stop
@@ -182,30 +201,58 @@ class Conversation:
 
     def _last_stop(self, i: int, inside: int, calls: bool) -> str:
         """The token that ends the last message, of which others may follow that end the conversation."""
-        alone = self._text[inside:]
+        alone = self.text[inside:]
         try:
-            more, places = _split(
+            more, places = self._split(
                 self._render([*self._marked, _result(self._messages[i]) if calls else _USER], self._tools)
             )
         except UserError:  # the template allows nothing after it
-            more, places = self._text, self.places
-        stop = self._in_common(alone, more[places[i][1] if i in places else inside :])
+            more, places = self.text, self.places
+        followed = more[places[i][1] if i in places else inside :]
+        stop = self._in_common(i, alone, followed)
         if stop is None:
             ends = [found.group() for found in self._special.finditer(alone) if not alone[found.end() :].strip()]
-            if not ends:
-                raise self._no_stop(i, alone)
-            stop = ends[-1]
+            stop = ends[-1] if ends else None
+        if stop is None and (stop := self._unwritten(alone, followed)):
+            self.text += stop
+        if stop is None:
+            raise self._no_stop(i, alone)
         return stop
 
-    def _in_common(self, text: str, other: str) -> str | None:
-        """The last special token of what both texts begin with."""
+    def _unwritten(self, alone: str, followed: str) -> str | None:
+        """The special token with which the next message begins, if a turn ends with nothing before it, as GLM's.
+
+        `alone`: the end of the turn, without another message; `followed`: with one.
+        """
+        if not followed.startswith(alone) or self._special.search(alone) or missing_token(alone, self._vocabulary()):
+            return None
+        found = self._special.match(followed, len(alone))
+        self.unwritten = found.group() if found else None
+        return self.unwritten
+
+    def _in_common(self, i: int, text: str, other: str) -> str | None:
+        """The last special token of what both texts, which follow turn i, begin with.
+
+        Where the template writes the prompt of an answer whatever is asked (Command R7B's), that may be of a header;
+        there it is the tokenizer's eos.
+        """
         shared = next((i for i, (a, b) in enumerate(zip(text, other)) if a != b), min(len(text), len(other)))
         found = [found.group() for found in self._special.finditer(text) if found.end() <= shared]
+        if len(found) > 1:
+            cut = self._marked[: i + 1]
+            if self._render(cut, self._tools) == self._render(cut, self._tools, add_generation_prompt=True):
+                if self._eos not in found:
+                    raise Refused(
+                        f"message {i} (assistant): the chat template writes the next answer's header whatever "
+                        f"add_generation_prompt says, so it is unclear which of {', '.join(found)} ends the turn. Use "
+                        "a template with {% generation %} marks"
+                    )
+                return self._eos
         return found[-1] if found else None
 
     def _end_of_others(self, i: int) -> str:
         """What follows the text of the last message before i."""
-        text, places = _split(self._render(self._marked[:i], self._tools))
+        text, places = self._split(self._render(self._marked[:i], self._tools))
         before = self._before(i)
         return text[places[before][1] :] if before in places else ""
 
@@ -226,7 +273,7 @@ class Conversation:
         start, end = _inner(content)
         first, last = self.places[i]
         place = first - len(content[:start].lstrip()), last + len(content[end:].rstrip())
-        return place if self._text[slice(*place)] == content.strip() else None
+        return place if self.text[slice(*place)] == content.strip() else None
 
 
 def missing_token(text: str, vocabulary: dict[str, int]) -> str | None:
@@ -256,12 +303,13 @@ def _result(message: Message) -> Message:
 def _marked(message: Message, i: int) -> Message:
     """The message with marks around its content and the names of its calls."""
     mark, content = f"{BEFORE_NUMBER}{i}{BEHIND_NUMBER}", message["content"]
+    call_mark = f"{BEFORE_NUMBER}{i}c{BEHIND_NUMBER}"
     marked = dict(message)
     start, end = _inner(content)
     if start < end:
         marked["content"] = f"{content[:start]}{mark}{content[start:end]}{mark}{content[end:]}"
     if "tool_calls" in message:
-        marked["tool_calls"] = [_with_name(call, mark) for call in message["tool_calls"]]
+        marked["tool_calls"] = [_with_name(call, call_mark) for call in message["tool_calls"]]
     return marked
 
 
@@ -285,14 +333,14 @@ def _with_name(call: Any, mark: str) -> Any:
     return call | {"name": f"{mark}{call['name']}{mark}"}
 
 
-def _split(text: str) -> tuple[str, dict[int, Span]]:
-    """The text without marks, and from where to where each message's first two are."""
+def _split(text: str) -> tuple[str, dict[int, Span], dict[int, Span]]:
+    """The text without marks, and from where to where each message's first two are: of its content, of its calls."""
     parts, end, position = [], 0, 0
-    marks: dict[int, list[int]] = {}
+    marks: dict[str, dict[int, list[int]]] = {"": {}, "c": {}}
     for found in _MARK.finditer(text):
         parts.append(text[end : found.start()])
         position += found.start() - end
         end = found.end()
-        marks.setdefault(int(found[1]), []).append(position)
-    places = {number: (first[0], first[min(1, len(first) - 1)]) for number, first in marks.items()}
-    return "".join([*parts, text[end:]]), places
+        marks[found[2]].setdefault(int(found[1]), []).append(position)
+    contents, calls = ({i: (first[0], first[min(1, len(first) - 1)]) for i, first in marks[of].items()} for of in marks)
+    return "".join([*parts, text[end:]]), contents, calls

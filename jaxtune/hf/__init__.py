@@ -12,6 +12,7 @@ from jaxtune.hf.sources import open_weights, weight_files
 from jaxtune.hf.tokenizer import (
     choose_padding,
     copy_tokenizer_files,
+    decode,
     end_tokens,
     load_tokenizer,
     write_chat_template,

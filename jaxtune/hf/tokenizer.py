@@ -3,7 +3,7 @@
 import json
 import logging
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("jaxtune")
 
 _OLDER_TEMPLATE = "chat_template.json"  # of processors, before they had chat_template.jinja
+_TAIL = 8  # tokens before others that are decoded with them: a character has four bytes at most
 FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model", "generation_config.json"),
@@ -58,6 +59,31 @@ def load_tokenizer(
     if chat_template is not None:
         tokenizer.chat_template = find_template(chat_template, tokenizer.get_vocab())
     return tokenizer
+
+
+def decode(
+    tokenizer: "PreTrainedTokenizerFast",
+    tokens: Sequence[int],
+    after: Sequence[int] = (),
+    *,
+    skip_special_tokens: bool = False,
+) -> str:
+    """The text of tokens that follow others: at the beginning of a text, SentencePiece's first token has no space.
+
+    Raises:
+        UserError: the tokenizer fails.
+    """
+    tail = list(after[-_TAIL:])
+    try:
+        before = str(tokenizer.decode(tail, skip_special_tokens=skip_special_tokens)) if tail else ""
+        whole = str(tokenizer.decode([*tail, *tokens], skip_special_tokens=skip_special_tokens))
+        if not whole.startswith(before):  # the bytes of one character are in both
+            before, whole = "", str(tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))
+    except BaseException as error:  # tokenizers panics
+        if not is_failure(error):
+            raise
+        raise UserError(f"the tokenizer fails to decode {len(tail) + len(tokens)} tokens: {error}") from error
+    return whole[len(before) :]
 
 
 def copy_tokenizer_files(source: Path, target: Path) -> list[str]:

@@ -144,7 +144,7 @@ class Answering:
             numbers = [chunk[min(row, len(chunk) - 1)][0] for row in range(at_once)]
             found = completed(self._generate(rows, numbers), len(asked), ended)
             for prompt, completion in zip(asked, found):
-                text = prompt.begun + text_of(completion, self._tokenizer, self._manner.stop)
+                text = prompt.begun + text_of(completion, self._tokenizer, self._manner.stop, prompt.continued)
                 yield Answer(prompt, text, completion.finished)
 
     def stream(self, text: str) -> Iterator[str]:
@@ -152,7 +152,7 @@ class Answering:
         prompt = self._prompts(Dataset(), {"prompt": text})
         yield prompt.begun
         tokens = until(self._generate([prompt.tokens]), self._ends(turns=self._manner.chat))
-        yield from stream_text(self._tokenizer, tokens, self._manner.stop)
+        yield from stream_text(self._tokenizer, tokens, self._manner.stop, prompt.continued)
 
     def _ends(self, turns: bool) -> frozenset[int]:
         """The tokens that end an answer; `turns`: also the one that ends a turn of the chat template."""

@@ -135,15 +135,15 @@ def ending(stop: frozenset[int], strings: Sequence[str] = (), tokenizer: Any = N
     def ended(tokens: Sequence[int]) -> bool:
         if tokens[-1] in stop:
             return True
-        text = tokenizer.decode(tokens[-reach:]) if strings else ""
+        text = hf.decode(tokenizer, tokens[-reach:]) if strings else ""
         return any(string in text for string in strings)
 
     return ended
 
 
-def text_of(completion: Completion, tokenizer, strings: Sequence[str] = ()) -> str:
-    """Its text, without special tokens and without the string that ended it."""
-    return before(strings, tokenizer.decode(completion.tokens, skip_special_tokens=True))
+def text_of(completion: Completion, tokenizer, strings: Sequence[str] = (), after: Sequence[int] = ()) -> str:
+    """Its text, without special tokens and the string that ended it; `after`: tokens whose text it continues."""
+    return before(strings, hf.decode(tokenizer, completion.tokens, after, skip_special_tokens=True))
 
 
 def before(strings: Sequence[str], text: str) -> str:
@@ -151,8 +151,10 @@ def before(strings: Sequence[str], text: str) -> str:
     return text[: min((text.index(string) for string in strings if string in text), default=None)]
 
 
-def stream_text(tokenizer, tokens: Iterator[int], strings: Sequence[str] = ()) -> Iterator[str]:
-    """Text as it becomes certain, up to one of the strings.
+def stream_text(
+    tokenizer, tokens: Iterator[int], strings: Sequence[str] = (), after: Sequence[int] = ()
+) -> Iterator[str]:
+    """Text as it becomes certain, up to one of the strings; `after`: tokens whose text it continues.
 
     Characters whose bytes are not all there yet wait, and what may be the beginning of a string.
     """
@@ -160,7 +162,7 @@ def stream_text(tokenizer, tokens: Iterator[int], strings: Sequence[str] = ()) -
     shown = text = ""
     for token in tokens:
         seen.append(token)
-        text = tokenizer.decode(seen, skip_special_tokens=True)
+        text = hf.decode(tokenizer, seen, after, skip_special_tokens=True)
         if any(string in text for string in strings):
             break
         waiting = max((n for string in strings for n in range(1, len(string)) if text.endswith(string[:n])), default=0)
@@ -175,8 +177,9 @@ def continue_text(model: Model, parameters: Parameters, tokenizer, prompt: str, 
     """The prompt and what the model makes of it."""
     dtype = parameters["embed.weight"].dtype
     generate = make_generate(model.graph, model.spec, max_new_tokens=tokens, dtype=dtype, sampling=SAMPLE)
-    ids = until(generate(parameters, [tokenizer(prompt)["input_ids"]]), stop_tokens(model.folders.tokenizer, tokenizer))
-    return prompt + "".join(stream_text(tokenizer, ids))
+    given = tokenizer(prompt)["input_ids"]
+    ids = until(generate(parameters, [given]), stop_tokens(model.folders.tokenizer, tokenizer))
+    return prompt + "".join(stream_text(tokenizer, ids, after=given))
 
 
 def stop_tokens(folder: Path, tokenizer) -> frozenset[int]:

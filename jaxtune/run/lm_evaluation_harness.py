@@ -425,8 +425,8 @@ class DecoderLM(TemplateLM):
                 tokens = generate(parameters, [contexts[i][-room:] for i in rows], rows)
                 made = completed(tokens, len(members), ended)
             for i, completion in zip(members, made):
-                text = self.tokenizer.decode(completion.tokens, skip_special_tokens=True)
-                yield i, postprocess_generated_text(str(text), strings, None)
+                text = hf.decode(self.tokenizer, completion.tokens, skip_special_tokens=True)  # as lm-eval's own models
+                yield i, postprocess_generated_text(text, strings, None)
 
     def _make_generate(self, new: int, sampling: Sampling) -> Generate:
         config, model = self._opened.config, self._opened.model

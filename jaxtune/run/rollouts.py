@@ -120,7 +120,11 @@ def make_rollouts(config: Config, model: Model, tokenizer, functions: Mapping[st
 
     def make(trained: Parameters, frozen: Parameters, prompts: list[Prompt], numbers: Sequence[int]) -> Rollout:
         found = complete(trained, frozen, [prompt.tokens for prompt in prompts], numbers)
-        texts = [prompt.begun + text_of(completion, tokenizer) for prompt, completion in zip(prompts, found)]
+        # As TRL's `batch_decode(completion_ids)`: the text of a completion does not depend on its prompt's.
+        texts = [
+            prompt.begun + text_of(completion, tokenizer, after=prompt.tokens if prompt.begun else ())
+            for prompt, completion in zip(prompts, found)
+        ]
         each = _rewarded(functions, prompts, texts, found)
         return Rollout(prompts, found, texts, dict(zip(functions, each.T)), total(each, weights))
 

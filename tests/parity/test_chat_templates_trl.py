@@ -1,10 +1,15 @@
-"""Named chat templates write what their families' own templates write, which TRL has copies of."""
+"""Named chat templates write what their families' own templates write, which TRL has copies of.
+
+The same is trained of the families' own templates as TRL marks.
+"""
 
 import importlib.resources
+import re
 
 import pytest
 from tiny import byte_tokenizer
 
+from jaxtune.data.chat import ChatTemplate
 from jaxtune.data.messages import Message
 from jaxtune.data.sandbox import Template
 from jaxtune.hf.chat_templates import NAMED, find_template
@@ -64,3 +69,37 @@ def test_a_named_template_writes_the_family_s_format(tmp_path, name):
         for cut, prompt in prefixes(messages):
             variables = dict(messages=cut, tools=tools, add_generation_prompt=prompt, bos_token="<s>", eos_token="</s>")
             assert Template(ours).render(**variables)[0] == Template(other).render(**variables)[0]
+
+
+# Published templates: TRL's copies, and those that it trains with, which have {% generation %} marks.
+TRAINED = (
+    *("qwen2_5", "qwen3", "qwen3_5_think", "qwen3_6", "qwen3_instruct_2507", "gptoss", "glm4moe", "nemotron_3_nano"),
+    "lfm2_v2",
+)
+RESULT_OF_CALL = RESULT | {"name": "f", "tool_call_id": "a"}
+CALLED_BY_ID = CALLED | {"tool_calls": [{"id": "a", "type": "function", **CALLED["tool_calls"][0]}]}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_what_is_trained_of_a_published_template_is_what_trl_marks(tmp_path, name):
+    """TRL also marks the end of the prompt and the white space after the token that ends a turn."""
+    folder = importlib.resources.files(trl).joinpath("chat_templates")
+    published, marked = (folder.joinpath(f"{name}{end}.jinja").read_text() for end in ("", "_training"))
+    special = tuple(dict.fromkeys(re.findall(r"<\|[^|<>\s]+\|>|<\uff5c[^\uff5c<>\s]+\uff5c>", published + marked)))
+    eos = next((token for token in special if token in ("<|im_end|>", "<|return|>")), "</s>")
+    tokenizer = byte_tokenizer(tmp_path, None, ("<s>", "</s>", *special), bos="<s>", eos=eos)
+    messages = [SYSTEM, USER, CALLED_BY_ID, RESULT_OF_CALL, LAST]
+    parts = []
+    for source in (published, marked):
+        tokenizer.chat_template = source
+        rendered = ChatTemplate(tokenizer).render(messages, TOOLS[:1])
+        parts.append([rendered.text[slice(*span)] for span in rendered.spans or ()])
+    assert len(parts[0]) == len(parts[1]) == 2
+    variables = dict(tools=TOOLS[:1], add_generation_prompt=True, bos_token="<s>", eos_token=eos)
+    for ours, theirs, before in zip(*parts, (messages[:2], messages[:4])):
+        more, found, behind = theirs.partition(ours.rstrip())
+        prompts = [
+            Template(published).render(messages=before, **variables, **thought)[0]
+            for thought in ({}, {"enable_thinking": False})
+        ]
+        assert found and not behind.strip() and any(prompt.endswith(more) for prompt in prompts), (ours, theirs)

@@ -130,7 +130,7 @@ def test_only_what_is_kept_is_sampled():
 
 def test_rows_end_one_by_one():
     class Bytes:
-        def decode(self, ids):
+        def decode(self, ids, skip_special_tokens):
             return bytes(ids).decode("utf-8", errors="replace")
 
     made = [np.array(row) for row in zip(b"ab\0cd", b"xy STO", b"naive ")]

@@ -12,6 +12,7 @@ import pytest
 from jaxtune import __main__ as jaxtune
 from jaxtune.config import load_recipe, read_recipe, resolve, to_json
 from jaxtune.config.recipe import RECIPES, first_line, own_recipes
+from jaxtune.config.schema import Dataset
 from jaxtune.data.sources import open_source
 from jaxtune.errors import UserError
 from jaxtune.recipes import qwen_lora
@@ -80,6 +81,28 @@ def test_what_a_recipe_inherits_gives_way_to_what_it_says(base, line, values, le
             found["data.datasets"] = (entry.path, entry.type, entry.subset)
         assert found == values
         assert [text.partition(" = ")[0].rpartition(".")[2] for text in config.opening_lines] == left_out
+
+
+def test_columns_of_a_recipe_s_own_dataset_give_way_to_another_path():
+    """What is made of the samples stays, and so does what is typed."""
+    fields = "instruction_field='q', output_field='a', tools_field='t', select_columns=('q', 'a'), encoding='cp1252'"
+    more = "message_property_mappings=('role=who',), prompt_format='{q}: ', type='auto', samples=2"
+    name = started_from("qwen_lora", f"config.data.datasets = (dataset(path='own.csv', {fields}, {more}),)")
+    entry = "data.datasets[0]"
+    typed = [(f"{entry}.path", "other.jsonl"), (f"{entry}.output_field", "a")]
+    for config in (
+        read_recipe(name).resolve(typed),
+        read_recipe(name).resolve(typed, by="call"),
+    ):
+        assert config.data.datasets == (
+            Dataset(path="other.jsonl", output_field="a", prompt_format="{q}: ", samples=2),
+        )
+        gone = ("encoding", "select_columns", "instruction_field", "tools_field", "message_property_mappings")
+        assert [line.split(" = ")[0] for line in config.opening_lines] == [
+            f"left out: recipe: {entry}.{name}" for name in gone
+        ]
+    assert "encoding = 'cp1252': has no effect: it belongs to the recipe's own dataset" in config.opening_lines[0]
+    assert read_recipe(name).resolve().data.datasets[0].instruction_field == "q"
 
 
 @pytest.mark.parametrize(

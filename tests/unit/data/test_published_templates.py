@@ -1,12 +1,14 @@
 """Exactly the answers and the tokens that end them are trained, with the formats that families are published with.
 
 The formats are written down here without {% generation %} marks, as the families' own templates are. Tools and thoughts
-of named templates, with and without marks: tests/golden/test_chat_templates.py.
+of named templates, with and without marks: tests/golden/test_chat_templates.py. TRL's copies of templates, against its
+marks: tests/parity/test_chat_templates_trl.py.
 """
 
 import pytest
 from tiny import byte_tokenizer
 
+from jaxtune.config.schema import Chat
 from jaxtune.data.chat import ChatTemplate
 from jaxtune.data.encoding import Encoder, Refused
 from jaxtune.errors import UserError
@@ -25,8 +27,13 @@ SPECIAL = (
         "<|end_of_role|>",
     ),
     *("<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|SYSTEM_TOKEN|>"),
-    *("<|start|>", "<|message|>", "<|channel|>", "<|return|>"),
+    *("<|start|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>", "<|START_THINKING|>", "<|END_THINKING|>"),
+    *("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_ACTION|>", "<|END_ACTION|>", "[TOOL_CALLS]", "[ARGS]"),
+    *("<|START_TOOL_RESULT|>", "<|END_TOOL_RESULT|>", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
+    *("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "<|python_tag|>", "<|eom_id|>"),
     *(f"<{BAR}{name}{BAR}>" for name in ("User", "Assistant", "end▁of▁sentence", "begin▁of▁sentence")),
+    *(f"<{BAR}tool▁{name}▁{end}{BAR}>" for name in ("calls", "call", "outputs", "output") for end in ("begin", "end")),
+    f"<{BAR}tool▁sep{BAR}>",
 )
 
 
@@ -207,6 +214,15 @@ FAMILIES = {
         "B<|im_end|>",
     ),
 }
+GLM = written("<|user|>\nCONTENT", "<|assistant|>\nCONTENT", "<|assistant|>", "<|system|>\nCONTENT", "[gMASK]<sop>")
+FAMILIES["GLM-4"] = GLM, "<|endoftext|>", "\nA<|user|>", "\nB<|user|>"
+# Command R7B's own writes the prompt, whether one is asked for or not.
+FAMILIES["ChatML that always writes the prompt"] = (
+    alike(CHATML, finish=IM_PROMPT),
+    "<|im_end|>",
+    "A<|im_end|>",
+    "B<|im_end|>",
+)
 USER, MORE = {"role": "user", "content": "Hi?"}, {"role": "user", "content": "So?"}
 SYSTEM = {"role": "system", "content": "Be brief."}
 
@@ -229,7 +245,8 @@ def test_the_answers_and_the_tokens_that_end_them_are_trained(tokenizer, name):
             ([*before, USER, two], [whole]),
         ):
             rendered = template.render(messages)
-            assert rendered.text == tokenizer.apply_chat_template(messages, tokenize=False)
+            end = "<|user|>" if name == "GLM-4" else ""
+            assert rendered.text == tokenizer.apply_chat_template(messages, tokenize=False) + end
             assert [rendered.text[slice(*span)] for span in rendered.spans or ()] == expected
             [encoded] = Encoder(tokenizer)([rendered])
             trained = encoded.tokens[encoded.loss_weights > 0]
@@ -237,14 +254,341 @@ def test_the_answers_and_the_tokens_that_end_them_are_trained(tokenizer, name):
     assert template.turn_end() == tokenizer.convert_ids_to_tokens([int(trained[-1])])[0]
 
 
-def test_a_format_that_ends_no_turn_is_refused(tokenizer):
-    """GLM's: an answer ends where the next header begins, and after the last one nothing is written."""
-    tokenizer.chat_template = alike("<|ROLE|>\nCONTENT", begin="[gMASK]<sop>")
-    messages = [USER, {"role": "assistant", "content": "Fine."}]
-    with pytest.raises(Refused, match="without a stop token at its end"):
+# Tools: in the text of the first question, or, with Mistral, before the last one.
+FIRST_TOOLS = "{% if tools and loop.first %}{{ tools | tojson }}\n{% endif %}"
+LAST_TOOLS = (
+    "{% if tools and m == (messages | selectattr('role', 'equalto', 'user') | list)[-1] %}"
+    "[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
+)
+# Before and behind results that follow each other.
+NO_RESULT_BEFORE, NO_RESULT_BEHIND = (
+    "{% if loop.previtem.role != 'tool' %}",
+    "{% if loop.last or loop.nextitem.role != 'tool' %}",
+)
+IM_RESULT = (
+    f"{NO_RESULT_BEFORE}<|im_start|>user{{% endif %}}\n<tool_response>\nCONTENT\n</tool_response>"
+    f"{NO_RESULT_BEHIND}<|im_end|>\n{{% endif %}}"
+)
+LISTED = '{"name": "NAME", "arguments": ARGUMENTS}'
+TAGGED = f"<tool_call>\n{LISTED}\n</tool_call>"
+PARAMETERS = (
+    "<tool_call>\n<function=NAME>\n{% for key, value in c.arguments | items %}<parameter={{ key }}>\n{{ value }}\n"
+    "</parameter>\n{% endfor %}</function>\n</tool_call>"
+)
+LLAMA_HEADER, COHERE_HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n", "<|START_OF_TURN_TOKEN|><|{}_TOKEN|>"
+GRANITE_HEADER = "<|start_of_role|>{}<|end_of_role|>"
+D_CALLS, D_CALL, D_OUTPUTS, D_OUTPUT = (
+    f"<{BAR}tool▁{name}▁{{}}{BAR}>" for name in ("calls", "call", "outputs", "output")
+)
+D_EOS = f"<{BAR}end▁of▁sentence{BAR}>"
+D_FUNCTION = f"{D_CALL.format('begin')}function<{BAR}tool▁sep{BAR}>{{}}\n```json\n{{}}\n```{D_CALL.format('end')}"
+JAX, FLAX = '{"word": "jax"}', '{"word": "flax"}'
+
+
+def calling(
+    question: str,
+    answer: str,
+    call: tuple[str, str, str, str],
+    result: str,
+    prompt: str,
+    begin: str = "",
+    end: str = "",
+) -> str:
+    """A template that writes questions, answers, calls and their results so; `end` is written where no prompt is.
+
+    `call` is what stands before the calls of a message, each of them, what is between two, and what is behind all.
+    """
+    before, each, between, behind = call
+    calls = (
+        f"{before}{{% for c in m.tool_calls %}}{{% set id = c.id %}}{{% set c = c.function %}}{each}"
+        f"{{% if not loop.last %}}{between}{{% endif %}}{{% endfor %}}{behind}"
+    )
+    roles = (
+        f"{{% if m.role == 'user' %}}{question}{{% elif m.role == 'tool' %}}{result}"
+        f"{{% elif m.tool_calls %}}{calls}{{% else %}}{answer}{{% endif %}}"
+    )
+    for name, value in {"CONTENT": "m.content", "NAME": "c.name", "ARGUMENTS": "c.arguments | tojson"}.items():
+        roles = roles.replace(name, "{{ " + value + " }}")
+    end = f"{{% if add_generation_prompt %}}{prompt}{{% else %}}{end}{{% endif %}}"
+    # Jinja cuts off a line's end behind a block.
+    return f"{begin}{{% for m in messages %}}{roles}{{% endfor %}}{end}".replace("%}\n", "%}{{ '\\n' }}")
+
+
+# family: template, eos, what is trained of a call, of two calls at once (None: the family has one only), of an answer
+CALLING = {
+    "Llama 3.1": (
+        calling(
+            LLAMA_HEADER.format("user") + FIRST_TOOLS + "CONTENT<|eot_id|>",
+            LLAMA_HEADER.format("assistant") + "CONTENT<|eot_id|>",
+            (LLAMA_HEADER.format("assistant"), '{"name": "NAME", "parameters": ARGUMENTS}', "", "<|eot_id|>"),
+            LLAMA_HEADER.format("ipython") + '"CONTENT"<|eot_id|>',
+            LLAMA_HEADER.format("assistant"),
+            "{{ bos_token }}",
+        ),
+        "<|eot_id|>",
+        f'{{"name": "look_up", "parameters": {JAX}}}<|eot_id|>',
+        None,
+        "B<|eot_id|>",
+    ),
+    "Mistral v3": (
+        calling(
+            LAST_TOOLS + "[INST] CONTENT[/INST]",
+            " CONTENT{{ eos_token }}",
+            ("[TOOL_CALLS] [", LISTED[:-1] + ', "id": "{{ id }}"}', ", ", "]{{ eos_token }}"),
+            '[TOOL_RESULTS] {"content": CONTENT, "call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]',
+            "",
+            "{{ bos_token }}",
+        ),
+        "</s>",
+        f'[TOOL_CALLS] [{{"name": "look_up", "arguments": {JAX}, "id": "abcdefghi"}}]</s>',
+        f'[TOOL_CALLS] [{{"name": "look_up", "arguments": {JAX}, "id": "abcdefghi"}}, '
+        f'{{"name": "look_up", "arguments": {FLAX}, "id": "abcdefghj"}}]</s>',
+        " B</s>",
+    ),
+    "Mistral v11, Tekken": (
+        calling(
+            LAST_TOOLS + "[INST]CONTENT[/INST]",
+            "CONTENT{{ eos_token }}",
+            ("", "[TOOL_CALLS]NAME[ARGS]ARGUMENTS", "", "{{ eos_token }}"),
+            "[TOOL_RESULTS]CONTENT[/TOOL_RESULTS]",
+            "",
+            "{{ bos_token }}",
+        ),
+        "</s>",
+        f"[TOOL_CALLS]look_up[ARGS]{JAX}</s>",
+        f"[TOOL_CALLS]look_up[ARGS]{JAX}[TOOL_CALLS]look_up[ARGS]{FLAX}</s>",
+        "B</s>",
+    ),
+    "Qwen2.5, 3": (
+        calling(
+            f"<|im_start|>user\n{FIRST_TOOLS}CONTENT<|im_end|>\n",
+            f"{IM_PROMPT}CONTENT<|im_end|>\n",
+            ("<|im_start|>assistant", "\n" + TAGGED, "", "<|im_end|>\n"),
+            IM_RESULT,
+            IM_PROMPT,
+        ),
+        "<|im_end|>",
+        f'<tool_call>\n{{"name": "look_up", "arguments": {JAX}}}\n</tool_call><|im_end|>',
+        f'<tool_call>\n{{"name": "look_up", "arguments": {JAX}}}\n</tool_call>\n'
+        f'<tool_call>\n{{"name": "look_up", "arguments": {FLAX}}}\n</tool_call><|im_end|>',
+        "B<|im_end|>",
+    ),
+    "Qwen3.5": (
+        calling(
+            f"<|im_start|>user\n{FIRST_TOOLS}CONTENT<|im_end|>\n",
+            f"{IM_PROMPT}<think>\n\n</think>\n\nCONTENT<|im_end|>\n",
+            (f"{IM_PROMPT}<think>\n\n</think>\n\n", PARAMETERS, "\n", "<|im_end|>\n"),
+            IM_RESULT,
+            f"{IM_PROMPT}<think>\n",
+        ),
+        "<|im_end|>",
+        "\n</think>\n\n<tool_call>\n<function=look_up>\n<parameter=word>\njax\n</parameter>\n</function>\n</tool_call>"
+        "<|im_end|>",
+        None,
+        "\n</think>\n\nB<|im_end|>",
+    ),
+    "Nemotron 3": (
+        calling(
+            f"<|im_start|>user\n{FIRST_TOOLS}CONTENT<|im_end|>\n",
+            f"{IM_PROMPT}<think></think>CONTENT<|im_end|>\n",
+            (f"{IM_PROMPT}<think></think>\n", PARAMETERS + "\n", "", "<|im_end|>\n"),
+            IM_RESULT,
+            NEMOTRON_PROMPT,
+        ),
+        "<|im_end|>",
+        "\n<tool_call>\n<function=look_up>\n<parameter=word>\njax\n</parameter>\n</function>\n</tool_call>\n<|im_end|>",
+        None,
+        "B<|im_end|>",
+    ),
+    "DeepSeek-V3": (
+        calling(
+            f"<{BAR}User{BAR}>{FIRST_TOOLS}CONTENT",
+            f"{NO_RESULT_BEFORE}<{BAR}Assistant{BAR}>{{% endif %}}CONTENT{{{{ eos_token }}}}",
+            (
+                f"{NO_RESULT_BEFORE}<{BAR}Assistant{BAR}>{{% endif %}}" + D_CALLS.format("begin"),
+                D_FUNCTION.format("NAME", "{{ c.arguments }}"),
+                "\n",
+                D_CALLS.format("end") + "{{ eos_token }}",
+            ),
+            f"{NO_RESULT_BEFORE}{D_OUTPUTS.format('begin')}{{% endif %}}{D_OUTPUT.format('begin')}CONTENT"
+            f"{D_OUTPUT.format('end')}{NO_RESULT_BEHIND}{D_OUTPUTS.format('end')}{{% endif %}}",
+            f"{{% if messages[-1].role != 'tool' %}}<{BAR}Assistant{BAR}>{{% endif %}}",
+            "{{ bos_token }}",
+        ),
+        D_EOS,
+        f"{D_CALLS.format('begin')}{D_FUNCTION.format('look_up', JAX)}{D_CALLS.format('end')}{D_EOS}",
+        f"{D_CALLS.format('begin')}{D_FUNCTION.format('look_up', JAX)}\n{D_FUNCTION.format('look_up', FLAX)}"
+        f"{D_CALLS.format('end')}{D_EOS}",
+        f"B{D_EOS}",
+    ),
+    "GLM-4.5 to 4.7": (
+        calling(
+            f"<|user|>\n{FIRST_TOOLS}CONTENT",
+            "<|assistant|>\n<think></think>\nCONTENT",
+            (
+                "<|assistant|>\n<think></think>",
+                "\n<tool_call>NAME\n{% for key, value in c.arguments | items %}<arg_key>{{ key }}</arg_key>\n"
+                "<arg_value>{{ value }}</arg_value>\n{% endfor %}</tool_call>",
+                "",
+                "",
+            ),
+            f"{NO_RESULT_BEFORE}<|observation|>{{% endif %}}\n<tool_response>\nCONTENT\n</tool_response>",
+            "<|assistant|>",
+            "[gMASK]<sop>",
+        ),
+        "<|endoftext|>",
+        "\n<think></think>\n<tool_call>look_up\n<arg_key>word</arg_key>\n<arg_value>jax</arg_value>\n</tool_call>"
+        "<|observation|>",
+        None,
+        "\n<think></think>\nB<|user|>",
+    ),
+    "Command R7B": (
+        calling(
+            COHERE_HEADER.format("USER") + FIRST_TOOLS + "CONTENT<|END_OF_TURN_TOKEN|>",
+            COHERE_HEADER.format("CHATBOT") + "<|START_RESPONSE|>CONTENT<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
+            (
+                COHERE_HEADER.format("CHATBOT") + "<|START_THINKING|>Hm.<|END_THINKING|><|START_ACTION|>[\n",
+                '    {"tool_name": "NAME", "parameters": ARGUMENTS}',
+                ",\n",
+                "\n]<|END_ACTION|><|END_OF_TURN_TOKEN|>",
+            ),
+            f"{NO_RESULT_BEFORE}{COHERE_HEADER.format('SYSTEM')}<|START_TOOL_RESULT|>[{{% endif %}}\nCONTENT"
+            f"{NO_RESULT_BEHIND}\n]<|END_TOOL_RESULT|><|END_OF_TURN_TOKEN|>{{% endif %}}",
+            COHERE_HEADER.format("CHATBOT"),
+            end=COHERE_HEADER.format("CHATBOT"),  # written whether a prompt is asked for or not
+        ),
+        "<|END_OF_TURN_TOKEN|>",
+        f'<|START_THINKING|>Hm.<|END_THINKING|><|START_ACTION|>[\n    {{"tool_name": "look_up", "parameters": {JAX}}}'
+        "\n]<|END_ACTION|><|END_OF_TURN_TOKEN|>",
+        None,
+        "<|START_RESPONSE|>B<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
+    ),
+    "Granite 4": (
+        calling(
+            GRANITE_HEADER.format("user") + FIRST_TOOLS + "CONTENT<|end_of_text|>\n",
+            GRANITE_HEADER.format("assistant") + "CONTENT<|end_of_text|>\n",
+            (GRANITE_HEADER.format("assistant"), TAGGED, "\n", "<|end_of_text|>\n"),
+            f"{NO_RESULT_BEFORE}{GRANITE_HEADER.format('user')}{{% endif %}}\n<tool_response>\nCONTENT\n"
+            f"</tool_response>{NO_RESULT_BEHIND}<|end_of_text|>\n{{% endif %}}",
+            GRANITE_HEADER.format("assistant"),
+        ),
+        "<|end_of_text|>",
+        f'<tool_call>\n{{"name": "look_up", "arguments": {JAX}}}\n</tool_call><|end_of_text|>',
+        None,
+        "B<|end_of_text|>",
+    ),
+    "gpt-oss": (
+        calling(
+            f"<|start|>user<|message|>{FIRST_TOOLS}CONTENT<|end|>",
+            GPT_OSS,
+            ("<|start|>assistant", " to=functions.NAME<|channel|>commentary json<|message|>ARGUMENTS", "", "<|call|>"),
+            "<|start|>functions.{{ loop.previtem.tool_calls[0].function.name }} to=assistant<|channel|>commentary"
+            "<|message|>CONTENT<|end|>",
+            "<|start|>assistant",
+        ),
+        "<|return|>",
+        f" to=functions.look_up<|channel|>commentary json<|message|>{JAX}<|call|>",
+        None,
+        "<|channel|>final<|message|>B<|return|>",
+    ),
+}
+TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}]
+CALLS = [
+    {"id": number, "type": "function", "function": {"name": "look_up", "arguments": {"word": word}}}
+    for number, word in (("abcdefghi", "jax"), ("abcdefghj", "flax"))
+]
+RESULTS = [{"role": "tool", "name": "look_up", "content": "7", "tool_call_id": call["id"]} for call in CALLS]
+CALLED, CALLED_TWICE = ({"role": "assistant", "content": "", "tool_calls": CALLS[:count]} for count in (1, 2))
+ANSWER = {"role": "assistant", "content": "Seven."}
+
+
+def trained_parts(tokenizer, template: ChatTemplate, messages) -> list[str]:
+    """The trained spans of a conversation with tools, after a check that exactly their tokens are trained."""
+    rendered = template.render(messages, TOOLS)
+    spans = [rendered.text[slice(*span)] for span in rendered.spans or ()]
+    [encoded] = Encoder(tokenizer)([rendered])
+    assert tokenizer.decode(encoded.tokens[encoded.loss_weights > 0].tolist()) == "".join(spans)
+    return spans
+
+
+@pytest.mark.parametrize("name", CALLING)
+def test_calls_and_the_tokens_that_end_them_are_trained(tokenizer, name):
+    tokenizer.chat_template, tokenizer.eos_token, one, two, last = CALLING[name]
+    answer, template = last.replace("B", ANSWER["content"], 1), ChatTemplate(tokenizer)
+    earlier = answer.replace("<|return|>", "<|end|>")
+    called = [USER, CALLED, RESULTS[0]]
+    assert trained_parts(tokenizer, template, [USER, CALLED]) == [one]
+    assert trained_parts(tokenizer, template, [*called, ANSWER]) == [one, answer]
+    assert trained_parts(tokenizer, template, [*called, CALLED, RESULTS[0], ANSWER]) == [one, one, answer]
+    assert trained_parts(tokenizer, template, [*called, ANSWER, *called, ANSWER]) == [one, earlier, one, answer]
+    assert trained_parts(tokenizer, template, [USER, ANSWER, *called, ANSWER]) == [earlier, one, answer]
+    if two is not None:
+        assert trained_parts(tokenizer, template, [USER, CALLED_TWICE, *RESULTS, ANSWER]) == [two, answer]
+
+
+def test_calls_of_a_template_that_writes_none_are_trained_as_text(tokenizer):
+    """SmolLM3's writes neither calls nor the tools of the data, and reads results as the user's."""
+    smol = written(IM_USER, f"{IM_PROMPT}CONTENT<|im_end|>\n", IM_PROMPT, IM_USER.replace("user", "system"))
+    tokenizer.chat_template = smol.replace("m.role == 'user'", "m.role in ('user', 'tool')")
+    tokenizer.eos_token = "<|im_end|>"
+    messages = [USER, CALLED, RESULTS[0], ANSWER]
+    with pytest.raises(Refused, match="message 1 .* renders as nothing"):
+        ChatTemplate(tokenizer).render(messages, TOOLS)
+    template = ChatTemplate(tokenizer, chat=Chat(agent_template="hermes"))
+    call, answer = trained_parts(tokenizer, template, messages)
+    assert answer == "Seven.<|im_end|>" and call.startswith("<tool_call>") and call.endswith("</tool_call><|im_end|>")
+
+
+def test_text_that_a_template_writes_behind_the_result_is_refused(tokenizer):
+    """Gemma 4's writes it so if the message calls a tool too; it would not be trained."""
+    tokenizer.chat_template = calling(
+        "<|im_start|>user\nCONTENT<|im_end|>\n",
+        "CONTENT<|im_end|>\n",
+        (IM_PROMPT, TAGGED, "", "<|im_end|>"),
+        "<tool_response>CONTENT</tool_response>{{ loop.previtem.content }}",
+        "{% if messages[-1].role != 'tool' %}<|im_start|>assistant\n{% endif %}",
+    )
+    with pytest.raises(Refused, match="message 1 .* writes its text behind the next message"):
+        ChatTemplate(tokenizer).render([USER, CALLED | {"content": "Wait."}, RESULTS[0], ANSWER])
+
+
+def test_text_next_to_a_call_that_a_template_leaves_out_is_said(tokenizer):
+    tokenizer.chat_template, tokenizer.eos_token, one, *_ = CALLING["gpt-oss"]
+    said = []
+    template = ChatTemplate(tokenizer, said.append)
+    messages = [USER, ANSWER, MORE, CALLED | {"content": "Wait."}, RESULTS[0], ANSWER]
+    assert one in trained_parts(tokenizer, template, messages)
+    assert "the text next to tool calls in messages of role 'assistant' is left out by the chat template" in said
+
+
+def test_a_turn_that_nothing_ends_is_said_to_end_with_the_next_header(tokenizer):
+    """GLM's: after the last answer, too, comes the token that another question would begin with."""
+    tokenizer.chat_template, tokenizer.eos_token = GLM, "<|endoftext|>"
+    said = []
+    template = ChatTemplate(tokenizer, said.append)
+    for _ in range(2):
+        rendered = template.render([USER, ANSWER])
+    assert rendered.text == tokenizer.apply_chat_template([USER, ANSWER], tokenize=False) + "<|user|>"
+    assert [line for line in said if "no token that ends a turn; <|user|>" in line] == said
+
+
+@pytest.mark.parametrize("messages", [[USER, ANSWER, ANSWER], [USER, ANSWER, SYSTEM, ANSWER]], ids=["answer", "system"])
+def test_a_turn_that_only_a_header_ends_which_no_model_stops_at_is_refused(tokenizer, messages):
+    tokenizer.chat_template, tokenizer.eos_token = GLM, "<|endoftext|>"
+    with pytest.raises(Refused, match="message 1 .* without a stop token at its end"):
         ChatTemplate(tokenizer).render(messages)
+
+
+def test_a_format_without_special_tokens_that_ends_no_turn_is_refused(tokenizer):
+    tokenizer.chat_template = written("USER: CONTENT ", "ASSISTANT: CONTENT ", "ASSISTANT:")
     with pytest.raises(Refused, match="without a stop token at its end"):
-        ChatTemplate(tokenizer).render([*messages, MORE, messages[1]])
+        ChatTemplate(tokenizer).render([USER, ANSWER, MORE, ANSWER])
+
+
+def test_a_template_that_always_writes_the_prompt_and_ends_turns_in_no_eos_is_refused(tokenizer):
+    tokenizer.chat_template, tokenizer.eos_token = alike(CHATML, finish=IM_PROMPT), "<|endoftext|>"
+    with pytest.raises(Refused, match=r"unclear which of <\|im_end\|>, <\|im_start\|> ends the turn"):
+        ChatTemplate(tokenizer).render([USER, ANSWER])
 
 
 @pytest.mark.parametrize("mark", [("", ""), ("{% generation %}", "{% endgeneration %}")], ids=["plain", "marked"])

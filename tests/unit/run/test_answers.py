@@ -1,0 +1,112 @@
+"""A text that continues a prompt begins with the space between them; an answer in a chat is a text of its own."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny import with_special_tokens
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from jaxtune import hf
+from jaxtune.config.schema import Chat, Config, Dataset, Rollout
+from jaxtune.data.prompts import Prompts, Sample
+from jaxtune.errors import UserError
+from jaxtune.prepare import _in_a_line
+from jaxtune.run import answers, rollouts
+from jaxtune.run.generation import Completion, continue_text
+
+WORDS = ("▁Once", "▁upon", "▁a", "▁time", "▁Sure", ",", ".", "<0xC3>", "<0xA9>", "<unk>")
+INST = "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One that writes words with the space before them, as SentencePiece; a text's first space is not shown."""
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Metaspace(prepend_scheme="first"), pre_tokenizers.Punctuation()]
+    )
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    made = with_special_tokens(made, ("<s>", "</s>", "[INST]", "[/INST]"), "<s>", "</s>")
+    made.chat_template = INST
+    return made
+
+
+def ids_of(tokenizer: PreTrainedTokenizerFast, *words: str) -> list[int]:
+    return list(map(tokenizer.get_vocab().__getitem__, words))
+
+
+def answering(tokenizer, tmp_path, monkeypatch, chat: bool, prefix: str | None = None) -> answers.Answering:
+    """Of a model that says "upon a time." to everything."""
+    said = ids_of(tokenizer, "▁upon", "▁a", "▁time", ".", "</s>")
+
+    def generate(_: Any, prompts, numbers=None):
+        return iter([np.full(len(prompts), token) for token in said])
+
+    monkeypatch.setattr(answers, "make_generate", lambda *_, **__: generate)
+    tokenizer.save_pretrained(tmp_path)
+    model: Any = SimpleNamespace(graph=None, spec=SimpleNamespace(max_positions=1000))
+    parameters: Any = {"embed.weight": np.zeros(1)}
+    config = Config(chat=Chat(response_prefix=prefix))
+    return answers.Answering(answers.Opened(config, model, parameters, tmp_path), answers.Manner(chat=chat))
+
+
+@pytest.mark.parametrize(
+    ("chat", "prefix", "expected"),
+    [(False, None, " upon a time."), (True, None, "upon a time."), (True, "Sure,", "Sure, upon a time.")],
+    ids=["text", "chat", "chat with a prefix"],
+)
+def test_the_space_before_a_continuation_is_kept(tokenizer, tmp_path, monkeypatch, chat, prefix, expected):
+    asked = answering(tokenizer, tmp_path, monkeypatch, chat, prefix)
+    assert [answer.text for answer in asked.each([("here", {"prompt": "Once"})])] == [expected]
+    assert "".join(asked.stream("Once")) == expected
+
+
+def test_a_run_s_sample_keeps_it(tokenizer, monkeypatch):
+    said = ids_of(tokenizer, "▁upon", "▁a", "</s>")
+    monkeypatch.setattr(
+        "jaxtune.run.generation.make_generate", lambda *_, **__: lambda *_: iter([np.array([t]) for t in said])
+    )
+    monkeypatch.setattr("jaxtune.run.generation.stop_tokens", lambda *_: frozenset(said[-1:]))
+    model: Any = SimpleNamespace(graph=None, spec=None, folders=SimpleNamespace(tokenizer=None))
+    parameters: Any = {"embed.weight": np.zeros(1)}
+    assert continue_text(model, parameters, tokenizer, "Once") == "Once upon a"
+    assert continue_text(model, parameters, tokenizer, "") == "upon a"
+
+
+@pytest.mark.parametrize(("prefix", "expected"), [(None, "upon a"), ("Sure,", "Sure, upon a")])
+def test_rewards_see_the_text_of_the_completion_as_in_trl(tokenizer, monkeypatch, prefix, expected):
+    made = Completion(ids_of(tokenizer, "▁upon", "▁a", "</s>"), True)
+    monkeypatch.setattr(rollouts, "_on_devices", lambda *_: lambda trained, frozen, prompts, numbers: [made])
+    sample: Sample = {"prompt": "Once"} if prefix is None else {"prompt": [{"role": "user", "content": "Once"}]}
+    prompt = Prompts(tokenizer, Chat(response_prefix=prefix), texts_are_chat=False)(Dataset(), sample)
+    functions: Any = {"r": SimpleNamespace(function=lambda completions, **_: [0.0])}
+    config, nothing = Config(rollout=Rollout(("r.py:r",))), SimpleNamespace()
+    make = rollouts.make_rollouts(config, nothing, tokenizer, functions, Path())  # pyright: ignore[reportArgumentType]
+    assert make({}, {}, [prompt], [0]).texts == [expected]
+
+
+def test_parts_of_a_document_keep_it(tokenizer):
+    tokens = ids_of(tokenizer, "▁Once", "▁upon", "▁a")
+    assert _in_a_line(tokenizer, tokens[1:], tokens[:1]) == " upon a"
+
+
+def test_a_character_whose_bytes_are_in_both_is_not_guessed(tokenizer):
+    first, second = ids_of(tokenizer, "<0xC3>", "<0xA9>")
+    assert hf.decode(tokenizer, [first, second]) == "é"
+    assert hf.decode(tokenizer, [second], [first]) == "\ufffd"
+
+
+def test_tokens_on_which_the_tokenizer_panics_are_an_error():
+    word = "a" * 60 + "!"
+    made = Tokenizer(models.WordLevel({word: 0, "b": 1}, unk_token="b"))
+    made.decoder = decoders.Replace(Regex("(a+)+$"), "")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
+    assert hf.decode(tokenizer, [1]) == "b"
+    with pytest.raises(UserError, match="the tokenizer fails to decode 2 tokens: Onig: Regex search error"):
+        hf.decode(tokenizer, [0], [1])
