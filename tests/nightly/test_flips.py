@@ -15,15 +15,25 @@ import numpy as np
 import pytest
 from faults.test_checkpoint_faults import assert_is, files_of, restore, save_steps
 from runs import conversations
-from tiny import byte_tokenizer
+from tiny import byte_tokenizer, model_folder
+from tiny import read as read_model
 
 from jaxtune.checkpoint import CheckpointManager
 from jaxtune.config.schema import Dataset
 from jaxtune.data.documents import tokenize
 from jaxtune.errors import UserError
+from jaxtune.run.export import export_full
 from jaxtune.run.kept import kept
 
-COVERS = ("jaxtune/checkpoint", "jaxtune/data/cache.py", "jaxtune/data/documents.py", "jaxtune/run/kept.py")
+COVERS = (
+    "jaxtune/checkpoint",
+    "jaxtune/data/cache.py",
+    "jaxtune/data/documents.py",
+    "jaxtune/hf/sources.py",
+    "jaxtune/hf/weights.py",
+    "jaxtune/run/export.py",
+    "jaxtune/run/kept.py",
+)
 SEED, DAMAGES = int(os.environ.get("CAMPAIGN_SEED", "0")), 200
 
 
@@ -47,12 +57,12 @@ def damage(content: bytes, rng: random.Random) -> bytes:
 def damaged(request, capsys, caplog):
     """Damages files of a folder, one at a time, and reads: what is read is as without damage, or a message names it."""
 
-    def campaign(good: Path, is_as_without: Callable[[Path], bool], inside: str = ".") -> None:
+    def campaign(good: Path, is_as_without: Callable[[Path], bool], inside: str = ".", only: str = "*") -> None:
         rng, outcomes = random.Random(SEED), Counter[str]()
         for number in range(DAMAGES):
             folder = good.with_name(f"damaged-{number}")
             shutil.copytree(good, folder)
-            file = rng.choice(files_of(folder / inside))
+            file = rng.choice([path for path in files_of(folder / inside) if path.match(only)])
             file.write_bytes(damage(file.read_bytes(), rng))
             caplog.clear()
             try:
@@ -116,5 +126,17 @@ def test_scores_of_teachers_and_references(tmp_path, damaged):
     damaged(tmp_path / "good", same)
 
 
-def test_exports(tmp_path, damaged):
-    pytest.fail("once exports have checksums")
+def test_exports(tmp_path, damaged, one_device):
+    """Weights are those that were written, or are refused."""
+    model_folder(tmp_path / "base")
+    model, values, config = read_model(tmp_path / "base", one_device)
+    export_full(model, values, config, tmp_path / "good")
+
+    def same(folder: Path) -> bool:
+        again, found, _ = read_model(folder, one_device)
+        assert again.spec == model.spec
+        for name, value in values.items():
+            np.testing.assert_array_equal(found[name], value)
+        return True
+
+    damaged(tmp_path / "good", same, only="model.safetensors")
