@@ -1,5 +1,6 @@
 """Every recipe resolves, and to exactly the committed options: a change of a default or a recipe is seen in review.
 
+`defaults.json` has every option. The file of a recipe has only the options that differ, so a new option is one line.
 After a change that is meant: `pytest tests/golden --regenerate`, then read the diff of tests/golden/recipes/.
 """
 
@@ -9,11 +10,13 @@ import sysconfig
 
 import pytest
 
-from jaxtune.config import load_recipe, resolve, to_json
+from jaxtune.config import keys, load_recipe, resolve, rules
+from jaxtune.config.loading import plain
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 GOLDEN = pathlib.Path(__file__).parent / "recipes"
 RECIPES = sorted(CONFIGS.glob("[!_]*.py"))
+LISTS = ("data.datasets", "data.eval_datasets")  # whose entries have options of their own
 
 
 @pytest.fixture(scope="module")
@@ -21,16 +24,23 @@ def run_folder(tmp_path_factory):
     return tmp_path_factory.mktemp("run")  # the quickstart makes its model in the working directory, once for all tests
 
 
+def is_the_committed(name, options, request):
+    text = json.dumps({key: plain(value) for key, value in options.items() if key not in LISTS}, indent=1) + "\n"
+    text = text.replace(sysconfig.get_paths()["stdlib"], "<standard library>")
+    if request.config.getoption("--regenerate", default=False):
+        (GOLDEN / f"{name}.json").write_text(text)
+    assert json.loads(text) == json.loads((GOLDEN / f"{name}.json").read_text())
+
+
+def test_the_defaults_are_the_committed_ones(request):
+    is_the_committed("defaults", {option.key: option.default for option in keys.options().values()}, request)
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipe_resolves_to_the_committed_options(recipe, run_folder, monkeypatch, request):
     monkeypatch.chdir(run_folder)
-    config = resolve(load_recipe(str(recipe)), recipe.name)
-    text = to_json(config).replace(sysconfig.get_paths()["stdlib"], "<standard library>")
-    golden = GOLDEN / f"{recipe.stem}.json"
-    if request.config.getoption("--regenerate", default=False):
-        golden.write_text(text)
-    assert json.loads(text) == json.loads(golden.read_text())
+    is_the_committed(recipe.stem, rules.changed(resolve(load_recipe(str(recipe)), recipe.name)), request)
 
 
 def test_no_committed_options_without_a_recipe():
-    assert {path.stem for path in GOLDEN.glob("*.json")} == {path.stem for path in RECIPES}
+    assert {path.stem for path in GOLDEN.glob("*.json")} == {path.stem for path in RECIPES} | {"defaults"}
