@@ -35,7 +35,17 @@ from jaxtune.models.parameters import declare
 from jaxtune.run.completion_server import complete
 from jaxtune.run.described import spec_of
 
-COVERS = ("jaxtune",)
+COVERS = (
+    "jaxtune/config",
+    "jaxtune/data",
+    "jaxtune/hf",
+    "jaxtune/json_file.py",
+    "jaxtune/models/families",
+    "jaxtune/monitor",
+    "jaxtune/report.py",
+    "jaxtune/run/completion_server.py",
+    "jaxtune/run/folder.py",
+)
 
 SEED = int(os.environ.get("CAMPAIGN_SEED", "0"))
 INPUTS = int(os.environ.get("CAMPAIGN_INPUTS", "250"))
