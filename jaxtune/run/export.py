@@ -88,7 +88,7 @@ def _classifier_config(model: Model, config: Config) -> dict[str, Any]:
     """What config.json says of a classifier: its class, its labels, and which token is padding, as batches need it."""
     names = config.model.id2label
     return {
-        "architectures": [f"{families.CLASSIFIERS[model.spec.family]}ForSequenceClassification"],
+        "architectures": [f"{families.classifiers()[model.spec.family]}ForSequenceClassification"],
         "id2label": {str(number): name for number, name in enumerate(names)},
         "label2id": {name: number for number, name in enumerate(names)},
         "pad_token_id": _classifier_tokenizer(model, config)[1],

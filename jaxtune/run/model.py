@@ -363,10 +363,10 @@ def _with_head(spec: ModelSpec, described: dict[str, Any], config: Config) -> tu
                 "nothing"
             )
         return spec, False
-    if spec.family not in families.CLASSIFIERS:
+    if spec.family not in families.classifiers():
         raise UserError(
             f"model.head='classification': transformers has no sequence classifier of the decoder alone for "
-            f"model_type={spec.family!r}, so none could load it; it has one for {', '.join(families.CLASSIFIERS)}"
+            f"model_type={spec.family!r}, so none could load it; it has one for {', '.join(families.classifiers())}"
         )
     if model.num_labels is None:
         raise UserError("model.num_labels: nothing says how many labels there are; set it, as no data is read here")

@@ -197,7 +197,7 @@ def test_the_families_that_can_classify_are_those_of_transformers(tmp_path):
         "gemma3",
         "qwen3_5",
     }  # which transformers classifies with the images that they see
-    assert {kind: known[kind] for kind in decoders if kind in known} == families.CLASSIFIERS
+    assert {kind: known[kind] for kind in decoders if kind in known} == families.classifiers()
     kind, fields = FAMILIES["granite, scaled"]
     getattr(transformers, kind)(**fields).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"no sequence classifier of the decoder alone for model_type='granite'"):

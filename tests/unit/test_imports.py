@@ -20,7 +20,7 @@ ROOMS = (
 )
 # The rest is on the road after them, or needs more than a bare GPU machine has.
 MAY_USE = {"errors", "config.schema", *(room.removesuffix(".py").replace("/", ".") for room in ROOMS)}
-NO_COMMANDS = {"__init__", "__main__", "command", "command_flags", "errors", "interrupt", "python"}
+NO_COMMANDS = {"__init__", "__main__", "command", "command_flags", "errors", "json_file", "interrupt", "python"}
 COMMANDS = {path.stem for path in (ROOT / "jaxtune").glob("*.py")} - NO_COMMANDS
 
 

@@ -1,51 +1,20 @@
 """Model families by the `model_type` of their config.json; each is one file.
 
 A family is `read_spec`, from config.json, `NAMES`, the Hugging Face tensor of each parameter (of which several may be
-parts, in the order of the table), and `IGNORABLE`, a regex of tensors that carry nothing. It may have `MORE_TOKENS`, a
-regex of the tensors of a layer that predicts more tokens, which transformers leaves out; a group in it is the layer's
-number, which is that after the last.
+parts, in the order of the table), and `IGNORABLE`, a regex of tensors that carry nothing. It may have
+
+- `CLASSIFIER`, the class in transformers that it becomes with a head of labels, without "ForSequenceClassification";
+- `MORE_TOKENS`, a regex of the tensors of a layer that predicts more tokens, which transformers leaves out; a group in
+  it is the layer's number, which is that after the last.
 """
 
+import importlib
+import pkgutil
 import re
 from types import ModuleType
 from typing import Any
 
 from jaxtune.errors import UserError
-from jaxtune.models.families import (
-    cohere2,
-    deepseek_v3,
-    ernie4_5,
-    ernie4_5_moe,
-    exaone4,
-    gemma2,
-    gemma3,
-    gemma3_text,
-    glm4,
-    glm4_moe,
-    gpt_oss,
-    granite,
-    granitemoe,
-    llama,
-    ministral3,
-    mistral,
-    mistral3,
-    mixtral,
-    olmo2,
-    olmo3,
-    olmoe,
-    phi3,
-    qwen2,
-    qwen3,
-    qwen3_5,
-    qwen3_5_moe,
-    qwen3_5_moe_text,
-    qwen3_5_text,
-    qwen3_moe,
-    qwen3_next,
-    seed_oss,
-    smollm3,
-    starcoder2,
-)
 from jaxtune.models.families.entries import Entries
 from jaxtune.models.places import Tensor
 from jaxtune.models.spec import Experts, ModelSpec
@@ -53,67 +22,15 @@ from jaxtune.models.spec import Experts, ModelSpec
 MOST_EXPERTS = 100_000
 """Of all layers together; DeepSeek-V3 has 14,848."""
 
+_MODULES = (importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
 FAMILIES: dict[str, ModuleType] = {
-    "cohere2": cohere2,
-    "deepseek_v3": deepseek_v3,
-    "ernie4_5": ernie4_5,
-    "ernie4_5_moe": ernie4_5_moe,
-    "exaone4": exaone4,
-    "gemma2": gemma2,
-    "gemma3": gemma3,
-    "gemma3_text": gemma3_text,
-    "glm4": glm4,
-    "glm4_moe": glm4_moe,
-    "gpt_oss": gpt_oss,
-    "granite": granite,
-    "granitemoe": granitemoe,
-    "llama": llama,
-    "ministral3": ministral3,
-    "mistral": mistral,
-    "mistral3": mistral3,
-    "mixtral": mixtral,
-    "olmo2": olmo2,
-    "olmo3": olmo3,
-    "olmoe": olmoe,
-    "phi3": phi3,
-    "qwen2": qwen2,
-    "qwen3": qwen3,
-    "qwen3_5": qwen3_5,
-    "qwen3_5_moe": qwen3_5_moe,
-    "qwen3_5_moe_text": qwen3_5_moe_text,
-    "qwen3_5_text": qwen3_5_text,
-    "qwen3_moe": qwen3_moe,
-    "qwen3_next": qwen3_next,
-    "seed_oss": seed_oss,
-    "smollm3": smollm3,
-    "starcoder2": starcoder2,
+    module.__name__.rpartition(".")[2]: module for module in _MODULES if hasattr(module, "NAMES")
 }
 
-# The class in transformers that each becomes with a head of labels, without "ForSequenceClassification"; of the others
-# transformers has none, or none of the decoder alone.
-CLASSIFIERS = {
-    "deepseek_v3": "DeepseekV3",
-    "exaone4": "Exaone4",
-    "gemma2": "Gemma2",
-    "gemma3_text": "Gemma3Text",
-    "glm4": "Glm4",
-    "gpt_oss": "GptOss",
-    "llama": "Llama",
-    "ministral3": "Ministral3",
-    "mistral": "Mistral",
-    "mixtral": "Mixtral",
-    "olmo2": "Olmo2",
-    "olmo3": "Olmo3",
-    "phi3": "Phi3",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "qwen3_5_text": "Qwen3_5Text",
-    "qwen3_moe": "Qwen3Moe",
-    "qwen3_next": "Qwen3Next",
-    "seed_oss": "SeedOss",
-    "smollm3": "SmolLM3",
-    "starcoder2": "Starcoder2",
-}
+
+def classifiers() -> dict[str, str]:
+    """The class in transformers, without "ForSequenceClassification", of each family that has one with labels."""
+    return {name: family.CLASSIFIER for name, family in FAMILIES.items() if hasattr(family, "CLASSIFIER")}
 
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:

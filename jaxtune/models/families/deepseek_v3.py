@@ -6,6 +6,8 @@ from jaxtune.errors import UserError
 from jaxtune.models.families import glm4_moe, llama, qwen3_moe
 from jaxtune.models.spec import Latent, ModelSpec
 
+CLASSIFIER = "DeepseekV3"
+
 ATTENTION = "model.layers.{layer}.self_attn"
 LATENTS = {
     f"attention.{name}.{part}": f"{ATTENTION}.{hf}.{part}"

@@ -5,6 +5,8 @@ from typing import Any
 from jaxtune.models.families import llama, olmo2
 from jaxtune.models.spec import ModelSpec
 
+CLASSIFIER = "Exaone4"
+
 NAMES, IGNORABLE = olmo2.NAMES, olmo2.IGNORABLE
 DEFAULTS = {"sliding_window": 4096, "num_key_value_heads": 32, "rms_norm_eps": 1e-5}
 

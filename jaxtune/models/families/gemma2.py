@@ -7,6 +7,8 @@ from jaxtune.errors import UserError
 from jaxtune.models.families import llama
 from jaxtune.models.spec import FeedForward, ModelSpec, Norm, Rope
 
+CLASSIFIER = "Gemma2"
+
 NORMS = {
     "mlp_norm.weight": "model.layers.{layer}.pre_feedforward_layernorm.weight",
     "attention_out_norm.weight": "model.layers.{layer}.post_attention_layernorm.weight",

@@ -5,6 +5,8 @@ from typing import Any
 from jaxtune.models.families import gemma2, llama, qwen3
 from jaxtune.models.spec import ModelSpec
 
+CLASSIFIER = "Gemma3Text"
+
 NAMES, IGNORABLE = gemma2.NAMES | qwen3.QK_NORMS, llama.IGNORABLE
 DEFAULTS = gemma2.DEFAULTS | {
     "vocab_size": 262_208,

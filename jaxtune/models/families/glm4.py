@@ -5,6 +5,8 @@ from typing import Any
 from jaxtune.models.families import llama, phi3
 from jaxtune.models.spec import ModelSpec
 
+CLASSIFIER = "Glm4"
+
 NORMS = {
     "attention_out_norm.weight": "model.layers.{layer}.post_self_attn_layernorm.weight",
     "mlp_out_norm.weight": "model.layers.{layer}.post_mlp_layernorm.weight",

@@ -6,6 +6,8 @@ from jaxtune.models.families import llama, qwen3_moe
 from jaxtune.models.places import Tensor
 from jaxtune.models.spec import ClampedSilu, Experts, ModelSpec, Norm
 
+CLASSIFIER = "GptOss"
+
 MLP = "model.layers.{layer}.mlp"
 # Gate and up take turns in one tensor.
 EXPERTS = {

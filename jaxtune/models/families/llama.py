@@ -7,6 +7,8 @@ from jaxtune.errors import UserError
 from jaxtune.models.families.entries import Entries
 from jaxtune.models.spec import Activation, Experts, FeedForward, Heads, Layer, ModelSpec, Norm, Rope
 
+CLASSIFIER = "Llama"
+
 # Parameter (inside its layer, or whole) <-> Hugging Face name. No tensor is permuted: weights stay (out, in).
 NAMES_WITHOUT_BIAS = {
     "embed.weight": "model.embed_tokens.weight",

@@ -5,6 +5,8 @@ from typing import Any
 from jaxtune.models.families import llama
 from jaxtune.models.spec import ModelSpec
 
+CLASSIFIER = "Ministral3"
+
 NAMES, IGNORABLE = llama.NAMES_WITHOUT_BIAS, llama.IGNORABLE
 ROPE = {
     "rope_type": "yarn",

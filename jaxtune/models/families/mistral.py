@@ -5,6 +5,8 @@ from typing import Any
 from jaxtune.models.families import llama
 from jaxtune.models.spec import ModelSpec
 
+CLASSIFIER = "Mistral"
+
 NAMES, IGNORABLE = llama.NAMES_WITHOUT_BIAS, llama.IGNORABLE
 DEFAULTS = {
     "vocab_size": 32_000,

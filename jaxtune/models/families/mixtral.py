@@ -6,6 +6,8 @@ from jaxtune.errors import UserError
 from jaxtune.models.families import llama, qwen3_moe
 from jaxtune.models.spec import Experts, ModelSpec
 
+CLASSIFIER = "Mixtral"
+
 MOE = "model.layers.{layer}.block_sparse_moe"
 EXPERTS = {
     f"mlp.experts.{name}.weight": f"{MOE}.experts.{{expert}}.{hf}.weight"

@@ -5,6 +5,8 @@ from typing import Any
 from jaxtune.models.families import gemma2, llama, qwen3
 from jaxtune.models.spec import ModelSpec, Norm
 
+CLASSIFIER = "Olmo2"
+
 OUT_NORMS = {name: hf for name, hf in gemma2.NORMS.items() if "out_norm" in name}
 NAMES, IGNORABLE = llama.NAMES | OUT_NORMS | qwen3.QK_NORMS, llama.IGNORABLE
 

@@ -5,6 +5,8 @@ from typing import Any
 from jaxtune.models.families import llama, olmo2
 from jaxtune.models.spec import ModelSpec
 
+CLASSIFIER = "Olmo3"
+
 NAMES, IGNORABLE = olmo2.NAMES, olmo2.IGNORABLE
 
 

@@ -5,6 +5,8 @@ from typing import Any
 from jaxtune.models.families import llama
 from jaxtune.models.spec import ModelSpec
 
+CLASSIFIER = "Phi3"
+
 QKV, GATE_UP = (f"model.layers.{{layer}}.{name}_proj.weight" for name in ("self_attn.qkv", "mlp.gate_up"))
 # The parts of a tensor stand in it in this order.
 FUSED = {**{f"attention.{name}.weight": QKV for name in "qkv"}, "mlp.gate.weight": GATE_UP, "mlp.up.weight": GATE_UP}

@@ -5,6 +5,8 @@ from typing import Any
 from jaxtune.models.families import llama
 from jaxtune.models.spec import ModelSpec
 
+CLASSIFIER = "Qwen2"
+
 NAMES = {**llama.NAMES_WITHOUT_BIAS, **{name: hf for name, hf in llama.BIAS_NAMES.items() if name[-6] in "qkv"}}
 IGNORABLE = llama.IGNORABLE
 

@@ -5,6 +5,8 @@ from typing import Any
 from jaxtune.models.families import llama
 from jaxtune.models.spec import ModelSpec
 
+CLASSIFIER = "Qwen3"
+
 QK_NORMS = {f"attention.{x}_norm.weight": f"model.layers.{{layer}}.self_attn.{x}_norm.weight" for x in "qk"}
 NAMES, IGNORABLE = llama.NAMES | QK_NORMS, llama.IGNORABLE
 

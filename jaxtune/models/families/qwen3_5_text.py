@@ -5,6 +5,8 @@ from typing import Any
 from jaxtune.models.families import llama, qwen3, qwen3_next
 from jaxtune.models.spec import ModelSpec
 
+CLASSIFIER = "Qwen3_5Text"
+
 NET = qwen3_next.NET
 PROJECTIONS = {f"delta_net.{name}.weight": f"{NET}.in_proj_qkv.weight" for name in "qkv"} | {
     f"delta_net.{name}.weight": f"{NET}.in_proj_{name}.weight" for name in "zba"

@@ -5,6 +5,8 @@ from typing import Any
 from jaxtune.models.families import llama, qwen3
 from jaxtune.models.spec import Experts, FeedForward, ModelSpec
 
+CLASSIFIER = "Qwen3Moe"
+
 MLP = "model.layers.{layer}.mlp"
 EXPERTS = {
     f"mlp.experts.{name}.weight": f"{MLP}.experts.{{expert}}.{name}_proj.weight" for name in ("gate", "up", "down")

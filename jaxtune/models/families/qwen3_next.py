@@ -7,6 +7,8 @@ from jaxtune.errors import UserError
 from jaxtune.models.families import llama, qwen3, qwen3_moe
 from jaxtune.models.spec import DeltaNet, Experts, ModelSpec, Norm
 
+CLASSIFIER = "Qwen3Next"
+
 NET = "model.layers.{layer}.linear_attn"
 # Queries, keys and values are parts of one convolution.
 DELTA_NET = {f"delta_net.{name}_conv": f"{NET}.conv1d.weight" for name in "qkv"} | {

@@ -5,6 +5,8 @@ from typing import Any
 from jaxtune.models.families import llama
 from jaxtune.models.spec import ModelSpec
 
+CLASSIFIER = "SeedOss"
+
 NAMES, IGNORABLE = llama.NAMES, llama.IGNORABLE
 DEFAULTS = {"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-6}
 

@@ -6,6 +6,8 @@ from jaxtune.errors import UserError
 from jaxtune.models.families import llama
 from jaxtune.models.spec import ModelSpec
 
+CLASSIFIER = "SmolLM3"
+
 NAMES, IGNORABLE = llama.NAMES, llama.IGNORABLE
 DEFAULTS = {"tie_word_embeddings": True, "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "vocab_size": 128_256}
 

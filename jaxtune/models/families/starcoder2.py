@@ -5,6 +5,8 @@ from typing import Any
 from jaxtune.models.families import llama
 from jaxtune.models.spec import FeedForward, ModelSpec, Norm
 
+CLASSIFIER = "Starcoder2"
+
 MLP = {
     f"mlp.{name}.{part}": f"model.layers.{{layer}}.mlp.{hf}.{part}"
     for name, hf in (("up", "c_fc"), ("down", "c_proj"))
