@@ -102,6 +102,8 @@ def _from_python(entry: Dataset, name: str, streaming: bool, say: Callable[[str]
         samples = ((f"{name} row {i}", row) for i, row in enumerate(in_memory.find(name)))
         yield from _without_nulls(samples, name, set(), say)
 
+    if streaming and (line := in_memory.says(name)):
+        say(line)
     return Source(name, in_memory.identity(name, streaming), read)
 
 
