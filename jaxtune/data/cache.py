@@ -121,8 +121,17 @@ def load(folder: Path) -> Part:
         empty = np.zeros(0, column.dtype)
         values[name] = np.memmap(file, column.dtype, mode="r") if file.stat().st_size else empty
     name, key, skipped, notes, losses = (summary[field] for field in ("name", "key", "skipped", "notes", "losses"))
-    more = {"notes": tuple(notes), "losses": tuple(losses), "places": tuple(summary["places"])}
-    return Part(name, key, columns, values, **arrays, skipped=skipped, **more)
+    return Part(
+        name,
+        key,
+        columns,
+        values,
+        **arrays,
+        skipped=skipped,
+        notes=tuple(notes),
+        losses=tuple(losses),
+        places=tuple(summary["places"]),
+    )
 
 
 def gathered(units: Sequence[Unit], name: str, columns: tuple[Column, ...] = ()) -> Part:

@@ -136,6 +136,23 @@ def test_a_table_gives_the_objects_that_json_lines_give(tmp_path, caplog, kind):
     assert given == read == [row["tools"] for row in rows]
 
 
+def test_the_first_documents_know_where_they_are_from(tmp_path, monkeypatch):
+    """From a folder, in several parts, and from the cache; the others know the entry."""
+    monkeypatch.setattr(documents_module, "_BLOCK_SAMPLES", 40)
+    monkeypatch.setattr(documents_module, "_PART_SIZE", 1)
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in ("a", "b"):
+        jsonl(folder / f"{name}.jsonl", [{"text": "x"} for _ in range(60)])
+    tokenizer = byte_tokenizer(tmp_path / "tokenizer")
+    for _ in range(2):
+        found = tokenize((Dataset(path=str(folder)),), tokenizer, tmp_path / "cache")
+        assert [found.where(i) for i in (0, 59, 60, 99)] == [
+            f"{folder}/{place}" for place in ("a.jsonl:1", "a.jsonl:60", "b.jsonl:1", "b.jsonl:40")
+        ]
+        assert found.where(100) == str(folder)
+
+
 def test_a_folder_of_source_files_is_one_document_a_file_in_the_order_of_paths(read, tmp_path):
     for name, text in {"b.py": "B", "a/z.py": "Z", "a/y.txt": "Y", "empty.py": "", ".git/x.py": "X"}.items():
         (tmp_path / "code" / name).parent.mkdir(parents=True, exist_ok=True)
