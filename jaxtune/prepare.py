@@ -146,8 +146,7 @@ def run_command(values: flags.FlagValues, config: Config) -> None:
         console.print(f"validation{' ' + name if name else ''}: {rows.counts}")
     for i in _shown(train, values.show):
         shown = describe(train, i, tokenizer, config.data.seq_len, values.ids, labels)
-        source = f" of {train.parts[train.part_of[i]].name}" if len(train.parts) > 1 else ""
-        console.print(Text(f"\nsample {i}{source}: ") + shown)
+        console.print(Text(f"\nsample {i}, {train.where(i)}: ") + shown)
 
 
 main = partial(command.main, "prepare")

@@ -4,6 +4,9 @@ import hashlib
 import itertools
 import json
 import uuid
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from jaxtune.errors import UserError
@@ -12,9 +15,19 @@ PREFIX = "python:"
 """How the names begin, as the path of an entry of data.datasets."""
 
 _ITERABLE = f"{PREFIX}IterableDataset-"
-_PROCESS = uuid.uuid4().hex
-_GIVEN: dict[str, Any] = {}
 _STREAM_SAMPLES = 1000  # of an IterableDataset, which may have no end
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A dataset of a name. objects: those that were given by it, the last one last. token: of the last one."""
+
+    samples: Any
+    objects: tuple[Any, ...]
+    token: str
+
+
+_GIVEN: dict[str, _Given] = {}
 
 
 def is_dataset(value: Any) -> bool:
@@ -46,8 +59,21 @@ def add(value: Any) -> str:
     for sample in itertools.islice(samples, _STREAM_SAMPLES) if kind == "IterableDataset" else samples:
         digest.update(json.dumps(sample, default=str).encode())
     name = f"{PREFIX}{kind}-{digest.hexdigest()[:16]}"
-    _GIVEN[name] = samples
+    before = _GIVEN.get(name, _Given(None, (), ""))
+    if not before.objects or before.objects[-1] is not value:
+        others = tuple(other for other in before.objects if other is not value) if name.startswith(_ITERABLE) else ()
+        _GIVEN[name] = _Given(samples, (*others, value), uuid.uuid4().hex)
     return name
+
+
+def refuse_alike(names: Iterable[Any]) -> None:
+    """Raises UserError where two entries of a config have one name, and different IterableDatasets were given by it."""
+    for name, count in Counter(name for name in names if isinstance(name, str)).items():
+        if count > 1 and name.startswith(_ITERABLE) and name in _GIVEN and len(_GIVEN[name].objects) > 1:
+            raise UserError(
+                f"data: two IterableDatasets begin with the same {_STREAM_SAMPLES:,} samples, by which they are told "
+                "apart; give the same object twice, skip samples of one, or write one to a file"
+            )
 
 
 def find(name: str) -> Any:
@@ -57,13 +83,25 @@ def find(name: str) -> Any:
             f"data: {name} was given from Python, and this process does not have it: start the run again from Python "
             "with the same dataset, or write it to a file for a new run"
         )
-    return _GIVEN[name]
+    return _GIVEN[name].samples
 
 
 def identity(name: str, streaming: bool) -> str:
     """Changes whenever the samples of a name may have changed."""
     # A cache must not take the first samples of an IterableDataset for all. A stream has no cache.
-    return f"{name} {_PROCESS}" if name.startswith(_ITERABLE) and not streaming else name
+    if not name.startswith(_ITERABLE) or streaming:
+        return name
+    return f"{name} {_GIVEN[name].token if name in _GIVEN else uuid.uuid4().hex}"
+
+
+def says(name: str) -> str | None:
+    """A line for who reads samples of a name as a stream; None if it names all of them."""
+    if not name.startswith(_ITERABLE):
+        return None
+    return (
+        f"{name}: it is known by its first {_STREAM_SAMPLES:,} samples; whether those after them are the same where a "
+        "run continues is not checked"
+    )
 
 
 def _class_of(value: Any) -> str | None:

@@ -133,6 +133,7 @@ def resolve(
             set_value(values, problem.keys[0], option.default)
         moot += spared
     refuse(recipe, problems + found)
+    in_memory.refuse_alike(entry.path for entry in (*resolved.data.datasets, *resolved.data.eval_datasets))
     kept = {*typed, *stated, *rules.changed(resolved)}
     said = [Said(key, by if key in typed else source) for key, _, _ in rules.every_option(resolved) if key in kept]
     # That a default of the other system has no effect is nothing its user needs to know.

@@ -25,8 +25,10 @@ FORMAT = 5
 SUMMARY = "summary.json"
 """The file of the key, the columns, and the notes for the user."""
 
-CONTENT = ("format", "key", "columns", "documents", "tokens")
+CONTENT = ("format", "key", "columns", "documents", "tokens", "places")
 """The part of the summary that describes the content: number of documents and tokens, a hash of all of them."""
+
+_PLACES = 100  # units whose place is kept: samples that are shown
 
 _TOKENS, _LOSS_WEIGHT = Column("tokens", np.int32), Column("loss_weight", np.float16)
 
@@ -40,10 +42,12 @@ def write(folder: Path, units: Iterable[Unit], columns: tuple[Column, ...] = ())
         columns: the columns in the units' `values`.
 
     Returns:
-        The part of the summary that describes the content: format, key, columns, numbers of documents and tokens.
+        The part of the summary that describes the content: format, key, columns, numbers of documents and tokens, where
+        the first units are from.
     """
     content = hashlib.sha256()
     lengths, sizes, targets, continuous = array("q"), array("q"), array("q"), bytearray()
+    places: list[str] = []
     with ExitStack() as opened:
         stored = (_TOKENS, _LOSS_WEIGHT, *columns)
         files = {column: opened.enter_context((folder / f"{column.name}.bin").open("wb")) for column in stored}
@@ -61,6 +65,7 @@ def write(folder: Path, units: Iterable[Unit], columns: tuple[Column, ...] = ())
                 targets.append(int(np.count_nonzero(document.loss_weights[1:])))
                 continuous.append(unit.continuous)
             sizes.append(len(unit.documents))
+            places += [unit.where] if len(places) < _PLACES else []
             counts = {"token": sum(lengths[-sizes[-1] :]), "document": sizes[-1], "unit": 1}
             for column in columns:
                 values = unit.values[column.name]
@@ -77,7 +82,7 @@ def write(folder: Path, units: Iterable[Unit], columns: tuple[Column, ...] = ())
     np.save(folder / "continuous.npy", np.frombuffer(continuous, bool))
     declared = [(column.name, np.dtype(column.dtype).name, column.per) for column in stored]
     key, documents, tokens = content.hexdigest(), len(lengths), sum(lengths)
-    return dict(zip(CONTENT, (FORMAT, key, declared, documents, tokens), strict=True))
+    return dict(zip(CONTENT, (FORMAT, key, declared, documents, tokens, places), strict=True))
 
 
 def finish(
@@ -116,7 +121,17 @@ def load(folder: Path) -> Part:
         empty = np.zeros(0, column.dtype)
         values[name] = np.memmap(file, column.dtype, mode="r") if file.stat().st_size else empty
     name, key, skipped, notes, losses = (summary[field] for field in ("name", "key", "skipped", "notes", "losses"))
-    return Part(name, key, columns, values, **arrays, skipped=skipped, notes=tuple(notes), losses=tuple(losses))
+    return Part(
+        name,
+        key,
+        columns,
+        values,
+        **arrays,
+        skipped=skipped,
+        notes=tuple(notes),
+        losses=tuple(losses),
+        places=tuple(summary["places"]),
+    )
 
 
 def gathered(units: Sequence[Unit], name: str, columns: tuple[Column, ...] = ()) -> Part:
@@ -141,6 +156,7 @@ def gathered(units: Sequence[Unit], name: str, columns: tuple[Column, ...] = ())
         continuous=np.array([unit.continuous for unit in units for _ in unit.documents], bool),
         skipped=0,
         notes=(),
+        places=tuple(unit.where for unit in units[:_PLACES]),
     )
 
 
@@ -160,4 +176,5 @@ def units_of(part: Part) -> Iterator[Unit]:
                     values[column.name] = stored[first:last]
                 case "unit":
                     values[column.name] = stored[unit]
-        yield Unit(documents, bool(part.continuous[first]), values)
+        where = part.places[unit] if unit < len(part.places) else ""
+        yield Unit(documents, bool(part.continuous[first]), values, where)

@@ -21,7 +21,7 @@ import logging
 import os
 import shutil
 import socket
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -94,7 +94,7 @@ def tokenize(
     if cache_only:
         return Documents.joined([_last_made(entry, cache_dir, shaping) for entry in entries])
     found = []
-    for source, entry, folder in _found(entries, tokenizer, cache_dir, shaping):
+    for source, entry, folder, said in _found(entries, tokenizer, cache_dir, shaping):
         if folder.exists() and not manifest.verify(folder):  # without the lock, so that processes verify side by side
             part = cache.load(folder)
             note = f"{source.name}: from the cache of {_made(folder):%Y-%m-%d %H:%M}"
@@ -109,7 +109,7 @@ def tokenize(
                 shared = locked or _parts_of(folder).exists()  # without locks, shards may have been made all the same
                 parts = _parts_of(folder) if shared else _temporary(folder, "parts")
                 tokeniser = Tokeniser(entry, tokenizer, labels, chat)
-                _write(folder, parts, source, tokeniser, on_bad_row, num_proc, _request(entry, shaping))
+                _write(folder, parts, source, tokeniser, on_bad_row, num_proc, _request(entry, shaping), said)
             found.append(cache.load(folder))
     return Documents.joined(found)
 
@@ -129,7 +129,8 @@ def prepare_shard(
     Args and errors as of `tokenize`, but that a shard may have no samples.
     """
     lines = []
-    for source, entry, folder in _found(entries, tokenizer, cache_dir, shaping_of(tokenizer, on_bad_row, labels, chat)):
+    shaping = shaping_of(tokenizer, on_bad_row, labels, chat)
+    for source, entry, folder, _ in _found(entries, tokenizer, cache_dir, shaping):
         with _locked(cache_dir / f"{folder.name}.lock", shared=True), full_disk_is_named(cache_dir):
             _remove_damaged(folder, source.name)
             if folder.exists():
@@ -147,13 +148,17 @@ def prepare_shard(
 
 def _found(
     entries: tuple[Dataset, ...], tokenizer: "PreTrainedTokenizerFast", cache_dir: Path, shaping: str
-) -> list[tuple[sources.Source, Dataset, Path]]:
-    """Each entry with its source and its folder in the cache."""
+) -> list[tuple[sources.Source, Dataset, Path, list[str]]]:
+    """Each entry with its source, its folder in the cache, and lines for the user, which are there once it was read."""
     if not entries:
         raise UserError("data.datasets is empty; add an entry with jaxtune.config.dataset(path=...)")
-    found = [sources.open_source(entry, len(tokenizer)) for entry in entries]
+    found = []
+    for entry in entries:
+        said: list[str] = []
+        source = sources.open_source(entry, len(tokenizer), say=said.append)
+        found.append((source, entry, cache_dir / folder_name(source, entry, shaping), said))
     cache_dir.mkdir(parents=True, exist_ok=True)
-    return [(source, entry, cache_dir / folder_name(source, entry, shaping)) for source, entry in zip(found, entries)]
+    return found
 
 
 def _last_made(entry: Dataset, cache_dir: Path, shaping: str) -> Part:
@@ -303,11 +308,12 @@ def _write(
     on_bad_row: str,
     num_proc: int,
     request: str,
+    said: Sequence[str],
 ) -> None:
-    """Makes the parts that are not there, and joins all of them."""
+    """Makes the parts that are not there, and joins all of them. `said`: lines about the source, once it was read."""
     try:
         count = _make_parts(parts, source, tokeniser, on_bad_row, num_proc)
-        _join([parts / str(part) for part in range(count)], folder, source.name, tokeniser, request)
+        _join([parts / str(part) for part in range(count)], folder, source.name, tokeniser, request, said)
         shutil.rmtree(parts)
     finally:
         with contextlib.suppress(OSError):  # finished parts are kept for the next run
@@ -449,7 +455,7 @@ def _appearing(folder: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _join(parts: list[Path], folder: Path, name: str, tokeniser: Tokeniser, request: str) -> None:
+def _join(parts: list[Path], folder: Path, name: str, tokeniser: Tokeniser, request: str, said: Sequence[str]) -> None:
     """Makes one folder of the parts, which are as if they had been written at once."""
     summaries = [_summary(part) for part in parts]
     longer = sum(summary["longer"] for summary in summaries)
@@ -472,7 +478,7 @@ def _join(parts: list[Path], folder: Path, name: str, tokeniser: Tokeniser, requ
             summary = cache.write(temporary, with_other_answers(units, name) if paired else units, tokeniser.columns)
         others = dict.fromkeys(line for each in summaries for line in each["said"])
         counts = f"{summary['documents']:,} documents of {summary['tokens']:,} tokens"
-        notes = [f"{name}: {tokeniser.form}, {counts}", *(f"{name}: {line}" for line in others)]
+        notes = [f"{name}: {tokeniser.form}, {counts}", *said, *(f"{name}: {line}" for line in others)]
         losses = []
         if across := sum(summary["across"] for summary in summaries):
             example = next(line for summary in summaries for line in summary["first_across"])

@@ -106,11 +106,11 @@ def _no_type(types: list[str], entry: Dataset, sample: Sample) -> str:
     }
     wanted = "; ".join(f"{type_}: {columns}" for type_, columns in needed.items())
     general = f"missing column: it has {has}, but needs {wanted}; the options in brackets name other columns"
-    cause = _cause(sample)
+    cause = _cause(entry, sample)
     return f"{cause}. Otherwise: {general}" if cause else general
 
 
-def _cause(sample: Sample) -> str:
+def _cause(entry: Dataset, sample: Sample) -> str:
     """What a sample without any known column may be in truth; "" if nothing tells."""
     lists = {
         column: len(value)
@@ -123,7 +123,20 @@ def _cause(sample: Sample) -> str:
         return f"if the objects in {names} are the samples, {written}"
     if any(re.search(r"[.?!]( |$)|^-?[\d.]+$|^$", column) or len(column) > _LONG_NAME for column in sample):
         return "if this is a CSV file without a header, write one: its first line names the columns"
+    paths = (entry.path,) if isinstance(entry.path, str) else entry.path or ()
+    is_csv = entry.ds_type in ("csv", "tsv") or any(re.search(r"\.[ct]sv(\.\w+)?$", path) for path in paths)
+    if is_csv and all(_kinds_of_words(column) == _kinds_of_words(value) for column, value in sample.items()):
+        first = clip(", ".join(map(str, sample)))
+        return (
+            f"the first line seems to be data, not a header: {first!r} is like the next one; write a header before it, "
+            "which names the columns"
+        )
     return ""
+
+
+def _kinds_of_words(text: Any) -> list[str]:
+    """For each word of a value, as text, whether it is of letters, of digits or of others too."""
+    return ["letters" if word.isalpha() else "digits" if word.isdigit() else "others" for word in str(text).split()]
 
 
 def _needed(type_: str, entry: Dataset, sample: Sample) -> list[tuple[str, str]]:

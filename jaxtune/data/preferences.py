@@ -108,7 +108,7 @@ def _with_other(unit: Unit, other: Unit) -> Unit:
         np.concatenate([own.tokens[:prompt], its.tokens[answer:]]),
         np.concatenate([own.loss_weights[:prompt], its.loss_weights[answer:]]),
     )
-    return Unit((own, mixed), unit.continuous, unit.values)
+    return Unit((own, mixed), unit.continuous, unit.values, unit.where)
 
 
 def _answer_at(document: Encoded) -> int:

@@ -1,7 +1,8 @@
 """Samples from files: JSON lines, JSON, CSV, Parquet, Arrow, or text, one document a file.
 
 JSON lines, JSON and CSV are read here, strictly, because readers made for speed do not name the line and let half a
-line or a wrong type pass. Parquet and Arrow go through `datasets`. What cannot be read goes to `report`.
+line or a wrong type pass. Parquet goes through `datasets`, which would decode the dictionaries of all rows of an Arrow
+file at once. What cannot be read goes to `report`.
 """
 
 import contextlib
@@ -9,12 +10,15 @@ import csv
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxtune.config.schema import Dataset
 from jaxtune.data.files import File, is_url
 from jaxtune.data.messages import clip
 from jaxtune.errors import UserError
+
+if TYPE_CHECKING:
+    import pyarrow
 
 log = logging.getLogger("jaxtune")
 
@@ -26,7 +30,7 @@ Report = Callable[[UserError], None]
 BINARY_PROBE_BYTES = 8192
 _ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar", ".xz")
 _DELIMITERS = ",;\t|"
-_TABLE_ROWS = 64  # decoded at once, as one value of a dictionary can stand in every row
+_TABLE_ROWS = 4  # of Parquet decoded at once, as one value of a dictionary can stand in every row
 
 
 def read_file(file: File, entry: Dataset, report: Report) -> Samples:
@@ -223,23 +227,70 @@ def _checked_header(names: Sequence[str], delimiter: str, file: File) -> Sequenc
 
 
 def _read_table(file: File, entry: Dataset, report: Report) -> Samples:
-    import datasets
     from datasets.exceptions import DatasetsError
 
     # What it logs there is raised too.
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
-    builder = _format(file, entry)[1:]
-    at_once: dict[str, Any] = {"batch_size": _TABLE_ROWS} if builder == "parquet" else {}
+    kind = _format(file, entry)[1:]
     try:
-        rows = datasets.load_dataset(builder, data_files=file.location, split="train", streaming=True, **at_once)
-        for i, row in enumerate(rows):
+        for i, row in enumerate(_arrow_rows(file, entry) if kind == "arrow" else _parquet_rows(file)):
             where = f"{file.name} row {i}"
-            if size_of(row) > entry.max_sample_bytes:
+            if row is None or size_of(row) > entry.max_sample_bytes:
                 report(_too_large(where, "the row", entry))
             else:
                 yield where, row
     except (ValueError, KeyError, DatasetsError) as error:
-        report(UserError(f"{file.name}: not a readable {builder} file: {error}"))
+        report(UserError(f"{file.name}: not a readable {kind} file: {error}"))
+
+
+def _parquet_rows(file: File) -> Iterator[Sample]:
+    import datasets
+
+    options: dict[str, Any] = {"split": "train", "streaming": True, "batch_size": _TABLE_ROWS}
+    yield from datasets.load_dataset("parquet", data_files=file.location, **options)  # type: ignore[reportReturnType]
+
+
+def _arrow_rows(file: File, entry: Dataset) -> Iterator[Sample | None]:
+    """Each row, decoded by itself; None for one that would be larger than a sample may be."""
+    for batch in _arrow_batches(file):
+        batch.validate(full=True)
+        encoded = [column for column in batch.columns if "dictionary<" in str(column.type)]
+        if not encoded:
+            yield from batch.to_pylist()
+        for i in range(batch.num_rows if encoded else 0):
+            size = sum(_decoded_bytes(column.slice(i, 1)) for column in encoded)
+            yield None if size > entry.max_sample_bytes else batch.slice(i, 1).to_pylist()[0]
+
+
+def _arrow_batches(file: File) -> Iterator["pyarrow.RecordBatch"]:
+    import pyarrow
+
+    with file.open() as stream:
+        try:
+            batches = pyarrow.ipc.open_stream(stream)
+        except (OSError, pyarrow.ArrowInvalid):
+            batches = None
+        if batches is not None:
+            yield from batches
+            return
+    with file.open() as stream:
+        reader = pyarrow.ipc.open_file(stream)
+        yield from (reader.get_batch(i) for i in range(reader.num_record_batches))
+
+
+def _decoded_bytes(array: "pyarrow.Array") -> int:
+    """Roughly how large an array is once the dictionaries in it are decoded."""
+    import pyarrow
+
+    if pyarrow.types.is_dictionary(array.type):
+        counts = array.indices.drop_null().value_counts()
+        values = array.dictionary.take(counts.field("values"))
+        return sum(values[i : i + 1].nbytes * count.as_py() for i, count in enumerate(counts.field("counts")))
+    if pyarrow.types.is_struct(array.type):
+        return sum(map(_decoded_bytes, array.flatten()))
+    if pyarrow.types.is_list(array.type) or pyarrow.types.is_large_list(array.type):
+        return _decoded_bytes(array.flatten())
+    return array.nbytes
 
 
 def _read_text(file: File, entry: Dataset, report: Report) -> Samples:

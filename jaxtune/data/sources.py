@@ -51,13 +51,20 @@ class Source:
     read: Callable[[Report], Samples]
 
 
-def open_source(entry: Dataset, vocabulary: int = 256, streaming: bool = False) -> Source:
+def _log(line: str) -> None:
+    log.info("data: %s", line)
+
+
+def open_source(
+    entry: Dataset, vocabulary: int = 256, streaming: bool = False, say: Callable[[str], object] = _log
+) -> Source:
     """Finds what an entry names: files, folders, URLs, or else a dataset on the hub; or makes up random tokens.
 
     Args:
         entry: says which of the samples and columns are used, and which function changes them.
         vocabulary: number of different tokens, where they are made up.
         streaming: whether to read a dataset on the hub without downloading it whole first.
+        say: called with lines about what is read, as it is read.
 
     Raises:
         UserError: it does not exist, or none of its files match.
@@ -68,9 +75,9 @@ def open_source(entry: Dataset, vocabulary: int = 256, streaming: bool = False) 
     if entry.path == DUMMY:
         source = _random(entry, vocabulary)
     elif isinstance(entry.path, str) and entry.path.startswith(in_memory.PREFIX):
-        source = _from_python(entry, entry.path, streaming)
+        source = _from_python(entry, entry.path, streaming, say)
     else:
-        source = _found(entry, entry.path, streaming)
+        source = _found(entry, entry.path, streaming, say)
     if entry.function:
         source = dataclasses.replace(source, identity=source.identity + fingerprint(entry.function, "data: function"))
     return dataclasses.replace(source, read=lambda report: selected(source.read(report), entry, report))
@@ -87,22 +94,24 @@ def _random(entry: Dataset, vocabulary: int) -> Source:
     return Source(DUMMY, str(vocabulary), read)
 
 
-def _from_python(entry: Dataset, name: str, streaming: bool) -> Source:
+def _from_python(entry: Dataset, name: str, streaming: bool, say: Callable[[str], object]) -> Source:
     """A dataset that was given in Python, which is needed only where it is not in the cache yet."""
     _check_unused(entry, "it is a dataset from Python", "subset", "revision", "split", "glob", "ds_type", "encoding")
 
     def read(report: Report) -> Samples:
         samples = ((f"{name} row {i}", row) for i, row in enumerate(in_memory.find(name)))
-        yield from _without_nulls(samples, name, set())
+        yield from _without_nulls(samples, name, set(), say)
 
+    if streaming and (line := in_memory.says(name)):
+        say(line)
     return Source(name, in_memory.identity(name, streaming), read)
 
 
-def _found(entry: Dataset, path: str | tuple[str, ...], streaming: bool) -> Source:
+def _found(entry: Dataset, path: str | tuple[str, ...], streaming: bool, say: Callable[[str], object]) -> Source:
     paths = (path,) if isinstance(path, str) else path
     found = [find(one, _patterns(entry)) for one in paths]
     if isinstance(path, str) and found == [None]:
-        return _open_hub(entry, path, streaming)
+        return _open_hub(entry, path, streaming, say)
     files = [file for one, those in zip(paths, found) for file in _files(one, those, entry)]
     try:
         identity = json.dumps([file.version() for file in files] + ([] if streaming else _contents(files)))
@@ -113,7 +122,7 @@ def _found(entry: Dataset, path: str | tuple[str, ...], streaming: bool) -> Sour
         said: set[str] = set()
         for file in files:
             samples = read_file(file, entry, report)
-            yield from _without_nulls(samples, file.name, said) if is_table(file, entry) else samples
+            yield from _without_nulls(samples, file.name, said, say) if is_table(file, entry) else samples
 
     return Source(hide_secrets(", ".join(paths)), identity, read)
 
@@ -134,7 +143,7 @@ def _contents(files: list[File]) -> list[str]:
     return [hashlib.sha256(path.read_bytes()).hexdigest() for path in local]
 
 
-def _without_nulls(samples: Samples, name: str, said: set[str]) -> Samples:
+def _without_nulls(samples: Samples, name: str, said: set[str], say: Callable[[str], object]) -> Samples:
     """Samples of tables, whose objects have the keys of all others too, without those that are null, as JSON has them.
 
     Says it once a column, of those in `said`: a table does not tell a null that was written from one that it made.
@@ -145,7 +154,7 @@ def _without_nulls(samples: Samples, name: str, said: set[str]) -> Samples:
             if column not in said and value is not sample[column] and value != sample[column]:
                 said.add(column)
                 more = "as Parquet and Arrow give each object the keys of all others"
-                log.info("data: %s: keys in column %r that are null are left out, %s", name, column, more)
+                say(f"{name}: keys in column {column!r} that are null are left out, {more}")
         yield where, found
 
 
@@ -188,7 +197,7 @@ def _check_encoding(name: str):
         raise UserError(f"data: encoding={name!r} does not end a line with one byte; convert the file to UTF-8")
 
 
-def _open_hub(entry: Dataset, hub_id: str, streaming: bool) -> Source:
+def _open_hub(entry: Dataset, hub_id: str, streaming: bool, say: Callable[[str], object]) -> Source:
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub_id) or Path(hub_id).suffix in SUFFIXES:
         raise UserError(f"data: no such file or folder: {hub_id}{_near(hub_id)}")
     _check_unused(entry, f"{hub_id} is a dataset on the hub", "encoding", "ds_type")
@@ -200,7 +209,7 @@ def _open_hub(entry: Dataset, hub_id: str, streaming: bool) -> Source:
     def read(report: Report) -> Samples:
         try:
             numbered = ((f"{hub_id} ({entry.split}) row {i}", row) for i, row in enumerate(rows))
-            yield from _without_nulls(numbered, hub_id, set())
+            yield from _without_nulls(numbered, hub_id, set(), say)
         except Exception as error:  # never skipped: all samples after it are missing too
             raise UserError(f"data: {hub_id} cannot be read to its end: {error}") from error
 

@@ -181,17 +181,17 @@ class Tokeniser:
                 self._note_across(where, zip(document.documents, answers))
                 trained = all(answer.loss_weights[1:].any() for answer in answers)
                 refused = Refused(f"{where}: no token of an answer is a target")
-                found.append(Unit(answers, values=document.values) if trained else refused)
+                found.append(Unit(answers, values=document.values, where=where) if trained else refused)
                 continue
             encoded = next(texts) if isinstance(document, Rendered) else document
             if isinstance(document, Rendered):
                 self._note_across(where, [(document, encoded)])
             label = document.label if isinstance(document, Rendered) else None
             if label is not None and len(encoded.tokens):
-                found.append(Unit((encoded,), values={LABEL.name: label}))
+                found.append(Unit((encoded,), values={LABEL.name: label}, where=where))
             elif encoded.loss_weights[1:].any():
                 continuous = self._settled is not None and self._settled[0].type in ("text", "tokenized")
-                found.append(Unit((encoded,), continuous))
+                found.append(Unit((encoded,), continuous, where=where))
             else:
                 found.append(Refused(f"{where}: no token of it is a target"))
         return found

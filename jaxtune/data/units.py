@@ -25,11 +25,13 @@ class Unit:
         continuous: whether it is running text, which may be cut anywhere, as opposed to an answer or dialogue.
         values: of the other columns (not tokens and weights), by name: an array for each document (per token), a value
             for each document, or one value (per unit).
+        where: the file and line, or row, that it is from; "" if that is not known.
     """
 
     documents: tuple[Encoded, ...]
     continuous: bool = False
     values: Mapping[str, Any] = field(default_factory=dict)
+    where: str = ""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Part:
         skipped: samples left out under data.on_bad_row='skip'.
         notes: lines for the user: what was read, and as which type.
         losses: lines that warn the user of what is left out, each with its number first.
+        places: where the first units are from.
     """
 
     name: str
@@ -61,6 +64,7 @@ class Part:
     skipped: int
     notes: tuple[str, ...]
     losses: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -178,17 +182,27 @@ class Documents:
         """Tokens [start, stop) of document i, up to its end, and the weight of predicting each."""
         return self.values("tokens", i, start, stop), self.values("loss_weight", i, start, stop)
 
+    def where(self, i: int) -> str:
+        """The file and line, or row, that document i is from, of the first ones; of others the entry's path."""
+        part, document = self._place(i)
+        unit = int(np.searchsorted(part.units, document, "right")) - 1
+        return (part.places[unit] if unit < len(part.places) else "") or part.name
+
     def values(self, column: str, i: int, start: int, stop: int) -> np.ndarray:
         """A stored column's values for tokens [start, stop) of document i; a scalar if it is per document or unit."""
-        number = self._numbers[i]
-        part_number = bisect_right(self._first, number) - 1
-        part, document = self.parts[part_number], number - self._first[part_number]
+        part, document = self._place(i)
         per = part.columns[column].per
         if per == "token":
             begin = part.offsets[document]
             return part.values[column][begin + start : min(begin + stop, part.offsets[document + 1])]
         unit = np.searchsorted(part.units, document, "right") - 1
         return part.values[column][document if per == "document" else unit]
+
+    def _place(self, i: int) -> tuple[Part, int]:
+        """The part that document i is in, and its number there."""
+        number = self._numbers[i]
+        part = bisect_right(self._first, number) - 1
+        return self.parts[part], number - self._first[part]
 
     @cached_property
     def _numbers(self) -> Int64[np.ndarray, "documents"]:

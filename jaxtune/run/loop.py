@@ -142,11 +142,16 @@ def train(
     last = time.perf_counter()
     with contextlib.closing(_Arrivals()) as arrivals:
         while position.step < total_steps and not position.ended:
-            with watch.goodput.measure("data wait"):
-                after, batch = next(batches)
+            try:
+                with watch.goodput.measure("data wait"):
+                    after, batch = next(batches)
+                with watch.goodput.measure("step"):
+                    watch.profiler.before_step()
+                    state, results = train_step(state, frozen, batch, rates[position.step])
+            except UserError:  # of the data, or of a reward; the step before it is finished
+                report()
+                raise
             with watch.goodput.measure("step"):
-                watch.profiler.before_step()
-                state, results = train_step(state, frozen, batch, rates[position.step])
                 arrivals.watch(results)
                 watch.profiler.after_step(results)
                 report()

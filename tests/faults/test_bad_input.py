@@ -1,6 +1,7 @@
 """Bad samples: an error that names file and line, or left out and counted."""
 
 import gzip
+import itertools
 import json
 import logging
 import re
@@ -15,6 +16,7 @@ from tiny import byte_tokenizer
 from jaxtune.config.schema import Dataset
 from jaxtune.data.documents import tokenize
 from jaxtune.data.labels import names_in
+from jaxtune.data.sources import open_source
 from jaxtune.errors import UserError
 
 
@@ -204,12 +206,28 @@ def written_as_table(path):
     pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array(["x" * 5000] * 3).dictionary_encode()}), path)
 
 
+def write_arrow(path, **columns):
+    table = pyarrow.table(columns)
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+
+
+def of_dictionary(numbers, *values):
+    return pyarrow.DictionaryArray.from_arrays(pyarrow.array(numbers, pyarrow.int32()), list(values))
+
+
+def written_as_arrow(path):
+    lists = pyarrow.ListArray.from_arrays([0, 10**6], of_dictionary([0] * 10**6, "x"))
+    write_arrow(path, text=of_dictionary([0], "a"), lists=lists)
+
+
 LARGE = {
     "a.txt.gz": (lambda path: path.write_bytes(gzip.compress(b"x" * 5000)), "a.txt.gz: the decompressed file"),
     "a.json.gz": (lambda path: path.write_bytes(gzip.compress(b"[" + b" " * 5000 + b"]")), "gz: the decompressed file"),
     "a.jsonl.gz": (lambda path: path.write_bytes(gzip.compress(line(text="x" * 5000))), "a.jsonl.gz:1: the line"),
     "a.csv": (lambda path: path.write_text('text\n"' + "x\n" * 3000 + '"\n'), "a.csv:.*: a field"),
     "a.parquet": (written_as_table, "a.parquet row 0: the row"),
+    "a.arrow": (written_as_arrow, "a.arrow row 0: the row"),
 }
 
 
@@ -220,6 +238,20 @@ def test_what_is_larger_in_memory_than_a_sample_may_be_is_refused(tokenizer, tmp
     entry = Dataset(path=str(tmp_path / name), max_sample_bytes=2000)
     with pytest.raises(UserError, match=f"{message} is larger than max_sample_bytes=2000; raise it"):
         tokenize((entry,), tokenizer, tmp_path / "cache")
+
+
+def test_a_dictionary_of_arrow_is_decoded_row_by_row(tmp_path):
+    """Of 3 GB, in a file of one megabyte."""
+    write_arrow(tmp_path / "a.arrow", text=of_dictionary([1, 0] * 1500, "x" * 2 * 10**6, "a"), n=[*range(3000)])
+    problems = []
+    read = open_source(Dataset(path=str(tmp_path / "a.arrow"))).read(problems.append)
+    rows = [row for _, row in itertools.islice(read, 4)]
+    assert not problems and [(len(row["text"]), row["n"]) for row in rows] == [
+        (1, 0),
+        (2 * 10**6, 1),
+        (1, 2),
+        (2 * 10**6, 3),
+    ]
 
 
 CUT_OFF_ZSTD = pyarrow.compress(b'{"text": "a"}\n', codec="zstd", asbytes=True)[:-4]
@@ -247,6 +279,11 @@ BAD_FILES = {
     ),
     "tabs.csv": (b"question\tanswer\na\tb\n", "separated by '.t', not by ',': .*; set ds_type='tsv'"),
     "headless.csv": (b"What is 2+2?,4\n3+3?,6\n", "headless.csv:2: if this is a CSV file without a header, write one"),
+    "words.csv": (
+        b"cat,chat\ndog,chien\n",
+        "words.csv:2: the first line seems to be data, not a header: .* write a header before it.* Otherwise: missing",
+    ),
+    "names.csv": (b"english,french\nHow are you?,Ca va?\n", "names.csv:2: missing column: it has english, french"),
     "data.json": (
         b'{"data": [{"text": "a"}, {"text": "b"}]}',
         "data.json:1: if the objects in 'data' .2. are the samples, .*`jq .data FILE",

@@ -37,9 +37,9 @@ def test_prepare_prints_counts_and_shows_what_is_trained(tmp_path, capsys):
     assert "Y(56|56|1) <|im_end|>(258|258|1) \\n(198|-100|0)" in out
 
     assert prepare.main([*command[:1], "--config.data.seq_len=22", "--config.data.truncation=right"]) == 0
-    shown = capsys.readouterr().out.partition("sample 0:")[2]
+    shown = capsys.readouterr().out.partition("sample 0, ")[2]
     assert shown == (
-        " \n  context | <|im_start|>user\\nH<|im_end|>\\n<|im_start|>assistant\\n"
+        f"{tmp_path}/data.jsonl:1: \n  context | <|im_start|>user\\nH<|im_end|>\\n<|im_start|>assistant\\n"
         "\n  trained | Y<|im_end|>\n  ... and 1 tokens more\n"
     )
 
@@ -53,7 +53,11 @@ def test_prepare_prints_counts_and_shows_what_is_trained(tmp_path, capsys):
     stream = [*command, "--config.data.streaming=yes", "--config.train.max_steps=1", "--config.data.window_rows=2"]
     assert prepare.main([*stream, "--show=1"]) == 0
     out = capsys.readouterr().out
-    assert "first rows, which are not kept" in out and "sample 0:" in out and "H(39|-100|0)" in out
+    assert (
+        "first rows, which are not kept" in out
+        and f"sample 0, {tmp_path}/data.jsonl:1: " in out
+        and "H(39|-100|0)" in out
+    )
     assert prepare.main([*stream, "--shard=0/2"]) == 2 and "there are no shards" in capsys.readouterr().err
 
     for name in ("b", "c"):
@@ -63,8 +67,8 @@ def test_prepare_prints_counts_and_shows_what_is_trained(tmp_path, capsys):
     )
     (tmp_path / "several.py").write_text(several)
     assert prepare.main([f"--config={tmp_path}/several.py:{tmp_path}", "--show=3"]) == 0
-    said = re.findall(r"sample (\d) of \S*/(\w).jsonl", capsys.readouterr().out)
-    assert said == [("0", "b"), ("3", "c"), ("1", "b")]
+    said = re.findall(r"sample (\d), \S*/(\w.jsonl:\d): ", capsys.readouterr().out)
+    assert said == [("0", "b.jsonl:1"), ("3", "c.jsonl:1"), ("1", "b.jsonl:2")]
 
     (tmp_path / "data.jsonl").write_text('{"instruction": "H"')
     assert prepare.main(command) == 2

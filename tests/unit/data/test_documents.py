@@ -4,6 +4,7 @@ import contextlib
 import csv
 import errno
 import json
+import re
 import socket
 import threading
 from collections import Counter
@@ -126,10 +127,30 @@ def test_a_table_gives_the_objects_that_json_lines_give(tmp_path, caplog, kind):
     for path in (jsonl(tmp_path / "a.jsonl", rows), tmp_path / ("a.parquet" if kind == "parquet" else "saved")):
         found = tokenize((Dataset(path=str(path)),), tokenizer, tmp_path / "cache")
         texts.append([tokenizer.decode(found.read(i, 0, 9999)[0]) for i in range(2)])
+        told = f"{path}/?[^:]*: keys in column 'tools' that are null are left out, as Parquet and Arrow"
+        again = tokenize((Dataset(path=str(path)),), tokenizer, tmp_path / "cache")
+        for notes in (found.notes, again.notes):  # read anew, and from the cache
+            assert len([note for note in notes if re.match(told, note)]) == (0 if path.suffix == ".jsonl" else 1)
     assert "null" not in "".join(texts[0] + texts[1])
     given, read = ([json.loads(text.partition("\n")[0]) for text in each] for each in texts)
     assert given == read == [row["tools"] for row in rows]
-    assert caplog.text.count("keys in column 'tools' that are null are left out") == 1
+
+
+def test_the_first_documents_know_where_they_are_from(tmp_path, monkeypatch):
+    """From a folder, in several parts, and from the cache; the others know the entry."""
+    monkeypatch.setattr(documents_module, "_BLOCK_SAMPLES", 40)
+    monkeypatch.setattr(documents_module, "_PART_SIZE", 1)
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in ("a", "b"):
+        jsonl(folder / f"{name}.jsonl", [{"text": "x"} for _ in range(60)])
+    tokenizer = byte_tokenizer(tmp_path / "tokenizer")
+    for _ in range(2):
+        found = tokenize((Dataset(path=str(folder)),), tokenizer, tmp_path / "cache")
+        assert [found.where(i) for i in (0, 59, 60, 99)] == [
+            f"{folder}/{place}" for place in ("a.jsonl:1", "a.jsonl:60", "b.jsonl:1", "b.jsonl:40")
+        ]
+        assert found.where(100) == str(folder)
 
 
 def test_a_folder_of_source_files_is_one_document_a_file_in_the_order_of_paths(read, tmp_path):

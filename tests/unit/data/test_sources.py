@@ -352,6 +352,43 @@ def test_a_dataset_from_python_is_named_by_its_samples(kind, form):
         assert source.identity != path, "a cache of its first samples is not one of all"
 
 
+def stream_of(*last: str) -> datasets.IterableDataset:
+    """A stream whose first samples are always the same, more than those that name it."""
+    return datasets.IterableDataset.from_generator(lambda: ({"text": text} for text in ("a",) * 1000 + last))
+
+
+def path_of(data) -> str:
+    return str(config_of("qwen_lora:my/model", data={"datasets": data}).data.datasets[0].path)
+
+
+def test_another_stream_with_the_same_beginning_is_tokenised_anew(tmp_path):
+    tokenizer, cache, given = byte_tokenizer(tmp_path), tmp_path / "cache", stream_of("b")
+    first = tokenize((Dataset(path=path_of(given)),), tokenizer, cache)
+    other = tokenize((Dataset(path=path_of(stream_of("c"))),), tokenizer, cache)
+    assert len(first) == len(other) == 1001 and first.key != other.key
+    source = open_source(Dataset(path=path_of(given)))
+    assert source.identity == open_source(Dataset(path=path_of(given))).identity, "the same one is not"
+
+
+def test_streams_with_the_same_beginning_are_refused_in_one_config():
+    """The second would take the place of the first."""
+    one, other = stream_of("b"), stream_of("c")
+    with pytest.raises(UserError, match="two IterableDatasets begin with the same 1,000 samples"):
+        config_of("qwen_lora:my/model", data={"datasets": one, "eval_datasets": other})
+    again = stream_of("d")  # in another config it may
+    config = config_of("qwen_lora:my/model", data={"datasets": again})
+    problems = []
+    rows = [row["text"] for _, row in open_source(config.data.datasets[0]).read(problems.append)]
+    assert rows[-1] == "d" and not problems
+
+
+def test_a_stream_from_python_says_by_what_it_is_known():
+    said = []
+    open_source(Dataset(path=path_of(stream_of("b"))), streaming=True, say=said.append)
+    open_source(Dataset(path=path_of(datasets.Dataset.from_dict(ROWS))), streaming=True, say=said.append)
+    assert len(said) == 1 and "known by its first 1,000 samples; whether those after them are the same" in said[0]
+
+
 def test_a_dataset_from_python_is_read_once_and_then_only_where_it_was_given(tmp_path, monkeypatch):
     """A resumed run in another process has its tokens from the cache, but not its samples."""
     made = datasets.Dataset.from_dict({"text": ["one", "two"]})

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +36,15 @@ def test_checkpoints_from_before_feeds_are_understood():
     assert Position.from_json(saved) == Position(4, {"row": 8}, 427, 0, ("eval",))
 
 
-def run(step, steps: int, tasks=(), rows: list | None = None, position: Position | None = None, **train_options) -> Any:
+def run(
+    step,
+    steps: int,
+    tasks=(),
+    rows: list | None = None,
+    position: Position | None = None,
+    batches: Any = None,
+    **train_options,
+) -> Any:
     """The loop around a step, and what it reported: (step, values, seconds) in `rows`."""
     ignore = lambda *_: None  # noqa: E731
     report = ignore if rows is None else lambda step, _, values, tokens, seconds: rows.append((step, values, seconds))
@@ -48,7 +57,7 @@ def run(step, steps: int, tasks=(), rows: list | None = None, position: Position
         epoch=lambda feed: 0.0,
         step=report,
     )
-    batches: Any = itertools.repeat(({}, {}))
+    batches = batches or itertools.repeat(({}, {}))
     config = Config(train=Train(**train_options))
     return train(config, step, jnp.float32(0), {}, batches, position or Position(), np.ones(steps), tasks, watch)
 
@@ -67,6 +76,23 @@ def test_every_step_is_reported_and_checked_the_last_one_too(one_device, steps):
     assert position.bad_steps == 1 and position.tokens == 4 * steps
     with pytest.raises(UserError, match="1 steps in a row were not finite"):
         run(lambda state, *_: (state, results(math.nan)), 1, max_bad_steps=1)
+
+
+@pytest.mark.parametrize("wrong", ["data", "reward"])
+def test_a_step_is_reported_where_the_next_one_fails_for_what_the_user_gave(one_device, wrong):
+    """A sample that cannot be used, when the feed comes to it; a reward function that fails."""
+
+    def fail(*_: Any) -> Any:
+        raise UserError("bad row")
+
+    def batches() -> Iterator[Any]:
+        yield from [({}, {})] * 2
+        yield fail() if wrong == "data" else ({}, {})
+
+    rows, steps = [], iter([lambda state: (state, results())] * 2 + [fail])
+    with pytest.raises(UserError, match="bad row"):
+        run(lambda state, *_: next(steps)(state), 5, (), rows, batches=batches())
+    assert [row[0] for row in rows] == [1, 2]
 
 
 def test_the_seconds_of_a_step_are_between_results(one_device):
