@@ -60,6 +60,7 @@ def kill_at_random(command: list[str], seconds: float, rng: random.Random) -> bo
     return process.returncode != 0
 
 
+@pytest.mark.timeout(3600)
 def test_sixty_kills_of_runs(home, rng):
     folder, seconds = home
     kills = runs = 0
@@ -96,6 +97,7 @@ def test_ten_kills_during_exports(home, tmp_path, rng):
     assert not [path for path in tmp_path.iterdir() if path.name not in ("random", "whole")], "stages are removed"
 
 
+@pytest.mark.timeout(3600)
 def test_ten_kills_of_one_of_two_processes(home, tmp_path, rng):
     """After their first step. The other ends by itself, and both continue from a checkpoint."""
     folder = home[0]

@@ -18,6 +18,7 @@ note      what its user should know
 import dataclasses
 import difflib
 import functools
+import math
 import pathlib
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -236,7 +237,12 @@ def _lines(
 
 
 def _fits(value: Any, row: Option) -> bool:
-    """Whether a value is of the kind of the row's sample; a list too if each of its values sets options of its own."""
+    """Whether a value is of the kind of the row's sample, and a finite number if it is a number.
+
+    A list fits too if each of its values sets options of its own.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
     kinds = {bool: bool, int: (int, float), float: (int, float), str: (str, int, float), list: (list, str), dict: dict}
     if row.values and isinstance(value, list):
         switches = not row.key and all(isinstance(here, Mapping | None) for here in row.values.values())

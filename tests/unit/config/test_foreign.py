@@ -280,6 +280,7 @@ def test_options_become_ours(system, more, expected):
         ),
         (SUROGATE + "report_to: [mlflow]\n", r"report_to = \['mlflow'\]: not there yet; there are aim, wandb, tensor"),
         (SUROGATE + "template: minicpm\n", "template = 'minicpm': not there yet; there are auto, chatml, qwen"),
+        (TRL + "save_steps: .nan\n", "save_steps = nan: expected a value such as 500"),
         (SUROGATE + "zero_level: two\n", "zero_level = 'two': expected a value such as 1"),
         (
             SUROGATE.replace("type:", "tpye:"),
