@@ -30,7 +30,7 @@ _NUMBERS = {
 
 @dataclass(frozen=True)
 class Flags:
-    """What a command takes; the fields are arguments of `command.run`."""
+    """The flags of a command; the fields are arguments of `command.run`."""
 
     define_flags: Callable[[flags.FlagValues], None]
     with_config: bool = True

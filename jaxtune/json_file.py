@@ -1,4 +1,4 @@
-"""JSON files that programs have written, of which a value may be damaged or of another type."""
+"""Reading JSON files of other programs: damage, or a value of a wrong type, becomes one message."""
 
 import dataclasses
 import json

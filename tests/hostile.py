@@ -1,4 +1,4 @@
-"""Mutations of real files, drawn by hypothesis, and what a user sees of what is made of them."""
+"""Mutations of real files, drawn by hypothesis, and what a user sees when they are read."""
 
 import contextlib
 import copy
@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from jaxtune.command import REFUSED, guarded
 
 SECONDS, BYTES = 30.0, 2**30
-"""What reading one input may take, and how much more memory than the process has."""
+"""Limits for reading one input: time, and memory beyond the process's own."""
 LONGEST = 20_000
-"""Characters of a message: one for each of many faults, or one line that repeats 4,000 characters of a value."""
+"""Characters of a message, which may list many faults."""
 
 CANARY = Path(f"/tmp/jaxtune_canary_{os.getpid()}")
 """A file that code in an input would make."""
@@ -53,7 +53,7 @@ def written(text: str) -> bytes:
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where the values inside a JSON value are; of a long list only its first and last entries."""
+    """Paths of the values inside a JSON value; a long list has only its first and last entries."""
     keys = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
     for key in keys[:40] + keys[40:][-5:]:
         yield (*path, key)
@@ -92,7 +92,7 @@ def values(draw, good: Any, changes: int = 3) -> Any:
 
 @st.composite
 def damaged(draw, good: bytes) -> bytes:
-    """Bytes of which some are changed, cut off, repeated or added."""
+    """Bytes with some changed, cut off, repeated or added."""
     found = bytearray(good)
     for _ in range(draw(st.integers(1, 4))):
         first, last = sorted(draw(st.tuples(*[st.integers(0, len(found))] * 2)))
@@ -109,22 +109,22 @@ def damaged(draw, good: bytes) -> bytes:
 
 
 def json_files(good: Any) -> st.SearchStrategy[bytes]:
-    """JSON with other values in it; a fifth is no JSON but damaged."""
+    """JSON with other values in it; one in five is damaged bytes instead."""
     text = json.dumps(good).encode()
     return st.integers(0, 4).flatmap(lambda n: values(good).map(json.dumps).map(written) if n else damaged(text))
 
 
 class Outcomes:
-    """What has become of inputs of one kind."""
+    """Counts of inputs of one kind: used, refused; and the slowest."""
 
     def __init__(self, kind: str):
         self.kind, self.counts, self.slowest, self.messages = kind, Counter[str](), 0.0, set[str]()
 
     def read(self, read: Callable[[], Any]) -> str | None:
-        """Reads as a command does. Returns the message of what is refused, None for what is used.
+        """Reads as a command does. Returns the message if the input is refused, None if it is used.
 
-        Raises AssertionError for more than one message, for what takes too long, and for code that ran; and what `read`
-        raises but a UserError, MemoryError among it.
+        Raises AssertionError for more than one message, for a slow input, and for code that ran. Other exceptions of
+        `read` than UserError pass through, such as MemoryError.
         """
         shown, start = io.StringIO(), time.monotonic()
         with _limited(), contextlib.redirect_stderr(shown), contextlib.redirect_stdout(io.StringIO()):

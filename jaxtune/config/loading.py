@@ -29,8 +29,8 @@ _INSTEAD_OF = {
     "optim.final_lr_fraction": "optim.min_lr",
     "optim.layerwise_lr_decay_bound": "optim.layerwise_lr_decay",
 }
-# What an entry of data.datasets says of the samples that its path names: which they are, how they are written, and what
-# their columns are. What is made of them (prompt_format, system_prompt, function) is also said of others.
+# Options of an entry of data.datasets that describe the samples behind its path: which samples, the file format, the
+# columns. Options for the processing of samples (prompt_format, system_prompt, function) also suit another path.
 _OF_SAMPLES = (
     *("type", "subset", "revision", "split", "glob", "ds_type", "encoding", "select_columns", "target_column"),
     *(field.name for field in dataclasses.fields(Dataset) if field.name.endswith("_field")),

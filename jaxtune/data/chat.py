@@ -90,8 +90,8 @@ class ChatTemplate:
         Templates with `{% generation %}` mark what is trained. For others, a turn starts where the prompt made of the
         messages before it ends, and stops with its own stop token, not with one that ends the whole conversation
         (`turns.Conversation`). Some templates leave out of earlier turns what the prompt ends in (an empty thought):
-        there the turn starts after what the template writes before an answer instead. Where a template writes no token
-        that ends a turn (GLM's), that is the token with which the next message begins, after the last turn too.
+        there the turn starts after what the template writes before an answer instead. If a template writes no token to
+        end a turn (GLM's), the turn ends with the token that begins the next message, and so does the last turn.
 
         The section chat says which messages are trained and with which weight; another role's is found by its content.
         Keys of messages, whole messages and tools that the template leaves out are reported through `say`.

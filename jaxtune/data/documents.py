@@ -310,7 +310,7 @@ def _write(
     request: str,
     said: Sequence[str],
 ) -> None:
-    """Makes the parts that are not there, and joins all of them. `said`: lines about the source, once it was read."""
+    """Makes the parts that are missing, and joins all parts. `said`: lines about the source, once it was read."""
     try:
         count = _make_parts(parts, source, tokeniser, on_bad_row, num_proc)
         _join([parts / str(part) for part in range(count)], folder, source.name, tokeniser, request, said)

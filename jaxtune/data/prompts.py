@@ -26,9 +26,12 @@ Sample = Mapping[str, Any]
 class Prompt(NamedTuple):
     """A prompt to continue.
 
-    given: text or messages, as in the data. tokens: up to where the model goes on. sample: all columns of the data.
-    begun: text of the answer that is among the tokens already, chat.response_prefix. continued: the tokens if the
-    answer continues their text; none in a chat, whose answer is a text of its own.
+    Attributes:
+        given: text or messages, as in the data.
+        tokens: up to the first one that the model writes.
+        sample: all columns of the data.
+        begun: the start of the answer that is among the tokens already, chat.response_prefix.
+        continued: the tokens, if the answer continues their text; empty in a chat, whose answer is a text of its own.
     """
 
     given: str | list[Message]

@@ -30,7 +30,7 @@ Report = Callable[[UserError], None]
 BINARY_PROBE_BYTES = 8192
 _ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar", ".xz")
 _DELIMITERS = ",;\t|"
-_TABLE_ROWS = 4  # of Parquet decoded at once, as one value of a dictionary can stand in every row
+_TABLE_ROWS = 4  # of Parquet decoded at once: one value of a dictionary may fill every row
 
 
 def read_file(file: File, entry: Dataset, report: Report) -> Samples:

@@ -198,14 +198,14 @@ def open_sources(files: Iterable[Path]) -> dict[str, Source]:
 
 
 def _read_header(file: Path) -> tuple[dict[str, Any], int]:
-    """The header, and where the data begins."""
+    """The header, and the offset of the data in bytes."""
     with file.open("rb") as handle:
         length = int.from_bytes(handle.read(8), "little")
         return json.loads(handle.read(length)), 8 + length
 
 
 def check_content(sources: Iterable[Source]) -> None:
-    """Raises UserError if the data of a file with any of these tensors is not what the checksum in its header says.
+    """Raises UserError if a file with any of the tensors does not agree with the checksum in its header.
 
     A file without a checksum passes. The processes of a run share the files out among them, because each process needs
     only a part of each file. A file is read once, however often this is called.

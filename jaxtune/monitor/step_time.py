@@ -130,12 +130,12 @@ class StepTime:
 
     @classmethod
     def read(cls, file: Path) -> "StepTime":
-        """What `write` wrote. Raises UserError for another file."""
+        """Reads a file that `write` wrote. Raises UserError for another file."""
         found = read_fields(file, cls)
         phases = {phase for part in found.parts.values() for phase in part}
         total = sum(time for part in found.parts.values() for time in part.values())
         if found.alone.keys() != found.parts.keys() or not phases <= {*PHASES} or min(found.wall, total) <= 0:
-            raise UserError(f"{file} is damaged: its parts are not those of a step")
+            raise UserError(f"{file} is damaged: it does not hold the parts of a step")
         return found
 
 

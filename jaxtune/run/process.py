@@ -226,8 +226,8 @@ def leaving_after_failure() -> Iterator[None]:
     """Where several processes run and this one fails, it ends, LEAVE_SECONDS later at the latest.
 
     At exit jax would wait for the others, for minutes, while they may wait for this one in a collective. If all fail
-    alike, they end at once. Of a collective that failed, mostly because another process has ended, one line is shown;
-    the exit code is 1, so that launchers start all again.
+    alike, they end at once. If a collective failed, mostly because another process has ended, one line says so; the
+    exit code is 1, so that launchers start all processes again.
     """
     try:
         yield

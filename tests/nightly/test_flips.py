@@ -55,7 +55,7 @@ def damage(content: bytes, rng: random.Random) -> bytes:
 
 @pytest.fixture
 def damaged(request, capsys, caplog):
-    """Damages files of a folder, one at a time, and reads: what is read is as without damage, or a message names it."""
+    """Damages a file of a folder and reads it: the result is the same as without damage, or a message names it."""
 
     def campaign(good: Path, is_as_without: Callable[[Path], bool], inside: str = ".", only: str = "*") -> None:
         rng, outcomes = random.Random(SEED), Counter[str]()

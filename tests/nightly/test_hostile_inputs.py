@@ -54,7 +54,7 @@ TEMPLATES = Path(hf.__file__).with_name("templates")
 
 
 def campaign(test):
-    """So many inputs of a seed that is said; the smallest one that fails is shown, with how to repeat it."""
+    """INPUTS inputs from SEED; hypothesis shows the smallest one that fails, with how to repeat it."""
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
     phases = [Phase.generate, Phase.shrink]
     options = dict(max_examples=INPUTS, deadline=None, print_blob=True, database=None)
@@ -90,7 +90,7 @@ OTHER_TYPES = (True, "text", [1], {"a": 1})
 
 @pytest.mark.parametrize("kind", FORMS)
 def test_a_value_of_another_type_is_never_taken_for_a_number_or_a_text(kind):
-    """It is refused, or the model is as without the value, or as with the good one, which then is not read."""
+    """Either it is refused, or the model is the same as without the value or with the good value (nobody reads it)."""
     good = FORMS[kind] | {"model_type": kind}
     spec, refused = read_spec(good), 0
     for (*path, key), holder in _entries(good):
@@ -184,7 +184,7 @@ def test_index(outcomes, weights, data):
 
 
 def _whole(folder: Path) -> None:
-    """Other values are read only from files that say so."""
+    """Reads the weights; they must have their shapes."""
     assert {name: array.shape for name, array in read_weights(folder).items()} == SHAPES
 
 
@@ -218,7 +218,7 @@ BOMBS = [
 
 
 def _lines(good: list[str]) -> st.SearchStrategy[bytes]:
-    """Lines of which some are hostile, doubled or left out."""
+    """Lines in another order, some hostile, doubled or left out."""
     line = st.sampled_from([*good, *BOMBS, *(f"model: {code}" for code in CODE)])
     return st.lists(line, min_size=1, max_size=30).map(lambda lines: "\n".join(lines).encode())
 

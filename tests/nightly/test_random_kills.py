@@ -38,7 +38,7 @@ def rng(request, capsys):
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """Has a recipe, its run undisturbed, `whole`, and how many seconds that took."""
+    """The folder of a recipe and of its undisturbed run `whole`, and the seconds that the run took."""
     folder = tmp_path_factory.mktemp("home")
     begin = time.monotonic()
     run("jaxtune.train", f"--config={recipe(folder, lora=True)}", "--config.train.run_name=whole")
@@ -51,7 +51,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def kill_at_random(command: list[str], seconds: float, rng: random.Random) -> bool:
-    """Whether the command was killed within so many seconds; else it has ended well."""
+    """Whether the command was killed within `seconds`; otherwise it has ended without an error."""
     process = start(*command)
     time.sleep(rng.uniform(0, seconds))
     process.kill()
@@ -83,7 +83,7 @@ def test_twenty_kills_during_saves(tmp_path, caplog, rng):
 
 
 def test_ten_kills_during_exports(home, tmp_path, rng):
-    """Into one folder, which an export that is not killed then has as if there had been none before."""
+    """All into one folder; the export that follows is the same as into an empty one."""
     folder = home[0]
     command = ["jaxtune.export", f"--run={folder / 'runs' / 'whole'}", "--merge"]
     begin = time.monotonic()
