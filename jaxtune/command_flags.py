@@ -55,7 +55,7 @@ def _evaluate(values: flags.FlagValues) -> None:
 
 
 def _recipe_to_evaluate(values: flags.FlagValues) -> str | None:
-    from jaxtune.run.folder import RunFolder
+    from jaxtune.run.folder import RunFolder  # needs numpy
 
     if values.run is not None:
         return str(RunFolder(Path(values.run)).config)

@@ -4,6 +4,7 @@ It is laid out as the run's folder: the records that a run needs to go on, and c
 checkpoint once it has its manifest, which is copied last and removed first.
 """
 
+import contextlib
 import logging
 import os
 import re
@@ -165,10 +166,14 @@ class Mirror:
 
     def _check_owner(self) -> None:
         """Takes the copy over at first. Raises ValueError if another run has taken it over since."""
-        if not self._claimed:
+        owner = None
+        if self._claimed:
+            with contextlib.suppress(FileNotFoundError):  # somebody has removed the copy, which is made again
+                owner = self.remote.read(OWNER)
+        if owner is None:
             self.remote.write(OWNER, self._own)
             self._claimed = True
-        elif (owner := self.remote.read(OWNER)) != self._own:
+        elif owner != self._own:
             raise ValueError(f"{owner.decode()} copies a run of this name there now; stop one of the two")
 
     def _remove(self, step: int) -> None:

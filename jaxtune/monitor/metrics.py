@@ -94,11 +94,16 @@ class MetricsLog:
             self._aim.close()
 
 
-def check_packages(log: Log) -> None:
-    """Raises UserError where a package is missing that one of the outputs needs."""
+def check_outputs(log: Log) -> None:
+    """Raises UserError if a package is missing that one of the outputs needs, or wandb has no login.
+
+    In a terminal wandb asks for one.
+    """
     asked = {"tensorboardX": log.tensorboard, "wandb": log.wandb.enabled, "aim": log.aim.enabled}
     for module in (module for module, wanted in asked.items() if wanted):
         _load(module)
+    if log.wandb.enabled:
+        _check_wandb_login()
 
 
 def read(path: pathlib.Path) -> list[dict[str, Any]]:
@@ -150,6 +155,18 @@ def cut(path: pathlib.Path, resume_step: int) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+def _check_wandb_login() -> None:
+    """Log in as `wandb.init` would, without asking the server."""
+    wandb = _load("wandb")
+    if wandb.setup().settings.mode in ("offline", "dryrun", "disabled"):
+        return
+    try:
+        wandb.login(verify=False)
+    except wandb.Error as error:
+        todo = "run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline to log here only"
+        raise UserError(f"log.wandb.enabled: wandb has no login: {todo} ({error})") from error
 
 
 def _start_wandb(folder: pathlib.Path, options: Wandb, run_name: str, config: Mapping[str, Any]) -> Any:

@@ -59,7 +59,8 @@ GPU_OPTIONS: Options = {
     **({"xla_gpu_enable_dynamic_slice_fusion": False} if jax.__version_info__[:2] == (0, 11) else {}),
 }
 DETERMINISTIC_OPTIONS: Options = {
-    # Scatters and reductions without atomics, whose order differs from run to run.
+    # Scatters and reductions without atomics, whose order differs from run to run. XLA also tells cuDNN to take its
+    # deterministic backward pass of attention, so attention.backend='cudnn' needs no rule as fa3 does.
     "xla_gpu_deterministic_ops": True,
     # No algorithm chosen by timing, which may choose another one the next time.
     "xla_gpu_autotune_level": 0,

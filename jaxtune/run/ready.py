@@ -15,7 +15,7 @@ from pallas_kernels.flash_attention import fa3
 
 
 def check_ready(config: Config, folder: RunFolder) -> None:
-    """Raises UserError if a package is missing, or a folder cannot be written to."""
+    """Raises UserError if a package or a login is missing, or a folder cannot be written to."""
     process.on_main(lambda: _check(config, folder))
 
 
@@ -33,7 +33,7 @@ def check_writable(folder: Path, option: str) -> None:
 
 
 def _check(config: Config, folder: RunFolder) -> None:
-    metrics.check_packages(config.log)
+    metrics.check_outputs(config.log)
     if config.log.gpu_every:
         Gpus()
     attention = config.attention

@@ -57,7 +57,7 @@ def flash_attention(
     natural logarithm of the denominator, float32 (b, h, s), sinks included. Differentiable in q, k, v and sinks,
     through both results; under jax.checkpoint the backward pass runs the forward kernel again unless the policy saves
     the residuals named RESIDUALS (cuDNN's always runs again). Results repeat bit by bit, except for the
-    gradients of fa3 and cuDNN.
+    gradients of fa3, and those of cuDNN without XLA's option xla_gpu_deterministic_ops.
 
     `backend`: 'auto', or a name in BACKENDS. `fallback`: 'warn' takes 'auto' where that backend cannot run this on the
     device at hand. Raises ValueError for shapes that do not fit, and registry.CannotRun for a backend that cannot run.

@@ -302,3 +302,7 @@ def test_a_run_whose_mirror_another_one_has_taken_over_leaves_it_alone(url, tmp_
     save(of_first, 4)
     said = rf"run is not up to date: process {os.getpid()} on host .* copies a run of this name there now; stop one"
     assert re.search(said, first.wait() or "") and first.steps() == [2, 3]
+    for name in second.remote.names():
+        second.remote.remove(name)
+    save(of_second, 4)
+    assert second.wait() is None and second.steps() == [3, 4], "a copy that was removed is made again"

@@ -1,6 +1,7 @@
 """What would fail late is refused at the start: packages, folders, files of a command's answer."""
 
 import dataclasses
+import io
 import sys
 
 import pytest
@@ -45,6 +46,24 @@ def test_a_package_that_is_missing_is_said_before_the_model_is_looked_for(config
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UserError, match=told):
         train(dataclasses.replace(config, log=log))
+
+
+@pytest.mark.parametrize("mode", ["online", "offline"])
+def test_a_login_that_wandb_lacks_is_said_before_the_model_is_looked_for(config, monkeypatch, tmp_path, mode):
+    wandb = pytest.importorskip("wandb")
+    wandb.teardown()  # its settings, which it reads once
+    monkeypatch.setattr(sys, "stdin", io.StringIO())  # not a terminal, in which it asks
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    for name, value in {"WANDB_MODE": mode, "NETRC": tmp_path / "none", "WANDB_CONFIG_DIR": tmp_path / "none"}.items():
+        monkeypatch.setenv(name, str(value))
+    told = (
+        "log.wandb.enabled: wandb has no login: run `wandb login`, set WANDB_API_KEY, or"
+        if mode == "online"
+        else "nowhere"
+    )
+    with pytest.raises(UserError, match=told):
+        train(dataclasses.replace(config, log=Log(wandb=Wandb(enabled=True))))
+    wandb.teardown()
 
 
 def test_the_package_of_a_kernel_is_looked_for(config, monkeypatch):
