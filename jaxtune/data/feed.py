@@ -57,6 +57,11 @@ class Feed:
         """Rows of an optimizer step."""
         return self.shape[0] * self.shape[1]
 
+    @property
+    def eval_keys(self) -> dict[str, str]:
+        """The key of the validation data, by the name of its datasets."""
+        return {name: rows.documents.key for name, rows in self.eval_rows.items()}
+
     def with_rows(self, change: Callable[[Rows], Rows]) -> "Feed":
         """The feed with its rows, but of a stream, and those to evaluate on changed."""
         rows = self.rows if isinstance(self.rows, Stream) else change(self.rows)

@@ -71,6 +71,11 @@ class PromptFeed:
         self.total_steps = steps
         self._order = lru_cache(2)(self._order_of)
 
+    @property
+    def eval_keys(self) -> dict[str, str]:
+        """The key of the prompts to validate with."""
+        return {"": PromptSet(self.eval_prompts).key} if self.eval_prompts else {}
+
     def with_rows(self, change: Any) -> "PromptFeed":
         """The feed as it is: completions are made in each step, and nothing of them can be scored before."""
         return self

@@ -176,7 +176,8 @@ class Rows:
 
     def epoch(self, position: dict[str, Any]) -> float:
         """The number of passes over the data up to a position."""
-        return position.get("row", 0) / self.counts.rows
+        row = position.get("row", 0)
+        return (row if self.stop is None else min(row, self.stop)) / self.counts.rows  # the last step may be padded
 
     def since(self, position: dict[str, Any]) -> "Rows":
         """The rows, which can be read from any position on."""

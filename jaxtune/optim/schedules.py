@@ -16,8 +16,11 @@ log = logging.getLogger("jaxtune")
 
 
 def warmup_steps(optim: Optim, total_steps: int) -> int:
-    """Steps of warm-up, from the number or the ratio."""
-    return optim.warmup_steps or math.ceil(optim.warmup_ratio * total_steps)
+    """Steps of warm-up, from the number or the ratio; a ratio leaves one step at least at the full rate.
+
+    transformers rounds up, so a run of one step has a learning rate of 0 there.
+    """
+    return optim.warmup_steps or min(math.ceil(optim.warmup_ratio * total_steps), max(total_steps - 1, 0))
 
 
 def check_length(optim: Optim, total_steps: int) -> str | None:
@@ -27,6 +30,11 @@ def check_length(optim: Optim, total_steps: int) -> str | None:
         raise UserError(
             f"optim.decay_ratio={optim.decay_ratio} of {total_steps} steps is over before warm-up is, after {warmup} "
             "steps: nothing would be trained; shorten optim.warmup_steps, or train longer"
+        )
+    if warmup and total_steps == 1 and optim.start_lr == 0:
+        raise UserError(
+            "the run has one step, which is warm-up with a learning rate of 0: nothing would be trained; set "
+            "optim.warmup_steps=0, or train longer"
         )
     if warmup >= total_steps:
         return (

@@ -208,6 +208,7 @@ def record(config: Config, model: Model, feed: Feed | PromptFeed) -> dict[str, A
         "config": json.loads(to_json(config)),
         "base": {} if config.model.from_scratch else fingerprint(model.folder),
         "data": feed.documents.key,
+        "eval_data": feed.eval_keys,
         "rows_per_step": feed.rows_per_step,
         "total_steps": feed.total_steps,
     }
@@ -222,6 +223,14 @@ def check_same(saved: dict, now: dict, model: Model, feed: Feed | PromptFeed) ->
         )
     if not feed.documents.has_key(saved["data"]):
         raise UserError("the training data or the tokenizer changed since the checkpoint; start a new run")
+    before = saved.get("eval_data", now["eval_data"])  # older checkpoints do not say
+    for name in sorted(
+        name for name in before.keys() & now["eval_data"].keys() if before[name] != now["eval_data"][name]
+    ):
+        log.warning(
+            "the validation data%s changed since the checkpoint: its metrics cannot be compared with earlier ones",
+            f" {name}" if name else "",
+        )
     if now["base"] or saved["base"]:
         verify_fingerprint(model.folder, saved["base"])
     if saved["total_steps"] != now["total_steps"]:

@@ -146,7 +146,8 @@ def test_every_restart_is_at_the_peak(cycles):
     [
         ({"warmup_steps": 3}, 4, None),
         ({"warmup_steps": 3}, 3, "all 3 steps are warm-up.*optim.learning_rate"),
-        ({"warmup_ratio": 0.03}, 1, "all 1 steps are warm-up"),
+        ({"warmup_ratio": 0.03}, 1, None),
+        ({"warmup_steps": 1, "start_lr": 1e-5}, 1, "all 1 steps are warm-up"),
         ({"schedule": "wsd", "warmup_steps": 3, "cooldown_steps": 3}, 6, None),
         ({"schedule": "wsd", "warmup_steps": 3, "cooldown_steps": 3}, 5, "optim.cooldown_steps are more than the 5"),
     ],
@@ -159,3 +160,9 @@ def test_a_run_too_short_for_its_schedule_is_warned_of(options, steps, said):
 def test_a_decay_that_is_over_before_warm_up_is_refused():
     with pytest.raises(UserError, match=r"optim\.decay_ratio=0\.5 of 8 steps.*after 4 steps"):
         check_length(Optim(schedule="linear", warmup_steps=4, decay_ratio=0.5), 8)
+
+
+def test_a_run_of_one_step_trains():
+    assert float(learning_rate(Optim(warmup_ratio=0.03), 1)(0)) == np.float32(Optim().learning_rate)
+    with pytest.raises(UserError, match="one step, which is warm-up with a learning rate of 0: nothing would be train"):
+        check_length(Optim(warmup_steps=1), 1)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,7 +10,7 @@ from jaxtune.config import to_json
 from jaxtune.config.schema import Config, Data, Dataset, Train
 from jaxtune.errors import UserError
 from jaxtune.run.folder import RunFolder
-from jaxtune.run.resume import check_unchanged
+from jaxtune.run.resume import check_same, check_unchanged
 
 
 def test_the_fields_of_datasets_that_differ_are_named_alone(tmp_path):
@@ -24,6 +25,19 @@ def test_the_fields_of_datasets_that_differ_are_named_alone(tmp_path):
     ]
     assert len(str(error.value).splitlines()) == 4
     check_unchanged(_saved(then), dataclasses.replace(then, train=Train(max_steps=9)), RunFolder(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "said"),
+    [({"": "a"}, {"": "b"}, ["the validation data changed"]), ({"x": "a"}, {"x": "a"}, []), (None, {"x": "a"}, [])]
+    + [({"x": "a", "y": "b"}, {"x": "a", "y": "c"}, ["the validation data y changed"])],
+)
+def test_validation_data_that_changed_is_said(caplog, then, now, said):
+    feed = SimpleNamespace(documents=SimpleNamespace(has_key=lambda key: True))
+    record = {"rows_per_step": 4, "total_steps": 8, "data": "", "base": {}}
+    saved = record if then is None else record | {"eval_data": then}
+    check_same(saved, record | {"eval_data": now}, None, feed)
+    assert [message.split(" since")[0] for message in caplog.messages] == said
 
 
 def _saved(config: Config) -> dict:
