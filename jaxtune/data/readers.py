@@ -227,6 +227,7 @@ def _checked_header(names: Sequence[str], delimiter: str, file: File) -> Sequenc
 
 
 def _read_table(file: File, entry: Dataset, report: Report) -> Samples:
+    import pyarrow
     from datasets.exceptions import DatasetsError
 
     # What it logs there is raised too.
@@ -239,7 +240,9 @@ def _read_table(file: File, entry: Dataset, report: Report) -> Samples:
                 report(_too_large(where, "the row", entry))
             else:
                 yield where, row
-    except (ValueError, KeyError, DatasetsError) as error:
+    except (ValueError, KeyError, OSError, DatasetsError, pyarrow.ArrowException) as error:
+        if isinstance(error, OSError) and error.filename is not None:  # of the file system, not of pyarrow
+            raise
         report(UserError(f"{file.name}: not a readable {kind} file: {error}"))
 
 
