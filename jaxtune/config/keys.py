@@ -132,6 +132,23 @@ ALIASES = {
     "mesh.sequence": "sequence_parallel_degree sequence_parallel_size ulysses_parallel_size sp_size",
 }
 
+# What a flag or a key without a section means where it is the name of a section, or the last part of several keys.
+_WITHOUT_SECTION = {
+    "model": "model.path",
+    "path": "model.path",
+    "dtype": "model.dtype",
+    "data": "data.datasets",
+    "eval": "data.eval_datasets",
+    "epochs": "train.epochs",
+    "steps": "train.max_steps",
+    "seed": "train.seed",
+    "name": "train.run_name",
+    "optim": "optim.name",
+    "lora": "lora.enabled",
+    "quant": "quant.format",
+    "precision": "precision.recipe",
+}
+
 # Values of other systems, and what says the same here.
 VALUES = {
     "optim.name": {
@@ -171,31 +188,39 @@ def options() -> dict[str, Option]:
 
 def lookup(key: str) -> Option | None:
     """The option of a key as a user writes it, with indices (`data.datasets[1].path`); None if there is none."""
-    return options().get(_general(key))
+    return options().get(general(key))
 
 
 def nearest(key: str) -> Option | None:
     """The option whose key is most like an unknown one, with the index of `key`; None if none is similar."""
-    general = _general(key)
+    best, index = _nearest(general(key)), re.search(r"\[\d+\]", key)
+    if best is None:
+        return None
+    return dataclasses.replace(options()[best], key=best.replace("[i]", index[0]) if index else best)
 
+
+@functools.lru_cache  # a long list may have the same unknown key in each entry
+def _nearest(key: str) -> str | None:
     def likeness(candidate: str) -> tuple[float, float]:
         # The whole key finds the right section; the last part finds an option written under the wrong section.
-        return _ratio(general, candidate), _ratio(general.rpartition(".")[2], candidate.rpartition(".")[2])
+        return _ratio(key, candidate), _ratio(key.rpartition(".")[2], candidate.rpartition(".")[2])
 
-    best = _BY_ALIAS.get(general.rpartition(".")[2].lower())
-    if best is None:
-        scores = {candidate: likeness(candidate) for candidate in options()}
-        best = max(scores, key=lambda candidate: sum(scores[candidate]))
-        if max(scores[best]) < 0.6:
-            return None
-    index = re.search(r"\[\d+\]", key)
-    return dataclasses.replace(options()[best], key=best.replace("[i]", index[0]) if index else best)
+    if meant := _WITHOUT_SECTION.get(key.lower()) or _BY_ALIAS.get(key.rpartition(".")[2].lower()):
+        return meant
+    scores = {candidate: likeness(candidate) for candidate in options()}
+    best = max(scores, key=lambda candidate: sum(scores[candidate]))
+    return best if max(scores[best]) >= 0.6 else None
+
+
+def is_like_one_of_an_entry(name: str) -> bool:
+    """Whether it is an option of entries of data.datasets, mistyped, or what another system calls the dataset."""
+    own = [field.name for field in dataclasses.fields(Dataset)]
+    return _BY_ALIAS.get(name, "").startswith("data.datasets") or bool(difflib.get_close_matches(name, own, 1, 0.8))
 
 
 def no_such_option(key: str) -> str:
     """An error text about an unknown key, with the nearest option."""
-    general = _general(key)
-    if members := [member for member in options() if member.startswith(f"{general}.")]:
+    if members := [member for member in options() if member.startswith(f"{general(key)}.")]:
         return f"a section, not an option; its options: {', '.join(members)}"
     option = nearest(key)
     if option is None:
@@ -207,7 +232,7 @@ def nearest_value(key: str, value: Any, annotation: Any) -> str | None:
     """The value of an option that is most like a wrong one, by its meaning or its letters; None if none is similar."""
     if not isinstance(value, str):
         return None
-    if meant := VALUES.get(_general(key), {}).get(value.lower()):
+    if meant := VALUES.get(general(key), {}).get(value.lower()):
         return meant
     members = (annotation, *typing.get_args(annotation))
     allowed = [word for member in members if typing.get_origin(member) is Literal for word in typing.get_args(member)]
@@ -284,7 +309,8 @@ def _options_of(section: Any, prefix: str, outer: tuple[str, ...] = ()) -> list[
     return found
 
 
-def _general(key: str) -> str:
+def general(key: str) -> str:
+    """A key with [i] for each index."""
     return re.sub(r"\[\d+\]", "[i]", key)
 
 

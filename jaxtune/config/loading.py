@@ -8,6 +8,7 @@ import math
 import re
 import types
 import typing
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, Literal, Union
 
@@ -21,6 +22,7 @@ from jaxtune.errors import UserError, hide_secrets
 
 NOT_OPTIONS = ("said", "notes")  # fields of Config
 _TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_SHOWN_ENTRIES = 3  # of a list, with the same problem
 # Two ways to say one thing, of which the second one counts if both are set: an inherited one gives way to the first.
 _INSTEAD_OF = {
     "train.epochs": "train.max_steps",
@@ -100,13 +102,14 @@ def resolve(
     given = None if given is None else _settings(given)
     inherited = inherited_keys(config) if inherited is None else inherited
     typed, stated = _leaves(settings), _leaves(given or {})
+    typed_lists = {key.partition("[")[0] for key in typed if "[" in key}
     own = [problem.keys[0] for problem in checks.check(_build(Config, values, "", [])) if problem.moot]
     own = [key for key in own if key not in inherited]
     wrong = [problem for key, value in (given or {}).items() if (problem := set_value(values, key, value))]
     wrong += [problem for key, value in settings.items() if (problem := _override(values, key, value))]
 
     def nearness(key: str) -> int:
-        if key in typed or any(other.startswith(f"{key}[") for other in typed):
+        if key in typed or key in typed_lists:
             return 2
         return 0 if key in inherited and key not in stated else 1
 
@@ -215,7 +218,19 @@ def refuse(source: str, problems: list[Problem]) -> None:
     if len(problems) == 1:
         raise UserError(f"{source}: {problems[0].text}")
     if problems:
-        raise UserError("\n  ".join([f"{source}: {len(problems)} problems", *(problem.text for problem in problems)]))
+        raise UserError("\n  ".join([f"{source}: {len(problems)} problems", *_lines(problems)]))
+
+
+def _lines(problems: list[Problem]) -> Iterator[str]:
+    """Their texts, of one key in many entries of a list only the first ones."""
+    counts: Counter[str] = Counter()
+    for problem in problems:
+        counts[general := keys.general(problem.keys[0])] += 1
+        if counts[general] <= _SHOWN_ENTRIES:
+            yield problem.text
+    for general, count in counts.items():
+        if count > _SHOWN_ENTRIES:
+            yield f"and {count - _SHOWN_ENTRIES:,} more of {general}"
 
 
 def _leaves(given: Mapping[str, Any]) -> set[str]:
@@ -239,7 +254,7 @@ def _values(config: ConfigDict) -> dict[str, Any]:
     values = plain(config)
     data = values.get("data")
     for name in ("datasets", "eval_datasets") if isinstance(data, dict) else ():
-        data[name] = _entries(data.get(name, ()))
+        data[name] = _entries(f"data.{name}", data.get(name, ()))
     return values
 
 
@@ -250,16 +265,36 @@ def _settings(given: Mapping[str, Any], is_text: bool = False) -> dict[str, Any]
         option, value = keys.lookup(key), plain(given[key])
         if option is not None and is_text:
             value = _from_text(value, option.annotation)
-        found[key] = _entries(value) if keys.has_entries(key) else value
+        found[key] = _entries(key, value) if keys.has_entries(key) else value
     return found
 
 
-def _entries(value: Any) -> Any:
-    """The entries of a list of sections, which may be given as one entry, and an entry as its path."""
+def _entries(key: str, value: Any) -> Any:
+    """The entries of a list of sections, which may be given as one entry, and an entry as its path.
+
+    Raises:
+        UserError: They are samples.
+    """
     several = [] if value is None else [value] if isinstance(value, str | dict) else value
     if not isinstance(several, list | tuple):
         return value
+    if names := _columns(several):
+        shown = ", ".join(names)
+        raise UserError(
+            f"{key}: a list of samples (their keys are {shown}): wrap it in datasets.Dataset.from_list(...); an entry "
+            "for a file has a path"
+        )
     return [{"path": entry} if isinstance(entry, str) else entry for entry in several]
+
+
+def _columns(entries: Iterable[Any]) -> list[str]:
+    """The keys of dicts if these are samples: they have no path, and keys that are unlike options of an entry."""
+    names: dict[str, None] = {}
+    for entry in entries:
+        if not isinstance(entry, dict) or "path" in entry:
+            return []
+        names |= dict.fromkeys(map(str, entry))
+    return [] if all(map(keys.is_like_one_of_an_entry, names)) else list(names)
 
 
 def _override(values: dict[str, Any], key: str, value: Any) -> Problem | None:
