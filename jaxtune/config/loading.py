@@ -264,7 +264,7 @@ def _settings(given: Mapping[str, Any], is_text: bool = False) -> dict[str, Any]
     for key in sorted(given, key=lambda key: [int(i) for i in re.findall(r"\[(\d+)\]", key)]):
         option, value = keys.lookup(key), plain(given[key])
         if option is not None and is_text:
-            value = _from_text(value, option.annotation)
+            value = from_text(value, option.annotation)
         found[key] = _entries(key, value) if keys.has_entries(key) else value
     return found
 
@@ -398,7 +398,7 @@ def _convert(value: Any, annotation: Any) -> Any:
 _WORD = r"([\w.*=/:~-]+|<[^<>,]+>)"  # a name, a path, a pattern of these, or a special token
 
 
-def _from_text(text: str, annotation: Any) -> Any:
+def from_text(text: str, annotation: Any) -> Any:
     """The value that a command-line text means for an option of this type; the text itself if it fits none.
 
     Texts as people write them: yes and no, lists without quotes (q_proj,v_proj), \\n for the end of a line.

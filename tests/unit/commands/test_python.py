@@ -120,13 +120,30 @@ def test_how_answers_are_made_is_checked_as_flags_are(manner, said):
     assert Manner(temperature=0, top_k=None, stop=["a"]).seed == 0
 
 
-def test_python_completes_what_is_public_and_names_options_as_a_call_does():
+def test_python_completes_what_is_public():
     assert dir(jaxtune) == sorted(jaxtune.__all__)
     shown = pydoc.render_doc(jaxtune.train, renderer=pydoc.plaintext)  # help(jaxtune.train)
     assert 'jaxtune.train - Trains by a recipe, or continues its run: `run = jaxtune.train("quickstart"' in shown
     assert "dialect: The system that" in shown and "FUNCTIONS" not in shown, "what can be called, and nothing else"
-    with pytest.raises(jaxtune.UserError, match=r'choose another train=\{"run_name": NAME\}, or'), mesh_put_back():
-        raise jaxtune.UserError("choose another --config.train.run_name=NAME, or")
+
+
+@pytest.mark.parametrize(
+    ("setting", "argument"),
+    [
+        ("--config.train.run_name=NAME", 'train={"run_name": "NAME"}'),
+        ("--config.ckpt.resume=overwrite", 'ckpt={"resume": "overwrite"}'),
+        ("--config.lora.path=runs/x1/export", 'lora={"path": "runs/x1/export"}'),
+        ("--config.lora.enabled=True", 'lora={"enabled": True}'),
+        ("--config.quant.format=None", 'quant={"format": None}'),
+        ("--config.mesh.fsdp=-1", 'mesh={"fsdp": -1}'),
+        ("--config.data.special_tokens='<|a|>,<|b|>'", "data={\"special_tokens\": ('<|a|>', '<|b|>')}"),
+        ("--config.train.run_name", "train.run_name"),
+    ],
+)
+def test_options_in_errors_are_what_python_takes(setting, argument):
+    with pytest.raises(jaxtune.UserError) as error, mesh_put_back():
+        raise jaxtune.UserError(f"choose {setting}, or leave {setting}")
+    assert str(error.value) == f"choose {argument}, or leave {argument}"
 
 
 def test_ipython_shows_an_error_without_a_traceback():
