@@ -5,11 +5,12 @@ import json
 
 import pytest
 
+from jaxtune.checkpoint import CheckpointManager
 from jaxtune.config import to_json
 from jaxtune.config.schema import Config, Data, Dataset, Train
 from jaxtune.errors import UserError
 from jaxtune.run.folder import RunFolder
-from jaxtune.run.resume import check_unchanged
+from jaxtune.run.resume import Saved, check_unchanged
 
 
 def test_the_fields_of_datasets_that_differ_are_named_alone(tmp_path):
@@ -24,6 +25,19 @@ def test_the_fields_of_datasets_that_differ_are_named_alone(tmp_path):
     ]
     assert len(str(error.value).splitlines()) == 4
     check_unchanged(_saved(then), dataclasses.replace(then, train=Train(max_steps=9)), RunFolder(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("step", "train", "said"),
+    [
+        (6, Train(max_steps=6), "6 of 6 steps"),
+        (4, Train(max_steps=9), "4 of 9 steps"),
+        (6, Train(max_steps=2), "it has 6 steps, and train.max_steps is 2"),
+        (6, Train(epochs=0.5), "it has 6 steps, and train.epochs is 0.5, 2 steps"),
+    ],
+)
+def test_how_far_a_finished_run_is(tmp_path, step, train, said):
+    assert Saved(CheckpointManager(tmp_path), None, {"step": step}).progress(train, train.max_steps or 2) == said
 
 
 def _saved(config: Config) -> dict:
