@@ -113,7 +113,7 @@ def resolve(
             return 2
         return 0 if key in inherited and key not in stated else 1
 
-    moot = [*_of_other_samples(values, nearness), *_displaced(values, nearness)]
+    of_samples, moot = list(_of_other_samples(values, nearness)), list(_displaced(values, nearness))
     if (asked := _build(Config, values, "", [])).train.recommend:
         own_values = () if source == "translation" else rules.changed(asked)
         better, lines = recommended.recommend(asked, {*typed, *stated, *own_values})
@@ -140,13 +140,20 @@ def resolve(
     kept = {*typed, *stated, *rules.changed(resolved)}
     said = [Said(key, by if key in typed else source) for key, _, _ in rules.every_option(resolved) if key in kept]
     # That a default of the other system has no effect is nothing its user needs to know.
-    told = [problem for problem in moot if given is None or source == "recipe" or problem.keys[0] in stated]
+    tells_all = given is None or source == "recipe"
+    if told := {key: value for key, value in of_samples if tells_all or key in stated}:
+        listed = ", ".join(f"{key} = {value!r}" for key, value in told.items())
+        said.append(Said(next(iter(told)), source, f"{source}: {listed}: of its own dataset, which is replaced"))
+    told = [problem for problem in moot if tells_all or problem.keys[0] in stated]
     said += [Said(problem.keys[0], source, f"{source}: {problem.text}") for problem in told]
     return dataclasses.replace(resolved, said=tuple(said), notes=notes)
 
 
-def _of_other_samples(values: dict[str, Any], nearness: Callable[[str], int]) -> Iterator[Problem]:
-    """Resets what an entry says of other samples, such as a split, where its path is from who is nearer to the user."""
+def _of_other_samples(values: dict[str, Any], nearness: Callable[[str], int]) -> Iterator[tuple[str, Any]]:
+    """Resets what an entry says of other samples, such as a split, where its path is from who is nearer to the user.
+
+    Yields the key and value of each option that is reset.
+    """
     for list_key in ("data.datasets", "data.eval_datasets"):
         entries = _get(values, list_key)
         for i, fields in enumerate(entries if isinstance(entries, list) else ()):
@@ -156,8 +163,7 @@ def _of_other_samples(values: dict[str, Any], nearness: Callable[[str], int]) ->
                 value = tuple(value) if isinstance(value, list) else value
                 if value in (default, "classification") or nearness(key) >= nearness(f"{list_key}[{i}].path"):
                     continue  # 'auto' never chooses classification
-                reason = "it belongs to the recipe's own dataset"
-                yield Problem((key,), f"{key} = {value!r}: has no effect: {reason}", moot=True)
+                yield key, value
                 fields[name] = default
 
 
