@@ -454,6 +454,7 @@ def test_nearest_key_finds_the_meant_one_after_a_typo():
         ("name", "train.run_name"),
         ("max_tokens", "data.datasets[i].max_tokens"),
         ("lora", "lora.enabled"),
+        ("file", "data.datasets"),
     ],
 )
 def test_flags_that_newcomers_try_are_answered_with_the_option(recipe, capsys, flag, option):
