@@ -1,11 +1,13 @@
 """What all commands share: flags, the recipe and its overrides, and error messages without a traceback."""
 
 import ast
+import copy
 import difflib
 import errno
 import importlib
 import importlib.util
 import inspect
+import logging
 import os
 import pathlib
 import re
@@ -87,8 +89,34 @@ def docstring(module: str) -> str:
     return ast.get_docstring(ast.parse(pathlib.Path(spec.origin).read_text(encoding="utf-8"))) or ""
 
 
+class Formatter(logging.Formatter):
+    """Says of a warning that it is one, so that it does not look like any other line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        if record.levelno == logging.WARNING:
+            record = copy.copy(record)
+            record.msg = f"warning: {record.msg}"
+        return super().format(record)
+
+
+def without_secrets(record: logging.LogRecord) -> bool:
+    """A filter that takes the secrets of URLs out of a record."""
+    record.msg, record.args = hide_secrets(record.getMessage()), ()
+    return True
+
+
+def _show_warnings() -> None:
+    """Shows warnings on stderr; `run.process` has a log of its own. Where there are handlers already they stay."""
+    shown = logging.StreamHandler()
+    shown.setFormatter(Formatter())
+    shown.addFilter(without_secrets)
+    logging.basicConfig(handlers=[shown])
+
+
 def guarded(body: Callable[[], int | None]) -> int:
     """Calls `body`; a UserError, or a file that cannot be used, becomes one message on stderr and exit code 2."""
+    _show_warnings()
     try:
         code = body() or 0
         sys.stdout.flush()  # so that a failed write is caught here, not while Python shuts down

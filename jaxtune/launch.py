@@ -78,7 +78,9 @@ def run(arguments: argparse.Namespace, logs: list[pathlib.Path], shown: BinaryIO
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Parses the command line; the command of the processes follows `--`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="jaxtune launch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--processes", type=int, required=True, help="number of processes to start")
     parser.add_argument("--devices-per-process", type=int, help="simulated CPU devices of each process; runs on CPU")
     parser.add_argument(

@@ -10,6 +10,7 @@ What a command would print as an error is raised as `jaxtune.UserError`.
 
 import contextlib
 import dataclasses
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from ml_collections import ConfigDict
 
 from jaxtune.checkpoint import CheckpointManager
 from jaxtune.config import keys
-from jaxtune.config.loading import as_dict, plain
+from jaxtune.config.loading import as_dict, from_text, plain
 from jaxtune.config.recipe import Recipe, read_recipe
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
@@ -35,7 +36,7 @@ from jaxtune.run.folder import RunFolder
 from jaxtune.run.manner import Manner
 from jaxtune.run.validation import evaluate
 
-_OPTION = re.compile(r"--config\.(\w+)\.([\w.]+)=([\w./-]*\w)")  # as a command takes it
+_OPTION = re.compile(r"--config\.(\w+)\.(\w+(?:\.\w+)*)(?:=('[^']*'|[\w./-]*\w))?")  # as a command takes it
 
 
 def config_of(recipe: str | Path | Config | ConfigDict, *, dialect: str | None = None, **sections: Any) -> Config:
@@ -189,7 +190,17 @@ def mesh_put_back() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(_OPTION.sub(r'\1={"\2": \3}', str(error))) from error
+        raise UserError(_OPTION.sub(_as_argument, str(error))) from error
     finally:
         jax.set_mesh(None if mesh.empty else mesh)
         RULES.set_global(rules)
+
+
+def _as_argument(setting: re.Match[str]) -> str:
+    """A setting of the command line as an argument of a call; an option without a value as its key."""
+    section, name, text = setting.groups()
+    option = keys.lookup(f"{section}.{name}")
+    if text is None or option is None:
+        return f"{section}.{name}"
+    value = from_text(text.strip("'"), option.annotation)
+    return f'{section}={{"{name}": {json.dumps(value) if isinstance(value, str) else repr(value)}}}'

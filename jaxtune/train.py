@@ -128,8 +128,8 @@ def _train(config: Config, folder: RunFolder, mirror: Mirror | None, goodput: Go
         resume.check_length(saved, feed.total_steps)
         if saved.finished(feed.total_steps) and (folder.exported or not config.export.at_end):
             why = f"; {saved.record['ended']}" if saved.record.get("ended") else ""
-            done = saved.record["step"], feed.total_steps, folder.path, why
-            log.info("this run is finished: %d of %d steps, in %s%s", *done)
+            done = saved.progress(config.train, feed.total_steps), folder.path, why
+            log.info("this run is finished: %s, in %s%s", *done)
             return True
 
     if is_judged(config) and not isinstance(feed, data.PromptFeed):

@@ -38,7 +38,7 @@ ALIASES = {
     "model.zero_projections": "init_projections_to_zero",
     "model.num_labels": "num_classes",
     "model.id2label": "label2id class_names",
-    "data.datasets": "dataset dataset_name train_dataset train_file data_path",
+    "data.datasets": "dataset dataset_name train_dataset train_file train_data data_path",
     "data.datasets[i].samples": "max_samples max_train_samples",
     "data.datasets[i].glob": "data_files",
     "data.datasets[i].shards": "num_shards dataset_shard_num",
@@ -67,10 +67,11 @@ ALIASES = {
     "preference.reference_update_steps": "ref_model_update_steps ref_model_sync_steps",
     "preference.desirable_weight": "kto_desirable_weight kto_chosen_weight",
     "preference.undesirable_weight": "kto_undesirable_weight kto_rejected_weight",
-    "data.validation_split": "val_size val_set_size test_size validation_split_percentage",
+    "data.validation_split": "validation val_size val_set_size test_size validation_split_percentage",
     "data.mixing": "mix_strategy stopping_strategy",
     "data.datasets[i].weight": "interleave_probs probabilities sampling_prob train_dataset_prob eval_dataset_prob",
-    "data.seq_len": "max_length max_seq_length cutoff_len sequence_len sequence_length context_length model_max_length",
+    "data.seq_len": "max_length max_len max_seq_length cutoff_len sequence_len sequence_length context_length "
+    "model_max_length",
     "data.packing": "sample_packing neat_packing use_packing collate_fn",
     "data.packing_method": "sample_packing_method sample_packing_sequentially packing_strategy greedy_intokens",
     "data.group_by_length": "length_column_name",
@@ -85,7 +86,7 @@ ALIASES = {
     "chat.loss_scale": "mask_history",
     "chat.train_on_eos": "train_on_eot",
     "train.output_dir": "save_dir logging_dir",
-    "train.micro_batch_size": "batch_size per_device_train_batch_size micro_batch",
+    "train.micro_batch_size": "batch_size batch per_device_train_batch_size micro_batch",
     "train.grad_accum_steps": "gradient_accumulation_steps gradient_accumulation accumulate_grad_batches",
     "train.hang_seconds": "ddp_timeout nccl_timeout",
     "train.epochs": "num_train_epochs num_epochs",
@@ -132,6 +133,25 @@ ALIASES = {
     "mesh.sequence": "sequence_parallel_degree sequence_parallel_size ulysses_parallel_size sp_size",
 }
 
+# What a flag or a key without a section means where it is the name of a section, or the last part of several keys.
+_WITHOUT_SECTION = {
+    "model": "model.path",
+    "path": "model.path",
+    "dtype": "model.dtype",
+    "data": "data.datasets",
+    "file": "data.datasets",
+    "context": "data.seq_len",
+    "eval": "data.eval_datasets",
+    "epochs": "train.epochs",
+    "steps": "train.max_steps",
+    "seed": "train.seed",
+    "name": "train.run_name",
+    "optim": "optim.name",
+    "lora": "lora.enabled",
+    "quant": "quant.format",
+    "precision": "precision.recipe",
+}
+
 # Values of other systems, and what says the same here.
 VALUES = {
     "optim.name": {
@@ -171,31 +191,39 @@ def options() -> dict[str, Option]:
 
 def lookup(key: str) -> Option | None:
     """The option of a key as a user writes it, with indices (`data.datasets[1].path`); None if there is none."""
-    return options().get(_general(key))
+    return options().get(general(key))
 
 
 def nearest(key: str) -> Option | None:
     """The option whose key is most like an unknown one, with the index of `key`; None if none is similar."""
-    general = _general(key)
+    best, index = _nearest(general(key)), re.search(r"\[\d+\]", key)
+    if best is None:
+        return None
+    return dataclasses.replace(options()[best], key=best.replace("[i]", index[0]) if index else best)
 
+
+@functools.lru_cache  # a long list may have the same unknown key in each entry
+def _nearest(key: str) -> str | None:
     def likeness(candidate: str) -> tuple[float, float]:
         # The whole key finds the right section; the last part finds an option written under the wrong section.
-        return _ratio(general, candidate), _ratio(general.rpartition(".")[2], candidate.rpartition(".")[2])
+        return _ratio(key, candidate), _ratio(key.rpartition(".")[2], candidate.rpartition(".")[2])
 
-    best = _BY_ALIAS.get(general.rpartition(".")[2].lower())
-    if best is None:
-        scores = {candidate: likeness(candidate) for candidate in options()}
-        best = max(scores, key=lambda candidate: sum(scores[candidate]))
-        if max(scores[best]) < 0.6:
-            return None
-    index = re.search(r"\[\d+\]", key)
-    return dataclasses.replace(options()[best], key=best.replace("[i]", index[0]) if index else best)
+    if meant := _WITHOUT_SECTION.get(key.lower()) or _BY_ALIAS.get(key.rpartition(".")[2].lower()):
+        return meant
+    scores = {candidate: likeness(candidate) for candidate in options()}
+    best = max(scores, key=lambda candidate: sum(scores[candidate]))
+    return best if max(scores[best]) >= 0.6 else None
+
+
+def is_like_one_of_an_entry(name: str) -> bool:
+    """Whether it is an option of entries of data.datasets, mistyped, or what another system calls the dataset."""
+    own = [field.name for field in dataclasses.fields(Dataset)]
+    return _BY_ALIAS.get(name, "").startswith("data.datasets") or bool(difflib.get_close_matches(name, own, 1, 0.8))
 
 
 def no_such_option(key: str) -> str:
     """An error text about an unknown key, with the nearest option."""
-    general = _general(key)
-    if members := [member for member in options() if member.startswith(f"{general}.")]:
+    if members := [member for member in options() if member.startswith(f"{general(key)}.")]:
         return f"a section, not an option; its options: {', '.join(members)}"
     option = nearest(key)
     if option is None:
@@ -207,7 +235,7 @@ def nearest_value(key: str, value: Any, annotation: Any) -> str | None:
     """The value of an option that is most like a wrong one, by its meaning or its letters; None if none is similar."""
     if not isinstance(value, str):
         return None
-    if meant := VALUES.get(_general(key), {}).get(value.lower()):
+    if meant := VALUES.get(general(key), {}).get(value.lower()):
         return meant
     members = (annotation, *typing.get_args(annotation))
     allowed = [word for member in members if typing.get_origin(member) is Literal for word in typing.get_args(member)]
@@ -284,7 +312,8 @@ def _options_of(section: Any, prefix: str, outer: tuple[str, ...] = ()) -> list[
     return found
 
 
-def _general(key: str) -> str:
+def general(key: str) -> str:
+    """A key with [i] for each index."""
     return re.sub(r"\[\d+\]", "[i]", key)
 
 

@@ -8,6 +8,7 @@ import math
 import re
 import types
 import typing
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, Literal, Union
 
@@ -21,6 +22,7 @@ from jaxtune.errors import UserError, hide_secrets
 
 NOT_OPTIONS = ("said", "notes")  # fields of Config
 _TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_SHOWN_ENTRIES = 3  # of a list, with the same problem
 # Two ways to say one thing, of which the second one counts if both are set: an inherited one gives way to the first.
 _INSTEAD_OF = {
     "train.epochs": "train.max_steps",
@@ -100,17 +102,18 @@ def resolve(
     given = None if given is None else _settings(given)
     inherited = inherited_keys(config) if inherited is None else inherited
     typed, stated = _leaves(settings), _leaves(given or {})
+    typed_lists = {key.partition("[")[0] for key in typed if "[" in key}
     own = [problem.keys[0] for problem in checks.check(_build(Config, values, "", [])) if problem.moot]
     own = [key for key in own if key not in inherited]
     wrong = [problem for key, value in (given or {}).items() if (problem := set_value(values, key, value))]
     wrong += [problem for key, value in settings.items() if (problem := _override(values, key, value))]
 
     def nearness(key: str) -> int:
-        if key in typed or any(other.startswith(f"{key}[") for other in typed):
+        if key in typed or key in typed_lists:
             return 2
         return 0 if key in inherited and key not in stated else 1
 
-    moot = [*_of_other_samples(values, nearness), *_displaced(values, nearness)]
+    of_samples, moot = list(_of_other_samples(values, nearness)), list(_displaced(values, nearness))
     if (asked := _build(Config, values, "", [])).train.recommend:
         own_values = () if source == "translation" else rules.changed(asked)
         better, lines = recommended.recommend(asked, {*typed, *stated, *own_values})
@@ -137,13 +140,20 @@ def resolve(
     kept = {*typed, *stated, *rules.changed(resolved)}
     said = [Said(key, by if key in typed else source) for key, _, _ in rules.every_option(resolved) if key in kept]
     # That a default of the other system has no effect is nothing its user needs to know.
-    told = [problem for problem in moot if given is None or source == "recipe" or problem.keys[0] in stated]
+    tells_all = given is None or source == "recipe"
+    if told := {key: value for key, value in of_samples if tells_all or key in stated}:
+        listed = ", ".join(f"{key} = {value!r}" for key, value in told.items())
+        said.append(Said(next(iter(told)), source, f"{source}: {listed}: of its own dataset, which is replaced"))
+    told = [problem for problem in moot if tells_all or problem.keys[0] in stated]
     said += [Said(problem.keys[0], source, f"{source}: {problem.text}") for problem in told]
     return dataclasses.replace(resolved, said=tuple(said), notes=notes)
 
 
-def _of_other_samples(values: dict[str, Any], nearness: Callable[[str], int]) -> Iterator[Problem]:
-    """Resets what an entry says of other samples, such as a split, where its path is from who is nearer to the user."""
+def _of_other_samples(values: dict[str, Any], nearness: Callable[[str], int]) -> Iterator[tuple[str, Any]]:
+    """Resets what an entry says of other samples, such as a split, where its path is from who is nearer to the user.
+
+    Yields the key and value of each option that is reset.
+    """
     for list_key in ("data.datasets", "data.eval_datasets"):
         entries = _get(values, list_key)
         for i, fields in enumerate(entries if isinstance(entries, list) else ()):
@@ -153,8 +163,7 @@ def _of_other_samples(values: dict[str, Any], nearness: Callable[[str], int]) ->
                 value = tuple(value) if isinstance(value, list) else value
                 if value in (default, "classification") or nearness(key) >= nearness(f"{list_key}[{i}].path"):
                     continue  # 'auto' never chooses classification
-                reason = "it belongs to the recipe's own dataset"
-                yield Problem((key,), f"{key} = {value!r}: has no effect: {reason}", moot=True)
+                yield key, value
                 fields[name] = default
 
 
@@ -215,7 +224,19 @@ def refuse(source: str, problems: list[Problem]) -> None:
     if len(problems) == 1:
         raise UserError(f"{source}: {problems[0].text}")
     if problems:
-        raise UserError("\n  ".join([f"{source}: {len(problems)} problems", *(problem.text for problem in problems)]))
+        raise UserError("\n  ".join([f"{source}: {len(problems)} problems", *_lines(problems)]))
+
+
+def _lines(problems: list[Problem]) -> Iterator[str]:
+    """Their texts, of one key in many entries of a list only the first ones."""
+    counts: Counter[str] = Counter()
+    for problem in problems:
+        counts[general := keys.general(problem.keys[0])] += 1
+        if counts[general] <= _SHOWN_ENTRIES:
+            yield problem.text
+    for general, count in counts.items():
+        if count > _SHOWN_ENTRIES:
+            yield f"and {count - _SHOWN_ENTRIES:,} more of {general}"
 
 
 def _leaves(given: Mapping[str, Any]) -> set[str]:
@@ -239,7 +260,7 @@ def _values(config: ConfigDict) -> dict[str, Any]:
     values = plain(config)
     data = values.get("data")
     for name in ("datasets", "eval_datasets") if isinstance(data, dict) else ():
-        data[name] = _entries(data.get(name, ()))
+        data[name] = _entries(f"data.{name}", data.get(name, ()))
     return values
 
 
@@ -249,17 +270,37 @@ def _settings(given: Mapping[str, Any], is_text: bool = False) -> dict[str, Any]
     for key in sorted(given, key=lambda key: [int(i) for i in re.findall(r"\[(\d+)\]", key)]):
         option, value = keys.lookup(key), plain(given[key])
         if option is not None and is_text:
-            value = _from_text(value, option.annotation)
-        found[key] = _entries(value) if keys.has_entries(key) else value
+            value = from_text(value, option.annotation)
+        found[key] = _entries(key, value) if keys.has_entries(key) else value
     return found
 
 
-def _entries(value: Any) -> Any:
-    """The entries of a list of sections, which may be given as one entry, and an entry as its path."""
+def _entries(key: str, value: Any) -> Any:
+    """The entries of a list of sections, which may be given as one entry, and an entry as its path.
+
+    Raises:
+        UserError: They are samples.
+    """
     several = [] if value is None else [value] if isinstance(value, str | dict) else value
     if not isinstance(several, list | tuple):
         return value
+    if names := _columns(several):
+        shown = ", ".join(names)
+        raise UserError(
+            f"{key}: a list of samples (their keys are {shown}): wrap it in datasets.Dataset.from_list(...); an entry "
+            "for a file has a path"
+        )
     return [{"path": entry} if isinstance(entry, str) else entry for entry in several]
+
+
+def _columns(entries: Iterable[Any]) -> list[str]:
+    """The keys of dicts if these are samples: they have no path, and keys that are unlike options of an entry."""
+    names: dict[str, None] = {}
+    for entry in entries:
+        if not isinstance(entry, dict) or "path" in entry:
+            return []
+        names |= dict.fromkeys(map(str, entry))
+    return [] if all(map(keys.is_like_one_of_an_entry, names)) else list(names)
 
 
 def _override(values: dict[str, Any], key: str, value: Any) -> Problem | None:
@@ -363,7 +404,7 @@ def _convert(value: Any, annotation: Any) -> Any:
 _WORD = r"([\w.*=/:~-]+|<[^<>,]+>)"  # a name, a path, a pattern of these, or a special token
 
 
-def _from_text(text: str, annotation: Any) -> Any:
+def from_text(text: str, annotation: Any) -> Any:
     """The value that a command-line text means for an option of this type; the text itself if it fits none.
 
     Texts as people write them: yes and no, lists without quotes (q_proj,v_proj), \\n for the end of a line.

@@ -1,6 +1,5 @@
 """Settings of the process: its place among others, its log, its compilation cache, and XLA's options for a GPU."""
 
-import copy
 import hashlib
 import itertools
 import logging
@@ -23,7 +22,7 @@ import pallas_kernels
 from jaxtune import command
 from jaxtune.config.loading import as_dict
 from jaxtune.config.schema import Config, Device, Log
-from jaxtune.errors import UserError, hide_secrets
+from jaxtune.errors import UserError
 from jaxtune.monitor.progress import FILE
 from jaxtune.parallel import multihost
 from jaxtune.parallel.multihost import visible_gpus
@@ -254,38 +253,22 @@ class _Terminal(logging.StreamHandler):
         raise
 
 
-class _Formatter(logging.Formatter):
-    """Says of a warning that it is one, so that it does not look like any other line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """The line."""
-        if record.levelno == logging.WARNING:
-            record = copy.copy(record)
-            record.msg = f"warning: {record.msg}"
-        return super().format(record)
-
-
 _SHOWN = ("jaxtune", "pallas_kernels")
 
 
 def _show_log(options: Log) -> None:
     """What jaxtune and its kernels log on the terminal, of the main process; of others warnings, or all of it."""
     level, shown = logging.getLevelNamesMapping()[options.level.upper()], _Terminal(sys.stdout)
-    shown.setFormatter(_Formatter())
+    shown.setFormatter(command.Formatter())
     if not multihost.is_main():
         level = level if options.every_process else max(level, logging.WARNING)
-        shown.setFormatter(_Formatter(f"process {jax.process_index()}: %(message)s"))
+        shown.setFormatter(command.Formatter(f"process {jax.process_index()}: %(message)s"))
     for name in _SHOWN:
         logger = logging.getLogger(name)
         logger.handlers = [shown]
         logger.propagate = False
         logger.setLevel(level)
-        logger.addFilter(_hide_secrets)
-
-
-def _hide_secrets(record: logging.LogRecord) -> bool:
-    record.msg, record.args = hide_secrets(record.getMessage()), ()
-    return True
+        logger.addFilter(command.without_secrets)
 
 
 @contextmanager
@@ -297,11 +280,11 @@ def log_to_file(config: Config, folder: Path) -> Iterator[None]:
     file = folder / Path(config.log.file).expanduser()  # which may be absolute
     file.parent.mkdir(parents=True, exist_ok=True)
     written = logging.FileHandler(file, encoding="utf-8", delay=True)
-    written.setFormatter(_Formatter("%(asctime)s  %(message)s", "%Y-%m-%d %H:%M:%S"))
+    written.setFormatter(command.Formatter("%(asctime)s  %(message)s", "%Y-%m-%d %H:%M:%S"))
     loggers = [*map(logging.getLogger, _SHOWN), FILE]
     FILE.propagate = False
     FILE.setLevel(logging.INFO)
-    FILE.addFilter(_hide_secrets)
+    FILE.addFilter(command.without_secrets)
     for logger in loggers:
         logger.addHandler(written)
     for line in config.opening_lines:  # which were shown before the folder was known

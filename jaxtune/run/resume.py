@@ -15,7 +15,7 @@ from jaxtune.checkpoint import CheckpointManager, fingerprint, verify_fingerprin
 from jaxtune.checkpoint.manager import HOST_FILE
 from jaxtune.config import from_json, keys, to_json
 from jaxtune.config.loading import as_dict
-from jaxtune.config.schema import Config, Dataset
+from jaxtune.config.schema import Config, Dataset, Train
 from jaxtune.data import Counts, Feed, PromptFeed
 from jaxtune.errors import UserError, hide_secrets
 from jaxtune.models.decoder import Parameters
@@ -66,6 +66,15 @@ class Saved:
     def finished(self, total_steps: int) -> bool:
         """Whether its run needs no further step."""
         return self.record["step"] >= total_steps or (self.step is None and bool(self.record.get("ended")))
+
+    def progress(self, train: Train, total_steps: int) -> str:
+        """How many steps its run has, of those that it is to have now."""
+        step = self.record["step"]
+        if step <= total_steps:
+            return f"{step} of {total_steps} steps"
+        of_epochs = f"train.epochs is {train.epochs:g}, {total_steps} steps"
+        asked = of_epochs if train.max_steps is None else f"train.max_steps is {train.max_steps}"
+        return f"it has {step} steps, and {asked}"
 
 
 def link_checkpoints(config: Config, folder: RunFolder) -> None:

@@ -1,6 +1,7 @@
 """What every command does with what goes wrong outside it, and with what is typed."""
 
 import errno
+import logging
 import os
 import subprocess
 import sys
@@ -45,6 +46,18 @@ def test_what_an_error_quotes_does_not_steer_the_terminal(capsys):
 def test_an_error_of_the_program_keeps_its_traceback():
     with pytest.raises(ZeroDivisionError):
         guarded(raising(ZeroDivisionError()))
+
+
+def test_warnings_of_every_command_look_like_those_of_a_run(monkeypatch, capsys):
+    logger = logging.getLogger("jaxtune")
+    for one, attribute, value in (
+        (logging.root, "handlers", []),
+        (logger, "handlers", []),
+        (logger, "propagate", True),
+    ):
+        monkeypatch.setattr(one, attribute, value)
+    assert guarded(lambda: logger.warning("%s is slow", "https://me:secret@host/a")) == 0
+    assert capsys.readouterr() == ("", "warning: https://me:HIDDEN@host/a is slow\n")
 
 
 def test_who_stops_reading_ends_the_command_quietly():

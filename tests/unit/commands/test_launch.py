@@ -159,3 +159,9 @@ def test_what_cannot_be_started_is_refused(monkeypatch, capsys, arguments, reaso
     with pytest.raises(SystemExit) as ended:
         launch_module.parse(["--processes=2", *arguments])
     assert ended.value.code == 2 and reason in capsys.readouterr().err
+
+
+def test_help_names_the_command(capsys):
+    with pytest.raises(SystemExit):
+        launch_module.parse(["--help"])
+    assert capsys.readouterr().out.startswith("usage: jaxtune launch [-h]")

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import jaxtune
-from jaxtune.config import new_config, to_json
+from jaxtune.config import keys, new_config, to_json
 from jaxtune.config.schema import Config
 from jaxtune.python import mesh_put_back
 from jaxtune.run.manner import Manner
@@ -62,6 +62,12 @@ def test_a_config_of_a_recipe_may_be_checked_alone(tmp_path):
         ({"optim": {"muon": {"momentum": 0.5}}}, "optim.muon.momentum = 0.5: has no effect"),
         ({"data": {"datasets": [{"path": "a", "typ": "text"}]}}, "data.datasets[0].typ = 'text': no such option"),
         ({"data.datasets[9].path": "b"}, "data.datasets has no entry 9; ["),
+        (
+            {"data": {"datasets": [{"messages": [], "id": 1}]}},
+            "data.datasets: a list of samples (their keys are messages, id)",
+        ),
+        ({"data": {"eval_datasets": {"text": "x"}}}, "data.eval_datasets: a list of samples (their keys are text)"),
+        ({"data": {"datasets": [{"pth": "a", "split": "b"}]}}, "data.datasets[0].pth = 'a': no such option; nearest"),
         ({"data": {"datasets": 5}}, "data.datasets = 5: expected tuple[Dataset, ...]"),
         ({"dialect": "xorl"}, "has no effect"),
     ],
@@ -73,6 +79,19 @@ def test_errors_are_exceptions_with_the_same_messages(recipe, sections, said):
     with pytest.raises(jaxtune.UserError) as error:
         jaxtune.config_of(recipe, **sections)
     assert said in str(error.value)
+
+
+def test_a_problem_of_many_entries_is_told_a_few_times_and_at_once(monkeypatch):
+    """The options are compared with a wrong key once, not once for each entry."""
+    compared = []
+    monkeypatch.setattr(keys, "_ratio", lambda a, b: compared.append(a) or float(a == b))
+    entries = [{"path": "a", "txet_feild": "b"} for _ in range(100)]
+    with pytest.raises(jaxtune.UserError, match="100 problems") as error:
+        jaxtune.config_of("qwen_lora:my/model", data={"datasets": entries})
+    lines = str(error.value).splitlines()
+    assert [line.split(" = ")[0].strip() for line in lines[1:4]] == [f"data.datasets[{i}].txet_feild" for i in range(3)]
+    assert lines[4:] == ["  and 97 more of data.datasets[i].txet_feild"]
+    assert len(compared) == 2 * len(keys.options())
 
 
 def test_what_is_no_recipe_is_refused_before_anything_begins():
@@ -101,13 +120,30 @@ def test_how_answers_are_made_is_checked_as_flags_are(manner, said):
     assert Manner(temperature=0, top_k=None, stop=["a"]).seed == 0
 
 
-def test_python_completes_what_is_public_and_names_options_as_a_call_does():
+def test_python_completes_what_is_public():
     assert dir(jaxtune) == sorted(jaxtune.__all__)
     shown = pydoc.render_doc(jaxtune.train, renderer=pydoc.plaintext)  # help(jaxtune.train)
     assert 'jaxtune.train - Trains by a recipe, or continues its run: `run = jaxtune.train("quickstart"' in shown
     assert "dialect: The system that" in shown and "FUNCTIONS" not in shown, "what can be called, and nothing else"
-    with pytest.raises(jaxtune.UserError, match=r'choose another train=\{"run_name": NAME\}, or'), mesh_put_back():
-        raise jaxtune.UserError("choose another --config.train.run_name=NAME, or")
+
+
+@pytest.mark.parametrize(
+    ("setting", "argument"),
+    [
+        ("--config.train.run_name=NAME", 'train={"run_name": "NAME"}'),
+        ("--config.ckpt.resume=overwrite", 'ckpt={"resume": "overwrite"}'),
+        ("--config.lora.path=runs/x1/export", 'lora={"path": "runs/x1/export"}'),
+        ("--config.lora.enabled=True", 'lora={"enabled": True}'),
+        ("--config.quant.format=None", 'quant={"format": None}'),
+        ("--config.mesh.fsdp=-1", 'mesh={"fsdp": -1}'),
+        ("--config.data.special_tokens='<|a|>,<|b|>'", "data={\"special_tokens\": ('<|a|>', '<|b|>')}"),
+        ("--config.train.run_name", "train.run_name"),
+    ],
+)
+def test_options_in_errors_are_what_python_takes(setting, argument):
+    with pytest.raises(jaxtune.UserError) as error, mesh_put_back():
+        raise jaxtune.UserError(f"choose {setting}, or leave {setting}")
+    assert str(error.value) == f"choose {argument}, or leave {argument}"
 
 
 def test_ipython_shows_an_error_without_a_traceback():

@@ -438,6 +438,35 @@ def test_nearest_key_finds_the_meant_one_after_a_typo():
     assert tried > 400 and len(misses) <= 0.05 * tried, misses
 
 
+@pytest.mark.parametrize(
+    ("flag", "option"),
+    [
+        ("data", "data.datasets"),
+        ("model", "model.path"),
+        ("epochs", "train.epochs"),
+        ("num_train_epochs", "train.epochs"),
+        ("max_steps", "train.max_steps"),
+        ("lr", "optim.learning_rate"),
+        ("learning_rate", "optim.learning_rate"),
+        ("optim", "optim.name"),
+        ("batch_size", "train.micro_batch_size"),
+        ("output_dir", "train.output_dir"),
+        ("name", "train.run_name"),
+        ("max_tokens", "data.datasets[i].max_tokens"),
+        ("lora", "lora.enabled"),
+        ("file", "data.datasets"),
+    ],
+)
+def test_flags_that_newcomers_try_are_answered_with_the_option(recipe, capsys, flag, option):
+    assert f"--{flag}: no such flag; nearest: --config.{option}\n" in error(
+        capsys, f"--config={recipe()}", f"--{flag}=3"
+    )
+
+
+def test_what_a_name_without_its_section_means_is_an_option():
+    assert set(keys._WITHOUT_SECTION.values()) <= keys.options().keys()
+
+
 def test_no_nearest_key_for_something_unlike_any():
     assert keys.nearest("zzzz") is None
     assert "python -m jaxtune.options" in keys.no_such_option("zzzz")

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from jaxtune.checkpoint import CheckpointManager
 from jaxtune.config import to_json
 from jaxtune.config.schema import Config, Data, Dataset, Train
 from jaxtune.errors import UserError
 from jaxtune.run.folder import RunFolder
-from jaxtune.run.resume import check_same, check_unchanged
+from jaxtune.run.resume import Saved, check_same, check_unchanged
 
 
 def test_the_fields_of_datasets_that_differ_are_named_alone(tmp_path):
@@ -38,6 +39,19 @@ def test_validation_data_that_changed_is_said(caplog, then, now, said):
     saved = record if then is None else record | {"eval_data": then}
     check_same(saved, record | {"eval_data": now}, None, feed)
     assert [message.split(" since")[0] for message in caplog.messages] == said
+
+
+@pytest.mark.parametrize(
+    ("step", "train", "said"),
+    [
+        (6, Train(max_steps=6), "6 of 6 steps"),
+        (4, Train(max_steps=9), "4 of 9 steps"),
+        (6, Train(max_steps=2), "it has 6 steps, and train.max_steps is 2"),
+        (6, Train(epochs=0.5), "it has 6 steps, and train.epochs is 0.5, 2 steps"),
+    ],
+)
+def test_how_far_a_finished_run_is(tmp_path, step, train, said):
+    assert Saved(CheckpointManager(tmp_path), None, {"step": step}).progress(train, train.max_steps or 2) == said
 
 
 def _saved(config: Config) -> dict:
