@@ -139,6 +139,7 @@ def _raise_exception(message: str):
 
 def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program, which ends this process
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end without a word if the program was killed
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers = os.fdopen(os.dup(1), "wb")

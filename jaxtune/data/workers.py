@@ -99,10 +99,11 @@ def _answer(process: subprocess.Popen, task: Any) -> Any:
 
 def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program, which ends this process
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end without a word if the program was killed
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what anything here prints is no answer
     tasks = sys.stdin.buffer
-    with contextlib.suppress(EOFError):
+    with contextlib.suppress(EOFError, pickle.UnpicklingError):  # the program has ended, perhaps amid a task
         function = pickle.load(tasks)
         while True:
             task = pickle.load(tasks)

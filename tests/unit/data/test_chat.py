@@ -1,10 +1,17 @@
 """Which tokens of a conversation are trained, for the templates of well-known families."""
 
+import contextlib
+import json
+import pickle
+import signal
+import subprocess
+from functools import partial
+
 import numpy as np
 import pytest
 from tiny import CHATML, byte_tokenizer
 
-from jaxtune.data import ChatTemplate, sandbox
+from jaxtune.data import ChatTemplate, sandbox, workers
 from jaxtune.data.encoding import Encoder, Refused
 from jaxtune.data.messages import check_messages, check_tools
 from jaxtune.errors import UserError
@@ -369,3 +376,19 @@ def test_text_parts_and_tool_calls_come_into_one_form():
     ]
     assert check_tools('[{"name": "f"}]') == [{"name": "f"}]
     assert check_tools("") is None
+
+
+@pytest.mark.parametrize("kind", ["renders", "tokenises"])
+def test_a_process_whose_program_was_killed_ends_without_a_word(kind, monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", partial(subprocess.Popen, stderr=subprocess.PIPE))
+    request = json.dumps(("{{ 1 }}", 1.0, {})).encode()
+    with contextlib.ExitStack() as stack:
+        process = sandbox._start() if kind == "renders" else stack.enter_context(workers._started())
+        process.stdout.close()
+        if kind == "renders":
+            process.stdin.write(len(request).to_bytes(8, "little") + request)
+        else:
+            process.stdin.write(pickle.dumps(abs) + pickle.dumps(1))
+        process.stdin.flush()
+        assert process.stderr.read() == b""
+        assert process.wait() == -signal.SIGPIPE
