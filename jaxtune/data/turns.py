@@ -207,7 +207,7 @@ class Conversation:
 
     def _stop(self, i: int, inside: int, limit: int) -> str:
         """The token that ends turn i, whose text ends at `inside`, in the whole conversation."""
-        calls = "tool_calls" in self._messages[i]
+        calls = bool(self._messages[i].get("tool_calls"))
         if i == len(self._messages) - 1:
             return self._last_stop(i, inside, calls)
         kind = (calls, self._messages[i + 1]["role"])
