@@ -10,7 +10,7 @@ from jaxtune.config.schema import Chat
 from jaxtune.data import masks
 from jaxtune.data.agents import as_text
 from jaxtune.data.encoding import Encoder, Refused, Rendered, Span
-from jaxtune.data.left_out import Kind, left_out, refuse_lost_answers
+from jaxtune.data.left_out import Kind, left_out, refuse_empty_answers, refuse_lost_answers
 from jaxtune.data.messages import UNSEEN, Message, clip, with_text_arguments
 from jaxtune.data.sandbox import Template
 from jaxtune.data.turns import Conversation, lacks, missing_token
@@ -97,7 +97,7 @@ class ChatTemplate:
         Keys of messages, whole messages and tools that the template leaves out are reported through `say`.
 
         Raises:
-            Refused: no message is trained; or a turn renders as nothing, without its tool call or without a stop
+            Refused: no message is trained; or a turn is empty, renders as nothing, without its tool call or a stop
                 token, or cannot be found in the text.
             UserError: the template refuses the conversation or exceeds its limits.
         """
@@ -108,6 +108,7 @@ class ChatTemplate:
         messages, tools = self._written(messages, tools)
         chosen = [i for i, message in enumerate(messages) if message.get("train", masks.everything(self._chat))]
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        refuse_empty_answers(messages, turns)
         wanted, turned = set(chosen), set(turns)
         written, spans = self._render(messages, tools)
         text, conversation = written, partial(self._conversation, messages, tools, written)

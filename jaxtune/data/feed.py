@@ -120,6 +120,7 @@ def open_feed(
         for loss in own.losses:
             if loss not in said:
                 log.warning("validation%s: %s", f" {name}" if name else "", loss)
+        log.info("validation%s: %s", f" {name}" if name else "", own.counts)
     chat = chat and all(entry.prompt_format is None for entry in data.datasets)
     sharding = jax.NamedSharding(mesh, P(None, *by_token()))
     return Feed(documents, rows, eval_rows, shape, sharding, total_steps, chat, data)
@@ -134,7 +135,10 @@ def rows_to_evaluate(
     """
     packing = config.data.packing if config.eval.packing is None else config.eval.packing
     data = dataclasses.replace(config.data, packing=packing)
-    return {name: Rows(own, data, 1, columns, config.attention.most_documents) for name, own in documents.items()}
+    most = config.attention.most_documents
+    return {
+        name: Rows(own, data, 1, columns, most, name=f"validation {name}".rstrip()) for name, own in documents.items()
+    }
 
 
 def steps_of(rows: int, rows_per_step: int, drop_last: bool) -> int:

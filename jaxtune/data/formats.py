@@ -106,12 +106,20 @@ def _no_type(types: list[str], entry: Dataset, sample: Sample) -> str:
     }
     wanted = "; ".join(f"{type_}: {columns}" for type_, columns in needed.items())
     general = f"missing column: it has {has}, but needs {wanted}; the options in brackets name other columns"
-    cause = _cause(entry, sample)
+    cause = _cause(types, entry, sample)
     return f"{cause}. Otherwise: {general}" if cause else general
 
 
-def _cause(entry: Dataset, sample: Sample) -> str:
+def _cause(types: list[str], entry: Dataset, sample: Sample) -> str:
     """What a sample without any known column may be in truth; "" if nothing tells."""
+    if "conversation" in types and (column := next((name for name in sample if _is_messages(sample[name])), None)):
+        return (
+            f"column {column!r} holds messages: set messages_field={column!r}, which is "
+            f"'--config.data.datasets[0].messages_field={column}' for the first dataset"
+        )
+    if alike := _but_for_capitals(types, entry, sample):
+        options = " and ".join(f"{option}={column!r}" for option, column in alike.items())
+        return f"names of columns differ by capitals only: set {options}"
     lists = {
         column: len(value)
         for column, value in sample.items()
@@ -132,6 +140,29 @@ def _cause(entry: Dataset, sample: Sample) -> str:
             "which names the columns"
         )
     return ""
+
+
+def _is_messages(value: Any) -> bool:
+    """Whether a value is a list of objects with a role and content, as they are commonly named."""
+    names = ({"role", "content"}, {"from", "value"})
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(row, dict) and any(keys <= row.keys() for keys in names) for row in value)
+    )
+
+
+def _but_for_capitals(types: list[str], entry: Dataset, sample: Sample) -> dict[str, str]:
+    """Columns whose names differ from needed ones by capitals only, by the option that names each."""
+    found = {}
+    for option in dict.fromkeys(option for type_ in types for option in READ_BY_TYPE[type_][0]):
+        field, default = getattr(entry, option), getattr(Dataset(), option)
+        names = KNOWN.get(option, (default,)) if field == default else (field,)
+        if not any(name in sample for name in names):
+            pairs = ((name, column) for name in names for column in sample)
+            if column := next((column for name, column in pairs if str(name).lower() == str(column).lower()), None):
+                found[option] = column
+    return found
 
 
 def _kinds_of_words(text: Any) -> list[str]:

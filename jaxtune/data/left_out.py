@@ -10,6 +10,17 @@ from jaxtune.errors import UserError
 Kind = tuple[str, str]
 """A role and a key of its messages or "text next to calls", or ("", "tools")."""
 
+_NO_ANSWER = ("role", "name", *UNSEEN)
+
+
+def refuse_empty_answers(messages: list[Message], turns: Sequence[int]) -> None:
+    """Raises Refused where an assistant's turn has nothing to train: no text, thought or tool call."""
+    for i in turns:
+        # Templates may write more of such a message than its end, as Qwen3's, which writes an empty thought.
+        said = [value for key, value in messages[i].items() if key not in _NO_ANSWER]
+        if not any(value.strip() if isinstance(value, str) else value for value in said):
+            raise Refused(f"message {i} (assistant) is empty: it has no text, thought or tool call to train")
+
 
 def refuse_lost_answers(
     messages: list[Message], turns: Sequence[int], spans: Sequence[Span], text: str, stop: Callable[[str], str | None]

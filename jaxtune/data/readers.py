@@ -5,6 +5,7 @@ line or a wrong type pass. Parquet goes through `datasets`, which would decode t
 file at once. What cannot be read goes to `report`.
 """
 
+import codecs
 import contextlib
 import csv
 import json
@@ -103,6 +104,10 @@ def _decode(raw: bytes, where: str, encoding: str) -> str:
     try:
         text = raw.decode(encoding)
     except UnicodeDecodeError as error:
+        if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise UserError(
+                f"{where}: UTF-16, not {encoding.upper()}; convert the file: `iconv -f UTF-16 -t UTF-8 FILE > NEW`"
+            ) from None
         raise UserError(
             f"{where}: not {encoding.upper()}: byte 0x{raw[error.start]:02x} at byte {error.start + 1}; "
             "encoding='cp1252', for example, reads text from Windows"

@@ -72,6 +72,7 @@ class Rows:
         columns: tuple[Column, ...] = NEXT_TOKEN,
         most_documents: int | None = None,
         rows_per_step: int | None = None,
+        name: str = "data",
     ):
         """Cuts the documents to rows.
 
@@ -82,6 +83,7 @@ class Rows:
             columns: the columns of a row.
             most_documents: in a row, of an attention kernel that must know. None: any number.
             rows_per_step: rows that data.group_by_length makes alike in length. None: it groups none.
+            name: what the documents are, in the error that none is left.
 
         Raises:
             UserError: no document is left; the documents lack a column; a row of the epochs holds more documents than
@@ -107,7 +109,7 @@ class Rows:
         if not kept.any():
             why = "the cut leaves no trained token in any of them" if pieces.cut.any() else "all of them are dropped"
             raise UserError(
-                f"data: the {len(lengths)} documents are longer than data.seq_len={data.seq_len} tokens, and with "
+                f"{name}: the {len(lengths)} documents are longer than data.seq_len={data.seq_len} tokens, and with "
                 f"data.truncation={truncation!r} {why}; raise data.seq_len, or choose another data.truncation"
             )
         self._document, self._start, self._length = pieces.document[kept], pieces.start[kept], pieces.length[kept]

@@ -102,14 +102,7 @@ class Conversation:
         behind = self.places[before][1] if before is not None else 0
         kind = self._kind(i)
         if last or kind not in self._tails:
-            prompt, places = self._split(self._render(self._marked[:i], self._tools, add_generation_prompt=True))
-            if last and (lost := places.keys() - self.places.keys()):
-                raise Refused(
-                    f"message {i} (assistant) cannot be found after its prompt: once the answer follows, the template "
-                    f"leaves out message {min(lost)} ({self._messages[min(lost)]['role']}), which the prompt has. Use "
-                    "another chat.template"
-                )
-            self._tails[kind] = prompt[places[before][1] if before in places else 0 :]
+            self._tails[kind] = self._tail(i, kind, last)
         limit = self.places[i][0] if i in self.places else len(self.text)
         for header in self._headers_of(i, kind):
             if self.text.startswith(header, behind) and position <= behind + len(header) <= limit:
@@ -134,10 +127,50 @@ class Conversation:
         if header is not None and self._tails[kind].startswith(header):
             yield header
         if kind not in self._thoughtless:
-            before, off = self._before(i), {"enable_thinking": False, "thinking": False}
-            prompt, places = self._split(self._render(self._marked[:i], self._tools, add_generation_prompt=True, **off))
-            self._thoughtless[kind] = prompt[places[before][1] if before in places else 0 :]
+            self._thoughtless[kind] = self._tail(i, kind, enable_thinking=False, thinking=False)
         yield self._thoughtless[kind]
+
+    def _tail(self, i: int, kind: tuple, last: bool = False, **how: Any) -> str:
+        """What the prompt of turn i has after the last message before i that was found."""
+        try:
+            prompt, places = self._split(self._render(self._marked[:i], self._tools, add_generation_prompt=True, **how))
+        except UserError as error:
+            if self._is_asked(i):
+                raise
+            return self._tail_without_question(i, kind, error, how)
+        if last and (lost := places.keys() - self.places.keys()):
+            raise Refused(
+                f"message {i} (assistant) cannot be found after its prompt: once the answer follows, the template "
+                f"leaves out message {min(lost)} ({self._messages[min(lost)]['role']}), which the prompt has. Use "
+                "another chat.template"
+            )
+        before = self._before(i)
+        return prompt[places[before][1] if before in places else 0 :]
+
+    def _is_asked(self, i: int) -> bool:
+        """Whether a message of the user is before message i. Some templates fail without one."""
+        return any(message["role"] == "user" for message in self._messages[:i])
+
+    def _tail_without_question(self, i: int, kind: tuple, error: UserError, how: dict[str, Any]) -> str:
+        """The tail of a prompt that the template does not write, because it holds no question.
+
+        What is before an answer there, up to the answer's header, and that which the prompt of a question ends in.
+        """
+        before, asked = self._header(i, kind), [*self._marked[:i], _USER]
+        prompt = self._render(asked, self._tools, add_generation_prompt=True, **how)
+        header = prompt.removeprefix(self._render(asked, self._tools))
+        if before and header and header != prompt:
+            if (start := before.rfind(header)) >= 0:
+                return before[:start] + header
+            # The prompt also begins a thought: what they share begins with a special token.
+            token = self._special.match(header)
+            for length in range(len(header), token.end() if token else len(header), -1):
+                if before.endswith(header[:length]):
+                    return before[:-length] + header
+        raise Refused(
+            f"message {i} (assistant) cannot be found in the rendered text: no message of the user is before it, and "
+            f"{error}. Use a template with {{% generation %}} marks"
+        )
 
     def _header(self, i: int, kind: tuple) -> str | None:
         """What the template writes before an answer that others follow."""
@@ -174,12 +207,12 @@ class Conversation:
 
     def _stop(self, i: int, inside: int, limit: int) -> str:
         """The token that ends turn i, whose text ends at `inside`, in the whole conversation."""
-        calls = "tool_calls" in self._messages[i]
+        calls = bool(self._messages[i].get("tool_calls"))
         if i == len(self._messages) - 1:
             return self._last_stop(i, inside, calls)
         kind = (calls, self._messages[i + 1]["role"])
         if kind not in self._stops:
-            cut, places = self._split(self._render(self._marked[: i + 1], self._tools))
+            cut, places = self._split(self._up_to(i))
             alone = cut[places[i][1] if i in places else inside :]
             stop = self._in_common(i, alone, self.text[inside:limit])
             # A template may end the conversation in another token instead: then other messages end in that of the turn.
@@ -238,23 +271,32 @@ class Conversation:
         """
         shared = next((i for i, (a, b) in enumerate(zip(text, other)) if a != b), min(len(text), len(other)))
         found = [found.group() for found in self._special.finditer(text) if found.end() <= shared]
-        if len(found) > 1:
-            cut = self._marked[: i + 1]
-            if self._render(cut, self._tools) == self._render(cut, self._tools, add_generation_prompt=True):
-                if self._eos not in found:
-                    raise Refused(
-                        f"message {i} (assistant): the chat template writes the next answer's header whatever "
-                        f"add_generation_prompt says, so it is unclear which of {', '.join(found)} ends the turn. Use "
-                        "a template with {% generation %} marks"
-                    )
-                return self._eos
+        if len(found) > 1 and self._up_to(i) == self._up_to(i, add_generation_prompt=True):
+            if self._eos not in found:
+                raise Refused(
+                    f"message {i} (assistant): the chat template writes the next answer's header whatever "
+                    f"add_generation_prompt says, so it is unclear which of {', '.join(found)} ends the turn. Use "
+                    "a template with {% generation %} marks"
+                )
+            return self._eos
         return found[-1] if found else None
 
+    def _up_to(self, i: int, **how: Any) -> str:
+        """The conversation cut after turn i. A question is before the turn if the template fails without one."""
+        try:
+            return self._render(self._marked[: i + 1], self._tools, **how)
+        except UserError:
+            if self._is_asked(i):
+                raise
+            return self._render([*self._marked[:i], _USER, self._marked[i]], self._tools, **how)
+
     def _end_of_others(self, i: int) -> str:
-        """What follows the text of the last message before i."""
-        text, places = self._split(self._render(self._marked[:i], self._tools))
-        before = self._before(i)
-        return text[places[before][1] :] if before in places else ""
+        """What follows the text of the last message before i; of a question if there is none before it."""
+        others, last = self._marked[:i], self._before(i)
+        if not self._is_asked(i):
+            others, last = [*others, _marked(_USER, i)], i
+        text, places = self._split(self._render(others, self._tools))
+        return text[places[last][1] :] if last in places else ""
 
     def _no_stop(self, i: int, alone: str) -> UserError:
         missing = missing_token(alone, self._vocabulary())

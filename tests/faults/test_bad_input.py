@@ -292,6 +292,18 @@ BAD_FILES = {
         b'{\n "train": [{"text": "a"}],\n "test": [{"text": "b"}]\n}',
         "splits.json row 0: if the objects in 'train' .1. and 'test' .1. are the samples",
     ),
+    "conv.jsonl": (
+        b'{"conv": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}',
+        r"conv.jsonl:1: column 'conv' holds messages: set messages_field='conv'.*datasets.0..messages_field=conv'",
+    ),
+    "talk.jsonl": (b'{"talk": [{"from": "human", "value": "x"}]}', "talk.jsonl:1: .* set messages_field='talk'"),
+    "capitals.csv": (
+        b"Question,Answer\nHow?,So\n",
+        "capitals.csv:2: .* capitals only: set instruction_field='Question' and output_field='Answer'",
+    ),
+    "capital.jsonl": (b'{"Text": "a"}', "capital.jsonl:1: .* capitals only: set text_field='Text'"),
+    "utf16.csv": ("text\na\n".encode("utf-16"), "utf16.csv:1: UTF-16, not UTF-8; convert the file: `iconv"),
+    "utf16.txt": ("a".encode("utf-16"), "utf16.txt: UTF-16, not UTF-8; convert the file"),
     "a.zip": (b"PK\x03\x04\0", "a.zip: an archive is not read; unpack it"),
     "no.parquet": (b"PAR1 this is none", "no.parquet: not a readable parquet file"),
     "no.arrow": (b"this is none", "no.arrow: not a readable arrow file"),

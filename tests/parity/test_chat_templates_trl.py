@@ -103,3 +103,18 @@ def test_what_is_trained_of_a_published_template_is_what_trl_marks(tmp_path, nam
             for thought in ({}, {"enable_thinking": False})
         ]
         assert found and not behind.strip() and any(prompt.endswith(more) for prompt in prompts), (ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "qwen3_5_think"])
+def test_a_conversation_that_begins_with_the_assistant_is_trained(tmp_path, name):
+    """These templates fail on an empty list, so the first answer has no prompt."""
+    tokenizer = byte_tokenizer(
+        tmp_path, None, ("<s>", "</s>", "<|im_start|>", "<|im_end|>"), bos="<s>", eos="<|im_end|>"
+    )
+    source = importlib.resources.files(trl).joinpath("chat_templates", f"{name}.jinja").read_text()
+    tokenizer.chat_template, messages = source, [ANSWER, USER, LAST]
+    rendered = ChatTemplate(tokenizer).render(messages)
+    assert rendered.text == tokenizer.apply_chat_template(messages, tokenize=False)
+    first, last = [rendered.text[slice(*span)] for span in rendered.spans or ()]
+    thought = {"qwen2_5": "", "qwen3": "<think>\n\n</think>\n\n", "qwen3_5_think": "\n</think>\n\n"}[name]
+    assert (first, last) == ("Good day.<|im_end|>", f"{thought}Well then.<|im_end|>")

@@ -249,6 +249,18 @@ def test_an_answer_that_the_template_loses_is_refused(tmp_path, template):
         lost.render([USER, CALL | {"content": "Wait."}, MORE, LAST])
 
 
+@pytest.mark.parametrize("empty", [{}, {"content": " "}, {"reasoning_content": "", "tool_calls": []}])
+def test_an_empty_answer_is_refused_where_the_template_writes_an_empty_thought(tmp_path, empty):
+    source = CHATML.replace(
+        "{{ message.content }}", "<think>{{ message.reasoning_content }}</think>{{ message.content }}"
+    )
+    thoughts = ChatTemplate(byte_tokenizer(tmp_path, source))
+    message = {"role": "assistant", "content": ""}
+    with pytest.raises(Refused, match=r"message 1 \(assistant\) is empty"):
+        thoughts.render([USER, message | empty])
+    assert thoughts.render([USER, message | {"reasoning_content": "Hm."}]).spans
+
+
 def test_a_template_that_renders_tool_calls_trains_them(tmp_path):
     said = []
     rendered = ChatTemplate(byte_tokenizer(tmp_path, TOOLS), said.append).render(

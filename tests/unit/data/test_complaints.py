@@ -16,9 +16,10 @@ from tiny import CHATML, byte_tokenizer, numbered_documents
 from jaxtune.config.schema import Config, Data, Dataset, Mesh
 from jaxtune.data import documents
 from jaxtune.data.chat import ChatTemplate
+from jaxtune.data.columns import NEXT_TOKEN
 from jaxtune.data.documents import tokenize
 from jaxtune.data.encoding import Encoder
-from jaxtune.data.feed import Feed, open_feed
+from jaxtune.data.feed import Feed, open_feed, rows_to_evaluate
 from jaxtune.data.rows import Rows
 from jaxtune.errors import UserError
 from jaxtune.parallel.layout import P, by_token
@@ -89,15 +90,23 @@ def test_long_samples_are_truncated_silently():
     assert Rows(little, Data(seq_len=10, truncation="right"), 1).losses == []
 
 
+@pytest.mark.parametrize("name, where", [("", "^validation: "), ("own", "^validation own: ")])
+def test_validation_documents_that_are_all_too_long_are_named(name, where):
+    long = {name: numbered_documents([30], continuous=False)}
+    with pytest.raises(UserError, match=f"{where}the 1 documents are longer than data.seq_len=10"):
+        rows_to_evaluate(long, Config(data=Data(seq_len=10)), NEXT_TOKEN)
+
+
 def test_what_is_lost_is_said_before_anything_else(tmp_path, tokenizer, monkeypatch, caplog):
-    """Of validation data too, whose counts a run does not print; and once."""
+    """Of validation data too, and once."""
     caplog.set_level("INFO", logger="jaxtune")
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "a" * n, "id": n}) + "\n" for n in (2, 50, 3, 60)))
     entry = Dataset(path=str(tmp_path / "a.jsonl"))
     options = Data((entry,), (entry,), seq_len=16, truncation="delete", cache_dir=str(tmp_path / "cache"))
     open_feed(Config(data=options), tokenizer, len(tokenizer), make_mesh(Mesh(), jax.devices()[:1]))
     said = [(record.levelname, record.message) for record in caplog.records]
-    assert [level for level, _ in said] == ["WARNING"] * 2 + ["INFO"] * 4
+    assert [level for level, _ in said] == ["WARNING"] * 2 + ["INFO"] * 5
+    assert said[-1][1].startswith("validation: 2 documents")
     assert said[0][1].endswith("a.jsonl: 1 column is not used: 'id'") and "2 of 4 documents are left out" in said[1][1]
     caplog.clear()
     validating = dataclasses.replace(options, seq_len=64, eval_datasets=(dataclasses.replace(entry, max_tokens=4),))

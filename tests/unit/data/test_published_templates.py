@@ -254,6 +254,37 @@ def test_the_answers_and_the_tokens_that_end_them_are_trained(tokenizer, name):
     assert template.turn_end() == tokenizer.convert_ids_to_tokens([int(trained[-1])])[0]
 
 
+FIRST_ANSWER, SECOND_ANSWER = ({"role": "assistant", "content": text, "thought": ""} for text in ("Hello!", "So."))
+WANTS_A_MESSAGE = "{% if messages[0].role != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}"
+WANTS_A_QUESTION = (
+    "{% if not messages | selectattr('role', 'equalto', 'user') | list %}"
+    "{{ raise_exception('no question') }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("begin", [WANTS_A_MESSAGE, WANTS_A_QUESTION], ids=["message", "question"])
+@pytest.mark.parametrize("name", ["Qwen1.5, 2.5", "Qwen3", "Qwen3.5"])
+def test_an_answer_that_the_template_writes_no_prompt_for_is_trained(tokenizer, name, begin):
+    """Conversations begin with the assistant, but Qwen's templates fail on an empty list."""
+    source, tokenizer.eos_token, first, last = FAMILIES[name]
+    tokenizer.chat_template = source.replace("{% for", begin + "{% for", 1)
+    expected = [first.replace("A", "Hello!"), last.replace("B", "So.")]
+    for before in ([], [] if "no system role" in source else [SYSTEM]):
+        messages = [*before, FIRST_ANSWER, USER, SECOND_ANSWER]
+        rendered = ChatTemplate(tokenizer).render(messages)
+        assert rendered.text == tokenizer.apply_chat_template(messages, tokenize=False)
+        assert [rendered.text[slice(*span)] for span in rendered.spans or ()] == expected
+        [encoded] = Encoder(tokenizer)([rendered])
+        assert tokenizer.decode(encoded.tokens[encoded.loss_weights > 0].tolist()) == "".join(expected)
+
+
+def test_a_first_answer_of_which_no_prompt_tells_the_header_is_refused(tokenizer):
+    tokenizer.chat_template = WANTS_A_MESSAGE + alike(CHATML).partition("{% if add_generation_prompt %}")[0]
+    tokenizer.eos_token = "<|im_end|>"
+    with pytest.raises(Refused, match="message 0 .* no message of the user is before it, and the chat template fails"):
+        ChatTemplate(tokenizer).render([FIRST_ANSWER, USER, SECOND_ANSWER])
+
+
 # Tools: in the text of the first question, or, with Mistral, before the last one.
 FIRST_TOOLS = "{% if tools and loop.first %}{{ tools | tojson }}\n{% endif %}"
 LAST_TOOLS = (
