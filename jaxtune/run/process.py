@@ -17,7 +17,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 from orbax.checkpoint.multihost import get_barrier_sync_fn
 
-import jaxtune
 import pallas_kernels
 from jaxtune import command
 from jaxtune.config.loading import as_dict
@@ -180,7 +179,7 @@ def devices(device: Device) -> list[Any]:
 def facts(config: Config) -> dict[str, str]:
     """What must be the same in all processes of a run, by name."""
     options = jax.tree_util.tree_leaves_with_path(as_dict(config), is_leaf=lambda leaf: leaf is None)
-    code = (Path(str(package.__file__)).parent for package in (jaxtune, pallas_kernels))
+    code = (Path(__file__).parents[1], Path(str(pallas_kernels.__file__)).parent)
     return {
         **{name: version(name) for name in ("jax", "jaxlib")},
         "code of jaxtune": digest(code),
