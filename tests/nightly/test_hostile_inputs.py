@@ -45,6 +45,7 @@ COVERS = (
     "jaxtune/report.py",
     "jaxtune/run/completion_server.py",
     "jaxtune/run/folder.py",
+    "tests/hostile.py",
 )
 
 SEED = int(os.environ.get("CAMPAIGN_SEED", "0"))
