@@ -1,5 +1,6 @@
 """Eight simulated CPU devices for every test; a test that wants one takes the first."""
 
+import ctypes
 import gc
 import os
 
@@ -42,6 +43,8 @@ def released_programs():
     yield
     jax.clear_caches()
     gc.collect()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc keeps what is freed
+        trim(0)
 
 
 @pytest.fixture(autouse=True)
