@@ -1,6 +1,7 @@
 """What all commands share: flags, the recipe and its overrides, and error messages without a traceback."""
 
 import ast
+import contextlib
 import copy
 import difflib
 import errno
@@ -13,7 +14,7 @@ import pathlib
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from absl import flags
@@ -106,17 +107,23 @@ def without_secrets(record: logging.LogRecord) -> bool:
     return True
 
 
-def _show_warnings() -> None:
-    """Shows warnings on stderr; `run.process` has a log of its own. Where there are handlers already they stay."""
-    shown = logging.StreamHandler()
+@contextlib.contextmanager
+def _warnings_shown() -> Iterator[None]:
+    """Shows warnings on stderr, unless there is a handler already; `run.process` has a log of its own."""
+    root, shown = logging.getLogger(), logging.StreamHandler()
     shown.setFormatter(Formatter())
     shown.addFilter(without_secrets)
-    logging.basicConfig(handlers=[shown])
+    if not root.handlers:
+        root.addHandler(shown)
+    try:
+        yield
+    finally:
+        root.removeHandler(shown)
 
 
+@_warnings_shown()
 def guarded(body: Callable[[], int | None]) -> int:
     """Calls `body`; a UserError, or a file that cannot be used, becomes one message on stderr and exit code 2."""
-    _show_warnings()
     try:
         code = body() or 0
         sys.stdout.flush()  # so that a failed write is caught here, not while Python shuts down

@@ -33,8 +33,9 @@ _INSTEAD_OF = {
 }
 # Options of an entry of data.datasets that describe the samples behind its path: which samples, the file format, the
 # columns. Options for the processing of samples (prompt_format, system_prompt, function) also suit another path.
-_OF_SAMPLES = (
-    *("type", "subset", "revision", "split", "glob", "ds_type", "encoding", "select_columns", "target_column"),
+_OF_FILES = ("type", "subset", "revision", "split", "glob", "ds_type")
+_OF_COLUMNS = (
+    *("encoding", "select_columns", "target_column"),
     *(field.name for field in dataclasses.fields(Dataset) if field.name.endswith("_field")),
     "message_property_mappings",
 )
@@ -113,7 +114,9 @@ def resolve(
             return 2
         return 0 if key in inherited and key not in stated else 1
 
-    of_samples, moot = list(_of_other_samples(values, nearness)), list(_displaced(values, nearness))
+    # The columns in a file of another system are its user's own, and so they stay.
+    names = _OF_FILES if source == "translation" else (*_OF_FILES, *_OF_COLUMNS)
+    of_samples, moot = list(_of_other_samples(values, nearness, names)), list(_displaced(values, nearness))
     if (asked := _build(Config, values, "", [])).train.recommend:
         own_values = () if source == "translation" else rules.changed(asked)
         better, lines = recommended.recommend(asked, {*typed, *stated, *own_values})
@@ -149,15 +152,17 @@ def resolve(
     return dataclasses.replace(resolved, said=tuple(said), notes=notes)
 
 
-def _of_other_samples(values: dict[str, Any], nearness: Callable[[str], int]) -> Iterator[tuple[str, Any]]:
-    """Resets what an entry says of other samples, such as a split, where its path is from who is nearer to the user.
+def _of_other_samples(
+    values: dict[str, Any], nearness: Callable[[str], int], names: tuple[str, ...]
+) -> Iterator[tuple[str, Any]]:
+    """Resets options of an entry that describe other samples, if its path is from who is nearer to the user.
 
     Yields the key and value of each option that is reset.
     """
     for list_key in ("data.datasets", "data.eval_datasets"):
         entries = _get(values, list_key)
         for i, fields in enumerate(entries if isinstance(entries, list) else ()):
-            for name in _OF_SAMPLES if isinstance(fields, dict) else ():
+            for name in names if isinstance(fields, dict) else ():
                 default, key = getattr(Dataset(), name), f"{list_key}[{i}].{name}"
                 value = fields.get(name, default)
                 value = tuple(value) if isinstance(value, list) else value

@@ -32,9 +32,9 @@ def check_length(optim: Optim, total_steps: int) -> str | None:
             "steps: nothing would be trained; shorten optim.warmup_steps, or train longer"
         )
     if warmup and total_steps == 1 and optim.start_lr == 0:
-        raise UserError(
-            "the run has one step, which is warm-up with a learning rate of 0: nothing would be trained; set "
-            "optim.warmup_steps=0, or train longer"
+        return (
+            "the only step is warm-up with a learning rate of 0, so nothing is trained; set optim.warmup_steps=0, or "
+            "train longer"
         )
     if warmup >= total_steps:
         return (

@@ -13,6 +13,7 @@ SIZES = dict(hidden_size=512, intermediate_size=2048, num_hidden_layers=16, num_
 TOGETHER = """
 import math, pathlib, re, sys
 import jax
+from jaxtune import hf
 from jaxtune.checkpoint import CheckpointManager
 from jaxtune.config.schema import Config, Data, Export, Mesh, Model, Train
 from jaxtune.parallel import multihost
@@ -38,6 +39,7 @@ config = Config(
     export=Export(max_shard_bytes=2**25),
 )
 folder = run_folder(config)
+hf.load_tokenizer(home / "model")  # as in a run, before; transformers may import torch, 200 MB
 model = declare_model(read_base(config), config, make_mesh(Mesh(), jax.devices()))
 values, load = measured(lambda: jax.block_until_ready(initial_parameters(model, config)))
 checkpoints = CheckpointManager(folder.checkpoints, 1)

@@ -147,6 +147,7 @@ def test_every_restart_is_at_the_peak(cycles):
         ({"warmup_steps": 3}, 4, None),
         ({"warmup_steps": 3}, 3, "all 3 steps are warm-up.*optim.learning_rate"),
         ({"warmup_ratio": 0.03}, 1, None),
+        ({"warmup_steps": 1}, 1, "nothing is trained; set optim.warmup_steps=0"),
         ({"warmup_steps": 1, "start_lr": 1e-5}, 1, "all 1 steps are warm-up"),
         ({"schedule": "wsd", "warmup_steps": 3, "cooldown_steps": 3}, 6, None),
         ({"schedule": "wsd", "warmup_steps": 3, "cooldown_steps": 3}, 5, "optim.cooldown_steps are more than the 5"),
@@ -164,5 +165,3 @@ def test_a_decay_that_is_over_before_warm_up_is_refused():
 
 def test_a_run_of_one_step_trains():
     assert float(learning_rate(Optim(warmup_ratio=0.03), 1)(0)) == np.float32(Optim().learning_rate)
-    with pytest.raises(UserError, match="one step, which is warm-up with a learning rate of 0: nothing would be train"):
-        check_length(Optim(warmup_steps=1), 1)
