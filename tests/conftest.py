@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import logging
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -55,6 +56,21 @@ def no_mesh_left_behind():
     yield
     jax.set_mesh(None)
     RULES.set_global(Rules())
+
+
+@pytest.fixture(autouse=True)
+def no_log_left_behind():
+    """A run shows its log on the terminal, which is the test's own and closed after it."""
+    loggers = [logging.getLogger(name) for name in ("jaxtune", "pallas_kernels")]
+
+    def reset():
+        for logger in loggers:
+            logger.handlers, logger.filters, logger.propagate = [], [], True
+            logger.setLevel(logging.NOTSET)
+
+    reset()
+    yield
+    reset()
 
 
 @pytest.fixture
