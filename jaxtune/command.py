@@ -57,11 +57,11 @@ def run(
     Args:
         define_flags: Defines the command's own flags with `absl.flags.DEFINE_*(..., flag_values=values)`.
         body: The command, which may return an exit code; its config is None without `with_config`.
-        argv: Arguments without the program's name; None: those of the process.
+        argv: Arguments without the program's name; None: the arguments of the process.
         with_config: Whether the command takes --config=RECIPE[:ARGUMENT] and --config.SECTION.OPTION=VALUE.
         recipe: From the flags to the recipe used if --config is not given; None: --config is required, "": none is
             needed, and the config is None.
-        module: The module whose docstring is the head of --help; None: that of `define_flags`.
+        module: The module whose docstring is the head of --help; None: the module of `define_flags`.
 
     Returns:
         The exit code: 2 after a UserError, which is printed to stderr as `jaxtune: error: ...`.

@@ -113,7 +113,7 @@ class Run:
         mesh: Mapping[str, int] | None = None,
         **manner: Any,
     ) -> list[str]:
-        """Continues each prompt with its model, as `jaxtune generate` does; it is read anew each time.
+        """Continues each prompt with its model, as `jaxtune generate` does; each call reads it again.
 
         Args:
             prompts: Each a text, or a list of messages ({"role": ..., "content": ...}); one text is a single prompt.

@@ -244,7 +244,7 @@ class _Callable(types.ModuleType):
         """Trains by a recipe, or continues its run: `run = jaxtune.train("quickstart", optim={"learning_rate": 1e-4})`.
 
         Args:
-            recipe: What `jaxtune.config_of` takes: NAME or FILE, either with :ARGUMENT, or a config.
+            recipe: As for `jaxtune.config_of`: NAME or FILE, either with :ARGUMENT, or a config.
             dialect: The system that a YAML file was written for; None: its keys tell.
             **sections: Options by their section, as dicts.
 
@@ -252,7 +252,7 @@ class _Callable(types.ModuleType):
             The run: its `folder`, whether it is `finished`, `last` metrics, `generate(prompts)`, `evaluate()`.
 
         Raises:
-            UserError: What the command would print as an error.
+            UserError: If the command would print an error.
         """
         config = config_of(recipe, dialect=dialect, **sections)
         with mesh_put_back():

@@ -158,7 +158,7 @@ def code_in(config: Config) -> dict[str, str]:
 
 
 def code_to_evaluate(config: Config) -> dict[str, str]:
-    """What an evaluation runs of `code_in`, besides plugins: rewards, and the functions of its data."""
+    """The part of `code_in` that an evaluation runs in addition to plugins: rewards, and functions of its data."""
     used = ("rollout.rewards", "data.eval_datasets" if config.data.eval_datasets else "data.datasets")
     return {key: named for key, named in code_in(config).items() if key.startswith(used)}
 

@@ -42,8 +42,8 @@ def write(folder: Path, units: Iterable[Unit], columns: tuple[Column, ...] = ())
         columns: the columns in the units' `values`.
 
     Returns:
-        The part of the summary that describes the content: format, key, columns, numbers of documents and tokens, where
-        the first units are from.
+        The part of the summary that describes the content: format, key, columns, numbers of documents and tokens,
+        places of the first units.
     """
     content = hashlib.sha256()
     lengths, sizes, targets, continuous = array("q"), array("q"), array("q"), bytearray()

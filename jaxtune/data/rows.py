@@ -79,7 +79,7 @@ class Rows:
         Args:
             documents: the documents in the rows.
             data: its seq_len, packing, packing_method, group_by_length, truncation, shuffle, shuffle_each and seed.
-            epochs: where the rows end; all rows after it are padding. None: there is no end.
+            epochs: number of passes; all rows after them are padding. None: the rows never end.
             columns: the columns of a row.
             most_documents: in a row, of an attention kernel that must know. None: any number.
             rows_per_step: rows that data.group_by_length makes alike in length. None: it groups none.

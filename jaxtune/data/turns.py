@@ -266,8 +266,8 @@ class Conversation:
     def _in_common(self, i: int, text: str, other: str) -> str | None:
         """The last special token of what both texts, which follow turn i, begin with.
 
-        Where the template writes the prompt of an answer whatever is asked (Command R7B's), that may be of a header;
-        there it is the tokenizer's eos.
+        A template that always writes the prompt of an answer (Command R7B's) may end in a token of that header; then
+        the tokenizer's eos ends the turn.
         """
         shared = next((i for i, (a, b) in enumerate(zip(text, other)) if a != b), min(len(text), len(other)))
         found = [found.group() for found in self._special.finditer(text) if found.end() <= shared]
@@ -376,7 +376,7 @@ def _with_name(call: Any, mark: str) -> Any:
 
 
 def _split(text: str) -> tuple[str, dict[int, Span], dict[int, Span]]:
-    """The text without marks, and from where to where each message's first two are: of its content, of its calls."""
+    """The text without marks, and each message's span between its first two marks: of its content, of its calls."""
     parts, end, position = [], 0, 0
     marks: dict[str, dict[int, list[int]]] = {"": {}, "c": {}}
     for found in _MARK.finditer(text):

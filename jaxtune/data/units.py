@@ -50,7 +50,7 @@ class Part:
         skipped: samples left out under data.on_bad_row='skip'.
         notes: lines for the user: what was read, and as which type.
         losses: lines that warn the user of what is left out, each with its number first.
-        places: where the first units are from.
+        places: file and line, or row, of the first units.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What the command `plan` prints."""
+"""The output of the command `plan`."""
 
 import dataclasses
 import json

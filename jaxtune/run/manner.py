@@ -26,11 +26,11 @@ class Manner:
         max_new_tokens: The most tokens that are added.
         temperature: 0 takes the likeliest token.
         top_p: Only the likeliest tokens of this total probability.
-        top_k: Only so many of the likeliest tokens.
+        top_k: Only this number of the likeliest tokens.
         min_p: Only tokens of this share of the likeliest one's probability.
         repetition_penalty: Above 1, tokens that were there are less likely.
         stop: Texts that end what is made.
-        seed: Of the sampling.
+        seed: Seed of the sampling.
         batch_size: Prompts that are continued together.
         chat: Whether prompts that are text are put into the tokenizer's chat template.
     """

@@ -325,9 +325,9 @@ def calling(
     begin: str = "",
     end: str = "",
 ) -> str:
-    """A template that writes questions, answers, calls and their results so; `end` is written where no prompt is.
+    """A template that writes questions, answers, calls and their results so; `end` is written if no prompt is.
 
-    `call` is what stands before the calls of a message, each of them, what is between two, and what is behind all.
+    `call` has four texts: before the calls of a message, one call, between two calls, after the last call.
     """
     before, each, between, behind = call
     calls = (
