@@ -77,9 +77,9 @@ def jaxtune_step(folder: str, model_kind: str, lora: bool, remat: bool):
 
     from jaxtune.config.schema import Config, Data, Lora, Memory, Mesh, Model, Optim, Precision, Train
     from jaxtune.parallel.mesh import make_mesh
-    from jaxtune.run.assembly import assemble
-    from jaxtune.run.model import read_base
-    from jaxtune.run.values import frozen_parameters, initial_parameters
+    from jaxtune.training.assembly import assemble
+    from jaxtune.weights.model import read_base
+    from jaxtune.weights.values import frozen_parameters, initial_parameters
 
     mesh, targets = make_mesh(Mesh()), ADAPTED[model_kind]
     config = Config(

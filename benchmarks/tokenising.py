@@ -108,7 +108,7 @@ def run(folder: Path, name: str) -> dict:
     import transformers
 
     from jaxtune.config.schema import Dataset
-    from jaxtune.data.documents import tokenize
+    from jaxtune.data.cache.documents import tokenize
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "tokenizer")
     at_start = peak_mb()

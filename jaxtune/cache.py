@@ -19,7 +19,7 @@ from pathlib import Path
 from absl import flags
 
 from jaxtune import command
-from jaxtune.data.cache import FORMAT, SUMMARY, read_summary
+from jaxtune.data.cache.token_cache import FORMAT, SUMMARY, read_summary
 from jaxtune.errors import UserError
 
 KEPT = {"reference": "scores of answers by a reference", "teacher": "likeliest tokens of a teacher"}

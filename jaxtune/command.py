@@ -2,7 +2,6 @@
 
 import ast
 import contextlib
-import copy
 import difflib
 import errno
 import importlib
@@ -23,13 +22,9 @@ from jaxtune.command_flags import COMMANDS
 from jaxtune.config import keys, read_recipe
 from jaxtune.config.foreign import DIALECTS
 from jaxtune.config.recipe import own_recipes
-from jaxtune.config.schema import Config
+from jaxtune.config.schema import Config, Model
 from jaxtune.errors import UserError, hide_secrets, printable
-
-STOPPED = 75
-"""Exit code of a run that was asked to stop and has saved: sysexits' EX_TEMPFAIL, so that schedulers restart it."""
-REFUSED = 2
-"""Exit code after a UserError, which the same command would only meet again."""
+from jaxtune.terminal import REFUSED, LogFormatter, without_secrets
 
 _SETTING = re.compile(r"--?(?:no)?config\.([^=]+)")
 
@@ -90,28 +85,11 @@ def docstring(module: str) -> str:
     return ast.get_docstring(ast.parse(pathlib.Path(spec.origin).read_text(encoding="utf-8"))) or ""
 
 
-class Formatter(logging.Formatter):
-    """Says of a warning that it is one, so that it does not look like any other line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """The line."""
-        if record.levelno == logging.WARNING:
-            record = copy.copy(record)
-            record.msg = f"warning: {record.msg}"
-        return super().format(record)
-
-
-def without_secrets(record: logging.LogRecord) -> bool:
-    """A filter that takes the secrets of URLs out of a record."""
-    record.msg, record.args = hide_secrets(record.getMessage()), ()
-    return True
-
-
 @contextlib.contextmanager
 def _warnings_shown() -> Iterator[None]:
-    """Shows warnings on stderr, unless there is a handler already; `run.process` has a log of its own."""
+    """Shows warnings on stderr, unless there is a handler already; `host.process` has a log of its own."""
     root, shown = logging.getLogger(), logging.StreamHandler()
-    shown.setFormatter(Formatter())
+    shown.setFormatter(LogFormatter())
     shown.addFilter(without_secrets)
     if not root.handlers:
         root.addHandler(shown)
@@ -193,7 +171,13 @@ def _parse(
         if "train.plugins" in settings:
             raise UserError("--plugin and --config.train.plugins: one of the two")
         overrides.append(("train.plugins", repr(tuple(values.plugin))))
-    return read_recipe(path, argument or None, values.dialect).resolve_named(overrides)
+    return read_recipe(path, argument or None, values.dialect).resolve_named(overrides, count=_count_parameters)
+
+
+def _count_parameters(model: Model) -> int:
+    from jaxtune.weights.architecture import count_parameters  # imports jax, which other configs need not wait for
+
+    return count_parameters(model)
 
 
 def _define_settings(values: flags.FlagValues, arguments: list[str]) -> list[str]:

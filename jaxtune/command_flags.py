@@ -14,7 +14,7 @@ from absl import flags
 
 from jaxtune.config.schema import Quant
 from jaxtune.config.schemes import SCHEMES
-from jaxtune.run.manner import BOUNDS, Manner
+from jaxtune.inference.sampling import BOUNDS, Manner
 
 _NUMBERS = {
     "max_new_tokens": "maximum number of tokens to add",
@@ -55,7 +55,7 @@ def _evaluate(values: flags.FlagValues) -> None:
 
 
 def _recipe_to_evaluate(values: flags.FlagValues) -> str | None:
-    from jaxtune.run.folder import RunFolder  # needs numpy
+    from jaxtune.host.run_folder import RunFolder  # needs numpy
 
     if values.run is not None:
         return str(RunFolder(Path(values.run)).config)

@@ -28,13 +28,13 @@ from absl import flags
 
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
+from jaxtune.evaluation.validation import evaluate
+from jaxtune.host import process
+from jaxtune.host.preflight import check_writable
+from jaxtune.host.run_folder import RunFolder
+from jaxtune.inference.answers import mesh_of
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.run import process
-from jaxtune.run.answers import mesh_of
-from jaxtune.run.code import config_to_evaluate
-from jaxtune.run.folder import RunFolder
-from jaxtune.run.ready import check_writable
-from jaxtune.run.validation import evaluate
+from jaxtune.weights.trusted_code import config_to_evaluate
 
 OF_TASKS = ("num_fewshot", "limit", "include_path", "apply_chat_template")
 
@@ -63,7 +63,9 @@ def _run_tasks(values: flags.FlagValues, config: Config | None) -> None:
     output = values.output and Path(values.output)
     if output is not None:
         check_writable(output.parent, f"--output={values.output}")
-    from jaxtune.run import lm_evaluation_harness as harness  # seconds to import, and needs a package that may lack
+    from jaxtune.evaluation import (
+        lm_evaluation_harness as harness,  # seconds to import, and needs a package that may lack
+    )
 
     asked = harness.Asked(tuple(values.tasks), **{name: getattr(values, name) for name in OF_TASKS})
     mesh = mesh_of([]) if config is None else _mesh(config)

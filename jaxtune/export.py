@@ -20,17 +20,17 @@ from jaxtune import hf
 from jaxtune.checkpoint import storage
 from jaxtune.checkpoint.storage import RemoteFolder, open_folder
 from jaxtune.config.schema import Config, Mesh
-from jaxtune.data.files import is_url
+from jaxtune.data.reading.files import is_url
 from jaxtune.errors import UserError
+from jaxtune.evaluation.export_difference import loss_difference, merge_difference
+from jaxtune.exports.write import CARD, UNFINISHED, check_apart, check_kind, export
+from jaxtune.host.preflight import check_writable
+from jaxtune.host.run_folder import RunFolder
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.quant import format_of
-from jaxtune.run.code import base_of_run
-from jaxtune.run.export import CARD, UNFINISHED, check_apart, check_kind, export
-from jaxtune.run.exported import loss_difference, merge_difference
-from jaxtune.run.folder import RunFolder
-from jaxtune.run.model import Base
-from jaxtune.run.ready import check_writable
-from jaxtune.run.values import open_run
+from jaxtune.weights.model import Base
+from jaxtune.weights.trusted_code import base_of_run
+from jaxtune.weights.values import open_run
 
 FORMATS = ("hf", "peft")
 

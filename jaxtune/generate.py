@@ -24,11 +24,11 @@ from typing import Any, TextIO
 from absl import flags
 
 from jaxtune.config.schema import Dataset
-from jaxtune.data.sources import open_source
+from jaxtune.data.reading.sources import open_source
 from jaxtune.errors import UserError
-from jaxtune.run.answers import Answering, mesh_of, open_model
-from jaxtune.run.manner import BOUNDS, Manner
-from jaxtune.run.ready import check_writable
+from jaxtune.host.preflight import check_writable
+from jaxtune.inference.answers import Answering, mesh_of, open_model
+from jaxtune.inference.sampling import BOUNDS, Manner
 
 
 def _samples(path: str) -> Iterator[tuple[str, Any]]:

@@ -25,7 +25,8 @@ import time
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from jaxtune.command import REFUSED, STOPPED, guarded
+from jaxtune.command import guarded
+from jaxtune.terminal import REFUSED, STOPPED
 
 POLL_SECONDS = 0.1
 TAIL_LINES = 30

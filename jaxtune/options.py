@@ -18,8 +18,8 @@ from functools import partial
 from jaxtune.command import guarded
 from jaxtune.config import foreign, keys, yaml_file
 from jaxtune.config.loading import refuse
+from jaxtune.config.option_rules import in_words
 from jaxtune.config.recipe import read_recipe, recipe_file
-from jaxtune.config.rules import in_words
 from jaxtune.errors import UserError
 
 WIDTH = 100  # of lines that do not go to a terminal

@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxtune import hf
+from jaxtune.columns import LABELLED, NEXT_TOKEN
 from jaxtune.config.schema import Config
 from jaxtune.data import (
     Documents,
@@ -38,10 +39,9 @@ from jaxtune.data import (
     prepare_documents,
     rows_to_evaluate,
 )
-from jaxtune.data.columns import LABELLED, NEXT_TOKEN
-from jaxtune.data.formats import IGNORED_LABEL
+from jaxtune.data.formats.sample_formats import IGNORED_LABEL
 from jaxtune.errors import UserError
-from jaxtune.run.labels import labelled
+from jaxtune.weights.class_labels import labelled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -26,15 +26,16 @@ from jaxtune.config.loading import as_dict, from_text, plain
 from jaxtune.config.recipe import Recipe, read_recipe
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
+from jaxtune.evaluation.validation import evaluate
+from jaxtune.host import process
+from jaxtune.host.run_folder import RunFolder
+from jaxtune.inference.answers import Answering, mesh_of, open_model
+from jaxtune.inference.sampling import Manner
 from jaxtune.monitor import metrics
 from jaxtune.monitor.series import Series, series
 from jaxtune.parallel.layout import RULES
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.run import process
-from jaxtune.run.answers import Answering, mesh_of, open_model
-from jaxtune.run.folder import RunFolder
-from jaxtune.run.manner import Manner
-from jaxtune.run.validation import evaluate
+from jaxtune.weights.architecture import count_parameters
 
 _OPTION = re.compile(r"--config\.(\w+)\.(\w+(?:\.\w+)*)(?:=('[^']*'|[\w./-]*\w))?")  # as a command takes it
 
@@ -53,15 +54,16 @@ def config_of(recipe: str | Path | Config | ConfigDict, *, dialect: str | None =
     settings = dict(keys.leaves(plain(sections)))
     if isinstance(recipe, str | Path):
         name, _, argument = recipe.partition(":") if isinstance(recipe, str) else (str(recipe), "", "")
-        return read_recipe(name, argument or None, dialect).resolve_named(settings.items(), by="call")
+        read = read_recipe(name, argument or None, dialect)
+        return read.resolve_named(settings.items(), by="call", count=count_parameters)
     if dialect is not None:
         raise UserError(f"dialect={dialect!r}: has no effect: it is not a YAML file")
     if isinstance(recipe, ConfigDict):
-        return Recipe("config", recipe).resolve(settings.items(), by="call")
+        return Recipe("config", recipe).resolve(settings.items(), by="call", count=count_parameters)
     if not isinstance(recipe, Config):
         raise UserError(f"a recipe, its file, a Config or a ConfigDict is expected, not {type(recipe).__name__}")
     written = ConfigDict(as_dict(recipe), type_safe=False)
-    found = Recipe("config", written, notes=recipe.notes).resolve(settings.items(), by="call")
+    found = Recipe("config", written, notes=recipe.notes).resolve(settings.items(), by="call", count=count_parameters)
     left_out = [said for said in recipe.said if said.moot]
     return dataclasses.replace(found, said=(*left_out, *found.said)) if settings else recipe
 
@@ -119,7 +121,7 @@ class Run:
             prompts: Each a text, or a list of messages ({"role": ..., "content": ...}); one text is a single prompt.
             step: The checkpoint; None: the newest good one, or what was exported where there is none.
             mesh: Devices of each axis, such as {"fsdp": 4}; None: one device.
-            **manner: Of `jaxtune.run.manner.Manner`: max_new_tokens, temperature, top_p, top_k, min_p,
+            **manner: Of `jaxtune.inference.sampling.Manner`: max_new_tokens, temperature, top_p, top_k, min_p,
                 repetition_penalty, stop, seed, batch_size, chat.
         """
         if unknown := sorted(manner.keys() - {field.name for field in dataclasses.fields(Manner)}):
@@ -169,7 +171,7 @@ class Run:
             devices = make_mesh(config.mesh, process.devices(config.device), parallel=config.parallel)
             if not tasks:
                 return evaluate(config, devices, *which)
-            from jaxtune.run import lm_evaluation_harness as harness  # seconds to import, of an optional package
+            from jaxtune.evaluation import lm_evaluation_harness as harness  # seconds to import, of an optional package
 
             asked = harness.Asked((tasks,) if isinstance(tasks, str) else tuple(tasks), **how)
             return harness.metrics_of(harness.run_tasks(asked, config, devices, *which)[0])

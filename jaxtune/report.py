@@ -20,11 +20,11 @@ from jaxtune import command
 from jaxtune.config.loading import as_dict, from_json, to_json
 from jaxtune.config.schema import Config, Dataset
 from jaxtune.errors import UserError
+from jaxtune.host.run_folder import RunFolder
 from jaxtune.monitor import metrics, step_time
 from jaxtune.monitor.page import GENERATOR, Record, flat, of_some_steps, page
 from jaxtune.monitor.profiler import trace_folder
 from jaxtune.monitor.step_time import StepTime
-from jaxtune.run.folder import RunFolder
 
 NAME = "report.html"
 MOST_METRICS = 1000  # of a run: each is a chart

@@ -27,6 +27,14 @@ from jaxtune.checkpoint import CheckpointManager
 from jaxtune.checkpoint.mirror import Mirror
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
+from jaxtune.evaluation.evaluator import make_evaluate, metric_names
+from jaxtune.exports.copied_tensors import name_lost
+from jaxtune.exports.write import export
+from jaxtune.host import plugins, process
+from jaxtune.host.lock import locked
+from jaxtune.host.preflight import check_ready
+from jaxtune.host.run_folder import RunFolder, closing, resume_command, run_folder
+from jaxtune.inference.generation import continue_text
 from jaxtune.models.decoder import Parameters
 from jaxtune.monitor import curve
 from jaxtune.monitor.goodput import Goodput
@@ -35,32 +43,22 @@ from jaxtune.optim.schedules import learning_rates
 from jaxtune.parallel import multihost
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.python import Run, config_of, mesh_put_back
-from jaxtune.run import loop, memory, mirroring, plugins, process, resume, rollouts
-from jaxtune.run.assembly import assemble
+from jaxtune.rollout import rollouts
+from jaxtune.rollout.rewards import load_rewards, try_rewards
+from jaxtune.run import loop, mirror_sync, resume
 from jaxtune.run.best import check_metric, is_judged
-from jaxtune.run.copied import name_lost
-from jaxtune.run.describe import describe_layout, describe_pipeline
-from jaxtune.run.evaluation import make_evaluate, metric_names
-from jaxtune.run.export import export
-from jaxtune.run.folder import RunFolder, closing, resume_command, run_folder
-from jaxtune.run.generation import continue_text
-from jaxtune.run.labels import labelled
-from jaxtune.run.lock import locked
-from jaxtune.run.model import read_base
-from jaxtune.run.ready import check_ready
-from jaxtune.run.rewards import load_rewards, try_rewards
-from jaxtune.run.scored import with_reference
-from jaxtune.run.state import State
 from jaxtune.run.tasks import tasks_of
-from jaxtune.run.teacher import declare_teacher, with_teacher
-from jaxtune.run.values import (
-    check_files,
-    frozen_parameters,
-    read_reference,
-    result_of,
-    start_parameters,
-)
 from jaxtune.run.watch import watching
+from jaxtune.scoring.reference_scores import with_reference
+from jaxtune.scoring.teacher_scores import declare_teacher, with_teacher
+from jaxtune.terminal import STOPPED
+from jaxtune.training import memory
+from jaxtune.training.assembly import assemble
+from jaxtune.training.state import State
+from jaxtune.weights.class_labels import labelled
+from jaxtune.weights.describe import describe_layout, describe_pipeline
+from jaxtune.weights.model import read_base
+from jaxtune.weights.values import check_files, frozen_parameters, read_reference, result_of, start_parameters
 
 log = logging.getLogger("jaxtune")
 
@@ -81,7 +79,7 @@ def train(config: Config) -> bool:
         process.log_to_file(config, folder.path),
         asked_by_signal(),
         memory.out_of_memory_is_answered(config),
-        mirroring.mirrored(config, folder) as mirror,
+        mirror_sync.mirrored(config, folder) as mirror,
     ):
         return _train(config, folder, mirror, goodput)
 
@@ -95,7 +93,7 @@ def _train(config: Config, folder: RunFolder, mirror: Mirror | None, goodput: Go
         process.on_main(lambda: hf.check_upload(hub, private, "export.push_to_hub"))
     resume.link_checkpoints(config, folder)
     checkpoints = CheckpointManager(folder.checkpoints, config.ckpt.keep_last, mirror)
-    mirroring.fetch(config, folder, mirror, checkpoints)
+    mirror_sync.fetch(config, folder, mirror, checkpoints)
     saved = resume.saved_run(config, folder, checkpoints)
 
     # ---- model: declared, not read ----
@@ -166,7 +164,7 @@ def _train(config: Config, folder: RunFolder, mirror: Mirror | None, goodput: Go
             if state.reference and config.preference.reference != "start":
                 state = state._replace(reference=read_reference(model, config, state.reference))
         resume.begin(config, folder, feed.counts)
-        mirroring.begin(config, mirror)
+        mirror_sync.begin(config, mirror)
 
     # ---- the loop: steps, and the tasks between them ----
     work, total_steps = model.work(config.data.seq_len), feed.total_steps
@@ -262,7 +260,7 @@ class _Callable(types.ModuleType):
 
 def run_command(_: FlagValues, config: Config) -> int:
     """Trains; returns the command's exit code."""
-    return 0 if train(config) else command.STOPPED
+    return 0 if train(config) else STOPPED
 
 
 sys.modules[__name__].__class__ = _Callable

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from tiny import VOCABULARY
 
-from jaxtune.models.call import Call
 from jaxtune.models.decoder import bind
+from jaxtune.models.forward_options import Call
 from jaxtune.models.score import hidden_states
 from jaxtune.parallel.layout import by_token
 

@@ -60,6 +60,6 @@ def write_tasks(folder: Path, **texts: str) -> Path:
 
 def without_those_of_the_harness(patch: pytest.MonkeyPatch) -> None:
     """Commands then know no other tasks than those of --include_path: thousands of files take seconds to read."""
-    from jaxtune.run import lm_evaluation_harness as harness
+    from jaxtune.evaluation import lm_evaluation_harness as harness
 
     patch.setattr(harness, "_Tasks", partial(harness._Tasks, include_defaults=False))

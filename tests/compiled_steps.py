@@ -7,10 +7,10 @@ from functools import cache
 from pathlib import Path
 
 from jaxtune.config import load_recipe, resolve
+from jaxtune.host.process import compiler_options
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.run.assembly import assemble
-from jaxtune.run.model import read_base
-from jaxtune.run.process import compiler_options
+from jaxtune.training.assembly import assemble
+from jaxtune.weights.model import read_base
 from pallas_kernels import aot
 
 CONFIGS, README = (Path(__file__).parents[1] / name for name in ("configs", "README.md"))

@@ -9,6 +9,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import jax
+import psutil
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -38,14 +39,30 @@ def quick_to_compile(request):
     jax.config.update("jax_disable_most_optimizations", request.path.parent.name not in ("aot", "gpu"))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def released_programs():
-    """What a file has compiled goes when the file ends: kept, it comes to gigabytes in a process that runs them all."""
-    yield
+MOST_BYTES = 2.3e9  # of a process that runs tests; with what the next one takes, it stays below 3 GB
+
+
+def release_programs():
+    """Free the programs that tests have compiled: kept, they take gigabytes in a process that runs all files."""
     jax.clear_caches()
     gc.collect()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc keeps what is freed
         trim(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_of_a_file():
+    """The programs of a file are shared by its tests and freed at its end."""
+    yield
+    release_programs()
+
+
+@pytest.fixture(autouse=True)
+def bounded_memory():
+    """A file that compiles much frees its programs on the way."""
+    yield
+    if psutil.Process().memory_info().rss > MOST_BYTES:
+        release_programs()
 
 
 @pytest.fixture(autouse=True)

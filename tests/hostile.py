@@ -14,7 +14,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from jaxtune.command import REFUSED, guarded
+from jaxtune.command import guarded
+from jaxtune.terminal import REFUSED
 
 SECONDS, BYTES = 30.0, 2**30
 """Limits for reading one input: time, and memory beyond the process's own."""

@@ -13,14 +13,14 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from jaxtune.columns import Column
 from jaxtune.config.schema import Config, Data, Lora, Model, Quant
-from jaxtune.data.columns import Column
-from jaxtune.data.units import Documents, Part
+from jaxtune.data.formats.units import Documents, Part
 from jaxtune.models import families
 from jaxtune.models.parameters import Parameter, declare
 from jaxtune.models.spec import FeedForward, Heads, Layer, ModelSpec, Norm, Rope
-from jaxtune.run.model import declare_model, read_base
-from jaxtune.run.values import read_parameters
+from jaxtune.weights.model import declare_model, read_base
+from jaxtune.weights.values import read_parameters
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"

@@ -27,9 +27,9 @@ from gpu.predicted import beside, compile_and_read, known_gpu
 from gpu.qwen3 import CONFIGS
 from gpu.timing import Call, seconds_per_call
 from gpu.workers import Job, Piece, Row
+from jaxtune.host.process import DETERMINISTIC_OPTIONS
 from jaxtune.plan.calibration import PLAUSIBLE, assumptions, with_value
 from jaxtune.plan.rates import SCENARIOS, Rates
-from jaxtune.run.process import DETERMINISTIC_OPTIONS
 from pallas_kernels import cost
 from pallas_kernels.flash_attention import MaskSpec, triton
 from pallas_kernels.flash_attention.mask import intervals

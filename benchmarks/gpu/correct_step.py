@@ -13,8 +13,8 @@ from gpu import models
 from gpu.correctness import relative_error
 from gpu.qwen3 import CONFIGS
 from gpu.workers import Job, Piece, Row
+from jaxtune.host.process import compiler_options
 from jaxtune.precision.recipes import RECIPES
-from jaxtune.run.process import compiler_options
 
 STEPS, RATE, WORDS = 20, 1e-2, 16  # of the vocabulary, so that there is something to learn
 LEAST_DROP = 0.1  # of the loss, over STEPS on one batch

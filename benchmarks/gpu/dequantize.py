@@ -18,7 +18,7 @@ from gpu.attention import refusal
 from gpu.quantized import Weight, format_named, largest_relative_error, weights, wrong
 from gpu.timing import Call, seconds_per_call
 from gpu.workers import Job, Piece, Row
-from jaxtune.run.process import compiler_options
+from jaxtune.host.process import compiler_options
 from pallas_kernels import quant_matmul
 from pallas_kernels.gpus import GPUS
 from pallas_kernels.quant_matmul import reference, triton

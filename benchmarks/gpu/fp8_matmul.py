@@ -15,7 +15,7 @@ from gpu.attention import refusal
 from gpu.quantized import largest_error, wrong
 from gpu.timing import Call, seconds_per_call
 from gpu.workers import Job, Piece, Row
-from jaxtune.run.process import compiler_options
+from jaxtune.host.process import compiler_options
 from pallas_kernels.fp8_matmul import block_scales, fp8_matmul, quantize
 
 ROWS = (4096, 8192, 16_384, 32_768)

@@ -17,7 +17,7 @@ from gpu.attention import refusal
 from gpu.quantized import largest_error, wrong
 from gpu.timing import Call, seconds_per_call
 from gpu.workers import Job, Piece, Row
-from jaxtune.run.process import compiler_options
+from jaxtune.host.process import compiler_options
 from pallas_kernels.gated_delta_rule import BACKENDS, gated_delta_rule, triton
 
 KEY_HEADS, VALUE_HEADS, SIZE = 16, 32, 128

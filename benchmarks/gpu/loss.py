@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from gpu.timing import Call, seconds_per_call
 from gpu.workers import Job, Piece, Row
-from jaxtune.run.process import compiler_options
+from jaxtune.host.process import compiler_options
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 
 TOKENS, WIDTH = 8192, 4096

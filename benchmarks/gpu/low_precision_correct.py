@@ -13,12 +13,12 @@ from gpu import models
 from gpu.correctness import relative_error
 from gpu.qwen3 import CONFIGS
 from gpu.workers import Job, Piece, Row
+from jaxtune.host.process import compiler_options
 from jaxtune.parallel.layout import by_token
 from jaxtune.precision import nvfp4
 from jaxtune.precision.fp8 import Fp8Numbers
 from jaxtune.precision.matmul import LowPrecision
 from jaxtune.precision.nvfp4 import Nvfp4Numbers
-from jaxtune.run.process import compiler_options
 from pallas_kernels.gpus import current_device
 
 NUMBERS = {

@@ -10,13 +10,13 @@ import numpy as np
 from gpu.qwen3 import ALPHA, RANK
 from jaxtune.config.schema import Config, Lora, Memory, Model, Optim, Precision, Quant
 from jaxtune.models import families
-from jaxtune.models.dropout import named_key
 from jaxtune.models.parameters import Parameter, randomize
 from jaxtune.models.score import Batch
 from jaxtune.parallel.layout import AXES, by_token
+from jaxtune.parallel.random import named_key
 from jaxtune.precision.recipes import RECIPES
-from jaxtune.run.assembly import Program, assemble
-from jaxtune.run.model import Base
+from jaxtune.training.assembly import Program, assemble
+from jaxtune.weights.model import Base
 
 RATE = 1e-4
 

@@ -17,8 +17,8 @@ from gpu import models
 from gpu.qwen3 import CONFIGS
 from gpu.timing import Call, seconds_per_call
 from gpu.workers import Job, Piece, Row
+from jaxtune.host.process import compiler_options
 from jaxtune.optim.build import Step
-from jaxtune.run.process import compiler_options
 from pallas_kernels.gpus import GPUS
 
 NAMES = ("adamw_8bit", "adamw", "normuon", "muon")

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 
 from gpu.workers import Row
+from jaxtune.host.process import compiler_options
 from jaxtune.plan.calibration import scenarios
 from jaxtune.plan.launches import Program, executed, read_program
 from jaxtune.plan.prediction import xla_options
 from jaxtune.plan.rates import Rates, step_ms
-from jaxtune.run.process import compiler_options
 from pallas_kernels.aot import dumped_thunks
 from pallas_kernels.gpus import GPUS
 

@@ -18,7 +18,7 @@ from gpu.attention import refusal
 from gpu.quantized import Weight, format_named, largest_error, weights, wrong
 from gpu.timing import Call, seconds_per_call
 from gpu.workers import REASONS, Job, Piece, Row
-from jaxtune.run.process import compiler_options
+from jaxtune.host.process import compiler_options
 from pallas_kernels.quant_matmul import BACKENDS, fused, quant_matmul, reference
 from pallas_kernels.quant_matmul.layout import layout_of
 

@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from jaxtune.config.rules import Problem, broken
+from jaxtune.config.option_rules import Problem, broken
 from jaxtune.config.schema import TRAINED, WEIGHTED, Chat, Config
+from jaxtune.config.schemes import ANY_SIZE, BLOCK_SIZES
 
 WHOLE_EXPERTS = ("adafactor", "muon", "normuon")  # optimizers that go through a stack one matrix after another
 
@@ -351,10 +352,7 @@ def _quant(config: Config) -> Iterator[Problem]:
     if not config.lora.enabled:
         reason = "quantized weights are frozen; train adapters on them with lora.enabled = True"
         yield _problem(config, "quant.format", reason, "lora.enabled")
-    from jaxtune.quant import ANY_SIZE, format_module  # imports jax, which other configs need not wait for
-
-    format = format_module(quant.format)
-    sizes, size = format.BLOCK_SIZES, quant.block_size
+    sizes, size = BLOCK_SIZES[quant.format], quant.block_size
     if size is not None and size not in sizes and not (ANY_SIZE in sizes and isinstance(size, int) and size > 1):
         reason = f"quant.format = {quant.format!r} can have {' or '.join(map(str, sizes))}"
         yield _problem(config, "quant.block_size", reason, "quant.format")

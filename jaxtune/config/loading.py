@@ -14,9 +14,9 @@ from typing import Any, Literal, Union
 
 from ml_collections import ConfigDict
 
-from jaxtune.config import checks, in_memory, keys, recommended, rules
+from jaxtune.config import checks, in_memory, keys, option_rules, recommended
 from jaxtune.config.inheritance import RecipeConfig, inherited_keys
-from jaxtune.config.rules import Problem
+from jaxtune.config.option_rules import Problem
 from jaxtune.config.schema import Config, Dataset, Said
 from jaxtune.errors import UserError, hide_secrets
 
@@ -75,6 +75,7 @@ def resolve(
     notes: tuple[str, ...] = (),
     by: Literal["command line", "call"] = "command line",
     inherited: Container[str] | None = None,
+    count: recommended.CountParameters | None = None,
 ) -> Config:
     """The typed and checked Config; its `said` records who gave each value.
 
@@ -94,6 +95,7 @@ def resolve(
         by: Whose settings `overrides` are.
         inherited: Keys of values in `config` that are from a recipe that this one starts from; None: those that its
             get_config() has from another one.
+        count: Counts the parameters of a model, on which some recommendations of train.recommend depend.
 
     Raises:
         UserError: There are unknown keys, wrong types or contradictions; the message lists all of them.
@@ -118,8 +120,8 @@ def resolve(
     names = _OF_FILES if source == "translation" else (*_OF_FILES, *_OF_COLUMNS)
     of_samples, moot = list(_of_other_samples(values, nearness, names)), list(_displaced(values, nearness))
     if (asked := _build(Config, values, "", [])).train.recommend:
-        own_values = () if source == "translation" else rules.changed(asked)
-        better, lines = recommended.recommend(asked, {*typed, *stated, *own_values})
+        own_values = () if source == "translation" else option_rules.changed(asked)
+        better, lines = recommended.recommend(asked, {*typed, *stated, *own_values}, count)
         for key, value in better.items():
             set_value(values, key, value)
         notes += lines
@@ -140,8 +142,10 @@ def resolve(
         moot += spared
     refuse(recipe, problems + found)
     in_memory.refuse_alike(entry.path for entry in (*resolved.data.datasets, *resolved.data.eval_datasets))
-    kept = {*typed, *stated, *rules.changed(resolved)}
-    said = [Said(key, by if key in typed else source) for key, _, _ in rules.every_option(resolved) if key in kept]
+    kept = {*typed, *stated, *option_rules.changed(resolved)}
+    said = [
+        Said(key, by if key in typed else source) for key, _, _ in option_rules.every_option(resolved) if key in kept
+    ]
     # That a default of the other system has no effect is nothing its user needs to know.
     tells_all = given is None or source == "recipe"
     if told := {key: value for key, value in of_samples if tells_all or key in stated}:
@@ -352,7 +356,7 @@ def _build(section: Any, values: Any, prefix: str, problems: list[Problem]) -> A
             rule = section.__dataclass_fields__[name]
             if value is None and _is_unset(key, rule.default):
                 continue
-            if value == -1 and annotation == int | None and not rules.inside(-1, rule.metadata["within"]):
+            if value == -1 and annotation == int | None and not option_rules.inside(-1, rule.metadata["within"]):
                 value = None  # as other toolkits write a count that is not set
             try:
                 fields[name] = _convert(value, annotation)

@@ -23,7 +23,8 @@ from ml_collections import ConfigDict
 from jaxtune.config import foreign, keys, yaml_file
 from jaxtune.config.inheritance import every_key
 from jaxtune.config.loading import as_dict, from_json, new_config, refuse, resolve, with_values
-from jaxtune.config.rules import Problem
+from jaxtune.config.option_rules import Problem
+from jaxtune.config.recommended import CountParameters
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError, printable
 
@@ -51,19 +52,26 @@ class Recipe:
     inherited: frozenset[str] | None = None
 
     def resolve(
-        self, overrides: Iterable[tuple[str, Any]] = (), by: Literal["command line", "call"] = "command line"
+        self,
+        overrides: Iterable[tuple[str, Any]] = (),
+        by: Literal["command line", "call"] = "command line",
+        count: CountParameters | None = None,
     ) -> Config:
         """The typed and checked Config (`loading.resolve`)."""
-        return resolve(self.config, self.name, overrides, self.source, self.given, self.notes, by, self.inherited)
+        given = self.source, self.given, self.notes, by, self.inherited
+        return resolve(self.config, self.name, overrides, *given, count)
 
     def resolve_named(
-        self, overrides: Iterable[tuple[str, Any]] = (), by: Literal["command line", "call"] = "command line"
+        self,
+        overrides: Iterable[tuple[str, Any]] = (),
+        by: Literal["command line", "call"] = "command line",
+        count: CountParameters | None = None,
     ) -> Config:
         """The Config of a run; where it has no name, that of the recipe.
 
         It is the same each time, so that ckpt.resume='auto' finds the run again.
         """
-        config = self.resolve(overrides, by)
+        config = self.resolve(overrides, by, count)
         if config.train.run_name is not None:
             return config
         return dataclasses.replace(

@@ -1,9 +1,10 @@
 """`train.recommend`: the rule of thumb of a mode and model size, for options that nobody set."""
 
 import math
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 
 from jaxtune.config.schema import Config, Model
+from jaxtune.errors import UserError
 
 ERNIEKIT = "ERNIEKit's training configuration, 1.3"
 QLORA = "Dettmers et al. 2023, table 9"
@@ -30,18 +31,28 @@ LEARNING_RATES = (
 WARMUP_RATIO = 0.03, f"1% to 10% of steps: {ERNIEKIT}"
 
 
-def recommend(config: Config, told: Set[str]) -> tuple[dict[str, float], tuple[str, ...]]:
-    """What is recommended for the mode and the size of the model, whose config.json may be read for it.
+CountParameters = Callable[[Model], int]
+"""The number of parameters of a model, by its config.json."""
+
+
+def recommend(
+    config: Config, told: Set[str], count: CountParameters | None
+) -> tuple[dict[str, float], tuple[str, ...]]:
+    """Values for the mode and the size of the model.
 
     Args:
         config: All options.
         told: The keys that the user or the recipe has set, which stay as they are.
+        count: Called only if the recommendation depends on the size.
 
     Returns:
         Values by key, and a line for the user about each.
+
+    Raises:
+        UserError: The recommendation depends on the size, and there is no `count`.
     """
     values, lines = {}, []
-    for key, value, why in _advice(config):
+    for key, value, why in _advice(config, count):
         mine = sorted(told & ({key, "optim.warmup_steps"} if key == "optim.warmup_ratio" else {key}))
         if value is None:
             lines.append(f"recommended: nothing for {key}: {why}")
@@ -53,14 +64,14 @@ def recommend(config: Config, told: Set[str]) -> tuple[dict[str, float], tuple[s
     return values, tuple(lines)
 
 
-def _advice(config: Config) -> Iterator[tuple[str, float | None, str]]:
+def _advice(config: Config, count: CountParameters | None) -> Iterator[tuple[str, float | None, str]]:
     """(key, value, why)."""
     mode = _mode(config)
     if mode is None:
         yield "optim.learning_rate", None, "there is no rule of thumb for reward models"
     elif config.optim.name in ADAMW:
         rates = [(most, rate, source) for of, most, rate, source in LEARNING_RATES if of == mode]
-        size = _billions(config.model) if len(rates) > 1 else 0.0
+        size = _billions(config, count) if len(rates) > 1 else 0.0
         rate, source = next((rate, source) for most, rate, source in rates if size <= most)
         of = f"{mode}, {size:.2g} billion parameters" if len(rates) > 1 else mode
         yield "optim.learning_rate", rate, f"{of}: {source}"
@@ -81,11 +92,7 @@ def _mode(config: Config) -> str | None:
     return "LoRA" if config.quant.format is None else "QLoRA"
 
 
-def _billions(model: Model) -> float:
-    """Parameters of a model in billions, by its config.json, which is downloaded if need be."""
-    from jaxtune import hf  # imports jax, which other configs need not wait for
-    from jaxtune.models import families
-    from jaxtune.models.parameters import declare
-
-    declared = declare(families.read_spec(hf.describe(model)))[1]
-    return sum(math.prod(parameter.shape) for parameter in declared.values()) / 1e9
+def _billions(config: Config, count: CountParameters | None) -> float:
+    if count is None:
+        raise UserError("train.recommend depends on the size of the model here; jaxtune.config_of(recipe) reads it")
+    return count(config.model) / 1e9

@@ -234,7 +234,7 @@ class Data:
     prefetch: int = option(4, "batches that are read ahead", "batches [0, inf)", when="data.num_workers")
 
 
-# What chat.loss_scale names: which messages are trained, and weights of text in them (`data.masks`).
+# What chat.loss_scale names: which messages are trained, and weights of text in them (`data.chat.masks`).
 TRAINED = ("default", "last_round", "all")
 WEIGHTED = ("ignore_empty_think", "ignore_think_prefix", "react", "hermes", "qwen")
 
@@ -971,7 +971,10 @@ class Config:
 
     def __repr__(self) -> str:
         """The options that are not the defaults, a line each."""
-        from jaxtune.config import keys, rules  # which read this file
+        from jaxtune.config import (
+            keys,
+            option_rules,  # which read this file
+        )
 
-        values = rules.changed(self).items()
+        values = option_rules.changed(self).items()
         return hide_secrets("\n".join(f"{key} = {value!r}" for key, value in values if not keys.has_entries(key)))

@@ -1,6 +1,19 @@
-"""The formats that an export may be quantized to."""
+"""The formats of quantized weights: the block sizes that each can have, and those that an export may have."""
+
+from typing import Any
 
 from jaxtune.config.schema import Quant
+
+ANY_SIZE = "a number of elements, 2 or more"
+
+# The values of quant.block_size by quant.format: elements of a block, or what has one scale.
+BLOCK_SIZES: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("nf4", "fp4"), (64, 128, 256, 512)),
+    "fp8": (64, 128, 256, "channel", "tensor"),
+    "nvfp4": (16,),
+    "mxfp4": (32,),
+    **dict.fromkeys(("int8", "int4", "weight_only_mix"), ("channel", ANY_SIZE)),
+}
 
 # By the name of their quant.format: in the blocks that most such files have, and nf4 with float32 scales.
 SCHEMES = {

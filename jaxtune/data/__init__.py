@@ -1,30 +1,30 @@
 """From datasets to batches: read, render, tokenise once, plan, load.
 
-Importing `data.columns` loads numpy alone; everything else is imported on first use.
+Importing `columns` loads numpy alone; everything else is imported on first use.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxtune.data.chat import ChatTemplate
-    from jaxtune.data.feed import Feed, open_feed, rows_to_evaluate
-    from jaxtune.data.loader import abstract_batch, batches
-    from jaxtune.data.prompt_feed import PromptFeed, open_prompt_sets, open_prompts
-    from jaxtune.data.rows import Counts, Rows
-    from jaxtune.data.splits import open_documents, open_validation, prepare_documents
-    from jaxtune.data.streams import Stream
-    from jaxtune.data.units import Documents
+    from jaxtune.data.chat.chat_template import ChatTemplate
+    from jaxtune.data.formats.units import Documents
+    from jaxtune.data.rows.feed import Feed, open_feed, rows_to_evaluate
+    from jaxtune.data.rows.loader import abstract_batch, batches
+    from jaxtune.data.rows.packed_rows import Counts, Rows
+    from jaxtune.data.rows.prompt_feed import PromptFeed, open_prompt_sets, open_prompts
+    from jaxtune.data.rows.splits import open_documents, open_validation, prepare_documents
+    from jaxtune.data.rows.streams import Stream
 
 _HOMES = {
-    "chat": ("ChatTemplate",),
-    "feed": ("Feed", "open_feed", "rows_to_evaluate"),
-    "loader": ("abstract_batch", "batches"),
-    "prompt_feed": ("PromptFeed", "open_prompt_sets", "open_prompts"),
-    "rows": ("Counts", "Rows"),
-    "splits": ("open_documents", "open_validation", "prepare_documents"),
-    "streams": ("Stream",),
-    "units": ("Documents",),
+    "chat.chat_template": ("ChatTemplate",),
+    "rows.feed": ("Feed", "open_feed", "rows_to_evaluate"),
+    "rows.loader": ("abstract_batch", "batches"),
+    "rows.prompt_feed": ("PromptFeed", "open_prompt_sets", "open_prompts"),
+    "rows.packed_rows": ("Counts", "Rows"),
+    "rows.splits": ("open_documents", "open_validation", "prepare_documents"),
+    "rows.streams": ("Stream",),
+    "formats.units": ("Documents",),
 }
 
 

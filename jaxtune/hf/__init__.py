@@ -1,14 +1,14 @@
 """Hugging Face folders, read and written: config, weights, tokenizer, PEFT adapters, model card; and uploads."""
 
 from jaxtune.config.schemes import SCHEMES
-from jaxtune.hf.card import Evaluation, write_card
 from jaxtune.hf.description import OF_ONE_MODEL, Folders, changed, describe, folders, overrides
-from jaxtune.hf.folder import label_names, read_config, read_generation_config, resolve, write_config
 from jaxtune.hf.larger_model import in_place
+from jaxtune.hf.model_card import Evaluation, write_card
+from jaxtune.hf.model_folder import label_names, read_config, read_generation_config, resolve, write_config
 from jaxtune.hf.peft import SavedAdapter, adapted_modules, read_adapter, write_adapter
-from jaxtune.hf.prequantized import Scheme, read_quantized, read_scheme
-from jaxtune.hf.quantized import quantize
-from jaxtune.hf.sources import open_weights, weight_files
+from jaxtune.hf.quantized.prequantized import Scheme, read_quantized, read_scheme
+from jaxtune.hf.quantized.written import quantize
+from jaxtune.hf.tensor_sources import open_weights, weight_files
 from jaxtune.hf.tokenizer import (
     choose_padding,
     copy_tokenizer_files,

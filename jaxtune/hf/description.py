@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jaxtune.config.schema import Model
 from jaxtune.errors import UserError
-from jaxtune.hf.folder import read_config, resolve
+from jaxtune.hf.model_folder import read_config, resolve
 from jaxtune.models.families.llama import ROPE_ENTRIES
 
 # What `model` says of one model, which no other one that is read beside it has.

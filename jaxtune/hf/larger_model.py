@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from jaxtune.hf.sources import ALL_DTYPES, check_content, current_name, older_name, open_sources, weight_files
+from jaxtune.hf.tensor_sources import ALL_DTYPES, check_content, current_name, older_name, open_sources, weight_files
 from jaxtune.hf.weights import Tensor
 
 

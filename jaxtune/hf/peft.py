@@ -12,8 +12,8 @@ import jax
 
 from jaxtune.config.schema import Lora
 from jaxtune.errors import UserError
-from jaxtune.hf.folder import staged
-from jaxtune.hf.sources import DTYPES, Source, current_name, open_sources
+from jaxtune.hf.model_folder import staged
+from jaxtune.hf.tensor_sources import DTYPES, Source, current_name, open_sources
 from jaxtune.hf.weights import Tensor, write
 from jaxtune.json_file import read_json
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxtune.errors import UserError, is_failure
 from jaxtune.hf.chat_templates import find_template
-from jaxtune.hf.folder import read_generation_config
+from jaxtune.hf.model_folder import read_generation_config
 from jaxtune.json_file import read_json
 
 if TYPE_CHECKING:

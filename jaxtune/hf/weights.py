@@ -22,9 +22,9 @@ import xxhash
 from jaxtyping import Array, Int, Shaped
 
 from jaxtune.errors import UserError
-from jaxtune.hf.folder import staged
-from jaxtune.hf.mxfp4 import Codes, Exponents, Mxfp4, with_mxfp4
-from jaxtune.hf.sources import ALL_DTYPES, CHECKSUM, DTYPES, Part, Rows, Source, check_content, open_weights
+from jaxtune.hf.model_folder import staged
+from jaxtune.hf.mxfp4_tensors import Codes, Exponents, Mxfp4, with_mxfp4
+from jaxtune.hf.tensor_sources import ALL_DTYPES, CHECKSUM, DTYPES, Part, Rows, Source, check_content, open_weights
 from jaxtune.models.places import Place
 
 MAX_SHARD_BYTES = 5 * 10**9

@@ -10,9 +10,9 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxtune.lora.lora import LoRA, added, dropped, matrices_of
-from jaxtune.models.call import Call
 from jaxtune.models.declared import declared
-from jaxtune.models.linear import Linear
+from jaxtune.models.forward_options import Call
+from jaxtune.models.layers.linear import Linear
 from jaxtune.parallel.layout import P, gather, ungathered
 from jaxtune.quant.array import QuantizedArray
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxtune.models.call import Call
 from jaxtune.models.declared import declared
-from jaxtune.models.linear import Linear
+from jaxtune.models.forward_options import Call
+from jaxtune.models.layers.linear import Linear
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from jaxtune.lora.lora import FROM_WEIGHT, LoRA
 from jaxtune.models.parameters import Site, loaded_names, sites
 from jaxtune.models.selection import select
 from jaxtune.models.spec import ModelSpec
-from jaxtune.models.treat import linears, treat, treat_linears, treat_sites
+from jaxtune.models.treatment import linears, treat, treat_linears, treat_sites
 
 
 def inject(spec: ModelSpec, lora: Lora) -> ModelSpec:

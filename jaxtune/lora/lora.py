@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxtune.models.call import Call
 from jaxtune.models.declared import declared
-from jaxtune.models.dropout import dropout
-from jaxtune.models.linear import Linear, matmul, named
+from jaxtune.models.forward_options import Call
+from jaxtune.models.layers.linear import Linear, matmul, named
+from jaxtune.parallel.random import dropout
 
 Init = Literal["uniform", "gaussian", "pissa", "olora"]
 FROM_WEIGHT = ("pissa", "olora")  # these start as a part of the weight

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jaxtune.models.attend import attend_cached
-from jaxtune.models.call import Call
 from jaxtune.models.decoder import Decoder, inputs_of
-from jaxtune.models.delta_net import memory
+from jaxtune.models.forward_options import Call
+from jaxtune.models.layers.attend import attend_cached
+from jaxtune.models.layers.delta_net import memory
 from jaxtune.models.score import logits
 from jaxtune.models.spec import DeltaNet, Heads, ModelSpec
 from jaxtune.parallel.layout import P, Rules, by_head, by_token

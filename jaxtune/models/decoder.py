@@ -13,21 +13,21 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxtune.models.attention import Attend, Attention, Inputs
-from jaxtune.models.call import Call, Remat
 from jaxtune.models.declared import declared
-from jaxtune.models.delta_net import GatedDeltaNet
-from jaxtune.models.dropout import dropout, shaken
-from jaxtune.models.experts import Experts
-from jaxtune.models.latent_attention import LatentAttention
-from jaxtune.models.linear import EXPERT_PRODUCT, FFN_PRODUCT, PRODUCT, QKV_PRODUCT
-from jaxtune.models.lookup import lookup
-from jaxtune.models.mlp import MLP
-from jaxtune.models.norm import Norm
-from jaxtune.models.rope import rotation
+from jaxtune.models.forward_options import Call, Remat
+from jaxtune.models.layers.attention import Attend, Attention, Inputs
+from jaxtune.models.layers.delta_net import GatedDeltaNet
+from jaxtune.models.layers.experts import Experts
+from jaxtune.models.layers.latent_attention import LatentAttention
+from jaxtune.models.layers.linear import EXPERT_PRODUCT, FFN_PRODUCT, PRODUCT, QKV_PRODUCT
+from jaxtune.models.layers.lookup import lookup
+from jaxtune.models.layers.mlp import MLP
+from jaxtune.models.layers.norm import Norm
+from jaxtune.models.layers.rope import rotation
 from jaxtune.models.spec import DeltaNet, FeedForward, Heads, Layer, ModelSpec, StackSpec
 from jaxtune.parallel.layout import GATHERED, P, by_residual, by_token
 from jaxtune.parallel.offload import landed
+from jaxtune.parallel.random import dropout, shaken
 from jaxtune.precision.matmul import MAXIMA
 from pallas_kernels import flash_attention, gated_delta_rule
 
@@ -248,3 +248,8 @@ def bind(graph: nnx.GraphDef, parameters: Parameters) -> Any:
     """The decoder, or a part of it, with these values in place of what it declares."""
     values: Any = {tuple(int(p) if p.isdigit() else p for p in name.split(".")): v for name, v in parameters.items()}
     return nnx.merge(graph, nnx.from_flat_state(values))
+
+
+def cast_like(parameters: Parameters, like: Parameters) -> Parameters:
+    """Copies of the parameters that `like` names, in its dtypes."""
+    return {name: jnp.copy(parameters[name].astype(other.dtype)) for name, other in like.items()}

@@ -15,7 +15,6 @@ from jaxtyping import Array, Float
 
 from jaxtune.models.declared import Init, Kind
 from jaxtune.models.decoder import Block, Decoder, Parameters
-from jaxtune.models.dropout import named_key
 from jaxtune.models.families import names_of
 from jaxtune.models.places import Place, Tensor
 from jaxtune.models.spec import DeltaNet, Experts, Heads, Layer, ModelSpec, Treatment
@@ -23,6 +22,7 @@ from jaxtune.parallel.layout import RULES, Axes, axes_in, axes_of, by_head, shar
 from jaxtune.parallel.layout import spec as partition_spec
 from jaxtune.parallel.mesh import misfit
 from jaxtune.parallel.offload import on_host
+from jaxtune.parallel.random import named_key
 from jaxtune.precision.linears import Frozen
 from jaxtune.precision.operands import Numbers
 from jaxtune.quant.format import Format

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxtune.models.attend import attend_packed
-from jaxtune.models.attention import Inputs
-from jaxtune.models.call import Call
 from jaxtune.models.decoder import Decoder, Stack, Sums, inputs_of, joined
-from jaxtune.models.dropout import Noise, Source
+from jaxtune.models.forward_options import Call
+from jaxtune.models.layers.attend import attend_packed
+from jaxtune.models.layers.attention import Inputs
 from jaxtune.models.spec import ModelSpec
 from jaxtune.parallel.layout import RULES, P, by_head, by_residual, by_token
-from jaxtune.parallel.pipeline import by_stage, from_one, sent
+from jaxtune.parallel.pipeline_schedule import by_stage, from_one, sent
+from jaxtune.parallel.random import Noise, Source
 
 Batch = dict[str, Array]
 # Of a batch, what layers see.

@@ -9,10 +9,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxtune.errors import UserError
 from jaxtune.models import pipeline
-from jaxtune.models.call import Call
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.divergence import Divergence, likeliest, scored_beside
-from jaxtune.models.lookup import lookup
+from jaxtune.models.forward_options import Call
+from jaxtune.models.layers.lookup import lookup
 from jaxtune.models.pipeline import Batch
 from jaxtune.parallel.layout import P, by_token, gather, used
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
@@ -22,10 +22,10 @@ class Scores(NamedTuple):
     """Scores of a micro-batch.
 
     log_prob: of each target, in nats, float32; 0 where loss_weight is 0, whose logits are never computed. With a z-loss
-    its penalty is taken off. loss: -log_prob * loss_weight. sums: what layers emit (`models.experts`). reference:
-    log_prob without adapters, no gradient reaches it; None where the objective does not ask for it. divergence: from a
-    teacher, as log_prob float32 in nats and 0 where loss_weight is 0; None where it is not asked for. hits: whether the
-    target is the likeliest token, and has a loss_weight; None where it is not asked for.
+    its penalty is taken off. loss: -log_prob * loss_weight. sums: what layers emit (`models.layers.experts`).
+    reference: log_prob without adapters, no gradient reaches it; None where the objective does not ask for it.
+    divergence: from a teacher, as log_prob float32 in nats and 0 where loss_weight is 0; None where it is not asked
+    for. hits: whether the target is the likeliest token, and has a loss_weight; None where it is not asked for.
     """
 
     log_prob: Float[Array, "b s"]

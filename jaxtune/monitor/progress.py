@@ -14,7 +14,7 @@ import rich.console
 import rich.progress
 import rich.text
 
-# What is shown by other means than the log, for the log's file alone (`run.process.log_to_file`).
+# What is shown by other means than the log, for the log's file alone (`host.process.log_to_file`).
 FILE = logging.getLogger("jaxtune-progress")
 MEAN_STEPS = 20  # the mean loss is over this many steps
 

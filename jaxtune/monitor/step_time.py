@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 from jax.profiler import ProfileData
 
 from jaxtune.errors import UserError
+from jaxtune.hlo import Frame, Instruction, Module
 from jaxtune.json_file import read_fields
-from jaxtune.plan.hlo import Frame, Instruction, Module
 from pallas_kernels.aot import COLLECTIVES
 
 NAME = "step_time.json"
@@ -32,7 +32,7 @@ PHASES = ("forward", "recomputed", "backward", "rest")
 _COLLECTIVES, _COPIES, _OTHER = "collectives", "copies", "other"
 _OPTIMIZER, _SUMMED, _DEQUANTIZED = "optimizer", "gradient accumulation", "dequantization"
 _HEAD, _OTHER_PROGRAMS, _UNKNOWN = "embedding, head and loss", "other programs", "unknown"
-_MODELS, _KERNELS, _STEP = "jaxtune/models/", "pallas_kernels/", "jaxtune/run/step.py"
+_MODELS, _KERNELS, _STEP = "jaxtune/models/", "pallas_kernels/", "jaxtune/training/step.py"
 # A part is that of an instruction if a line of one of its files is among those behind it; the first such part. Linear
 # layers are in none: they are a part of what calls them.
 _FILES = {
@@ -327,5 +327,5 @@ def _part(operation: str, frames: Sequence[Frame]) -> str:
     in_decoder = [frame.function for frame in frames if frame.file == f"{_MODELS}decoder.py"]
     if "embedded" in in_decoder or (among(f"{_MODELS}score.py") and not in_decoder):
         return _HEAD
-    summed = among("jaxtune/run/pipelined.py") or any(frame[:2] == (_STEP, "of_rows") for frame in frames)
+    summed = among("jaxtune/training/pipelined_step.py") or any(frame[:2] == (_STEP, "of_rows") for frame in frames)
     return _SUMMED if summed and not among(*_FORWARD) else _OTHER

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxtune.data.columns import LABELLED
+from jaxtune.columns import LABELLED
 from jaxtune.models.score import Batch, LabelScores
 from jaxtune.objectives.objective import Objective, Sums
 

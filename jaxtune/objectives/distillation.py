@@ -4,8 +4,8 @@ from functools import partial
 
 import jax.numpy as jnp
 
+from jaxtune.columns import NEXT_TOKEN, of_teacher
 from jaxtune.config.schema import Distill
-from jaxtune.data.columns import NEXT_TOKEN, of_teacher
 from jaxtune.models.divergence import Divergence
 from jaxtune.models.score import Batch, Scores
 from jaxtune.objectives.objective import Objective, Sums

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float64
 
+from jaxtune.columns import ADVANTAGE, NEXT_TOKEN, OLD_LOG_PROB
 from jaxtune.config.schema import Grpo
-from jaxtune.data.columns import ADVANTAGE, NEXT_TOKEN, OLD_LOG_PROB
 from jaxtune.models.score import Batch, Scores
 from jaxtune.objectives.objective import Objective, Sums
 

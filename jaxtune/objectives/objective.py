@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Float, Num
 
-from jaxtune.data.columns import NEXT_TOKEN, Column
+from jaxtune.columns import NEXT_TOKEN, Column
 from jaxtune.models.divergence import Divergence
 
 

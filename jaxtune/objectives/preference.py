@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax.nn import log_sigmoid, relu, sigmoid
 from jaxtyping import Array, Bool, Float
 
+from jaxtune.columns import DESIRABLE, LAST, NEXT_TOKEN, REFERENCE, SCORE_DELTA, SCORED
 from jaxtune.config.schema import Preference
-from jaxtune.data.columns import DESIRABLE, LAST, NEXT_TOKEN, REFERENCE, SCORE_DELTA, SCORED
 from jaxtune.models.score import Batch, LabelScores, Scores
-from jaxtune.objectives.documents import of_documents
+from jaxtune.objectives.document_sums import of_documents
 from jaxtune.objectives.objective import Objective, Sums
 
 REFERENCE_FREE = ("simpo", "cpo", "orpo")

@@ -11,7 +11,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxtune.config.schema import Optim
-from jaxtune.models.dropout import named_key
 from jaxtune.optim import multipliers, rules
 from jaxtune.optim.adamw_8bit import adamw_8bit
 from jaxtune.optim.driver import layer_after_layer, on_stages, over_stages, updated
@@ -19,7 +18,8 @@ from jaxtune.optim.muon import muon, normuon
 from jaxtune.optim.rules import At, Rule, RuleState, Step, Updated
 from jaxtune.parallel.layout import moved
 from jaxtune.parallel.offload import is_on_host, put_beside, to_device
-from jaxtune.parallel.pipeline import by_stage
+from jaxtune.parallel.pipeline_schedule import by_stage
+from jaxtune.parallel.random import named_key
 
 Parameters = Mapping[str, Array]
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, BFloat16, Float32
 
 from jaxtune.optim.rules import At, Rule, Step, Updated
 from jaxtune.parallel.offload import put_beside, to_device
-from jaxtune.parallel.pipeline import by_stage
+from jaxtune.parallel.pipeline_schedule import by_stage
 from pallas_kernels.stochastic_rounding import random_bits, to_bfloat16
 
 

@@ -74,7 +74,7 @@ class Rules:
                 raise ValueError(f"of {axes} the axes that are gathered, {self.gathered}, must come last")
 
     def apart(self, *manual: str) -> "Rules":
-        """The rules of devices at one place along these axes, which shard nothing there (`parallel.apart`)."""
+        """The rules of devices at one place along these axes, which shard nothing there (`parallel.manual_axes`)."""
 
         def without(axes: Axes) -> Axes:
             return tuple(axis for axis in axes if axis not in manual)

@@ -40,13 +40,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _plan_one(values: flags.FlagValues, config: Config) -> int:
-    from jaxtune.plan.answers import plan_one  # seconds to import: flags and recipe are read before
+    from jaxtune.plan.hints import plan_one  # seconds to import: flags and recipe are read before
 
     return plan_one(values, config)
 
 
 def _compare(parsed: dict[str, tuple[flags.FlagValues, Config]]) -> int:
-    from jaxtune.plan.answers import compare
+    from jaxtune.plan.hints import compare
 
     return compare(parsed)
 

@@ -7,7 +7,7 @@ from typing import Any
 from jaxtune.config import checks
 from jaxtune.config.schema import Config
 from jaxtune.plan.prediction import Plan
-from jaxtune.run.memory import POLICIES
+from jaxtune.training.memory import POLICIES
 
 GAIN = 1.01  # a larger micro-batch must be faster by as much
 OPTIONS = (

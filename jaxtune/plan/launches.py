@@ -7,7 +7,7 @@ import math
 import re
 from dataclasses import dataclass, field
 
-from jaxtune.plan.hlo import FREE, Computation, Frame, Instruction, Module, results, root
+from jaxtune.hlo import FREE, Computation, Frame, Instruction, Module, results, root
 from pallas_kernels import cost
 from pallas_kernels.aot import COLLECTIVES
 

@@ -11,17 +11,18 @@ import jax
 from jaxtune import hf
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
+from jaxtune.host import process
 from jaxtune.models.parameters import abstract
 from jaxtune.monitor.throughput import flops_per_token, peak_flops
 from jaxtune.parallel.mesh import data_shards, make_mesh
 from jaxtune.plan import calibration, rates
 from jaxtune.plan.launches import Launch, Program, executed, read_program
 from jaxtune.plan.models import config_of
-from jaxtune.run import memory, process
-from jaxtune.run.assembly import Program as Run
-from jaxtune.run.assembly import assemble
-from jaxtune.run.described import spec_of
-from jaxtune.run.model import Base, read_base
+from jaxtune.training import memory
+from jaxtune.training.assembly import Program as Run
+from jaxtune.training.assembly import assemble
+from jaxtune.weights.architecture import spec_of
+from jaxtune.weights.model import Base, read_base
 from pallas_kernels import aot
 from pallas_kernels.aot import COLLECTIVES
 from pallas_kernels.gpus import GPUS

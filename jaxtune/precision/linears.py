@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,29 @@ from jaxtune.quant.array import QuantizedArray, divisors
 from jaxtune.quant.format import Format
 
 if TYPE_CHECKING:
-    from jaxtune.models.parameters import Parameter
     from jaxtune.precision.operands import Numbers
 
 Scales = dict[str, Float[Array, "*lead 2"]]
 Amax = dict[str, Float[Array, "*lead 2 history"]]
+
+
+class LinearWeight(Protocol):
+    """The declared weight of a linear layer, or of a stack of them (`models.parameters.Parameter`)."""
+
+    @property
+    def trained(self) -> bool:
+        """Whether it gets a gradient."""
+        ...
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """Sizes of the leading axes, such as layers and experts."""
+        ...
+
+    @property
+    def matrix_axes(self) -> tuple[str | None, ...]:
+        """Logical names of the two dimensions of one matrix."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -35,7 +53,7 @@ class Linears:
     """
 
     numbers: "Numbers"
-    parameters: Mapping[str, "Parameter"]
+    parameters: Mapping[str, LinearWeight]
     history: int | None = None
     online_steps: int = 0
 

@@ -15,7 +15,7 @@ from jaxtune.quant.array import QuantizedArray
 from pallas_kernels.manual_axes import varying_axes
 
 if TYPE_CHECKING:
-    from jaxtune.models.dropout import Noise
+    from jaxtune.parallel.random import Noise
 
 # The name, in policies of jax.checkpoint, of the amax of x, which the backward pass needs for delayed scaling: a scalar
 # per linear layer.

@@ -14,13 +14,21 @@ from jaxtyping import Array, Float, UInt8, UInt16
 from jaxtune.precision.hadamard import SIGNED, rotated
 from jaxtune.precision.operands import BLOCK, Numbers, Operand, Operands, by_feature, largest, nan_unless_finite
 from jaxtune.quant.array import block_absmax, by_block, in_blocks, pack
-from jaxtune.quant.nvfp4 import LARGEST, Nvfp4, block_scales, e4m3_bits, nearest_e2m1, rounded_up, tensor_scale_of
+from jaxtune.quant.nvfp4_format import (
+    LARGEST,
+    Nvfp4,
+    block_scales,
+    e4m3_bits,
+    nearest_e2m1,
+    rounded_up,
+    tensor_scale_of,
+)
 from pallas_kernels.gpus import Device, current_device
 from pallas_kernels.quant_matmul import dequantize
 from pallas_kernels.quant_matmul.elements import e4m3
 
 if TYPE_CHECKING:
-    from jaxtune.models.dropout import Noise
+    from jaxtune.parallel.random import Noise
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from jaxtune.parallel.layout import spec as layout_spec
 from pallas_kernels.manual_axes import varying_axes
 
 if TYPE_CHECKING:
-    from jaxtune.models.dropout import Noise
+    from jaxtune.parallel.random import Noise
 
 # Sizes of a weight must be multiples of this: cuBLASLt's FP8, NVFP4's block scales and the Hadamard rotation need it.
 BLOCK = 16

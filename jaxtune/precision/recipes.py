@@ -3,20 +3,17 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 
 from jaxtune.config.schema import Precision
 from jaxtune.errors import UserError
 from jaxtune.precision.fp8 import Fp8Numbers
-from jaxtune.precision.linears import Linears
+from jaxtune.precision.linears import Linears, LinearWeight
 from jaxtune.precision.nvfp4 import Nvfp4Numbers, native
 from jaxtune.precision.operands import Numbers
 from pallas_kernels.gpus import Device
-
-if TYPE_CHECKING:
-    from jaxtune.models.parameters import Parameter
 
 
 @dataclass(frozen=True)
@@ -71,15 +68,14 @@ def numbers_of(precision: Precision) -> Numbers | None:
     return None
 
 
-def linears_of(precision: Precision, parameters: Mapping[str, "Parameter"]) -> Linears | None:
-    """The parameters that are multiplied in low precision, with the scaling of the recipe; None for another recipe."""
+def linears_of(precision: Precision, weights: Mapping[str, LinearWeight]) -> Linears | None:
+    """How the recipe multiplies these weights in low precision; None if it multiplies none."""
     numbers = numbers_of(precision)
     if numbers is None:
         return None
-    chosen = {name: p for name, p in parameters.items() if p.kind == "linear" and p.treatment.multiplied is not None}
     if precision.recipe == "fp8_hybrid" and precision.fp8.scaling == "delayed":
-        return Linears(numbers, chosen, precision.fp8.amax_history, precision.fp8.online_scale_steps)
-    return Linears(numbers, chosen)
+        return Linears(numbers, weights, precision.fp8.amax_history, precision.fp8.online_scale_steps)
+    return Linears(numbers, weights)
 
 
 def check_device(name: str, device: Device) -> str | None:

@@ -6,18 +6,24 @@ Its README says how to add a format.
 from types import ModuleType
 
 from jaxtune.config.schema import Quant
-from jaxtune.quant import four_bit_floats, fp8, integers, mxfp4, nvfp4
+from jaxtune.quant import four_bit_floats, fp8_format, integers, mxfp4_format, nvfp4_format
 from jaxtune.quant.array import QuantizedArray
-from jaxtune.quant.format import ANY_SIZE, Format
+from jaxtune.quant.format import Format
 
-__all__ = ["ANY_SIZE", "Format", "QuantizedArray", "format_module", "format_of"]
+__all__ = ["Format", "QuantizedArray", "format_module", "format_of"]
 
-MODULES = {"nf4": four_bit_floats, "fp4": four_bit_floats, "fp8": fp8, "nvfp4": nvfp4, "mxfp4": mxfp4}
+MODULES = {
+    "nf4": four_bit_floats,
+    "fp4": four_bit_floats,
+    "fp8": fp8_format,
+    "nvfp4": nvfp4_format,
+    "mxfp4": mxfp4_format,
+}
 MODULES |= dict.fromkeys(("int8", "int4", "weight_only_mix"), integers)
 
 
 def format_module(name: str) -> ModuleType:
-    """The module of a format: `format_of`, and the BLOCK_SIZES that it can have."""
+    """The module of a format: which has `format_of`."""
     return MODULES[name]
 
 

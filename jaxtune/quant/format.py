@@ -12,8 +12,6 @@ from jaxtune.parallel.layout import spec
 from jaxtune.quant.array import QuantizedArray
 from pallas_kernels.quant_matmul.elements import ELEMENTS
 
-ANY_SIZE = "a number of elements, 2 or more"  # among the BLOCK_SIZES of a format
-
 
 @dataclass(frozen=True)
 class Format(ABC):

@@ -10,18 +10,17 @@ import numpy as np
 from jaxtyping import Array, Float, UInt8
 
 from jaxtune.config.schema import Quant
+from jaxtune.config.schemes import BLOCK_SIZES
 from jaxtune.quant.array import SCALES_PER_OUTER, TINY, QuantizedArray, block_absmax, by_block, in_blocks, nearest, pack
 from jaxtune.quant.format import Format
 from pallas_kernels.adamw_8bit.dynamic_map import DYNAMIC_MAP
 from pallas_kernels.quant_matmul.elements import ELEMENTS
 
-BLOCK_SIZES = (64, 128, 256, 512)
-
 
 def format_of(options: Quant, parameter: str) -> Format:
     """NF4 or FP4, one scale per quant.block_size (64) elements of a row, in 8 bits with quant.double_quant."""
     assert options.format is not None
-    block = options.block_size if isinstance(options.block_size, int) else BLOCK_SIZES[0]
+    block = options.block_size if isinstance(options.block_size, int) else BLOCK_SIZES["nf4"][0]
     return FourBitFloats(options.format, (1, block), options.double_quant)
 
 

@@ -6,10 +6,8 @@ from jaxtyping import Array, Float
 
 from jaxtune.config.schema import Quant
 from jaxtune.quant.array import QuantizedArray, block_absmax, by_block, divisors, in_blocks, pack
-from jaxtune.quant.format import ANY_SIZE, Format
+from jaxtune.quant.format import Format
 from pallas_kernels.quant_matmul.elements import ELEMENTS
-
-BLOCK_SIZES = ("channel", ANY_SIZE)
 
 
 def format_of(options: Quant, parameter: str) -> Format:

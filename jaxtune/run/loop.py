@@ -19,8 +19,8 @@ from jaxtune.errors import UserError
 from jaxtune.models.decoder import Parameters
 from jaxtune.monitor.signals import Asked
 from jaxtune.run.best import Standing
-from jaxtune.run.state import State
 from jaxtune.run.watch import Watch
+from jaxtune.training.state import State
 
 
 @dataclass
@@ -109,7 +109,7 @@ def train(
     Metrics of a step are read after the next one has been dispatched, so that the device never waits for the host;
     before a task, and at the end, they are up to date. Tasks run in their order, and one may end the run before those
     after it.
-    `roll_back`: the state to go on with once a step is known to have been a spike (`run.guard`).
+    `roll_back`: the state to go on with once a step is known to have been a spike (`training.guard`).
     Raises UserError after train.max_bad_steps steps in a row that changed nothing.
     """
     pending: tuple[Position, Any] | None = None

@@ -3,8 +3,7 @@
 import json
 import logging
 import shutil
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,33 +12,23 @@ from jax.experimental import multihost_utils
 
 from jaxtune.checkpoint import CheckpointManager, fingerprint, verify_fingerprint
 from jaxtune.checkpoint.manager import HOST_FILE
-from jaxtune.config import from_json, keys, to_json
+from jaxtune.config import from_json, to_json
+from jaxtune.config.differences import differences
 from jaxtune.config.loading import as_dict
-from jaxtune.config.schema import Config, Dataset, Train
+from jaxtune.config.schema import Config, Train
 from jaxtune.data import Counts, Feed, PromptFeed
 from jaxtune.errors import UserError, hide_secrets
+from jaxtune.host.run_folder import RunFolder
 from jaxtune.models.decoder import Parameters
 from jaxtune.models.parameters import abstract
 from jaxtune.parallel import multihost
-from jaxtune.run.assembly import Program
 from jaxtune.run.best import Standing
-from jaxtune.run.folder import RunFolder
 from jaxtune.run.loop import Position
-from jaxtune.run.model import Model
-from jaxtune.run.state import State
+from jaxtune.training.assembly import Program
+from jaxtune.training.state import State
+from jaxtune.weights.model import Model
 
 log = logging.getLogger("jaxtune")
-
-# Options that may differ when a run goes on: they change where and how, never what is computed.
-MAY_CHANGE = (
-    "attention", "ckpt", "device", "eval", "export", "log", "memory", "mesh", "parallel", "prof", "data.cache_dir",
-    "data.cache_only", "data.num_proc", "data.num_workers", "data.prefetch", "guard.deviations", "guard.norm_factor",
-    "train.output_dir", "train.run_name", "train.hang_seconds", "train.max_bad_steps", "train.max_steps",
-    "train.epochs", "train.micro_batch_size", "train.grad_accum_steps",
-)  # fmt: skip
-
-
-_NO_ENTRY = asdict(Dataset())  # where a list of datasets was shorter
 
 
 @dataclass(frozen=True)
@@ -271,18 +260,3 @@ def check_unchanged(saved: dict[str, Any], config: Config, folder: RunFolder) ->
             f"--config.{'lora' if config.lora.enabled else 'model'}.path={folder.export}), or this one anew with "
             "--config.ckpt.resume=overwrite"
         )
-
-
-def differences(before: Any, after: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
-    """(key, before, after) of each option below a key that a run may not change and that differs."""
-    if key in MAY_CHANGE or before == after:
-        return
-    if isinstance(before, dict) and isinstance(after, dict):
-        for name in sorted(before.keys() | after.keys()):
-            yield from differences(before.get(name), after.get(name), f"{key}.{name}" if key else name)
-    elif keys.has_entries(key):
-        for i in range(max(len(before), len(after))):
-            first, second = (entries[i] if i < len(entries) else {} for entries in (before, after))
-            yield from differences({**_NO_ENTRY, **first}, {**_NO_ENTRY, **second}, f"{key}[{i}]")
-    else:
-        yield key, before, after

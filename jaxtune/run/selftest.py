@@ -15,9 +15,9 @@ from jaxtune.config.schema import Config, Data, Memory, Mesh, Optim, Train
 from jaxtune.config.schema import Model as ModelOptions
 from jaxtune.models import families
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.run.assembly import Program, assemble
-from jaxtune.run.model import Base
-from jaxtune.run.values import frozen_parameters, initial_parameters
+from jaxtune.training.assembly import Program, assemble
+from jaxtune.weights.model import Base
+from jaxtune.weights.values import frozen_parameters, initial_parameters
 
 STEPS, RATE = 3, 1e-3
 SHAPE = {

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 
 from jaxtune.config.schema import Config
+from jaxtune.evaluation.evaluator import Evaluate
 from jaxtune.models.decoder import Parameters
 from jaxtune.run.best import is_judged
-from jaxtune.run.evaluation import Evaluate
 from jaxtune.run.loop import Moment, Position, Task, each
-from jaxtune.run.state import State
 from jaxtune.run.watch import Watch
+from jaxtune.training.state import State
 
 
 def tasks_of(

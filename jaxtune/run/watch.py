@@ -10,6 +10,8 @@ import jax
 
 from jaxtune.config import to_json
 from jaxtune.config.schema import Config
+from jaxtune.host.plugins import Callbacks
+from jaxtune.host.run_folder import RunFolder
 from jaxtune.monitor import throughput
 from jaxtune.monitor.goodput import Goodput
 from jaxtune.monitor.gpus import Gpus
@@ -20,8 +22,6 @@ from jaxtune.monitor.profiler import Profiler
 from jaxtune.monitor.progress import Progress
 from jaxtune.monitor.signals import StopRequest
 from jaxtune.parallel import multihost
-from jaxtune.run.folder import RunFolder
-from jaxtune.run.plugins import Callbacks
 
 
 @dataclass(frozen=True)

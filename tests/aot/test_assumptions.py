@@ -14,11 +14,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from gpu import assumptions, models, qwen3
 from gpu.predicted import Read
 
+from jaxtune.host.process import GPU_OPTIONS
 from jaxtune.plan.calibration import PLAUSIBLE, with_value
 from jaxtune.plan.launches import executed, read_program
 from jaxtune.plan.prediction import xla_options
 from jaxtune.plan.rates import KERNELS, SCENARIOS
-from jaxtune.run.process import GPU_OPTIONS
 from pallas_kernels import aot
 
 GPU, CENTRAL = "h200", SCENARIOS["central"]

@@ -8,7 +8,7 @@ pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not
 
 from compiled_steps import README, SIZES, compiled_step
 
-from jaxtune.parallel.pipeline import schedule
+from jaxtune.parallel.pipeline_schedule import schedule
 from jaxtune.plan.launches import COLLECTIVES, Launch, read_program
 
 GPUS, MILLION = 8, 2**20

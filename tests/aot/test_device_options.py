@@ -10,9 +10,9 @@ pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not
 
 from jaxtune.config.schema import Config, Device, Mesh
 from jaxtune.errors import UserError
+from jaxtune.host.process import GPU_OPTIONS, compiler_options
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.plan.launches import executed, read_program
-from jaxtune.run.process import GPU_OPTIONS, compiler_options
 from pallas_kernels import aot
 
 LAYERS = 5

@@ -8,14 +8,14 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtune.config.schema import Mesh
-from jaxtune.models.dropout import Noise
+from jaxtune.host.process import compiler_options
 from jaxtune.parallel.layout import by_token, sharding
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.parallel.random import Noise
 from jaxtune.precision.fp8 import Fp8Numbers
 from jaxtune.precision.matmul import MAXIMA, LowPrecision
 from jaxtune.precision.nvfp4 import Nvfp4Numbers
-from jaxtune.quant import nvfp4
-from jaxtune.run.process import compiler_options
+from jaxtune.quant import nvfp4_format
 from pallas_kernels import aot
 
 # Rows of tokens, as many as no weight has rows or columns; a model's width and its MLP's; layers.
@@ -67,10 +67,10 @@ def compiled(numbers, *, trained: bool, card: str = "h100", cards: int = 1, dela
 
 # On every version of jax, since its XLA decides which conversions to drop.
 @pytest.mark.every_jax
-@pytest.mark.parametrize("scales", [lambda x: nvfp4.block_scales(x, 1.0, False), nvfp4.rounded_up])
+@pytest.mark.parametrize("scales", [lambda x: nvfp4_format.block_scales(x, 1.0, False), nvfp4_format.rounded_up])
 def test_scales_are_rounded_to_e4m3(scales):
     """XLA for GPUs drops a conversion to float8 and back; elements would not be divided by the scale that is stored."""
-    shape = (64, 1, 8, 16) if scales is not nvfp4.rounded_up else (64, 8)
+    shape = (64, 1, 8, 16) if scales is not nvfp4_format.rounded_up else (64, 8)
     made = aot.compile_for("h100", scales, jax.ShapeDtypeStruct(shape, jnp.float32))
     assert re.search(r"f8e4m3fn\[[\d,]*\]\S* convert\(", made.hlo)
     assert not re.search(r"compare\((%[\w.\-]+), \1\), direction=LT", made.hlo)

@@ -8,9 +8,9 @@ pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not
 
 from compiled_steps import compiled_step, model_config
 
+from jaxtune.hlo import Module, root
 from jaxtune.plan import __main__ as plan
 from jaxtune.plan.calibration import scenarios
-from jaxtune.plan.hlo import Module, root
 from jaxtune.plan.launches import executed, read_program
 from jaxtune.plan.rates import SCENARIOS, step_ms
 
@@ -41,7 +41,7 @@ def test_launches_bytes_and_predicted_time_of_a_step(recipe):
 def test_the_lines_behind_a_product_and_what_graphs_hold():
     program = read_program(compiled_step("qwen_lora", "8B", "none").hlo)
     sources = {frame.file for launch in program.launches if launch.kind == "product" for frame in launch.frames}
-    assert {"jaxtune/models/linear.py", "jaxtune/lora/lora.py", "jaxtune/models/mlp.py"} <= sources
+    assert {"jaxtune/models/layers/linear.py", "jaxtune/lora/lora.py", "jaxtune/models/layers/mlp.py"} <= sources
 
 
 @pytest.mark.every_jax
@@ -76,7 +76,7 @@ def test_a_row_of_half_a_million_tokens_fits_one_gpu_with_residuals_on_the_host(
 
 @pytest.mark.every_jax
 def test_a_stack_that_is_not_filled_with_zeros_is_written_whole():
-    """By a compiler option of run/process.py: as many iterations as the stack has elements, each writes one of them."""
+    """By an option of host/process.py: as many iterations as the stack has elements, each writes one of them."""
     module = Module.parse(compiled_step("qwen_lora", "8B", "none").hlo)
     loops = [(c, i) for c in module.computations.values() for i in c.values() if i.opcode == "while"]
     unfilled = 0

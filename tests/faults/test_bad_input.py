@@ -14,9 +14,9 @@ import pytest
 from tiny import byte_tokenizer
 
 from jaxtune.config.schema import Dataset
-from jaxtune.data.documents import tokenize
-from jaxtune.data.labels import names_in
-from jaxtune.data.sources import open_source
+from jaxtune.data.cache.documents import tokenize
+from jaxtune.data.formats.labels import names_in
+from jaxtune.data.reading.sources import open_source
 from jaxtune.errors import UserError
 
 

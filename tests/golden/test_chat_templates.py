@@ -17,9 +17,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from jaxtune.config.schema import Chat
-from jaxtune.data.chat import ChatTemplate
-from jaxtune.data.encoding import Encoder, Refused, Rendered
-from jaxtune.data.messages import Message, check_messages, check_tools
+from jaxtune.data.chat.chat_template import ChatTemplate
+from jaxtune.data.chat.encoding import Encoder, Refused, Rendered
+from jaxtune.data.chat.messages import Message, check_messages, check_tools
 from jaxtune.errors import UserError
 from jaxtune.hf.chat_templates import NAMED, find_template
 

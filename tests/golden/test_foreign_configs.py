@@ -9,7 +9,7 @@ import pathlib
 import pytest
 
 from jaxtune.config import foreign, keys, load_recipe, read_recipe
-from jaxtune.config.rules import every_option
+from jaxtune.config.option_rules import every_option
 from jaxtune.config.yaml_file import Written
 
 HERE = pathlib.Path(__file__).parent

@@ -14,7 +14,7 @@ import pytest
 
 from jaxtune.config import foreign, keys, read_recipe
 from jaxtune.config.foreign import Option
-from jaxtune.config.rules import inside
+from jaxtune.config.option_rules import inside
 from jaxtune.config.schema import Config
 from jaxtune.config.yaml_file import Written
 

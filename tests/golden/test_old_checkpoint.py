@@ -10,10 +10,10 @@ import numpy as np
 from runs import call, metrics
 
 from jaxtune.checkpoint import CheckpointManager
+from jaxtune.host.run_folder import RunFolder
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.run.assembly import assemble
-from jaxtune.run.folder import RunFolder
-from jaxtune.run.model import read_base
+from jaxtune.training.assembly import assemble
+from jaxtune.weights.model import read_base
 
 RUN = Path(__file__).with_name("run_of_fd87697")
 EXPECTED = json.loads((RUN / "expected.json").read_text())

@@ -10,7 +10,7 @@ import sysconfig
 
 import pytest
 
-from jaxtune.config import keys, load_recipe, resolve, rules
+from jaxtune.config import keys, load_recipe, option_rules, resolve
 from jaxtune.config.loading import plain
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
@@ -39,7 +39,7 @@ def test_the_defaults_are_the_committed_ones(request):
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipe_resolves_to_the_committed_options(recipe, run_folder, monkeypatch, request):
     monkeypatch.chdir(run_folder)
-    is_the_committed(recipe.stem, rules.changed(resolve(load_recipe(str(recipe)), recipe.name)), request)
+    is_the_committed(recipe.stem, option_rules.changed(resolve(load_recipe(str(recipe)), recipe.name)), request)
 
 
 def test_no_committed_options_without_a_recipe():

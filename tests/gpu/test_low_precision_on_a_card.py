@@ -18,13 +18,13 @@ from unit.precision.reference import (
 )
 
 from jaxtune.errors import UserError
+from jaxtune.host.process import compiler_options
 from jaxtune.parallel.layout import by_token
 from jaxtune.precision.fp8 import Fp8Numbers
 from jaxtune.precision.hadamard import SIGNED
 from jaxtune.precision.matmul import LowPrecision
 from jaxtune.precision.nvfp4 import Nvfp4Numbers
 from jaxtune.precision.recipes import check_device
-from jaxtune.run.process import compiler_options
 from pallas_kernels.gpus import current_device
 
 pytestmark = [

@@ -18,10 +18,10 @@ from jaxtune.checkpoint import CheckpointManager
 from jaxtune.config.schema import Config, Data, Export, Mesh, Model, Train
 from jaxtune.parallel import multihost
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.run.export import export
-from jaxtune.run.folder import run_folder
-from jaxtune.run.model import declare_model, read_base
-from jaxtune.run.values import initial_parameters
+from jaxtune.exports.write import export
+from jaxtune.host.run_folder import run_folder
+from jaxtune.weights.model import declare_model, read_base
+from jaxtune.weights.values import initial_parameters
 
 def measured(work):
     # What the process had at most, in bytes, beyond what it had before.

@@ -11,7 +11,7 @@ from tiny import model_folder, read
 
 from jaxtune.config import load_recipe, resolve
 from jaxtune.config.schema import Quant
-from jaxtune.run.export import export_full
+from jaxtune.exports.write import export_full
 
 SIZES = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts_per_tok=2)
 # Experts that are modules in the files, and experts in one tensor.

@@ -8,7 +8,7 @@ import time
 import pytest
 from runs import call, losses, metrics, recipe, run, start, until_step
 
-from jaxtune.command import STOPPED
+from jaxtune.terminal import STOPPED
 
 
 @pytest.fixture(scope="module")

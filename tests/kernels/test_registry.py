@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxtune.config.schema import Config, Train
-from jaxtune.run.process import GPU_OPTIONS, compiler_options
+from jaxtune.host.process import GPU_OPTIONS, compiler_options
 from pallas_kernels import registry
 from pallas_kernels.flash_attention import BACKENDS
 from pallas_kernels.flash_attention.variant import Request, Variant

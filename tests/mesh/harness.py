@@ -29,12 +29,12 @@ from jaxtune.config.schema import (
     Rollout,
     Train,
 )
-from jaxtune.data.deal import dealt
+from jaxtune.data.rows.deal import dealt
 from jaxtune.optim.schedules import learning_rates
 from jaxtune.parallel.mesh import data_shards, make_mesh
-from jaxtune.run.assembly import assemble, compile_step
-from jaxtune.run.model import read_base
-from jaxtune.run.values import frozen_parameters, initial_parameters
+from jaxtune.training.assembly import assemble, compile_step
+from jaxtune.weights.model import read_base
+from jaxtune.weights.values import frozen_parameters, initial_parameters
 
 ROWS, SEQUENCE, STEPS = 8, 24, 3
 # Blocks of 64 x 64 can be shared by fsdp=4 tensor=2, and of the adapters some have moments in 8 bits.

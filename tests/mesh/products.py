@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtune.config.schema import Mesh
-from jaxtune.models.dropout import Noise
 from jaxtune.parallel.layout import P, by_token, spec, used
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.parallel.random import Noise
 from jaxtune.precision.fp8 import Fp8Numbers
 from jaxtune.precision.matmul import LowPrecision
 from jaxtune.precision.nvfp4 import Nvfp4Numbers

@@ -16,13 +16,13 @@ from tiny import layer, model_folder, read, spec
 
 from jaxtune.config.schema import Config, Data, Lora, Memory, Mesh, Model, Parallel, Precision, Quant, Train
 from jaxtune.config.schema import Experts as Options
+from jaxtune.exports.write import export_full
 from jaxtune.models.parameters import randomize
 from jaxtune.models.spec import ClampedSilu, DeltaNet, Experts, FeedForward, Heads, Latent, Norm, Rope
 from jaxtune.parallel.layout import AXES
 from jaxtune.parallel.mesh import data_shards, make_mesh
-from jaxtune.run.assembly import assemble
-from jaxtune.run.export import export_full
-from jaxtune.run.model import Base
+from jaxtune.training.assembly import assemble
+from jaxtune.weights.model import Base
 
 HEADS = dataclasses.replace(layer().mixer, heads=8, kv_heads=4)
 SPARSE = dataclasses.replace(layer(), mixer=HEADS, feed_forward=Experts(64, count=4, active=2, normalized=True))

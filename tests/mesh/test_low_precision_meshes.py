@@ -11,7 +11,7 @@ from jaxtune.models.parameters import Parameter
 from jaxtune.models.places import Place
 from jaxtune.models.spec import Treatment
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.run.model import undivided_blocks
+from jaxtune.weights.model import undivided_blocks
 
 
 @pytest.mark.parametrize("numbers", NUMBERS.values(), ids=NUMBERS)

@@ -36,9 +36,9 @@ from mesh.harness import (
 from jaxtune.config import schema
 from jaxtune.config.schema import Mesh
 from jaxtune.errors import UserError
-from jaxtune.models import mlp
+from jaxtune.models.layers import mlp
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.run.model import declare_model, read_base
+from jaxtune.weights.model import declare_model, read_base
 
 with (Path(__file__).parent / "rows.csv").open(newline="") as file:
     CASES = [Case(**row) for row in csv.DictReader(file)]

@@ -13,14 +13,14 @@ from tiny import model_folder, spec
 
 from jaxtune.config.schema import Config, Data, Lora, Mesh, Model, Parallel, Quant, Train
 from jaxtune.errors import UserError
+from jaxtune.exports.write import export_full
 from jaxtune.models.parameters import randomize
 from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.run.assembly import assemble
-from jaxtune.run.describe import describe_pipeline
-from jaxtune.run.export import export_full
-from jaxtune.run.model import Base, declare_model, read_base
-from jaxtune.run.values import read_parameters
+from jaxtune.training.assembly import assemble
+from jaxtune.weights.describe import describe_pipeline
+from jaxtune.weights.model import Base, declare_model, read_base
+from jaxtune.weights.values import read_parameters
 
 
 @pytest.mark.parametrize("format", [None, "nf4"])

@@ -7,7 +7,7 @@ from mesh.harness import folder
 from jaxtune.config.schema import Config, Data, Lora, Mesh, Model, Quant
 from jaxtune.errors import UserError
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.run.model import declare_model, read_base
+from jaxtune.weights.model import declare_model, read_base
 
 
 def test_codes_and_scales_are_sharded_and_a_split_block_is_refused():

@@ -10,13 +10,13 @@ from mesh.products import NUMBERS, SHAPES, assert_eight_devices_equal_one
 
 from jaxtune.config.schema import Mesh, Parallel, Train
 from jaxtune.errors import UserError
-from jaxtune.parallel.apart import GATHERS_OTHER_AXES
 from jaxtune.parallel.layout import RULES, Layout, Rules
+from jaxtune.parallel.manual_axes import GATHERS_OTHER_AXES
 from jaxtune.parallel.mesh import make_mesh, rules_of
 from jaxtune.plan.launches import read_program
 from jaxtune.precision.recipes import recipe_of
-from jaxtune.run.assembly import assemble, compile_step, summed_last
-from jaxtune.run.model import declare_model, read_base
+from jaxtune.training.assembly import assemble, compile_step, summed_last
+from jaxtune.weights.model import declare_model, read_base
 
 TWO = Layout(embed=("fsdp", "expert"))
 OVER_TWO = Rules(TWO, TWO, TWO, gathered=("fsdp", "expert"), batch=("data", "fsdp", "expert"))

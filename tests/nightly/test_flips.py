@@ -20,19 +20,19 @@ from tiny import read as read_model
 
 from jaxtune.checkpoint import CheckpointManager
 from jaxtune.config.schema import Dataset
-from jaxtune.data.documents import tokenize
+from jaxtune.data.cache.documents import tokenize
 from jaxtune.errors import UserError
-from jaxtune.run.export import export_full
-from jaxtune.run.kept import kept
+from jaxtune.exports.write import export_full
+from jaxtune.scoring.memmap_cache import kept
 
 COVERS = (
     "jaxtune/checkpoint",
-    "jaxtune/data/cache.py",
-    "jaxtune/data/documents.py",
-    "jaxtune/hf/sources.py",
+    "jaxtune/data/cache/token_cache.py",
+    "jaxtune/data/cache/documents.py",
+    "jaxtune/hf/tensor_sources.py",
     "jaxtune/hf/weights.py",
-    "jaxtune/run/export.py",
-    "jaxtune/run/kept.py",
+    "jaxtune/exports/write.py",
+    "jaxtune/scoring/memmap_cache.py",
 )
 SEED, DAMAGES = int(os.environ.get("CAMPAIGN_SEED", "0")), 200
 

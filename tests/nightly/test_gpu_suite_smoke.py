@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 # Folders whose changes this test is about.
-COVERS = ("benchmarks", "jaxtune/plan", "jaxtune/run/assembly.py", "pallas_kernels")
+COVERS = ("benchmarks", "jaxtune/plan", "jaxtune/training/assembly.py", "pallas_kernels")
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.xdist_group("suite")  # which runs once for all tests
 

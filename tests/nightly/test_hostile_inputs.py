@@ -27,13 +27,13 @@ from unit.models.published import FORMS
 from jaxtune import hf, report
 from jaxtune.config import read_recipe
 from jaxtune.config.schema import Dataset, Model
-from jaxtune.data import sandbox
-from jaxtune.data.documents import tokenize
+from jaxtune.data.cache.documents import tokenize
+from jaxtune.data.chat import sandbox
 from jaxtune.errors import UserError
 from jaxtune.models.families import read_spec
 from jaxtune.models.parameters import declare
-from jaxtune.run.completion_server import complete
-from jaxtune.run.described import spec_of
+from jaxtune.rollout.completion_server import complete
+from jaxtune.weights.architecture import spec_of
 
 COVERS = (
     "jaxtune/config",
@@ -43,8 +43,8 @@ COVERS = (
     "jaxtune/models/families",
     "jaxtune/monitor",
     "jaxtune/report.py",
-    "jaxtune/run/completion_server.py",
-    "jaxtune/run/folder.py",
+    "jaxtune/rollout/completion_server.py",
+    "jaxtune/host/run_folder.py",
     "tests/hostile.py",
 )
 

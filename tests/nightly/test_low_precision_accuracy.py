@@ -15,7 +15,7 @@ COVERS = (
     "jaxtune/precision",
     "jaxtune/recipes/quickstart.py",
     "jaxtune/recipes/quickstart_lora.py",
-    "jaxtune/run/step.py",
+    "jaxtune/training/step.py",
 )
 STEPS, LAST, SEEDS = 200, 50, 3
 # Of the loss in bfloat16, at most.

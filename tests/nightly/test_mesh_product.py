@@ -15,9 +15,9 @@ from runs import model_folder
 from jaxtune.config.schema import Config, Data, Lora, Memory, Mesh, Model, Precision
 from jaxtune.models.parameters import randomize
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.run.assembly import assemble
-from jaxtune.run.model import read_base
-from jaxtune.run.values import frozen_parameters
+from jaxtune.training.assembly import assemble
+from jaxtune.weights.model import read_base
+from jaxtune.weights.values import frozen_parameters
 
 # Paths whose change makes CI run this file, which otherwise waits for the night.
 COVERS = (
@@ -26,9 +26,9 @@ COVERS = (
     "jaxtune/optim",
     "jaxtune/precision",
     "jaxtune/quant",
-    "jaxtune/run/assembly.py",
-    "jaxtune/run/pipelined.py",
-    "jaxtune/run/step.py",
+    "jaxtune/training/assembly.py",
+    "jaxtune/training/pipelined_step.py",
+    "jaxtune/training/step.py",
     "pallas_kernels",
 )
 STEPS = 20

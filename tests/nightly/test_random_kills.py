@@ -19,10 +19,10 @@ from runs import losses, recipe, run, start
 
 COVERS = (
     "jaxtune/checkpoint",
-    "jaxtune/data/loader.py",
+    "jaxtune/data/rows/loader.py",
     "jaxtune/hf/weights.py",
-    "jaxtune/run/export.py",
-    "jaxtune/run/lock.py",
+    "jaxtune/exports/write.py",
+    "jaxtune/host/lock.py",
     "jaxtune/run/loop.py",
     "jaxtune/run/resume.py",
 )

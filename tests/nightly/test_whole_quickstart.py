@@ -4,7 +4,7 @@ import pytest
 from readme import TRAININGS, empty_folder, run_commands
 from runs import metrics
 
-COVERS = ("jaxtune/recipes/quickstart.py", "jaxtune/recipes/quickstart_lora.py", "jaxtune/run/step.py")
+COVERS = ("jaxtune/recipes/quickstart.py", "jaxtune/recipes/quickstart_lora.py", "jaxtune/training/step.py")
 
 
 @pytest.mark.timeout(1200)

@@ -9,9 +9,9 @@ import re
 import pytest
 from tiny import byte_tokenizer
 
-from jaxtune.data.chat import ChatTemplate
-from jaxtune.data.messages import Message
-from jaxtune.data.sandbox import Template
+from jaxtune.data.chat.chat_template import ChatTemplate
+from jaxtune.data.chat.messages import Message
+from jaxtune.data.chat.sandbox import Template
 from jaxtune.hf.chat_templates import NAMED, find_template
 
 trl = pytest.importorskip("trl", reason="it has the families' templates, and needs torch (Python 3.11 here)")

@@ -12,16 +12,16 @@ from tiny import CHATML, FAMILIES, byte_tokenizer, torch_model
 
 from jaxtune.config.schema import Config, Data, Lora, Model, Preference
 from jaxtune.errors import UserError
+from jaxtune.exports.write import export
+from jaxtune.host.run_folder import RunFolder
 from jaxtune.models import families
-from jaxtune.models.call import Call
 from jaxtune.models.decoder import bind
+from jaxtune.models.forward_options import Call
 from jaxtune.models.score import score_labels
-from jaxtune.run.assembly import objective_of
-from jaxtune.run.export import export
-from jaxtune.run.folder import RunFolder
-from jaxtune.run.labels import labelled
-from jaxtune.run.model import declare_model, read_base
-from jaxtune.run.values import frozen_parameters, initial_parameters
+from jaxtune.training.assembly import objective_of
+from jaxtune.weights.class_labels import labelled
+from jaxtune.weights.model import declare_model, read_base
+from jaxtune.weights.values import frozen_parameters, initial_parameters
 
 torch = pytest.importorskip("torch", reason="parity needs torch, whose CPU build exists for Python 3.11 only")
 transformers = pytest.importorskip("transformers")

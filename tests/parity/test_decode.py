@@ -8,8 +8,8 @@ from batches import tokens
 from tiny import read, torch_model
 
 from jaxtune.errors import UserError
+from jaxtune.inference.generation import completed, ending, make_generate, stop_tokens, stream_text, until
 from jaxtune.models.decode import Sampling, choose, kept
-from jaxtune.run.generation import completed, ending, make_generate, stop_tokens, stream_text, until
 
 NEW = 24
 

@@ -10,7 +10,7 @@ from batches import make_batch
 from tiny import byte_tokenizer, read, torch_model
 
 from jaxtune.config.schema import Lora, Precision, Preference
-from jaxtune.run.assembly import assemble
+from jaxtune.training.assembly import assemble
 
 trl = pytest.importorskip("trl", reason="the reference is TRL, which needs torch (Python 3.11 here)")
 datasets, peft, torch = (pytest.importorskip(name) for name in ("datasets", "peft", "torch"))

@@ -13,15 +13,15 @@ from tiny import FAMILIES, byte_tokenizer, read, torch_model
 
 from jaxtune.config.schema import Config, Data, Model, Quant
 from jaxtune.errors import UserError
-from jaxtune.hf.sources import current_name, open_sources
-from jaxtune.models.call import Call
+from jaxtune.exports.copied_tensors import copied_layers, name_lost
+from jaxtune.exports.write import export_full
+from jaxtune.hf.tensor_sources import current_name, open_sources
 from jaxtune.models.decoder import bind
+from jaxtune.models.forward_options import Call
 from jaxtune.models.score import score
-from jaxtune.run.assembly import objective_of
-from jaxtune.run.copied import copied_layers, name_lost
-from jaxtune.run.export import export_full
-from jaxtune.run.model import declare_model, read_base
-from jaxtune.run.values import read_parameters
+from jaxtune.training.assembly import objective_of
+from jaxtune.weights.model import declare_model, read_base
+from jaxtune.weights.values import read_parameters
 
 BATCH, SEQUENCE = 2, 96
 

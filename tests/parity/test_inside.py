@@ -10,9 +10,9 @@ from tiny import read, torch_model
 from jaxtune import hf
 from jaxtune.config.schema import Config, Model
 from jaxtune.errors import UserError
-from jaxtune.hf.sources import open_sources
-from jaxtune.run.export import export_full
-from jaxtune.run.model import read_base
+from jaxtune.exports.write import export_full
+from jaxtune.hf.tensor_sources import open_sources
+from jaxtune.weights.model import read_base
 
 MISTRAL = "mistral3, inside a model that sees, untied"
 

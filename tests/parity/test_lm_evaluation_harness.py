@@ -6,8 +6,8 @@ from benchmark_tasks import OF_TASKS, write_tasks
 from tiny import byte_tokenizer, torch_model
 
 from jaxtune.config.schema import Config, Data, Mesh, Model, Precision, Train
+from jaxtune.evaluation.validation import open_evaluated
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.run.validation import open_evaluated
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness (pip install lm-eval) is not installed")
 FAMILY = "llama, llama3 rope, untied, biases"
@@ -33,7 +33,7 @@ def theirs(folder):
 
 
 def ours(folder, mesh):
-    from jaxtune.run.lm_evaluation_harness import DecoderLM
+    from jaxtune.evaluation.lm_evaluation_harness import DecoderLM
 
     model = Model(path=str(folder), dtype="float32")
     how = {"train": Train(micro_batch_size=4), "precision": Precision("fp32")}

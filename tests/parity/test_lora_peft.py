@@ -12,13 +12,13 @@ from tiny import read, torch_model
 
 from jaxtune.config.schema import Config, Data, Lora, Memory, Model, Precision, Preference, Quant
 from jaxtune.errors import UserError
+from jaxtune.exports.write import export
+from jaxtune.host.run_folder import RunFolder
 from jaxtune.lora.inject import inject
-from jaxtune.run.assembly import assemble, trained_of
-from jaxtune.run.export import export
-from jaxtune.run.folder import RunFolder
-from jaxtune.run.model import read_base
-from jaxtune.run.reference import is_kept
-from jaxtune.run.values import initial_parameters, of_model, start_parameters
+from jaxtune.training.assembly import assemble, trained_of
+from jaxtune.weights.model import read_base
+from jaxtune.weights.reference import is_kept
+from jaxtune.weights.values import initial_parameters, of_model, start_parameters
 
 QWEN = "qwen3, yarn rope, tied"
 

@@ -12,11 +12,11 @@ from tiny import read, torch_model
 
 from jaxtune.config.schema import Lora, Mesh, Quant
 from jaxtune.errors import UserError
-from jaxtune.models.call import Call
+from jaxtune.models.forward_options import Call
 from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.precision.recipes import RECIPES
-from jaxtune.run.step import accumulated_gradients
+from jaxtune.training.step import accumulated_gradients
 
 BLOCK = 32
 

@@ -7,8 +7,8 @@ import pytest
 from batches import logits, make_batch, tokens
 from tiny import read, torch_model
 
-from jaxtune.models.call import Call
 from jaxtune.models.decoder import bind
+from jaxtune.models.forward_options import Call
 from jaxtune.models.score import score
 from jaxtune.objectives.cross_entropy import cross_entropy
 

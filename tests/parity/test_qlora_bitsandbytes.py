@@ -8,12 +8,12 @@ from batches import make_batch, tokens
 from tiny import read, torch_model
 
 from jaxtune.config.schema import Lora, Quant
-from jaxtune.models.call import Call
+from jaxtune.exports.write import export
+from jaxtune.host.run_folder import RunFolder
+from jaxtune.models.forward_options import Call
 from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.precision.recipes import RECIPES
-from jaxtune.run.export import export
-from jaxtune.run.folder import RunFolder
-from jaxtune.run.step import accumulated_gradients
+from jaxtune.training.step import accumulated_gradients
 
 torch = pytest.importorskip("torch", reason="parity needs torch, whose CPU build exists for Python 3.11 only")
 peft = pytest.importorskip("peft")

@@ -6,9 +6,9 @@ import pytest
 from batches import logits, make_batch, tokens
 from tiny import read, torch_model
 
+from jaxtune.exports import write
 from jaxtune.hf import SCHEMES
 from jaxtune.quant import format_of
-from jaxtune.run import export
 
 torch = pytest.importorskip("torch", reason="parity needs torch, whose CPU build exists for Python 3.11 only")
 
@@ -32,9 +32,9 @@ def case(request, tmp_path_factory):
 def written(case, one_device, monkeypatch):
     kind, folder, output = case
     if not output.exists():
-        monkeypatch.setattr(export, "_write_tokenizer", lambda *_: None)  # it has none
+        monkeypatch.setattr(write, "_write_tokenizer", lambda *_: None)  # it has none
         model, parameters, config = read(folder, one_device)
-        export.export_full(model, parameters, config, output, kind)
+        write.export_full(model, parameters, config, output, kind)
     return case
 
 

@@ -8,10 +8,10 @@ from tiny import byte_tokenizer, torch_model
 from jaxtune import hf
 from jaxtune.config.schema import Chat, Config, Data, Lora, Mesh, Model
 from jaxtune.errors import UserError
+from jaxtune.exports.write import export_full
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.run.export import export_full
-from jaxtune.run.model import declare_model, read_base
-from jaxtune.run.values import read_parameters
+from jaxtune.weights.model import declare_model, read_base
+from jaxtune.weights.values import read_parameters
 
 NEW = ("<|im_start|>", "<|im_end|>")
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from tiny import byte_tokenizer, model_folder, torch_model
 
+from jaxtune.columns import NEXT_TOKEN, of_teacher
 from jaxtune.config.schema import Config, Data, Dataset, Distill, Mesh, Model, Precision, Train
-from jaxtune.data.columns import NEXT_TOKEN, of_teacher
-from jaxtune.data.feed import open_feed
+from jaxtune.data.rows.feed import open_feed
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.run.teacher import declare_teacher, with_teacher
+from jaxtune.scoring.teacher_scores import declare_teacher, with_teacher
 
 TOP_K, SEQ_LEN, TEMPERATURE = 12, 32, 1.5
 MESHES = {

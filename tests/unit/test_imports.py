@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,14 +17,34 @@ ROOT = Path(__file__).parents[2]
 ALLOWED = {"jax", "flax", "optax", "numpy", "jaxtyping"}
 ROOMS = (
     *("models", "quant", "lora", "precision", "optim", "objectives", "parallel"),
-    *("data/columns.py", "run/state.py", "run/step.py", "run/guard.py"),
+    *("columns.py", "training/state.py", "training/step.py", "training/guard.py"),
 )
 # The rest is on the road after them, or needs more than a bare GPU machine has.
 MAY_USE = {"errors", "config.schema", *(room.removesuffix(".py").replace("/", ".") for room in ROOMS)}
-NO_COMMANDS = {"__init__", "__main__", "command", "command_flags", "errors", "json_file", "interrupt", "python"}
+NO_COMMANDS = {"__init__", "__main__", "columns", "command", "command_flags", "errors", "hlo", "json_file"}
+NO_COMMANDS |= {"interrupt", "python", "terminal"}
 COMMANDS = {path.stem for path in (ROOT / "jaxtune").glob("*.py")} - NO_COMMANDS
 
 
+# The rooms of the package from the ground up: each imports only from those below it, also inside functions.
+FLOORS = (
+    *("errors", "interrupt", "json_file", "columns", "hlo", "terminal"),
+    *(
+        "config",
+        "parallel",
+        "quant",
+        "precision",
+        "models",
+        "objectives",
+        "lora",
+        "optim",
+        "checkpoint",
+        "hf",
+        "monitor",
+    ),
+    *("data.chat", "data.reading", "data.formats", "data.cache", "data.rows", "data"),
+    *("host", "weights", "training", "inference", "exports", "scoring", "rollout", "evaluation", "run", "plan"),
+)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DEPENDENCIES = [Requirement(text) for text in PROJECT["dependencies"]]
 # New minor versions of these have broken programs, of transformers major ones.
@@ -69,7 +90,7 @@ def test_nothing_imports_a_command(file):
 
 
 @pytest.mark.parametrize(
-    "module, heavy", [("config.schema", "ml_collections"), ("data.columns", "grain")], ids=["schema", "columns"]
+    "module, heavy", [("config.schema", "ml_collections"), ("columns", "grain")], ids=["schema", "columns"]
 )
 def test_sections_and_columns_are_named_without_the_rest_of_their_room(module, heavy):
     code = f"import sys, jaxtune.{module}; print({heavy!r} in sys.modules)"
@@ -98,6 +119,32 @@ for line in {lines}:
     assert ran.stderr.count("optim.rate = '1': no such option") == 4 == len(taking) + 1
 
 
+def room(module: str) -> str:
+    """The entry of FLOORS that a module of jaxtune is in; "" for a command, which is above them."""
+    parts = module.split(".")[1:]
+    return next((name for name in (".".join(parts[:2]), parts[0] if parts else "") if name in FLOORS), "")
+
+
+@pytest.mark.parametrize("name", FLOORS)
+def test_a_room_imports_only_from_floors_below(name):
+    place = "jaxtune/" + name.replace(".", "/")
+    for file in files(f"{place}.py" if (ROOT / f"{place}.py").exists() else place):
+        module = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        if room(module) != name:
+            continue  # a room inside this one, which has a floor of its own
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.ImportFrom) or (node.module or "").split(".")[0] != "jaxtune":
+                continue
+            for below in {room(f"{node.module}.{alias.name}") for alias in node.names} - {"", name}:
+                assert FLOORS.index(below) < FLOORS.index(name), f"{file}:{node.lineno} imports {below}"
+
+
+def test_a_file_of_the_package_is_named_once():
+    """So that a search for a name has one answer; pallas_kernels has a file a backend in each op's folder."""
+    count = Counter(file.name for file in files("jaxtune") if file.name not in ("__init__.py", "__main__.py"))
+    assert not [name for name, times in count.items() if times > 1]
+
+
 @pytest.mark.parametrize("file", files("pallas_kernels"), ids=lambda file: str(file.relative_to(ROOT)))
 def test_kernels_know_nothing_of_jaxtune(file):
     assert not any(module.startswith("jaxtune") for module in imports(file))
@@ -117,5 +164,5 @@ def test_what_is_off_by_default_is_an_extra_and_imported_where_it_is_used():
     assert not optional & {requirement.name for requirement in DEPENDENCIES}
     importing = {str(file.relative_to(ROOT)): imports(file) for file in files("jaxtune")}
     named = [file for file, modules in importing.items() if optional & {module.split(".")[0] for module in modules}]
-    assert named == ["jaxtune/run/lm_evaluation_harness.py"]  # which is imported where it is used
+    assert named == ["jaxtune/evaluation/lm_evaluation_harness.py"]  # which is imported where it is used
     assert "wandb" in PROJECT["optional-dependencies"]["test"]

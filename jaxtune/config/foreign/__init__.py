@@ -28,7 +28,7 @@ from typing import Any
 from jaxtune.config import keys, yaml_file
 from jaxtune.config.foreign import axolotl, erniekit, qefficient, surogate, trl, xorl
 from jaxtune.config.foreign.conversions import NotYet, Options, Settings
-from jaxtune.config.rules import Problem
+from jaxtune.config.option_rules import Problem
 from jaxtune.errors import UserError, shortened
 
 DIALECTS = {

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from jaxtune.models.families import inside, qwen3_5_text
+from jaxtune.models.families import qwen3_5_text, vision_wrapper
 from jaxtune.models.spec import ModelSpec
 
-NAMES, IGNORABLE = inside.names(qwen3_5_text.NAMES), qwen3_5_text.IGNORABLE
+NAMES, IGNORABLE = vision_wrapper.names(qwen3_5_text.NAMES), qwen3_5_text.IGNORABLE
 UNTOUCHED = r"^(model\.visual|mtp)\."
 
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:
     """ModelSpec of the decoder of a `Qwen3_5ForConditionalGeneration` config.json."""
-    return inside.read_spec("qwen3_5", config, {"qwen3_5_text": qwen3_5_text}, untouched=UNTOUCHED, tied=False)
+    return vision_wrapper.read_spec("qwen3_5", config, {"qwen3_5_text": qwen3_5_text}, untouched=UNTOUCHED, tied=False)

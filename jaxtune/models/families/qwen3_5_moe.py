@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from jaxtune.models.families import inside, qwen3_5, qwen3_5_moe_text
+from jaxtune.models.families import qwen3_5, qwen3_5_moe_text, vision_wrapper
 from jaxtune.models.spec import ModelSpec
 
-NAMES, IGNORABLE = inside.names(qwen3_5_moe_text.NAMES), qwen3_5_moe_text.IGNORABLE
+NAMES, IGNORABLE = vision_wrapper.names(qwen3_5_moe_text.NAMES), qwen3_5_moe_text.IGNORABLE
 
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:
     """ModelSpec of the decoder of a `Qwen3_5MoeForConditionalGeneration` config.json."""
     decoders = {"qwen3_5_moe_text": qwen3_5_moe_text}
-    return inside.read_spec("qwen3_5_moe", config, decoders, untouched=qwen3_5.UNTOUCHED, tied=False)
+    return vision_wrapper.read_spec("qwen3_5_moe", config, decoders, untouched=qwen3_5.UNTOUCHED, tied=False)

@@ -15,13 +15,13 @@ from jaxtune.checkpoint.manager import FORMAT
 from jaxtune.checkpoint.regroup import pieces
 from jaxtune.config.schema import Mesh, Optim
 from jaxtune.errors import UserError
+from jaxtune.host.run_folder import RunFolder
 from jaxtune.models.spec import StackSpec
 from jaxtune.optim.build import Trained, build
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.precision import loss_scale
-from jaxtune.run.folder import RunFolder
-from jaxtune.run.state import Scaling
-from jaxtune.run.values import open_run
+from jaxtune.training.state import Scaling
+from jaxtune.weights.values import open_run
 
 LAYERS = 5
 OPTIMIZERS = ("adamw", "adamw_8bit", "sgd", "adafactor", "lion", "schedule_free", "muon", "normuon")

@@ -11,7 +11,7 @@ from runs import call
 from tiny import byte_tokenizer
 
 from jaxtune.config.schema import Dataset
-from jaxtune.data.documents import tokenize
+from jaxtune.data.cache.documents import tokenize
 
 TEN_DAYS_AGO = time.time() - 10 * 86_400
 

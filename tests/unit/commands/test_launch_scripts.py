@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from jaxtune.__main__ import COMMANDS
-from jaxtune.command import REFUSED, STOPPED
 from jaxtune.config import keys
 from jaxtune.parallel.multihost import init_arguments
 from jaxtune.recipes import __path__ as recipes
+from jaxtune.terminal import REFUSED, STOPPED
 
 ROOT = pathlib.Path(__file__).parents[3]
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"  # which Kubernetes sets in an indexed Job

@@ -9,8 +9,8 @@ import pytest
 import jaxtune
 from jaxtune.config import keys, new_config, to_json
 from jaxtune.config.schema import Config
+from jaxtune.inference.sampling import Manner
 from jaxtune.python import mesh_put_back
-from jaxtune.run.manner import Manner
 
 
 def test_importing_jaxtune_is_quick_and_train_is_one_thing_however_it_is_imported():

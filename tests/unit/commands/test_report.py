@@ -12,9 +12,9 @@ from jaxtune import report
 from jaxtune.config import to_json
 from jaxtune.config.schema import Config, Dataset, Log
 from jaxtune.data import Counts
+from jaxtune.host.run_folder import RunFolder
 from jaxtune.monitor.metrics import MetricsLog
 from jaxtune.monitor.step_time import StepTime
-from jaxtune.run.folder import RunFolder
 
 HOSTILE = "</script><script>window.bad = 1</script><img src=x onerror='window.bad = 1'>"
 

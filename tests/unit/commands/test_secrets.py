@@ -11,12 +11,13 @@ from jaxtune.checkpoint.storage import RemoteFolder, open_folder
 from jaxtune.command import guarded
 from jaxtune.config import from_json, to_json
 from jaxtune.config.schema import Ckpt, Config, Data, Dataset
-from jaxtune.data import files
-from jaxtune.data.documents import folder_name
-from jaxtune.data.sources import Source
+from jaxtune.data.cache.documents import folder_name
+from jaxtune.data.reading import files
+from jaxtune.data.reading.sources import Source
 from jaxtune.errors import UserError, hide_secrets
-from jaxtune.run import process, resume
-from jaxtune.run.folder import RunFolder
+from jaxtune.host import process
+from jaxtune.host.run_folder import RunFolder
+from jaxtune.run import resume
 
 SECRET = "s3cr3t"
 URL = f"https://host/a.jsonl?download=true&token={SECRET}"

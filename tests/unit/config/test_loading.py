@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtune.command import run
-from jaxtune.config import from_json, keys, resolve, rules, to_json
+from jaxtune.config import from_json, keys, option_rules, resolve, to_json
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 
@@ -489,7 +489,11 @@ def test_rules_of_an_option_are_about_numbers_and_options(option):
     for condition in option.when:
         assert all(prefix + name in keys.options() for name in keys.names(condition)), condition
     numbers = (int, float)
-    assert not option.within or not isinstance(option.default, numbers) or rules.inside(option.default, option.within)
+    assert (
+        not option.within
+        or not isinstance(option.default, numbers)
+        or option_rules.inside(option.default, option.within)
+    )
 
 
 def test_every_option_has_a_meaning_and_a_default_of_its_type():

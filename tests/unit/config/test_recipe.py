@@ -14,7 +14,7 @@ from jaxtune import __main__ as jaxtune
 from jaxtune.config import load_recipe, read_recipe, resolve, to_json
 from jaxtune.config.recipe import RECIPES, first_line, own_recipes
 from jaxtune.config.schema import Dataset
-from jaxtune.data.sources import open_source
+from jaxtune.data.reading.sources import open_source
 from jaxtune.errors import UserError
 from jaxtune.recipes import qwen_lora
 

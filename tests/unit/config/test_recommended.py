@@ -3,15 +3,16 @@
 import pytest
 from tiny import model_folder
 
-from jaxtune.config import load_recipe, read_recipe, recommended, resolve, to_json
+from jaxtune.config import load_recipe, read_recipe, resolve, to_json
+from jaxtune.weights.architecture import count_parameters
 
 LORA = {"lora.enabled": "True"}
 PREFERENCES = {"preference.loss": "sigmoid"}
 QLORA = LORA | {"quant.format": "nf4"}
 
 
-def resolved(base, **settings):
-    return resolve(base, "recipe", {"train.recommend": "True", **settings}.items())
+def resolved(base, count=count_parameters, **settings):
+    return resolve(base, "recipe", {"train.recommend": "True", **settings}.items(), count=count)
 
 
 # settings, billions of parameters, the learning rate, part of what is printed
@@ -33,9 +34,8 @@ MODES = [
 
 
 @pytest.mark.parametrize(("settings", "billions", "rate", "told"), MODES)
-def test_a_mode_and_size_have_their_learning_rate_and_warmup(base, monkeypatch, settings, billions, rate, told):
-    monkeypatch.setattr(recommended, "_billions", lambda model: billions)
-    config = resolved(base, **settings)
+def test_a_mode_and_size_have_their_learning_rate_and_warmup(base, settings, billions, rate, told):
+    config = resolved(base, count=lambda model: billions * 1e9, **settings)
     assert (config.optim.learning_rate, config.optim.warmup_ratio) == (rate, 0.03)
     first, second = config.opening_lines
     assert first.startswith(told) and second.startswith(

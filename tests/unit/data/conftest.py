@@ -7,7 +7,7 @@ import pytest
 from tiny import byte_tokenizer
 
 from jaxtune.config.schema import Dataset
-from jaxtune.data.documents import tokenize
+from jaxtune.data.cache.documents import tokenize
 
 
 @pytest.fixture(scope="session")

@@ -4,9 +4,9 @@ import pytest
 from tiny import CHATML, byte_tokenizer
 
 from jaxtune.config.schema import Chat
-from jaxtune.data.chat import ChatTemplate
-from jaxtune.data.encoding import Refused
-from jaxtune.data.messages import check_messages, check_tools
+from jaxtune.data.chat.chat_template import ChatTemplate
+from jaxtune.data.chat.encoding import Refused
+from jaxtune.data.chat.messages import check_messages, check_tools
 from jaxtune.errors import UserError
 from jaxtune.hf.chat_templates import find_template
 

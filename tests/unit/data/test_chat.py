@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from tiny import CHATML, byte_tokenizer
 
-from jaxtune.data import ChatTemplate, sandbox, workers
-from jaxtune.data.encoding import Encoder, Refused
-from jaxtune.data.messages import check_messages, check_tools
+from jaxtune.data import ChatTemplate
+from jaxtune.data.cache import workers
+from jaxtune.data.chat import sandbox
+from jaxtune.data.chat.encoding import Encoder, Refused
+from jaxtune.data.chat.messages import check_messages, check_tools
 from jaxtune.errors import UserError
 
 LLAMA3 = (
@@ -351,7 +353,7 @@ HOSTILE = {
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_template_ends_in_an_error(tmp_path, monkeypatch, source):
     """Whatever it does, the process that renders has no more time and memory; the next template is rendered again."""
-    monkeypatch.setattr("jaxtune.data.sandbox.MAX_SECONDS", 0.3)
+    monkeypatch.setattr("jaxtune.data.chat.sandbox.MAX_SECONDS", 0.3)
     with pytest.raises(UserError, match="^the chat template (is not valid|fails): .{1,200}$"):
         ChatTemplate(byte_tokenizer(tmp_path, source)).render(SINGLE)
     assert sandbox.Template("{{ 1 }}").render() == ("1", [])

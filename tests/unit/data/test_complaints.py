@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from tiny import CHATML, byte_tokenizer, numbered_documents
 
+from jaxtune.columns import NEXT_TOKEN
 from jaxtune.config.schema import Config, Data, Dataset, Mesh
-from jaxtune.data import documents
-from jaxtune.data.chat import ChatTemplate
-from jaxtune.data.columns import NEXT_TOKEN
-from jaxtune.data.documents import tokenize
-from jaxtune.data.encoding import Encoder
-from jaxtune.data.feed import Feed, open_feed, rows_to_evaluate
-from jaxtune.data.rows import Rows
+from jaxtune.data.cache import documents
+from jaxtune.data.cache.documents import tokenize
+from jaxtune.data.chat.chat_template import ChatTemplate
+from jaxtune.data.chat.encoding import Encoder
+from jaxtune.data.rows.feed import Feed, open_feed, rows_to_evaluate
+from jaxtune.data.rows.packed_rows import Rows
 from jaxtune.errors import UserError
 from jaxtune.parallel.layout import P, by_token
 from jaxtune.parallel.mesh import make_mesh

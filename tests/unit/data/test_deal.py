@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import numbered_documents
 
+from jaxtune.columns import NEXT_TOKEN
 from jaxtune.config.schema import Data, Mesh
-from jaxtune.data.columns import NEXT_TOKEN
-from jaxtune.data.deal import dealt, places
-from jaxtune.data.loader import abstract_batch, batches
-from jaxtune.data.rows import Rows
+from jaxtune.data.rows.deal import dealt, places
+from jaxtune.data.rows.loader import abstract_batch, batches
+from jaxtune.data.rows.packed_rows import Rows
 from jaxtune.parallel.layout import P, by_token
 from jaxtune.parallel.mesh import make_mesh
 

@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 from tiny import byte_tokenizer
 
 from jaxtune.config.schema import Chat, Config, Data, Dataset, Train
-from jaxtune.data import documents as documents_module
-from jaxtune.data.documents import prepare_shard, tokenize
-from jaxtune.data.encoding import Encoder
-from jaxtune.data.splits import open_documents
+from jaxtune.data.cache import documents as documents_module
+from jaxtune.data.cache.documents import prepare_shard, tokenize
+from jaxtune.data.chat.encoding import Encoder
+from jaxtune.data.rows.splits import open_documents
 from jaxtune.errors import UserError
 
 TEXTS = [{"text": "one"}, {"text": "two, “2”"}, {"text": "three\nlines\n"}]

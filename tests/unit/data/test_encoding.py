@@ -11,8 +11,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import PreTrainedTokenizerFast
 
 from jaxtune.config.schema import Dataset
-from jaxtune.data.documents import tokenize
-from jaxtune.data.encoding import Encoder, Rendered
+from jaxtune.data.cache.documents import tokenize
+from jaxtune.data.chat.encoding import Encoder, Rendered
 from jaxtune.errors import UserError
 
 CORPUS = ["Hello  world, this\nis a test.\n\nAnd that :\n\tthe other, été.\n"] * 20

@@ -12,9 +12,9 @@ from jax.sharding import NamedSharding
 from tiny import ORDERS, numbered_documents
 
 from jaxtune.config.schema import Config, Data, Mesh, Train
-from jaxtune.data import feed as feeds
-from jaxtune.data.feed import Feed, open_feed
-from jaxtune.data.rows import Rows
+from jaxtune.data.rows import feed as feeds
+from jaxtune.data.rows.feed import Feed, open_feed
+from jaxtune.data.rows.packed_rows import Rows
 from jaxtune.errors import UserError
 from jaxtune.parallel.layout import P, by_token
 from jaxtune.parallel.mesh import make_mesh

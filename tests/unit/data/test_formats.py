@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from tiny import byte_tokenizer
 
 from jaxtune.config.schema import Dataset
-from jaxtune.data.dialects import messages_in
-from jaxtune.data.documents import tokenize
-from jaxtune.data.messages import check_messages
+from jaxtune.data.cache.documents import tokenize
+from jaxtune.data.chat.messages import check_messages
+from jaxtune.data.formats.dialects import messages_in
 from jaxtune.errors import UserError
 
 CHAT = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n«Yo<|im_end|>»\n"

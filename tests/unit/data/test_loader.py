@@ -6,10 +6,10 @@ import pytest
 from jax.sharding import NamedSharding
 from tiny import numbered_documents
 
+from jaxtune.columns import LOSS_WEIGHT, NEXT_TOKEN, SEGMENT_IDS, UNIT_IDS, Column
 from jaxtune.config.schema import Data, Mesh
-from jaxtune.data.columns import LOSS_WEIGHT, NEXT_TOKEN, SEGMENT_IDS, UNIT_IDS, Column
-from jaxtune.data.loader import abstract_batch, batches, needed_rows
-from jaxtune.data.rows import Rows
+from jaxtune.data.rows.loader import abstract_batch, batches, needed_rows
+from jaxtune.data.rows.packed_rows import Rows
 from jaxtune.parallel.layout import P, by_token
 from jaxtune.parallel.mesh import make_mesh
 

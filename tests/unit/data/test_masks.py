@@ -7,9 +7,9 @@ import pytest
 from tiny import CHATML, byte_tokenizer
 
 from jaxtune.config.schema import Chat
-from jaxtune.data.chat import ChatTemplate
-from jaxtune.data.encoding import Encoder, Refused
-from jaxtune.data.messages import check_messages
+from jaxtune.data.chat.chat_template import ChatTemplate
+from jaxtune.data.chat.encoding import Encoder, Refused
+from jaxtune.data.chat.messages import check_messages
 from jaxtune.errors import UserError
 
 MARKED = CHATML.replace(

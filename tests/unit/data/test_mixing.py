@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tiny import byte_tokenizer
 
 from jaxtune.config.schema import Config, Data, Dataset
-from jaxtune.data.rows import Rows
-from jaxtune.data.splits import open_documents
+from jaxtune.data.rows.packed_rows import Rows
+from jaxtune.data.rows.splits import open_documents
 
 
 @pytest.fixture(scope="module")

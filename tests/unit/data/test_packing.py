@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtune.data.packing import cut_to_rows, plan
+from jaxtune.data.rows.packing import cut_to_rows, plan
 
 SEQ_LEN = 16
 LENGTHS = st.lists(st.integers(1, SEQ_LEN), min_size=1, max_size=60).map(np.array)

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from tiny import byte_tokenizer
 
+from jaxtune.columns import DESIRABLE, NEXT_TOKEN, SCORE_DELTA
 from jaxtune.config.schema import Config, Data, Dataset, Model, Preference, Train
-from jaxtune.data.columns import DESIRABLE, NEXT_TOKEN, SCORE_DELTA
-from jaxtune.data.documents import tokenize
-from jaxtune.data.rows import Rows
-from jaxtune.data.splits import open_documents
+from jaxtune.data.cache.documents import tokenize
+from jaxtune.data.rows.packed_rows import Rows
+from jaxtune.data.rows.splits import open_documents
 from jaxtune.errors import UserError
 
 HI, YO, NO = (

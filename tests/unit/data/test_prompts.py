@@ -8,8 +8,8 @@ import pytest
 from tiny import byte_tokenizer
 
 from jaxtune.config.schema import Chat, Config, Data, Dataset, Mesh, Rollout, Train
-from jaxtune.data.prompt_feed import open_prompts
-from jaxtune.data.prompts import Prompts, read_prompts
+from jaxtune.data.formats.prompts import Prompts, read_prompts
+from jaxtune.data.rows.prompt_feed import open_prompts
 from jaxtune.errors import UserError
 from jaxtune.parallel.mesh import make_mesh
 

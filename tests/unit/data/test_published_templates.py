@@ -9,8 +9,8 @@ import pytest
 from tiny import byte_tokenizer
 
 from jaxtune.config.schema import Chat
-from jaxtune.data.chat import ChatTemplate
-from jaxtune.data.encoding import Encoder, Refused
+from jaxtune.data.chat.chat_template import ChatTemplate
+from jaxtune.data.chat.encoding import Encoder, Refused
 from jaxtune.errors import UserError
 
 BAR = "\uff5c"

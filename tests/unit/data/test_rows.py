@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import ORDERS, numbered_documents
 
+from jaxtune.columns import LABELLED, Column
 from jaxtune.config.schema import Data
-from jaxtune.data.columns import LABELLED, Column
-from jaxtune.data.rows import Rows
-from jaxtune.data.splits import hold_out
-from jaxtune.data.units import Documents
+from jaxtune.data.formats.units import Documents
+from jaxtune.data.rows.packed_rows import Rows
+from jaxtune.data.rows.splits import hold_out
 from jaxtune.errors import UserError
 
 SEQ_LEN = 16

@@ -19,9 +19,9 @@ from tiny import byte_tokenizer
 from jaxtune import config_of
 from jaxtune.config import in_memory
 from jaxtune.config.schema import Dataset
-from jaxtune.data.documents import tokenize
-from jaxtune.data.sources import open_source
-from jaxtune.data.user_files import fingerprint
+from jaxtune.data.cache.documents import tokenize
+from jaxtune.data.reading.sources import open_source
+from jaxtune.data.reading.user_files import fingerprint
 from jaxtune.errors import UserError
 
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from tiny import byte_tokenizer
 
+from jaxtune.columns import DESIRABLE, LABELLED, NEXT_TOKEN, UNIT_IDS
 from jaxtune.config.schema import Config, Data, Dataset, Mesh, Model, Preference, Train
-from jaxtune.data import streams
-from jaxtune.data.columns import DESIRABLE, LABELLED, NEXT_TOKEN, UNIT_IDS
-from jaxtune.data.feed import open_feed
-from jaxtune.data.rows import Rows
-from jaxtune.data.splits import open_documents
-from jaxtune.data.streams import Stream
+from jaxtune.data.rows import streams
+from jaxtune.data.rows.feed import open_feed
+from jaxtune.data.rows.packed_rows import Rows
+from jaxtune.data.rows.splits import open_documents
+from jaxtune.data.rows.streams import Stream
 from jaxtune.errors import UserError
 from jaxtune.parallel.mesh import make_mesh
 

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import numbered_documents
 
+from jaxtune.columns import KEY_START, LOSS_WEIGHT, SEGMENT_IDS, TOKENS, UNIT_IDS, Column
 from jaxtune.config.schema import Data
-from jaxtune.data import cache
-from jaxtune.data.columns import KEY_START, LOSS_WEIGHT, SEGMENT_IDS, TOKENS, UNIT_IDS, Column
-from jaxtune.data.encoding import Encoded
-from jaxtune.data.rows import Rows
-from jaxtune.data.splits import hold_out
-from jaxtune.data.units import Documents, Unit
+from jaxtune.data.cache import token_cache
+from jaxtune.data.chat.encoding import Encoded
+from jaxtune.data.formats.units import Documents, Unit
+from jaxtune.data.rows.packed_rows import Rows
+from jaxtune.data.rows.splits import hold_out
 from jaxtune.errors import UserError
 
 SEQ_LEN = 16
@@ -89,8 +89,8 @@ def stored(folder):
     ]
     documents = (document(1, 2, 3), document(4, 5, 6)), (document(7, 8, 9),)
     units = [Unit(pair, values=of) for pair, of in zip(documents, values)]
-    cache.finish(folder, cache.write(folder, units, COLUMNS), "pairs")
-    return cache.load(folder)
+    token_cache.finish(folder, token_cache.write(folder, units, COLUMNS), "pairs")
+    return token_cache.load(folder)
 
 
 def test_columns_are_stored_and_stand_where_they_belong(tmp_path):
@@ -120,7 +120,7 @@ def test_a_column_that_is_not_stored_is_named():
 def test_a_column_of_another_length_is_not_written(tmp_path):
     unit = Unit((Encoded(np.array([1, 2], np.int32), np.ones(2, np.float16)),), values={"label": [1, 0]})
     with pytest.raises(ValueError, match="label: 2 values for 1"):
-        cache.write(tmp_path, [unit], (COLUMNS[1],))
+        token_cache.write(tmp_path, [unit], (COLUMNS[1],))
 
 
 def test_the_key_tells_units_and_columns_apart_and_an_old_one_is_known(tmp_path):
@@ -130,8 +130,8 @@ def test_the_key_tells_units_and_columns_apart_and_an_old_one_is_known(tmp_path)
     parts = {}
     for name, units in {"alone": alone, "pairs": pairs}.items():
         (tmp_path / name).mkdir()
-        cache.finish(tmp_path / name, cache.write(tmp_path / name, units), name)
-        parts[name] = cache.load(tmp_path / name)
+        token_cache.finish(tmp_path / name, token_cache.write(tmp_path / name, units), name)
+        parts[name] = token_cache.load(tmp_path / name)
     before = hashlib.sha256()
     for document in documents * 2:
         before.update(document.tokens.tobytes() + document.loss_weights.tobytes())

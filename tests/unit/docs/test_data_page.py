@@ -7,7 +7,7 @@ import pytest
 from tiny import byte_tokenizer
 
 from jaxtune.config import dataset, new_config, resolve
-from jaxtune.data.documents import tokenize
+from jaxtune.data.cache.documents import tokenize
 from jaxtune.prepare import describe
 
 PAGE = (Path(__file__).parents[3] / "docs" / "data.md").read_text(encoding="utf-8")

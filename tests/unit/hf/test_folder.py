@@ -8,7 +8,7 @@ from huggingface_hub import ModelCard, errors
 
 from jaxtune.errors import UserError
 from jaxtune.hf import Evaluation, label_names, read_config, read_generation_config, resolve, write_card, write_config
-from jaxtune.hf import folder as hf_folder
+from jaxtune.hf import model_folder as hf_folder
 
 
 @pytest.fixture

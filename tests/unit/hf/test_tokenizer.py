@@ -9,7 +9,7 @@ import transformers
 from tiny import byte_tokenizer
 
 from jaxtune import hf
-from jaxtune.data.chat import ChatTemplate
+from jaxtune.data.chat.chat_template import ChatTemplate
 from jaxtune.errors import UserError
 
 

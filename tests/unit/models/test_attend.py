@@ -7,8 +7,8 @@ from tiny import spec
 
 from jaxtune.config.schema import Attention, Config, Data
 from jaxtune.errors import UserError
-from jaxtune.run.assembly import assemble
-from jaxtune.run.model import Base
+from jaxtune.training.assembly import assemble
+from jaxtune.weights.model import Base
 
 
 def trace(mesh, **attention):

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.models.attention_dropout import Bits, attend_dropping
-from jaxtune.models.dropout import Noise, dropout, shaken, source_of
+from jaxtune.models.layers.attention_dropout import Bits, attend_dropping
 from jaxtune.models.spec import Heads
+from jaxtune.parallel.random import Noise, dropout, shaken, source_of
 from pallas_kernels.flash_attention import MaskSpec, flash_attention
 
 

@@ -14,14 +14,14 @@ from tiny import layer, random_values, spec
 from jaxtune.config.schema import Config, Data, Lora, Memory, Mesh, Model, Precision, Quant
 from jaxtune.config.schema import Experts as Options
 from jaxtune.errors import UserError
-from jaxtune.models.call import Call
 from jaxtune.models.decoder import bind
-from jaxtune.models.dropout import Noise
+from jaxtune.models.forward_options import Call
 from jaxtune.models.score import score
 from jaxtune.models.spec import ClampedSilu, Experts
 from jaxtune.parallel.layout import by_token
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.run.model import Base, declare_model
+from jaxtune.parallel.random import Noise
+from jaxtune.weights.model import Base, declare_model
 from pallas_kernels.grouped_matmul import arrange
 
 PLAIN = Experts(128, count=6, active=2, normalized=True)

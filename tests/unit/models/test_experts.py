@@ -14,9 +14,9 @@ from jaxtune.config.schema import Experts as Options
 from jaxtune.errors import UserError
 from jaxtune.models.parameters import randomize
 from jaxtune.models.spec import Experts
-from jaxtune.models.treat import treat
-from jaxtune.run.assembly import assemble
-from jaxtune.run.model import Base
+from jaxtune.models.treatment import treat
+from jaxtune.training.assembly import assemble
+from jaxtune.weights.model import Base
 
 SPARSE = dataclasses.replace(layer(), feed_forward=Experts(size=16, count=4, active=2, normalized=True))
 SPEC = spec((layer(), SPARSE, SPARSE), family="qwen3_moe", router_loss=0.01)

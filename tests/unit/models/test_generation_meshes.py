@@ -9,11 +9,11 @@ import pytest
 from mesh.harness import MESHES, folder
 
 from jaxtune.config.schema import Config, Data, Mesh, Model
+from jaxtune.inference.generation import make_generate
 from jaxtune.models.decode import Sampling
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.run.generation import make_generate
-from jaxtune.run.model import declare_model, read_base
-from jaxtune.run.values import read_parameters
+from jaxtune.weights.model import declare_model, read_base
+from jaxtune.weights.values import read_parameters
 
 PROMPTS = [np.random.default_rng(n).integers(0, 256, n).tolist() for n in (3, 17, 9, 1, 30)]
 

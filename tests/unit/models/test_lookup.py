@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.models.lookup import lookup
+from jaxtune.models.layers.lookup import lookup
 
 
 @pytest.fixture(autouse=True)

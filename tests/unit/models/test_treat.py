@@ -9,7 +9,7 @@ from jaxtune.config.schema import Precision, Quant
 from jaxtune.errors import UserError
 from jaxtune.models.parameters import declare
 from jaxtune.models.spec import stacks
-from jaxtune.models.treat import freeze, linears, selected, treat_linears
+from jaxtune.models.treatment import freeze, linears, selected, treat_linears
 
 
 def test_what_is_skipped_or_excluded_falls_into_stacks_of_its_own():

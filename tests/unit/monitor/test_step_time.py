@@ -14,8 +14,8 @@ from jaxtune.config.schema import Config, Data, Lora, Memory, Mesh, Model, Preci
 from jaxtune.monitor.profiler import Profiler
 from jaxtune.monitor.step_time import NAME, StepTime, operations, step_time
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.run.assembly import assemble
-from jaxtune.run.model import Base
+from jaxtune.training.assembly import assemble
+from jaxtune.weights.model import Base
 
 # Of each file in the table of lines, and of the innermost function.
 LINES = """

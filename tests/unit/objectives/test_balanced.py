@@ -13,14 +13,14 @@ from tiny import VOCABULARY, layer, random_values, spec
 
 from jaxtune.config.schema import Config, Data, Memory, Model, Precision, Train
 from jaxtune.config.schema import Experts as Options
-from jaxtune.models.call import Call
 from jaxtune.models.decoder import bind
+from jaxtune.models.forward_options import Call
 from jaxtune.models.score import Scores
 from jaxtune.models.spec import Experts
 from jaxtune.objectives.balanced import sequence_loss, z_loss
 from jaxtune.parallel.layout import P, by_token
-from jaxtune.run.assembly import assemble
-from jaxtune.run.model import Base, declare_model
+from jaxtune.training.assembly import assemble
+from jaxtune.weights.model import Base, declare_model
 
 ROWS, POSITIONS, COUNT, ACTIVE = 3, 20, 6, 2
 SOFTMAX = Experts(16, COUNT, ACTIVE, normalized=True, float32=True)

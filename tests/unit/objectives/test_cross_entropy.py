@@ -11,7 +11,7 @@ from batches import make_batch, tokens
 from tiny import VOCABULARY
 
 from jaxtune.errors import UserError
-from jaxtune.models.call import Call
+from jaxtune.models.forward_options import Call
 from jaxtune.models.score import score
 from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.objectives.objective import Sums

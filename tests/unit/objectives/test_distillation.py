@@ -12,8 +12,8 @@ from batches import make_batch, tokens
 from tiny import VOCABULARY
 
 from jaxtune.config.schema import Distill, Mesh
-from jaxtune.models.call import Call
 from jaxtune.models.divergence import likeliest
+from jaxtune.models.forward_options import Call
 from jaxtune.models.score import score
 from jaxtune.objectives.distillation import distillation
 from jaxtune.parallel.layout import by_token, used

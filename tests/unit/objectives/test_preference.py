@@ -8,7 +8,7 @@ from scipy.special import log_expit
 
 from jaxtune.config.schema import Preference
 from jaxtune.models.score import Scores
-from jaxtune.objectives.documents import of_documents
+from jaxtune.objectives.document_sums import of_documents
 from jaxtune.objectives.preference import preference
 
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4, 0, 0, 0, 0]])

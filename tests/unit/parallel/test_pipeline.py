@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxtune.parallel.pipeline import Schedule, Work, schedule
+from jaxtune.parallel.pipeline_schedule import Schedule, Work, schedule
 
 SHAPES = st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 12))
 

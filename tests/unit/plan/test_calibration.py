@@ -12,7 +12,7 @@ from jaxtune.plan import calibration
 from jaxtune.plan.launches import Launch, Program
 from jaxtune.plan.prediction import Speed
 from jaxtune.plan.rates import KERNELS, SCENARIOS, gaps_ms, step_ms
-from jaxtune.plan.report import comparison
+from jaxtune.plan.summary import comparison
 from pallas_kernels.gpus import GPUS
 
 # Made up, to test with.

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtune.plan.hlo import Instruction, Module
+from jaxtune.hlo import Instruction, Module
 from jaxtune.plan.launches import _group, executed, read_program
 from pallas_kernels import cost
 
@@ -67,8 +67,8 @@ def test_a_loop_multiplies_what_is_in_it_and_a_slice_reads_its_own_bytes():
     assert (product.flops, product.written) == (2 * 32 * 8 * 16, 2 * 32 * 8)
     assert product.phase == "forward" and program.residuals == 2 * 4 * 32 * 8
     assert [(frame.file, frame.line) for frame in product.frames] == [
-        ("jaxtune/models/linear.py", 71),
-        ("jaxtune/models/mlp.py", 24),
+        ("jaxtune/models/layers/linear.py", 71),
+        ("jaxtune/models/layers/mlp.py", 24),
     ]
 
 

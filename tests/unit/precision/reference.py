@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jaxtune.models.dropout import Noise
 from jaxtune.parallel.layout import by_token
+from jaxtune.parallel.random import Noise
 from jaxtune.precision.fp8 import Fp8Numbers
 from jaxtune.precision.hadamard import PLAIN
 from jaxtune.precision.matmul import LowPrecision

@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxtune.models.dropout import Noise
 from jaxtune.parallel.layout import by_token
+from jaxtune.parallel.random import Noise
 from jaxtune.precision import nvfp4
 from jaxtune.precision.hadamard import SIGNED, rotated
 from jaxtune.precision.matmul import LowPrecision

@@ -15,16 +15,16 @@ from tiny import layer, random_values, spec
 from jaxtune.config.schema import Config, Data, Fp8, Memory, Nvfp4, Precision, Quant
 from jaxtune.errors import UserError
 from jaxtune.lora.lora import LoRA
-from jaxtune.models.call import Call
-from jaxtune.models.linear import Linear
+from jaxtune.models.forward_options import Call
+from jaxtune.models.layers.linear import Linear
 from jaxtune.models.parameters import declare
 from jaxtune.models.spec import Treatment
-from jaxtune.models.treat import multiply, selected, treat_linears
+from jaxtune.models.treatment import multiply, selected, treat_linears
 from jaxtune.parallel.layout import by_token
 from jaxtune.precision.recipes import check_device, linears_of, numbers_of, recipe_of
 from jaxtune.quant import QuantizedArray, format_of
-from jaxtune.run.assembly import assemble
-from jaxtune.run.model import Base
+from jaxtune.training.assembly import assemble
+from jaxtune.weights.model import Base
 from pallas_kernels.gpus import GPUS, Device
 
 DOWN = [f"model.layers.{number}.mlp.down_proj" for number in range(3)]

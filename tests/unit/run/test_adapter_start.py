@@ -11,9 +11,9 @@ from jaxtune.config import checks
 from jaxtune.config.schema import Config, Data, Lora, Mesh, Model, Optim, Precision, Quant
 from jaxtune.errors import UserError
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.run.adapter_start import begin_adapters
-from jaxtune.run.assembly import assemble
-from jaxtune.run.model import Base
+from jaxtune.training.assembly import assemble
+from jaxtune.weights.adapter_start import begin_adapters
+from jaxtune.weights.model import Base
 
 
 def trained(mesh, quant=None, recipe="fp32", steps=3, **lora):

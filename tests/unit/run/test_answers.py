@@ -12,11 +12,12 @@ from transformers import PreTrainedTokenizerFast
 
 from jaxtune import hf
 from jaxtune.config.schema import Chat, Config, Dataset, Rollout
-from jaxtune.data.prompts import Prompts, Sample
+from jaxtune.data.formats.prompts import Prompts, Sample
 from jaxtune.errors import UserError
+from jaxtune.inference import answers
+from jaxtune.inference.generation import Completion, continue_text
 from jaxtune.prepare import _in_a_line
-from jaxtune.run import answers, rollouts
-from jaxtune.run.generation import Completion, continue_text
+from jaxtune.rollout import rollouts
 
 WORDS = ("▁Once", "▁upon", "▁a", "▁time", "▁Sure", ",", ".", "<0xC3>", "<0xA9>", "<unk>")
 INST = "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
@@ -70,9 +71,9 @@ def test_the_space_before_a_continuation_is_kept(tokenizer, tmp_path, monkeypatc
 def test_a_run_s_sample_keeps_it(tokenizer, monkeypatch):
     said = ids_of(tokenizer, "▁upon", "▁a", "</s>")
     monkeypatch.setattr(
-        "jaxtune.run.generation.make_generate", lambda *_, **__: lambda *_: iter([np.array([t]) for t in said])
+        "jaxtune.inference.generation.make_generate", lambda *_, **__: lambda *_: iter([np.array([t]) for t in said])
     )
-    monkeypatch.setattr("jaxtune.run.generation.stop_tokens", lambda *_: frozenset(said[-1:]))
+    monkeypatch.setattr("jaxtune.inference.generation.stop_tokens", lambda *_: frozenset(said[-1:]))
     model: Any = SimpleNamespace(graph=None, spec=None, folders=SimpleNamespace(tokenizer=None))
     parameters: Any = {"embed.weight": np.zeros(1)}
     assert continue_text(model, parameters, tokenizer, "Once") == "Once upon a"

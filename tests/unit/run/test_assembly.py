@@ -9,9 +9,9 @@ from tiny import model_folder
 from jaxtune.config.schema import Config, Data, Optim, Precision
 from jaxtune.config.schema import Model as ModelOptions
 from jaxtune.optim.build import Step
-from jaxtune.run.assembly import assemble
-from jaxtune.run.model import read_base
-from jaxtune.run.values import initial_parameters
+from jaxtune.training.assembly import assemble
+from jaxtune.weights.model import read_base
+from jaxtune.weights.values import initial_parameters
 
 
 @pytest.mark.parametrize("name", ["muon", "normuon"])

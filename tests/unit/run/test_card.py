@@ -5,8 +5,8 @@ import json
 
 from jaxtune.config import read_recipe
 from jaxtune.config.schema import Ckpt, Config, Data, Dataset, Export, Lora, Model, Optim, Train
-from jaxtune.run.card import card_datasets, card_evaluation, card_recipe, card_rows
-from jaxtune.run.folder import RunFolder
+from jaxtune.exports.card import card_datasets, card_evaluation, card_recipe, card_rows
+from jaxtune.host.run_folder import RunFolder
 
 
 def test_data_are_named_without_their_folders(tmp_path):

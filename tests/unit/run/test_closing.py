@@ -8,9 +8,9 @@ import pytest
 from jaxtune import evaluate, export, generate
 from jaxtune.config import to_json
 from jaxtune.config.schema import Config, Data, Dataset, Eval, Export, Model, Train
-from jaxtune.run.folder import RunFolder, closing
-from jaxtune.run.generation import SAMPLE
-from jaxtune.run.manner import Manner
+from jaxtune.host.run_folder import RunFolder, closing
+from jaxtune.inference.generation import SAMPLE
+from jaxtune.inference.sampling import Manner
 
 
 def generate_command(folder, chat: bool, **options) -> str:

@@ -9,8 +9,8 @@ import pytest
 from completion_server import CompletionServer
 
 from jaxtune.errors import UserError
-from jaxtune.run import completion_server
-from jaxtune.run.completion_server import PAUSES, Completion, complete, send_adapter
+from jaxtune.rollout import completion_server
+from jaxtune.rollout.completion_server import PAUSES, Completion, complete, send_adapter
 
 STOP = 2
 

@@ -9,10 +9,10 @@ from tiny import model_folder
 
 from jaxtune.config.schema import Config, Data, Lora, Model
 from jaxtune.errors import UserError
+from jaxtune.exports.write import export_adapter, export_full
 from jaxtune.hf import read_config
-from jaxtune.run.export import export_adapter, export_full
-from jaxtune.run.model import declare_model, read_base
-from jaxtune.run.values import initial_parameters, of_model, read_parameters
+from jaxtune.weights.model import declare_model, read_base
+from jaxtune.weights.values import initial_parameters, of_model, read_parameters
 
 
 def declared(mesh, lora=Lora(), seq_len=32, **options):

@@ -12,8 +12,8 @@ from jaxtune.config.schema import Attention, Config, Data, Dataset, Memory, Mesh
 from jaxtune.models.parameters import randomize
 from jaxtune.parallel.layout import RULES, Rules
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.run.assembly import assemble
-from jaxtune.run.model import Base
+from jaxtune.training.assembly import assemble
+from jaxtune.weights.model import Base
 
 ROWS, TOKENS = 2, 16
 DROPPING: dict[str, Any] = {"hidden_dropout": 0.3, "attention_dropout": 0.3, "dropout_warmup_steps": 2}

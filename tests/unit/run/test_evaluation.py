@@ -6,13 +6,13 @@ import pytest
 from tiny import spec
 
 from jaxtune.config.schema import Config, Data, Lora, Mesh, Model, Precision, Preference
+from jaxtune.evaluation.evaluator import _described, metric_names
 from jaxtune.objectives.objective import Sums
 from jaxtune.objectives.preference import preference
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.run.assembly import assemble
-from jaxtune.run.describe import describe_layout
-from jaxtune.run.evaluation import _described, metric_names
-from jaxtune.run.model import Base
+from jaxtune.training.assembly import assemble
+from jaxtune.weights.describe import describe_layout
+from jaxtune.weights.model import Base
 
 PLAIN = {"model": Model(dtype="float32"), "data": Data(seq_len=32), "precision": Precision("fp32")}
 

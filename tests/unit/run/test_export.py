@@ -17,14 +17,14 @@ from tiny import CHATML, byte_tokenizer, model_folder
 from jaxtune.checkpoint.storage import RemoteFolder, open_folder, upload
 from jaxtune.config.schema import Config, Data, Dataset, Lora, Model, Train
 from jaxtune.errors import UserError
+from jaxtune.evaluation.export_difference import loss_difference
 from jaxtune.export import check_output
+from jaxtune.exports.quantizable import choose
+from jaxtune.exports.write import UNFINISHED, export, export_full
 from jaxtune.hf import SCHEMES
-from jaxtune.run.export import UNFINISHED, export, export_full
-from jaxtune.run.exported import loss_difference
-from jaxtune.run.folder import RunFolder
-from jaxtune.run.model import declare_model, read_base
-from jaxtune.run.quantized import choose
-from jaxtune.run.values import frozen_parameters, initial_parameters, read_parameters
+from jaxtune.host.run_folder import RunFolder
+from jaxtune.weights.model import declare_model, read_base
+from jaxtune.weights.values import frozen_parameters, initial_parameters, read_parameters
 
 WIDE = dict(hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=1, head_dim=64)
 MIXTURE = dict(WIDE, moe_intermediate_size=128, num_experts=2, num_experts_per_tok=1, mlp_only_layers=[1])

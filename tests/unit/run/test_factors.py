@@ -9,8 +9,8 @@ from tiny import random_values, spec
 
 from jaxtune.config import checks
 from jaxtune.config.schema import Config, Data, Lora, Mesh, Model, Optim, Precision, Quant
-from jaxtune.run.assembly import assemble
-from jaxtune.run.model import Base
+from jaxtune.training.assembly import assemble
+from jaxtune.weights.model import Base
 
 
 def test_factors_train_on_a_quantized_base_as_on_what_it_stands_for(one_device):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jaxtune.config.schema import Config, Train
-from jaxtune.run.folder import RunFolder
+from jaxtune.host.run_folder import RunFolder
 
 
 def test_the_recorded_config_is_replaced_at_once(tmp_path, monkeypatch):

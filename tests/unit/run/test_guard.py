@@ -10,9 +10,9 @@ from jaxtune.config.schema import Ckpt, Config, Guard, Optim
 from jaxtune.objectives.objective import Sums
 from jaxtune.optim.build import Trained, build
 from jaxtune.precision.recipes import RECIPES
-from jaxtune.run.guard import first_level, level_after
-from jaxtune.run.state import initial_state
-from jaxtune.run.step import Summed, make_train_step
+from jaxtune.training.guard import first_level, level_after
+from jaxtune.training.state import initial_state
+from jaxtune.training.step import Summed, make_train_step
 
 
 def run(losses, norms, options: Guard):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxtune.errors import UserError
-from jaxtune.run.kept import kept
+from jaxtune.scoring.memmap_cache import kept
 
 
 def test_it_is_written_once_and_mapped(tmp_path):

@@ -45,12 +45,12 @@ def test_what_cannot_be_asked_is_said(tasks, arguments, said, monkeypatch):
 def test_what_the_harness_needs_is_said(monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "lm_eval.api.model", None)
-        patch.delitem(sys.modules, "jaxtune.run.lm_evaluation_harness", raising=False)
-        patch.delattr("jaxtune.run.lm_evaluation_harness", raising=False)
+        patch.delitem(sys.modules, "jaxtune.evaluation.lm_evaluation_harness", raising=False)
+        patch.delattr("jaxtune.evaluation.lm_evaluation_harness", raising=False)
         said = call("jaxtune.evaluate", "--model=MODEL", "--tasks=a", code=2)
         assert "pip install 'jaxtune[lm-eval]'" in said
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness (pip install lm-eval) is not installed")
-    from jaxtune.run import lm_evaluation_harness as harness
+    from jaxtune.evaluation import lm_evaluation_harness as harness
 
     with pytest.raises(UserError, match="include_path=.*absent: is not a folder"):
         harness.Asked(("a",), include_path=str(tmp_path / "absent"))
@@ -65,7 +65,7 @@ def test_what_the_harness_needs_is_said(monkeypatch, tmp_path):
 def test_around_the_table_there_is_nothing(tmp_path, monkeypatch, capfd):
     """Neither bars of what takes no time, nor git's error where the working directory is not a repository."""
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness (pip install lm-eval) is not installed")
-    from jaxtune.run import lm_evaluation_harness as harness
+    from jaxtune.evaluation import lm_evaluation_harness as harness
 
     monkeypatch.chdir(tmp_path)
     bar = harness.tqdm.__init__

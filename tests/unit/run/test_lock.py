@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from jaxtune.errors import UserError
-from jaxtune.run import lock
+from jaxtune.host import lock
 
 HOLD = """
 import pathlib, sys, time
-from jaxtune.run.lock import locked
+from jaxtune.host.lock import locked
 
 with locked(pathlib.Path(sys.argv[1])):
     print("held", flush=True)

@@ -17,10 +17,10 @@ import pytest
 
 from jaxtune.config.schema import Config, Train
 from jaxtune.errors import UserError
+from jaxtune.host.plugins import Callbacks
 from jaxtune.monitor.signals import Asked
 from jaxtune.run.best import Standing
 from jaxtune.run.loop import Moment, Position, Task, each, train
-from jaxtune.run.plugins import Callbacks
 
 
 def test_a_position_is_what_it_was_saved_as():

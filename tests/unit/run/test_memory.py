@@ -11,8 +11,8 @@ from runs import call, recipe
 
 from jaxtune.config.schema import Config, Data, Dataset, Model
 from jaxtune.errors import UserError
-from jaxtune.run import memory
-from jaxtune.run.memory import Limit, host_memory, out_of_memory_is_answered
+from jaxtune.training import memory
+from jaxtune.training.memory import Limit, host_memory, out_of_memory_is_answered
 
 
 @pytest.fixture(scope="module")

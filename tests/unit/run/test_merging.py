@@ -13,9 +13,9 @@ from jaxtune.config.schema import Config, Data, Lora, Mesh, Model, Optim, Precis
 from jaxtune.errors import UserError
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.quant import QuantizedArray
-from jaxtune.run.assembly import assemble
-from jaxtune.run.memory import parts_of
-from jaxtune.run.model import Base
+from jaxtune.training.assembly import assemble
+from jaxtune.training.memory import parts_of
+from jaxtune.weights.model import Base
 
 
 def opened(mesh, quant=None, rank=2, noise=0.0, **lora):

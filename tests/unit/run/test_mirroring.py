@@ -9,8 +9,8 @@ import pytest
 from jaxtune.checkpoint import CheckpointManager
 from jaxtune.config.schema import Ckpt, Config, Train
 from jaxtune.errors import UserError
-from jaxtune.run import mirroring
-from jaxtune.run.folder import RunFolder, run_folder
+from jaxtune.host.run_folder import RunFolder, run_folder
+from jaxtune.run import mirror_sync
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def saved(config, steps) -> RunFolder:
     """The folder of a run that has saved after these steps, of which the first was the best."""
     folder = run_folder(config)
     folder.write_records(config, None)
-    with mirroring.mirrored(config, folder) as mirror:
+    with mirror_sync.mirrored(config, folder) as mirror:
         checkpoints = CheckpointManager(folder.checkpoints, 1, mirror)
         for step in steps:
             checkpoints.save(step, {"x": jnp.ones(3)}, {"standing": {"step": steps[0]}}, best=steps[0])
@@ -37,10 +37,10 @@ def fetched(config, name="there") -> list[int]:
     moved = dataclasses.replace(config, train=dataclasses.replace(config.train, output_dir=home))
     folder = run_folder(moved)
     folder.path.mkdir(parents=True, exist_ok=True)
-    with mirroring.mirrored(moved, folder) as mirror:
+    with mirror_sync.mirrored(moved, folder) as mirror:
         checkpoints = CheckpointManager(folder.checkpoints, 1, mirror)
-        mirroring.fetch(moved, folder, mirror, checkpoints)
-        mirroring.begin(moved, mirror)
+        mirror_sync.fetch(moved, folder, mirror, checkpoints)
+        mirror_sync.begin(moved, mirror)
         return checkpoints.steps()
 
 
@@ -68,11 +68,11 @@ def lines():
 
 def test_what_is_here_comes_first_and_that_there_is_more_there_is_said(config, lines):
     folder = saved(config, [2, 4])
-    with mirroring.mirrored(config, folder) as mirror:
+    with mirror_sync.mirrored(config, folder) as mirror:
         for step in (2, 4):
             (folder.checkpoints / str(step)).rename(folder.path / str(step))
         (folder.path / "2").rename(folder.checkpoints / "2")
-        mirroring.fetch(config, folder, mirror, CheckpointManager(folder.checkpoints))
+        mirror_sync.fetch(config, folder, mirror, CheckpointManager(folder.checkpoints))
         (folder.path / "4").rename(folder.checkpoints / "4")
     assert "has a checkpoint of step 4, but the run goes on from those here" in "\n".join(lines)
 

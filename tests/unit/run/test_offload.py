@@ -15,9 +15,9 @@ from jaxtune.config.schema import Config, Data, Lora, Memory, Mesh, Model, Optim
 from jaxtune.errors import UserError
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.offload import is_on_host
-from jaxtune.run.assembly import Program, assemble
-from jaxtune.run.memory import need_of
-from jaxtune.run.model import Base
+from jaxtune.training.assembly import Program, assemble
+from jaxtune.training.memory import need_of
+from jaxtune.weights.model import Base
 
 STEPS = 3
 SECTIONS: dict[str, Any] = {"optim": Optim(max_grad_norm=0.0, no_decay="norm"), "precision": Precision("fp32")}

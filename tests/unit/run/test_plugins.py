@@ -10,7 +10,7 @@ from jaxtune.config import to_json
 from jaxtune.config.recipe import read_recipe
 from jaxtune.config.schema import Config, Data, Dataset, Model, Rollout, Train
 from jaxtune.errors import UserError
-from jaxtune.run import plugins
+from jaxtune.host import plugins
 
 NOTHING = "x = 1\n"
 

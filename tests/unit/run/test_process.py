@@ -13,8 +13,8 @@ import pytest
 
 from jaxtune.config.schema import Config, Data, Dataset, Device, Log, Train
 from jaxtune.errors import UserError
+from jaxtune.host import process
 from jaxtune.monitor.progress import Progress
-from jaxtune.run import process
 
 
 @pytest.mark.parametrize("own", ["", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])

@@ -9,8 +9,8 @@ import pytest
 from jaxtune import evaluate, export, generate
 from jaxtune.config.schema import Aim, Attention, Ckpt, Config, Data, Log, Model, Train, Wandb
 from jaxtune.errors import UserError
-from jaxtune.run.folder import run_folder
-from jaxtune.run.ready import check_ready
+from jaxtune.host.preflight import check_ready
+from jaxtune.host.run_folder import run_folder
 from jaxtune.train import train
 
 

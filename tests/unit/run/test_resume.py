@@ -10,7 +10,7 @@ from jaxtune.checkpoint import CheckpointManager
 from jaxtune.config import to_json
 from jaxtune.config.schema import Config, Data, Dataset, Train
 from jaxtune.errors import UserError
-from jaxtune.run.folder import RunFolder
+from jaxtune.host.run_folder import RunFolder
 from jaxtune.run.resume import Saved, check_same, check_unchanged
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from tiny import byte_tokenizer
 
-from jaxtune.data.prompts import Prompt
+from jaxtune.data.formats.prompts import Prompt
 from jaxtune.errors import UserError
-from jaxtune.run.rewards import MADE_UP, load_rewards, rewards_of, total, try_rewards
+from jaxtune.rollout.rewards import MADE_UP, load_rewards, rewards_of, total, try_rewards
 
 IDS = [[1, 2], [3]]
 

@@ -8,14 +8,14 @@ import pytest
 
 from jaxtune.config.schema import Config, Data, Grpo, Log, Mesh, Rollout, Train
 from jaxtune.data import abstract_batch
-from jaxtune.data.prompt_feed import Asked
-from jaxtune.data.prompts import Prompt
+from jaxtune.data.formats.prompts import Prompt
+from jaxtune.data.rows.prompt_feed import Asked
 from jaxtune.errors import UserError
+from jaxtune.inference.generation import Completion
 from jaxtune.objectives.grpo import grpo
 from jaxtune.parallel.layout import P, by_token
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.run import rollouts
-from jaxtune.run.generation import Completion
+from jaxtune.rollout import rollouts
 
 PROMPTS = [[11, 12, 13], [21], [31, 32], [41, 42, 43, 44]]
 FOUND = [Completion([1, 2], True), Completion([3, 4, 5], True), Completion([6], False), Completion([7, 8, 9], True)]

@@ -12,14 +12,14 @@ from jax.extend.core import jaxprs_in_params
 from tiny import random_values, spec
 
 from jaxtune.config.schema import Config, Data, Lora, Memory, Model, Optim, Precision, Train
-from jaxtune.models import mlp
+from jaxtune.models.layers import mlp
 from jaxtune.objectives.objective import Sums
 from jaxtune.optim.build import Trained, build
 from jaxtune.precision.recipes import RECIPES
-from jaxtune.run.assembly import Program, assemble
-from jaxtune.run.model import Base
-from jaxtune.run.state import State, initial_state
-from jaxtune.run.step import Summed, make_train_step
+from jaxtune.training.assembly import Program, assemble
+from jaxtune.training.state import State, initial_state
+from jaxtune.training.step import Summed, make_train_step
+from jaxtune.weights.model import Base
 
 
 def program_of(

@@ -11,9 +11,9 @@ from jaxtune.config.schema import Config, Data, Mesh, Model, Precision
 from jaxtune.objectives.cross_entropy import token_accuracy
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.precision.recipes import recipe_of
-from jaxtune.run.assembly import assemble, call_of
-from jaxtune.run.model import Base
-from jaxtune.run.step import make_eval_step
+from jaxtune.training.assembly import assemble, call_of
+from jaxtune.training.step import make_eval_step
+from jaxtune.weights.model import Base
 
 
 @pytest.mark.parametrize("sizes", [{}, {"fsdp": 2, "tensor": 2}], ids=str)

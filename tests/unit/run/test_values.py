@@ -11,8 +11,8 @@ from tiny import model_folder
 
 from jaxtune.config.schema import Config, Data, Lora, Model, Quant
 from jaxtune.errors import UserError
-from jaxtune.run.model import declare_model, read_base
-from jaxtune.run.values import frozen_parameters
+from jaxtune.weights.model import declare_model, read_base
+from jaxtune.weights.values import frozen_parameters
 
 
 def read_quantized(folder, mesh, **options):
@@ -39,8 +39,8 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 from jaxtune.config.schema import Config, Data, Lora, Mesh, Model, Quant
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.run.model import declare_model, read_base
-from jaxtune.run.values import frozen_parameters
+from jaxtune.weights.model import declare_model, read_base
+from jaxtune.weights.values import frozen_parameters
 import threading, time
 
 def anonymous():

@@ -1,0 +1,34 @@
+"""Options that differ between the config of a run and the one that continues it."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from jaxtune.config import keys
+from jaxtune.config.schema import Dataset
+
+# Options that may differ when a run goes on: they change where and how, never what is computed.
+MAY_CHANGE = (
+    "attention", "ckpt", "device", "eval", "export", "log", "memory", "mesh", "parallel", "prof", "data.cache_dir",
+    "data.cache_only", "data.num_proc", "data.num_workers", "data.prefetch", "guard.deviations", "guard.norm_factor",
+    "train.output_dir", "train.run_name", "train.hang_seconds", "train.max_bad_steps", "train.max_steps",
+    "train.epochs", "train.micro_batch_size", "train.grad_accum_steps",
+)  # fmt: skip
+
+
+_NO_ENTRY = asdict(Dataset())  # where a list of datasets was shorter
+
+
+def differences(before: Any, after: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
+    """(key, before, after) of each option below a key that a run may not change and that differs."""
+    if key in MAY_CHANGE or before == after:
+        return
+    if isinstance(before, dict) and isinstance(after, dict):
+        for name in sorted(before.keys() | after.keys()):
+            yield from differences(before.get(name), after.get(name), f"{key}.{name}" if key else name)
+    elif keys.has_entries(key):
+        for i in range(max(len(before), len(after))):
+            first, second = (entries[i] if i < len(entries) else {} for entries in (before, after))
+            yield from differences({**_NO_ENTRY, **first}, {**_NO_ENTRY, **second}, f"{key}[{i}]")
+    else:
+        yield key, before, after

@@ -1,0 +1,180 @@
+"""A cache folder: the tokenised documents of one dataset entry, as files that are mapped into memory."""
+
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxtune.checkpoint import manifest
+from jaxtune.columns import Column
+from jaxtune.data.chat.encoding import Encoded
+from jaxtune.data.formats.units import Part, Unit
+
+FORMAT = 5
+"""Counted up when the layout of the files changes, or what is made of the same samples; other formats are not read."""
+
+SUMMARY = "summary.json"
+"""The file of the key, the columns, and the notes for the user."""
+
+CONTENT = ("format", "key", "columns", "documents", "tokens", "places")
+"""The part of the summary that describes the content: number of documents and tokens, a hash of all of them."""
+
+_PLACES = 100  # units whose place is kept: samples that are shown
+
+_TOKENS, _LOSS_WEIGHT = Column("tokens", np.int32), Column("loss_weight", np.float16)
+
+
+def write(folder: Path, units: Iterable[Unit], columns: tuple[Column, ...] = ()) -> dict[str, Any]:
+    """Writes units into a new folder, as they come. `load` reads the folder only after `finish`.
+
+    Args:
+        folder: must be empty.
+        units: each has at least one document.
+        columns: the columns in the units' `values`.
+
+    Returns:
+        The part of the summary that describes the content: format, key, columns, numbers of documents and tokens,
+        places of the first units.
+    """
+    content = hashlib.sha256()
+    lengths, sizes, targets, continuous = array("q"), array("q"), array("q"), bytearray()
+    places: list[str] = []
+    with ExitStack() as opened:
+        stored = (_TOKENS, _LOSS_WEIGHT, *columns)
+        files = {column: opened.enter_context((folder / f"{column.name}.bin").open("wb")) for column in stored}
+
+        def put(column: Column, values: Any) -> None:
+            array = np.ascontiguousarray(values, column.dtype)
+            files[column].write(array.data)  # not array.tofile, whose error does not say that the disk is full
+            content.update(array.data)
+
+        for unit in units:
+            for document in unit.documents:
+                put(_TOKENS, document.tokens)
+                put(_LOSS_WEIGHT, document.loss_weights)
+                lengths.append(len(document.tokens))
+                targets.append(int(np.count_nonzero(document.loss_weights[1:])))
+                continuous.append(unit.continuous)
+            sizes.append(len(unit.documents))
+            places += [unit.where] if len(places) < _PLACES else []
+            counts = {"token": sum(lengths[-sizes[-1] :]), "document": sizes[-1], "unit": 1}
+            for column in columns:
+                values = unit.values[column.name]
+                values = np.concatenate(values) if column.per == "token" else np.reshape(values, -1)
+                if len(values) != counts[column.per]:
+                    raise ValueError(f"{column.name}: {len(values)} values for {counts[column.per]} of {column.per}")
+                put(column, values)
+    content.update(np.array(lengths, np.int64).tobytes())
+    if len(sizes) < len(lengths):  # without this, the key is the one in checkpoints from before there were units
+        content.update(np.array(sizes, np.int64).tobytes())
+    np.save(folder / "offsets.npy", np.append(0, np.cumsum(lengths, dtype=np.int64)))
+    np.save(folder / "units.npy", np.append(0, np.cumsum(sizes, dtype=np.int64)))
+    np.save(folder / "targets.npy", np.array(targets, np.int64))
+    np.save(folder / "continuous.npy", np.frombuffer(continuous, bool))
+    declared = [(column.name, np.dtype(column.dtype).name, column.per) for column in stored]
+    key, documents, tokens = content.hexdigest(), len(lengths), sum(lengths)
+    return dict(zip(CONTENT, (FORMAT, key, declared, documents, tokens, places), strict=True))
+
+
+def finish(
+    folder: Path,
+    summary: dict[str, Any],
+    name: str,
+    skipped: int = 0,
+    notes: Iterable[str] = (),
+    losses: Iterable[str] = (),
+) -> None:
+    """Writes the summary of a folder: what `write` returned, and the other fields of `Part`; last the checksums."""
+    more = {"name": name, "skipped": skipped, "notes": list(notes), "losses": list(losses)}
+    (folder / SUMMARY).write_text(json.dumps(summary | more))
+    manifest.write(folder)
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """The summary of a folder that may be damaged: {} if it cannot be read."""
+    try:
+        found = json.loads((folder / SUMMARY).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def load(folder: Path) -> Part:
+    """The documents of a folder whose files agree with its manifest, mapped into memory."""
+    summary = json.loads((folder / SUMMARY).read_text())
+    with contextlib.suppress(OSError):  # the cache may belong to another user
+        os.utime(folder / SUMMARY)  # records the last use, for jaxtune.cache
+    arrays = {name: np.load(folder / f"{name}.npy") for name in ("offsets", "units", "targets", "continuous")}
+    columns = {name: Column(name, np.dtype(dtype).type, per) for name, dtype, per in summary["columns"]}
+    values = {}
+    for name, column in columns.items():
+        file = folder / f"{name}.bin"
+        empty = np.zeros(0, column.dtype)
+        values[name] = np.memmap(file, column.dtype, mode="r") if file.stat().st_size else empty
+    name, key, skipped, notes, losses = (summary[field] for field in ("name", "key", "skipped", "notes", "losses"))
+    return Part(
+        name,
+        key,
+        columns,
+        values,
+        **arrays,
+        skipped=skipped,
+        notes=tuple(notes),
+        losses=tuple(losses),
+        places=tuple(summary["places"]),
+    )
+
+
+def gathered(units: Sequence[Unit], name: str, columns: tuple[Column, ...] = ()) -> Part:
+    """Units in memory, as a part of documents without a folder."""
+    documents = [document for unit in units for document in unit.documents]
+    values: dict[str, list[Any]] = {
+        _TOKENS.name: [document.tokens for document in documents],
+        _LOSS_WEIGHT.name: [document.loss_weights for document in documents],
+    }
+    for column in columns:
+        stored = [unit.values[column.name] for unit in units]
+        values[column.name] = list(itertools.chain(*stored)) if column.per == "token" else [np.ravel(x) for x in stored]
+    every = {column.name: column for column in (_TOKENS, _LOSS_WEIGHT, *columns)}
+    return Part(
+        name,
+        key="",
+        columns=every,
+        values={name: np.concatenate(arrays).astype(every[name].dtype) for name, arrays in values.items()},
+        offsets=np.cumsum([0, *(len(document.tokens) for document in documents)]),
+        units=np.cumsum([0, *(len(unit.documents) for unit in units)]),
+        targets=np.array([np.count_nonzero(document.loss_weights[1:]) for document in documents]),
+        continuous=np.array([unit.continuous for unit in units for _ in unit.documents], bool),
+        skipped=0,
+        notes=(),
+        places=tuple(unit.where for unit in units[:_PLACES]),
+    )
+
+
+def units_of(part: Part) -> Iterator[Unit]:
+    """The units of a part as they were written."""
+    others = [column for name, column in part.columns.items() if name not in (_TOKENS.name, _LOSS_WEIGHT.name)]
+    for unit, (first, last) in enumerate(pairwise(part.units.tolist())):
+        bounds = [slice(*span) for span in pairwise(part.offsets[first : last + 1].tolist())]
+        documents = tuple(Encoded(part.values["tokens"][at], part.values["loss_weight"][at]) for at in bounds)
+        values = {}
+        for column in others:
+            stored = part.values[column.name]
+            match column.per:
+                case "token":
+                    values[column.name] = [stored[at] for at in bounds]
+                case "document":
+                    values[column.name] = stored[first:last]
+                case "unit":
+                    values[column.name] = stored[unit]
+        where = part.places[unit] if unit < len(part.places) else ""
+        yield Unit(documents, bool(part.continuous[first]), values, where)

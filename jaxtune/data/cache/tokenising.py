@@ -1,0 +1,230 @@
+"""Samples to units, a block of samples after the other, in this process or in any other."""
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from jaxtune.columns import LABEL, Column
+from jaxtune.config.schema import Chat, Dataset
+from jaxtune.data.chat.encoding import Encoded, Encoder, Pair, Refused, Rendered
+from jaxtune.data.formats import sample_formats
+from jaxtune.data.formats.preferences import shortened
+from jaxtune.data.formats.units import Unit
+from jaxtune.data.reading.readers import Sample
+from jaxtune.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+Items = list[tuple[str, Sample] | UserError]
+"""Samples, each with where it comes from; or why one could not be read."""
+
+_Converted = tuple[str, Rendered | Encoded | Pair]
+"""Where a sample comes from, and what it became."""
+
+_BATCH_CHARS = 2**22
+
+
+@dataclass(frozen=True)
+class Tokenised:
+    """What became of a block of samples.
+
+    Attributes:
+        units: in the order of their samples.
+        places: which sample of the block each is of.
+        longer: how many units were left out because they are longer than the entry allows.
+        problems: what is wrong with the other samples, in their order.
+        said: lines for the user; the same line may be in other blocks too.
+        unused: columns that are not used; the same may be in other blocks too.
+        characters: of the texts.
+        across: of each sample whose prompt ends inside a token, where it comes from and the token.
+    """
+
+    units: list[Unit]
+    places: list[int]
+    longer: int
+    problems: list[UserError]
+    said: list[str]
+    unused: list[str]
+    characters: int
+    across: list[str]
+
+
+class Tokeniser:
+    """Makes documents of the samples of one entry. The first sample decides the type.
+
+    It can be pickled and does then the same in another process.
+    """
+
+    def __init__(
+        self, entry: Dataset, tokenizer: "PreTrainedTokenizerFast", labels: tuple[str, ...] = (), chat: Chat = Chat()
+    ):
+        """`labels`: names of classes, by number; `chat`: what of conversations is trained."""
+        self._of = (entry, tokenizer, labels, chat)
+        self._settled: tuple[Dataset, tuple[str, ...]] | None = None
+        self._start()
+
+    def _start(self) -> None:
+        self._said: dict[str, None] = {}
+        self._unused: list[str] = []
+        self._across: list[str] = []
+        self._characters = 0
+        self._seen: set[str] = set()
+        self._convert: sample_formats.Format | None = None
+        self._encode = Encoder(self._of[1], self._count)
+
+    def __getstate__(self) -> tuple:
+        return self._of, self._settled
+
+    def __setstate__(self, state: tuple) -> None:
+        self._of, self._settled = state
+        self._start()
+
+    @property
+    def entry(self) -> Dataset:
+        """The entry, as it was given."""
+        return self._of[0]
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """The columns of the units, besides tokens and weights."""
+        return sample_formats.COLUMNS.get(self.entry.type, ())
+
+    @property
+    def form(self) -> str | None:
+        """The type and the columns that decided it; None as long as it is not decided."""
+        return None if self._settled is None else f"{self._settled[0].type} from {', '.join(self._settled[1])}"
+
+    def settle(self, items: Items) -> None:
+        """Decides the type by the first sample that can be used, if there is one."""
+        for item in items:
+            if self._settled is None and not isinstance(item, UserError):
+                try:
+                    self._detect(item[1])
+                except UserError:
+                    continue  # whoever tokenises it reports it
+
+    def __call__(self, items: Items) -> Tokenised:
+        """Tokenises a block. Raises UserError where the tokenizer or the entry's options do not allow the type."""
+        self._said, self._unused, self._characters, self._across = {}, [], 0, []
+        units, places, problems = [], [], []
+        longer, most = 0, self.entry.max_tokens
+        pending: list[_Converted | UserError] = []
+        chars = 0
+        for number, item in enumerate(items, start=1):
+            pending.append(self._document(item))
+            chars += sum(len(text.text) for text in _texts(pending[-1]))
+            if chars >= _BATCH_CHARS or number == len(items):
+                for place, found in enumerate(self._encoded(pending), start=number - len(pending)):
+                    if isinstance(found, UserError):
+                        problems.append(found)
+                        continue
+                    if self.entry.max_prompt_tokens is not None:
+                        cut = tuple(shortened(document, self.entry.max_prompt_tokens) for document in found.documents)
+                        found = dataclasses.replace(found, documents=cut)
+                    if most is not None and sum(len(document.tokens) for document in found.documents) > most:
+                        longer += 1
+                    else:
+                        units.append(found)
+                        places.append(place)
+                pending, chars = [], 0
+        said, across = list(self._said), self._across
+        return Tokenised(units, places, longer, problems, said, self._unused, self._characters, across)
+
+    def _detect(self, sample: Sample) -> None:
+        sample_formats.refuse_images(sample)
+        self._settled = sample_formats.detect(self.entry, sample)
+
+    def _document(self, item: tuple[str, Sample] | UserError) -> _Converted | UserError:
+        """(where the sample comes from, the document), or why there is none."""
+        if isinstance(item, UserError):
+            return item
+        where, sample = item
+        try:
+            if self._settled is None:
+                self._detect(sample)
+            else:
+                sample_formats.refuse_images(sample)
+        except UserError as error:
+            return UserError(f"{where}: {error}")
+        assert self._settled is not None
+        settled, columns = self._settled
+        if self._convert is None:
+            _, tokenizer, labels, chat = self._of
+            self._convert = sample_formats.make_format(settled, columns, tokenizer, self._say, labels, chat)
+        if not sample.keys() <= self._seen:
+            new = [column for column in sample if column not in self._seen]
+            self._unused += sample_formats.unused(settled, columns, new)
+            self._seen |= sample.keys()
+        try:
+            document = self._convert(sample)
+            for text in _texts((where, document)):
+                text.text.encode()
+        except UnicodeEncodeError:
+            return UserError(f"{where}: its text holds half a character (a lone surrogate)")
+        except UserError as error:
+            return type(error)(f"{where}: {error}")
+        return where, document
+
+    def _encoded(self, pending: list[_Converted | UserError]) -> list[Unit | UserError]:
+        """The documents, each a unit; without those that have no target and no label."""
+        found = []
+        texts = iter(self._encode([text for item in pending for text in _texts(item)]))
+        for item in pending:
+            if isinstance(item, UserError):
+                found.append(item)
+                continue
+            where, document = item
+            if isinstance(document, Pair):
+                answers = tuple(next(texts) for _ in document.documents)
+                self._note_across(where, zip(document.documents, answers))
+                trained = all(answer.loss_weights[1:].any() for answer in answers)
+                refused = Refused(f"{where}: no token of an answer is a target")
+                found.append(Unit(answers, values=document.values, where=where) if trained else refused)
+                continue
+            encoded = next(texts) if isinstance(document, Rendered) else document
+            if isinstance(document, Rendered):
+                self._note_across(where, [(document, encoded)])
+            label = document.label if isinstance(document, Rendered) else None
+            if label is not None and len(encoded.tokens):
+                found.append(Unit((encoded,), values={LABEL.name: label}, where=where))
+            elif encoded.loss_weights[1:].any():
+                continuous = self._settled is not None and self._settled[0].type in ("text", "tokenized")
+                found.append(Unit((encoded,), continuous, where=where))
+            else:
+                found.append(Refused(f"{where}: no token of it is a target"))
+        return found
+
+    def _note_across(self, where: str, documents: Iterable[tuple[Rendered, Encoded]]) -> None:
+        """Notes a sample if a trained part of one of its documents begins inside a token."""
+        for document, encoded in documents:
+            if encoded.across is not None:
+                start, end, edge = encoded.across
+                prompt, answer = document.text[max(0, edge - 20) : edge], document.text[edge : max(edge + 20, end)]
+                token = document.text[start:end]
+                self._across.append(f"{where}: in {prompt!r} + {answer!r} the token {token!r} belongs to both")
+                return
+
+    def _say(self, line: str) -> None:
+        self._said[line] = None
+
+    def _count(self, characters: int) -> None:
+        self._characters += characters
+
+
+def say_across(count: int, first: str) -> str:
+    """The line about samples whose prompts end inside a token; `first`: of Tokenised.across."""
+    return (
+        f"{count:,} samples have an answer that begins inside a token, often because the prompt ends in a space: asked "
+        f"with the prompt, the model sees other tokens than in training; the first: {first}. End the prompt before the "
+        "space, and begin the answer with it"
+    )
+
+
+def _texts(item: _Converted | UserError) -> tuple[Rendered, ...]:
+    """What of a sample is to be tokenised."""
+    document = None if isinstance(item, UserError) else item[1]
+    if isinstance(document, Pair):
+        return document.documents
+    return (document,) if isinstance(document, Rendered) else ()

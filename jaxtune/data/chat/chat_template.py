@@ -1,0 +1,230 @@
+"""Conversations: the chat template renders them; the assistant's turns are trained, with the token that ends each."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from jaxtune.config.schema import Chat
+from jaxtune.data.chat import masks
+from jaxtune.data.chat.agents import as_text
+from jaxtune.data.chat.encoding import Encoder, Refused, Rendered, Span
+from jaxtune.data.chat.left_out import Kind, left_out, refuse_empty_answers, refuse_lost_answers
+from jaxtune.data.chat.messages import UNSEEN, Message, clip, with_text_arguments
+from jaxtune.data.chat.sandbox import Template
+from jaxtune.data.chat.turns import Conversation, lacks, missing_token
+from jaxtune.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class ChatTemplate:
+    """A tokenizer's chat template."""
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerFast",
+        say: Callable[[str], object] = lambda line: None,
+        chat: Chat = Chat(),
+    ):
+        """Compiles tokenizer.chat_template.
+
+        Args:
+            tokenizer: the tokenizer whose template it is.
+            say: called with a line about each part of the conversations that the template leaves out.
+            chat: what of the conversations is trained.
+
+        Raises:
+            UserError: the tokenizer has no template, or several without a default; the template is not valid Jinja.
+        """
+        source = tokenizer.chat_template
+        if isinstance(source, dict):
+            source = source.get("default")
+        if not source:
+            raise UserError(
+                "the tokenizer has no chat template; set chat.template (a name, such as chatml, or a file), use "
+                "the tokenizer of a chat model, or set prompt_format for data of type instruction"
+            )
+        self._encode = Encoder(tokenizer)
+        self._template = Template(source)
+        self._variables = dict(tokenizer.special_tokens_map)
+        stops = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        stops.discard(str(tokenizer.bos_token))
+        self._eos = None if tokenizer.eos_token is None else str(tokenizer.eos_token)
+        if self._eos is not None:
+            stops.add(self._eos)
+        self._stops = tuple(sorted(stops, key=len, reverse=True))
+        # Without a special token, this matches nothing.
+        self._special = re.compile("|".join(map(re.escape, self._stops)) or r"(?!)")
+        self._vocabulary = tokenizer.get_vocab
+        self._say, self._chat = say, chat
+        self._tried: set[Kind] = set()
+        self._control_tokens_said = self._unwritten_said = False
+
+    def prompt(self, messages: list[Message], tools: list[Any] | None = None) -> list[int]:
+        """Tokens of the conversation up to where the assistant's next message begins, as they are in training.
+
+        chat.response_prefix follows them.
+        """
+        messages, tools = self._written(messages, tools)
+        text = self._render(messages, tools, add_generation_prompt=True)[0]
+        return self._encode([Rendered(text + (self._chat.response_prefix or ""))])[0].tokens.tolist()
+
+    def turn_end(self) -> str | None:
+        """The special token that ends an assistant's turn; None if the template has none."""
+        exchange = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        text, spans = self._render(exchange, None)
+        try:
+            if not spans:
+                conversation = self._conversation(exchange, None, text)
+                spans, text = conversation.turns([1]), conversation.text
+        except UserError:  # how the turns of real conversations end is seen when they are rendered
+            return self._stop(text)
+        return next(filter(None, (self._stop(text[slice(*span)]) for span in spans)), None)
+
+    def render(self, messages: list[Message], tools: list[Any] | None = None) -> Rendered:
+        """The whole conversation as text; its trained spans are the assistant's turns with their stop tokens.
+
+        Templates with `{% generation %}` mark what is trained. For others, a turn starts where the prompt made of the
+        messages before it ends, and stops with its own stop token, not with one that ends the whole conversation
+        (`turns.Conversation`). Some templates leave out of earlier turns what the prompt ends in (an empty thought):
+        there the turn starts after what the template writes before an answer instead. If a template writes no token to
+        end a turn (GLM's), the turn ends with the token that begins the next message, and so does the last turn.
+
+        The section chat says which messages are trained and with which weight; another role's is found by its content.
+        Keys of messages, whole messages and tools that the template leaves out are reported through `say`.
+
+        Raises:
+            Refused: no message is trained; or a turn is empty, renders as nothing, without its tool call or a stop
+                token, or cannot be found in the text.
+            UserError: the template refuses the conversation or exceeds its limits.
+        """
+        chosen = set(masks.trained(messages, self._chat))
+        if not chosen:
+            raise Refused(f"the conversation has no {' or '.join(self._chat.roles)} message that is to be trained")
+        messages = [message | {"train": i in chosen} for i, message in enumerate(messages)]
+        messages, tools = self._written(messages, tools)
+        chosen = [i for i, message in enumerate(messages) if message.get("train", masks.everything(self._chat))]
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        refuse_empty_answers(messages, turns)
+        wanted, turned = set(chosen), set(turns)
+        written, spans = self._render(messages, tools)
+        text, conversation = written, partial(self._conversation, messages, tools, written)
+        if not spans:
+            places = conversation()
+            spans, text = places.turns(turns), places.text
+            self._say_unwritten(places.unwritten)
+        elif unmarked := next((span for span in spans if self._stop(text[slice(*span)]) is None), None):
+            if missing := missing_token(text[slice(*unmarked)], self._vocabulary()):
+                raise lacks(missing)
+            raise Refused(f"{{% generation %}} holds no stop token at its end: {clip(text[slice(*unmarked)])!r}")
+        refuse_lost_answers(messages, turns, spans, text, self._stop)
+        for line in left_out(messages, tools, written, lambda *changed: self._render(*changed)[0], self._tried):
+            self._say(line)
+        self._say_control_tokens(messages)
+        if len(spans) != len(turns):
+            unlike = [i for i in turns if i not in wanted or "loss_scale" in messages[i]]
+            if unlike:
+                raise Refused(
+                    f"message {unlike[0]} is not to be trained, or has a weight of its own, but it is unclear which "
+                    "{% generation %} mark is its"
+                )
+            parts, others = [self._part(text, span, {}) for span in spans], []
+        else:
+            own = list(zip(turns, spans))
+            parts = [self._part(text, span, messages[i]) for i, span in own if i in wanted]
+            others = [span for i, span in own if i not in wanted]
+        everything = masks.everything(self._chat)
+        if of_others := [i for i in range(len(messages)) if i not in turned and (i in wanted) != everything]:
+            places = conversation()
+            found = [self._found(text, messages, places, i) for i in of_others]
+            if everything:
+                others += [(part.start, part.end) for part in found]
+            else:
+                parts += found
+        weighted = list(masks.weigh(text, sorted(parts, key=attrgetter("start")), others, self._chat))
+        weights = tuple(weight for _, weight in weighted)
+        return Rendered(text, tuple(span for span, _ in weighted), weights=None if set(weights) <= {1} else weights)
+
+    def _written(self, messages: list[Message], tools: list[Any] | None) -> tuple[list[Message], list[Any] | None]:
+        """The conversation as the template takes it.
+
+        Tools are text where chat.agent_template says so. The arguments of calls are JSON text where the template fails
+        on objects, or writes them as Python does (DeepSeek-V3's).
+        """
+        if self._chat.agent_template:
+            return as_text(self._chat.agent_template, messages, tools), None
+        calls = [call.get("function", call) for message in messages for call in message.get("tool_calls", ())]
+        if not calls:
+            return messages, tools
+        try:
+            text = self._render(messages, tools)[0]
+        except UserError as error:
+            try:
+                self._render(with_text_arguments(messages), tools)
+            except UserError:
+                raise error from None
+            return with_text_arguments(messages), tools
+        objects = [arguments for call in calls if isinstance(arguments := call.get("arguments"), dict) and arguments]
+        as_python = any(str(arguments) in text for arguments in objects)
+        return with_text_arguments(messages) if as_python else messages, tools
+
+    def _part(self, text: str, span: Span, message: Message) -> masks.Part:
+        """An assistant's turn."""
+        whole = text[slice(*span)].rstrip()
+        stop = span[0] + len(whole) - len(self._stop(whole) or "")
+        return masks.Part(span[0], stop, span[1], message.get("loss_scale"))
+
+    def _found(self, text: str, messages: list[Message], places: Conversation, i: int) -> masks.Part:
+        """A message of another role, and the special token that follows it."""
+        content = places.content(i)
+        if content is None:
+            raise Refused(f"message {i} ({messages[i]['role']}) cannot be found: the template changes its text")
+        start, stop = content
+        return masks.Part(start, stop, stop + len(self._begins(text, stop) or ""), messages[i].get("loss_scale"))
+
+    def _say_control_tokens(self, messages: list[Message]) -> None:
+        """Says, once, that a message's text holds one of the tokenizer's special tokens, and so becomes that token."""
+        pairs = (
+            (message["role"], token) for message in messages for token in self._special.findall(message["content"])
+        )
+        if not self._control_tokens_said and (found := next(pairs, None)):
+            self._control_tokens_said = True
+            role, token = found
+            self._say(
+                f"the text of a message of role {role!r} holds {token}, which becomes that special token, as in "
+                "transformers; take it out where others wrote the text"
+            )
+
+    def _say_unwritten(self, stop: str | None) -> None:
+        """Says, once, that turns end with the token that the next message begins with."""
+        if stop and not self._unwritten_said:
+            self._unwritten_said = True
+            self._say(
+                f"the chat template writes no token that ends a turn; {stop}, with which the next message begins, is "
+                "trained as the end, after the last turn too"
+            )
+
+    def _conversation(self, messages: list[Message], tools: list[Any] | None, text: str) -> Conversation:
+        def render(*given: Any, **how: Any) -> str:
+            return self._render(*given, **how)[0]
+
+        return Conversation(render, self._special, self._eos, self._vocabulary, messages, tools, text)
+
+    def _begins(self, text: str, position: int) -> str | None:
+        """The special token that follows `position`."""
+        return next((stop for stop in self._stops if text.startswith(stop, position)), None)
+
+    def _stop(self, text: str) -> str | None:
+        """The special token that a turn ends in, white space aside."""
+        text = text.rstrip()
+        return next((stop for stop in self._stops if text.endswith(stop)), None)
+
+    def _render(
+        self, messages: list[Message], tools: list[Any] | None, **more: Any
+    ) -> tuple[str, list[tuple[int, int]]]:
+        variables = self._variables | {"add_generation_prompt": False} | more
+        shown = [{key: value for key, value in message.items() if key not in UNSEEN} for message in messages]
+        return self._template.render(messages=shown, tools=tools, documents=None, **variables)

@@ -1,0 +1,83 @@
+"""Parts of a conversation that its chat template leaves out: a lost answer is refused, others are reported once."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from jaxtune.data.chat.encoding import Refused, Span
+from jaxtune.data.chat.messages import UNSEEN, Message
+from jaxtune.errors import UserError
+
+Kind = tuple[str, str]
+"""A role and a key of its messages or "text next to calls", or ("", "tools")."""
+
+_NO_ANSWER = ("role", "name", *UNSEEN)
+
+
+def refuse_empty_answers(messages: list[Message], turns: Sequence[int]) -> None:
+    """Raises Refused where an assistant's turn has nothing to train: no text, thought or tool call."""
+    for i in turns:
+        # Templates may write more of such a message than its end, as Qwen3's, which writes an empty thought.
+        said = [value for key, value in messages[i].items() if key not in _NO_ANSWER]
+        if not any(value.strip() if isinstance(value, str) else value for value in said):
+            raise Refused(f"message {i} (assistant) is empty: it has no text, thought or tool call to train")
+
+
+def refuse_lost_answers(
+    messages: list[Message], turns: Sequence[int], spans: Sequence[Span], text: str, stop: Callable[[str], str | None]
+) -> None:
+    """Raises Refused where an assistant's turn renders as nothing, or without its tool calls.
+
+    Args:
+        messages: The conversation.
+        turns: Which messages are the assistant's.
+        spans: Where the turns are in `text`; as many as the turns, or marked by the template.
+        text: The conversation as rendered.
+        stop: From a text to the special token that ends it.
+    """
+    answers = [text[start:end].strip() for start, end in spans]
+    for i, answer in zip(turns, answers):
+        if answer == stop(answer):
+            raise Refused(
+                f"message {i} (assistant) renders as nothing, so only the token that ends it would be trained"
+            )
+    written: dict[str, bool] = {}
+    for i in turns:
+        for call in messages[i].get("tool_calls", ()):
+            name = call.get("function", call)["name"]
+            if name not in written:
+                written[name] = any(name in answer for answer in answers)
+            if not written[name]:
+                raise Refused(
+                    f"message {i} (assistant): the chat template leaves out its tool call; use the tokenizer of a "
+                    "model that calls tools, another chat.template, or chat.agent_template"
+                )
+
+
+def left_out(
+    messages: list[Message], tools: list[Any] | None, text: str, render: Callable[..., str], tried: set[Kind]
+) -> Iterator[str]:
+    """A line for each kind of content that the template ignores: without it, rendering gives the same `text`.
+
+    Each kind is tried only where it first occurs, and is then added to `tried`.
+    """
+    without: dict[Kind, tuple[list[Message], list[Any] | None]] = {("", "tools"): (messages, None)} if tools else {}
+    for i, message in enumerate(messages):
+        for key in message.keys() - {"role", *UNSEEN}:
+            changed = message | {"content": ""} if key == "content" else {k: v for k, v in message.items() if k != key}
+            if changed != message:
+                kind = "text next to calls" if key == "content" and "tool_calls" in message else key
+                without.setdefault((message["role"], kind), ([*messages[:i], changed, *messages[i + 1 :]], tools))
+    for kind in sorted(without.keys() - tried):
+        tried.add(kind)
+        role, key = kind
+        try:
+            same = render(*without[kind]) == text
+        except UserError:  # the template requires it
+            same = False
+        if same:
+            what = {
+                "tools": "tools are",
+                "content": f"messages of role {role!r} are",
+                "text next to calls": f"the text next to tool calls in messages of role {role!r} is",
+            }
+            yield f"{what.get(key, f'{key!r} in messages of role {role!r} is')} left out by the chat template"

@@ -1,0 +1,128 @@
+"""Messages, checked and brought into the one form that chat templates expect."""
+
+import json
+from typing import Any
+
+from jaxtune.data.chat.sandbox import MARKS
+from jaxtune.errors import UserError
+
+Message = dict[str, Any]
+
+NO_IMAGES = "training on images is not supported; data.on_bad_row='skip' leaves such samples out"
+
+UNSEEN = ("train", "loss_scale")
+"""Keys of a message that say how it is trained, and that chat templates do not see."""
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def check_messages(raw: Any) -> list[Message]:
+    """Messages in the form that templates expect, from {role, content}; `dialects` knows others.
+
+    Text parts are joined. Tool arguments given as JSON strings become objects (most templates would encode them twice).
+    What a message says about its training comes into `train` and `loss_scale`: `train` (Axolotl) and `loss` (ms-swift)
+    true or false, `weight` (OpenAI) 0 for false, `loss_scale` (ms-swift) its weight.
+
+    Raises:
+        UserError: not a list of such objects, an unknown role, or content that is not text, such as an image.
+    """
+    if not isinstance(raw, list) or not raw:
+        raise UserError(f"expected a list of {{role, content}} messages, found {clip(repr(raw))}")
+    return [_check_message(message, i) for i, message in enumerate(raw)]
+
+
+def check_tools(raw: Any) -> list[Any] | None:
+    """Tool descriptions as a list, from a list or its JSON text; None if there are none."""
+    tools = _from_json(raw, "tools") if isinstance(raw, str) and raw else raw
+    if not tools:
+        return None
+    if not isinstance(tools, list):
+        raise UserError(f"tools must be a list of descriptions, found {clip(repr(raw))}")
+    return tools
+
+
+def _check_message(raw: Any, i: int) -> Message:
+    if not isinstance(raw, dict):
+        raise UserError(f"message {i}: expected an object {{role, content}}, found {clip(repr(raw))}")
+    # Arrow gives every message all the fields that any message has, None where a message lacks one.
+    message = {key: value for key, value in raw.items() if value is not None}
+    if message.get("role") not in ROLES:
+        raise UserError(f"message {i}: unknown role {message.get('role')!r}; known are {', '.join(ROLES)}")
+    content = message.get("content")
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text", "")) for part in content)
+    if isinstance(content, list) and (kind := next(filter(None, map(_kind_of_image, content)), None)):
+        raise UserError(f"message {i} ({message['role']}): content has a part of type {kind!r}: {NO_IMAGES}")
+    if content is None and message.get("tool_calls"):
+        content = ""
+    if not isinstance(content, str):
+        raise UserError(f"message {i} ({message['role']}): content must be text, found {clip(repr(content))}")
+    if any(mark in content for mark in MARKS):
+        raise UserError(f"message {i}: holds one of the Unicode noncharacters U+FDD0 to U+FDD3")
+    message["content"] = content
+    _check_training(message, i)
+    if "tool_calls" in message:
+        if not isinstance(message["tool_calls"], list):
+            raise UserError(f"message {i}: tool_calls must be a list, found {clip(repr(message['tool_calls']))}")
+        message["tool_calls"] = [_check_tool_call(call, i) for call in message["tool_calls"]]
+    return message
+
+
+def _check_training(message: Message, i: int) -> None:
+    """Brings what a message says about its training into `train` and `loss_scale`."""
+    weight, scale = message.pop("weight", 1), message.get("loss_scale", 1)
+    train = message.pop("loss", message.get("train"))
+    right = weight in (0, 1) and isinstance(train, bool | None) and isinstance(scale, int | float) and 0 <= scale < 1e4
+    if not right:
+        raise UserError(
+            f"message {i}: weight {weight!r}, train or loss {train!r}, loss_scale {scale!r}; "
+            "weight must be 0 or 1, train true or false, loss_scale a number from 0 on"
+        )
+    if not (weight and scale):
+        train = False
+    if train is not None:
+        message["train"] = train
+
+
+def _kind_of_image(part: Any) -> str | None:
+    """The type of a part of content that is an image, of those that chat templates and APIs know, or a video."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    return kind if kind in ("image", "image_url", "input_image", "video") else None
+
+
+def _check_tool_call(call: Any, i: int) -> Any:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise UserError(f"message {i}: a tool call needs a function with a name, found {clip(repr(call))}")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        function = {**function, "arguments": _from_json(arguments, f"message {i}: arguments of {function['name']}")}
+    return {"type": "function", **call, "function": function} if "function" in call else function
+
+
+def with_text_arguments(messages: list[Message]) -> list[Message]:
+    """The messages with the arguments of tool calls as JSON text."""
+
+    def changed(call: Any) -> Any:
+        if "function" in call:
+            return call | {"function": changed(call["function"])}
+        return call | {"arguments": json.dumps(call.get("arguments", {}), ensure_ascii=False)}
+
+    return [
+        message | {"tool_calls": [changed(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for message in messages
+    ]
+
+
+def _from_json(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{what}: not JSON: {error}") from None
+
+
+def clip(text: str, limit: int = 80) -> str:
+    """The start of a text, for a message."""
+    return text if len(text) <= limit else text[: limit - 3] + "..."

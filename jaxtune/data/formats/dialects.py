@@ -1,0 +1,123 @@
+"""Conversations as other toolkits write them, brought into the form of OpenAI: a list of {role, content}.
+
+What is not known is left as it is, for `messages.check_messages` to judge.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxtune.data.chat.messages import clip
+from jaxtune.errors import UserError
+
+# Columns that hold a conversation where none is a list of messages: ERNIEKit's, and the lists of messages of TRL.
+QUERIES_AND_ANSWERS = ("src", "tgt")
+PROMPT_AND_COMPLETION = ("prompt", "completion")
+# The column of earlier exchanges beside an instruction, as LLaMA-Factory writes it.
+HISTORY = "history"
+
+_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "bot": "assistant",
+    **dict.fromkeys(("observation", "observations", "function_response", "tool_response"), "tool"),
+}
+_CALLS = ("function_call", "tool_call")
+
+
+def messages_in(sample: Mapping[str, Any], columns: tuple[str, ...], renamed: Mapping[str, str]) -> Any:
+    """The conversation in the columns of a sample, one column or one of the pairs above, as a list of messages.
+
+    Known are {role, content}, as a list or its JSON text; ShareGPT's {from, value}, with function_call and observation;
+    one object for both sides of an exchange, {human, assistant}.
+
+    Args:
+        sample: has the columns.
+        columns: what `formats.detect` found.
+        renamed: the keys of messages that have another name in the sample: {"role": "speaker"}.
+
+    Raises:
+        UserError: columns do not match; the text of a list or of a function call is not JSON.
+    """
+    if columns == QUERIES_AND_ANSWERS:
+        return list(_exchanges(sample))
+    if len(columns) == 1:
+        return conversation_of(sample[columns[0]], renamed)
+    context, completion = (conversation_of(sample[column], renamed) for column in columns)
+    if not isinstance(context, list) or not isinstance(completion, list):
+        raise UserError(f"columns {' and '.join(map(repr, columns))} must both be lists of messages, or both be text")
+    return [message | {"train": False} if isinstance(message, dict) else message for message in context] + completion
+
+
+def history_of(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The messages of [[query, answer], ...]. Raises UserError for anything else."""
+    history = sample.get(HISTORY) or []
+    for exchange in history if isinstance(history, list) else [history]:
+        if not (isinstance(exchange, list) and len(exchange) == 2 and all(isinstance(text, str) for text in exchange)):
+            raise UserError(f"column {HISTORY!r}: expected [[query, answer], ...], found {clip(repr(exchange))}")
+    sides = ("user", "assistant")
+    return [{"role": role, "content": text} for exchange in history for role, text in zip(sides, exchange)]
+
+
+def _exchanges(sample: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """ERNIEKit: all queries and all answers, each one text or several, with a label of 0 for answers not trained."""
+    queries, answers = ([value] if isinstance(value, str) else value for value in (sample["src"], sample["tgt"]))
+    labels = sample.get("label")
+    columns = {"src": queries, "tgt": answers, "label": labels}
+    columns = {name: values for name, values in columns.items() if values is not None}
+    if wrong := next((name for name, values in columns.items() if not isinstance(values, list)), None):
+        raise UserError(f"column {wrong!r} must be a list, found {clip(repr(columns[wrong]))}")
+    if {"src", "tgt"} - columns.keys() or len(set(map(len, columns.values()))) > 1:
+        counts = ", ".join(f"{len(values)} {name}" for name, values in columns.items())
+        raise UserError(f"each src has one tgt, and each tgt one label if there are any; found {counts or 'none'}")
+    for i, (query, answer) in enumerate(zip(queries, answers)):
+        yield {"role": "user", "content": query}
+        yield {"role": "assistant", "content": answer} | ({"train": bool(labels[i])} if labels else {})
+
+
+def conversation_of(raw: Any, renamed: Mapping[str, str] = {}) -> Any:
+    """A list of messages, or its JSON text, with the keys and roles of OpenAI; anything else as it is.
+
+    renamed: as of `messages_in`. Raises UserError for text that is not JSON.
+    """
+    raw = _from_json(raw, "messages") if isinstance(raw, str) and raw.lstrip().startswith("[") else raw
+    if not isinstance(raw, list) or not all(isinstance(message, dict) for message in raw):
+        return raw
+    found: list[dict[str, Any]] = []
+    for i, message in enumerate(message for one in raw for message in _messages(one, renamed)):
+        role = message.get("role")
+        if role not in _CALLS:
+            found.append(message)
+            continue
+        calls = _from_json(message.get("content"), f"message {i} ({role})")
+        calls = calls if isinstance(calls, list) else [calls]
+        if found and isinstance(found[-1].get("tool_calls"), list):  # calls one after the other are one turn
+            found[-1]["tool_calls"] = [*found[-1]["tool_calls"], *calls]
+        else:
+            found.append({"role": "assistant", "content": "", "tool_calls": calls})
+    return found
+
+
+def _messages(raw: dict[str, Any], renamed: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    """One message, or both of an exchange, with the keys and roles of OpenAI."""
+    # Arrow gives every message all the fields that any message has, None where a message lacks one.
+    message = {key: value for key, value in raw.items() if value is not None}
+    names = {theirs: name for name, theirs in {"role": "from", "content": "value", **renamed}.items()}
+    names = {theirs: name for theirs, name in names.items() if name not in message}
+    message = {names.get(key, key): value for key, value in message.items()}
+    if "role" in message:
+        yield message | {"role": _ROLES.get(str(message["role"]), message["role"])}
+        return
+    sides = {_ROLES.get(key, key): text for key, text in message.items()}
+    if not {"user", "assistant"} <= sides.keys():
+        yield message
+        return
+    yield {"role": "user", "content": sides.pop("user")}
+    yield {"role": "assistant", "content": sides.pop("assistant"), **sides}
+
+
+def _from_json(text: Any, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError):
+        raise UserError(f"{what}: not JSON: {clip(repr(text))}") from None

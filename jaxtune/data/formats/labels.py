@@ -1,0 +1,106 @@
+"""Labels of documents: their names, as they are found in the data, and the number of each."""
+
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from jaxtune.config.schema import Dataset
+from jaxtune.data.chat.messages import clip
+from jaxtune.data.reading import sources
+from jaxtune.errors import UserError
+
+
+def label_of(sample: Mapping[str, Any], column: str, names: tuple[str, ...]) -> float:
+    """The number of a sample's label; with one name alone, the value that is regressed to.
+
+    A label is a name, or its number, which a CSV file holds as text. Raises UserError for anything else.
+    """
+    label = _label(sample, column)
+    if len(names) == 1:
+        return _value(label, column)
+    if label in names:
+        return names.index(label)
+    number = int(label) if isinstance(label, str) and label.isdecimal() else label
+    if isinstance(number, int) and 0 <= number < len(names):
+        return number
+    known = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
+    raise UserError(f"column {column!r}: {clip(repr(label))} is not one of the {len(names)} labels: {known}")
+
+
+def _label(sample: Mapping[str, Any], column: str) -> str | int | float:
+    if column not in sample:
+        raise UserError(f"missing column {column!r} (target_column); it has {', '.join(sample) or 'none'}")
+    label = sample[column]
+    if isinstance(label, list | tuple):
+        raise UserError(f"column {column!r}: {clip(repr(label))}: several labels of a sample are not supported")
+    if isinstance(label, bool) or not isinstance(label, str | int | float):
+        raise UserError(f"column {column!r} must be the name or the number of a label, found {clip(repr(label))}")
+    return label
+
+
+def _value(label: str | float, column: str) -> float:
+    try:
+        value = float(label)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise UserError(f"column {column!r} must be a finite number, found {clip(repr(label))}")
+    return value
+
+
+def names_in(
+    entries: tuple[Dataset, ...], count: int | None = None, on_bad_row: Literal["error", "skip"] = "error"
+) -> tuple[str, ...]:
+    """The labels in the data, in the order of their numbers: texts sorted; or LABEL_0, LABEL_1, ... of integers.
+
+    Args:
+        entries: the training data, all of which is read.
+        count: how many there must be; of integers some may then be missing. None: as many as are found.
+        on_bad_row: data.on_bad_row.
+
+    Raises:
+        UserError: naming file and line, for samples without a label, labels that are numbers here and texts there, or
+            integers that do not count from 0; there are fewer than two labels, or not `count`.
+    """
+    found: dict[str | int, str] = {}  # and where each stands first
+
+    def report(error: UserError):
+        if on_bad_row == "error":
+            raise error
+
+    for entry in entries:
+        for where, sample in sources.open_source(entry).read(report):
+            try:
+                label = _label(sample, entry.target_column)
+                if isinstance(label, float):
+                    raise UserError(f"label {label!r} is not an integer; model.num_labels=1 is regression")
+                found.setdefault(label, where)
+            except UserError as error:
+                report(UserError(f"{where}: {error}"))
+    texts = sorted(label for label in found if isinstance(label, str))
+    numbers = sorted(label for label in found if isinstance(label, int))
+    if texts and numbers:
+        text, number = texts[0], numbers[0]
+        raise UserError(f"{found[number]}: label {number} is a number, but {text!r} at {found[text]} is text")
+    if len(found) < 2 and count is None:
+        raise UserError(
+            f"data: all samples have the same label, {next(iter(found), None)!r}; for regression set model.num_labels=1"
+        )
+    if numbers:
+        return tuple(f"LABEL_{number}" for number in range(count or _contiguous(numbers, found)))
+    if count not in (None, len(texts)):
+        raise UserError(f"model.num_labels={count}, but the data has {len(texts)} labels: {clip(', '.join(texts))}")
+    return tuple(sorted(texts, key=int) if all(text.isdecimal() for text in texts) else texts)
+
+
+def _contiguous(numbers: list[int], found: Mapping[Any, str]) -> int:
+    """How many labels there are. Raises UserError unless they count from 0 without a gap."""
+    missing = next(number for number in itertools.count() if number not in found)
+    if missing < len(numbers):
+        stray = next(number for number in numbers if number < 0 or number > missing)
+        raise UserError(
+            f"{found[stray]}: label {stray}, but no sample has label {missing}: integers count from 0 without a gap; "
+            "give model.num_labels if some do not occur, or texts as labels"
+        )
+    return missing

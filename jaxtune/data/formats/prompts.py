@@ -1,0 +1,181 @@
+"""Prompts: what stands before an answer, which the data has or a model is to write."""
+
+import dataclasses
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jaxtune.config.schema import Chat, Dataset
+from jaxtune.data.chat.chat_template import ChatTemplate
+from jaxtune.data.chat.encoding import Encoder, Rendered
+from jaxtune.data.chat.messages import Message, check_messages, check_tools, clip
+from jaxtune.data.formats.dialects import HISTORY, conversation_of, history_of
+from jaxtune.data.formats.templates import fill, is_template
+from jaxtune.data.reading import sources
+from jaxtune.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+log = logging.getLogger("jaxtune")
+
+Sample = Mapping[str, Any]
+
+
+class Prompt(NamedTuple):
+    """A prompt to continue.
+
+    Attributes:
+        given: text or messages, as in the data.
+        tokens: up to the first one that the model writes.
+        sample: all columns of the data.
+        begun: the start of the answer that is among the tokens already, chat.response_prefix.
+        continued: the tokens, if the answer continues their text; empty in a chat, whose answer is a text of its own.
+    """
+
+    given: str | list[Message]
+    tokens: list[int]
+    sample: Sample
+    begun: str = ""
+    continued: Sequence[int] = ()
+
+
+class Prompts:
+    """Samples to prompts, by a tokenizer."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast", chat: Chat, texts_are_chat: bool | None = None):
+        """texts_are_chat: whether a text is what a user says; None: if there is a chat template."""
+        has_template = bool(tokenizer.chat_template)
+        self._texts_are_chat = has_template if texts_are_chat is None else texts_are_chat
+        self._template = ChatTemplate(tokenizer, chat=chat) if has_template or texts_are_chat else None
+        self._encode, self._begun = Encoder(tokenizer), chat.response_prefix or ""
+
+    @property
+    def turn_end(self) -> str | None:
+        """The special token that ends an answer, where prompts are written by a chat template that has one."""
+        return None if self._template is None else self._template.turn_end()
+
+    def __call__(self, entry: Dataset, sample: Sample) -> Prompt:
+        """The prompt of a sample. Raises UserError where it has none, or one of another form.
+
+        Columns `system` and `tools` are used without being named, and `input` after an instruction.
+        """
+        if entry.prompt_field is None and (found := prompt_fields(entry, sample)):
+            entry = dataclasses.replace(entry, prompt_field=found[0][1])
+        if entry.input_field == Dataset().input_field and entry.prompt_field != Dataset().instruction_field:
+            entry = dataclasses.replace(entry, input_field=None)
+        for option, column in (("system_field", "system"), ("tools_field", "tools")):
+            if getattr(entry, option) is None and sample.get(column):
+                entry = dataclasses.replace(entry, **{option: column})
+        given = prompt_in(entry, sample)
+        if not given:
+            raise UserError(f"it has no prompt; its columns are {', '.join(sample)}")
+        if isinstance(given, str) and not self._texts_are_chat:
+            tokens = self._encode([Rendered(given)])[0].tokens.tolist()
+            return Prompt(given, tokens, sample, continued=tokens)
+        if self._template is None:
+            raise UserError("it holds messages, and the tokenizer has no chat template: set chat.template")
+        if not isinstance(given, str) and given[-1]["role"] == "assistant":
+            given = given[:-1]  # what the data has for an answer
+        messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        tokens = self._template.prompt(*conversation(messages, entry, sample))
+        return Prompt(given, tokens, sample, self._begun, continued=tokens if self._begun else ())
+
+
+def read_prompts(
+    entries: tuple[Dataset, ...], tokenizer: "PreTrainedTokenizerFast", chat: Chat, most_tokens: int, skip: bool
+) -> list[Prompt]:
+    """All prompts of data.datasets, in memory; those of more than so many tokens are left out, and counted.
+
+    skip: leaves out samples without a prompt too. Raises UserError for these otherwise, and where nothing is left.
+    """
+    found, longer = [], 0
+    prompts, bad = Prompts(tokenizer, chat), []
+
+    def report(error: UserError) -> None:
+        if not skip:
+            raise error
+        bad.append(str(error))
+
+    for entry in entries:
+        for where, sample in sources.open_source(entry).read(report):
+            try:
+                prompt = prompts(entry, sample)
+            except UserError as error:
+                report(UserError(f"{where}: {error}"))
+                continue
+            if entry.max_prompt_tokens is not None:
+                prompt = prompt._replace(tokens=prompt.tokens[-entry.max_prompt_tokens :])
+            longer += len(prompt.tokens) > most_tokens
+            found += [prompt] if len(prompt.tokens) <= most_tokens else []
+    log.info(
+        "data: %s prompts; %s too long, %s bad samples skipped", *(f"{n:,}" for n in (len(found), longer, len(bad)))
+    )
+    if not found:
+        raise UserError(
+            f"data: no prompt of at most {most_tokens} tokens is left (data.seq_len less rollout.max_new_tokens); "
+            + (f"the first problem: {bad[0]}" if bad else f"{longer} are longer")
+        )
+    return found
+
+
+def prompt_fields(entry: Dataset, sample: Sample) -> list[tuple[str, str]]:
+    """The column of the prompt, which is that of all samples, and that of earlier exchanges; [] if there is none."""
+    if entry.prompt_field is not None:
+        return [("prompt_field", entry.prompt_field)]
+    known = ("prompt", "question", "query", "instruction", "conversations", "messages")
+    answer = entry.output_field if entry.type == "unpaired_preference" else None
+    field = next((name for name in known if sample.get(name) is not None and name != answer), None)
+    beside = [("", HISTORY)] if isinstance(sample.get(HISTORY), list) else []
+    return [] if field is None else [("prompt_field", field), *beside]
+
+
+def prompt_in(entry: Dataset, sample: Sample) -> Any:
+    """The prompt of a sample, text or messages; None where entry.prompt_field is: answers begin with it."""
+    field = entry.prompt_field
+    if field is None:
+        return None
+    prompt = fill(field, sample) if is_template(field) else value_in(entry, sample, field)
+    if isinstance(prompt, str):
+        more = sample.get(entry.input_field) if entry.input_field else None
+        prompt = f"{prompt}\n{more}" if isinstance(more, str) and more else prompt
+        if isinstance(sample.get(HISTORY), list):
+            prompt = [*history_of(sample), {"role": "user", "content": prompt}]
+    return prompt
+
+
+def value_in(entry: Dataset, sample: Sample, column: str) -> Any:
+    """Text, or a list of messages with the keys and roles of OpenAI, which may also be given as its JSON text."""
+    if column not in sample:
+        raise UserError(f"missing column {column!r}; it has {', '.join(map(str, sample)) or 'none'}")
+    value = sample[column]
+    renamed = dict(pair.split("=", 1) for pair in entry.message_property_mappings)
+    found = [value] if isinstance(value, dict) else _listed(value) if isinstance(value, str) else value
+    if isinstance(found, list) and found and all(isinstance(message, dict) for message in found):
+        return conversation_of(found, renamed)
+    if not isinstance(value, str):
+        raise UserError(f"column {column!r} must be text or messages, found {clip(repr(value))}")
+    return value
+
+
+def _listed(text: str) -> Any:
+    """The list that a text is as JSON; answers that merely begin with a bracket stay text."""
+    try:
+        return json.loads(text) if text.lstrip().startswith("[") else None
+    except ValueError:
+        return None
+
+
+def conversation(
+    messages: list[dict[str, Any]], entry: Dataset, sample: Sample
+) -> tuple[list[Message], list[Any] | None]:
+    """Messages with the system prompt of the sample or the entry, and the tools of the sample."""
+    messages = check_messages(messages)
+    system = sample.get(entry.system_field) if entry.system_field else None
+    if not isinstance(system, str | None):
+        raise UserError(f"column {entry.system_field!r} must be text, found {clip(repr(system))}")
+    system = system or entry.system_prompt
+    if system and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    return messages, check_tools(sample.get(entry.tools_field)) if entry.tools_field else None

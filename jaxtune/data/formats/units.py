@@ -1,0 +1,217 @@
+"""Units, which are packed whole: one document or several. The data of a run is a sequence of units."""
+
+import dataclasses
+import hashlib
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float16, Int32, Int64
+
+from jaxtune.columns import Column
+from jaxtune.data.chat.encoding import Encoded
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One document, or several that must stand in the same row, such as a chosen and a rejected answer.
+
+    Attributes:
+        documents: in the order in which they stand in a row.
+        continuous: whether it is running text, which may be cut anywhere, as opposed to an answer or dialogue.
+        values: of the other columns (not tokens and weights), by name: an array for each document (per token), a value
+            for each document, or one value (per unit).
+        where: the file and line, or row, that it is from; "" if that is not known.
+    """
+
+    documents: tuple[Encoded, ...]
+    continuous: bool = False
+    values: Mapping[str, Any] = field(default_factory=dict)
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The tokenised documents of one dataset entry.
+
+    Attributes:
+        name: the entry's path.
+        key: a hash of the stored data: entries with the same key have the same data, wherever it came from.
+        columns: the stored columns by name: at least `tokens` and `loss_weight`, the weight of predicting each token.
+        values: of each column, all documents one after the other: (tokens,), (documents,) or (units,).
+        offsets: index of the first token of each document, and the number of tokens.
+        units: index of the first document of each unit, and the number of documents.
+        targets: number of trained tokens of each document (the first token of a document is never predicted).
+        continuous: whether a document is running text.
+        skipped: samples left out under data.on_bad_row='skip'.
+        notes: lines for the user: what was read, and as which type.
+        losses: lines that warn the user of what is left out, each with its number first.
+        places: file and line, or row, of the first units.
+    """
+
+    name: str
+    key: str
+    columns: Mapping[str, Column]
+    values: Mapping[str, np.ndarray]
+    offsets: Int64[np.ndarray, "documents+1"]
+    units: Int64[np.ndarray, "units+1"]
+    targets: Int64[np.ndarray, "documents"]
+    continuous: Bool[np.ndarray, "documents"]
+    skipped: int
+    notes: tuple[str, ...]
+    losses: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Tokenised documents of all entries, in units that are never divided.
+
+    Documents are numbered from 0, in the order of their units.
+
+    Attributes:
+        parts: the documents of each entry.
+        chosen: numbers of the units that belong to it, counted through all parts: all units, or one side of `hold_out`.
+    """
+
+    parts: tuple[Part, ...]
+    chosen: Int64[np.ndarray, "units"]
+
+    @classmethod
+    def joined(cls, parts: Iterable[Part]) -> "Documents":
+        """All documents of the parts, one part after the other."""
+        parts = tuple(parts)
+        return cls(parts, np.arange(sum(len(part.units) - 1 for part in parts)))
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @property
+    def key(self) -> str:
+        """A hash of all tokens and weights, chosen or not: runs with the same key have the same data."""
+        keys = [part.key for part in self.parts]
+        return keys[0] if len(keys) == 1 else hashlib.sha256("".join(keys).encode()).hexdigest()
+
+    def has_key(self, key: str) -> bool:
+        """Whether `key` is this data's `key`, or its key in older versions, where one cache folder held all entries."""
+        return key == self.key or (len(self.parts) > 1 and key == self._key_of_one_folder())
+
+    def _key_of_one_folder(self) -> str:
+        content = hashlib.sha256()
+        for part in self.parts:
+            for start, stop in pairwise(part.offsets):
+                content.update(part.values["tokens"][start:stop].data)
+                content.update(part.values["loss_weight"][start:stop].data)
+        content.update(np.concatenate([np.diff(part.offsets) for part in self.parts]).tobytes())
+        return content.hexdigest()
+
+    @property
+    def skipped(self) -> int:
+        """Samples left out under data.on_bad_row='skip'."""
+        return sum(part.skipped for part in self.parts)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines for the user: what was read, and as which type."""
+        return tuple(note for part in self.parts for note in part.notes)
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        """Lines that warn the user of what is left out of the sources."""
+        return tuple(loss for part in self.parts for loss in part.losses)
+
+    @cached_property
+    def units(self) -> Int64[np.ndarray, "units+1"]:
+        """Number of the first document of each unit, and the number of documents."""
+        sizes = np.concatenate([np.diff(part.units) for part in self.parts])[self.chosen]
+        return np.concatenate([[0], np.cumsum(sizes)])
+
+    @cached_property
+    def lengths(self) -> Int64[np.ndarray, "documents"]:
+        """Number of tokens of each document."""
+        return np.concatenate([np.diff(part.offsets) for part in self.parts])[self._numbers]
+
+    @cached_property
+    def targets(self) -> Int64[np.ndarray, "documents"]:
+        """Number of trained tokens of each document."""
+        return np.concatenate([part.targets for part in self.parts])[self._numbers]
+
+    @cached_property
+    def continuous(self) -> Bool[np.ndarray, "documents"]:
+        """Whether each document is running text, which may be cut anywhere."""
+        return np.concatenate([part.continuous for part in self.parts])[self._numbers]
+
+    @cached_property
+    def part_of(self) -> Int64[np.ndarray, "documents"]:
+        """Number of the part that each document is in."""
+        return np.searchsorted(self._first, self._numbers, "right") - 1
+
+    def with_column(self, column: Column, values: np.ndarray) -> "Documents":
+        """The same documents with another column, which has a value for each of them.
+
+        A column per token has one for each token of all parts, chosen or not (`first_token`): it is taken as it is, so
+        that a file that is mapped into memory is not read.
+        """
+        if column.per == "token":
+            ends = np.cumsum([0, *(part.offsets[-1] for part in self.parts)])
+        else:
+            of_parts = np.zeros(sum(part.units[-1] for part in self.parts), column.dtype)
+            of_parts[self._numbers] = values
+            values, ends = of_parts, np.array([*self._first, len(of_parts)])
+        parts = tuple(
+            dataclasses.replace(
+                part,
+                columns={**part.columns, column.name: column},
+                values={**part.values, column.name: values[first:end]},
+            )
+            for part, (first, end) in zip(self.parts, pairwise(ends))
+        )
+        return dataclasses.replace(self, parts=parts)
+
+    @cached_property
+    def first_token(self) -> Int64[np.ndarray, "documents"]:
+        """Number of the first token of each document, counted through all tokens of the parts, chosen or not."""
+        lengths = np.concatenate([np.diff(part.offsets) for part in self.parts])
+        return (np.cumsum(lengths) - lengths)[self._numbers]
+
+    def read(self, i: int, start: int, stop: int) -> tuple[Int32[np.ndarray, "n"], Float16[np.ndarray, "n"]]:
+        """Tokens [start, stop) of document i, up to its end, and the weight of predicting each."""
+        return self.values("tokens", i, start, stop), self.values("loss_weight", i, start, stop)
+
+    def where(self, i: int) -> str:
+        """The file and line, or row, that document i is from, of the first ones; of others the entry's path."""
+        part, document = self._place(i)
+        unit = int(np.searchsorted(part.units, document, "right")) - 1
+        return (part.places[unit] if unit < len(part.places) else "") or part.name
+
+    def values(self, column: str, i: int, start: int, stop: int) -> np.ndarray:
+        """A stored column's values for tokens [start, stop) of document i; a scalar if it is per document or unit."""
+        part, document = self._place(i)
+        per = part.columns[column].per
+        if per == "token":
+            begin = part.offsets[document]
+            return part.values[column][begin + start : min(begin + stop, part.offsets[document + 1])]
+        unit = np.searchsorted(part.units, document, "right") - 1
+        return part.values[column][document if per == "document" else unit]
+
+    def _place(self, i: int) -> tuple[Part, int]:
+        """The part that document i is in, and its number there."""
+        number = self._numbers[i]
+        part = bisect_right(self._first, number) - 1
+        return self.parts[part], number - self._first[part]
+
+    @cached_property
+    def _numbers(self) -> Int64[np.ndarray, "documents"]:
+        """The chosen documents, counted through the parts."""
+        ends = np.cumsum(np.concatenate([np.diff(part.units) for part in self.parts]))
+        sizes = np.diff(self.units)
+        return np.arange(self.units[-1]) + np.repeat(ends[self.chosen] - sizes - self.units[:-1], sizes)
+
+    @cached_property
+    def _first(self) -> list[int]:
+        """The first document of each part, counted through the parts."""
+        return np.cumsum([0, *(part.units[-1] for part in self.parts[:-1])]).tolist()

@@ -1,0 +1,1 @@
+"""Samples from files, folders, the hub, Python objects and user functions."""

@@ -1,0 +1,336 @@
+"""Samples from files: JSON lines, JSON, CSV, Parquet, Arrow, or text, one document a file.
+
+JSON lines, JSON and CSV are read here, strictly, because readers made for speed do not name the line and let half a
+line or a wrong type pass. Parquet goes through `datasets`, which would decode the dictionaries of all rows of an Arrow
+file at once. What cannot be read goes to `report`.
+"""
+
+import codecs
+import contextlib
+import csv
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxtune.config.schema import Dataset
+from jaxtune.data.chat.messages import clip
+from jaxtune.data.reading.files import File, is_url
+from jaxtune.errors import UserError
+
+if TYPE_CHECKING:
+    import pyarrow
+
+log = logging.getLogger("jaxtune")
+
+Sample = Mapping[str, Any]
+Samples = Iterator[tuple[str, Sample]]
+Report = Callable[[UserError], None]
+"""Takes a sample that cannot be used: raises it (data.on_bad_row='error') or counts it ('skip')."""
+
+BINARY_PROBE_BYTES = 8192
+_ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar", ".xz")
+_DELIMITERS = ",;\t|"
+_TABLE_ROWS = 4  # of Parquet decoded at once: one value of a dictionary may fill every row
+
+
+def read_file(file: File, entry: Dataset, report: Report) -> Samples:
+    """The samples of a file, in the format that the entry or the suffix names, with where each stands."""
+    try:
+        yield from _READERS.get(_format(file, entry), _read_text)(file, entry, report)
+    except UserError:
+        raise
+    except Exception as error:  # each remote file system raises types of its own
+        if is_url(file.name):  # never skipped: all samples after it are missing too
+            raise UserError(f"{file.name} cannot be read to its end: {error or type(error).__name__}") from error
+        if not isinstance(error, OSError):
+            raise
+        report(UserError(f"{file.name}: cannot be read: {error.strerror or error}"))
+
+
+def has_samples(file: File, entry: Dataset) -> bool:
+    """Whether it is a file of samples, as opposed to a text."""
+    return _format(file, entry) in _READERS
+
+
+def is_table(file: File, entry: Dataset) -> bool:
+    """Whether its objects have a null for each key that only others have, as in Parquet and Arrow."""
+    return _READERS.get(_format(file, entry)) is _read_table
+
+
+def size_of(value: Any) -> int:
+    """Roughly how many characters a sample has."""
+    if isinstance(value, dict):
+        return sum(map(size_of, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(size_of, value)) if value and not isinstance(value[0], int) else len(value)
+    return len(value) if isinstance(value, str | bytes) else 1
+
+
+def is_binary(file: File) -> bool:
+    """Whether a file holds a NUL near its start, which is how git tells binary from text."""
+    with contextlib.suppress(OSError), file.open() as stream:
+        return b"\0" in stream.read(BINARY_PROBE_BYTES)
+    return False  # the error is reported when the file is read
+
+
+def _format(file: File, entry: Dataset) -> str:
+    return f".{entry.ds_type}" if entry.ds_type else file.kind
+
+
+@contextlib.contextmanager
+def _reporting(report: Report) -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        report(error)
+
+
+def _too_large(where: str, what: str, entry: Dataset) -> UserError:
+    limit = f"max_sample_bytes={entry.max_sample_bytes}"
+    return UserError(f"{where}: {what} is larger than {limit}; raise it if the file is what it should be")
+
+
+def _whole(file: File, entry: Dataset) -> bytes:
+    """All of a file. Raises UserError where much more comes out of a compressed one than its size tells."""
+    with file.open() as stream:
+        content = stream.read(entry.max_sample_bytes + 1 if file.compressed else -1)
+    if file.compressed and len(content) > entry.max_sample_bytes:
+        raise _too_large(file.name, "the decompressed file", entry)
+    return content
+
+
+def _decode(raw: bytes, where: str, encoding: str) -> str:
+    try:
+        text = raw.decode(encoding)
+    except UnicodeDecodeError as error:
+        if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise UserError(
+                f"{where}: UTF-16, not {encoding.upper()}; convert the file: `iconv -f UTF-16 -t UTF-8 FILE > NEW`"
+            ) from None
+        raise UserError(
+            f"{where}: not {encoding.upper()}: byte 0x{raw[error.start]:02x} at byte {error.start + 1}; "
+            "encoding='cp1252', for example, reads text from Windows"
+        ) from None
+    if "\0" in text:
+        raise UserError(f"{where}: holds a NUL character at column {text.index(chr(0)) + 1}; is it binary?")
+    return text
+
+
+def _lines(file: File, entry: Dataset, report: Report) -> Iterator[tuple[str, str]]:
+    """Lines as (where, text), strictly decoded, read with bounded memory."""
+    number = 0
+    with file.open() as stream:
+        while raw := stream.readline(entry.max_sample_bytes + 1):
+            number += 1
+            where = f"{file.name}:{number}"
+            if len(raw) > entry.max_sample_bytes and not raw.endswith(b"\n"):
+                report(_too_large(where, "the line", entry))
+                while raw and not raw.endswith(b"\n"):
+                    raw = stream.readline(entry.max_sample_bytes)
+                continue
+            with _reporting(report):
+                text = _decode(raw, where, entry.encoding)
+                yield where, text.removeprefix("\ufeff") if number == 1 else text
+    if number == 0:
+        report(UserError(f"{file.name}: empty file"))
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice")
+    return found
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_unique_keys)
+    except json.JSONDecodeError as error:
+        place = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
+        half = "; half a line?" if error.pos >= len(text.rstrip()) or "Unterminated" in error.msg else ""
+        raise UserError(f"{where}: not JSON: {error.msg.removesuffix(' at')} at {place}{half}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: not usable JSON: {error}") from None
+
+
+def _object(value: Any, where: str) -> Sample:
+    if not isinstance(value, dict):
+        raise UserError(f'{where}: expected an object such as {{"text": ...}}, found {type(value).__name__}')
+    return value
+
+
+def _read_jsonl(file: File, entry: Dataset, report: Report) -> Samples:
+    for where, line in _lines(file, entry, report):
+        if not line.isspace():
+            with _reporting(report):
+                yield where, _object(_parse(line, where), where)
+
+
+def _read_json(file: File, entry: Dataset, report: Report) -> Samples:
+    """A list of objects, or an object over several lines; JSON lines in a file of this suffix are read too."""
+    with file.open() as stream:
+        line = stream.readline(BINARY_PROBE_BYTES).removeprefix(b"\xef\xbb\xbf")
+        while line.isspace():
+            line = stream.readline(BINARY_PROBE_BYTES)
+    begins = line.strip()
+    opens = begins.startswith(b"{") and line.endswith(b"\n") and begins.endswith((b"{", b"[", b","))
+    if not begins.startswith(b"[") and not opens:
+        yield from _read_jsonl(file, entry, report)
+        return
+    rows = []
+    with _reporting(report):
+        rows = _parse(_decode(_whole(file, entry), file.name, entry.encoding).removeprefix("\ufeff"), file.name)
+    for i, row in enumerate([rows] if isinstance(rows, dict) else rows):
+        where = f"{file.name} row {i}"
+        with _reporting(report):
+            yield where, _object(row, where)
+
+
+def _read_csv(file: File, entry: Dataset, report: Report) -> Samples:
+    """Every value is a string: a column of numbers is still text. Columns of .tsv are separated by tabs."""
+    csv.field_size_limit(entry.max_sample_bytes)
+    where = file.name
+
+    def lines() -> Iterator[str]:
+        nonlocal where
+        for place, line in _lines(file, entry, report):
+            where = place
+            yield line
+
+    delimiter = "\t" if _format(file, entry) == ".tsv" else ","
+    reader = csv.DictReader(lines(), strict=True, delimiter=delimiter)
+    header = None
+    while True:
+        try:
+            header = header or _checked_header(reader.fieldnames or (), delimiter, file)
+            row = next(reader, None)
+        except csv.Error as error:
+            large = "field larger than field limit" in str(error)
+            report(_too_large(where, "a field", entry) if large else UserError(f"{where}: not CSV: {error}"))
+            continue
+        if row is None:
+            return
+        if None in row or None in row.values():
+            report(UserError(f"{where}: the row and the header differ in their number of columns"))
+        else:
+            yield where, row
+
+
+def _checked_header(names: Sequence[str], delimiter: str, file: File) -> Sequence[str]:
+    """The names of the columns. Raises UserError where something else separates them."""
+    others = [other for other in _DELIMITERS if other != delimiter and len(names) == 1 and other in names[0]]
+    if others:
+        how = "set ds_type='tsv'" if others[0] == "\t" else "write the file with commas"
+        how = "set ds_type='csv'" if others[0] == "," else how
+        raise UserError(
+            f"{file.name}: its fields are separated by {others[0]!r}, not by {delimiter!r}: the header "
+            f"{clip(repr(names[0]))} is one column; {how}"
+        )
+    return names
+
+
+def _read_table(file: File, entry: Dataset, report: Report) -> Samples:
+    import pyarrow
+    from datasets.exceptions import DatasetsError
+
+    # What it logs there is raised too.
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
+    kind = _format(file, entry)[1:]
+    try:
+        for i, row in enumerate(_arrow_rows(file, entry) if kind == "arrow" else _parquet_rows(file)):
+            where = f"{file.name} row {i}"
+            if row is None or size_of(row) > entry.max_sample_bytes:
+                report(_too_large(where, "the row", entry))
+            else:
+                yield where, row
+    except (ValueError, KeyError, OSError, DatasetsError, pyarrow.ArrowException) as error:
+        if isinstance(error, OSError) and error.filename is not None:  # of the file system, not of pyarrow
+            raise
+        report(UserError(f"{file.name}: not a readable {kind} file: {error}"))
+
+
+def _parquet_rows(file: File) -> Iterator[Sample]:
+    import datasets
+
+    options: dict[str, Any] = {"split": "train", "streaming": True, "batch_size": _TABLE_ROWS}
+    yield from datasets.load_dataset("parquet", data_files=file.location, **options)  # type: ignore[reportReturnType]
+
+
+def _arrow_rows(file: File, entry: Dataset) -> Iterator[Sample | None]:
+    """Each row, decoded by itself; None for one that would be larger than a sample may be."""
+    for batch in _arrow_batches(file):
+        batch.validate(full=True)
+        encoded = [column for column in batch.columns if "dictionary<" in str(column.type)]
+        if not encoded:
+            yield from batch.to_pylist()
+        for i in range(batch.num_rows if encoded else 0):
+            size = sum(_decoded_bytes(column.slice(i, 1)) for column in encoded)
+            yield None if size > entry.max_sample_bytes else batch.slice(i, 1).to_pylist()[0]
+
+
+def _arrow_batches(file: File) -> Iterator["pyarrow.RecordBatch"]:
+    import pyarrow
+
+    with file.open() as stream:
+        try:
+            batches = pyarrow.ipc.open_stream(stream)
+        except (OSError, pyarrow.ArrowInvalid):
+            batches = None
+        if batches is not None:
+            yield from batches
+            return
+    with file.open() as stream:
+        reader = pyarrow.ipc.open_file(stream)
+        yield from (reader.get_batch(i) for i in range(reader.num_record_batches))
+
+
+def _decoded_bytes(array: "pyarrow.Array") -> int:
+    """Roughly how large an array is once the dictionaries in it are decoded."""
+    import pyarrow
+
+    if pyarrow.types.is_dictionary(array.type):
+        counts = array.indices.drop_null().value_counts()
+        values = array.dictionary.take(counts.field("values"))
+        return sum(values[i : i + 1].nbytes * count.as_py() for i, count in enumerate(counts.field("counts")))
+    if pyarrow.types.is_struct(array.type):
+        return sum(map(_decoded_bytes, array.flatten()))
+    if pyarrow.types.is_list(array.type) or pyarrow.types.is_large_list(array.type):
+        return _decoded_bytes(array.flatten())
+    return array.nbytes
+
+
+def _read_text(file: File, entry: Dataset, report: Report) -> Samples:
+    """The whole file is one document. An empty file is an error if the entry names it, and ignored in a folder."""
+    with _reporting(report):
+        if file.kind in _ARCHIVES:
+            raise UserError(f"{file.name}: an archive is not read; unpack it, and name the folder")
+        text = _decode(_whole(file, entry), file.name, entry.encoding)
+        if file.named and not entry.ds_type and _is_json_lines(text):
+            log.warning("data: %s is read as one text, but holds JSON lines; ds_type='json' reads them", file.name)
+        if text.strip():
+            yield file.name, {entry.text_field: text}
+        elif file.named:
+            raise UserError(f"{file.name}: empty file")
+
+
+def _is_json_lines(text: str) -> bool:
+    """Whether a text begins with two lines that are objects of JSON."""
+    lines = text.split("\n", 2)[:2]
+    try:
+        return len(lines) == 2 and all(isinstance(json.loads(line), dict) for line in lines)
+    except (ValueError, RecursionError):
+        return False
+
+
+_READERS: dict[str, Callable[[File, Dataset, Report], Samples]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+    ".parquet": _read_table,
+    ".arrow": _read_table,
+}
+SUFFIXES = frozenset(_READERS)
+"""Of files of samples; any other file is text."""

@@ -1,0 +1,275 @@
+"""Where samples come from: one entry of data.datasets becomes a stream of (where, sample).
+
+`where` names the file and line (or row) for messages, as in `train.jsonl:12`. The hub is read through `datasets`; only
+the samples that are asked for are downloaded.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import hashlib
+import itertools
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxtune.config import in_memory
+from jaxtune.config.schema import Dataset
+from jaxtune.data.reading.files import File, Found, find, is_url
+from jaxtune.data.reading.readers import SUFFIXES, Report, Sample, Samples, has_samples, is_binary, is_table, read_file
+from jaxtune.data.reading.sample_filter import selected
+from jaxtune.data.reading.user_files import fingerprint
+from jaxtune.errors import UserError, hide_secrets
+
+log = logging.getLogger("jaxtune")
+
+_FEW_FILES, _FEW_BYTES = 1000, 2**26
+
+DUMMY = "dummy"
+"""The path of random tokens, for measurements of speed."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One entry of data.datasets, found but not read yet.
+
+    Attributes:
+        name: the entry's path, as the user wrote it, but without secrets.
+        identity: changes whenever the samples may have changed (files, sizes, times, or the hub's revision).
+        read: yields (where, sample); samples that cannot be read go to `report`.
+    """
+
+    name: str
+    identity: str
+    read: Callable[[Report], Samples]
+
+
+def _log(line: str) -> None:
+    log.info("data: %s", line)
+
+
+def open_source(
+    entry: Dataset, vocabulary: int = 256, streaming: bool = False, say: Callable[[str], object] = _log
+) -> Source:
+    """Finds what an entry names: files, folders, URLs, or else a dataset on the hub; or makes up random tokens.
+
+    Args:
+        entry: says which of the samples and columns are used, and which function changes them.
+        vocabulary: number of different tokens, where they are made up.
+        streaming: whether to read a dataset on the hub without downloading it whole first.
+        say: called with lines about what is read, as it is read.
+
+    Raises:
+        UserError: it does not exist, or none of its files match.
+    """
+    if not entry.path:
+        raise UserError("data.datasets: an entry has no path; give a file, a folder, a URL or a hub id")
+    _check_encoding(entry.encoding)
+    if entry.path == DUMMY:
+        source = _random(entry, vocabulary)
+    elif isinstance(entry.path, str) and entry.path.startswith(in_memory.PREFIX):
+        source = _from_python(entry, entry.path, streaming, say)
+    else:
+        source = _found(entry, entry.path, streaming, say)
+    if entry.function:
+        source = dataclasses.replace(source, identity=source.identity + fingerprint(entry.function, "data: function"))
+    return dataclasses.replace(source, read=lambda report: selected(source.read(report), entry, report))
+
+
+def _random(entry: Dataset, vocabulary: int) -> Source:
+    """Samples of random tokens, as many as are asked for."""
+
+    def read(report: Report) -> Samples:
+        rng = np.random.default_rng(0)
+        for i in itertools.count():
+            yield f"{DUMMY} row {i}", {"input_ids": rng.integers(vocabulary, size=entry.dummy_length)}
+
+    return Source(DUMMY, str(vocabulary), read)
+
+
+def _from_python(entry: Dataset, name: str, streaming: bool, say: Callable[[str], object]) -> Source:
+    """A dataset that was given in Python, which is needed only where it is not in the cache yet."""
+    _check_unused(entry, "it is a dataset from Python", "subset", "revision", "split", "glob", "ds_type", "encoding")
+
+    def read(report: Report) -> Samples:
+        samples = ((f"{name} row {i}", row) for i, row in enumerate(in_memory.find(name)))
+        yield from _without_nulls(samples, name, set(), say)
+
+    if streaming and (line := in_memory.says(name)):
+        say(line)
+    return Source(name, in_memory.identity(name, streaming), read)
+
+
+def _found(entry: Dataset, path: str | tuple[str, ...], streaming: bool, say: Callable[[str], object]) -> Source:
+    paths = (path,) if isinstance(path, str) else path
+    found = [find(one, _patterns(entry)) for one in paths]
+    if isinstance(path, str) and found == [None]:
+        return _open_hub(entry, path, streaming, say)
+    files = [file for one, those in zip(paths, found) for file in _files(one, those, entry)]
+    try:
+        identity = json.dumps([file.version() for file in files] + ([] if streaming else _contents(files)))
+    except OSError as error:
+        raise UserError(f"data: {error}") from error
+
+    def read(report: Report) -> Samples:
+        said: set[str] = set()
+        for file in files:
+            samples = read_file(file, entry, report)
+            yield from _without_nulls(samples, file.name, said, say) if is_table(file, entry) else samples
+
+    return Source(hide_secrets(", ".join(paths)), identity, read)
+
+
+def _near(path: str) -> str:
+    """Names that resemble one that is not there, as the end of a sentence."""
+    folder = Path(path).expanduser().parent
+    names = [] if is_url(path) or not folder.is_dir() else [name for name in os.listdir(folder) if name[0] != "."]
+    near = difflib.get_close_matches(Path(path).name, sorted(names), n=3)
+    return f"; near it: {', '.join(str(folder / name) for name in near)}" if near else ""
+
+
+def _contents(files: list[File]) -> list[str]:
+    """Hashes of local files, if they are read in no time: a file may be written anew with the same size and time."""
+    local = [Path(file.location) for file in files if not is_url(file.location)]
+    if len(local) > _FEW_FILES or sum(path.stat().st_size for path in local) > _FEW_BYTES:
+        return []
+    return [hashlib.sha256(path.read_bytes()).hexdigest() for path in local]
+
+
+def _without_nulls(samples: Samples, name: str, said: set[str], say: Callable[[str], object]) -> Samples:
+    """Samples of tables, whose objects have the keys of all others too, without those that are null, as JSON has them.
+
+    Says it once a column, of those in `said`: a table does not tell a null that was written from one that it made.
+    """
+    for where, sample in samples:
+        found = {column: _without_null_keys(value) for column, value in sample.items()}
+        for column, value in found.items():
+            if column not in said and value is not sample[column] and value != sample[column]:
+                said.add(column)
+                more = "as Parquet and Arrow give each object the keys of all others"
+                say(f"{name}: keys in column {column!r} that are null are left out, {more}")
+        yield where, found
+
+
+def _without_null_keys(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_null_keys(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list) and isinstance(next((inner for inner in value if inner is not None), None), dict | list):
+        return [_without_null_keys(inner) for inner in value]
+    return value
+
+
+def _patterns(entry: Dataset) -> tuple[str, ...]:
+    return (entry.glob,) if isinstance(entry.glob, str) else entry.glob or ()
+
+
+def _files(path: str, found: Found, entry: Dataset) -> list[File]:
+    """The files of what `find` found that are read."""
+    if found is None:
+        raise UserError(f"data: no such file or folder: {path}{_near(path)}")
+    _check_unused(entry, f"{path} is a file or folder, not on the hub", "subset", "revision")
+    if isinstance(found, dict):
+        return _of_folder(path, found, entry)
+    _check_unused(entry, f"{path} names the files", "glob", "split")
+    return [found] if isinstance(found, File) else found
+
+
+def _check_unused(entry: Dataset, reason: str, *names: str):
+    for name in names:
+        if getattr(entry, name) != getattr(Dataset(), name):
+            raise UserError(f"data: {name} = {getattr(entry, name)!r} has no effect: {reason}")
+
+
+def _check_encoding(name: str):
+    """Raises UserError for an unknown encoding, or one in which a newline is not the single byte 0x0a."""
+    try:
+        found = "\n".encode(name)
+    except LookupError as error:
+        raise UserError(f"data: encoding={name!r} is not known; 'utf-8', 'cp1252' and 'gb18030' are some") from error
+    if found != b"\n":
+        raise UserError(f"data: encoding={name!r} does not end a line with one byte; convert the file to UTF-8")
+
+
+def _open_hub(entry: Dataset, hub_id: str, streaming: bool, say: Callable[[str], object]) -> Source:
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub_id) or Path(hub_id).suffix in SUFFIXES:
+        raise UserError(f"data: no such file or folder: {hub_id}{_near(hub_id)}")
+    _check_unused(entry, f"{hub_id} is a dataset on the hub", "encoding", "ds_type")
+    try:
+        rows, identity = _hub_rows(entry, hub_id, streaming or entry.samples is not None)
+    except Exception as error:  # the hub client raises a dozen unrelated types; all mean that the data is out of reach
+        raise UserError(f"data: {hub_id} is not a file or folder here, and the hub answers: {error}") from error
+
+    def read(report: Report) -> Samples:
+        try:
+            numbered = ((f"{hub_id} ({entry.split}) row {i}", row) for i, row in enumerate(rows))
+            yield from _without_nulls(numbered, hub_id, set(), say)
+        except Exception as error:  # never skipped: all samples after it are missing too
+            raise UserError(f"data: {hub_id} cannot be read to its end: {error}") from error
+
+    return Source(hub_id, json.dumps(identity), read)
+
+
+def _hub_rows(entry: Dataset, hub_id: str, streaming: bool) -> tuple[Iterable[Sample], Any]:
+    """(the rows of a split, their identity as in `Source`); where they can be streamed, they are, if asked for."""
+    import datasets
+
+    files: dict[str, Any] = {"data_files": list(_patterns(entry))} if entry.glob else {}
+    if streaming and "[" not in entry.split:  # a slice of a split cannot be streamed
+        builder: Any = datasets.load_dataset_builder(hub_id, entry.subset, revision=entry.revision, **files)
+        with contextlib.suppress(NotImplementedError):  # nor can some kinds of archive
+            # The hash is the commit that the revision names now, from which the rows are read.
+            return builder.as_streaming_dataset(split=entry.split), builder.hash
+    found: Any = datasets.load_dataset(hub_id, entry.subset, split=entry.split, revision=entry.revision, **files)
+    names = sorted(Path(file["filename"]) for file in found.cache_files)
+    return found, [[(str(name), name.stat().st_size) for name in names], found.num_rows]
+
+
+def _of_folder(path: str, found: dict[str, File], entry: Dataset) -> list[File]:
+    """The files of a folder that are read, in the order of their relative paths."""
+    if "dataset_dict.json" in found:  # written by DatasetDict.save_to_disk: one folder per split
+        start = f"{entry.split}/"
+        found = {name.removeprefix(start): file for name, file in found.items() if name.startswith(start)}
+        if not found:
+            raise UserError(f"data: {path} has no split {entry.split!r}")
+    if "state.json" in found:  # Dataset.save_to_disk
+        with found["state.json"].open() as stream:
+            return [found[shard["filename"]] for shard in json.load(stream)["_data_files"]]
+    files = list(found.values())
+    if entry.glob is not None:
+        _check_unused(entry, "glob chooses the files", "split")
+    elif data := [file for file in files if has_samples(file, entry)]:
+        files = _of_split(path, data, entry)
+    else:
+        _check_unused(entry, f"the files of {path} are text, without splits", "split")
+        files = [file for file in files if not is_binary(file)]
+    if not files:
+        kinds = ", ".join(sorted({file.kind or file.name for file in found.values()})[:5])
+        unread = f" is text or a file of samples; it holds {kinds}" if kinds else ""
+        raise UserError(f"data: no file in {path}" + (f" matches {entry.glob!r}" if entry.glob else unread))
+    return files
+
+
+def _of_split(path: str, files: list[File], entry: Dataset) -> list[File]:
+    """The files of the split, where file names tell splits apart (train.jsonl beside test.jsonl)."""
+    from datasets.data_files import DataFilesList, get_data_patterns
+
+    root = path if is_url(path) else str(Path(path).expanduser())
+    patterns = get_data_patterns(root)
+    if entry.split not in patterns:
+        raise UserError(
+            f"data: the files of {path} are named after the splits {', '.join(map(str, patterns))}, none is "
+            f"{entry.split!r}; set split, or choose files with glob"
+        )
+    chosen = {_resolved(name) for name in DataFilesList.from_patterns(patterns[entry.split], base_path=root)}
+    return [file for file in files if _resolved(file.location) in chosen]
+
+
+def _resolved(name: str) -> str:
+    return name if is_url(name) else os.path.realpath(name)

@@ -1,0 +1,152 @@
+"""The data of a run: rows in batches for a mesh, the number of steps, and rows to evaluate on."""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxtune.columns import NEXT_TOKEN, Column
+from jaxtune.config.schema import Config, Data
+from jaxtune.data.formats.units import Documents
+from jaxtune.data.rows.loader import batches
+from jaxtune.data.rows.packed_rows import Counts, Rows
+from jaxtune.data.rows.splits import open_documents, open_validation
+from jaxtune.data.rows.streams import Stream
+from jaxtune.errors import UserError
+from jaxtune.parallel.layout import P, by_token
+from jaxtune.parallel.mesh import data_shards
+
+log = logging.getLogger("jaxtune")
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Rows of training data, and of validation data if there is any.
+
+    A position in the training data is JSON, {"row": the next global row}, and of a stream its place; {} is the
+    beginning.
+
+    Attributes:
+        documents: the training documents, or the stream.
+        shape: (micro-batches, rows of a micro-batch over all devices, positions) of a step.
+        total_steps: the step at which the run ends.
+        eval_rows: to evaluate on, by the name of their datasets, "" without one.
+        chat: whether documents were rendered by the chat template, so that prompts should be too.
+        data: its num_workers and prefetch are used.
+    """
+
+    documents: Documents | Stream
+    rows: Rows | Stream
+    eval_rows: dict[str, Rows]
+    shape: tuple[int, int, int]
+    sharding: jax.NamedSharding
+    total_steps: int
+    chat: bool
+    data: Data = Data()
+
+    @property
+    def counts(self) -> Counts | None:
+        """What became of the documents; None of a stream."""
+        return self.rows.counts
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of an optimizer step."""
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def eval_keys(self) -> dict[str, str]:
+        """The key of the validation data, by the name of its datasets."""
+        return {name: rows.documents.key for name, rows in self.eval_rows.items()}
+
+    def with_rows(self, change: Callable[[Rows], Rows]) -> "Feed":
+        """The feed with its rows, but of a stream, and those to evaluate on changed."""
+        rows = self.rows if isinstance(self.rows, Stream) else change(self.rows)
+        eval_rows = {name: change(own) for name, own in self.eval_rows.items()}
+        return dataclasses.replace(self, rows=rows, eval_rows=eval_rows)
+
+    def epoch(self, position: dict[str, Any]) -> float:
+        """The number of passes over the data up to a position."""
+        return self.rows.epoch(position)
+
+    def batches(
+        self, position: dict[str, Any], steps: int | None = None
+    ) -> Iterator[tuple[dict[str, Any], dict[str, jax.Array]]]:
+        """(position after the batch, batch) from a position on.
+
+        Ends after `steps` batches. None: at the end of the rows, the last batch filled up with padding, or never if the
+        rows have no end.
+        """
+        rows, first = self.rows.since(position), position.get("row", 0)
+        stop = rows.stop if steps is None else first + steps * self.rows_per_step
+        for row, batch in batches(rows, self.shape, self.sharding, first, stop, self.data):
+            yield rows.position(row), batch
+
+
+def open_feed(
+    config: Config, tokenizer, vocabulary: int, mesh: jax.sharding.Mesh, columns: tuple[Column, ...] = NEXT_TOKEN
+) -> Feed:
+    """Documents of the config, tokenised or from the cache, as rows of `columns` for a mesh; logs their counts.
+
+    Raises UserError as `open_documents` and `Rows`; data.drop_last leaves no step.
+    """
+    train, data = config.train, config.data
+    most = config.attention.most_documents
+    shape = (train.grad_accum_steps, train.micro_batch_size * data_shards(mesh), data.seq_len)
+    rows_per_step = shape[0] * shape[1]
+    if data.streaming:
+        eval_documents = open_validation(config, tokenizer, vocabulary)
+        documents = rows = Stream(config, tokenizer, vocabulary, columns, rows_per_step)
+        chat = any(entry.type in ("conversation", "instruction") for entry in data.datasets)
+        assert train.max_steps is not None
+        total_steps = train.max_steps
+    else:
+        documents, eval_documents = open_documents(config, tokenizer, vocabulary)
+        rows = Rows(documents, data, None if train.max_steps else train.epochs, columns, most, rows_per_step)
+        for loss in rows.losses:
+            log.warning("data: %s", loss)
+        for note in documents.notes:
+            log.info("data: %s", note)
+        log.info("data: %s", rows.counts)
+        chat = not documents.continuous.all()
+        total_steps = train.max_steps or steps_of(rows.total(train.epochs), rows_per_step, data.drop_last)
+    log.info("%d steps of %d rows of %d tokens", total_steps, rows_per_step, data.seq_len)
+    eval_rows = rows_to_evaluate(eval_documents, config, columns)
+    said = () if isinstance(rows, Stream) else rows.losses  # data.validation_split takes documents of the same sources
+    for name, own in eval_rows.items():
+        for loss in own.losses:
+            if loss not in said:
+                log.warning("validation%s: %s", f" {name}" if name else "", loss)
+        log.info("validation%s: %s", f" {name}" if name else "", own.counts)
+    chat = chat and all(entry.prompt_format is None for entry in data.datasets)
+    sharding = jax.NamedSharding(mesh, P(None, *by_token()))
+    return Feed(documents, rows, eval_rows, shape, sharding, total_steps, chat, data)
+
+
+def rows_to_evaluate(
+    documents: Mapping[str, Documents], config: Config, columns: tuple[Column, ...]
+) -> dict[str, Rows]:
+    """Rows of one pass over validation documents, by the name of their datasets, packed as eval.packing says.
+
+    Raises UserError as `Rows`.
+    """
+    packing = config.data.packing if config.eval.packing is None else config.eval.packing
+    data = dataclasses.replace(config.data, packing=packing)
+    most = config.attention.most_documents
+    return {
+        name: Rows(own, data, 1, columns, most, name=f"validation {name}".rstrip()) for name, own in documents.items()
+    }
+
+
+def steps_of(rows: int, rows_per_step: int, drop_last: bool) -> int:
+    """Steps that take these rows, or with data.drop_last those that they fill."""
+    if not drop_last:
+        return -(-rows // rows_per_step)
+    steps, left_out = divmod(rows, rows_per_step)
+    if not steps:
+        raise UserError(f"data.drop_last: a step is {rows_per_step} rows, and there are only {rows}")
+    log.info("data.drop_last leaves out %d rows of the last epoch", left_out)
+    return steps

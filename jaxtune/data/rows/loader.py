@@ -1,0 +1,97 @@
+"""The loader: batches from a row number on, as sharded arrays; each process reads only the rows of its devices."""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxtune.columns import NEXT_TOKEN, PLACE, Column
+from jaxtune.config.schema import Data
+from jaxtune.data.rows.deal import dealt
+from jaxtune.data.rows.packed_rows import Row, Rows
+from jaxtune.data.rows.streams import OpenStream
+from jaxtune.parallel.layout import RULES, shards
+
+
+def needed_rows(sharding: NamedSharding, shape: tuple[int, int, int]) -> list[tuple[int, int]]:
+    """(micro-batch, row) pairs of which this process's devices hold any part, sorted."""
+    needed = set()
+    indices: Any = sharding.addressable_devices_indices_map(shape)
+    for index in indices.values():
+        micro_batches, rows = (range(size)[part] for size, part in zip(shape, index[:2]))
+        needed.update((i, j) for i in micro_batches for j in rows)
+    return sorted(needed)
+
+
+def abstract_batch(
+    shape: tuple[int, int, int], sharding: NamedSharding, columns: tuple[Column, ...] = NEXT_TOKEN
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes, dtypes and shardings of a batch of (accum, rows_per_micro, seq_len), as `batches` yields it."""
+    columns = columns if _devices_of_a_row(sharding) == 1 else (*columns, PLACE)
+    batch = {
+        column.name: jax.ShapeDtypeStruct(column.shape(*shape), column.dtype, sharding=sharding) for column in columns
+    }
+    row_sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:2]))
+    return batch | {"row": jax.ShapeDtypeStruct(shape[:2], np.int32, sharding=row_sharding)}
+
+
+def batches(
+    rows: Rows | OpenStream,
+    shape: tuple[int, int, int],
+    sharding: NamedSharding,
+    start_row: int,
+    stop_row: int | None = None,
+    data: Data = Data(),
+) -> Iterator[tuple[int, dict[str, jax.Array]]]:
+    """Batches of rows [start_row, stop_row), in order, of the columns of `rows`.
+
+    Args:
+        rows: the rows; rows beyond their end are padding, so that a last, smaller batch is not lost.
+        shape: (accum, rows_per_micro, seq_len): micro-batches of a batch, their rows over all devices, a row's length.
+        sharding: of an array of this shape.
+        start_row: the first row; it is the whole state of the data.
+        stop_row: no batch begins at or after this row; None: there is no end.
+        data: its num_workers and prefetch.
+
+    Yields:
+        (the row after the batch, the batch): each column as an (accum, rows_per_micro, seq_len) array, of a column with
+        a width (accum, rows_per_micro, seq_len, width), and `row`, int32 (accum, rows_per_micro): the number of each
+        row, modulo 2^31. Where devices share rows, each keeping positions (mesh.context), rows are dealt to them.
+    """
+    size = shape[0] * shape[1]
+    needed = needed_rows(sharding, shape)
+    row_sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:2]))
+    devices = _devices_of_a_row(sharding)
+
+    def read(first: int) -> dict[tuple[int, int], Row]:
+        found = {(i, j): rows[first + i * shape[1] + j] for i, j in needed}
+        return found if devices == 1 else {place: dealt(row, devices) for place, row in found.items()}
+
+    firsts = grain.MapDataset.range(start_row, sys.maxsize if stop_row is None else stop_row, size)
+    options = grain.ReadOptions(min(data.num_workers, data.prefetch), data.prefetch)
+    for first, block in zip(firsts, firsts.map(read).to_iter_dataset(options)):
+        names = block[needed[0]]
+        batch = {name: _place(block, name, shape, sharding) for name in names}
+        number = ((first + np.arange(size).reshape(shape[:2])) % 2**31).astype(np.int32)
+        batch["row"] = jax.make_array_from_callback(number.shape, row_sharding, number.__getitem__)
+        yield first + size, batch
+
+
+def _devices_of_a_row(sharding: NamedSharding) -> int:
+    """How many groups of devices share a row, each keeping its positions in attention."""
+    return shards(RULES.value.context, sharding.mesh)
+
+
+def _place(
+    block: dict[tuple[int, int], Row], name: str, shape: tuple[int, int, int], sharding: NamedSharding
+) -> jax.Array:
+    def part(index: Any) -> np.ndarray:
+        micro_batches, rows = (range(size)[part] for size, part in zip(shape, index[:2]))
+        return np.stack([np.stack([block[i, j][name][index[2]] for j in rows]) for i in micro_batches])
+
+    width = next(iter(block.values()))[name].shape[1:]
+    return jax.make_array_from_callback((*shape, *width), sharding, part)

@@ -1,0 +1,60 @@
+"""How much of each dataset is in the data: whole, or in given shares."""
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Int64
+
+from jaxtune.config.schema import Data, Dataset
+from jaxtune.data.formats.units import Documents
+
+
+def mix(documents: Documents, entries: tuple[Dataset, ...], data: Data) -> Documents:
+    """The documents of several entries in the shares that the entries ask for, the same in each epoch.
+
+    With data.mixing = 'interleave_under' there are as many as there can be without repeating a unit: one dataset is
+    used up, of others a part. With 'interleave_over' there are as many as it takes to use all of them: units of others
+    are repeated. With data.samples_per_epoch there are so many, and units are repeated where a dataset has too few; by
+    'concat' shares are those of the sizes then.
+
+    Args:
+        documents: with a part for each entry, in their order.
+        entries: give a weight each, or none of them does.
+        data: its mixing, mixing_temperature, samples_per_epoch, shuffle and seed.
+    """
+    if data.mixing == "concat" and data.samples_per_epoch is None:
+        return documents
+    ends = np.cumsum([len(part.units) - 1 for part in documents.parts])
+    groups = np.split(documents.chosen, np.searchsorted(documents.chosen, ends[:-1]))
+    sizes = np.array([len(group) for group in groups])
+    if data.mixing == "concat":
+        weights = sizes.astype(np.float64)
+    elif entries[0].weight is not None:
+        weights = np.array([entry.weight for entry in entries], np.float64)
+    else:
+        temperature = data.mixing_temperature
+        weights = np.ones(len(sizes)) if temperature is None else np.maximum(sizes, 1) ** (1 / temperature)
+    left = sizes > 0  # all of a small dataset may be held out
+    if data.samples_per_epoch is not None:
+        ends = np.cumsum(weights * left) / np.sum(weights * left) * data.samples_per_epoch
+        counts = np.diff(np.rint(ends), prepend=0).astype(int)
+    else:
+        most = np.min if data.mixing == "interleave_under" else np.max
+        counts = np.rint(weights * most((sizes / weights)[left])).astype(int)
+        counts = np.where(left, np.maximum(counts, 1), 0)
+    drawn = [np.resize(_shuffled(group, data, i), count) for i, (group, count) in enumerate(zip(groups, counts))]
+    places = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
+    order = np.arange(len(places)) if data.mixing == "concat" else np.argsort(places, kind="stable")
+    parts = tuple(
+        dataclasses.replace(part, notes=(*part.notes, f"{part.name}: {count:,} drawn of {size:,}"))
+        for part, count, size in zip(documents.parts, counts, sizes)
+    )
+    return Documents(parts, np.concatenate(drawn)[order])
+
+
+def _shuffled(units: Int64[np.ndarray, "n"], data: Data, part: int) -> Int64[np.ndarray, "n"]:
+    if not data.shuffle:
+        return units
+    # As in `splits.hold_out`: this stream never changes between versions of numpy.
+    random = np.random.Philox(np.random.SeedSequence(data.seed, spawn_key=(2, part))).random_raw(len(units))
+    return units[np.argsort(random, kind="stable")]

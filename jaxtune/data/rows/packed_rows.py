@@ -1,0 +1,306 @@
+"""Rows: random access to the training data by a row number that counts on through all epochs."""
+
+import copy
+import math
+import threading
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+
+from jaxtune.columns import ADDED, LABEL, MADE, NEXT_TOKEN, Column
+from jaxtune.config.schema import Data
+from jaxtune.data.formats.units import Documents
+from jaxtune.data.rows.packing import RowPlan, cut_to_rows, plan
+from jaxtune.errors import UserError
+
+Row = dict[str, np.ndarray]
+
+# Where one epoch ends and the next begins, the loader's threads ask for rows of both.
+_PLANS_KEPT = 2
+_LITTLE = 0.05  # of the documents, or of their tokens: what is lost beyond it is worth a warning
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What became of the documents in the first epoch.
+
+    Attributes:
+        documents, tokens: documents and tokens in the rows.
+        target_tokens: tokens in the rows that are trained; 0 where documents have labels instead.
+        split_documents: long documents that continue in another row.
+        truncated_documents, truncated_tokens: long documents that are cut, and the tokens cut off.
+        dropped_documents, dropped_tokens: documents left out because they are too long or the cut left no target.
+        skipped_samples: bad samples left out under data.on_bad_row='skip'.
+        rows: rows of an epoch.
+        fill: fraction of the positions that hold a token.
+    """
+
+    documents: int
+    tokens: int
+    target_tokens: int
+    split_documents: int
+    truncated_documents: int
+    truncated_tokens: int
+    dropped_documents: int
+    dropped_tokens: int
+    skipped_samples: int
+    rows: int
+    fill: float
+
+    def __str__(self) -> str:
+        trained = f" ({self.target_tokens:,} trained)" if self.target_tokens else ""
+        return (
+            f"{self.documents:,} documents, {self.tokens:,} tokens{trained} in {self.rows:,} rows, "
+            f"{self.fill:.1%} full; {self.split_documents:,} documents split, {self.truncated_documents:,} "
+            f"truncated by {self.truncated_tokens:,} tokens, {self.dropped_documents:,} dropped "
+            f"with {self.dropped_tokens:,} tokens, {self.skipped_samples:,} bad samples skipped"
+        )
+
+
+class Rows:
+    """All rows of a run; rows[i] is row i, counted through the epochs: a (seq_len,) array for each column, by name."""
+
+    def __init__(
+        self,
+        documents: Documents,
+        data: Data,
+        epochs: float | None = None,
+        columns: tuple[Column, ...] = NEXT_TOKEN,
+        most_documents: int | None = None,
+        rows_per_step: int | None = None,
+        name: str = "data",
+    ):
+        """Cuts the documents to rows.
+
+        Args:
+            documents: the documents in the rows.
+            data: its seq_len, packing, packing_method, group_by_length, truncation, shuffle, shuffle_each and seed.
+            epochs: number of passes; all rows after them are padding. None: the rows never end.
+            columns: the columns of a row.
+            most_documents: in a row, of an attention kernel that must know. None: any number.
+            rows_per_step: rows that data.group_by_length makes alike in length. None: it groups none.
+            name: what the documents are, in the error that none is left.
+
+        Raises:
+            UserError: no document is left; the documents lack a column; a row of the epochs holds more documents than
+                `most_documents`; as `cut_to_rows`. Of endless rows later epochs raise it when they begin.
+        """
+        columns = tuple(column for column in columns if column.name not in ADDED)  # by `with_column`
+        self._documents, self._data, self._columns = documents, data, columns
+        _check_columns(documents, columns)
+        lengths = documents.lengths
+        labelled, truncation = LABEL in columns, data.truncation
+        if labelled and truncation == "auto":
+            truncation = "right"  # the beginning of a document has its label too
+        pieces = cut_to_rows(lengths, data.seq_len, truncation, documents.continuous, documents.units)
+        # Only a cut can take away all targets of a document, so only cut documents have their weights counted again.
+        kept = np.ones(len(pieces.document), bool)
+        dropped, targets = pieces.dropped.copy(), documents.targets.copy()
+        for piece in () if labelled else np.flatnonzero(pieces.cut[pieces.document]):
+            document = pieces.document[piece]
+            start = pieces.start[piece] + 1
+            targets[document] = np.count_nonzero(documents.values("loss_weight", document, start, start + data.seq_len))
+            kept[piece] = targets[document] > 0
+            dropped[document] = not kept[piece]
+        if not kept.any():
+            why = "the cut leaves no trained token in any of them" if pieces.cut.any() else "all of them are dropped"
+            raise UserError(
+                f"{name}: the {len(lengths)} documents are longer than data.seq_len={data.seq_len} tokens, and with "
+                f"data.truncation={truncation!r} {why}; raise data.seq_len, or choose another data.truncation"
+            )
+        self._document, self._start, self._length = pieces.document[kept], pieces.start[kept], pieces.length[kept]
+        opens = np.flatnonzero(np.diff(pieces.parcel[kept], prepend=-1))
+        self._parcels = np.append(opens, len(self._length))  # where the pieces of each parcel start, and the end
+        parcel_lengths = np.add.reduceat(self._length, opens)
+        planned = partial(
+            *(plan, parcel_lengths, data.seq_len, data.seed),
+            method=data.packing_method if data.packing else None,
+            shuffle=data.shuffle,
+            rows_per_step=rows_per_step if data.group_by_length else None,
+            groups=documents.part_of[self._document[opens]] if data.shuffle_each else None,
+        )
+        self._planned = lru_cache(_PLANS_KEPT)(lambda epoch: self._bounded(planned(epoch), most_documents))
+        self._first_row = [0]
+        self._lock = threading.Lock()
+        self.stop = None if epochs is None else self.total(epochs)
+        """The number of rows, or None if there is no end."""
+        cut = pieces.cut & ~dropped
+        self.counts = Counts(
+            documents=int(np.count_nonzero(~dropped)),
+            tokens=int(self._length.sum()),
+            target_tokens=int(targets[~dropped].sum()),
+            split_documents=int(np.count_nonzero(np.bincount(self._document) > 1)),
+            truncated_documents=int(np.count_nonzero(cut)),
+            truncated_tokens=int((lengths[cut] - data.seq_len).sum()),
+            dropped_documents=int(np.count_nonzero(dropped)),
+            dropped_tokens=int(lengths[dropped].sum()),
+            skipped_samples=documents.skipped,
+            rows=self.total(1),
+            fill=float(self._length.sum() / (self.total(1) * data.seq_len)),
+        )
+
+    @property
+    def losses(self) -> list[str]:
+        """Lines that warn the user of what is lost, each with its number first.
+
+        That is what is left out of the sources; and what the length of a row cuts or drops, if that is more than a
+        twentieth of the documents or of their tokens.
+        """
+        counts, seq_len, lines = self.counts, self._data.seq_len, [*self._documents.losses]
+        documents = counts.documents + counts.dropped_documents
+        tokens = counts.tokens + counts.truncated_tokens + counts.dropped_tokens
+        why = f"longer than data.seq_len={seq_len}, or have no trained token in what is left of them"
+        for lost, of_tokens, how in (
+            (counts.dropped_documents, counts.dropped_tokens, f"left out: they are {why}"),
+            (counts.truncated_documents, counts.truncated_tokens, f"cut to data.seq_len={seq_len}"),
+        ):
+            if max(lost / documents, of_tokens / tokens) > _LITTLE:
+                share = f"{of_tokens:,} of {tokens:,} tokens are lost ({of_tokens / tokens:.0%})"
+                lines.append(f"{lost:,} of {documents:,} documents are {how}; {share}; raise data.seq_len")
+        return lines
+
+    @property
+    def documents(self) -> Documents:
+        """Those in the rows."""
+        return self._documents
+
+    def total(self, epochs: float) -> int:
+        """Rows of this many passes over the data; a fraction takes that part of the last pass."""
+        whole = math.floor(epochs)
+        first = self._first_row_of(whole)
+        if epochs == whole:
+            return first
+        return first + math.ceil((epochs - whole) * (self._first_row_of(whole + 1) - first))
+
+    def epoch(self, position: dict[str, Any]) -> float:
+        """The number of passes over the data up to a position."""
+        row = position.get("row", 0)
+        return (row if self.stop is None else min(row, self.stop)) / self.counts.rows  # the last step may be padded
+
+    def since(self, position: dict[str, Any]) -> "Rows":
+        """The rows, which can be read from any position on."""
+        return self
+
+    def position(self, row: int) -> dict[str, Any]:
+        """The position from which this row is the next, as JSON."""
+        return {"row": row}
+
+    def __getitem__(self, index: int) -> Row:
+        return self._build(self._parcels_in(index))
+
+    def _parcels_in(self, index: int) -> np.ndarray | list[int]:
+        if self.stop is not None and index >= self.stop:
+            return []
+        while self._first_row[-1] <= index:
+            self._plan(len(self._first_row) - 1)
+        epoch = bisect_right(self._first_row, index) - 1
+        epoch_plan = self._plan(epoch)
+        row = index - self._first_row[epoch]
+        return epoch_plan.order[epoch_plan.bounds[row] : epoch_plan.bounds[row + 1]]
+
+    def documents_in(self, index: int) -> list[int]:
+        """The numbers of the documents in row `index`, or of the parts of some, as they stand in it."""
+        parcels = self._parcels_in(index)
+        return [int(n) for p in parcels for n in self._document[self._parcels[p] : self._parcels[p + 1]]]
+
+    def targets_in(self, index: int) -> Iterator[tuple[int, int, int, int]]:
+        """The targets of each document in row `index`, or of each part of one, as they stand in it.
+
+        Yields:
+            (document, the first of its tokens that is a target, the position of the row that predicts it, their number)
+        """
+        for piece, begin, _ in self._placed(self._parcels_in(index)):
+            document, start = int(self._document[piece]), int(self._start[piece])
+            count = min(int(self._length[piece]), int(self._documents.lengths[document]) - start - 1)
+            yield document, start + 1, int(begin), count
+
+    def with_column(self, column: Column, values: np.ndarray) -> "Rows":
+        """The same rows with another column; its values as of `Documents.with_column`."""
+        other = copy.copy(self)
+        other._documents, other._columns = self._documents.with_column(column, values), (*self._columns, column)
+        return other
+
+    def _first_row_of(self, epoch: int) -> int:
+        while len(self._first_row) <= epoch:
+            self._plan(len(self._first_row) - 1)
+        return self._first_row[epoch]
+
+    def _plan(self, epoch: int) -> RowPlan:
+        with self._lock:  # several loader threads arrive here together at the start of an epoch
+            found = self._planned(epoch)
+            if len(self._first_row) == epoch + 1:
+                self._first_row.append(self._first_row[epoch] + len(found))
+            return found
+
+    def _bounded(self, found: RowPlan, most: int | None) -> RowPlan:
+        """The plan. Raises UserError where a row of it holds more than `most` documents."""
+        if most is not None:
+            pieces = np.append(0, np.cumsum(np.diff(self._parcels)[found.order]))
+            fullest = int(np.diff(pieces[found.bounds]).max())
+            if fullest > most:
+                raise UserError(
+                    f"attention.documents_per_row={most}: a row of the data holds {fullest} documents, or parts of "
+                    f"them; set it to {fullest}, or take another attention.backend, which has no bound"
+                )
+        return found
+
+    def _build(self, parcels: np.ndarray | list[int]) -> Row:
+        seq_len = self._data.seq_len
+        row = {
+            column.name: np.full(
+                column.shape(seq_len), seq_len if column.padding == "seq_len" else column.padding, column.dtype
+            )
+            for column in self._columns
+        }
+        for segment, (piece, begin, unit) in enumerate(self._placed(parcels), start=1):
+            self._put(row, piece, begin, segment, unit)
+        return row
+
+    def _placed(self, parcels: np.ndarray | list[int]) -> Iterator[tuple[int, int, int]]:
+        """(piece, its first position, number of its unit from 1) of each piece of a row."""
+        begin = 0
+        for unit, parcel in enumerate(parcels, start=1):
+            for piece in range(self._parcels[parcel], self._parcels[parcel + 1]):
+                yield piece, begin, unit
+                begin += self._length[piece]
+
+    def _put(self, row: Row, piece: int, begin: int, segment: int, unit: int) -> None:
+        """Writes a piece into a row from position `begin` on."""
+        document, start, length = self._document[piece], self._start[piece], self._length[piece]
+        stop = start + length + 1  # the target of the last token may be in the next piece
+        tokens = self._documents.values("tokens", document, start, stop)
+        whole, predicting = slice(begin, begin + length), slice(begin, begin + len(tokens) - 1)
+        for column in self._columns:
+            match column.name:
+                case "tokens":
+                    row["tokens"][whole] = tokens[:length]
+                case "targets":
+                    row["targets"][predicting] = tokens[1:]
+                case "positions":
+                    row["positions"][whole] = np.arange(length)
+                case "segment_ids":
+                    row["segment_ids"][whole] = segment
+                case "unit_ids":
+                    row["unit_ids"][whole] = unit
+                case "key_start":
+                    row["key_start"][whole] = begin
+                case "last":
+                    row["last"][begin + length - 1] = True
+                case name:
+                    at = predicting if column.per == "token" else whole
+                    row[name][at] = self._documents.values(name, document, start + 1, stop)
+
+
+def _check_columns(documents: Documents, columns: tuple[Column, ...]) -> None:
+    """Raises UserError unless the documents of every entry have the columns that a row cannot compute."""
+    for column in columns:
+        for part in documents.parts if column.name not in MADE else ():
+            if column.name not in part.columns or part.columns[column.name].per != column.per:
+                raise UserError(
+                    f"data: {part.name} has no column {column.name!r} with a value for each {column.per}, which the "
+                    "objective reads"
+                )

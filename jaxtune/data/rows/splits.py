@@ -1,0 +1,151 @@
+"""Training and validation documents of a run."""
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxtune.columns import DESIRABLE
+from jaxtune.config.schema import Config, Data, Dataset
+from jaxtune.data.cache.documents import Shard, prepare_shard, tokenize
+from jaxtune.data.formats.preferences import of_one_kind
+from jaxtune.data.formats.units import Documents
+from jaxtune.data.rows.mixing import mix
+from jaxtune.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+def open_documents(
+    config: Config, tokenizer: "PreTrainedTokenizerFast", vocabulary: int | None = None
+) -> tuple[Documents, dict[str, Documents]]:
+    """Training documents, and validation documents as of `open_validation`; tokenised, or loaded from the cache.
+
+    Args:
+        config: its sections data and chat are used, its model.id2label, and train.output_dir for the cache.
+        tokenizer: the model's tokenizer.
+        vocabulary: number of tokens for which the model has embeddings; None: unknown, not checked.
+
+    Raises:
+        UserError: as `tokenize` and `hold_out`; a token has no embedding.
+    """
+    data = config.data
+    # Datasets to validate on come first: they are short, so that what is wrong with them is said soon.
+    validation = open_validation(config, tokenizer, vocabulary) if data.eval_datasets else {}
+    train = _documents(config, data.datasets, tokenizer, vocabulary)
+    if config.preference.loss == "kto":
+        wanted = np.concatenate([part.values[DESIRABLE.name] for part in train.parts])
+        train = _with_note(train, of_one_kind(wanted))
+    if data.validation_split and not data.eval_datasets:  # before mixing, which may repeat documents
+        train, held_out = hold_out(train, data.validation_split, validation_seed(data))
+        validation = {"": held_out}
+    return mix(train, data.datasets, data), validation
+
+
+def open_validation(
+    config: Config, tokenizer: "PreTrainedTokenizerFast", vocabulary: int | None = None
+) -> dict[str, Documents]:
+    """The validation documents by the name of their datasets, "" without one; {} if the config asks for none.
+
+    Arguments and errors are those of `open_documents`.
+    """
+    data = config.data
+    if data.eval_datasets:
+        whole, found = dataclasses.replace(data, samples_per_epoch=None), {}
+        for name in dict.fromkeys(entry.name or "" for entry in data.eval_datasets):
+            entries = tuple(entry for entry in data.eval_datasets if (entry.name or "") == name)
+            found[name] = mix(_documents(config, entries, tokenizer, vocabulary), entries, whole)
+        return found
+    if data.validation_split:
+        everything = _documents(config, data.datasets, tokenizer, vocabulary)
+        return {"": hold_out(everything, data.validation_split, validation_seed(data))[1]}
+    return {}
+
+
+def _with_note(documents: Documents, line: str | None) -> Documents:
+    """The documents with one more line for the user, if there is one."""
+    if line is None:
+        return documents
+    first, *others = documents.parts
+    noted = dataclasses.replace(first, notes=(*first.notes, line))
+    return dataclasses.replace(documents, parts=(noted, *others))
+
+
+def validation_seed(data: Data) -> int:
+    """The seed of which documents are held out."""
+    return data.seed if data.validation_seed is None else data.validation_seed
+
+
+def _documents(
+    config: Config, entries: tuple[Dataset, ...], tokenizer: "PreTrainedTokenizerFast", vocabulary: int | None
+) -> Documents:
+    data = config.data
+    how = data.on_bad_row, config.model.id2label, config.chat, data.num_proc, data.cache_only
+    found = tokenize(of_task(config, entries), tokenizer, cache_folder(config), *how)
+    refuse_unknown_tokens(found, tokenizer, vocabulary)
+    return found
+
+
+def refuse_unknown_tokens(documents: Documents, tokenizer: "PreTrainedTokenizerFast", vocabulary: int | None) -> None:
+    """Raises UserError where a document has a token without an embedding; `vocabulary`: as of `open_documents`."""
+    if vocabulary is None or len(tokenizer) <= vocabulary:
+        return
+    if (most := max(int(part.values["tokens"].max()) for part in documents.parts)) >= vocabulary:
+        raise UserError(
+            f"the data has token {most}, {tokenizer.convert_ids_to_tokens(most)!r}, and the model has embeddings "
+            f"for {vocabulary} tokens; list the tokens added to the tokenizer in data.special_tokens, so that the "
+            "embeddings grow"
+        )
+
+
+def prepare_documents(config: Config, tokenizer: "PreTrainedTokenizerFast", shard: Shard) -> list[str]:
+    """Tokenises a shard of training and validation data, for `open_documents` to join; a line about each entry.
+
+    Raises UserError as `tokenize`, and for a stream.
+    """
+    data = config.data
+    if data.streaming:
+        raise UserError("data.streaming tokenises while it trains: nothing of it is prepared, so there are no shards")
+    how = data.on_bad_row, config.model.id2label, config.chat, data.num_proc
+    entries = of_task(config, data.datasets + data.eval_datasets)
+    return prepare_shard(entries, tokenizer, cache_folder(config), shard, *how)
+
+
+def of_task(config: Config, entries: tuple[Dataset, ...]) -> tuple[Dataset, ...]:
+    """The entries, of the type that the task asks for."""
+    if config.sample_type is None:
+        return entries
+    return tuple(dataclasses.replace(entry, type=config.sample_type) for entry in entries)
+
+
+def cache_folder(config: Config) -> Path:
+    """The folder of tokenised documents."""
+    return Path(config.data.cache_dir or Path(config.train.output_dir) / "cache")
+
+
+def hold_out(documents: Documents, held_out: float, seed: int) -> tuple[Documents, Documents]:
+    """Divides units into training and validation, at least one each; the same seed always holds out the same units.
+
+    Args:
+        documents: to be divided.
+        held_out: the units for validation: a fraction below 1, or their number.
+        seed: of the choice.
+
+    Raises:
+        UserError: there is only one unit, or no more than are to be held out.
+    """
+    count = len(documents.chosen)
+    if count < 2:
+        raise UserError(
+            "data.validation_split: there is only one document, or one unit of several; give data.eval_datasets instead"
+        )
+    if held_out >= count:
+        raise UserError(f"data.validation_split = {held_out:g}, but there are only {count} documents")
+    held = int(held_out) if held_out >= 1 else min(max(round(held_out * count), 1), count - 1)
+    # The raw stream of a bit generator, unlike the distributions that numpy derives from it, never changes between
+    # versions.
+    order = np.argsort(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(1,))).random_raw(count), kind="stable")
+    train, validation = (documents.chosen[np.sort(part)] for part in (order[held:], order[:held]))
+    return dataclasses.replace(documents, chosen=train), dataclasses.replace(documents, chosen=validation)

@@ -1,0 +1,140 @@
+"""How good a model is on a config's validation data: that of a run, any model, or what a recipe starts from."""
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from jaxtune import data, hf
+from jaxtune.config.differences import differences
+from jaxtune.config.schema import Config
+from jaxtune.errors import UserError
+from jaxtune.evaluation.evaluator import Evaluate, make_evaluate
+from jaxtune.host import process
+from jaxtune.host.run_folder import RunFolder
+from jaxtune.models.decoder import Parameters
+from jaxtune.parallel.mesh import data_shards
+from jaxtune.rollout import rollouts
+from jaxtune.rollout.rewards import load_rewards, try_rewards
+from jaxtune.scoring.reference_scores import with_reference
+from jaxtune.training.assembly import task_of
+from jaxtune.training.memory import out_of_memory_is_answered
+from jaxtune.weights.class_labels import labelled
+from jaxtune.weights.model import Model, declare_model, read_base
+from jaxtune.weights.reference import is_kept
+from jaxtune.weights.values import of_model, open_run, start_parameters, tokenizer_folder
+
+log = logging.getLogger("jaxtune")
+
+NO_DATA = "no validation data: set data.eval_datasets or data.validation_split"
+
+
+class Evaluated(NamedTuple):
+    """A model that is evaluated; reference: what its run compares with; step: of its checkpoint, None without a run."""
+
+    config: Config
+    model: Model
+    trained: Parameters
+    frozen: Parameters
+    reference: Parameters
+    step: int | None
+
+
+def evaluate(
+    config: Config, mesh: jax.sharding.Mesh, run: str | None = None, step: int | None = None, name: str | None = None
+) -> dict[str, float]:
+    """Loss and perplexity; of a classifier loss and accuracy; of rewarded answers rewards.
+
+    Args:
+        config: The validation data, and how it is computed.
+        mesh: The devices.
+        run: The folder of the run whose model it is.
+        step: Its checkpoint; None: the newest good one.
+        name: The model, instead of a run's: a Hugging Face folder, hub id or adapter. With neither, it is what
+            the config starts from.
+
+    Raises:
+        UserError: No validation data, or these do not fit each other.
+    """
+    with out_of_memory_is_answered(config):
+        opened = open_evaluated(config, mesh, run, step, name, reference=not config.rollout.rewards)
+        config, model = opened.config, opened.model
+        what = name or config.model.path if run is None else f"{run}, step {opened.step}"
+        log.info("evaluated: %s", what)
+        home = tokenizer_home(model, config, name)
+        tokenizer = hf.load_tokenizer(home, config.chat.template, config.data.special_tokens)
+        if config.rollout.rewards:
+            found = _of_prompts(run, config, model, mesh, tokenizer)
+        else:
+            found = _of_documents(config, model, mesh, tokenizer)
+        return found(opened.trained, opened.frozen, opened.reference)
+
+
+def tokenizer_home(model: Model, config: Config, name: str | None) -> Path:
+    """Where its tokenizer is: a run uses its base's; name: of the model, instead of a run's."""
+    return model.folders.tokenizer if name is None else tokenizer_folder(model, config)
+
+
+def open_evaluated(
+    config: Config, mesh: jax.sharding.Mesh, run_path: str | None, step: int | None, name: str | None, reference: bool
+) -> Evaluated:
+    """The model of a run, a named one, or the recipe's starting point; arguments as of `evaluate`.
+
+    `reference`: whether the evaluation compares with the reference of a preference loss.
+    """
+    if run_path is None:
+        if step is not None:
+            raise UserError(f"--step={step}: without --run there are no checkpoints")
+        config = labelled(config if name is None else of_model(name, config))
+        model = declare_model(read_base(config), config, mesh, train=name is None)
+        if reference and (is_kept(config) or config.preference.precompute_reference):
+            raise UserError(f"preference.loss={config.preference.loss!r} compares with a reference: give --run")
+        trained, base, frozen = start_parameters(model, config)
+        return Evaluated(config, model, trained, {**frozen, **base}, {}, None)
+    if name is not None:
+        raise UserError("--run and --model: one at a time")
+    run = open_run(RunFolder(Path(run_path)), mesh, step, config.train.plugins, low_precision=True, reference=reference)
+    for option in ("path", "head"):
+        trained, asked = getattr(run.config.model, option), getattr(config.model, option)
+        if trained != asked:
+            raise UserError(f"the run trained model.{option}={trained}, not {asked}; give its own recipe")
+    config = dataclasses.replace(config, model=run.config.model)  # with the labels that it was trained with
+    then, now = dataclasses.asdict(run.config), dataclasses.asdict(config)
+    changed = [
+        f"  {key}: {before!r} then, {after!r} now"
+        for section in ("quant", "precision")
+        for key, before, after in differences(then[section], now[section], section)
+        if key not in ("precision.master_dtype", "precision.gradient_dtype")  # only training uses them
+    ]
+    if changed:
+        raise UserError("\n".join(["the run was trained with other options:", *changed, "set them back"]))
+    if config.data.seq_len > (most := run.model.spec.max_positions):
+        raise UserError(f"data.seq_len={config.data.seq_len} is more than the model's {most} positions")
+    return Evaluated(config, run.model, run.trained, run.frozen, run.reference, run.step)
+
+
+def _of_documents(config: Config, model: Model, mesh: jax.sharding.Mesh, tokenizer) -> Evaluate:
+    documents = data.open_validation(config, tokenizer, model.spec.vocabulary)
+    if not documents:
+        raise UserError(NO_DATA)
+    rows = data.rows_to_evaluate(documents, config, task_of(model, config).columns)
+    for name, own in rows.items():
+        for loss in own.losses:
+            log.warning("validation%s: %s", f" {name}" if name else "", loss)
+        log.info("validation%s: %s", f" {name}" if name else "", own.counts)
+    scored = {name: with_reference(config, model, mesh, own) for name, own in rows.items()}
+    return make_evaluate(config, model, scored, mesh)
+
+
+def _of_prompts(run: str | None, config: Config, model: Model, mesh: jax.sharding.Mesh, tokenizer) -> Evaluate:
+    rewards, train = load_rewards(config.rollout.rewards), config.train
+    _, prompts = data.open_prompt_sets(config, tokenizer)
+    if prompts is None:
+        raise UserError(NO_DATA)
+    process.on_main(lambda: try_rewards(rewards, prompts[0], tokenizer, config.rollout.group_size))
+    folder = Path(run or config.train.output_dir) / "evaluation"  # for an adapter that is sent to a server
+    make = rollouts.make_rollouts(config, model, tokenizer, rewards, folder)
+    at_once = train.micro_batch_size * train.grad_accum_steps * data_shards(mesh)
+    return rollouts.make_evaluate(config, make, prompts, at_once)

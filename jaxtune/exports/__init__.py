@@ -1,0 +1,1 @@
+"""Hugging Face folders and PEFT adapters written from the parameters of a run, with their model card."""

@@ -1,0 +1,133 @@
+"""What the model card of a run says: its data, options, losses and recipe, without a path of the machine."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jaxtune.config import keys, option_rules
+from jaxtune.config.schema import Config, Dataset
+from jaxtune.data.reading.readers import SUFFIXES
+from jaxtune.hf import Evaluation
+from jaxtune.host.run_folder import RunFolder
+from jaxtune.monitor import metrics
+
+# Options that say where a run is kept and watched, and what it uses of a machine: nothing of the model, and the
+# likeliest place of a name or an address that is not for others.
+_OF_THE_PLACE = (
+    "ckpt", "device", "export", "log", "prof", "rollout.server", "data.cache_dir", "data.cache_only", "data.num_proc",
+    "data.num_workers", "data.prefetch", "train.output_dir", "train.run_name", "train.hang_seconds",
+)  # fmt: skip
+
+
+def card_rows(config: Config, folder: RunFolder, steps: int, tokens: int) -> dict[str, str]:
+    """Rows of the card's table, for a model as it was after so many steps and tokens."""
+    data, optim, lora = config.data, config.optim, config.lora
+    rows = {"data": _data_in_words(data.datasets)}
+    if counts := folder.read_counts():
+        counted = f"{counts.target_tokens:,} of {counts.tokens:,} tokens trained"
+        counted = counted if config.model.head == "lm" else f"{counts.tokens:,} tokens"
+        rows["documents"] = f"{counts.documents:,}, {counted}"
+    rows |= {
+        "steps": f"{steps:,}",
+        "tokens": f"{tokens:,}, in rows of {data.seq_len:,}",
+        "optimizer": f"{optim.name}, learning rate {optim.learning_rate:g}, {optim.schedule} schedule",
+        "precision": config.precision.recipe + (f", base in {config.quant.format}" if config.quant.format else ""),
+    }
+    if lora.enabled:
+        targets = ", ".join(_several(lora.target_modules))
+        of_rank = {"DoRA" if lora.use_dora else "LoRA": f"rank {lora.rank}, alpha {lora.alpha:g}, {targets}"}
+        rows |= {"(IA)^3": targets} if lora.kind == "ia3" else of_rank
+    shown = {
+        "loss": "training loss, last step",
+        "eval_loss": "validation loss",
+        "eval_accuracy": "validation accuracy",
+    }
+    seen = _seen(folder, steps)
+    for name, label in shown.items():
+        if values := [row[name] for row in seen if name in row and math.isfinite(row[name])]:
+            rows[label] = f"{values[-1]:.4f}"
+    return rows
+
+
+def card_recipe(config: Config) -> str:
+    """The options of the model that are not the defaults, as YAML that a run takes; of paths and URLs the last part."""
+    sections: dict[str, Any] = {}
+    for key, value in option_rules.changed(config).items():
+        if "[" in key or any(key == place or key.startswith(f"{place}.") for place in _OF_THE_PLACE):
+            continue
+        if keys.has_entries(key):
+            value = [_entry(config, f"{key}[{i}].") for i in range(len(value))]
+        *names, last = key.split(".")
+        section = sections
+        for name in names:
+            section = section.setdefault(name, {})
+        section[last] = _public(value)
+    return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=120)
+
+
+def card_datasets(config: Config) -> list[str]:
+    """The hub ids of the data that is trained on."""
+    return list(dict.fromkeys(name for entry in config.data.datasets if (name := _hub_id(entry)) is not None))
+
+
+def card_evaluation(config: Config, folder: RunFolder, steps: int) -> Evaluation | None:
+    """The last evaluation of a model as it was after so many steps."""
+    rows = [row for row in _seen(folder, steps) if any(name.startswith("eval_") for name in row)]
+    if not rows:
+        return None
+    found = {name.removeprefix("eval_"): value for name, value in rows[-1].items() if name.startswith("eval_")}
+    entries = config.data.eval_datasets or config.data.datasets
+    words = _data_in_words(entries) + ("" if config.data.eval_datasets else ", a part held out")
+    return Evaluation(
+        {name: value for name, value in found.items() if math.isfinite(value)},
+        words,
+        _hub_id(entries[0]) if len(entries) == 1 else None,
+    )
+
+
+def _seen(folder: RunFolder, steps: int) -> list[dict[str, Any]]:
+    """The rows of metrics up to a step."""
+    return [row for row in metrics.read(folder.metrics) if row["step"] <= steps] if folder.metrics.is_file() else []
+
+
+def _entry(config: Config, prefix: str) -> dict[str, Any]:
+    """The options of an entry that are not the defaults."""
+    return {
+        key.removeprefix(prefix): value for key, value in option_rules.changed(config).items() if key.startswith(prefix)
+    }
+
+
+def _data_in_words(entries: tuple[Dataset, ...]) -> str:
+    return ", ".join(_last_part(path) for entry in entries for path in _several(entry.path or ""))
+
+
+def _hub_id(entry: Dataset) -> str | None:
+    """The id of a dataset on the hub; a name without an owner may be that of a folder."""
+    path = entry.path
+    if not isinstance(path, str) or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path):
+        return None
+    return None if Path(path).suffix in SUFFIXES or Path(path).exists() else path
+
+
+def _public(value: Any) -> Any:
+    """Without what is of a machine: of absolute paths, of paths that are there and of URLs the last part."""
+    if isinstance(value, dict):
+        return {name: _public(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_public(one) for one in value]
+    if not isinstance(value, str) or "\n" in value or "{" in value:  # texts, and patterns of them
+        return value
+    is_path = re.match(r"[/~].*/", value) or re.fullmatch(r"\w+://\S+", value)
+    return _last_part(value) if is_path or ("/" in value and Path(value).exists()) else value
+
+
+def _last_part(path: str) -> str:
+    """Of a path, or of a URL, whose query may hold a token."""
+    return Path(path.partition("?")[0] if "://" in path else path).name
+
+
+def _several(value: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else value

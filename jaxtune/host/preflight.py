@@ -1,0 +1,46 @@
+"""What a run needs only later, tried at its start: packages that options need, and folders that are written to."""
+
+import importlib.util
+import tempfile
+from pathlib import Path
+
+from jaxtune.config.schema import Config
+from jaxtune.data.rows.splits import cache_folder
+from jaxtune.errors import UserError
+from jaxtune.host import process
+from jaxtune.host.run_folder import RunFolder
+from jaxtune.monitor import metrics
+from jaxtune.monitor.gpus import Gpus
+from pallas_kernels.flash_attention import fa3
+
+
+def check_ready(config: Config, folder: RunFolder) -> None:
+    """Raises UserError if a package or a login is missing, or a folder cannot be written to."""
+    process.on_main(lambda: _check(config, folder))
+
+
+def check_writable(folder: Path, option: str) -> None:
+    """Raises UserError if no file can be written to a folder, which need not exist yet.
+
+    option: what names it, for the message.
+    """
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there) as file:
+            file.write(b"\0")
+    except OSError as error:
+        raise UserError(f"{option}: nothing can be written to {there}: {error.strerror or error}") from error
+
+
+def _check(config: Config, folder: RunFolder) -> None:
+    metrics.check_outputs(config.log)
+    if config.log.gpu_every:
+        Gpus()
+    attention = config.attention
+    if attention.backend == "fa3" and attention.fallback == "error" and importlib.util.find_spec(fa3.PACKAGE) is None:
+        raise UserError("attention.backend='fa3' needs the package flash-attn3-jax: pip install 'jaxtune[hopper]'")
+    for path in (folder.path, folder.export, folder.merged):
+        check_writable(path, f"train.output_dir={config.train.output_dir}")
+    check_writable(cache_folder(config), f"data.cache_dir={config.data.cache_dir or cache_folder(config)}")
+    checkpoints = folder.checkpoints if config.ckpt.dir is None else Path(config.ckpt.dir) / folder.path.name
+    check_writable(checkpoints, f"ckpt.dir={config.ckpt.dir or folder.checkpoints}")

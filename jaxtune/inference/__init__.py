@@ -1,0 +1,1 @@
+"""Text from a model: `generation` decodes, `answers` continues prompts, `sampling` has the options of both."""

@@ -1,0 +1,85 @@
+"""Ways to attend (`Attend` of models.attention): within packed rows in training, to a cache in decoding."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jaxtune.errors import UserError
+from jaxtune.models.forward_options import Call
+from jaxtune.models.layers.attention import Attend
+from jaxtune.models.layers.attention_dropout import attend_dropping, bits_of
+from jaxtune.models.spec import Heads
+from jaxtune.parallel.layout import RULES, P, by_head
+from jaxtune.parallel.sequence import from_heads, gathered, to_heads
+from pallas_kernels.flash_attention import MaskSpec, flash_attention
+from pallas_kernels.registry import CannotRun
+
+
+def attend_packed(key_start: Int[Array, "b s"], call: Call, place: Int[Array, "b s"] | None = None) -> Attend:
+    """Causal attention within the documents of packed rows, by the backend that the call names.
+
+    With dropout of probabilities, which no kernel has, by XLA alone.
+
+    place: of each position the one in its row, where rows are dealt to devices that keep their positions.
+    """
+    kept = () if place is None else RULES.value.context
+    here = P(*by_head(kept)[:2])
+    key_start, own = jax.reshard(key_start, here), None if place is None else jax.reshard(place, here)
+
+    def attend(
+        q: Array, k: Array, v: Array, mixer: Heads, sinks: Array | None, cache: Any, of_layer: Call
+    ) -> tuple[Array, Any]:
+        def kernel(q, k, v, key_start, sinks, own, place, bits):
+            offset = 0
+            if place is not None:
+                k, v = gathered(k, place, kept), gathered(v, place, kept)
+                offset = own - jnp.arange(own.shape[1])
+            mask = MaskSpec(window=mixer.window, key_start=key_start, query_offset=offset, documents=call.documents)
+            if bits is not None:
+                index = jnp.arange(key_start.shape[1]) + jnp.zeros_like(key_start) if own is None else own
+                return attend_dropping(q, k, v, mask, mixer, sinks, bits, index)
+            how = {"soft_cap": mixer.soft_cap, "backend": call.backend, "fallback": call.fallback}
+            try:
+                return flash_attention(q, k, v, mask, mixer.scale, sinks=sinks, **how)
+            except CannotRun as error:
+                raise UserError(f"attention.backend={call.backend!r}: {error}; or attention.fallback='warn'") from None
+
+        q, k, v = (to_heads(x, x.shape[2], kept=kept) for x in (q, k, v))
+        sinks = None if sinks is None else to_heads(sinks, mixer.heads, axis=0, kept=kept)
+        bits = None
+        if of_layer.noise is not None and of_layer.attention_dropout:
+            bits = bits_of(of_layer.noise, of_layer.attention_dropout, q)
+        arguments = (q, k, v, key_start, sinks, own, place, bits)
+        specs = jax.tree.map(lambda array: jax.typeof(array).sharding.spec, arguments)
+        return from_heads(jax.shard_map(kernel, in_specs=specs, out_specs=by_head(kept))(*arguments)), cache
+
+    return attend
+
+
+def attend_cached(index: Int[Array, ""], key_start: Int[Array, "b s"]) -> Attend:
+    """Write keys and values at `index` of a cache, and attend to those from `key_start` up to each query.
+
+    Each device has whole rows of some heads, and keeps their keys and values (`decode.empty_cache`).
+    """
+
+    def attend(
+        q: Array, k: Array, v: Array, mixer: Heads, sinks: Array | None, cache: Any, call: Call
+    ) -> tuple[Array, Any]:
+        def kernel(q, k, v, keys, values, key_start, sinks, index):
+            keys = jax.lax.dynamic_update_slice_in_dim(keys, k.astype(keys.dtype), index, axis=1)
+            values = jax.lax.dynamic_update_slice_in_dim(values, v.astype(values.dtype), index, axis=1)
+            mask = MaskSpec(window=mixer.window, key_start=key_start, query_offset=index)
+            seen = keys.astype(q.dtype), values.astype(q.dtype)
+            return flash_attention(q, *seen, mask, mixer.scale, soft_cap=mixer.soft_cap, sinks=sinks), (keys, values)
+
+        q, k, v = (to_heads(x, x.shape[2]) for x in (q, k, v))
+        sinks = None if sinks is None else to_heads(sinks, mixer.heads, axis=0)
+        keys, values = cache
+        arguments = (q, k, v, keys, values, jax.reshard(key_start, P(*by_head()[:2])), sinks, index)
+        specs = jax.tree.map(lambda array: jax.typeof(array).sharding.spec, arguments)
+        attended, cache = jax.shard_map(kernel, in_specs=specs, out_specs=by_head())(*arguments)
+        return from_heads(attended), cache
+
+    return attend

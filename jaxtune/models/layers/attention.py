@@ -1,0 +1,95 @@
+"""Grouped-query self-attention: projections, optional query / key norms, rotation, and one way to attend."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxtune.models.declared import declared
+from jaxtune.models.forward_options import Call
+from jaxtune.models.layers.linear import Linear, jointly
+from jaxtune.models.layers.norm import Norm
+from jaxtune.models.layers.rope import Rotation, rotate
+from jaxtune.models.spec import Heads, Layer, ModelSpec, Rope
+from jaxtune.parallel.layout import by_token
+
+# (queries, keys, values, the layer's heads, sinks, this layer's cache, its call) -> (attended, the cache afterwards).
+# Training attends within packed rows and has no cache; generation attends to its cache. Neither knows the projections.
+Attend = Callable[[Array, Array, Array, Heads, Array | None, Any, Call], tuple[Array, Any]]
+
+
+class Inputs(NamedTuple):
+    """What every layer sees besides its own activations; made once a batch.
+
+    rotations: of each rope and width of heads. positions: in the document. valid: False where a token is padding.
+    place: the position in its row, of whole rows on every device; None where positions are in their order.
+    """
+
+    rotations: Mapping[tuple[Rope, int], Rotation]
+    attend: Attend
+    positions: Int[Array, "b s"]
+    valid: Bool[Array, "b s"]
+    place: Int[Array, "b s"] | None = None
+
+
+class Attention(nnx.Module):
+    """softmax(QK^T)V between projections."""
+
+    def __init__(self, spec: ModelSpec, layer: Layer, mixer: Heads):
+        self.mixer = mixer
+        queries, keys = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
+        self.kv_axis = None if mixer.kv_whole else "kv_heads"
+
+        def linear(name: str, shape: tuple[int, int], axes: tuple[str | None, str]) -> Linear:
+            return Linear(spec, layer, f"attention.{name}", shape, axes, bias=name in mixer.bias)
+
+        # With gates, the features of a head's query are followed by those of its gate.
+        self.q = linear("q", (queries * (1 + mixer.gated), spec.hidden), ("heads", "embed"))
+        self.k = linear("k", (keys, spec.hidden), (self.kv_axis, "embed"))
+        self.v = linear("v", (keys, spec.hidden), (self.kv_axis, "embed"))
+        self.o = linear("o", (spec.hidden, queries), ("embed", "heads"))
+
+        def norm(size: int, axis: str | None) -> Norm | None:
+            if mixer.qk_norm is None:
+                return None
+            return Norm(size, spec.norm, axis) if mixer.qk_norm == "whole" else Norm(mixer.head_dim, spec.norm)
+
+        self.q_norm, self.k_norm = norm(queries, "heads"), norm(keys, self.kv_axis)
+        self.sinks = declared((mixer.heads,), ("heads",), nnx.initializers.zeros, "vector") if mixer.sinks else None
+
+    def __call__(
+        self, x: Float[Array, "b s d"], inputs: Inputs, cache: Any, call: Call
+    ) -> tuple[Float[Array, "b s d"], Any]:
+        """Attended activations and this layer's cache afterwards."""
+        q, k, v = jointly([self.q, self.k, self.v], x, call)
+        gate = None
+        if self.mixer.gated:
+            both = jnp.reshape(q, (*x.shape[:2], -1, 2 * self.mixer.head_dim), out_sharding=by_token("heads", None))
+            q, gate = map(merged, jnp.split(both, 2, axis=-1))
+        q = self._by_head(q, "heads", self.q_norm)
+        k, v = self._by_head(k, self.kv_axis, self.k_norm), self._by_head(v, self.kv_axis)
+        if (rope := self.mixer.rope) is not None:
+            rotation = inputs.rotations[rope, self.mixer.head_dim]
+            q, k = rotate(q, rope, rotation), rotate(k, rope, rotation)
+            if rotation.query_scale is not None:
+                q *= rotation.query_scale.astype(q.dtype)
+        sinks = None if self.sinks is None else self.sinks.get_value()
+        attended, cache = inputs.attend(q, k, v, self.mixer, sinks, cache, call)
+        y = merged(attended)
+        return self.o(y if gate is None else y * jax.nn.sigmoid(gate), call), cache
+
+    def _by_head(
+        self, x: Float[Array, "b s hd"], axis: str | None, norm: Norm | None = None
+    ) -> Float[Array, "b s h d"]:
+        if norm is not None and self.mixer.qk_norm == "whole":
+            x, norm = norm(x), None
+        heads = jnp.reshape(x, (*x.shape[:2], -1, self.mixer.head_dim), out_sharding=by_token(axis, None))
+        return heads if norm is None else norm(heads)
+
+
+def merged(by_head: Float[Array, "b s h d"]) -> Float[Array, "b s hd"]:
+    """The features of all heads, one head after another."""
+    return jnp.reshape(by_head, (*by_head.shape[:2], -1), out_sharding=by_token("heads"))

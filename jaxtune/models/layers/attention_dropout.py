@@ -1,0 +1,87 @@
+"""Attention whose probabilities are dropped, in plain XLA: no kernel has that.
+
+A block of queries at a time against all keys of a row, computed again in the backward pass.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxtune.models.spec import Heads
+from jaxtune.parallel.layout import P
+from jaxtune.parallel.random import Noise
+from pallas_kernels.flash_attention import MaskSpec
+from pallas_kernels.flash_attention.mask import intervals
+
+BLOCK = 128  # queries
+LOWEST = float(jnp.finfo(jnp.float32).min)
+
+
+class Bits(NamedTuple):
+    """Where the random bits of probabilities come from: a function of row, head, query and key alone."""
+
+    key: Array
+    rows: Int[Array, " b"]
+    heads: Int[Array, " h"]
+    rate: Float[Array, ""]
+
+
+def bits_of(noise: Noise, rate: float, q: Float[Array, "b s h d"]) -> Bits:
+    """Those of a layer, for queries as they are sharded in its kernel."""
+    rows, _, heads, _ = jax.typeof(q).sharding.spec
+    numbers = jax.reshard(jnp.arange(q.shape[2]), P(heads))
+    return Bits(noise.site("attention").key, jax.reshard(noise.rows, P(rows)), numbers, jnp.asarray(noise.rate(rate)))
+
+
+def attend_dropping(
+    q: Float[Array, "b s h d"],
+    k: Float[Array, "b t n d"],
+    v: Float[Array, "b t n d"],
+    mask: MaskSpec,
+    mixer: Heads,
+    sinks: Float[Array, " h"] | None,
+    bits: Bits,
+    index: Int[Array, "b s"],
+) -> Float[Array, "b s h d"]:
+    """As `flash_attention`, but each probability is zero with probability `bits.rate`, the rest scaled up.
+
+    On one device. index: the place of each query in its row.
+    """
+    batch, length, heads, dim = q.shape
+    scale = dim**-0.5 if mixer.scale is None else mixer.scale
+    first, end = intervals(mask, batch, length, k.shape[1])
+    size = next(size for size in range(min(BLOCK, length), 0, -1) if length % size == 0)
+    k, v = (jnp.repeat(x, heads // k.shape[2], axis=2) for x in (k, v))
+    keys = jnp.arange(k.shape[1])
+
+    def kept(row: Array, head: Array, query: Array) -> Array:
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(bits.key, row), head), query)
+        return jax.random.bernoulli(key, 1.0 - bits.rate, keys.shape)
+
+    of_head = jax.vmap(kept, (None, None, 0))
+    of_rows = jax.vmap(jax.vmap(of_head, (None, 0, None)), (0, None, 0))  # (b, h, queries of a block, t)
+
+    @jax.checkpoint
+    def attend(_: None, block: tuple[Array, ...]) -> tuple[None, Array]:
+        q, first, end, index = block
+        logits = jnp.einsum("bqhd,bthd->bhqt", q, k, preferred_element_type=jnp.float32) * scale
+        if mixer.soft_cap is not None:
+            logits = mixer.soft_cap * jnp.tanh(logits / mixer.soft_cap)
+        seen = ((keys >= first[..., None]) & (keys < end[..., None]))[:, None]
+        logits = jnp.where(seen, logits, -jnp.inf)
+        top = jnp.max(logits, axis=-1, keepdims=True, initial=LOWEST)  # finite even where no key is seen
+        sink = None if sinks is None else sinks.astype(jnp.float32)[:, None, None]
+        top = jax.lax.stop_gradient(top if sink is None else jnp.maximum(top, sink))
+        weights = jnp.exp(logits - top)
+        total = jnp.sum(weights, axis=-1, keepdims=True) + (0 if sink is None else jnp.exp(sink - top))
+        kept_share = jnp.where(total > 0, total, 1) * (1 - bits.rate)
+        weights = jnp.where(of_rows(bits.rows, bits.heads, index), weights / kept_share, 0)
+        return None, jnp.einsum("bhqt,bthd->bqhd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+
+    def apart(x: Array) -> Array:
+        return jnp.moveaxis(x.reshape(batch, length // size, size, *x.shape[2:]), 1, 0)
+
+    _, out = jax.lax.scan(attend, None, tuple(map(apart, (q, first, end, index))))
+    return jnp.moveaxis(out, 0, 1).reshape(q.shape).astype(q.dtype)

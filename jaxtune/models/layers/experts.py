@@ -1,0 +1,220 @@
+"""A mixture of experts (Shazeer et al. 2017): a router chooses a few feed-forward layers for each token."""
+
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxtune.errors import UserError
+from jaxtune.models import spec as specs
+from jaxtune.models.forward_options import Call
+from jaxtune.models.layers.expert_all_to_all import through_experts
+from jaxtune.models.layers.expert_sort import from_rows, to_rows
+from jaxtune.models.layers.linear import Linear
+from jaxtune.models.layers.mlp import MLP
+from jaxtune.models.layers.router import Router, Routing
+from jaxtune.parallel.layout import RULES, Axes, Layout, P, Rules, axes_of, by_token, gather, shards
+from jaxtune.parallel.random import Noise
+from jaxtune.precision.matmul import LowPrecision
+from jaxtune.quant.array import QuantizedArray
+from pallas_kernels import registry
+from pallas_kernels.gpus import Device, current_device
+from pallas_kernels.grouped_matmul import Arrangement, Groups, arrange, block_of, triton
+from pallas_kernels.registry import ANY_CARD, Backend, CannotRun
+
+# Inside a shard_map nothing is sharded, nor is a weight gathered.
+ON_DEVICE = Rules(
+    *[Layout(*[()] * len(fields(Layout)))] * 3, gathered=(), batch=(), positions=(), context=(), residual=()
+)
+
+
+class Experts(nnx.Module):
+    """The sum of the chosen experts' outputs, each times its weight, and what all tokens pass.
+
+    Each parameter of an expert has a leading axis of experts.
+    """
+
+    def __init__(self, spec: specs.ModelSpec, layer: specs.Layer, options: specs.Experts):
+        def feed_forward(size: int, name: str) -> MLP:
+            return MLP(spec, layer, specs.FeedForward(size, options.bias, options.activation), f"mlp.{name}")
+
+        self.router = Router(spec, options)
+        self.experts = feed_forward(options.size, "experts")
+        self.shared = feed_forward(options.shared, "shared") if options.shared else None
+        gate = Linear(spec, layer, "mlp.shared_gate", (1, spec.hidden), (None, "embed"), kind="gate")
+        self.shared_gate = gate if options.shared_gate else None
+        self.options = options
+
+    def __call__(
+        self, x: Float[Array, "b s d"], call: Call, valid: Bool[Array, "b s"]
+    ) -> tuple[Float[Array, "b s d"], dict[str, Float[Array, "..."]]]:
+        """The output, and sums over the tokens of each row that are `valid`, for `objectives.balanced`.
+
+        router_choices (b, e): how often each expert is chosen. router_probability (b, e): of its probabilities.
+        router_z (b): of squares of `Routing.log_sum`.
+        """
+        routing = self.router(x)
+        routing = routing._replace(weights=routing.weights.astype(x.dtype).astype(jnp.float32))
+        try:
+            backend = registry.choose("experts", BACKENDS, current_device(), self.experts, call.experts)
+        except CannotRun as error:
+            raise UserError(f"experts.backend={call.experts!r}: {error}") from None
+        y = backend.run(self.experts, x, routing, call).astype(x.dtype)
+        is_chosen = jax.nn.one_hot(routing.chosen, self.options.count, dtype=jnp.float32)  # (b, s, active, e)
+        counted, by_row = valid.astype(jnp.float32), by_token()[:1]
+
+        def over_tokens(values: Float[Array, "b s *of"]) -> Float[Array, "b *of"]:
+            return jnp.einsum("bs...,bs->b...", values, counted, out_sharding=P(*by_row, *[None] * (values.ndim - 2)))
+
+        sums = {
+            "router_choices": over_tokens(is_chosen.sum(-2)),
+            "router_probability": over_tokens(routing.probability),
+            "router_z": over_tokens(routing.log_sum**2),
+        }
+        return (y if self.shared is None else y + self._of_all_tokens(self.shared, x, call)), sums
+
+    def _of_all_tokens(self, shared: MLP, x: Float[Array, "b s d"], call: Call) -> Float[Array, "b s d"]:
+        y = shared(x, call)
+        return y if self.shared_gate is None else y * jax.nn.sigmoid(self.shared_gate(x, call))
+
+
+def dense(experts: MLP, x: Float[Array, "b s d"], routing: Routing, call: Call) -> Float[Array, "b s d"]:
+    """Every token through every expert, one expert after another; most results are multiplied by zero."""
+    graph, values = nnx.split(experts)
+    count = routing.probability.shape[-1]
+    is_chosen = jax.nn.one_hot(routing.chosen, count, dtype=jnp.float32)
+    by_expert = jnp.moveaxis((is_chosen * routing.weights[..., None]).sum(-2), -1, 0)
+
+    # No activation of an expert is saved for the backward pass: those of all experts would be several times those of a
+    # layer.
+    @jax.checkpoint
+    def add(total: Array, scanned: tuple) -> tuple[Array, None]:
+        values, weight = scanned
+        y = nnx.merge(graph, values)(x, call)
+        return total + weight[..., None] * y.astype(jnp.float32), None
+
+    return jax.lax.scan(add, jnp.zeros_like(x, jnp.float32), (values, by_expert))[0]
+
+
+def grouped(
+    backend: str, experts: MLP, x: Float[Array, "b s d"], routing: Routing, call: Call
+) -> Float[Array, "b s d"]:
+    """Each token through the experts that it goes to: a device sorts its own tokens by expert.
+
+    `backend`: of `pallas_kernels.grouped_matmul`.
+    """
+    graph, values = nnx.split(experts)
+    values = jax.tree.map(partial(gather, stacked=1), values)
+    values = jax.tree.map(_with_kernel_scales, values, is_leaf=_is_quantized)
+    summed_over, apart, mesh = axes_of("mlp"), axes_of("experts"), jax.sharding.get_abstract_mesh()
+    here = routing.probability.shape[-1] // shards(apart, mesh)
+    positions = x.shape[1] // shards(RULES.value.positions, mesh)
+
+    def of_rows(values: Any, rows: Float[Array, "m d"], groups: Groups, noise: Noise | None) -> Float[Array, "m d"]:
+        experts = nnx.merge(graph, values)
+        if summed_over and experts.down.bias is not None:  # of the devices whose outputs are summed one adds it
+            is_first = jax.lax.axis_index(summed_over) == 0
+            experts.down.bias.set_value(jnp.where(is_first, experts.down.bias.get_value(), 0))
+        with RULES(ON_DEVICE):
+            return experts(rows[:, None], call._replace(groups=groups, noise=noise))[:, 0]
+
+    def arrived(values: Any, x: Array, expert: Array, token: Array) -> Array:
+        """What experts here make of rows that devices sent."""
+        values, noise = values
+        rows = arrange(expert, here, backend)
+        token_of = jnp.take(token, rows.item_of, mode="clip")
+        noise = noise and _of_rows(noise, token_of, positions)
+        y = of_rows(values, to_rows(x[None], rows.item_of, rows.row_of), rows.groups, noise)
+        return to_rows(y[None], rows.row_of, rows.item_of)
+
+    def on_device(values: Any, x: Array, routing: Routing, noise: Noise | None) -> Array:
+        if apart and call.capacity_factor is not None:
+            noise = noise and noise.of_all(apart)
+            chosen, weights, factor = routing.chosen, routing.weights, call.capacity_factor
+            total = through_experts(arrived, (values, noise), x, chosen, weights, here, apart, factor)
+            return jax.lax.psum(total, summed_over) if summed_over else total
+        if apart:
+            # Of the tokens of all devices among which experts are divided, each computes what its own experts add.
+            x, routing, noise = _of_all(apart, x, routing, noise)
+        rows = _arranged(routing, apart, backend)
+        token_of = rows.item_of // routing.chosen.shape[-1]
+        noise = noise and _of_rows(noise, token_of, positions)
+        y = of_rows(values, to_rows(x, token_of, rows.row_of), rows.groups, noise)
+        total = from_rows(y, rows.item_of, rows.row_of, routing.weights)
+        total = jax.lax.psum(total, summed_over) if summed_over else total
+        return jax.lax.psum_scatter(total, apart, scatter_dimension=0, tiled=True) if apart else total
+
+    arguments = values, x, routing, call.noise
+    layouts = jax.tree.map(lambda array: jax.typeof(array).sharding.spec, arguments)
+    return jax.shard_map(on_device, in_specs=layouts, out_specs=by_token(None))(*arguments)
+
+
+def _of_all(axes: Axes, x: Array, routing: Routing, noise: Noise | None) -> tuple[Array, Routing, Noise | None]:
+    """The tokens of all devices along these axes, where they go to, and the numbers of their rows."""
+    gathered = partial(jax.lax.all_gather, axis_name=axes, tiled=True)
+    return gathered(x), jax.tree.map(gathered, routing), noise and noise.of_all(axes)
+
+
+def _arranged(routing: Routing, apart: Axes, backend: str) -> Arrangement:
+    """Rows for the tokens of the experts that a device has: all, or its part of those that these axes divide."""
+    chosen, count = routing.chosen.reshape(-1), routing.probability.shape[-1]
+    if not apart:
+        return arrange(chosen, count, backend)
+    parts = shards(apart, jax.sharding.get_abstract_mesh())
+    here = count // parts
+    number = chosen - jax.lax.axis_index(apart) * here
+    group_of = jnp.where((number >= 0) & (number < here), number, here)
+    return arrange(group_of, here, backend, block_of(len(chosen) // parts, here))
+
+
+def _of_rows(noise: Noise, token_of: Int[Array, " m"], positions: int) -> Noise:
+    """The noise of the rows of a grouped product, on a device with so many of the positions of its rows."""
+    axes = RULES.value.positions
+    length = positions * shards(axes, jax.sharding.get_abstract_mesh())
+    row, position = jnp.divmod(token_of, positions)
+    position += jax.lax.axis_index(axes) * positions
+    return noise._replace(token_of=row * length + position, length=length)
+
+
+def _is_quantized(value: Any) -> bool:
+    return isinstance(value, QuantizedArray)
+
+
+def _with_kernel_scales(value: Any) -> Any:
+    return value.with_kernel_scales() if _is_quantized(value) else value
+
+
+def refuses_grouped(device: Device, experts: MLP) -> str | None:
+    """Why the products of these experts cannot be grouped, or None."""
+    in_low_precision = any(isinstance(weight, LowPrecision) for weight in _weights(experts))
+    return "there are no grouped products in low precision" if in_low_precision else None
+
+
+def refuses_kernel(device: Device, experts: MLP) -> str | None:
+    """Why the kernels cannot run these experts on a device, or None."""
+    if reason := refuses_grouped(device, experts):
+        return reason
+    reasons = (triton.refuses(device, jax.ShapeDtypeStruct(w.shape, w.dtype)) for w in _weights(experts))
+    return next(filter(None, reasons), None)
+
+
+def refuses_dense(device: Device, experts: MLP) -> str | None:
+    """Why not every device can compute every expert, or None."""
+    parts = shards(axes_of("experts"), jax.sharding.get_abstract_mesh())
+    return "mesh.expert gives each device some experts, and dense computes all: take mesh.fsdp" if parts > 1 else None
+
+
+def _weights(experts: MLP) -> list[Any]:
+    return [linear.weight.get_value() for linear in experts.linears]
+
+
+# In order of preference.
+BACKENDS = (
+    Backend("kernel", partial(grouped, "triton"), refuses_kernel, {ANY_CARD: "interpreted tests"}),
+    Backend("loop", partial(grouped, "xla"), refuses_grouped, {ANY_CARD: "tests"}),
+    Backend("dense", dense, refuses_dense, {ANY_CARD: "tests"}),
+)

@@ -1,0 +1,75 @@
+"""Multi-head latent attention (DeepSeek-V2, Liu et al. 2024): keys and values of all heads from one narrow latent."""
+
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxtune.models.forward_options import Call
+from jaxtune.models.layers.attention import Inputs
+from jaxtune.models.layers.linear import Linear, jointly
+from jaxtune.models.layers.norm import Norm
+from jaxtune.models.layers.rope import rotate
+from jaxtune.models.spec import Heads, Latent, Layer, ModelSpec
+from jaxtune.models.spec import Norm as NormSpec
+from jaxtune.parallel.layout import by_token
+
+LATENT_NORM = NormSpec(1e-6)  # whatever the model's own epsilon is, as in transformers
+
+
+class LatentAttention(nnx.Module):
+    """softmax(QK^T)V; of each head, the last features of queries are rotated, and one rotated key serves all heads.
+
+    Keys and values are expanded before attention, in training and in decoding, whose cache is that of plain heads.
+    """
+
+    def __init__(self, spec: ModelSpec, layer: Layer, heads: Heads, latent: Latent):
+        self.heads, self.latent = heads, latent
+
+        def linear(name: str, out: int, into: int, *axes: str | None) -> Linear:
+            return Linear(spec, layer, f"attention.{name}", (out, into), axes, bias=name in heads.bias)
+
+        queries = heads.heads * heads.head_dim
+        if latent.query_rank is None:
+            self.q = linear("q", queries, spec.hidden, "heads", "embed")
+        else:
+            self.q_down = linear("q_down", latent.query_rank, spec.hidden, None, "embed")
+            self.q_norm = Norm(latent.query_rank, LATENT_NORM)
+            self.q_up = linear("q_up", queries, latent.query_rank, "heads", None)
+        self.kv_down = linear("kv_down", latent.rank + latent.rotated, spec.hidden, None, "embed")
+        self.kv_norm = Norm(latent.rank, LATENT_NORM)
+        expanded = heads.heads * (heads.head_dim - latent.rotated + latent.value_dim)
+        self.kv_up = linear("kv_up", expanded, latent.rank, "heads", None)
+        self.o = linear("o", spec.hidden, heads.heads * latent.value_dim, "embed", "heads")
+
+    def __call__(
+        self, x: Float[Array, "b s d"], inputs: Inputs, cache: Any, call: Call
+    ) -> tuple[Float[Array, "b s d"], Any]:
+        """Attended activations and this layer's cache afterwards."""
+        latent, head_dim = self.latent, self.heads.head_dim
+        if latent.query_rank is None:
+            q, kv = jointly([self.q, self.kv_down], x, call)
+        else:
+            q, kv = jointly([self.q_down, self.kv_down], x, call)
+            q = self.q_up(self.q_norm(q), call)
+        kv, key = jnp.split(kv, [latent.rank], axis=-1)
+        kv = self.kv_up(self.kv_norm(kv), call)
+        q, kv, key = self._by_head(q), self._by_head(kv), key[:, :, None]
+        plain = head_dim - latent.rotated
+        (q, q_rotated), (k, v) = (jnp.split(both, [plain], axis=-1) for both in (q, kv))
+        if (rope := self.heads.rope) is not None:
+            turn = partial(rotate, rope=rope, rotation=inputs.rotations[rope, latent.rotated])
+            q_rotated, key = turn(q_rotated), turn(key)
+        key = jnp.broadcast_to(key, q_rotated.shape, out_sharding=by_token("heads", None))
+        q, k = jnp.concatenate([q, q_rotated], axis=-1), jnp.concatenate([k, key], axis=-1)
+        # The kernels take keys and values of one width.
+        v = jnp.pad(v, [(0, 0)] * 3 + [(0, head_dim - latent.value_dim)])
+        attended, cache = inputs.attend(q, k, v, self.heads, None, cache, call)
+        attended = attended[..., : latent.value_dim]
+        merged = jnp.reshape(attended, (*x.shape[:2], -1), out_sharding=by_token("heads"))
+        return self.o(merged, call), cache
+
+    def _by_head(self, x: Float[Array, "b s hd"]) -> Float[Array, "b s h d"]:
+        return jnp.reshape(x, (*x.shape[:2], self.heads.heads, -1), out_sharding=by_token("heads", None))

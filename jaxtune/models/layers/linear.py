@@ -1,0 +1,187 @@
+"""Linear layers: the one `matmul`, and layers with optional adapters, several of the same input together."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from jaxtune.models.declared import Kind, declared
+from jaxtune.models.forward_options import Call
+from jaxtune.models.spec import Layer, ModelSpec
+from jaxtune.parallel.layout import RULES, P, by_token, gather, shards, used
+from jaxtune.parallel.random import Noise
+from jaxtune.precision.matmul import LowPrecision
+from jaxtune.quant.array import QuantizedArray
+from pallas_kernels.grouped_matmul import Groups, by_row, grouped_matmul
+
+# The names of linear layers' outputs in policies of jax.checkpoint: of those before attention or a delta net, of a
+# feed-forward, of a mixture's experts, and of others.
+QKV_PRODUCT, FFN_PRODUCT, EXPERT_PRODUCT = "linear before a mixer", "linear of a feed-forward", "linear of an expert"
+PRODUCT = "linear"
+
+
+class Adapter(Protocol):
+    """What is trained beside a frozen weight, by a parameter-efficient method; frozen and hashable, one a layer.
+
+    Attributes:
+        shared: parameters that the parts of one Hugging Face module (a fused qkv) have in common, and the first holds.
+        owner: name of that first part ("attention.q"); None in the first part itself, and where the module is whole.
+        from_weight: whether what it begins as depends on the weight: then `begin` says it.
+    """
+
+    shared: ClassVar[frozenset[str]]
+
+    @property
+    def peft_names(self) -> Mapping[str, str]:
+        """What peft calls each parameter, after the name of the module."""
+        ...
+
+    @property
+    def from_weight(self) -> bool:
+        """See above."""
+        ...
+
+    @property
+    def owner(self) -> str | None:
+        """The part that holds what is `shared`; None in that part itself."""
+        ...
+
+    def declare(self, shape: tuple[int, int], axes: tuple[str | None, ...]) -> dict[str, Any]:
+        """The adapter's parameters, beside a weight (out, in) of these axes."""
+        ...
+
+    def begin(self, weight: Float[Array, "o i"], values: Mapping[str, Array]) -> dict[str, Array]:
+        """The parameters before the first step, float32, of those that were drawn; of a module, all rows together."""
+        ...
+
+    @staticmethod
+    def outputs(
+        linears: "Sequence[Linear]", x: Float[Array, "b s i"], ys: Sequence[Float[Array, "b s o"]], call: Call
+    ) -> list[Float[Array, "b s o"]]:
+        """The outputs with the adapters of layers of the same input; `ys` are the bases', with their biases.
+
+        Of a Hugging Face module all parts are among them, and the first one holds what is `shared`.
+        """
+        ...
+
+    def merged(self, weight: Float[Array, "o i"], values: Mapping[str, Array]) -> Float[Array, "o i"]:
+        """The weight that gives the same output without an adapter: float32, from float32 values."""
+        ...
+
+    def merged_bias(self, bias: Float[Array, " o"], values: Mapping[str, Array]) -> Float[Array, " o"]:
+        """The same of the layer's bias."""
+        ...
+
+
+def matmul(
+    x: Float[Array, "b s i"],
+    weight: Float[Array, "o i"] | QuantizedArray | LowPrecision,
+    out: str | None,
+    noise: Noise | None = None,
+    groups: Groups | None = None,
+) -> Float[Array, "b s o"]:
+    """x W^T in the dtype of x, W in Hugging Face's (out, in) orientation; `out` is the logical name of o.
+
+    `noise`: source of randomness for stochastic rounding in a low-precision backward pass. `groups`: inside a
+    shard_map, which of the weights (experts, o, i) multiplies each token (b * s).
+    """
+    if groups is not None:
+        assert not isinstance(weight, LowPrecision)  # models.experts computes those one after another
+        rows = x.reshape(-1, x.shape[-1])
+        if isinstance(weight, QuantizedArray):
+            product = weight.grouped_matmul(rows, groups)
+        else:
+            product = grouped_matmul(rows, weight, groups)
+        return product.reshape(*x.shape[:2], -1)
+    if not isinstance(weight, jax.Array):  # a weight knows how it is multiplied
+        return weight.matmul(x, used(out), noise)
+    weight = gather(weight.astype(x.dtype))
+    # Products over two dimensions are several times faster on a CPU, so rows and positions are merged where no position
+    # is sharded: merging a sharded dimension would move every token, and keep XLA from scattering a sum over positions.
+    if shards(RULES.value.residual, jax.sharding.get_abstract_mesh()) > 1:
+        return jnp.einsum("bsi,oi->bso", x, weight, out_sharding=by_token(out))
+    rows = x.reshape(-1, x.shape[-1])
+    product = jnp.einsum("ti,oi->to", rows, weight, out_sharding=P(by_token()[0], used(out)))
+    return jax.reshard(product.reshape(*x.shape[:2], -1), by_token(out))
+
+
+class Linear(nnx.Module):
+    """y = x W^T + bias, with an adapter if there is one.
+
+    `name` is its place in the layer ("mlp.down"), by which the layer says how it is treated; `kind` that of its weight.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layer: Layer,
+        name: str,
+        shape: tuple[int, int],
+        axes: tuple[str | None, ...],
+        bias: bool = False,
+        kind: Kind = "linear",
+    ):
+        treatment = layer.treatment(f"{name}.weight")
+        self.name, self.out = name, axes[0]
+        self.float32, self.adapter = treatment.float32, treatment.adapter
+        self.weight = declared(shape, axes, nnx.initializers.normal(spec.initializer_range), kind)
+        self.bias = declared(shape[:1], axes[:1], nnx.initializers.zeros, "vector") if bias else None
+        for part, variable in self.adapter.declare(shape, axes).items() if self.adapter else ():
+            setattr(self, part, variable)
+
+    def __call__(self, x: Float[Array, "b s i"], call: Call) -> Float[Array, "b s o"]:
+        """y in the dtype of x."""
+        return jointly([self], x, call)[0]
+
+    def part(self, name: str) -> Array:
+        """A parameter of the adapter."""
+        return getattr(self, name).get_value()
+
+    def base(self, x: Float[Array, "b s i"], call: Call) -> Float[Array, "b s o"]:
+        """y without the adapter."""
+        noise = call.noise and call.noise.site(f"{self.name} rounding")
+        y = matmul(x, self.weight.get_value(), self.out, noise, call.groups)
+        if self.bias is None:
+            return y
+        if call.groups is None:
+            bias = jax.reshard(self.bias.astype(y.dtype), P(jax.typeof(y).sharding.spec[-1]))
+        else:
+            bias = by_row(self.bias.astype(y.dtype), call.groups, len(y))[:, None]
+        # In float32, so that the bias's gradient is summed over the tokens in float32.
+        return (y.astype(jnp.float32) + bias.astype(jnp.float32)).astype(y.dtype)
+
+
+def jointly(linears: Sequence[Linear], x: Float[Array, "b s i"], call: Call) -> list[Float[Array, "b s o"]]:
+    """The outputs of layers of the same input, in the dtype of x; their adapters are computed together.
+
+    The parts of a fused Hugging Face module come together, the first one first: it holds what their adapters share.
+    """
+    if len({linear.float32 for linear in linears}) > 1:  # parts of one module never differ
+        return [linear(x, call) for linear in linears]
+    if not linears[0].float32:
+        return [named(y, call, linear) for y, linear in zip(_outputs(linears, x, call), linears)]
+    with jax.default_matmul_precision("highest"):  # no TF32 on a GPU, nor in the backward pass
+        ys = _outputs(linears, x.astype(jnp.float32), call)
+    return [named(y.astype(x.dtype), call, linear) for y, linear in zip(ys, linears)]
+
+
+def named(y: Float[Array, "..."], call: Call, linear: Linear | None = None) -> Float[Array, "..."]:
+    """The output of a linear layer, or a product of adapters, under the name by which policies know it."""
+    part, _, of_part = ("", "", "") if linear is None else linear.name.partition(".")
+    name = FFN_PRODUCT if part == "mlp" else PRODUCT if of_part in ("", "o") else QKV_PRODUCT
+    return checkpoint_name(y, name if call.groups is None else EXPERT_PRODUCT)
+
+
+def _outputs(linears: Sequence[Linear], x: Float[Array, "b s i"], call: Call) -> list[Float[Array, "b s o"]]:
+    ys = [linear.base(x, call) for linear in linears]
+    adapted = [place for place, linear in enumerate(linears) if linear.adapter]
+    if not adapted or not call.adapters:
+        return ys
+    of_them = [linears[place] for place in adapted]  # all of one kind, as those of a model are
+    outputs = of_them[0].adapter.outputs(of_them, x, [ys[place] for place in adapted], call)
+    with_adapters = dict(zip(adapted, outputs))
+    return [with_adapters.get(place, y) for place, y in enumerate(ys)]

@@ -1,0 +1,100 @@
+"""The feed-forward layer, gated (Shazeer 2020) or not."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxtune.models.forward_options import Call
+from jaxtune.models.layers.linear import Linear, jointly
+from jaxtune.models.spec import Activation, ClampedSilu, FeedForward, Layer, ModelSpec
+from jaxtune.parallel.layout import P, axes_in, by_token, shards
+from jaxtune.precision.matmul import LowPrecision
+
+# Tokens of a device at once, where memory is short: enough for products to be as fast as those of more.
+TILE = 16_384
+ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": jax.nn.gelu,
+}
+
+
+def gate_by(activation: Activation, gate: Float[Array, "b s h"], up: Float[Array, "b s h"]) -> Float[Array, "b s h"]:
+    """activation(gate) * up, or what the activation makes of both."""
+    if not isinstance(activation, ClampedSilu):
+        return ACTIVATIONS[activation](gate) * up
+    gate, up = jnp.minimum(gate, activation.limit), jnp.clip(up, -activation.limit, activation.limit)
+    return gate * jax.nn.sigmoid(activation.slope * gate) * (up + 1)
+
+
+class MLP(nnx.Module):
+    """down of `gate_by`, or down(activation(up(x))). `name` is its place in the layer."""
+
+    def __init__(self, spec: ModelSpec, layer: Layer, options: FeedForward, name: str = "mlp"):
+        linear = partial(Linear, spec, layer, bias=options.bias)
+        into, out = ((options.size, spec.hidden), ("mlp", "embed")), ((spec.hidden, options.size), ("embed", "mlp"))
+        self.gate = linear(f"{name}.gate", *into) if options.gated else None
+        self.up = linear(f"{name}.up", *into)
+        self.down = linear(f"{name}.down", *out)
+        self.activation: Activation = options.activation
+
+    def __call__(self, x: Float[Array, "b s d"], call: Call) -> Float[Array, "b s d"]:
+        """The feed-forward of every token."""
+        # The amax of a delayed scale is that of all tokens, and comes as a gradient: tiles would add theirs.
+        if call.remat != "offload" or call.groups is not None or any(map(_scale_is_delayed, self.linears)):
+            return self._of(x, call)
+        # Each tile adds to the gradient of the adapters: in float32.
+        graph, adapters, weights = nnx.split(self, nnx.LoRAParam, ...)
+        adapters = jax.tree.map(lambda a: a.astype(jnp.float32), adapters)
+        return by_tiles(lambda tile, call: nnx.merge(graph, adapters, weights)._of(tile, call), x, call)
+
+    @property
+    def linears(self) -> list[Linear]:
+        """Its linear layers."""
+        return [linear for linear in (self.gate, self.up, self.down) if linear is not None]
+
+    def _of(self, x: Float[Array, "b s d"], call: Call) -> Float[Array, "b s d"]:
+        if self.gate is None:
+            return self.down(ACTIVATIONS[self.activation](self.up(x, call)), call)
+        gate, up = jointly([self.gate, self.up], x, call)
+        return self.down(gate_by(self.activation, gate, up), call)
+
+
+def _scale_is_delayed(linear: Linear) -> bool:
+    weight = linear.weight.get_value()
+    return isinstance(weight, LowPrecision) and weight.scales is not None
+
+
+def by_tiles(function: Callable[[Array, Call], Array], x: Float[Array, "b s d"], call: Call) -> Float[Array, "b s d"]:
+    """A function of each token alone, of one tile of positions after another; recomputed so in the backward pass.
+
+    Tiles are equal parts of a device's positions, the largest with at most TILE tokens. Each has its own noise.
+    """
+    mesh, (batch, positions) = jax.sharding.get_abstract_mesh(), by_token()
+    rows, parts = x.shape[0] // shards(axes_in(batch), mesh), shards(axes_in(positions), mesh)
+    tiles = equal_parts(x.shape[1] // parts, max(1, TILE // rows))
+    if tiles == 1:
+        return function(x, call)
+    size = x.shape[1] // parts // tiles
+    apart = jnp.reshape(
+        x, (x.shape[0], parts, tiles, size, x.shape[2]), out_sharding=P(batch, positions, None, None, None)
+    )
+
+    @jax.checkpoint
+    def of_tile(_, numbered: tuple) -> tuple[None, Array]:
+        number, tile = numbered
+        of_devices = jnp.reshape(tile, (x.shape[0], parts * size, x.shape[2]), out_sharding=by_token(None))
+        y = function(of_devices, call.layer(number))
+        return None, jnp.reshape(y, tile.shape, out_sharding=P(batch, positions, None, None))
+
+    _, ys = jax.lax.scan(of_tile, None, (jnp.arange(tiles), jnp.moveaxis(apart, 2, 0)))
+    return jnp.reshape(jnp.moveaxis(ys, 0, 2), x.shape, out_sharding=by_token(None))
+
+
+def equal_parts(positions: int, most: int) -> int:
+    """The fewest equal parts of so many positions of which none is longer than `most`."""
+    return next(parts for parts in range(-(-positions // most), positions + 1) if positions % parts == 0)

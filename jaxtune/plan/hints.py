@@ -1,0 +1,78 @@
+"""The output of the command `plan`."""
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Mapping
+
+import jax
+from absl import flags
+
+from jaxtune.config.schema import Config
+from jaxtune.errors import UserError
+from jaxtune.plan import calibration
+from jaxtune.plan.fit import fastest, overrides
+from jaxtune.plan.prediction import Plan, Where, predict
+from jaxtune.plan.summary import as_json, comparison, line, table
+
+
+def plan_one(values: flags.FlagValues, config: Config) -> int:
+    """Prints a plan, or the fastest one that fits; returns the exit code."""
+    _use_cpu()
+    config = _with_model(config, values.model)
+    where = _where(values, config)
+    plan = _fastest(config, *where) if values.fit else predict(config, *where)
+    print(json.dumps(as_json(plan), indent=2) if values.json else table(plan))
+    if values.fit and not values.json:
+        print(f"\nthe fastest that fits: {' '.join(overrides(config, plan.config)) or 'the options as they are'}")
+    return 0 if plan.fits else 2
+
+
+def compare(parsed: Mapping[str, tuple[flags.FlagValues, Config]]) -> int:
+    """Prints plans of several recipes next to each other; returns the exit code."""
+    _use_cpu()
+    plans = {
+        recipe: predict(_with_model(config, values.model), *_where(values, config))
+        for recipe, (values, config) in parsed.items()
+    }
+    print(comparison(plans))
+    return 0 if all(plan.fits for plan in plans.values()) else 2
+
+
+def _use_cpu() -> None:
+    # With the plugin for CUDA installed jax would look for a GPU and its libraries, and with one there, take its
+    # compute capability for the others'.
+    jax.config.update("jax_platforms", "cpu")
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+
+def _fastest(config: Config, where: Where, measured: calibration.Calibration | None) -> Plan:
+    made = []
+
+    def planned(other: Config) -> Plan:
+        made.append(predict(other, where, measured))
+        print(line(made[-1]), file=sys.stderr, flush=True)
+        return made[-1]
+
+    if plan := fastest(config, planned):
+        return plan
+    least = min(made, key=lambda plan: plan.needed)
+    raise UserError(
+        f"--fit: nothing fits into {least.limit / 1e9:.2f} GB; the least, {least.needed / 1e9:.2f} GB: {line(least)}. "
+        "More GPUs (--gpus with mesh.fsdp=-1), shorter rows (data.seq_len) or adapters (lora.enabled) need less"
+    )
+
+
+def _with_model(config: Config, model: str | None) -> Config:
+    if model is None:
+        return config
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, path=model, revision=None))
+
+
+def _where(values: flags.FlagValues, config: Config) -> tuple[Where, calibration.Calibration | None]:
+    """The GPUs, and what was measured on one."""
+    gpus = [one for one in (values.gpus, config.device.gpus) if one is not None] or [1]
+    if min(gpus) != max(gpus):
+        raise UserError(f"--gpus={gpus[0]}: device.gpus is {gpus[1]}; leave one of them out")
+    return Where(values.gpu, gpus[0], values.hosts), calibration.find(values.gpu, values.calibration)

@@ -1,0 +1,37 @@
+"""FP8 e4m3 with float32 scales: square blocks (DeepSeek-V3, arXiv:2412.19437), a row, or the whole matrix."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxtune.config.schema import Quant
+from jaxtune.quant.array import QuantizedArray, block_absmax, by_block, divisors, in_blocks
+from jaxtune.quant.format import Format
+
+LARGEST = 448.0  # of e4m3
+
+
+def format_of(options: Quant, parameter: str) -> Format:
+    """Blocks of quant.block_size (128) squared; "channel": one scale per row; "tensor": one for the matrix."""
+    match options.block_size or 128:
+        case "channel":
+            block = (1, None)
+        case "tensor":
+            block = (None, None)
+        case int(size):
+            block = (size, size)
+
+    return Fp8("e4m3", block)
+
+
+class Fp8(Format):
+    """Scaled so that the amax of a block becomes the largest number of e4m3; a block of zeros has scale 1."""
+
+    def quantize(self, weight: Float[Array, "o i"]) -> QuantizedArray:
+        """Rounded to nearest, ties to even."""
+        blocks = in_blocks(weight, self.block_of(weight.shape))
+        absmax = block_absmax(blocks)
+        scales = divisors(absmax / LARGEST)
+        elements = jnp.clip(blocks / by_block(scales), -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
+        codes = jax.lax.bitcast_convert_type(elements, jnp.uint8).reshape(weight.shape)
+        return QuantizedArray(codes, scales, None, None, self.elements, weight.dtype)

@@ -1,0 +1,166 @@
+"""Rewards of completions, by Python functions of the user's own, called as TRL calls them.
+
+    function(prompts=[...], completions=[...], completion_ids=[[...], ...], **columns) -> [1.0, None, ...]
+
+Prompts are as in the data: text, or messages. A completion is text, or the assistant's one message after messages.
+Each other column of the data is a list with a value for each completion. None says nothing of a completion.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import Float64
+
+from jaxtune.data.chat.messages import Message, clip
+from jaxtune.data.formats.prompts import Prompt
+from jaxtune.data.reading import user_files
+from jaxtune.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+OPTION = "rollout.rewards"
+MADE_UP = "The answer is 1."
+_OURS = ("prompts", "completions", "completion_ids")
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A reward function and its file."""
+
+    name: str
+    file: Path
+    function: Callable[..., object]
+
+    def error(self, problem: str, where: str | None = None) -> UserError:
+        """What is wrong with the function, for the user; `where` is the line in its file, if that is known."""
+        return UserError(f"{OPTION}: {where or self.file}: {self.name} {problem}")
+
+
+def load_rewards(names: Sequence[str]) -> dict[str, Reward]:
+    """The functions FILE.py:NAME, by NAME. A file is run once, however many of its functions are asked for.
+
+    Raises:
+        UserError: one is not there, cannot be called as above, or has the name of another.
+    """
+    modules: dict[Path, ModuleType] = {}
+    rewards: dict[str, Reward] = {}
+    for named in names:
+        file, name = user_files.split(named, OPTION)
+        if name in rewards:
+            raise UserError(f"{OPTION}: two functions are called {name} ({rewards[name].file} and {file}); rename one")
+        if file not in modules:
+            modules[file] = user_files.module_of(named, OPTION)
+        reward = Reward(name, file, user_files.find(modules[file], named, OPTION))
+        _check_callable(reward)
+        rewards[name] = reward
+    return rewards
+
+
+def rewards_of(
+    functions: Mapping[str, Reward],
+    prompts: Sequence[str | list[Message]],
+    completions: Sequence[str],
+    completion_ids: Sequence[Sequence[int]],
+    columns: Mapping[str, Sequence[object]],
+) -> Float64[np.ndarray, "completions functions"]:
+    """What each function gives each completion, in the functions' order; NaN for None.
+
+    Args:
+        functions: from load_rewards.
+        prompts: one a completion, so a prompt is repeated for its group.
+        completions: their texts, also after messages.
+        completion_ids: their tokens.
+        columns: the other columns of the data, a value for each completion.
+
+    Raises:
+        UserError: a function fails, or returns something else than a finite number or None for each completion.
+    """
+    if taken := sorted(columns.keys() & set(_OURS)):
+        raise UserError(f"{OPTION}: the data has a column {taken[0]!r}, the name of what is passed itself; rename it")
+    answers = [
+        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        for prompt, text in zip(prompts, completions, strict=True)
+    ]
+    given = {"prompts": prompts, "completions": answers, "completion_ids": completion_ids, **columns}
+    return np.stack([_values(reward, given, len(answers)) for reward in functions.values()], axis=1)
+
+
+def try_rewards(
+    functions: Mapping[str, Reward], prompt: Prompt, tokenizer: "PreTrainedTokenizerFast", count: int
+) -> None:
+    """Calls each function once, as for so many completions of a prompt, before anything is compiled or generated.
+
+    Raises:
+        UserError: as `rewards_of`.
+    """
+    columns = {name: [value] * count for name, value in prompt.sample.items()}
+    tokens = tokenizer(MADE_UP, add_special_tokens=False)["input_ids"]
+    try:
+        rewards_of(functions, [prompt.given] * count, [MADE_UP] * count, [tokens] * count, columns)
+    except UserError as error:
+        tried = f"tried before the first step, on the first prompt with {count} completions {MADE_UP!r}"
+        raise UserError(f"{error} ({tried})") from error
+
+
+def total(
+    values: Float64[np.ndarray, "completions functions"], weights: Sequence[float]
+) -> Float64[np.ndarray, " completions"]:
+    """The weighted sum of what the functions say of each completion; NaN where none says anything, as in TRL."""
+    silent = np.isnan(values).all(axis=1)
+    return np.where(silent, np.nan, np.nan_to_num(values, nan=0.0) @ np.asarray(weights, np.float64))
+
+
+def _check_callable(reward: Reward) -> None:
+    """Before anything is generated: a function that is passed every column must take them all."""
+    if inspect.iscoroutinefunction(reward.function) or inspect.iscoroutinefunction(type(reward.function).__call__):
+        raise reward.error("is async, which is not supported; write it with `def`")
+    kinds = {parameter.kind for parameter in inspect.signature(reward.function).parameters.values()}
+    if inspect.Parameter.VAR_KEYWORD not in kinds:
+        raise reward.error(
+            f"must take **columns as its last parameter: it is passed {', '.join(_OURS)} and every other column of "
+            "the data by name"
+        )
+
+
+def _values(reward: Reward, given: Mapping[str, Sequence[object]], count: int) -> Float64[np.ndarray, " completions"]:
+    try:
+        # Lists of its own, so that a function which changes them changes nothing for the next one.
+        returned = reward.function(**{name: list(column) for name, column in given.items()})
+        values = (
+            list(returned)
+            if isinstance(returned, Iterable) and not isinstance(returned, str | bytes | Mapping)
+            else None
+        )
+    except (Exception, SystemExit) as error:  # the function is the user's program: it can fail in any way
+        where = user_files.raised_at(error, reward.file)
+        problem = f"fails: {type(error).__name__}: {error}"
+        if where == str(reward.file) and isinstance(error, TypeError):  # the call itself failed
+            problem += f" (it was passed {', '.join(given)})"
+        raise reward.error(problem, where) from error
+    if values is None:
+        raise reward.error(f"must return a list with a number for each completion, not {clip(repr(returned))}")
+    if len(values) != count:
+        raise reward.error(f"returned {len(values)} values for {count} completions; it must return one for each")
+    return np.array([_number(reward, index, value) for index, value in enumerate(values)], np.float64)
+
+
+def _number(reward: Reward, index: int, value: object) -> float:
+    if value is None:
+        return math.nan
+    try:
+        number = None if isinstance(value, str | bytes) else float(value)  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError, OverflowError):
+        number = None
+    if number is None or not math.isfinite(number):
+        raise reward.error(
+            f"returned {clip(repr(value))} for completion {index}; it must be a finite number, or None if the function "
+            "says nothing of it"
+        )
+    return number

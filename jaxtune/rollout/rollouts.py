@@ -1,0 +1,340 @@
+"""A step that learns from the model's own completions: make them, reward them, update by them."""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jaxtyping import Array, Float64
+
+from jaxtune import data
+from jaxtune.columns import ADVANTAGE, LOSS_WEIGHT, OLD_LOG_PROB, TOKENS, Column
+from jaxtune.config.schema import Config
+from jaxtune.data.formats.prompts import Prompt, Prompts
+from jaxtune.data.formats.units import Documents, Part
+from jaxtune.data.rows.prompt_feed import Asked
+from jaxtune.errors import UserError
+from jaxtune.exports.write import export_adapter
+from jaxtune.host.process import compiler_options
+from jaxtune.host.run_folder import RunFolder
+from jaxtune.inference.generation import Completion, completed, ending, make_generate, stop_tokens, text_of
+from jaxtune.models.decode import Sampling
+from jaxtune.models.decoder import Parameters, bind
+from jaxtune.models.score import Batch, score
+from jaxtune.monitor.metrics import cut
+from jaxtune.objectives.grpo import advantages
+from jaxtune.parallel import multihost
+from jaxtune.parallel.mesh import data_shards
+from jaxtune.precision.recipes import recipe_of
+from jaxtune.rollout import completion_server
+from jaxtune.rollout.rewards import Reward, rewards_of, total
+from jaxtune.training.assembly import Program, call_of
+from jaxtune.training.state import State
+from jaxtune.training.step import weights_of_step
+from jaxtune.weights.model import Model
+
+log = logging.getLogger("jaxtune")
+
+# (trained, frozen, the tokens of each prompt, the number of each completion) -> completions.
+Complete = Callable[[Parameters, Parameters, list[list[int]], Sequence[int]], list[Completion]]
+
+
+class Rollout(NamedTuple):
+    """Completions, and what they are worth: by each function, NaN where it says nothing, and in all."""
+
+    prompts: list[Prompt]
+    completions: list[Completion]
+    texts: list[str]
+    each: dict[str, Float64[np.ndarray, " completions"]]
+    rewards: Float64[np.ndarray, " completions"]
+
+
+# (trained, frozen, a prompt for each completion, the number of each) -> what was made of them.
+MakeRollout = Callable[[Parameters, Parameters, list[Prompt], Sequence[int]], Rollout]
+
+
+def with_rollouts(
+    config: Config,
+    program: Program,
+    make: MakeRollout,
+    train_step: Callable[..., tuple[State, dict[str, Any]]],
+    run: Path,
+) -> Callable[..., tuple[State, dict[str, Any]]]:
+    """(state, frozen, prompts of a step, learning rate) -> (state, metrics), in the place of `train_step`.
+
+    Completions are used for grpo.iterations of `train_step`. Metrics are those of the last, and as TRL names them:
+    reward, reward_std, rewards/NAME/mean, frac_reward_zero_std, completions/mean_length, completions/clipped_ratio.
+    `run`: the folder, for the completions of the first prompt of each step, if log.jsonl.
+    """
+    group_size = config.rollout.group_size
+    scored = jax.jit(_make_scored(config, program.model), compiler_options=compiler_options(config))
+    written = _Written(RunFolder(run).completions) if config.log.jsonl and multihost.is_main() else None
+    silent = 0  # steps in a row
+
+    def step(state: State, frozen: Parameters, asked: Asked, rate: Any) -> tuple[State, dict[str, Any]]:
+        nonlocal silent
+        prompts = [prompt for prompt in asked.prompts for _ in range(group_size)]
+        made = make(state.trained, frozen, prompts, range(asked.first, asked.first + len(prompts)))
+        silent = silent + 1 if np.isnan(made.rewards).all() else 0
+        if silent and multihost.is_main():
+            log.warning("rollout.rewards: None for every completion of a step, from which nothing is learned")
+        if silent == config.train.max_bad_steps:
+            raise UserError(
+                f"rollout.rewards: None for every completion of {silent} steps in a row (train.max_bad_steps), from "
+                "which nothing is learned; return a number where a completion is to be rewarded, such as 0.0"
+            )
+        above = advantages(made.rewards, group_size, config.grpo.advantage_scale)
+        if written is not None:
+            written.write(asked.first // len(prompts) + 1, made, above, group_size)
+        batch = _batch(config, program, made, above)
+        if config.grpo.iterations > 1:
+            batch[OLD_LOG_PROB.name] = scored(state.trained, frozen, batch)
+        metrics = {}
+        for _ in range(config.grpo.iterations):
+            state, metrics = train_step(state, frozen, batch, rate)
+        of_completions = _spread(made.rewards, group_size) | _described(made)
+        return state, metrics | {name: np.asarray(value) for name, value in of_completions.items()}
+
+    return step
+
+
+def make_rollouts(config: Config, model: Model, tokenizer, functions: Mapping[str, Reward], run: Path) -> MakeRollout:
+    """Completions of prompts, rewarded: made on the devices of the current mesh, or by rollout.server.
+
+    `run`: the folder, for adapters that are sent. The function raises UserError as `rewards_of` and, of a server, as
+    `completion_server.complete`.
+    """
+    weights = _weights(functions, config.rollout.reward_weights)
+    if config.rollout.server is None:
+        complete = _on_devices(config, model, tokenizer)
+    else:
+        complete = _by_server(config, model, tokenizer, run / "rollout_adapter")
+
+    def make(trained: Parameters, frozen: Parameters, prompts: list[Prompt], numbers: Sequence[int]) -> Rollout:
+        found = complete(trained, frozen, [prompt.tokens for prompt in prompts], numbers)
+        # As TRL's `batch_decode(completion_ids)`: the text of a completion does not depend on its prompt's.
+        texts = [
+            prompt.begun + text_of(completion, tokenizer, after=prompt.tokens if prompt.begun else ())
+            for prompt, completion in zip(prompts, found)
+        ]
+        each = _rewarded(functions, prompts, texts, found)
+        return Rollout(prompts, found, texts, dict(zip(functions, each.T)), total(each, weights))
+
+    return make
+
+
+def make_evaluate(
+    config: Config, make: MakeRollout, prompts: list[Prompt], at_once: int, beat: Callable[[], None] = lambda: None
+) -> Callable[[Parameters, Parameters, Parameters], dict[str, float]]:
+    """(trained, frozen, reference) -> eval_reward and more, of a completion of each prompt, so many `at_once`.
+
+    Of eval.max_batches of these, if it says so; `beat` is called after each.
+    """
+    if config.eval.max_batches is not None:
+        prompts = prompts[: config.eval.max_batches * at_once]
+
+    def evaluate(trained: Parameters, frozen: Parameters, reference: Parameters) -> dict[str, float]:
+        parts = []
+        for first in range(0, len(prompts), at_once):
+            numbers = range(first, min(first + at_once, len(prompts)))
+            # Random numbers that no step has, the same in each evaluation.
+            own = [-1 - number for number in numbers]
+            parts.append(make(trained, frozen, [prompts[number] for number in numbers], own))
+            beat()
+        return {f"eval_{name}": float(value) for name, value in _described(_joined(parts)).items()}
+
+    return evaluate
+
+
+def _joined(parts: list[Rollout]) -> Rollout:
+    """One after another."""
+    return Rollout(
+        [prompt for part in parts for prompt in part.prompts],
+        [completion for part in parts for completion in part.completions],
+        [text for part in parts for text in part.texts],
+        {name: np.concatenate([part.each[name] for part in parts]) for name in parts[0].each},
+        np.concatenate([part.rewards for part in parts]),
+    )
+
+
+def _described(made: Rollout) -> dict[str, Any]:
+    """Means over completions; of rewards over those that have one, and NaN if none does."""
+
+    def mean(values: Float64[np.ndarray, " n"]) -> float:
+        known = values[~np.isnan(values)]
+        return float(known.mean()) if len(known) else math.nan
+
+    return {
+        "reward": mean(made.rewards),
+        **{f"rewards/{name}/mean": mean(values) for name, values in made.each.items()},
+        "completions/mean_length": np.mean([len(completion.tokens) for completion in made.completions]),
+        "completions/clipped_ratio": np.mean([not completion.finished for completion in made.completions]),
+    }
+
+
+def _spread(rewards: Float64[np.ndarray, " n"], group_size: int) -> dict[str, Any]:
+    """How much rewards differ: their standard deviation, and the share of groups in which they are all alike."""
+    known = rewards[~np.isnan(rewards)]
+    groups = (group[~np.isnan(group)] for group in rewards.reshape(-1, group_size))
+    alike = [len(group) > 1 and np.ptp(group) < 1e-8 for group in groups]
+    return {"reward_std": known.std(ddof=1) if len(known) > 1 else math.nan, "frac_reward_zero_std": np.mean(alike)}
+
+
+class _Written:
+    """A file of completions, a line each, from the first step of this process on."""
+
+    def __init__(self, path: Path):
+        self._path, self._begun = path, False
+
+    def write(self, step: int, made: Rollout, above: np.ndarray, count: int) -> None:
+        """The first `count` completions of a step, with their advantages."""
+        if not self._begun:  # a run that goes on makes some steps again
+            cut(self._path, step - 1)
+            self._begun = True
+        with self._path.open("a", encoding="utf-8") as file:
+            for prompt, text, reward, advantage in zip(made.prompts[:count], made.texts, made.rewards, above):
+                line = {"step": step, "prompt": prompt.given, "completion": text}
+                line |= {"reward": float(reward), "advantage": float(advantage)}
+                file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+
+
+def _weights(functions: Mapping[str, Reward], factors: Sequence[str]) -> list[float]:
+    """The weight of each function. Raises UserError for one that is not there."""
+    named = dict(factor.split("=") for factor in factors)
+    if strangers := named.keys() - functions.keys():
+        known = ", ".join(functions)
+        raise UserError(
+            f"rollout.reward_weights: {min(strangers)!r} is not one of the functions of rollout.rewards: {known}"
+        )
+    return [float(named.get(name, 1.0)) for name in functions]
+
+
+def _on_devices(config: Config, model: Model, tokenizer) -> Complete:
+    """Completions that the devices of the run make, a group's each with random numbers of its own."""
+    options, recipe = config.rollout, recipe_of(config.precision, model.linears)
+    sampling = Sampling(**{name: getattr(options, name) for name in Sampling._fields})
+    how = {"max_new_tokens": options.max_new_tokens, "sampling": sampling, "seed": config.train.seed}
+    generate = make_generate(model.graph, model.spec, dtype=recipe.dtype, **how)
+    ended = ending(_stops(config, model, tokenizer), options.stop, tokenizer)
+    of_step = config.train.micro_batch_size * config.train.grad_accum_steps * data_shards(jax.sharding.get_mesh())
+    size = options.completions_at_once or of_step
+
+    def complete(
+        trained: Parameters, frozen: Parameters, prompts: list[list[int]], numbers: Sequence[int]
+    ) -> list[Completion]:
+        found, parameters = [], {**frozen, **trained}
+        for first in range(0, len(prompts), size):
+            # The last of them fill up the batch, so that it has the size that is compiled, and are left out again.
+            rows = [min(row, len(prompts) - 1) for row in range(first, first + size)]
+            tokens = generate(parameters, [prompts[row] for row in rows], [numbers[row] for row in rows])
+            found += completed(tokens, min(size, len(prompts) - first), ended)
+        return found
+
+    return complete
+
+
+def _by_server(config: Config, model: Model, tokenizer, folder: Path) -> Complete:
+    """Completions of an OpenAI-compatible server, to which the adapter is sent first; one process asks for all."""
+    options = config.rollout
+    # Of two runs of one name, and of a run and its evaluation, each unloads its own adapters alone.
+    own = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:6]
+    url, name = options.server or "", f"{config.train.run_name or 'run'}-{own}"
+    sampling = {key: getattr(options, key) for key in Sampling._fields} | {"top_k": options.top_k or 0}
+    ends = {"stop": _stops(config, model, tokenizer), "strings": options.stop}
+    how = {**sampling, **ends, "max_tokens": options.max_new_tokens, "seed": config.train.seed}
+    how["vocabulary"] = model.spec.vocabulary
+
+    def complete(
+        trained: Parameters, frozen: Parameters, prompts: list[list[int]], numbers: Sequence[int]
+    ) -> list[Completion]:
+        export_adapter(model, {**frozen, **trained}, config, folder)
+        found = np.zeros((len(prompts), 2 + options.max_new_tokens), np.int32)  # finished, length, tokens
+        if multihost.is_main():
+            served = completion_server.send_adapter(url, name, folder)
+            made = completion_server.complete(url, served, prompts, numbers, timeout=options.server_seconds, **how)
+            for row, completion in zip(found, made):
+                row[:2] = completion.finished, len(completion.tokens)
+                row[2 : 2 + len(completion.tokens)] = completion.tokens
+        found = multihost_utils.broadcast_one_to_all(found)
+        return [Completion(row[2 : 2 + row[1]].tolist(), bool(row[0])) for row in found]
+
+    return complete
+
+
+def _stops(config: Config, model: Model, tokenizer) -> frozenset[int]:
+    """The tokens that end a completion."""
+    end = Prompts(tokenizer, config.chat).turn_end
+    own = frozenset() if end is None else frozenset({tokenizer.added_tokens_encoder[end]})
+    return stop_tokens(model.folders.tokenizer, tokenizer) | own
+
+
+def _rewarded(
+    functions: Mapping[str, Reward], prompts: Sequence[Prompt], texts: list[str], found: list[Completion]
+) -> Float64[np.ndarray, "completions functions"]:
+    """What each function gives each completion; called by one process alone."""
+    each = np.zeros((len(prompts), len(functions)))
+    if multihost.is_main():
+        names = dict.fromkeys(name for prompt in prompts for name in prompt.sample)
+        columns = {name: [prompt.sample.get(name) for prompt in prompts] for name in names}
+        given = [prompt.given for prompt in prompts]
+        each = rewards_of(functions, given, texts, [completion.tokens for completion in found], columns)
+    # As integers, because jax would round them to float32.
+    return multihost_utils.broadcast_one_to_all(each.view(np.int32)).view(np.float64)
+
+
+def _batch(config: Config, program: Program, made: Rollout, above: np.ndarray) -> Batch:
+    """The batch of a step: each completion after its prompt, in a row of its own."""
+    pairs = list(zip(made.prompts, made.completions))
+    tokens = [[*prompt.tokens, *completion.tokens] for prompt, completion in pairs]
+    weights = [
+        [0] * len(prompt.tokens) + [completion.finished or not config.grpo.mask_truncated] * len(completion.tokens)
+        for prompt, completion in pairs
+    ]
+    part = Part(
+        name="completions",
+        key="",
+        columns={column.name: column for column in (TOKENS, LOSS_WEIGHT, ADVANTAGE)},
+        values={
+            TOKENS.name: np.concatenate(tokens).astype(TOKENS.dtype),
+            LOSS_WEIGHT.name: np.concatenate(weights).astype(LOSS_WEIGHT.dtype),
+            ADVANTAGE.name: above.astype(ADVANTAGE.dtype),
+        },
+        offsets=np.cumsum([0, *map(len, tokens)]),
+        units=np.arange(len(tokens) + 1),
+        targets=np.array(list(map(sum, weights))),
+        continuous=np.zeros(len(tokens), bool),
+        skipped=0,
+        notes=(),
+    )
+    plain = dataclasses.replace(config.data, packing=False, shuffle=False, num_workers=0, prefetch=0)
+    columns: tuple[Column, ...] = tuple(c for c in program.objective.columns if c != OLD_LOG_PROB)
+    rows = data.Rows(Documents.joined([part]), plain, 1, columns)
+    like = program.batch[TOKENS.name]
+    (_, batch), *_ = data.batches(rows, like.shape, like.sharding, 0, len(tokens), plain)
+    return batch
+
+
+def _make_scored(config: Config, model: Model) -> Callable[[Parameters, Parameters, Batch], Array]:
+    """(trained, frozen, batch) -> the log-probability of each target, (micro-batches, rows, positions)."""
+    recipe = recipe_of(config.precision, model.linears)
+    call = call_of(config, recipe)._replace(remat="none")
+
+    def scored(trained: Parameters, frozen: Parameters, batch: Batch) -> Array:
+        weights_of, _ = weights_of_step(recipe.linears, trained, frozen, {}, jnp.zeros((), jnp.int32))
+
+        def of_micro_batch(_: None, micro: Batch) -> tuple[None, Array]:
+            with jax.default_matmul_precision(recipe.matmul_precision):
+                decoder = bind(model.graph, weights_of(trained, {}))
+                return None, score(decoder, micro, call, temperature=config.rollout.temperature).log_prob
+
+        return jax.lax.scan(of_micro_batch, None, batch)[1]
+
+    return scored

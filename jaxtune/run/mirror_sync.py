@@ -1,0 +1,114 @@
+"""The mirror of a run (ckpt.mirror): opened before the model is read, gone on from, up to date at the end."""
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from jaxtune.checkpoint import CheckpointManager
+from jaxtune.checkpoint.manager import HOST_FILE
+from jaxtune.checkpoint.mirror import Mirror
+from jaxtune.checkpoint.storage import open_folder, reason
+from jaxtune.config import from_json, to_json
+from jaxtune.config.differences import differences
+from jaxtune.config.loading import as_dict
+from jaxtune.config.schema import Config
+from jaxtune.errors import UserError, hide_secrets
+from jaxtune.host import process
+from jaxtune.host.run_folder import RunFolder
+from jaxtune.monitor.metrics import IDS
+
+log = logging.getLogger("jaxtune")
+
+
+@contextmanager
+def mirrored(config: Config, folder: RunFolder) -> Iterator[Mirror | None]:
+    """The mirror, which the main process alone has. At the end of a run it is brought up to date, and a line says so.
+
+    Raises UserError where ckpt.mirror cannot be written to.
+    """
+    if config.ckpt.mirror is None:
+        yield None
+        return
+    url, opened = f"{config.ckpt.mirror.rstrip('/')}/{folder.path.name}", []
+
+    def open_mirror() -> None:
+        records = (*(path.name for path in (folder.config, folder.counts, folder.metrics, folder.completions)), *IDS)
+        opened.append(Mirror(open_folder(url, "ckpt.mirror"), folder.path, records))
+
+    def finish() -> None:
+        opened[0].update()
+        if failure := opened[0].wait():
+            log.warning("mirror:   %s; the same command again copies what is missing", failure)
+        else:
+            log.info("mirror:   %s", url)
+
+    process.on_main(open_mirror)
+    yield opened[0] if opened else None
+    process.on_main(finish)
+
+
+def fetch(config: Config, folder: RunFolder, mirror: Mirror | None, checkpoints: CheckpointManager) -> None:
+    """Where the run has no checkpoint here, brings the one to go on from, by ckpt.resume, and the best one.
+
+    Raises UserError where the mirror holds another run, or ckpt.resume is 'never' and it holds one.
+    """
+
+    def look() -> None:
+        assert mirror is not None
+        there, here = _steps(mirror), checkpoints.steps()
+        if there and config.ckpt.resume == "never":
+            raise UserError(
+                f"{mirror.remote.url} holds a run and ckpt.resume is 'never'; choose another --config.train.run_name"
+            )
+        if not there:
+            return
+        _check_same(config, mirror)
+        if here:
+            if there[-1] > here[-1]:
+                log.warning(
+                    "%s has a checkpoint of step %d, but the run goes on from those here, of which the newest is of "
+                    "step %d; to go on from the other, move %s away",
+                    *(mirror.remote.url, there[-1], here[-1], folder.checkpoints),
+                )
+            return
+        step = mirror.fetch(None if config.ckpt.resume == "auto" else int(config.ckpt.resume))
+        saved = json.loads((folder.checkpoints / str(step) / HOST_FILE).read_text(encoding="utf-8"))
+        best = saved.get("host", saved).get("standing", {}).get("step")
+        if best in there and best != step:
+            mirror.fetch(best)
+
+    if config.ckpt.mirror is not None and config.ckpt.resume != "overwrite":
+        process.on_main(look)
+
+
+def begin(config: Config, mirror: Mirror | None) -> None:
+    """With ckpt.resume='overwrite' its checkpoints are removed, as those of the run are."""
+
+    def clear() -> None:
+        assert mirror is not None
+        mirror.clear()
+
+    if config.ckpt.mirror is not None and config.ckpt.resume == "overwrite":
+        process.on_main(clear)
+
+
+def _steps(mirror: Mirror) -> list[int]:
+    try:
+        return mirror.steps()
+    except Exception as error:  # each file system raises types of its own
+        raise UserError(f"ckpt.mirror: {mirror.remote.url} cannot be read: {reason(error)}") from error
+
+
+def _check_same(config: Config, mirror: Mirror) -> None:
+    """Raise UserError where the run there was started with other options: its checkpoints are not to be touched."""
+    try:
+        text = mirror.remote.read("config.json").decode()
+    except Exception as error:
+        raise UserError(f"ckpt.mirror: {mirror.remote.url}/config.json cannot be read: {reason(error)}") from error
+    then = as_dict(from_json(hide_secrets(text), f"{mirror.remote.url}/config.json"))
+    if changed := [key for key, _, _ in differences(then, as_dict(from_json(to_json(config))), "")]:
+        raise UserError(
+            f"ckpt.mirror: {mirror.remote.url} holds another run, with other values of {', '.join(changed[:3])}; "
+            "choose another --config.train.run_name, or remove it with --config.ckpt.resume=overwrite"
+        )

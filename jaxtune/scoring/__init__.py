@@ -1,0 +1,1 @@
+"""Scores that another model computes once, before the first step: of a reference, or of a teacher."""

@@ -1,0 +1,215 @@
+"""A teacher's likeliest tokens after each, found once, so that no step computes the teacher."""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxtune import data, hf
+from jaxtune.checkpoint import fingerprint
+from jaxtune.columns import of_teacher
+from jaxtune.config.schema import Config, Experts, Memory, Precision, Quant
+from jaxtune.data.rows.splits import cache_folder
+from jaxtune.errors import UserError
+from jaxtune.host.process import compiler_options
+from jaxtune.models.decoder import Parameters, bind
+from jaxtune.models.divergence import likeliest
+from jaxtune.models.score import Batch, hidden_states
+from jaxtune.parallel.layout import P, by_token
+from jaxtune.parallel.mesh import data_shards
+from jaxtune.precision.recipes import recipe_of
+from jaxtune.scoring.memmap_cache import kept
+from jaxtune.training.assembly import call_of
+from jaxtune.weights.model import Model, declare_model, read_base
+from jaxtune.weights.values import check_files, initial_parameters, of_model, read_parameters, tokenizer_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+log = logging.getLogger("jaxtune")
+SPAN = 2 * 4096  # bytes: the file has whole blocks, also where what is kept begins and ends
+
+
+class Teacher(NamedTuple):
+    """A declared teacher, no weight of which is read.
+
+    vocabulary: number of tokens that it and the student have embeddings for; either may have some that no token uses.
+    """
+
+    config: Config
+    model: Model
+    vocabulary: int
+
+
+def declare_teacher(
+    config: Config, tokenizer: "PreTrainedTokenizerFast", vocabulary: int, mesh: jax.sharding.Mesh
+) -> Teacher | None:
+    """The model that distill.teacher names, on the mesh of its student; None if it names none.
+
+    tokenizer, vocabulary: the student's. Raises UserError where it is not a language model with the same tokens, or
+    does not fit the mesh.
+    """
+    name = config.distill.teacher
+    if name is None:
+        return None
+    try:
+        own = _config_of(name, config)
+        model = declare_model(read_base(own), own, mesh, train=False, low_precision=False)
+        check_files(model, own)
+        theirs = hf.load_tokenizer(tokenizer_folder(model, own))
+    except UserError as error:
+        raise UserError(f"distill.teacher={name!r}: {error}") from error
+    known = theirs.get_vocab()
+    others = {token: number for token, number in tokenizer.get_vocab().items() if known.get(token) != number}
+    if others:
+        token, number = min(others.items(), key=lambda item: item[1])
+        instead = f"token {known[token]} of the teacher" if token in known else "unknown to the teacher"
+        raise UserError(
+            f"distill.teacher={name!r} has another tokenizer than model.path={config.model.path!r}: {len(others)} of "
+            f"the student's tokens differ, such as {token!r}, which is token {number} and {instead}; take a teacher of "
+            "the student's family, and data.special_tokens that both have"
+        )
+    vocabulary = min(vocabulary, model.spec.vocabulary)
+    if config.distill.top_k > vocabulary:
+        raise UserError(f"distill.top_k={config.distill.top_k}: there are {vocabulary} tokens")
+    return Teacher(own, model, vocabulary)
+
+
+def _config_of(name: str, config: Config) -> Config:
+    """The run of the teacher alone: as the student's, without what is said of the student's own layers."""
+    low = config.precision.recipe in ("fp8_hybrid", "nvfp4")
+    whole = dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, special_tokens=()),
+        train=dataclasses.replace(config.train, freeze=None),
+        quant=Quant(),
+        experts=Experts(),
+        memory=Memory(remat="none"),
+        precision=Precision("bf16" if low else config.precision.recipe),
+    )
+    return of_model(name, whole)
+
+
+def with_teacher(
+    teacher: Teacher | None, mesh: jax.sharding.Mesh, feed: data.Feed | data.PromptFeed
+) -> data.Feed | data.PromptFeed:
+    """The feed with the teacher's columns in the rows that are trained on; as it is without a teacher.
+
+    They are kept in the folder of tokenised documents, by what they were computed of. Raises UserError as
+    `read_parameters`, and where the folder has no room.
+    """
+    if teacher is None:
+        return feed
+    assert isinstance(feed, data.Feed) and isinstance(feed.rows, data.Rows), "config.checks refuses others"
+    used = min(feed.rows.total(1), feed.total_steps * feed.rows_per_step)
+    return dataclasses.replace(feed, rows=_with_columns(teacher, mesh, feed.rows, used))
+
+
+def _with_columns(teacher: Teacher, mesh: jax.sharding.Mesh, rows: data.Rows, used: int) -> data.Rows:
+    """The rows, of which the first `used` hold all that a run needs, with the teacher's columns."""
+    config, options = teacher.config, teacher.config.distill
+    file = cache_folder(config) / f"teacher-{_key(teacher, rows, used)}.npy"
+
+    def write(path: Path) -> None:
+        targets, spans = np.sum([_trained(rows, row) for row in range(used)], axis=0)
+        needed, free = targets * _record(config).itemsize + spans * SPAN, shutil.disk_usage(path.parent).free
+        room = f"{needed / 1e9:.3g} GB in {path.parent}"
+        if needed > free:
+            raise UserError(
+                f"distill.teacher: its distill.top_k={options.top_k} likeliest tokens for {targets:,} targets take "
+                f"{room}, where {free / 1e9:.3g} GB are free; lower it, or set data.cache_dir"
+            )
+        log.info("distill.teacher: scoring %d targets in %d rows, to keep %s", targets, used, room)
+        _write(path, teacher, mesh, rows, used)
+
+    values = kept(file, write)
+    for column in of_teacher(options.top_k):
+        rows = rows.with_column(column, values[column.name])
+    return rows
+
+
+def _trained(rows: data.Rows, row: int) -> tuple[int, int]:
+    """(number of targets in a row that are trained, number of spans without others between them)."""
+    targets = spans = 0
+    for document, start, _, count in rows.targets_in(row):
+        trained = rows.documents.values("loss_weight", document, start, start + count) != 0
+        targets += int(np.count_nonzero(trained))
+        spans += int(np.count_nonzero(np.diff(trained, prepend=False) & trained))
+    return targets, spans
+
+
+def _record(config: Config) -> np.dtype:
+    """What is kept of a token, 8 * distill.top_k + 4 bytes: a row is read from one place of the file."""
+    columns = of_teacher(config.distill.top_k)
+    return np.dtype([(column.name, column.dtype, (column.width or 1,)) for column in columns])
+
+
+def _key(teacher: Teacher, rows: data.Rows, used: int) -> str:
+    """A hash of what is computed and how."""
+    config, options = teacher.config, teacher.config.distill
+    adapter = config.lora.path and fingerprint(hf.resolve(config.lora.path, holds="adapter_config.json"))
+    documents = [rows.documents.key, hashlib.sha256(rows.documents.chosen.tobytes()).hexdigest()]
+    # A run of less than an epoch needs some of the documents, or parts of them, alone.
+    targets = () if used == rows.total(1) else (target for row in range(used) for target in rows.targets_in(row))
+    needed = sorted((document, start, count) for document, start, _, count in targets)
+    how = [options.temperature, options.top_k, teacher.vocabulary, config.precision.recipe, config.model.dtype]
+    cuts = [config.data.seq_len, config.data.truncation]
+    scale = [config.lora.alpha, config.lora.use_rslora]
+    parts = [documents, hashlib.sha256(json.dumps(needed).encode()).hexdigest(), cuts, how]
+    parts += [fingerprint(teacher.model.folder), adapter, scale]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+def _write(path: Path, teacher: Teacher, mesh: jax.sharding.Mesh, rows: data.Rows, used: int) -> None:
+    """Writes an array of all tokens of all parts of the documents, with nothing for those that are not trained."""
+    config, model = teacher.config, teacher.model
+    parameters = read_parameters(model, model.whole)
+    if config.lora.enabled:
+        parameters |= initial_parameters(model, config)
+    step = jax.jit(_make_step(teacher), compiler_options=compiler_options(config))
+    shape = (1, config.train.micro_batch_size * data_shards(mesh), config.data.seq_len)
+    sharding = jax.NamedSharding(mesh, P(None, *by_token()))
+    length = int(sum(part.offsets[-1] for part in rows.documents.parts))
+    values = np.lib.format.open_memmap(path, "w+", _record(config), (length,))
+    first_token, first, told = rows.documents.first_token, 0, 0
+    for after, batch in data.batches(rows, shape, sharding, 0, used, config.data):
+        found = {name: np.asarray(array.addressable_data(0)) for name, array in step(parameters, batch).items()}
+        place = found.pop("place", None)
+        for number, row in enumerate(range(first, min(after, used))):
+            order = np.arange(config.data.seq_len) if place is None else np.argsort(place[number])
+            for document, start, position, count in rows.targets_in(row):
+                weights = rows.documents.values("loss_weight", document, start, start + count)
+                trained = np.flatnonzero(weights)
+                for name, array in found.items():
+                    values[name][first_token[document] + start + trained] = array[number, order[position + trained]]
+        first = after
+        if 10 * first // used > told:
+            told = 10 * first // used
+            log.info("distill.teacher: %d of %d rows", min(first, used), used)
+    values.flush()
+
+
+def _make_step(teacher: Teacher) -> Callable[[Parameters, Batch], dict[str, jax.Array]]:
+    """(parameters, batch of one micro-batch) -> the teacher's columns, and `place` of dealt rows, on every device."""
+    config, model, options = teacher.config, teacher.model, teacher.config.distill
+    recipe = recipe_of(config.precision, None)
+    call = call_of(config, recipe)
+
+    def step(parameters: Parameters, batch: Batch) -> dict[str, jax.Array]:
+        micro = jax.tree.map(lambda column: column[0], batch)
+        decoder = bind(model.graph, parameters)
+        with jax.default_matmul_precision(recipe.matmul_precision):
+            hidden, _ = hidden_states(decoder, micro, call)
+            found = likeliest(decoder, hidden, call.dtype, options.top_k, teacher.vocabulary, options.temperature)
+        columns = {column.name: values for column, values in zip(of_teacher(options.top_k), found)}
+        columns |= {"place": micro["place"]} if "place" in micro else {}
+        return {name: jax.reshard(values, P()) for name, values in columns.items()}
+
+    return step

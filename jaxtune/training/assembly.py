@@ -1,0 +1,226 @@
+"""The program of a run: model, optimizer, state, batch and step, from its base model and its config alone."""
+
+import itertools
+import logging
+from collections.abc import Callable
+from dataclasses import astuple
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxtune import data
+from jaxtune.config.schema import Config
+from jaxtune.errors import UserError
+from jaxtune.host import plugins
+from jaxtune.host.process import compiler_options
+from jaxtune.models.decoder import Parameters, cast_like
+from jaxtune.models.forward_options import Call
+from jaxtune.models.parameters import abstract
+from jaxtune.models.spec import Experts
+from jaxtune.objectives.balanced import balanced
+from jaxtune.objectives.classification import classification
+from jaxtune.objectives.cross_entropy import cross_entropy, token_accuracy
+from jaxtune.objectives.distillation import distillation
+from jaxtune.objectives.grpo import grpo
+from jaxtune.objectives.objective import Objective
+from jaxtune.objectives.preference import preference
+from jaxtune.optim.adamw_8bit import float32_moments, undivided_moments
+from jaxtune.optim.build import Optimizer, Trained, build
+from jaxtune.optim.rules import balancing
+from jaxtune.parallel import offload
+from jaxtune.parallel.layout import RULES, Axes, Layout, P, by_token, spec
+from jaxtune.parallel.manual_axes import GATHERS_OTHER_AXES
+from jaxtune.parallel.mesh import data_shards
+from jaxtune.precision.recipes import Recipe, recipe_of
+from jaxtune.training.guard import first_level
+from jaxtune.training.noise import make_noise
+from jaxtune.training.pipelined_step import pipelined_gradients
+from jaxtune.training.state import State, initial_state
+from jaxtune.training.step import Gradients, accumulated_gradients, make_train_step
+from jaxtune.weights.model import Base, Model, abstract_average, declare_model
+from jaxtune.weights.reference import abstract_reference
+from jaxtune.weights.relora import make_merge, merged_into
+
+log = logging.getLogger("jaxtune")
+
+
+class Program(NamedTuple):
+    """A run before any value is read: its functions, and the shapes, dtypes and shardings of their arguments."""
+
+    model: Model
+    objective: Objective
+    optimizer: Optimizer
+    gradients: Gradients
+    step: Callable[..., Any]  # (state, frozen, batch, learning rate) -> (state, metrics)
+    start: Callable[[Parameters], State]  # trained parameters -> the state before the first step
+    state: State
+    frozen: Parameters
+    batch: Parameters
+
+    @property
+    def arguments(self) -> tuple[State, Parameters, Parameters, jax.ShapeDtypeStruct]:
+        """Of the step, enough to compile it anywhere."""
+        return self.state, self.frozen, self.batch, jax.ShapeDtypeStruct((), jnp.float32)
+
+
+def assemble(base: Base, config: Config, mesh: jax.sharding.Mesh, objective: Objective | None = None) -> Program:
+    """The program of a config on the current mesh, which may be of compile-only devices; no file is read.
+
+    `objective`: the config's, unless given. Raises UserError where the mesh or the device does not fit the model.
+    """
+    model = declare_model(base, config, mesh)
+    optimizer, recipe = _optimizer(model, config), recipe_of(config.precision, model.linears)
+    objective, seed = objective or objective_of(config, model), config.train.seed
+    reference, update_steps = abstract_reference(model, config), config.preference.reference_update_steps
+    places, warmup = places_of(model, RULES.value.gradients), config.train.dropout_warmup_steps
+    forward, on_host = (model.graph, objective, recipe, call_of(config, recipe), seed), config.memory.offload_gradients
+    if mesh.shape["stage"] == 1:
+        one_by_one = [name for name, p in model.trained.items() if p.lead and (p.on_host or on_host)]
+        by_layer = dict.fromkeys(one_by_one, on_host)
+        gradients = accumulated_gradients(*forward, places, by_layer, summed_last(config, recipe, mesh), warmup)
+    else:
+        gradients = pipelined_gradients(*forward, config.parallel.pipeline, places, warmup)
+    averaged, merged = abstract_average(model, config), merged_into(model, config)
+    step = make_train_step(
+        *(gradients, optimizer, config.optim.max_grad_norm, recipe, seed, objective.counts),
+        *(update_steps, config.optim.ema_decay or 0.0),
+        *(make_merge(model, merged, seed) if merged else None, config.lora.merge_interval, config.lora.reset_on_merge),
+        make_noise(model, config),
+        config.guard if config.guard.action is not None else None,
+    )
+
+    def start(trained: Parameters) -> State:
+        kept = {"reference": cast_like(trained, reference), "average": cast_like(trained, averaged)}
+        kept |= {"guard": first_level()} if config.guard.action is not None else {}
+        return initial_state(optimizer, trained, recipe)._replace(**kept)
+
+    shape = (config.train.grad_accum_steps, config.train.micro_batch_size * data_shards(mesh), config.data.seq_len)
+    batch = data.abstract_batch(shape, jax.NamedSharding(mesh, jax.P(None, *by_token())), objective.columns)
+    # Of a jaxpr, as jax.eval_shape forgets which memory an array is in.
+    traced, state = jax.make_jaxpr(start, return_shape=True)(abstract(model.trained))
+    avals = jax.tree.unflatten(jax.tree.structure(state), traced.out_avals)
+    state = jax.tree.map(lambda aval: _on_mesh(aval, mesh), avals)
+    state = state._replace(base=abstract(merged))
+    frozen = abstract({name: p for name, p in model.frozen.items() if name not in merged})
+    return Program(model, objective, optimizer, gradients, step, start, state, frozen, batch)
+
+
+def summed_last(config: Config, recipe: Recipe, mesh: jax.sharding.Mesh) -> Axes:
+    """Mesh axes over which gradients are summed once a step, after its last micro-batch; () where there are none.
+
+    They divide the rows of a batch, and neither parameters nor gradients: `data`, and with parallel.zero = 1 `fsdp`.
+    Along others a device has a part of the sum, for which gradients are reduce-scattered in each micro-batch: whole
+    ones would take the memory that sharding them saves.
+    """
+    # In low precision an amax is taken, and random bits are drawn, over the tokens of all devices.
+    if config.train.grad_accum_steps == 1 or recipe.linears is not None:
+        return ()
+    rules, axes = RULES.value, [axis for axis, size in mesh.shape.items() if size > 1]
+    dividing = set(itertools.chain(*astuple(rules.parameters), *astuple(rules.gradients)))
+    found = tuple(axis for axis in rules.batch if axis in axes and axis not in dividing)
+    return () if GATHERS_OTHER_AXES and set(found) != set(axes) else found
+
+
+def objective_of(config: Config, model: Model) -> Objective:
+    """What a run minimises."""
+    beside = config.train.z_loss, config.train.label_smoothing
+    if (own := plugins.own_objective(config)) is not None:
+        objective = own
+    elif config.rollout.rewards:
+        objective = grpo(config.grpo, config.rollout.max_new_tokens, config.rollout.temperature)
+    elif config.distill.teacher is not None:
+        objective = distillation(config.distill, *beside)
+    elif config.preference.loss is not None or model.spec.labels:
+        objective = task_of(model, config)
+    else:
+        objective = cross_entropy(*beside)
+    if not model.spec.has_experts:
+        return objective
+    experts = config.experts
+    weight = model.spec.router_loss if experts.router_loss is None else experts.router_loss
+    mixtures = [number for number, layer in enumerate(model.spec.layers) if isinstance(layer.feed_forward, Experts)]
+    corrections = {
+        name: [mixtures.index(layer) for layer in parameter.layers]
+        for name, parameter in model.trained.items()
+        if parameter.kind == "correction"
+    }
+    return balanced(objective, weight, experts.router_loss_over, experts.router_z_loss, corrections)
+
+
+def task_of(model: Model, config: Config) -> Objective:
+    """What a model is evaluated by: preferences, the label of a document, or the next token (a student too)."""
+    if config.preference.loss is not None:
+        return preference(config.preference)
+    return classification(model.spec.labels) if model.spec.labels else token_accuracy()
+
+
+def call_of(config: Config, recipe: Recipe) -> Call:
+    """How a run computes its forward passes; with memory.remat='auto' as if its step fitted with 'block' alone."""
+    return Call(
+        recipe.dtype,
+        remat="block" if config.memory.remat == "auto" else config.memory.remat,
+        unroll=config.memory.unroll,
+        backend=config.attention.backend,
+        fallback=config.attention.fallback,
+        documents=config.attention.most_documents,
+        experts=config.experts.backend,
+        capacity_factor=config.experts.capacity_factor if config.experts.dispatch == "all_to_all" else None,
+        keep_gathered=not config.parallel.reshard_after_forward,
+        neftune_alpha=config.train.neftune_alpha,
+        hidden_dropout=config.train.hidden_dropout,
+        attention_dropout=config.train.attention_dropout,
+    )
+
+
+def _optimizer(model: Model, config: Config) -> Optimizer:
+    """The optimizer of the trained parameters. Raises UserError where the mesh would split a block of its state."""
+    if config.optim.name == "adamw_8bit":
+        if complaints := undivided_moments(model.trained, jax.sharding.get_mesh()):
+            raise UserError("\n  ".join(["the mesh does not divide the optimizer's state:", *complaints]))
+        if kept := float32_moments(model.trained):
+            log.warning(
+                "optim.name='adamw_8bit' keeps float32 moments where no block divides a row: %s", ", ".join(kept)
+            )
+    # Muon's own code multiplies in bfloat16; float16 would lose gradients before they are divided by their norm.
+    dtype = jnp.float32 if config.precision.recipe == "fp32" else jnp.bfloat16
+    return build(config.optim, trained_of(model, config), len(model.spec.layers), dtype)
+
+
+def trained_of(model: Model, config: Config) -> dict[str, Trained]:
+    """What the optimizer must know of the trained parameters."""
+    places, moved_by_load = places_of(model, RULES.value.optimizer), balancing(config.experts.bias_update_rate)
+    own = plugins.own_rule(config)
+    return {
+        name: Trained(
+            tuple(one.name for one in p.places),
+            p.lead,
+            p.kind in ("linear", "adapter"),
+            places.get(name),
+            moved_by_load if p.kind == "correction" else own,
+            config.memory.offload_optimizer,
+            config.lora.lr_ratio if p.local.endswith(".lora_b") or len(p.matrix) == 1 else 1.0,
+        )
+        for name, p in model.trained.items()
+    }
+
+
+def places_of(model: Model, layout: Layout) -> dict[str, P]:
+    """PartitionSpecs of the trained parameters in a layout of the rules; {} where all its layouts are the same."""
+    rules = RULES.value
+    if rules.parameters == rules.gradients == rules.optimizer:
+        return {}
+    return {name: spec(*parameter.axes, layout=layout) for name, parameter in model.trained.items()}
+
+
+def _on_mesh(aval: Any, mesh: jax.sharding.Mesh) -> jax.ShapeDtypeStruct:
+    place = jax.NamedSharding(mesh, aval.sharding.spec)
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, sharding=offload.on_host(place) if offload.is_on_host(aval) else place
+    )
+
+
+def compile_step(program: Program, config: Config) -> jax.stages.Compiled:
+    """The step compiled for the current mesh; each call donates the state that it is given."""
+    compiled = jax.jit(program.step, donate_argnums=0, compiler_options=compiler_options(config))
+    return compiled.lower(*program.arguments).compile()

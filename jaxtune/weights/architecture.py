@@ -1,0 +1,47 @@
+"""The ModelSpec of a config.json, and whether a family reads what a recipe changes in it."""
+
+import difflib
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxtune import hf
+from jaxtune.config.schema import Model
+from jaxtune.errors import UserError
+from jaxtune.models import families
+from jaxtune.models.families.entries import Entries
+from jaxtune.models.families.llama import ROPE_ENTRIES
+from jaxtune.models.parameters import declare
+from jaxtune.models.spec import ModelSpec
+
+
+def spec_of(described: Mapping[str, Any], saved: Mapping[str, Any], model: Model) -> ModelSpec:
+    """The model that `described`, a config.json with `model.overrides`, makes of the one that is saved.
+
+    Raises UserError for an entry that is not in it and that its family does not read, and as `read_spec`.
+    """
+    asked = {*_names(saved), *ROPE_ENTRIES}
+    spec = families.read_spec(Entries(described, asked))
+    for names, value in hf.overrides(model):
+        for name in (*names, *_names(value)):
+            if name not in asked:
+                near = difflib.get_close_matches(name, sorted(asked), n=1, cutoff=0)
+                raise UserError(
+                    f"model.overrides: {'.'.join(names)}: config.json has no {name}, and {spec.family} reads none; "
+                    f"nearest: {near[0]}"
+                )
+    return spec
+
+
+def _names(value: Any) -> Iterator[str]:
+    """The names of all entries of an object, and of the objects in it."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield name
+            yield from _names(inner)
+
+
+def count_parameters(model: Model) -> int:
+    """The number of parameters of a model, by its config.json, which is downloaded if need be."""
+    declared = declare(families.read_spec(hf.describe(model)))[1]
+    return sum(math.prod(parameter.shape) for parameter in declared.values())

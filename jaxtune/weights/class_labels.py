@@ -1,0 +1,33 @@
+"""The labels of a classifier: settled before its model is declared, and recorded in the config of its run."""
+
+import dataclasses
+
+from jaxtune import hf
+from jaxtune.config.schema import Config
+from jaxtune.data.formats.labels import names_in
+
+
+def labelled(config: Config) -> Config:
+    """The config with model.num_labels and model.id2label of a classifier; any other as it is.
+
+    They are those that it gives, else those of the classifier that it starts from, else those in the training data.
+
+    Raises UserError as `names_in`.
+    """
+    model = config.model
+    if model.head != "classification":
+        return config
+    names = _names(config)
+    return dataclasses.replace(config, model=dataclasses.replace(model, num_labels=len(names), id2label=names))
+
+
+def _names(config: Config) -> tuple[str, ...]:
+    model = config.model
+    if model.id2label:
+        return model.id2label
+    saved = hf.label_names(hf.describe(model))
+    if saved is not None and model.num_labels in (None, len(saved)):
+        return saved
+    if model.num_labels == 1:
+        return ("LABEL_0",)
+    return names_in(config.data.datasets, model.num_labels, config.data.on_bad_row)

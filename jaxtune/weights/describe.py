@@ -1,0 +1,60 @@
+"""What a run's model is and where its parameters live, in words for the log."""
+
+import dataclasses
+import math
+from collections.abc import Collection
+
+import jax
+
+from jaxtune.config.schema import Config
+from jaxtune.models.parameters import abstract, count
+from jaxtune.parallel.layout import RULES, Layout, axes_of
+from jaxtune.parallel.pipeline_schedule import schedule
+from jaxtune.weights.model import Model
+
+
+def _divided(layout: Layout, axes: Collection[str]) -> str:
+    """Which dimensions these mesh axes divide, in words."""
+    dimensions: dict[str, list[str]] = {}
+    for field in dataclasses.fields(layout):
+        if over := [axis for axis in axes_of(field.name, layout) if axis in axes]:
+            dimensions.setdefault(" and ".join(over), []).append(field.name)
+    divided = "; ".join(f"{', '.join(names)} over {over}" for over, names in dimensions.items())
+    return divided or "whole on every device"
+
+
+def describe_pipeline(model: Model, config: Config) -> str:
+    """Which layers its stages compute, and how long a stage waits for others, one line."""
+    (stack,) = (one for one in model.spec.stacks if one.stages > 1)
+    order, count = config.parallel.pipeline, config.train.grad_accum_steps
+    made = schedule(stack.stages, stack.chunks, count, order)
+    layers, rest = len(stack.period) * stack.repeats, len(model.spec.layers) - len(stack.period) * stack.repeats
+    return (
+        f"pipeline: {layers} layers from layer {stack.first} in {stack.stages} stages"
+        f"{f' of {stack.chunks} virtual ones' if stack.chunks > 1 else ''}"
+        f"{f', the other {rest} on all devices' if rest else ''}; {order} over {count} micro-batches "
+        f"(train.grad_accum_steps): a stage waits {made.bubble:.0%} of the time and holds {made.slots} inputs"
+    )
+
+
+def describe_layout(model: Model, mesh: jax.sharding.Mesh) -> str:
+    """What the model is and where its parameters live, one line."""
+    spread = {axis: size for axis, size in mesh.shape.items() if size > 1}
+    rules = RULES.value
+    layouts = {"weights": rules.parameters, "gradients": rules.gradients, "optimizer state": rules.optimizer}
+    laid_out: dict[str, list[str]] = {}
+    for what, layout in layouts.items():
+        laid_out.setdefault(_divided(layout, spread), []).append(what)
+    sizes = " ".join(f"{axis}={size}" for axis, size in spread.items())
+    divided = "; ".join(f"{', '.join(kinds)}: {text}" for text, kinds in laid_out.items())
+    where = f"{mesh.size} devices, {sizes}; {divided}" if spread else "one device"
+    stored = ""
+    if model.quantized:
+        arrays = jax.tree.leaves(abstract(model.quantized))
+        size = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
+        kinds = ", ".join(sorted({p.treatment.stored.elements for p in model.quantized.values()}))
+        stored = f", {count(model.quantized):,} of them frozen in {kinds}: {size / 1e9:.2f} GB"
+    return (
+        f"{model.spec.family}, {len(model.spec.layers)} layers, {count(model.parameters):,} parameters{stored}, "
+        f"{count(model.trained):,} trained; {where}"
+    )

@@ -1,0 +1,45 @@
+"""What an objective compares with, where that is more than the model without its adapters."""
+
+import jax
+
+from jaxtune.config.schema import Config
+from jaxtune.errors import UserError
+from jaxtune.objectives.preference import preference
+from jaxtune.precision.recipes import recipe_of
+from jaxtune.weights.model import Model
+
+
+def is_kept(config: Config) -> bool:
+    """Whether a run's state holds values to compare with.
+
+    New adapters change nothing before the first step: there the reference is the model without them, unless biases or
+    modules of the model are trained too.
+    """
+    lora = config.lora
+    new = lora.enabled and lora.path is None and lora.bias == "none" and not lora.modules_to_save
+    if config.rollout.rewards:
+        return bool(config.grpo.beta) and not new
+    options = config.preference
+    if options.loss is None or not preference(options).reference:
+        return False
+    return not new or options.reference != "start" or options.reference_update_steps is not None
+
+
+def abstract_reference(model: Model, config: Config) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and shardings of what is kept, in the dtypes to which a forward pass rounds parameters; {} if nothing is.
+
+    Raises UserError where trained parameters wait on the host.
+    """
+    if not is_kept(config):
+        return {}
+    if any(parameter.on_host for parameter in model.trained.values()):
+        raise UserError(
+            "memory.offload_master: the reference of preference.loss, or of grpo.beta, would stay on the device; train "
+            "adapters (lora.enabled), which need no copy, or set preference.precompute_reference=True"
+        )
+    found, dtype = {}, recipe_of(config.precision, None).dtype
+    for name, parameter in model.trained.items():
+        wide = parameter.float32 or parameter.treatment.float32 or parameter.kind not in ("linear", "table")
+        own = parameter.dtype if wide else dtype
+        found[name] = jax.ShapeDtypeStruct(parameter.shape, own, sharding=parameter.sharding)
+    return found

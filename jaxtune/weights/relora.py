@@ -1,0 +1,90 @@
+"""ReLoRA (Lialin et al. 2023, arXiv:2307.05695): adapters are merged into their base now and then, and begin anew.
+
+What they are merged into is part of the state, which the step changes, and so of every checkpoint. The adapters of the
+end say nothing without it, so the whole model is exported.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxtune.config.schema import Config
+from jaxtune.errors import UserError
+from jaxtune.lora.lora import FROM_WEIGHT
+from jaxtune.models.decoder import Parameters
+from jaxtune.models.parameters import Parameter, drawn
+from jaxtune.parallel.layout import P
+from jaxtune.parallel.random import named_key
+from jaxtune.quant import QuantizedArray
+from jaxtune.weights.model import Model
+
+
+def merged_into(model: Model, config: Config) -> dict[str, Parameter]:
+    """The frozen weights beside adapters that lora.merge_interval changes; {} without it.
+
+    Raises UserError where a weight cannot be changed in a step.
+    """
+    if not config.lora.merge_interval:
+        return {}
+    found = {name: p for name, p in model.frozen.items() if p.kind == "linear" and p.treatment.adapter is not None}
+    why = {
+        "adapters of experts": any(len(p.lead) > 1 for p in found.values()),
+        "lora.use_dora": config.lora.use_dora,
+        "lora.freeze_a": config.lora.freeze_a,
+        f"lora.init={config.lora.init!r}": config.lora.init in FROM_WEIGHT,
+        "memory.offload_quants": any(p.on_host for p in found.values()),
+        f"precision.recipe={config.precision.recipe!r}": model.linears is not None,
+        "mesh.stage": "stages" in {axis for p in found.values() for axis in p.axes},
+        "an average (optim.ema_decay)": config.optim.ema_decay is not None,
+        # Its state holds another point of the weights, which would bring back what was merged.
+        "optim.name='schedule_free' (but with lora.reset_on_merge)": config.optim.name == "schedule_free"
+        and not config.lora.reset_on_merge,
+        "a reference (preference.reference, grpo.beta)": config.preference.loss is not None,
+        "rollouts (rollout.rewards)": bool(config.rollout.rewards),
+    }
+    if refused := [reason for reason, is_so in why.items() if is_so]:
+        raise UserError(
+            f"lora.merge_interval={config.lora.merge_interval}: not with {refused[0]}; leave one of them out"
+        )
+    return found
+
+
+def make_merge(model: Model, base: Mapping[str, Parameter], seed: int) -> Callable[..., tuple[Parameters, Parameters]]:
+    """(trained, base, step) -> both with the adapters in the base, requantized if it is, and adapters that begin anew.
+
+    A is drawn by the seed, its name and the step; B is zero, so that the model stays what it is but for rounding.
+    """
+    fresh = {part: model.trained[part] for name in base for part in model.adapter_of(name).values()}
+
+    def merge(trained: Parameters, base_values: Parameters, step: Int[Array, ""]) -> tuple[Parameters, Parameters]:
+        merged = {}
+        for name, parameter in base.items():
+            parts = {part: trained[of] for part, of in model.adapter_of(name).items()}
+            merged[name] = _merged(parameter, base_values[name], parts)
+        key = jax.random.fold_in(named_key(jax.random.key(seed), "merge"), step)
+        anew = {
+            name: jax.reshard(drawn(parameter, key), jax.typeof(trained[name]).sharding.spec)
+            for name, parameter in fresh.items()
+        }
+        return {**trained, **anew}, merged
+
+    return merge
+
+
+def _merged(parameter: Parameter, weight: Any, parts: Mapping[str, Array]) -> Any:
+    """A weight, or the stack of one in several layers, one layer at a time."""
+
+    def one(given: tuple[Any, Mapping[str, Array]]) -> Any:
+        weight, parts = given
+        plain = weight.dequantize() if isinstance(weight, QuantizedArray) else weight
+        rows, columns = jax.typeof(plain).sharding.spec
+        places = {"lora_a": P(None, columns), "lora_b": P(rows, None)}
+        values = {part: jax.reshard(value.astype(jnp.float32), places[part]) for part, value in parts.items()}
+        wide: Float[Array, "o i"] = parameter.treatment.adapter.merged(plain.astype(jnp.float32), values)
+        merged = wide.astype(plain.dtype)
+        return merged if parameter.storage is None else parameter.storage.make(merged, parameter.matrix_axes)
+
+    return jax.lax.map(one, (weight, dict(parts))) if parameter.lead else one((weight, parts))
