@@ -125,7 +125,7 @@ def sharding(*names: str | None) -> jax.NamedSharding:
 
 
 def by_token(*names: str | None) -> jax.P:
-    """Return the PartitionSpec of activations (rows, positions, *names), with names of the weights' output dimensions."""
+    """Return the PartitionSpec of activations (rows, positions, *names), named as the weights' output dimensions."""
     rules = RULES.value
     return P(_entry(rules.batch), _entry(rules.positions), *map(used, names))
 

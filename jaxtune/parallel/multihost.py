@@ -176,8 +176,8 @@ def init_arguments(environ: Mapping[str, str], gpus: int) -> dict[str, Any] | No
 def local_gpus(environ: Mapping[str, str], launcher: Launcher, gpus: int) -> list[int]:
     """Return the GPUs of a task, as indices into the `gpus` that it sees.
 
-    By default jax uses only the GPU whose index is the task's local number. That is too few if a host runs one task, and
-    a GPU that does not exist if the launcher has bound GPUs to tasks: each task then sees only its own (jax#16788,
+    By default jax uses only the GPU whose index is the task's local number. That is too few if a host runs one task. If
+    the launcher has bound GPUs to tasks, each task sees only its own, and that GPU does not exist (jax#16788,
     jax#28194).
     """
     tasks = _tasks_on_host(environ, launcher)
@@ -213,7 +213,7 @@ def _tasks_on_host(environ: Mapping[str, str], launcher: Launcher) -> int:
 
 
 def _number(environ: Mapping[str, str], name: str, otherwise: str | None = None) -> int | None:
-    """Return the integer in a variable, or in `otherwise` if it is not set. Raises UserError if it is not an integer."""
+    """Return the integer in a variable, or in `otherwise` if it is not set. Raises UserError for other values."""
     source = name if name in environ else otherwise
     if source is None or source not in environ:
         return None

@@ -80,8 +80,8 @@ def schedule(stages: int, chunks: int, micro_batches: int, order: Order) -> Sche
     """
     stage, chunk, micro = np.indices((stages, chunks, micro_batches))
     group, place = np.divmod(micro, stages)
-    # Of each (stage, chunk, micro-batch): its turn among the stage's forward passes, and the ticks of its passes. A group
-    # of `stages` micro-batches keeps a stage busy for stages * chunks turns, and each stage is a tick behind the last.
+    # For each (stage, chunk, micro-batch): its turn among the stage's forward passes, and the ticks of both passes. A
+    # group of micro-batches takes a stage stages * chunks turns, and a stage runs a tick behind the stage before it.
     turn = group * stages * chunks + chunk * stages + place
     forward = turn + stage
     begin = stages * chunks - 1 if order == "1f1b" else forward.max() + 1
@@ -125,7 +125,7 @@ def _fewest(turn: np.ndarray, begin: np.ndarray, end: np.ndarray) -> int:
 
 
 def sent(x: Array, stages: int, by: int = 1) -> Array:
-    """On the devices of each stage: receive x from the previous stage, or from the next with by=-1; stages are a ring."""
+    """On the devices of each stage: receive x from the stage before (by=-1: the one after); stages form a ring."""
     return jax.lax.ppermute(x, "stage", [(stage, (stage + by) % stages) for stage in range(stages)])
 
 
