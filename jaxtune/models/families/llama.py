@@ -1,4 +1,4 @@
-"""Llama 3.x, and the code that families with its tensor names share: config.json to ModelSpec, and the table of names."""
+"""Llama 3.x, and code that families with its tensor names share: config.json to ModelSpec, and the table of names."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
