@@ -50,7 +50,7 @@ class Attention(nnx.Module):
     def __init__(self, spec: ModelSpec, layer: Layer, mixer: Heads):
         self.mixer = mixer
         queries, keys = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
-        self.kv_axis = None if mixer.kv_whole else "kv_heads"
+        self.kv_axis = None if mixer.kv_whole else "kv_heads"  # None: keys and values are not sharded
 
         def linear(name: str, shape: tuple[int, int], axes: tuple[str | None, str]) -> Linear:
             return Linear(spec, layer, f"attention.{name}", shape, axes, bias=name in mixer.bias)
@@ -81,6 +81,7 @@ class Attention(nnx.Module):
         q = self._by_head(q, "heads", self.q_norm)
         k, v = self._by_head(k, self.kv_axis, self.k_norm), self._by_head(v, self.kv_axis)
         if (rope := self.mixer.rope) is not None:
+            # Keys are rotated before `attend`, so a cache has rotated keys.
             rotation = inputs.rotations[rope, self.mixer.head_dim]
             q, k = rotate(q, rope, rotation), rotate(k, rope, rotation)
             if rotation.query_scale is not None:

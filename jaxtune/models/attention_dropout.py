@@ -55,6 +55,7 @@ def attend_dropping(
     batch, length, heads, dim = q.shape
     scale = dim**-0.5 if mixer.scale is None else mixer.scale
     first, end = intervals(mask, batch, length, k.shape[1])
+    # The largest block that divides the length, so that a scan over blocks needs no padding.
     size = next(size for size in range(min(BLOCK, length), 0, -1) if length % size == 0)
     k, v = (jnp.repeat(x, heads // k.shape[2], axis=2) for x in (k, v))
     keys = jnp.arange(k.shape[1])
@@ -74,6 +75,7 @@ def attend_dropping(
             logits = mixer.soft_cap * jnp.tanh(logits / mixer.soft_cap)
         seen = ((keys >= first[..., None]) & (keys < end[..., None]))[:, None]
         logits = jnp.where(seen, logits, -jnp.inf)
+        # Softmax by hand, because a sink adds to the denominator without a value, and dropout comes after it.
         top = jnp.max(logits, axis=-1, keepdims=True, initial=LOWEST)  # finite even if a query sees no key
         sink = None if sinks is None else sinks.astype(jnp.float32)[:, None, None]
         top = jax.lax.stop_gradient(top if sink is None else jnp.maximum(top, sink))

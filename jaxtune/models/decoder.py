@@ -76,11 +76,13 @@ class Block(nnx.Module):
         self, x: Float[Array, "b s d"], inputs: Inputs, cache: Any, call: Call
     ) -> tuple[Float[Array, "b s d"], Any, Sums]:
         """Return the activations after the layer, its cache, and the sums of its experts (without a layer axis)."""
+        # Between mixer and feed-forward, x may also be sharded by position over the tensor axis (Rules.residual). The
+        # reshard before each is then an all-gather, and the one in _added a reduce-scatter.
         normed = jax.reshard(_normalized(x, self.attention_norm), by_token(None))
         mixer: Any = self.attention or self.delta_net  # exactly one is set
         mixed, cache = mixer(normed, inputs, cache, call)
         x = self._added(x, mixed, self.attention_out_norm, call, "mixer")
-        if self.layer.norms != "shared":
+        if self.layer.norms != "shared":  # "shared": the feed-forward takes the mixer's normed input (Cohere)
             normed = jax.reshard(_normalized(x, self.mlp_norm), by_token(None))
         fed, sums = (self.mlp(normed, call), {}) if isinstance(self.mlp, MLP) else self.mlp(normed, call, inputs.valid)
         return self._added(x, fed, self.mlp_out_norm, call, "feed-forward"), cache, sums
@@ -126,7 +128,7 @@ class Stack(nnx.Module):
 
         def repeat(x, scanned):
             adapters, weights, cache, number = scanned
-            weights = landed(weights)
+            weights = landed(weights)  # from host memory, if they are offloaded
             x = checkpoint_name(x, INPUT)
             after, sums = [], []
             for position, block in enumerate(nnx.merge(graph, adapters, weights)):
@@ -158,6 +160,7 @@ def joined(sums: list[Sums], join: Callable[[list[Array]], Array]) -> Sums:
 
 
 def _by_layer(value: Float[Array, "repeats period ..."]) -> Float[Array, "layers ..."]:
+    # Repeats of the period are the outer axis of the scan, so (repeats, period) flattens to the order of layers.
     out = P(None, *jax.typeof(value).sharding.spec[2:])
     return jnp.reshape(value, (-1, *value.shape[2:]), out_sharding=out)
 

@@ -94,6 +94,7 @@ class GatedDeltaNet(nnx.Module):
             of_rows = (qkv, b, a, *arguments[-4:])
             (qkv, b, a, *rest) = jax.tree.map(lambda array: jax.reshard(array, rows), of_rows)
             arguments = (qkv, b, a, *of_parameters, *rest)
+        # In a shard_map, because the kernel runs on the local heads, whose recurrence needs no communication.
         specs = jax.tree.map(lambda array: jax.typeof(array).sharding.spec, arguments)
         outs = (by_head(), None) if cache is None else P(by_head()[0])
         read, cache = jax.shard_map(partial(_on_device, self.net), in_specs=specs, out_specs=outs)(*arguments)
@@ -146,9 +147,11 @@ def _on_device(
     tails = [jnp.zeros((len(x), net.kernel - 1, x.shape[-1]), x.dtype) for x in qkv] if before is None else before.tails
     with_tails = [jnp.concatenate([tail.astype(x.dtype), x], axis=1) for tail, x in zip(tails, qkv)]
     q, k, v = (convolution(x, kernel, positions) for x, kernel in zip(with_tails, kernels))
+    # Queries and keys have unit norm, as the delta rule needs for stable updates.
     q, k = (_unit(x.reshape(*x.shape[:2], -1, net.key_dim)) for x in (q, k))
     v = v.reshape(*v.shape[:2], -1, net.value_dim)
     log_rate, step_bias = (rate.astype(jnp.float32) for rate in rates)
+    # In float32: the decay is the exponential of a sum over many tokens.
     log_decay = -jnp.exp(log_rate) * jax.nn.softplus(a.astype(jnp.float32) + step_bias)
     # Padding must not change the state: no decay, and nothing is written.
     log_decay = jnp.where(valid[..., None], log_decay, 0)

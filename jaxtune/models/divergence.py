@@ -144,6 +144,7 @@ def likeliest(
             tokens += _first(logits, how)
             if how.axis is not None:
                 best, tokens = (jax.lax.all_gather(x, how.axis, axis=1, tiled=True) for x in (best, tokens))
+                # Each device has the likeliest tokens of its part of the vocabulary: choose among all of these.
                 _, chosen = jax.lax.top_k(best, count)
                 tokens = jnp.take_along_axis(tokens, chosen, axis=1)
             return tokens, outcomes(logits, tokens, how)
@@ -167,13 +168,14 @@ def outcomes(logits: Float[Array, "t v"], tokens: Int[Array, "t k"], how: Head) 
     size = logits.shape[1]
     place = tokens - _first(logits, how)
     is_local = (place >= 0) & (place < size)
-    own = _over(
+    listed = _over(
         jax.lax.psum, jnp.where(is_local, jnp.take_along_axis(logits, jnp.clip(place, 0, size - 1), axis=1), 0), how
     )
+    # Mask the given tokens. Indices of tokens on other devices are past the end, which mode="drop" ignores.
     rows = jnp.arange(len(logits))[:, None]
-    others = logits.at[rows, jnp.where(is_local, place, size)].set(LOWEST, mode="drop")
-    other = jnp.maximum(_logsumexp(others, how) - total, NEVER)
-    return jnp.concatenate([own - total[:, None], other[:, None]], axis=1)
+    unlisted = logits.at[rows, jnp.where(is_local, place, size)].set(LOWEST, mode="drop")
+    rest = jnp.maximum(_logsumexp(unlisted, how) - total, NEVER)
+    return jnp.concatenate([listed - total[:, None], rest[:, None]], axis=1)
 
 
 def between(teacher: Float[Array, "t n"], student: Float[Array, "t n"], divergence: Divergence) -> Float[Array, " t"]:
@@ -202,13 +204,14 @@ def _tiled(hidden, head, columns, needed, what, head_gradient):
 
     def tile(i, losses):
         of_tile = _losses(_logits(hidden[i], head), [column[i] for column in columns], *what)
-        return tuple(all.at[i].set(own) for all, own in zip(losses, of_tile))
+        return tuple(all.at[i].set(loss) for all, loss in zip(losses, of_tile))
 
     zeros = jnp.zeros_like(columns[0], jnp.float32)
     return _over_tiles(needed, tile, (zeros, zeros), hidden)
 
 
 def _over_tiles(needed, tile, start, hidden):
+    # `needed` is a traced number, so that tiles without kept tokens are skipped at run time.
     with cost.iterations(len(hidden)):
         return jax.lax.fori_loop(0, needed, tile, start)
 
@@ -228,8 +231,9 @@ def _backward(what, head_gradient, residuals, d_losses):
         )
         _, transposed = jax.vjp(losses, _logits(hidden[i], head))
         d_logits = transposed(tuple(d[i] for d in d_losses))[0].astype(head.dtype)
-        own = jnp.dot(d_logits, head, preferred_element_type=jnp.float32)
-        d_hidden = d_hidden.at[i].set(_over(jax.lax.psum, own, how).astype(hidden.dtype))
+        # Each device has a part of the vocabulary: the gradient of hidden states is a sum over devices.
+        partial_sum = jnp.dot(d_logits, head, preferred_element_type=jnp.float32)
+        d_hidden = d_hidden.at[i].set(_over(jax.lax.psum, partial_sum, how).astype(hidden.dtype))
         # Summed over tiles in float32, whatever the head's dtype.
         return d_hidden, *(d + jnp.dot(d_logits.T, hidden[i], preferred_element_type=jnp.float32) for d in d_head)
 

@@ -51,7 +51,7 @@ def through_experts(
     x: Float[Array, "b s d"],
     chosen: Int[Array, "b s k"],
     weights: Float[Array, "b s k"],
-    here: int,
+    local_experts: int,
     axes: Axes,
     factor: float,
 ) -> Float[Array, "b s d"]:
@@ -64,16 +64,16 @@ def through_experts(
     Args:
         experts: runs the experts of a device on rows. Its arguments are `values`, the rows, the expert of each row
             (counted from the device's first), and the token of each row (counted over the tokens of all devices). Rows
-            without a token are zeros, with expert `here`.
+            without a token are zeros, with expert `local_experts`.
         values: all arrays that `experts` needs; it must not close over any, because the custom derivative would miss
             them.
         chosen: the experts of each token, numbered over all devices.
-        here: the number of experts on a device.
+        local_experts: the number of experts on a device.
         axes: mesh axes over which experts and tokens are divided.
         factor: rows of a round for each device, as a multiple of the rows that it would get under balanced routing.
     """
     tokens, active, parts = x.shape[0] * x.shape[1], chosen.shape[2], shards(axes, jax.sharding.get_abstract_mesh())
-    most = tokens * min(active, here)  # rows for one device at most: a token goes to an expert once
+    most = tokens * min(active, local_experts)  # rows for one device at most: a token goes to an expert once
     size = min(most, math.ceil(factor * tokens * active / parts))
     exchanged = partial(jax.lax.all_to_all, axis_name=axes, split_axis=0, concat_axis=0, tiled=True)
     # Gradients of parameters that other axes replicate are summed over these axes. Done here, the sum happens once and
@@ -86,13 +86,13 @@ def through_experts(
         values, x, weights = structure.unflatten(leaves)
         item_of, row_of = _rows(items, number, size)
         token_of = item_of // active
-        expert = jnp.take(items.expert, item_of, mode="fill", fill_value=here)
+        expert = jnp.take(items.expert, item_of, mode="fill", fill_value=local_experts)
         rows, expert, token = map(exchanged, (to_rows(x, token_of, row_of), expert, token_of))
         # Received rows are ordered by sender, `size` rows each: number their tokens over all devices.
         token += jnp.repeat(jnp.arange(parts, dtype=jnp.int32) * tokens, size)
         return from_rows(exchanged(experts(values, rows, expert, token)), item_of, row_of, weights)
 
-    items = _by_device(chosen.reshape(-1), parts, here)
+    items = _by_device(chosen.reshape(-1), parts, local_experts)
     total = run_round(0, leaves, items)
     if size == most:  # the first round has room for every item
         return total
@@ -100,8 +100,9 @@ def through_experts(
     return _with_further_rounds(run_round, total, rounds, leaves, items)
 
 
-def _by_device(chosen: Int[Array, " a"], parts: int, here: int) -> Items:
-    device, expert = jnp.divmod(chosen, here)
+def _by_device(chosen: Int[Array, " a"], parts: int, local_experts: int) -> Items:
+    # The stable sort keeps the items for a device in the order of tokens; `place` is its inverse, counted by device.
+    device, expert = jnp.divmod(chosen, local_experts)
     numbers = jnp.arange(len(chosen), dtype=jnp.int32)
     order = jnp.argsort(device, stable=True).astype(jnp.int32)
     count = jnp.bincount(device, length=parts).astype(jnp.int32)
@@ -115,6 +116,7 @@ def _rows(items: Items, number: Array | int, size: int) -> tuple[Int[Array, " m"
 
     A row without an item has the number of items; an item that is not in this round has the number of rows.
     """
+    # Round n has the items with places n * size to (n + 1) * size - 1 of each device.
     place = number * size + jnp.arange(size, dtype=jnp.int32)
     item_of = jnp.take(items.order, items.first[:, None] + place, mode="clip")
     item_of = jnp.where(place < items.count[:, None], item_of, len(items.order)).reshape(-1)

@@ -62,6 +62,7 @@ class Experts(nnx.Module):
         router_z (b): sum of the squares of `Routing.log_sum`.
         """
         routing = self.router(x)
+        # Weights are rounded to the dtype of activations, but multiplied and summed in float32.
         routing = routing._replace(weights=routing.weights.astype(x.dtype).astype(jnp.float32))
         try:
             backend = registry.choose("experts", BACKENDS, current_device(), self.experts, call.experts)
@@ -91,6 +92,7 @@ def dense(experts: MLP, x: Float[Array, "b s d"], routing: Routing, call: Call) 
     graph, values = nnx.split(experts)
     count = routing.probability.shape[-1]
     is_chosen = jax.nn.one_hot(routing.chosen, count, dtype=jnp.float32)
+    # (e, b, s): the weight of each expert for each token, 0 if it is not chosen.
     by_expert = jnp.moveaxis((is_chosen * routing.weights[..., None]).sum(-2), -1, 0)
 
     # Rematerialised, because the saved activations of all experts would take several times a layer's memory.
@@ -165,14 +167,15 @@ def _gather_tokens(axes: Axes, x: Array, routing: Routing, noise: Noise | None) 
     return all_gather(x), jax.tree.map(all_gather, routing), noise and noise.of_all(axes)
 
 
-def _arrange(routing: Routing, apart: Axes, backend: str) -> Arrangement:
-    """Arrange tokens in rows by expert, for the experts of a device: all, or its share if `apart` divides them."""
+def _arrange(routing: Routing, axes: Axes, backend: str) -> Arrangement:
+    """Arrange tokens in rows by expert, for the experts of a device: all, or its share if `axes` divide them."""
     chosen, count = routing.chosen.reshape(-1), routing.probability.shape[-1]
-    if not apart:
+    if not axes:
         return arrange(chosen, count, backend)
-    parts = shards(apart, jax.sharding.get_abstract_mesh())
+    parts = shards(axes, jax.sharding.get_abstract_mesh())
     local_experts = count // parts
-    number = chosen - jax.lax.axis_index(apart) * local_experts
+    # Items for other devices get group `local_experts`, past the last: they have no row and cost no products.
+    number = chosen - jax.lax.axis_index(axes) * local_experts
     group_of = jnp.where((number >= 0) & (number < local_experts), number, local_experts)
     return arrange(group_of, local_experts, backend, block_of(len(chosen) // parts, local_experts))
 

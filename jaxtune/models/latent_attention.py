@@ -60,6 +60,7 @@ class LatentAttention(nnx.Module):
             q = self.q_up(self.q_norm(q), call)
         kv, key = jnp.split(kv, [latent.rank], axis=-1)
         kv = self.kv_up(self.kv_norm(kv), call)
+        # kv_up's rows are, head by head, the key's features without rope and then the value's.
         q, kv, key = self._by_head(q), self._by_head(kv), key[:, :, None]
         plain = head_dim - latent.rotated
         (q, q_rotated), (k, v) = (jnp.split(both, [plain], axis=-1) for both in (q, kv))

@@ -78,6 +78,7 @@ def by_tiles(function: Callable[[Array, Call], Array], x: Float[Array, "b s d"],
 
     Tiles are equal parts of a device's positions, the largest with at most TILE tokens. Each has its own noise.
     """
+    # Positions are split by device first and by tile second, so that every device has a part of each tile.
     mesh, (batch, positions) = jax.sharding.get_abstract_mesh(), by_token()
     rows, parts = x.shape[0] // shards(axes_in(batch), mesh), shards(axes_in(positions), mesh)
     tiles = equal_parts(x.shape[1] // parts, max(1, TILE // rows))

@@ -139,6 +139,7 @@ def _declared(module: nnx.Module) -> dict[str, _Declared]:
 def declare(spec: ModelSpec) -> tuple[nnx.GraphDef, dict[str, Parameter]]:
     """Return the decoder's graph, for `bind`, and every parameter by its dotted name."""
     decoder, names = Decoder(spec), names_of(spec)
+    # Modules declare one layer and one expert; the leading axes of stacks and experts are added here.
     declared, adapted = _declared(decoder), spec.adapted
     inside = [
         (f"stacks.{number}.blocks.{position}.", tuple(stack.layer_numbers(position)), layer, stack.stages > 1)
@@ -166,7 +167,7 @@ def declare(spec: ModelSpec) -> tuple[nnx.GraphDef, dict[str, Parameter]]:
                 treatment=treatment,
                 storage=None if one.kind == "adapter" else _storage(treatment, adapted),
             )
-    return nnx.graphdef(decoder), {name: records[name] for name in declared}
+    return nnx.graphdef(decoder), {name: records[name] for name in declared}  # in the order of declaration
 
 
 def _experts(layer: Layer, local: str) -> tuple[int, ...]:
@@ -316,6 +317,7 @@ def drawn(parameter: Parameter, key: Array) -> Array:
 
     if not parameter.layers:
         return draw(key)
+    # A key for each layer by its number, so that values do not depend on how layers are stacked.
     keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(jnp.asarray(parameter.layers))
     if len(parameter.lead) > 1:
         keys = jax.vmap(lambda key: jax.random.split(key, parameter.lead[1]))(keys)

@@ -38,6 +38,7 @@ def rotate(x: Float[Array, "b s h d"], rope: Rope, rotation: Rotation) -> Float[
     """Rotate the first features of each head in pairs."""
     cos, sin = rotation.cos.astype(x.dtype), rotation.sin.astype(x.dtype)
     x, rest = jnp.split(x, [cos.shape[-1]], axis=-1)
+    # Rotation of a pair (low, high) by an angle: (low cos - high sin, high cos + low sin).
     if rope.interleaved:
         low, high = x[..., ::2], x[..., 1::2]
         turned = jnp.stack([-high, low], axis=-1).reshape(x.shape)
@@ -50,6 +51,7 @@ def rotate(x: Float[Array, "b s h d"], rope: Rope, rotation: Rotation) -> Float[
 
 def _frequencies(rope: Rope, head_dim: int, positions: Array) -> tuple[Array, float]:
     """Return inverse wavelengths (d/2,) and the factor on cosine and sine."""
+    # In NumPy, as constants of the program; only dynamic scaling depends on traced values.
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
     base = 1.0 / np.float32(rope.theta) ** exponents
     if rope.kind == "default":

@@ -91,6 +91,7 @@ def score(
     if temperature != 1:
         if decoder.spec.logit_cap is not None:
             raise UserError(f"rollout.temperature: the logits of a {decoder.spec.family} are capped; leave it at 1")
+        # Logits are linear in the states, so dividing the states divides the logits.
         states /= jnp.asarray(temperature, states.dtype)
     head = gather(decoder.head_weight.astype(call.dtype))
     from_teacher = right = None
@@ -134,6 +135,7 @@ def _cross_entropy(
         )
         return -loss.reshape(targets.shape), (loss * weight).reshape(targets.shape)
 
+    # In a shard_map: each device has the logits of its tokens and its part of the vocabulary.
     by_device = (by_token(None), P(used("vocabulary"), None), by_token(), by_token())
     mapped = jax.shard_map(kernel, in_specs=by_device, out_specs=by_token())
     return mapped(states, head, batch["targets"], batch["loss_weight"])
@@ -149,7 +151,7 @@ def _above_mean(
     if decoder.spec.logit_cap is not None:
         raise UserError(f"train.label_smoothing: the logits of a {decoder.spec.family} are capped; leave it out")
     head, count = jax.reshard(head, P(None, None)), decoder.spec.vocabulary
-    real = jnp.arange(len(head)) < count
+    real = jnp.arange(len(head)) < count  # without padding rows
     mean = jnp.sum(jnp.where(real[:, None], head, 0), 0, dtype=jnp.float32) / count
     wide = states.astype(jnp.float32)
     target_logit = jnp.sum(wide * lookup(head, targets).astype(jnp.float32), axis=-1)

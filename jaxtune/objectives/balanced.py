@@ -47,6 +47,7 @@ def balanced(
         values = {"router_loss": router, "router_z_loss": z, **_load(scores)}
         metrics = {name: (value * total_weight, total_weight) for name, value in values.items()}
         penalty = sum(factor * value for factor, value in ((weight, router), (z_weight, z)) if factor)
+        # A direction in place of a gradient: the choice of experts has none (see `optim.rules.balancing`).
         choices = scores.sums["router_choices"].sum(1)
         excess = choices - choices.mean(-1, keepdims=True)
         directions = {name: excess[np.array(layers)] for name, layers in corrections.items()}

@@ -37,6 +37,7 @@ def grpo(options: Grpo, max_new_tokens: int, temperature: float = 1.0) -> Object
 def _sums(options: Grpo, max_new_tokens: int, scores: Scores, batch: Batch) -> Sums:
     mask = (batch["loss_weight"] > 0).astype(jnp.float32)
     tokens = jnp.maximum(jnp.sum(mask, -1, keepdims=True), 1)
+    # Without stored log-probabilities the current ones are the old ones: the ratio is 1 and only has a gradient.
     old = batch.get(OLD_LOG_PROB.name, jax.lax.stop_gradient(scores.log_prob))
     log_ratio, advantage = (scores.log_prob - old) * mask, batch[ADVANTAGE.name]
     counted = mask
@@ -60,6 +61,7 @@ def _sums(options: Grpo, max_new_tokens: int, scores: Scores, batch: Batch) -> S
     completions = jnp.sum(jnp.max(batch["segment_ids"], -1), dtype=jnp.int32)
     if options.loss == "dapo":
         return Sums(jnp.sum(losses * mask), jnp.sum(mask, dtype=jnp.int32), metrics)
+    # GRPO divides by each completion's length; Dr. GRPO by a constant, which removes the bias by length.
     length = tokens if options.loss == "grpo" else max_new_tokens
     return Sums(jnp.sum(losses * mask / length), completions, metrics)
 

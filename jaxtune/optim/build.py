@@ -71,6 +71,7 @@ class Trained(NamedTuple):
         """Merge the leading axes (layers, experts), because rules have only one; experts first if they are sharded."""
         if len(self.lead) < 2 or not leaf.ndim:
             return leaf
+        # A merged axis can only keep the sharding of its outer part, so a sharded experts axis must come first.
         _, experts, *rest = jax.typeof(leaf).sharding.spec
         leaf = leaf if experts is None else jnp.moveaxis(leaf, 1, 0)
         return jnp.reshape(leaf, (-1, *leaf.shape[2:]), out_sharding=jax.P(experts, *rest))
@@ -149,6 +150,7 @@ def build(optim: Optim, trained: Mapping[str, Trained], layers: int, dtype: DTyp
             rate = step.rate
             if optim.name == "muon" and optim.muon.learning_rate and own.is_matrix:
                 rate *= optim.muon.learning_rate / optim.learning_rate
+            # Random bits depend on the parameter's name, not on the set or order of parameters.
             own_step = step._replace(key=named_key(step.key, name))
             # If the state has its own layout (ZeRO), it is not moved: parameter and gradient are resharded to it, and
             # the new parameter is resharded back.

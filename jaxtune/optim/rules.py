@@ -182,6 +182,7 @@ def schedule_free(beta1: float, beta2: float, epsilon: float) -> Rule:
         at_y = point(parameter, state)
         before = optax.ScaleByAdamState(count=at.count, mu=jnp.zeros_like(gradient), nu=state["nu"])
         direction, moments = adam.update(gradient, before)
+        # optax's wrapper expects an optimizer that gives the step of z, and returns the change of y.
         base = optax.stateless(lambda direction, y: -at.rate * at.multiplier * (direction + at.decay * y))
         averaging: Any = optax.contrib.schedule_free(base, at.rate, b1=beta1)
         change, after = averaging.update(
@@ -196,6 +197,7 @@ def schedule_free(beta1: float, beta2: float, epsilon: float) -> Rule:
             ),
             at_y,
         )
+        # From y back to x, which is the stored parameter.
         average: Any = optax.contrib.schedule_free_eval_params(after, at_y + change)
         new_state = {"z": after.z, "nu": moments.nu, "weight_sum": after.weight_sum, "max_lr": after.max_lr}
         return average, new_state

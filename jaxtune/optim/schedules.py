@@ -79,7 +79,7 @@ def learning_rate(optim: Optim, total_steps: int) -> Callable[[Array], Array]:
             case "polynomial":
                 return towards_final((1.0 - progress) ** optim.power)
             case "inverse_sqrt":
-                timescale = max(1, warmup or 10_000)
+                timescale = max(1, warmup or 10_000)  # transformers' default without warm-up
                 return jnp.maximum(final, jnp.sqrt(timescale / jnp.maximum(step - warmup + timescale, 1)))
             case "constant" | "wsd":
                 return jnp.ones_like(progress)

@@ -104,6 +104,7 @@ def agree(facts: Mapping[str, str]) -> None:
     Raises UserError in every process if they differ, with the differing values and their processes.
     """
     encoded = np.frombuffer(json.dumps(facts).encode(), np.uint8)
+    # Arrays must have one shape in all processes: pad the JSON texts with spaces to the longest.
     size = multihost_utils.process_allgather(np.int32(encoded.size)).max()
     texts = multihost_utils.process_allgather(np.pad(encoded, (0, size - encoded.size), constant_values=ord(" ")))
     if lines := differences([json.loads(text.tobytes()) for text in texts]):

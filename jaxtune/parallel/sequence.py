@@ -28,6 +28,7 @@ def to_heads(x: Float[Array, "..."], heads: int, axis: int = 2, *, kept: Axes = 
     times = _times(heads, over)
     if times > 1:
         x = _repeat(x, heads, axis, times)
+    # Replace the position axes by `positions`, and add them to the heads: XLA makes an all-to-all of the reshard.
     places = [positions if axes_in(entry) == RULES.value.positions else entry for entry in jax.typeof(x).sharding.spec]
     places[axis] = over
     return jax.reshard(x, P(*places))
