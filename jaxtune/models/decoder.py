@@ -77,18 +77,18 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "b s d"], Any, Sums]:
         """Return the activations after the layer, its cache, and the sums of its experts (without a layer axis)."""
         # Between mixer and feed-forward, x may also be sharded by position over the tensor axis (Rules.residual). The
-        # reshard before each is then an all-gather, and the one in _added a reduce-scatter.
-        normed = jax.reshard(_normalized(x, self.attention_norm), by_token(None))
+        # reshard before each is then an all-gather, and the one in _add a reduce-scatter.
+        normed = jax.reshard(_apply_norm(x, self.attention_norm), by_token(None))
         mixer: Any = self.attention or self.delta_net  # exactly one is set
         mixed, cache = mixer(normed, inputs, cache, call)
-        x = self._added(x, mixed, self.attention_out_norm, call, "mixer")
+        x = self._add(x, mixed, self.attention_out_norm, call, "mixer")
         if self.layer.norms != "shared":  # "shared": the feed-forward takes the mixer's normed input (Cohere)
-            normed = jax.reshard(_normalized(x, self.mlp_norm), by_token(None))
+            normed = jax.reshard(_apply_norm(x, self.mlp_norm), by_token(None))
         fed, sums = (self.mlp(normed, call), {}) if isinstance(self.mlp, MLP) else self.mlp(normed, call, inputs.valid)
-        return self._added(x, fed, self.mlp_out_norm, call, "feed-forward"), cache, sums
+        return self._add(x, fed, self.mlp_out_norm, call, "feed-forward"), cache, sums
 
-    def _added(self, x: Array, y: Array, norm: Norm | None, call: Call, name: str) -> Array:
-        y = _normalized(jax.reshard(y, by_residual()), norm)
+    def _add(self, x: Array, y: Array, norm: Norm | None, call: Call, name: str) -> Array:
+        y = _apply_norm(jax.reshard(y, by_residual()), norm)
         if call.noise is not None and call.hidden_dropout:
             y = dropout(y, call.noise.rate(call.hidden_dropout), call.noise.site(f"{name} dropout"))
         return x + (y if self.layer.residual_scale == 1 else y * self.layer.residual_scale)
@@ -99,7 +99,7 @@ def _attention(spec: ModelSpec, layer: Layer, heads: Heads) -> Attention | Laten
     return Attention(spec, layer, heads) if latent is None else LatentAttention(spec, layer, heads, latent)
 
 
-def _normalized(x: Array, norm: Norm | None) -> Array:
+def _apply_norm(x: Array, norm: Norm | None) -> Array:
     return x if norm is None else norm(x)
 
 

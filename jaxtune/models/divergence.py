@@ -120,7 +120,9 @@ def linear_divergence(
         return x.at[slots].get(mode="fill", fill_value=0).reshape(tiles, size, *x.shape[1:])
 
     columns = tuple(map(in_tiles, (targets, tokens, log_probs)))
-    losses: Any = _tiled(in_tiles(hidden), head, columns, -(-kept // size), (how, divergence, z_loss), head_gradient)
+    losses: Any = _tile_losses(
+        in_tiles(hidden), head, columns, -(-kept // size), (how, divergence, z_loss), head_gradient
+    )
     in_order = [jnp.zeros_like(targets, jnp.float32).at[slots].set(x.reshape(-1), mode="drop") for x in losses]
     return in_order[0], in_order[1]
 
@@ -199,7 +201,7 @@ def _kl(p: Float[Array, "t n"], q: Float[Array, "t n"]) -> Float[Array, " t"]:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _tiled(hidden, head, columns, needed, what, head_gradient):
+def _tile_losses(hidden, head, columns, needed, what, head_gradient):
     """Return both losses of the first `needed` tiles, (tiles, size) each, float32; 0 in the others."""
 
     def tile(i, losses):
@@ -217,7 +219,7 @@ def _over_tiles(needed, tile, start, hidden):
 
 
 def _forward(hidden, head, columns, needed, what, head_gradient):
-    return _tiled(hidden, head, columns, needed, what, head_gradient), (hidden, head, columns, needed)
+    return _tile_losses(hidden, head, columns, needed, what, head_gradient), (hidden, head, columns, needed)
 
 
 def _backward(what, head_gradient, residuals, d_losses):
@@ -242,7 +244,7 @@ def _backward(what, head_gradient, residuals, d_losses):
     return d_hidden, d_head[0].astype(head.dtype) if d_head else None, None, None
 
 
-_tiled.defvjp(_forward, _backward)
+_tile_losses.defvjp(_forward, _backward)
 
 
 def _losses(logits, columns, how, divergence, z_loss):

@@ -80,9 +80,9 @@ class Experts(nnx.Module):
             "router_probability": over_tokens(routing.probability),
             "router_z": over_tokens(routing.log_sum**2),
         }
-        return (y if self.shared is None else y + self._of_all_tokens(self.shared, x, call)), sums
+        return (y if self.shared is None else y + self._run_shared(self.shared, x, call)), sums
 
-    def _of_all_tokens(self, shared: MLP, x: Float[Array, "b s d"], call: Call) -> Float[Array, "b s d"]:
+    def _run_shared(self, shared: MLP, x: Float[Array, "b s d"], call: Call) -> Float[Array, "b s d"]:
         y = shared(x, call)
         return y if self.shared_gate is None else y * jax.nn.sigmoid(self.shared_gate(x, call))
 

@@ -115,7 +115,7 @@ class Site(NamedTuple):
     kind: Kind
 
 
-class _Declared(NamedTuple):
+class _Declaration(NamedTuple):
     """A parameter as its module declares it, without the leading axes of layers and experts."""
 
     shape: tuple[int, ...]
@@ -126,11 +126,11 @@ class _Declared(NamedTuple):
     frozen: bool
 
 
-def _declared(module: nnx.Module) -> dict[str, _Declared]:
+def _declarations(module: nnx.Module) -> dict[str, _Declaration]:
     """Return the parameters that a module declares, by dotted name."""
     return {
-        ".".join(map(str, path)): _Declared(
-            variable.get_value().shape, *(variable.get_metadata(name) for name in _Declared._fields[1:])
+        ".".join(map(str, path)): _Declaration(
+            variable.get_value().shape, *(variable.get_metadata(name) for name in _Declaration._fields[1:])
         )
         for path, variable in nnx.to_flat_state(nnx.state(module))
     }
@@ -140,7 +140,7 @@ def declare(spec: ModelSpec) -> tuple[nnx.GraphDef, dict[str, Parameter]]:
     """Return the decoder's graph, for `bind`, and every parameter by its dotted name."""
     decoder, names = Decoder(spec), names_of(spec)
     # Modules declare one layer and one expert; the leading axes of stacks and experts are added here.
-    declared, adapted = _declared(decoder), spec.adapted
+    declared, adapted = _declarations(decoder), spec.adapted
     inside = [
         (f"stacks.{number}.blocks.{position}.", tuple(stack.layer_numbers(position)), layer, stack.stages > 1)
         for number, stack in enumerate(spec.stacks)
@@ -184,7 +184,7 @@ def _weight_of(local: str, kind: Kind) -> str:
 def _places(
     names: Mapping[str, str | Tensor],
     local: str,
-    siblings: Mapping[str, _Declared],
+    siblings: Mapping[str, _Declaration],
     layers: tuple[int, ...],
     lead: tuple[int, ...],
     treatment: Treatment,
@@ -227,7 +227,7 @@ def _places(
     return tuple(place(layer, expert) for layer, expert in itertools.product(layers or (None,), range(experts)))
 
 
-def _wrapper(names: Mapping[str, str | Tensor], tensor: Tensor, siblings: Mapping[str, _Declared]) -> str:
+def _wrapper(names: Mapping[str, str | Tensor], tensor: Tensor, siblings: Mapping[str, _Declaration]) -> str:
     """Return peft's name of the module that a stacked tensor's adapter is in.
 
     peft wraps the tensor's module once for each adapted tensor in it, the first one innermost, and each wrapper adds
@@ -264,8 +264,8 @@ def sites(spec: ModelSpec) -> dict[str, tuple[Site, ...]]:
     """Return the parameters in each Hugging Face tensor (several if it is fused), without adapters."""
     by_tensor: dict[str, tuple[Site, ...]] = {}
     names = names_of(spec)
-    outside = _declared(Decoder(dataclasses.replace(spec, layers=())))
-    inside = {layer: _declared(Block(spec, layer)) for layer in set(spec.layers)}
+    outside = _declarations(Decoder(dataclasses.replace(spec, layers=())))
+    inside = {layer: _declarations(Block(spec, layer)) for layer in set(spec.layers)}
     every = [(None, None, outside), *((number, layer, inside[layer]) for number, layer in enumerate(spec.layers))]
     for number, layer, declared in every:
         for local, tensor in names.items():

@@ -1,7 +1,7 @@
 """Scores of a batch, for objectives: the log-probability of each target, or the logits of labels.
 
 Shape letters: b rows of the batch, s positions in a row, d features of the residual stream, v rows of the head (the
-padded vocabulary), l labels.
+padded vocabulary).
 """
 
 from collections.abc import Mapping

@@ -81,10 +81,10 @@ def answer_weight(options: Preference) -> float:
 # ---- losses of pairs ----
 def _sigmoid(pairs: Pairs, o: Preference) -> Array:
     """DPO (arXiv:2305.18290, equation 7); with label_smoothing, conservative DPO."""
-    return _smoothed(o.beta * pairs.gain, o)
+    return _smooth(o.beta * pairs.gain, o)
 
 
-def _smoothed(margin: Array, o: Preference) -> Array:
+def _smooth(margin: Array, o: Preference) -> Array:
     return -(1 - o.label_smoothing) * log_sigmoid(margin) - o.label_smoothing * log_sigmoid(-margin)
 
 
@@ -106,7 +106,7 @@ def _ipo(pairs: Pairs, o: Preference) -> Array:
 
 def _sigmoid_norm(pairs: Pairs, o: Preference) -> Array:
     """DPO with mean log-probabilities."""
-    return _smoothed(o.beta * pairs.mean_gain, o)
+    return _smooth(o.beta * pairs.mean_gain, o)
 
 
 def _exo_pair(pairs: Pairs, o: Preference) -> Array:
@@ -152,7 +152,7 @@ def _kto_pair(pairs: Pairs, o: Preference) -> Array:
 
 def _simpo(pairs: Pairs, o: Preference) -> Array:
     """SimPO (arXiv:2405.14734, equation 6)."""
-    return _smoothed(o.beta * pairs.gain - o.simpo_gamma, o)
+    return _smooth(o.beta * pairs.gain - o.simpo_gamma, o)
 
 
 def _orpo(pairs: Pairs, o: Preference) -> Array:

@@ -57,24 +57,24 @@ def landed(tree: Any) -> Any:
     """Copy a layer's weights to the device. Call it inside the rematerialised body, so that the copy is not saved."""
 
     def one(leaf: Any) -> Any:
-        return _added(to_device(leaf.weight), leaf.total) if isinstance(leaf, Added) else to_device(leaf)
+        return _accumulate(to_device(leaf.weight), leaf.total) if isinstance(leaf, Added) else to_device(leaf)
 
     return jax.tree.map(one, tree, is_leaf=lambda leaf: isinstance(leaf, Added))
 
 
 @jax.custom_vjp
-def _added(weight: Array, total: Array) -> Array:
+def _accumulate(weight: Array, total: Array) -> Array:
     """Return the weight; its gradient becomes part of the cotangent of `total` (see `Added`)."""
     return weight
 
 
-def _added_backward(total: Array, gradient: Array) -> tuple[None, Array]:
+def _accumulate_backward(total: Array, gradient: Array) -> tuple[None, Array]:
     # Not a mathematical derivative: the cotangent slot carries total + gradient, so that gradient accumulation needs no
     # second array of the stack's size.
     return None, put_beside((to_device(total) + gradient).astype(total.dtype), total)
 
 
-_added.defvjp(lambda weight, total: (weight, total), _added_backward)
+_accumulate.defvjp(lambda weight, total: (weight, total), _accumulate_backward)
 
 
 def zeros_of(stack: Array, dtype: Any, on_host: bool) -> Array:
