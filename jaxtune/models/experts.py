@@ -214,7 +214,7 @@ def refuses_kernel(device: Device, experts: MLP) -> str | None:
 def refuses_dense(device: Device, experts: MLP) -> str | None:
     """Return why a device cannot compute every expert, or None."""
     parts = shards(axes_of("experts"), jax.sharding.get_abstract_mesh())
-    return "mesh.expert gives each device some experts, and dense computes all: take mesh.fsdp" if parts > 1 else None
+    return "dense needs all experts on each device, but mesh.expert divides them: use mesh.fsdp" if parts > 1 else None
 
 
 def _weights(experts: MLP) -> list[Any]:

@@ -210,19 +210,17 @@ def _places(
         first, step = (number, len(parts)) if tensor.interleaved else (sum(rows[:number]), 1)
 
     def place(layer: int | None, expert: int) -> Place:
-        place_in_file = Place(
+        whole = Place(
             tensor.name.format(layer=layer, expert=expert), first, rows_of_whole, step, transposed=tensor.transposed
         )
         if not of_stacked:
-            return (
-                dataclasses.replace(place_in_file, element=expert, stack=experts) if tensor.stacked else place_in_file
-            )
+            return dataclasses.replace(whole, element=expert, stack=experts) if tensor.stacked else whole
         # peft has one pair of matrices for all experts: A (experts * rank, in), expert after expert; and B
         # (out, rank * experts), in whose columns the expert runs fastest.
         if (axis := siblings[local].axes.index("rank")) == 0:
             rank = siblings[local].shape[axis]
-            return dataclasses.replace(place_in_file, first=expert * rank, of=experts * rank)
-        return dataclasses.replace(place_in_file, column=expert, columns=experts)
+            return dataclasses.replace(whole, first=expert * rank, of=experts * rank)
+        return dataclasses.replace(whole, column=expert, columns=experts)
 
     return tuple(place(layer, expert) for layer, expert in itertools.product(layers or (None,), range(experts)))
 
@@ -292,11 +290,11 @@ def loaded_names(spec: ModelSpec) -> dict[str, str]:
 def abstract(parameters: Mapping[str, Parameter]) -> Parameters:
     """Return shapes, dtypes and shardings of the parameters as stored, including whether they are in host memory."""
 
-    def waiting(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    def to_host(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_host(leaf.sharding))
 
     leaves = {name: parameter.abstract() for name, parameter in parameters.items()}
-    return {n: jax.tree.map(waiting, leaf) if parameters[n].on_host else leaf for n, leaf in leaves.items()}
+    return {n: jax.tree.map(to_host, leaf) if parameters[n].on_host else leaf for n, leaf in leaves.items()}
 
 
 def randomize(parameters: Mapping[str, Parameter], seed: int) -> Parameters:

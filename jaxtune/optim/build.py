@@ -110,25 +110,25 @@ def build(optim: Optim, trained: Mapping[str, Trained], layers: int, dtype: DTyp
 
     def init(parameters: Parameters) -> OptimizerState:
         def one(name: str, parameter: Array) -> RuleState:
-            rule, own = rule_of[name], trained[name]
-            parameter = own.joined(parameter)
+            rule, properties = rule_of[name], trained[name]
+            parameter = properties.joined(parameter)
 
             def first(parameter: Array) -> RuleState:
                 state = rule.init(to_device(parameter).astype(jnp.float32))
                 return jax.tree.map(lambda leaf: in_its_memory(_as_stored(leaf, parameter)), state)
 
             def in_its_memory(leaf: Array) -> Array:
-                return jax.device_put(leaf, jax.memory.Space.Host) if own.on_host else leaf
+                return jax.device_put(leaf, jax.memory.Space.Host) if properties.on_host else leaf
 
-            if own.lead and (own.on_host or is_on_host(parameter)):
-                return jax.tree.map(own.parted, jax.lax.map(first, parameter))
-            if rule.by_layer and own.lead:
+            if properties.lead and (properties.on_host or is_on_host(parameter)):
+                return jax.tree.map(properties.parted, jax.lax.map(first, parameter))
+            if rule.by_layer and properties.lead:
                 # The initial state of such a rule does not depend on values: one layer of zeros gives it for all.
                 of_layer = rule.init(_zeros_of_a_layer(parameter))
                 state = jax.tree.map(lambda leaf: _as_stored(_repeat(leaf, parameter), parameter), of_layer)
             else:
                 state = first(parameter)
-            return jax.tree.map(own.parted, state)
+            return jax.tree.map(properties.parted, state)
 
         def of_all(name: str, parameter: Array) -> RuleState:
             init_one, parameter = partial(one, name), moved(parameter, trained[name].place)
@@ -146,19 +146,21 @@ def build(optim: Optim, trained: Mapping[str, Trained], layers: int, dtype: DTyp
     def update(gradients: Parameters, state: OptimizerState, parameters: Parameters, step: Step):
         after = {}
         for name, parameter in parameters.items():
-            rule, own = rule_of[name], trained[name]
+            rule, properties = rule_of[name], trained[name]
             rate = step.rate
-            if optim.name == "muon" and optim.muon.learning_rate and own.is_matrix:
+            if optim.name == "muon" and optim.muon.learning_rate and properties.is_matrix:
                 rate *= optim.muon.learning_rate / optim.learning_rate
             # Random bits depend on the parameter's name, not on the set or order of parameters.
             own_step = step._replace(key=named_key(step.key, name))
             # If the state has its own layout (ZeRO), it is not moved: parameter and gradient are resharded to it, and
             # the new parameter is resharded back.
-            resharded, gradient = (moved(x, own.place) for x in (parameter, gradients[name]))
+            resharded, gradient = (moved(x, properties.place) for x in (parameter, gradients[name]))
             run = (
-                partial(on_stages, partial(_advance, rule, own)) if staged(resharded) else partial(_advance, rule, own)
+                partial(on_stages, partial(_advance, rule, properties))
+                if staged(resharded)
+                else partial(_advance, rule, properties)
             )
-            factors = rates[name] * own.rate, decays[name]
+            factors = rates[name] * properties.rate, decays[name]
             new, rule_state = run((resharded, state.rules[name]), gradient, factors, (state.count, rate), own_step)
             after[name] = moved(new, stored_at(name, parameter)), rule_state
         count = state.count + step.finite
@@ -181,17 +183,19 @@ def staged(parameter: Array) -> bool:
     return jax.typeof(parameter).sharding.spec[:1] == ("stage",)
 
 
-def _advance(rule: Rule, own: Trained, before: Updated, gradient: Array, factors: Any, at: Any, step: Step) -> Updated:
+def _advance(
+    rule: Rule, properties: Trained, before: Updated, gradient: Array, factors: Any, at: Any, step: Step
+) -> Updated:
     """Return the next parameter and state. at: count and rate. factors: factor on the rate, and weight decay."""
-    before, gradient = jax.tree.map(own.joined, (before, gradient))
-    its_at = At(*at, *(own.in_order(factor, gradient) for factor in factors))
+    before, gradient = jax.tree.map(properties.joined, (before, gradient))
+    its_at = At(*at, *(properties.in_order(factor, gradient) for factor in factors))
     offloaded = any(map(is_on_host, jax.tree.leaves((before, gradient))))
-    if own.lead and (offloaded or (rule.by_layer and rule.whole is None)):
+    if properties.lead and (offloaded or (rule.by_layer and rule.whole is None)):
         after = layer_after_layer(rule, before, gradient, its_at, step)
     else:
         arguments = to_device(before), to_device(gradient), its_at, step
-        after = updated(rule, *arguments) if rule.whole is None else rule.whole(*arguments, bool(own.lead))
-    return jax.tree.map(own.parted, jax.tree.map(put_beside, after, before))
+        after = updated(rule, *arguments) if rule.whole is None else rule.whole(*arguments, bool(properties.lead))
+    return jax.tree.map(properties.parted, jax.tree.map(put_beside, after, before))
 
 
 def _zeros_of_a_layer(stacked: Array) -> Array:

@@ -74,7 +74,7 @@ def _factors(
         pattern, _, factor = entry.rpartition("=")
         chosen = select(pattern, names, option)
         if chosen <= without:
-            raise UserError(f"{option}={entry!r} matches only parameters without decay; optim.no_decay says which")
+            raise UserError(f"{option}={entry!r} matches only parameters without decay, by optim.no_decay")
         factors |= dict.fromkeys(chosen, float(factor))
     return factors
 

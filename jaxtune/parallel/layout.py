@@ -72,7 +72,7 @@ class Rules:
             )
         for axes in astuple(self.parameters):
             if list(axes) != sorted(axes, key=self.gathered.__contains__):
-                raise ValueError(f"of {axes} the axes that are gathered, {self.gathered}, must come last")
+                raise ValueError(f"in {axes} the gathered axes, {self.gathered}, must come last")
 
     def apart(self, *manual: str) -> "Rules":
         """Return the rules inside `parallel.apart`, where the given axes are manual and shard nothing."""
