@@ -16,7 +16,7 @@ from jaxtune.models.layers.linear import Linear
 
 @dataclass(frozen=True)
 class IA3:
-    """A factor of each feature of a linear layer's output, or of its input: an `Adapter` of models.linear."""
+    """A factor of each feature of a linear layer's output, or of its input: an `Adapter` of models.layers.linear."""
 
     of_input: bool
     owner: str | None = None

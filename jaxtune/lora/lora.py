@@ -22,7 +22,7 @@ FROM_WEIGHT = ("pissa", "olora")  # these start as a part of the weight
 
 @dataclass(frozen=True)
 class LoRA:
-    """y + scale · dropout(x) A^T B^T: an `Adapter` of models.linear.
+    """y + scale · dropout(x) A^T B^T: an `Adapter` of models.layers.linear.
 
     Attributes:
         use_rslora: scale is alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023), not alpha / rank.

@@ -1,4 +1,4 @@
-"""How a module declares a parameter: shape, layout, random values and what it is, without any value."""
+"""Declaration of a parameter by its module: shape, layout, initialisation and kind, without a value."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -9,11 +9,14 @@ from flax import nnx
 from jaxtyping import Array
 
 Init = Callable[[Array, tuple[int, ...], Any], Array]
-# linear: a matrix (out, in) that activations are multiplied by, which can be quantized, adapted and orthogonalised.
-# gate: one whose few outputs multiply activations, and router: one that chooses experts, which stay as they are.
-# convolution: a kernel of each channel. correction: what is added to a router's scores to balance them: no gradient
-# reaches it, but the load may move it. table: rows that are looked up, and the head. score: a classifier's head.
-# vector: a bias, the weight of a norm. adapter: what is trained beside a linear layer.
+# linear: the matrix (out, in) of a linear layer, which can be quantized, adapted and orthogonalised.
+# gate: a matrix whose few outputs multiply activations; never quantized, adapted or orthogonalised.
+# router: the matrix that scores experts; treated like a gate.
+# convolution: a kernel for each channel.
+# correction: added to a router's scores to balance the load; it gets no gradient, but the load may update it.
+# table: the embedding, or the head of a language model. score: the head of a classifier.
+# vector: a bias, or the weight of a norm.
+# adapter: a parameter of an adapter on a linear layer.
 Kind = Literal["linear", "gate", "convolution", "router", "correction", "table", "score", "vector", "adapter"]
 
 
@@ -25,9 +28,10 @@ def declared(
     float32: bool = False,
     frozen: bool = False,
 ) -> Any:
-    """A parameter with a logical name for each dimension; `decoder.bind` puts a value in its place.
+    """Declare a parameter with a logical name for each dimension; `decoder.bind` later puts in its value.
 
-    float32: that is what it is stored as, whatever the model's dtype. frozen: of an adapter, no step changes it.
+    float32: whether it is stored in float32 regardless of the model's dtype. frozen: whether an adapter's parameter is
+    never updated.
     """
     variable = nnx.LoRAParam if kind == "adapter" else nnx.Param
     metadata = {"axes": axes, "init": init, "kind": kind, "float32": float32, "frozen": frozen}

@@ -1,4 +1,7 @@
-"""Decoding with a key-value cache: the same decoder, attending to what it has already seen."""
+"""Decoding with a key-value cache: the same decoder, with attention to cached keys and values.
+
+Shape letters: b rows that are decoded together, s new tokens of a row, v tokens of the vocabulary.
+"""
 
 import dataclasses
 from functools import partial
@@ -19,12 +22,15 @@ from jaxtune.parallel.sequence import heads_on_devices
 
 
 class Sampling(NamedTuple):
-    """How a token is chosen: options of transformers' GenerationConfig, applied in the order in which it does.
+    """How a token is chosen: options of transformers' GenerationConfig, applied in the same order as there.
 
-    temperature: 0 takes the likeliest token. top_k: only so many of the likeliest. top_p: only the likeliest, whose
-    probability together is at least this (Holtzman et al. 2020). min_p: only those that have this share of the
-    likeliest one's probability (arXiv:2407.01082). repetition_penalty: tokens that were there, in the prompt too, have
-    their logit divided by this if it is positive, else multiplied (arXiv:1909.05858).
+    Attributes:
+        temperature: divides the logits; 0 chooses the likeliest token.
+        top_k: keep only the k likeliest tokens; None: keep all.
+        top_p: keep only the likeliest tokens, as few as have at least this probability together (Holtzman et al. 2020).
+        min_p: keep only tokens with at least this share of the likeliest token's probability (arXiv:2407.01082).
+        repetition_penalty: logits of tokens that already occur, also in the prompt, are divided by this if positive and
+            multiplied by it if negative (arXiv:1909.05858).
     """
 
     temperature: float = 1.0
@@ -35,10 +41,13 @@ class Sampling(NamedTuple):
 
 
 class Decoding(NamedTuple):
-    """Rows that are decoded together, after `index` tokens and padding.
+    """The state of rows that are decoded together.
 
-    cache: of each layer. start: where the first token of each row stands; what is before is padding. seen: tokens
-    that were there, where a penalty asks for it.
+    Attributes:
+        cache: the caches of all layers.
+        index: number of positions so far, including padding.
+        start: position of each row's first token; positions before it are padding.
+        seen: which tokens already occur in each row; None without a repetition penalty.
     """
 
     cache: Any
@@ -48,12 +57,12 @@ class Decoding(NamedTuple):
 
 
 def rules_of_decoding(rules: Rules) -> Rules:
-    """The rules by which rows are decoded: axes that shard positions shard rows, as there is one position at a time."""
+    """Return the layout rules for decoding: axes that shard positions shard rows, because positions come one by one."""
     return dataclasses.replace(rules, batch=(*rules.batch, *rules.positions), positions=(), context=(), residual=())
 
 
 def empty_cache(spec: ModelSpec, batch: int, length: int, dtype: jnp.dtype) -> Any:
-    """Zeros for `length` keys and values a layer, or for its state, in the decoder's stacks."""
+    """Return zeroed caches in the structure of the stacks: `length` keys and values, or a delta net's memory."""
     rows, _, heads, _ = by_head()
 
     def zeros(repeats: int, mixer: Heads | DeltaNet) -> Any:
@@ -76,7 +85,7 @@ def begin(
     length: int,
     dtype: jnp.dtype,
 ) -> tuple[Int[Array, " b"], Decoding]:
-    """The first token after prompts that end together, padded on the left; room for `length` tokens with these."""
+    """Return the first token after prompts, padded on the left, and the state, with room for `length` positions."""
     seen = None
     if sampling.repetition_penalty != 1:
         there = jnp.arange(tokens.shape[1]) >= start[:, None]
@@ -94,19 +103,19 @@ def advance(
     sampling: Sampling,
     dtype: jnp.dtype,
 ) -> tuple[Int[Array, " b"], Decoding]:
-    """The token after these, which follow what was decoded, on every device; `keys`: of each row's random numbers."""
+    """Return the token after `tokens`, on every device, and the next state; `keys`: random keys of the rows."""
     index, start = decoding.index, decoding.start
-    at = index + jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    valid, end = at >= start[:, None], index + tokens.shape[1]
-    # Padding sees no key.
+    numbers = index + jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    valid, end = numbers >= start[:, None], index + tokens.shape[1]
+    # Padding sees no keys: its first key is past the last one.
     key_start = jnp.where(valid, start[:, None], end)
-    placed = (jax.reshard(x, by_token()) for x in (tokens, jnp.maximum(at - start[:, None], 0), key_start, valid))
+    placed = (jax.reshard(x, by_token()) for x in (tokens, jnp.maximum(numbers - start[:, None], 0), key_start, valid))
     tokens, positions, key_start, valid = placed
     inputs = inputs_of(decoder.spec, positions, attend_cached(index, key_start), valid)
     hidden, cache, _ = decoder(tokens, inputs, Call(dtype), decoding.cache)
     rows = P(by_token()[0])
-    found, seen = logits(decoder, hidden[:, -1], dtype), decoding.seen
-    arguments = jax.tree.map(lambda array: jax.reshard(array, rows), (found, keys, seen))
+    next_logits, seen = logits(decoder, hidden[:, -1], dtype), decoding.seen
+    arguments = jax.tree.map(lambda array: jax.reshard(array, rows), (next_logits, keys, seen))
     chosen = jax.shard_map(partial(choose, sampling=sampling), in_specs=rows, out_specs=rows)(*arguments)
     chosen = jax.reshard(chosen, P())
     if seen is not None:
@@ -117,7 +126,7 @@ def advance(
 def choose(
     logits: Float[Array, "b v"], keys: Key[Array, " b"], seen: Bool[Array, "b v"] | None, sampling: Sampling
 ) -> Int[Array, " b"]:
-    """A token of each row."""
+    """Choose a token for each row."""
     if seen is not None:
         penalty = sampling.repetition_penalty
         logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
@@ -128,7 +137,7 @@ def choose(
 
 
 def kept(logits: Float[Array, "b v"], sampling: Sampling) -> Float[Array, "b v"]:
-    """The logits with -inf at tokens that are not to be chosen."""
+    """Set the logits of tokens that must not be chosen to -inf."""
     top_k, top_p, min_p = sampling.top_k, sampling.top_p, sampling.min_p
     if top_k is not None:
         least = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0][..., -1:]
@@ -137,7 +146,7 @@ def kept(logits: Float[Array, "b v"], sampling: Sampling) -> Float[Array, "b v"]
         ordered = jnp.sort(logits, axis=-1, descending=True)
         probability = jax.nn.softmax(ordered, axis=-1)
         before = jnp.cumsum(probability, axis=-1) - probability
-        inside = (before < top_p) | (before == 0)  # the likeliest always is
+        inside = (before < top_p) | (before == 0)  # the likeliest token is always kept
         least = jnp.min(jnp.where(inside, ordered, jnp.inf), axis=-1, keepdims=True)
         logits = jnp.where(logits >= least, logits, -jnp.inf)
     if min_p:

@@ -1,7 +1,10 @@
 """The decoder: embedding, a tuple of scanned stacks of layers, final norm, head.
 
-Modules declare (shapes, layout, forward pass); the values are a flat dict of arrays, `parameters.py`, that `bind`
-puts in their place inside a pure function.
+Modules only declare parameters (shapes, layout) and the forward pass. The values are a flat dict of arrays
+(`parameters.py`); inside a pure function, `bind` puts them into the modules.
+
+Shape letters: b rows of the batch, s positions in a row, d features of the residual stream, v rows of the head (the
+padded vocabulary, or labels), n repeats of a stack's period.
 """
 
 from collections.abc import Callable
@@ -31,9 +34,9 @@ from jaxtune.parallel.random import dropout, shaken
 from jaxtune.precision.matmul import MAXIMA
 from pallas_kernels import flash_attention, gated_delta_rule
 
-# Activations of a layer that are saved for the backward pass, besides its input; the rest is recomputed. With 'none'
-# only elementwise results are (norms, rotation, SwiGLU, dropout): saving them as well took several times the memory.
-# Each amax is a scalar, but to recompute it takes the input again and an all-reduce.
+# Activations of a layer that are saved for the backward pass, in addition to its input; the rest is recomputed. 'none'
+# recomputes only elementwise results (norms, rotation, SwiGLU, dropout): saving them too took several times the memory.
+# Each amax is saved because it is a scalar, while recomputing it needs the input again and an all-reduce.
 MIXED = (flash_attention.RESIDUALS, gated_delta_rule.RESIDUALS)
 KEPT: dict[Remat, tuple[str, ...]] = {
     "none": (PRODUCT, QKV_PRODUCT, FFN_PRODUCT, EXPERT_PRODUCT, *MIXED, MAXIMA),
@@ -43,11 +46,11 @@ KEPT: dict[Remat, tuple[str, ...]] = {
     "dots": (PRODUCT, QKV_PRODUCT, FFN_PRODUCT, EXPERT_PRODUCT, MAXIMA),
     "attention+qkv": (PRODUCT, FFN_PRODUCT, EXPERT_PRODUCT, MAXIMA),
     "block": (MAXIMA,),
-    "offload": (MAXIMA,),  # and the layer's input in the host's memory
+    "offload": (MAXIMA,),  # and the layer's input, in host memory
 }
 INPUT = "input"  # the name of a layer's input
 Parameters = dict[str, Any]
-# What layers emit besides activations: sums over the tokens of each row, (layers that emit it, rows, ...).
+# Values that layers return in addition to activations: sums over the tokens of each row, (emitting layers, rows, ...).
 Sums = dict[str, Array]
 
 
@@ -72,18 +75,20 @@ class Block(nnx.Module):
     def __call__(
         self, x: Float[Array, "b s d"], inputs: Inputs, cache: Any, call: Call
     ) -> tuple[Float[Array, "b s d"], Any, Sums]:
-        """Activations after the layer, its cache, and what its experts emit, without the axis of layers."""
-        normed = jax.reshard(_normalized(x, self.attention_norm), by_token(None))
-        mixer: Any = self.attention or self.delta_net  # one of them
+        """Return the activations after the layer, its cache, and the sums of its experts (without a layer axis)."""
+        # Between mixer and feed-forward, x may also be sharded by position over the tensor axis (Rules.residual). The
+        # reshard before each is then an all-gather, and the one in _add a reduce-scatter.
+        normed = jax.reshard(_apply_norm(x, self.attention_norm), by_token(None))
+        mixer: Any = self.attention or self.delta_net  # exactly one is set
         mixed, cache = mixer(normed, inputs, cache, call)
-        x = self._added(x, mixed, self.attention_out_norm, call, "mixer")
-        if self.layer.norms != "shared":
-            normed = jax.reshard(_normalized(x, self.mlp_norm), by_token(None))
+        x = self._add(x, mixed, self.attention_out_norm, call, "mixer")
+        if self.layer.norms != "shared":  # "shared": the feed-forward takes the mixer's normed input (Cohere)
+            normed = jax.reshard(_apply_norm(x, self.mlp_norm), by_token(None))
         fed, sums = (self.mlp(normed, call), {}) if isinstance(self.mlp, MLP) else self.mlp(normed, call, inputs.valid)
-        return self._added(x, fed, self.mlp_out_norm, call, "feed-forward"), cache, sums
+        return self._add(x, fed, self.mlp_out_norm, call, "feed-forward"), cache, sums
 
-    def _added(self, x: Array, y: Array, norm: Norm | None, call: Call, name: str) -> Array:
-        y = _normalized(jax.reshard(y, by_residual()), norm)
+    def _add(self, x: Array, y: Array, norm: Norm | None, call: Call, name: str) -> Array:
+        y = _apply_norm(jax.reshard(y, by_residual()), norm)
         if call.noise is not None and call.hidden_dropout:
             y = dropout(y, call.noise.rate(call.hidden_dropout), call.noise.site(f"{name} dropout"))
         return x + (y if self.layer.residual_scale == 1 else y * self.layer.residual_scale)
@@ -94,12 +99,12 @@ def _attention(spec: ModelSpec, layer: Layer, heads: Heads) -> Attention | Laten
     return Attention(spec, layer, heads) if latent is None else LatentAttention(spec, layer, heads, latent)
 
 
-def _normalized(x: Array, norm: Norm | None) -> Array:
+def _apply_norm(x: Array, norm: Norm | None) -> Array:
     return x if norm is None else norm(x)
 
 
 class Stack(nnx.Module):
-    """A period of layers, repeated: each parameter of a layer has a leading axis of `repeats`, which is scanned."""
+    """A repeated period of layers: each parameter has a leading axis of `repeats`, which is scanned."""
 
     def __init__(self, spec: ModelSpec, stack: StackSpec):
         self.blocks = nnx.List([Block(spec, layer) for layer in stack.period])
@@ -109,20 +114,21 @@ class Stack(nnx.Module):
     def __call__(
         self, x: Float[Array, "b s d"], inputs: Inputs, cache: Any, call: Call, numbers: Int[Array, " n"] | None = None
     ) -> tuple[Float[Array, "b s d"], Any, Sums]:
-        """Activations after the stack, its cache (leaves with a leading axis of `repeats`, a tuple a period), sums.
+        """Return the activations after the stack, its cache and its sums.
 
-        numbers: of the first layer of each repeat; None: those of the whole stack.
+        The cache has a tuple entry per layer of the period, whose leaves have a leading axis of `repeats`. numbers: the
+        layer number of the first layer of each repeat; None: the whole stack's.
         """
         numbers = jnp.array(self.stack.layer_numbers(0)) if numbers is None else numbers
-        # The scan takes the arrays apart from the modules: a period is traced and compiled once, whatever `repeats`,
-        # and each iteration merges its slice of the weights with the modules again.
+        # The arrays are split from the modules for the scan, so that a period is traced and compiled once, for any
+        # number of repeats. Each iteration merges its slice of the weights back into the modules.
         graph, adapters, weights = nnx.split(self.blocks, nnx.LoRAParam, ...)
         if not self.float32:
             adapters = jax.tree.map(lambda a: a.astype(call.dtype), adapters)  # once, not in each layer of each pass
 
         def repeat(x, scanned):
             adapters, weights, cache, number = scanned
-            weights = landed(weights)
+            weights = landed(weights)  # from host memory, if they are offloaded
             x = checkpoint_name(x, INPUT)
             after, sums = [], []
             for position, block in enumerate(nnx.merge(graph, adapters, weights)):
@@ -131,46 +137,48 @@ class Stack(nnx.Module):
                 sums.append(emitted)
             return x, (tuple(after) if cache else None, joined(sums, jnp.stack))
 
-        kept = jax.checkpoint_policies.save_and_offload_only_these_names(
+        policy = jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[*KEPT[call.remat], *[GATHERED] * call.keep_gathered],
             names_which_can_be_offloaded=[INPUT] if call.remat == "offload" else [],
             offload_src="device",
             offload_dst="pinned_host",
         )
-        # A loop keeps XLA from merging the recomputation with the forward pass: the barriers of prevent_cse would only
-        # hinder fusion. Without a loop, and with nothing but elementwise results to recompute, merging saves time.
-        apart = call.unroll and call.remat != "none"
-        repeat = jax.checkpoint(repeat, policy=kept, prevent_cse=apart)
+        # In a loop XLA cannot merge the recomputation with the forward pass, and the barriers of prevent_cse would only
+        # hinder fusion. Without a loop they are needed, except with 'none': it recomputes only elementwise results,
+        # and there merging saves time.
+        prevent_cse = call.unroll and call.remat != "none"
+        repeat = jax.checkpoint(repeat, policy=policy, prevent_cse=prevent_cse)
         unroll = len(numbers) if call.unroll else 1
         x, (cache, sums) = jax.lax.scan(repeat, x, (adapters, weights, cache, numbers), unroll=unroll)
         return x, cache, {name: _by_layer(value) for name, value in sums.items()}
 
 
 def joined(sums: list[Sums], join: Callable[[list[Array]], Array]) -> Sums:
-    """Those of layers that follow one another, each of which may emit other names."""
+    """Join the sums of consecutive layers, which may have different names."""
     names = dict.fromkeys(name for emitted in sums for name in emitted)
     return {name: join([emitted[name] for emitted in sums if name in emitted]) for name in names}
 
 
 def _by_layer(value: Float[Array, "repeats period ..."]) -> Float[Array, "layers ..."]:
+    # Repeats of the period are the outer axis of the scan, so (repeats, period) flattens to the order of layers.
     out = P(None, *jax.typeof(value).sharding.spec[2:])
     return jnp.reshape(value, (-1, *value.shape[2:]), out_sharding=out)
 
 
 class Embedding(nnx.Module):
-    """Token vectors, one row each; padded rows are never looked up."""
+    """The token embedding, a row for each token; padding rows are never looked up."""
 
     def __init__(self, spec: ModelSpec):
         shape = (spec.padded_vocabulary, spec.hidden)
         self.weight = declared(shape, ("vocabulary", "embed"), nnx.initializers.normal(spec.initializer_range), "table")
 
     def __call__(self, tokens: Int[Array, "b s"], dtype: jnp.dtype) -> Float[Array, "b s d"]:
-        """Vectors of tokens, in the dtype that everything after computes in."""
+        """Return the embeddings of tokens, in the compute dtype of the layers."""
         return lookup(jax.reshard(self.weight.astype(dtype), P(None, None)), tokens)
 
 
 class Score(nnx.Module):
-    """The head of a classifier, a row for each label."""
+    """The head of a classifier, with a row for each label."""
 
     def __init__(self, spec: ModelSpec):
         init = nnx.initializers.normal(spec.initializer_range)
@@ -178,7 +186,7 @@ class Score(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """A language model or a classifier, up to the hidden states that its head multiplies."""
+    """A language model or a classifier; the forward pass ends at the hidden states, before the head."""
 
     def __init__(self, spec: ModelSpec):
         self.spec = spec
@@ -189,18 +197,18 @@ class Decoder(nnx.Module):
 
     @property
     def head_weight(self) -> Float[Array, "v d"]:
-        """The head, which may be the embedding; of a language model, rows past the vocabulary are padding."""
+        """The head's weight, or the embedding's if they are tied; a language model's has padding rows at the end."""
         return (self.embed if self.head is None else self.head).weight
 
     @property
     def pipeline(self) -> int | None:
-        """The number of the stack that is one."""
+        """The number of the stack that is pipelined, or None."""
         return next((number for number, one in enumerate(self.stacks) if one.stack.stages > 1), None)
 
     def run(
         self, x: Float[Array, "b s d"], inputs: Inputs, call: Call, cache: Any = None, part: slice = slice(None)
     ) -> tuple[Float[Array, "b s d"], Any, Sums]:
-        """Activations after the stacks in `part`, their caches, and the sums that they emit."""
+        """Return the activations after the stacks in `part`, their caches and their sums."""
         after, sums = [], []
         for number in range(len(self.stacks))[part]:
             x, stack_cache, emitted = self.stacks[number](x, inputs, cache and cache[number], call)
@@ -211,12 +219,12 @@ class Decoder(nnx.Module):
     def __call__(
         self, tokens: Int[Array, "b s"], inputs: Inputs, call: Call, cache: Any = None
     ) -> tuple[Float[Array, "b s d"], Any, Sums]:
-        """Hidden states for the head, the cache afterwards, and the sums that layers emit."""
+        """Return the hidden states for the head, the updated cache, and the sums of all layers."""
         x, cache, sums = self.run(self.embedded(tokens, call), inputs, call, cache)
         return self.normed(x), cache, sums
 
     def embedded(self, tokens: Int[Array, "b s"], call: Call) -> Float[Array, "b s d"]:
-        """What the first layer takes."""
+        """Return the first layer's input: scaled embeddings, with NEFTune noise in training."""
         x = self.embed(tokens, call.dtype)
         if call.noise is not None and call.neftune_alpha:
             x = shaken(x, call.neftune_alpha, call.noise.site("embeddings"))
@@ -225,7 +233,7 @@ class Decoder(nnx.Module):
         return jax.reshard(x, by_residual())
 
     def normed(self, x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
-        """What the head multiplies, from what the last layer gives."""
+        """Return the head's input from the last layer's output: normalised, and scaled if the spec scales logits."""
         x = jax.reshard(self.norm(x), by_token(None))
         return x if self.spec.logit_scale == 1 else x * self.spec.logit_scale
 
@@ -237,7 +245,7 @@ def inputs_of(
     valid: Bool[Array, "b s"],
     place: Int[Array, "b s"] | None = None,
 ) -> Inputs:
-    """What every layer of a decoder sees; each rope is computed once."""
+    """Make the inputs that all layers of a decoder share; each rope is computed once."""
     mixers = dict.fromkeys(layer.mixer for layer in spec.layers if isinstance(layer.mixer, Heads))
     ropes = dict.fromkeys((mixer.rope, mixer.rotated) for mixer in mixers if mixer.rope is not None)
     rotations = {(rope, width): rotation(rope, width, positions) for rope, width in ropes}
@@ -245,7 +253,7 @@ def inputs_of(
 
 
 def bind(graph: nnx.GraphDef, parameters: Parameters) -> Any:
-    """The decoder, or a part of it, with these values in place of what it declares."""
+    """Return the decoder, or a submodule, with the given values in its parameters."""
     values: Any = {tuple(int(p) if p.isdigit() else p for p in name.split(".")): v for name, v in parameters.items()}
     return nnx.merge(graph, nnx.from_flat_state(values))
 

@@ -1,4 +1,4 @@
-"""How a forward pass is computed: what every part of a decoder is given besides its inputs."""
+"""Options of a forward pass, which every module of a decoder gets in addition to its inputs."""
 
 from typing import Literal, NamedTuple
 
@@ -14,18 +14,24 @@ Remat = Literal["none", "experts", "ffn", "qkv", "dots", "attention+qkv", "block
 class Call(NamedTuple):
     """How a forward pass is computed.
 
-    dtype: of activations, to which weights are cast where they are used. noise: source of randomness for dropout and
-    for stochastic rounding in the backward pass; None outside of training: no dropout. remat: the rematerialisation
-    policy of a layer. unroll: whether layers are compiled one by one instead of in a loop. adapters: False computes
-    with the base alone, as the reference of a preference loss does. backend: of attention, a name in
-    pallas_kernels.flash_attention.BACKENDS or 'auto'; fallback: 'warn' takes 'auto' where that backend cannot run.
-    documents: the most that a row holds, for backends that must know; None: nothing bounds them. experts: how those of
-    a mixture are computed, a name in BACKENDS of models.experts or 'auto'. capacity_factor: by which
-    `models.layers.expert_all_to_all` sends tokens to experts on other devices; None: these get the tokens of all.
-    groups: inside a mixture, which expert's weights multiply each token; None: a weight is one matrix.
-    keep_gathered: whether weights stay whole from the forward to the backward pass.
-    Where there is noise, neftune_alpha: of that on embeddings; hidden_dropout: of what is
-    added to the residual stream; attention_dropout: of probabilities.
+    Attributes:
+        dtype: dtype of activations; weights are cast to it when they are used.
+        noise: source of randomness for dropout and for stochastic rounding in the backward pass; None outside of
+            training: no dropout.
+        remat: rematerialisation policy of a layer.
+        unroll: whether layers are compiled one by one instead of in a loop.
+        adapters: False runs only the base model, for example for the reference of a preference loss.
+        backend: attention backend, a name in pallas_kernels.flash_attention.BACKENDS or 'auto'.
+        fallback: 'warn' uses 'auto' if that backend cannot run; 'error' raises.
+        documents: the largest number of documents in a row, for backends that need a bound; None: no bound.
+        experts: backend for mixtures of experts, a name in BACKENDS of layers.experts or 'auto'.
+        capacity_factor: capacity factor for sending tokens to experts on other devices (`layers.expert_all_to_all`); None: the
+            tokens of all devices are all-gathered instead.
+        groups: inside a mixture, which expert's weights multiply each token; None: a weight is one matrix.
+        keep_gathered: whether weights stay gathered from the forward to the backward pass.
+        neftune_alpha: scale of the noise on embeddings (NEFTune); needs `noise`.
+        hidden_dropout: dropout rate of values added to the residual stream; needs `noise`.
+        attention_dropout: dropout rate of attention probabilities; needs `noise`.
     """
 
     dtype: jnp.dtype
@@ -45,5 +51,5 @@ class Call(NamedTuple):
     attention_dropout: float = 0.0
 
     def layer(self, number: Int[Array, ""]) -> "Call":
-        """The call of a layer, from that of a decoder."""
+        """Return the call for a layer: the same options, with the layer's noise."""
         return self if self.noise is None else self._replace(noise=self.noise.layer(number))

@@ -1,4 +1,10 @@
-"""A decoder in the parts of a pipeline: what comes before its stages, a chunk of a stage, and what comes after them."""
+"""The forward pass of a pipelined decoder in parts: layers before the stages, a chunk of a stage, layers after them.
+
+Stages run the layers of one stack. Embedding, the other layers and the head run on all devices; there the axis of
+stages shards positions. `enter` and `leave` change between the two layouts.
+
+Shape letters: b rows of the batch, s positions in a row, d features of the residual stream, n layers of a chunk.
+"""
 
 from typing import Any
 
@@ -17,30 +23,30 @@ from jaxtune.parallel.pipeline_schedule import by_stage, from_one, sent
 from jaxtune.parallel.random import Noise, Source
 
 Batch = dict[str, Array]
-# Of a batch, what layers see.
+# The columns of a batch that layers use.
 SEEN = ("positions", "key_start", "segment_ids", "place", "row")
 STAGES = P("stage")
 
 
 def seen(spec: ModelSpec, batch: Batch, call: Call) -> Inputs:
-    """What every layer sees of a micro-batch."""
+    """Make the inputs that all layers share from the columns of a micro-batch."""
     place = whole_rows(batch, "place")
     attend = attend_packed(batch["key_start"], call, place)
     return inputs_of(spec, batch["positions"], attend, batch["segment_ids"] > 0, place)
 
 
 def noise_of(batch: Batch, source: Source) -> Noise:
-    """The source of randomness of a micro-batch, from that of a step."""
+    """Make the source of randomness of a micro-batch from the step's."""
     return Noise(source.key, batch["row"], place=whole_rows(batch, "place"), share=source.share)
 
 
 def whole_rows(batch: Batch, name: str) -> Array | None:
-    """A column of whole rows on every device, if the batch has it."""
+    """Return a column with whole rows on every device; None if the batch does not have it."""
     return jax.reshard(batch[name], P(*by_head()[:2])) if name in batch else None
 
 
 def enter(decoder: Decoder, batch: Batch, call: Call) -> tuple[Float[Array, "b s d"], Sums]:
-    """What the first stage takes, and the sums that layers before it emit."""
+    """Return the first stage's input, and the sums of the layers before it."""
     x = decoder.embedded(batch["tokens"], call)
     x, _, sums = decoder.run(x, seen(decoder.spec, batch, call), call, part=slice(decoder.pipeline))
     return for_stages(x), sums
@@ -49,22 +55,22 @@ def enter(decoder: Decoder, batch: Batch, call: Call) -> tuple[Float[Array, "b s
 def leave(
     decoder: Decoder, x: Float[Array, "b s d"], sums: list[Sums], batch: Batch, call: Call
 ) -> tuple[Float[Array, "b s d"], Sums]:
-    """What the head multiplies, from what the last stage makes; and all sums, those of earlier layers before it."""
+    """Return the head's input, from the last stage's output, and the sums of all layers; sums: of earlier layers."""
     assert decoder.pipeline is not None
     after = slice(decoder.pipeline + 1, None)
-    x, _, own = decoder.run(jax.reshard(x, by_residual()), seen(decoder.spec, batch, call), call, part=after)
-    return decoder.normed(x), joined([*sums, own], jnp.concatenate)
+    x, _, later_sums = decoder.run(jax.reshard(x, by_residual()), seen(decoder.spec, batch, call), call, part=after)
+    return decoder.normed(x), joined([*sums, later_sums], jnp.concatenate)
 
 
 def for_stages(x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
-    """Activations as every stage has them."""
+    """Reshard activations to the layout inside the stages, where the axis of stages shards nothing."""
     with RULES(RULES.value.apart("stage")):
         place = by_residual()
     return jax.reshard(x, place)
 
 
 def seen_by_stages(batch: Batch) -> Batch:
-    """What layers see of one or more micro-batches, with the whole rows that every stage needs."""
+    """Return the columns of one or more micro-batches that layers use, in the layout inside the stages."""
     with RULES(RULES.value.apart("stage")):
         place = tuple(by_token())
 
@@ -75,7 +81,7 @@ def seen_by_stages(batch: Batch) -> Batch:
 
 
 def of_chunk(stacked: Any, chunk: Int[Array, ""], chunks: int) -> Any:
-    """Of arrays whose leading axis has the layers of a stage, those of one of its chunks."""
+    """Return the part of a chunk of arrays whose leading axis has the layers of a stage."""
 
     def one(leaf: Array) -> Array:
         size = len(leaf) // chunks
@@ -87,19 +93,21 @@ def of_chunk(stacked: Any, chunk: Int[Array, ""], chunks: int) -> Any:
 def through(
     chunk: Stack, number: Int[Array, ""], x: Float[Array, "b s d"], spec: ModelSpec, batch: Batch, call: Call
 ) -> tuple[Float[Array, "b s d"], Sums]:
-    """On the devices of a stage: what a chunk of its layers makes of x, and their sums.
+    """On the devices of a stage: run x through a chunk of its layers, and return the output and their sums.
 
-    chunk: the stack with the parameters of the chunk alone. batch: what layers see of the micro-batch.
+    chunk: the stack with only the chunk's parameters. number: the chunk's number in the stage. batch: the columns of
+    the micro-batch that layers use.
     """
     stack, stage = chunk.stack, jax.lax.axis_index("stage")
     repeats = stack.repeats // (stack.stages * stack.chunks)
+    # Global numbers of the chunk's repeats, which dropout needs: chunk c of all stages comes before chunk c + 1 of any.
     repeat = (number * stack.stages + stage) * repeats + jnp.arange(repeats)
     x, _, sums = chunk(x, seen(spec, batch, call), None, call, stack.first + len(stack.period) * repeat)
     return x, sums
 
 
 def in_order(sums: Sums) -> Sums:
-    """Sums of all chunks, (stages, chunks, layers of a chunk, ...), by layer."""
+    """Reorder sums (stages, chunks, layers of a chunk, ...) by layer."""
 
     def one(value: Float[Array, "stages chunks n ..."]) -> Float[Array, "layers ..."]:
         rest = jax.typeof(value).sharding.spec[3:]
@@ -110,40 +118,41 @@ def in_order(sums: Sums) -> Sums:
 
 
 def added(stacked: Array, value: Array, *index: Int[Array, ""]) -> Array:
-    """With the value added at an index of the leading axes; a negative one counts as 0, for a value of zeros."""
+    """Add a value at an index of the leading axes. A negative index counts as 0: an idle stage adds zeros there."""
     at = (*(jnp.maximum(number, 0) for number in index), *(0,) * value.ndim)
-    now = jax.lax.dynamic_slice(stacked, at, (*(1,) * len(index), *value.shape))
-    return jax.lax.dynamic_update_slice(stacked, now + jnp.expand_dims(value, tuple(range(len(index)))), at)
+    current = jax.lax.dynamic_slice(stacked, at, (*(1,) * len(index), *value.shape))
+    return jax.lax.dynamic_update_slice(stacked, current + jnp.expand_dims(value, tuple(range(len(index)))), at)
 
 
 def zeros_like(shapes: Any) -> Any:
-    """Zeros of these shapes, dtypes and shardings."""
+    """Return zeros with the given shapes, dtypes and shardings."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, out_sharding=leaf.sharding.spec), shapes)
 
 
 def in_turn(decoder: Decoder, x: Float[Array, "b s d"], batch: Batch, call: Call) -> tuple[Float[Array, "b s d"], Sums]:
-    """Through all chunks, one after the other: a forward pass, in which a stage waits while others compute."""
+    """Run a forward pass through all chunks, one after the other: a stage waits while the others compute."""
     assert decoder.pipeline is not None
     stack, spec = decoder.stacks[decoder.pipeline].stack, decoder.spec
     graph, weights = nnx.split(decoder.stacks[decoder.pipeline])
 
     def on_stage(weights: Any, x: Array, batch: Batch) -> tuple[Array, Sums]:
         def run(chunk: Int[Array, ""], x: Array) -> tuple[Array, Sums]:
-            own = nnx.merge(graph, of_chunk(weights, chunk, stack.chunks))
-            return through(own, chunk, x, spec, batch, call)
+            layers = nnx.merge(graph, of_chunk(weights, chunk, stack.chunks))
+            return through(layers, chunk, x, spec, batch, call)
 
         none = zeros_like(jax.eval_shape(run, jnp.zeros((), jnp.int32), x)[1])
 
         def hop(number: Int[Array, ""], carried: tuple[Array, Sums]) -> tuple[Array, Sums]:
             x, sums = carried
-            chunk, own = number // stack.stages, number % stack.stages == jax.lax.axis_index("stage")
-            x, emitted = jax.lax.cond(own, run, lambda chunk, x: (x, none), chunk, x)
-            sums = jax.tree.map(lambda of_all, own: added(of_all, own, chunk), sums, emitted)
+            # In hop n only stage n % stages has the activations and computes; the others' x is not used.
+            chunk, is_active = number // stack.stages, number % stack.stages == jax.lax.axis_index("stage")
+            x, emitted = jax.lax.cond(is_active, run, lambda chunk, x: (x, none), chunk, x)
+            sums = jax.tree.map(lambda total, value: added(total, value, chunk), sums, emitted)
             return sent(x, stack.stages), sums
 
         start = x, jax.tree.map(lambda leaf: jnp.stack([leaf] * stack.chunks), none)
         x, sums = jax.lax.fori_loop(0, stack.stages * stack.chunks, hop, start)
-        first = jax.lax.axis_index("stage") == 0  # the last chunk's output has come round to it
+        first = jax.lax.axis_index("stage") == 0  # the ring's last hop brought the last chunk's output to it
         return from_one(x, first), jax.tree.map(lambda leaf: leaf[None], sums)
 
     x, sums = by_stage(on_stage, (STAGES, P(), P()), (P(), STAGES))(weights, x, seen_by_stages(batch))

@@ -1,4 +1,4 @@
-"""Where a parameter stands in Hugging Face's files: each tensor, or the part of one, that it is made of."""
+"""The location of a parameter in Hugging Face's files: the tensors, or parts of tensors, that hold its values."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,14 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Tensor:
-    """What holds a parameter, in a family's table of names, where it is not simply a tensor of the same shape.
+    """An entry of a family's table of names, for a tensor that does not have the parameter's own shape.
 
     Attributes:
-        name: with {layer}.
-        stacked: in a leading dimension are all experts of a layer; or one, where the parameter has none.
-        transposed: a matrix is stored as (in, out).
-        interleaved: the rows of parameters with this name take turns; otherwise one's rows follow another's.
-        loaded: what transformers calls the parameter once it is read, and peft after it; None: as it is in the files.
+        name: the tensor's name, with {layer}.
+        stacked: whether a leading dimension has all experts of a layer; its size is 1 if the parameter has no experts.
+        transposed: whether a matrix is stored as (in, out).
+        interleaved: whether the rows of the parameters with this name alternate, instead of following one another.
+        loaded: name of the parameter in transformers after loading, and in peft; None: the name in the files.
     """
 
     name: str
@@ -29,14 +29,15 @@ class Place:
     """A Hugging Face tensor, or some rows of a matrix in one.
 
     Attributes:
-        name: of the tensor.
-        first: its row at which the part begins.
-        of: rows of the whole matrix, where this is a part of it (of a fused qkv or gate_up); None: it is all of it.
-        step: from one row of the part to the next.
-        element, stack: number of the matrix in the tensor's leading dimension, and how many there are; None: the
-            tensor is one matrix.
-        transposed: the matrix is stored as (in, out).
-        column, columns: of the matrix, the first column of the part; and from one to the next.
+        name: name of the tensor.
+        first: the part's first row.
+        of: number of rows of the whole matrix, if this is a part (of a fused qkv or gate_up); None: it is the whole.
+        step: distance between two rows of the part.
+        element: index of the matrix in the tensor's leading dimension; None: the tensor is one matrix.
+        stack: size of that leading dimension; None: the tensor is one matrix.
+        transposed: whether the matrix is stored as (in, out).
+        column: the part's first column.
+        columns: distance between two columns of the part.
     """
 
     name: str
@@ -50,14 +51,14 @@ class Place:
     columns: int = 1
 
     def shape_in_file(self, part: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the tensor, by that of the part."""
+        """Return the shape of the tensor, given the shape of the part."""
         rows, *rest = part
         matrix = (self.of or rows, *(size * self.columns for size in rest))
         matrix = matrix[::-1] if self.transposed else matrix
         return matrix if self.stack is None else (self.stack, *matrix)
 
     def rows_in(self, tensor: np.ndarray) -> np.ndarray:
-        """A view of the tensor, whose first rows are those of the part."""
+        """Return a view of the tensor that begins with the rows of the part (and may have more)."""
         matrix = tensor if self.element is None else tensor[self.element]
         rows = (matrix.T if self.transposed else matrix)[self.first :: self.step]
         return rows if self.columns == 1 else rows[:, self.column :: self.columns]

@@ -1,4 +1,8 @@
-"""What a decoder makes of a batch, for objectives: the log-probability of each target, or logits of labels."""
+"""Scores of a batch, for objectives: the log-probability of each target, or the logits of labels.
+
+Shape letters: b rows of the batch, s positions in a row, d features of the residual stream, v rows of the head (the
+padded vocabulary).
+"""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -19,13 +23,16 @@ from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 
 
 class Scores(NamedTuple):
-    """Scores of a micro-batch.
+    """Scores of a micro-batch. Optional fields are None unless the objective requests them.
 
-    log_prob: of each target, in nats, float32; 0 where loss_weight is 0, whose logits are never computed. With a z-loss
-    its penalty is taken off. loss: -log_prob * loss_weight. sums: what layers emit (`models.layers.experts`).
-    reference: log_prob without adapters, no gradient reaches it; None where the objective does not ask for it.
-    divergence: from a teacher, as log_prob float32 in nats and 0 where loss_weight is 0; None where it is not asked
-    for. hits: whether the target is the likeliest token, and has a loss_weight; None where it is not asked for.
+    Attributes:
+        log_prob: log-probability of each target in nats, float32, less the penalty of a z-loss. 0 at positions whose
+            loss_weight is 0: their logits are never computed.
+        loss: -log_prob * loss_weight, plus label smoothing.
+        sums: sums that the layers emit (`models.layers.experts`).
+        reference: log_prob without adapters; no gradient reaches it.
+        divergence: divergence from a teacher in nats, float32; 0 at positions whose loss_weight is 0.
+        hits: whether the target is the likeliest token and has a loss_weight.
     """
 
     log_prob: Float[Array, "b s"]
@@ -37,13 +44,18 @@ class Scores(NamedTuple):
 
 
 class LabelScores(NamedTuple):
-    """Of a micro-batch: the float32 logits of each label after each token, and what layers emit, as in `Scores`."""
+    """Scores of a micro-batch by a classifier.
+
+    Attributes:
+        logits: logits of each label after each token, float32.
+        sums: sums that the layers emit, as in `Scores`.
+    """
 
     logits: Float[Array, "b s labels"]
     sums: Mapping[str, Array]
 
 
-Hidden = tuple[Float[Array, "b s d"], Mapping[str, Array]]  # hidden states for the head, and what layers emit
+Hidden = tuple[Float[Array, "b s d"], Mapping[str, Array]]  # hidden states for the head, and the sums that layers emit
 
 
 def score(
@@ -59,34 +71,43 @@ def score(
     temperature: float = 1.0,
     hits: bool = False,
 ) -> Scores:
-    """Scores of a batch of packed rows, whose columns are (rows, positions); hidden: its `hidden_states`, if known.
+    """Return the scores of a batch of packed rows, whose columns are (rows, positions).
 
-    `head_gradient`: whether the head is trained; without, its gradient is zero and costs nothing. `z_loss`: the penalty
-    z_loss * logsumexp(logits)^2 (PaLM, arXiv:2204.02311). `label_smoothing`: share of the target that is divided over
-    the vocabulary in `loss` (arXiv:1512.00567), as label_smoothing of torch's cross_entropy. `divergence`: from the
-    teacher of the batch's columns teacher_tokens and teacher_log_probs. `temperature`: divides all logits. `hits`: they
-    are asked for. Raises UserError for label_smoothing or a temperature where logits are capped.
+    Args:
+        decoder, batch, call: the model, the batch, and how the forward pass is computed.
+        hidden: `hidden_states` of the batch, if already computed.
+        head_gradient: whether the head is trained; if not, its gradient is zero and costs nothing.
+        z_loss: weight of the penalty z_loss * logsumexp(logits)^2 (PaLM, arXiv:2204.02311).
+        label_smoothing: share of the target that `loss` spreads over the vocabulary (arXiv:1512.00567), as in torch's
+            cross_entropy.
+        divergence: the divergence from a teacher to compute, from the columns teacher_tokens and teacher_log_probs.
+        temperature: divides all logits.
+        hits: whether to compute `Scores.hits`.
+
+    Raises:
+        UserError: for label_smoothing or a temperature if the model caps its logits.
     """
     states, sums = hidden_states(decoder, batch, call) if hidden is None else hidden
     if temperature != 1:
         if decoder.spec.logit_cap is not None:
             raise UserError(f"rollout.temperature: the logits of a {decoder.spec.family} are capped; leave it at 1")
+        # Logits are linear in the states, so dividing the states divides the logits.
         states /= jnp.asarray(temperature, states.dtype)
     head = gather(decoder.head_weight.astype(call.dtype))
-    apart = right = None
-    if hits:  # the head is multiplied once more, which an evaluation can afford
+    from_teacher = right = None
+    if hits:  # a second product with the head, which an evaluation can afford
         tokens, _ = likeliest(decoder, states, call.dtype, 1, decoder.spec.vocabulary, temperature)
         right = (tokens[..., 0] == batch["targets"]) & (batch["loss_weight"] != 0)
     if divergence is None:
         log_prob, loss = _cross_entropy(decoder, states, head, batch, z_loss, head_gradient)
     else:
-        found, apart = scored_beside(decoder, states, head, batch, divergence, z_loss, head_gradient)
-        log_prob, loss = -found, found * batch["loss_weight"]
+        nll, from_teacher = scored_beside(decoder, states, head, batch, divergence, z_loss, head_gradient)
+        log_prob, loss = -nll, nll * batch["loss_weight"]
     if label_smoothing:
         head = head if head_gradient else jax.lax.stop_gradient(head)
         excess = _above_mean(decoder, states, head, batch["targets"])
         loss += label_smoothing * excess * batch["loss_weight"]
-    return Scores(log_prob, loss, sums, divergence=apart, hits=right)
+    return Scores(log_prob, loss, sums, divergence=from_teacher, hits=right)
 
 
 def _cross_entropy(
@@ -97,7 +118,7 @@ def _cross_entropy(
     z_loss: float,
     head_gradient: bool,
 ) -> tuple[Float[Array, "b s"], Float[Array, "b s"]]:
-    """(log_prob, loss) of each target, without label smoothing."""
+    """Return (log_prob, loss) of each target, without label smoothing."""
 
     def kernel(hidden, head, targets, weight):
         weight = weight.reshape(-1)
@@ -114,6 +135,7 @@ def _cross_entropy(
         )
         return -loss.reshape(targets.shape), (loss * weight).reshape(targets.shape)
 
+    # In a shard_map: each device has the logits of its tokens and its part of the vocabulary.
     by_device = (by_token(None), P(used("vocabulary"), None), by_token(), by_token())
     mapped = jax.shard_map(kernel, in_specs=by_device, out_specs=by_token())
     return mapped(states, head, batch["targets"], batch["loss_weight"])
@@ -122,21 +144,25 @@ def _cross_entropy(
 def _above_mean(
     decoder: Decoder, states: Float[Array, "b s d"], head: Float[Array, "v d"], targets: Int[Array, "b s"]
 ) -> Float[Array, "b s"]:
-    """By how much the logit of each target exceeds the mean over the vocabulary, float32: no other logit is needed."""
+    """Return the logit of each target minus the mean logit over the vocabulary, float32, for label smoothing.
+
+    The mean of the logits is the logit of the head's mean row, so no other logits are computed.
+    """
     if decoder.spec.logit_cap is not None:
         raise UserError(f"train.label_smoothing: the logits of a {decoder.spec.family} are capped; leave it out")
     head, count = jax.reshard(head, P(None, None)), decoder.spec.vocabulary
-    real = jnp.arange(len(head)) < count
+    real = jnp.arange(len(head)) < count  # without padding rows
     mean = jnp.sum(jnp.where(real[:, None], head, 0), 0, dtype=jnp.float32) / count
     wide = states.astype(jnp.float32)
-    own = jnp.sum(wide * lookup(head, targets).astype(jnp.float32), axis=-1)
-    return own - jnp.sum(wide * mean, axis=-1)
+    target_logit = jnp.sum(wide * lookup(head, targets).astype(jnp.float32), axis=-1)
+    return target_logit - jnp.sum(wide * mean, axis=-1)
 
 
 def score_labels(decoder: Decoder, batch: Batch, call: Call, hidden: Hidden | None = None) -> LabelScores:
-    """Scores of a batch of packed rows by a classifier; hidden: its `hidden_states`, if known.
+    """Return a classifier's scores of a batch of packed rows; hidden: its `hidden_states`, if already computed.
 
-    After every token, though few are the last of a document: the head is small, and nothing is gathered.
+    Logits are computed after every token, although only those after a document's last token are used: the head is
+    small, and so no tokens have to be gathered.
     """
     states, sums = hidden_states(decoder, batch, call) if hidden is None else hidden
     head = gather(decoder.head_weight.astype(call.dtype))
@@ -145,7 +171,7 @@ def score_labels(decoder: Decoder, batch: Batch, call: Call, hidden: Hidden | No
 
 
 def hidden_states(decoder: Decoder, batch: Batch, call: Call) -> Hidden:
-    """What the head multiplies, of a batch of packed rows; through a pipeline, one stage after another."""
+    """Return the head's input for a batch of packed rows; a pipeline's stages run one after another."""
     if decoder.pipeline is None:
         hidden, _, sums = decoder(batch["tokens"], pipeline.seen(decoder.spec, batch, call), call)
         return hidden, sums
@@ -155,10 +181,10 @@ def hidden_states(decoder: Decoder, batch: Batch, call: Call) -> Hidden:
 
 
 def logits(decoder: Decoder, hidden: Float[Array, "*b d"], dtype: jnp.dtype) -> Float[Array, "*b v"]:
-    """Float32 logits of hidden states, whole on the devices that have these: for a few tokens, as in decoding."""
+    """Return float32 logits over the whole vocabulary, on the devices that have the hidden states; for few tokens."""
     rows = jax.typeof(hidden).sharding.spec[:-1]
     head = gather(decoder.head_weight.astype(dtype))
     by_row = P(*rows, used("vocabulary"))
-    found = jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32, out_sharding=by_row)
-    found, cap = jax.reshard(found, P(*rows, None))[..., : decoder.spec.vocabulary], decoder.spec.logit_cap
-    return found if cap is None else cap * jnp.tanh(found / cap)
+    scores = jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32, out_sharding=by_row)
+    scores, cap = jax.reshard(scores, P(*rows, None))[..., : decoder.spec.vocabulary], decoder.spec.logit_cap
+    return scores if cap is None else cap * jnp.tanh(scores / cap)

@@ -1,4 +1,4 @@
-"""The one selector: a regex, or a list of names, over Hugging Face names with their layer number."""
+"""The selector of all options: a regex, or a list of names, matched against Hugging Face names with layer numbers."""
 
 import logging
 import re
@@ -12,10 +12,10 @@ log = logging.getLogger("jaxtune")
 def select(
     pattern: str | tuple[str, ...], names: Iterable[str], option: str, others: Iterable[str] = ()
 ) -> frozenset[str]:
-    """Names that match: found by the regex anywhere in them, or ending in one of the listed dotted names.
+    """Return the names that the regex matches anywhere, or that end in one of the listed dotted names.
 
-    Logs how many matched. Raises UserError, naming `option`, where nothing does: a selection that selects nothing is
-    a mistake. `others`: names that the option never applies to; where one of them matches, the error says so.
+    Logs how many matched. Raises UserError, with the name of the option, if nothing matches: an empty selection is a
+    mistake. `others`: names that the option never applies to; if one of these matches instead, the error says so.
     """
     names = tuple(names)
     chosen: set[str] = set()

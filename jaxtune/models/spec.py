@@ -1,4 +1,4 @@
-"""What a decoder is made of: a frozen description, computed from a Hugging Face config.json by a family."""
+"""The structure of a decoder: a frozen description, which a family reads from a Hugging Face config.json."""
 
 import dataclasses
 import math
@@ -11,11 +11,13 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding (Su et al. 2021) and how its frequencies are stretched.
+    """Rotary position embedding (Su et al. 2021) and the scaling of its frequencies.
 
     Attributes:
-        interleaved: pairs of features are (2i, 2i + 1), and not (i, i + d/2).
-        fraction: of a head's features, the first ones, that are rotated.
+        theta: base of the wavelengths.
+        kind: the scaling, transformers' `rope_type`; the fields from `factor` to `truncate` are its parameters.
+        interleaved: whether the pairs of features are (2i, 2i + 1) instead of (i, i + d/2).
+        fraction: the share of a head's features, from the first, that are rotated.
         query_growth: queries at position p are multiplied by 1 + growth * log(1 + p // original_positions) (Llama 4).
     """
 
@@ -36,19 +38,21 @@ class Rope:
     query_growth: float = 0.0
 
     def magnitude(self, mscale: float) -> float:
-        """What yarn multiplies by, `yarn_get_mscale` of transformers: 1 where nothing is stretched."""
+        """Return yarn's scale of cosine and sine (transformers' `yarn_get_mscale`): 1 if nothing is stretched."""
         return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
 
 
 @dataclass(frozen=True)
 class Norm:
-    """A normalisation of features, in float32: by their root mean square (Zhang & Sennrich 2019), or LayerNorm.
+    """A normalisation of features in float32: RMSNorm (Zhang & Sennrich 2019) or LayerNorm.
 
     Attributes:
-        centred: the mean is subtracted first (Ba et al. 2016).
-        bias: is added last.
-        offset: the weight is stored as its difference from one (Gemma).
-        rounded: to the dtype of the activations before the weight multiplies, as in Llama.
+        epsilon: added to the mean square.
+        centred: whether the mean is subtracted first (LayerNorm, Ba et al. 2016).
+        bias: whether a bias is added last.
+        offset: whether the weight is stored as its difference from one (Gemma).
+        rounded: whether the normalised value is rounded to the activations' dtype before the weight multiplies it, as
+            in Llama.
     """
 
     epsilon: float
@@ -60,13 +64,13 @@ class Norm:
 
 @dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2, Liu et al. 2024): what heads are expanded from.
+    """The latents of multi-head latent attention (DeepSeek-V2, Liu et al. 2024), from which heads are expanded.
 
     Attributes:
-        rank: of keys and values.
-        query_rank: of queries; None: they are projected from the layer's input at once.
-        rotated: features of a head, the last ones, that rope rotates; those of keys are the same for all heads.
-        value_dim: features of a head's values, at most those of its keys.
+        rank: features of the latent of keys and values.
+        query_rank: features of the latent of queries; None: queries are projected directly from the layer's input.
+        rotated: how many of a head's features, the last ones, rope rotates; all heads share the rotated key.
+        value_dim: features of a value head, at most as many as a key head has.
     """
 
     rank: int
@@ -77,22 +81,23 @@ class Latent:
 
 @dataclass(frozen=True)
 class Heads:
-    """Grouped-query attention (Ainslie et al. 2023): what mixes positions in a layer.
+    """The mixer of a layer: grouped-query attention (Ainslie et al. 2023).
 
     Attributes:
-        heads, kv_heads: of queries, and of keys and values, each head_dim wide.
-        window: keys that a query sees, itself included; None: all before it.
-        rope: None: positions are not embedded.
-        qk_norm: norms of queries and keys: of each "head", or of all heads as one ("whole").
-        bias: which projections have one, of "q", "k", "v" and "o".
-        scale: of the logits; None: head_dim^-0.5.
-        soft_cap: bounds the logits to cap * tanh(logits / cap) (Gemma 2).
-        sinks: a trained logit a head, in the denominator alone (gpt-oss).
-        gated: what a head attends to is multiplied by a sigmoid of the layer's input (Qwen3-Next).
-        latent: keys and values are expanded from a latent, and the projections are those of `LatentAttention`; `bias`
-            names them.
-        kv_whole: every device has all keys and values, though queries are sharded: there are more devices than heads
-            of them.
+        heads: number of query heads.
+        kv_heads: number of key and value heads.
+        head_dim: features of a head.
+        rope: the position embedding; None: no position embedding.
+        window: number of keys that a query sees, its own included; None: all keys up to its own.
+        qk_norm: norms of queries and keys, over each "head" or over all heads together ("whole").
+        bias: the projections that have a bias, of "q", "k", "v" and "o"; with `latent`, of its projections.
+        scale: factor on the attention logits; None: head_dim^-0.5.
+        soft_cap: bounds the attention logits to cap * tanh(logits / cap) (Gemma 2).
+        sinks: whether each head has a trained logit that is only in the softmax's denominator (gpt-oss).
+        gated: whether a head's output is multiplied by a sigmoid of a projection of the layer's input (Qwen3-Next).
+        latent: the latents of `LatentAttention`, which then computes the layer; None: plain attention.
+        kv_whole: whether keys and values are replicated although queries are sharded, because there are fewer key and
+            value heads than devices.
     """
 
     heads: int
@@ -116,19 +121,21 @@ class Heads:
 
     @property
     def rotated(self) -> int:
-        """Features of a head among which `rope` rotates some."""
+        """The number of a head's features that `rope` is applied to; it rotates its `fraction` of these."""
         return self.head_dim if self.latent is None else self.latent.rotated
 
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """Gated delta net (Yang et al. 2024, arXiv:2412.06464): what mixes positions in a layer, through a state.
+    """The mixer of a layer: gated delta net (Yang et al. 2024, arXiv:2412.06464), which has a recurrent state.
 
     Attributes:
-        key_heads: of queries and keys, each key_dim wide.
-        value_heads: of values, each value_dim wide; consecutive ones share a key head.
-        kernel: tokens that the convolution of queries, keys and values sees, itself included.
-        fused: the projections are two matrices, whose rows are grouped by key head (Qwen3-Next), and not six.
+        key_heads: number of query heads, and of key heads.
+        value_heads: number of value heads; consecutive ones share a key head.
+        key_dim: features of a query or key head.
+        value_dim: features of a value head.
+        kernel: number of tokens that the convolution of queries, keys and values sees, its own included.
+        fused: whether the projections are two matrices with rows grouped by key head (Qwen3-Next) instead of six.
     """
 
     key_heads: int
@@ -141,7 +148,7 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class ClampedSilu:
-    """The gating of gpt-oss: g sigmoid(slope g) (u + 1), of g = min(gate, limit) and u = up within -limit and limit."""
+    """The gating of gpt-oss: g sigmoid(slope g) (u + 1), with g = min(gate, limit) and u = clip(up, -limit, limit)."""
 
     slope: float
     limit: float
@@ -152,9 +159,13 @@ Activation = Literal["silu", "gelu", "gelu_tanh"] | ClampedSilu
 
 @dataclass(frozen=True)
 class FeedForward:
-    """A feed-forward layer of so many hidden features, SwiGLU (Shazeer 2020) unless it says otherwise.
+    """A feed-forward layer, by default SwiGLU (Shazeer 2020).
 
-    gated: down(activation(gate(x)) * up(x)); otherwise down(activation(up(x))).
+    Attributes:
+        size: number of hidden features.
+        bias: whether its linear layers have biases.
+        activation: the activation.
+        gated: True: down(activation(gate(x)) * up(x)); False: down(activation(up(x))).
     """
 
     size: int
@@ -169,17 +180,24 @@ class Experts:
 
     Attributes:
         size: hidden features of an expert.
-        count: experts, of which the router chooses `active` for each token.
-        scores: what a token's weights are: a softmax over all experts' logits, or the sigmoid of each (DeepSeek-V3).
-        normalized: the weights of the chosen ones are divided by their sum; of a softmax, that is the softmax over
-            the chosen ones.
-        scale: of the weights, afterwards.
-        corrected: a number of each expert is added to its score to choose, not to weigh (DeepSeek-V3).
-        groups, active_groups: experts are chosen from so many of so many groups, those whose best two scores are best.
-        float32: the router is stored, and multiplies, in float32.
-        router_bias, bias: the router, and the linear layers of experts, have one.
-        shared: hidden features of a feed-forward layer that every token passes besides; 0: there is none.
-        shared_gate: its output is multiplied by a sigmoid of the token (Qwen3-Next).
+        count: number of experts.
+        active: number of experts that the router chooses for each token.
+        normalized: whether the weights of the chosen experts are divided by their sum; with "softmax" scores that is
+            a softmax over the chosen experts.
+        activation: the activation of an expert.
+        scores: an expert's weight for a token: a softmax over all experts' logits, or the sigmoid of its own logit
+            (DeepSeek-V3).
+        scale: factor on the weights, after normalisation.
+        corrected: whether each expert has a correction that is added to its score when experts are chosen, but not to
+            its weight (DeepSeek-V3's auxiliary-loss-free balancing).
+        groups: number of groups of experts.
+        active_groups: number of groups from which experts are chosen: the ones with the highest sums of their best two
+            scores.
+        float32: whether the router's weight and product are float32.
+        router_bias: whether the router has a bias.
+        bias: whether the linear layers of experts have biases.
+        shared: hidden features of a shared feed-forward layer, which every token also passes; 0: none.
+        shared_gate: whether the shared layer's output is multiplied by a sigmoid gate of the token (Qwen3-Next).
     """
 
     size: int
@@ -200,11 +218,14 @@ class Experts:
 
 
 class Treatment(NamedTuple):
-    """How a parameter is treated, whatever it computes; layers that differ in a field are in different stacks.
+    """How a parameter is trained, stored and multiplied; layers that differ in a field are in different stacks.
 
-    trained: a step changes it. stored: its format, a `quant.Format`. multiplied: the low-precision format of its
-    products, a `precision.Numbers`. float32: its products are in float32, as in recipe fp32. adapter: what is trained
-    beside it, an `Adapter` of models.linear.
+    Attributes:
+        trained: whether a training step updates it.
+        stored: its quantization format, a `quant.Format`; None: an array.
+        multiplied: the low-precision format of its products, a `precision.Numbers`; None: the compute dtype.
+        float32: whether its products are in float32, as in recipe fp32.
+        adapter: the adapter that is trained with it, an `Adapter` of models.layers.linear; None: none.
     """
 
     trained: bool = True
@@ -214,27 +235,30 @@ class Treatment(NamedTuple):
     adapter: Any = None
 
 
-# By name inside the layer ("mlp.down.weight"), sorted; a parameter that is not among them has the default.
+# Sorted by name inside the layer ("mlp.down.weight"). A parameter that is not listed has the default treatment.
 Treatments = tuple[tuple[str, Treatment], ...]
 
 
 def treated(treatments: Treatments, names: Iterable[str], change: Mapping[str, Any]) -> Treatments:
-    """With these fields of the treatments of these parameters changed."""
-    found = dict(treatments)
-    found |= {name: found.get(name, Treatment())._replace(**change) for name in names}
-    return tuple(sorted((name, treatment) for name, treatment in found.items() if treatment != Treatment()))
+    """Return the treatments with some fields changed for the named parameters."""
+    by_name = dict(treatments)
+    by_name |= {name: by_name.get(name, Treatment())._replace(**change) for name in names}
+    return tuple(sorted((name, treatment) for name, treatment in by_name.items() if treatment != Treatment()))
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's structure, in slots, and how its parameters are treated.
+    """The structure of a layer, and the treatments of its parameters.
 
-    Equal layers are stacked and scanned; an unlike one starts a new stack.
+    Consecutive equal layers are stacked and scanned; a different layer starts a new stack.
 
     Attributes:
-        norms: "before" attention and the feed-forward layer, "after" them (OLMo 2), or "both" (Gemma 2); "shared": one
-            before both, which then run side by side (Cohere).
-        residual_scale: multiplies what both add to the residual stream (Granite).
+        mixer: the layer's attention or delta net.
+        feed_forward: the layer's feed-forward layer or experts.
+        treatments: treatments of its parameters.
+        norms: "before" the mixer and the feed-forward layer, "after" them (OLMo 2), or "both" (Gemma 2); "shared": one
+            norm before both, which run in parallel (Cohere).
+        residual_scale: factor on the two outputs that are added to the residual stream (Granite).
     """
 
     mixer: Heads | DeltaNet
@@ -244,7 +268,7 @@ class Layer:
     residual_scale: float = 1.0
 
     def treatment(self, parameter: str) -> Treatment:
-        """Of a parameter by its name in the layer."""
+        """Return the treatment of a parameter, by its name in the layer."""
         return dict(self.treatments).get(parameter, Treatment())
 
 
@@ -253,12 +277,24 @@ class ModelSpec:
     """A decoder-only transformer.
 
     Attributes:
-        embedding_scale: multiplies the embeddings, rounded to their dtype (Gemma).
-        logit_scale: multiplies the logits; here, what the head multiplies.
+        family: name of the family, `model_type` of its config.json.
+        vocabulary: number of tokens, without padding rows.
+        hidden: features of the residual stream.
+        layers: the layers, first to last.
+        norm: the norms of the residual stream.
+        max_positions: the longest document that the model supports.
+        tied: whether the head is the embedding.
+        initializer_range: standard deviation of random weights.
+        treatments: treatments of the parameters outside the layers.
+        embedding_scale: factor on the embeddings, rounded to their dtype (Gemma).
+        logit_scale: factor on the logits, applied to the head's input.
         logit_cap: bounds the logits to cap * tanh(logits / cap) (Gemma 2).
-        labels: that the head scores, in place of the tokens of the vocabulary; 0: it is a language model.
-        untouched: a regex of the tensors in the files that are no part of it, where it is a part of a larger model.
-        stages, chunks: of a pipeline, and parts of each of its stages (`stacks`).
+        router_loss: weight of the load-balancing loss, if there are experts.
+        labels: number of labels that the head of a classifier scores; 0: a language model.
+        untouched: a regex for the tensors in the files that belong to a larger model around the decoder; None: there is
+            no larger model.
+        stages: number of pipeline stages.
+        chunks: number of chunks of each stage (`stacks`).
     """
 
     family: str
@@ -269,11 +305,11 @@ class ModelSpec:
     max_positions: int
     tied: bool
     initializer_range: float = 0.02
-    treatments: Treatments = ()  # of the parameters outside the layers
+    treatments: Treatments = ()
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float | None = None
-    router_loss: float = 0.0  # weight of the load-balancing loss, where there are experts
+    router_loss: float = 0.0
     labels: int = 0
     untouched: str | None = None
     stages: int = 1
@@ -281,7 +317,7 @@ class ModelSpec:
 
     @property
     def padded_vocabulary(self) -> int:
-        """Rows of the embedding and head: a multiple of 256 whatever the mesh, so that checkpoints reshard."""
+        """Rows of the embedding and head: a multiple of 256 on any mesh, so that checkpoints can be resharded."""
         return -(-self.vocabulary // 256) * 256
 
     @property
@@ -291,29 +327,29 @@ class ModelSpec:
 
     @property
     def stacks(self) -> "tuple[StackSpec, ...]":
-        """Its layers in stacks."""
+        """The layers in stacks."""
         return stacks(self.layers, self.stages, self.chunks)
 
     @property
     def adapted(self) -> bool:
-        """Whether any parameter has an adapter beside it."""
+        """Whether any parameter has an adapter."""
         return any(treatment.adapter is not None for layer in self.layers for _, treatment in layer.treatments)
 
 
 def classifier(spec: ModelSpec, labels: int) -> ModelSpec:
-    """The decoder with a head of so many labels, as transformers' GenericForSequenceClassification.
+    """Return the decoder with a head of `labels` labels, as transformers' GenericForSequenceClassification.
 
-    It leaves out what a family does to the logits of tokens, and the router's loss.
+    A family's scale and cap of token logits are left out, and so is the router's loss.
     """
     return dataclasses.replace(spec, labels=labels, tied=False, logit_scale=1.0, logit_cap=None, router_loss=0.0)
 
 
 @dataclass(frozen=True)
 class StackSpec:
-    """`repeats` times a period of layers, starting at layer `first`.
+    """A period of layers, repeated `repeats` times from layer `first` on.
 
-    With more than one of `stages` it is a pipeline. A token goes through the first chunk of each stage, then through
-    the second of each, and so on; stacked, the chunks of a stage follow one another.
+    With several `stages` it is a pipeline. A token goes through the first chunk of each stage, then through the second
+    chunk of each, and so on; in the stacked arrays, the chunks of a stage are consecutive.
     """
 
     first: int
@@ -323,21 +359,22 @@ class StackSpec:
     chunks: int = 1
 
     def layer_numbers(self, position: int) -> list[int]:
-        """Layers at this position of the period, in the order in which they are stacked."""
+        """Return the numbers of the layers at a position of the period, in the order of the stacked arrays."""
         repeats = np.arange(self.repeats).reshape(self.chunks, self.stages, -1).swapaxes(0, 1)
         return (self.first + position + len(self.period) * repeats).reshape(-1).tolist()
 
 
-MOST_UNLIKE_LAYERS = 8  # in a period: more would rather be several stacks
+MOST_UNLIKE_LAYERS = 8  # the longest period: more different layers become several stacks
 
 
 def stacks(layers: tuple[Layer, ...], stages: int = 1, chunks: int = 1) -> tuple[StackSpec, ...]:
-    """Group layers into as few scanned stacks as a greedy walk finds: the period that covers most layers comes next.
+    """Group layers into few scanned stacks, greedily: the period that covers the most layers is the next stack.
 
-    With more than one of `stages`, as many repeats as they and their chunks divide of the stack that has most of them
-    are a pipeline; none is where there are fewer repeats than chunks.
+    With several `stages`, the longest stack becomes a pipeline: the largest number of its repeats that stages * chunks
+    divides. The repeats left over are a stack after the pipeline. There is no pipeline if the longest stack has fewer
+    repeats than stages * chunks.
     """
-    found, first = [], 0
+    result, first = [], 0
     while first < len(layers):
         best = (1, 1)  # length of the period, repeats
         for length in range(1, min(MOST_UNLIKE_LAYERS, len(layers) - first) + 1):
@@ -347,18 +384,18 @@ def stacks(layers: tuple[Layer, ...], stages: int = 1, chunks: int = 1) -> tuple
             if (length == 1 or repeats > 1) and length * repeats > best[0] * best[1]:
                 best = (length, repeats)
         length, repeats = best
-        found.append(StackSpec(first, layers[first : first + length], repeats))
+        result.append(StackSpec(first, layers[first : first + length], repeats))
         first += length * repeats
-    return tuple(found) if stages == 1 else _with_pipeline(found, stages, chunks)
+    return tuple(result) if stages == 1 else _with_pipeline(result, stages, chunks)
 
 
-def _with_pipeline(found: list[StackSpec], stages: int, chunks: int) -> tuple[StackSpec, ...]:
-    longest = max(found, key=lambda stack: len(stack.period) * stack.repeats)
+def _with_pipeline(plain: list[StackSpec], stages: int, chunks: int) -> tuple[StackSpec, ...]:
+    longest = max(plain, key=lambda stack: len(stack.period) * stack.repeats)
     left = longest.repeats % (stages * chunks)
     inside = longest.repeats - left
     if not inside:
-        return tuple(found)
+        return tuple(plain)
     pipeline = dataclasses.replace(longest, repeats=inside, stages=stages, chunks=chunks)
     after = StackSpec(longest.first + inside * len(longest.period), longest.period, left)
-    number = found.index(longest)
-    return (*found[:number], pipeline, *[after] * bool(left), *found[number + 1 :])
+    number = plain.index(longest)
+    return (*plain[:number], pipeline, *[after] * bool(left), *plain[number + 1 :])

@@ -1,4 +1,4 @@
-"""How parameters are treated, by their Hugging Face names: what is frozen, quantized, multiplied in low precision."""
+"""Set the treatment of parameters by their Hugging Face names: frozen, quantized, multiplied in low precision."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator
@@ -13,49 +13,50 @@ from jaxtune.precision.recipes import numbers_of
 
 
 def treat(spec: ModelSpec, names: Iterable[str], **change: Any) -> ModelSpec:
-    """The spec with fields of the `Treatment` of these Hugging Face tensors changed.
+    """Return the spec with fields of the `Treatment` changed for the named Hugging Face tensors.
 
-    Layers that differ in it are of different stacks. Raises UserError where a parameter would be treated in part.
+    Layers with different treatments are in different stacks. Raises UserError if only some of the tensors that are one
+    parameter here are named.
     """
     known, names = sites(spec), set(names)
     chosen = {site for name in names for site in known[name]}
-    for name, found in known.items():
-        if name not in names and not chosen.isdisjoint(found):
-            one = next(other for other in names if not set(known[other]).isdisjoint(found))
+    for name, its_sites in known.items():
+        if name not in names and not chosen.isdisjoint(its_sites):
+            one = next(other for other in names if not set(known[other]).isdisjoint(its_sites))
             raise UserError(f"{one} is selected and {name} is not: they are one parameter here; select all of them")
     return treat_sites(spec, chosen, **change)
 
 
 def treat_sites(spec: ModelSpec, chosen: Iterable[Site], **change: Any) -> ModelSpec:
-    """`treat` of parameters that are known by their site."""
-    of_layer: dict[int | None, set[str]] = {}
+    """Return the spec with fields of the `Treatment` changed for the given parameters."""
+    by_layer: dict[int | None, set[str]] = {}
     for site in chosen:
-        of_layer.setdefault(site.layer, set()).add(site.local)
+        by_layer.setdefault(site.layer, set()).add(site.local)
     layers = tuple(
-        dataclasses.replace(layer, treatments=treated(layer.treatments, of_layer.get(number, ()), change))
+        dataclasses.replace(layer, treatments=treated(layer.treatments, by_layer.get(number, ()), change))
         for number, layer in enumerate(spec.layers)
     )
-    outside = treated(spec.treatments, of_layer.get(None, ()), change)
+    outside = treated(spec.treatments, by_layer.get(None, ()), change)
     return dataclasses.replace(spec, layers=layers, treatments=outside)
 
 
 def linears(spec: ModelSpec) -> dict[str, tuple[Site, ...]]:
-    """The weights of each linear layer by its Hugging Face name without ".weight"; of a fused one there are several."""
+    """Return the weights of each linear layer (several if fused), by its Hugging Face name without ".weight"."""
     return {
-        name.removesuffix(".weight"): found
-        for name, found in sites(spec).items()
-        if all(site.kind == "linear" for site in found)
+        name.removesuffix(".weight"): weights
+        for name, weights in sites(spec).items()
+        if all(site.kind == "linear" for site in weights)
     }
 
 
 def treat_linears(spec: ModelSpec, names: Iterable[str], **change: Any) -> ModelSpec:
-    """`treat` of linear layers by their Hugging Face names, without ".weight"."""
+    """Return the spec with fields of the `Treatment` changed for linear layers, named without ".weight"."""
     tensors = {name.removesuffix(".weight"): name for name in sites(spec)}
     return treat(spec, (tensors[name] for name in names), **change)
 
 
 def not_linears(spec: ModelSpec) -> Iterator[str]:
-    """Hugging Face names of everything else, such as the head; those of weights also without ".weight"."""
+    """Yield the Hugging Face names of all other parameters, such as the head, with and without ".weight"."""
     known = linears(spec)
     for name in (*sites(spec), "lm_head.weight"):
         if name.removesuffix(".weight") not in known:
@@ -63,7 +64,7 @@ def not_linears(spec: ModelSpec) -> Iterator[str]:
 
 
 def selected(spec: ModelSpec, options: Quant | Precision, section: str) -> set[str]:
-    """Hugging Face names, without ".weight", of the linear layers that the options of a section leave in.
+    """Return the linear layers that a section's options do not exclude, by Hugging Face name without ".weight".
 
     Raises UserError if there are none.
     """
@@ -71,8 +72,8 @@ def selected(spec: ModelSpec, options: Quant | Precision, section: str) -> set[s
     excluded = frozenset()
     if options.exclude is not None:
         excluded = select(options.exclude, known, f"{section}.exclude", not_linears(spec))
-    kept = range(options.skip_first_layers, len(spec.layers) - options.skip_last_layers)
-    chosen = {name for name, (site, *_) in known.items() if site.layer in kept and name not in excluded}
+    layers = range(options.skip_first_layers, len(spec.layers) - options.skip_last_layers)
+    chosen = {name for name, (site, *_) in known.items() if site.layer in layers and name not in excluded}
     if not chosen:
         raise UserError(
             f"{section} leaves out every linear layer: {section}.skip_first_layers={options.skip_first_layers}, "
@@ -84,10 +85,10 @@ def selected(spec: ModelSpec, options: Quant | Precision, section: str) -> set[s
 
 
 def multiply(spec: ModelSpec, precision: Precision) -> ModelSpec:
-    """The spec with the linear layers that a low-precision recipe applies to, multiplied in its format.
+    """Return the spec with the products of linear layers in the format of a low-precision recipe.
 
-    Under any other recipe: with those in float32 that precision.exclude, skip_first_layers and skip_last_layers name.
-    Raises UserError if they name every one.
+    With any other recipe, the layers that precision.exclude, skip_first_layers and skip_last_layers name are multiplied
+    in float32. Raises UserError if they name every layer.
     """
     chosen, numbers = selected(spec, precision, "precision"), numbers_of(precision)
     if numbers is None:
@@ -96,12 +97,12 @@ def multiply(spec: ModelSpec, precision: Precision) -> ModelSpec:
 
 
 def freeze_corrections(spec: ModelSpec) -> ModelSpec:
-    """The spec with what is added to routers' scores as it is, however uneven the load."""
+    """Return the spec with the corrections of routers' scores frozen: the load does not move them."""
     return treat(spec, (name for name, (site, *_) in sites(spec).items() if site.kind == "correction"), trained=False)
 
 
 def freeze(spec: ModelSpec, pattern: str) -> ModelSpec:
-    """The spec with the parameters frozen whose Hugging Face name the regex matches. Raises UserError if all do."""
+    """Return the spec with the parameters frozen whose names the regex matches. Raises UserError if all match."""
     known = sites(spec)
     chosen = select(pattern, known, "train.freeze")
     if len(chosen) == len(known):

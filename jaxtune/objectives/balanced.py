@@ -1,4 +1,7 @@
-"""The load of a mixture of experts, and the losses that balance it, beside another objective."""
+"""Losses that balance the load of a mixture of experts, added to another objective; and metrics of the load.
+
+Shape letters: b rows of a micro-batch; sums over tokens are (layers with experts, b, experts).
+"""
 
 import dataclasses
 import math
@@ -21,39 +24,43 @@ def balanced(
     z_weight: float = 0.0,
     corrections: Mapping[str, Sequence[int]] = {},
 ) -> Objective:
-    """The objective plus weight times the router's loss, and z_weight times its z-loss, of each micro-batch.
+    """Return the objective plus weight times the router's loss and z_weight times its z-loss, per micro-batch.
 
-    Both are means over layers, as in transformers; DeepSeek-V3 and ST-MoE add up what layers have, so that their
-    weights mean as much as these do times the number of layers with experts.
+    Both losses are means over layers, as in transformers. DeepSeek-V3 and ST-MoE sum over layers, so a weight from
+    there corresponds to that weight times the number of layers with experts here.
 
-    corrections: the names of those that the load moves, with the number of each stacked layer among those with experts;
-    their direction is by how much the choices of an expert exceed the mean of its layer (`optim.rules.balancing`).
+    corrections: names of the corrections that the load updates; for each, the indices of its stacked layers among the
+    layers with experts. Their direction is an expert's choices minus the mean of its layer (`optim.rules.balancing`).
 
-    Metrics: router_loss and router_z_loss; expert_load_max, tokens of the busiest expert over those of an even load,
-    and expert_load_entropy, of the experts' shares of the load, 1 if even: means over layers; expert_load_worst, the
-    expert_load_max of the layer where it is largest.
+    Metrics, as means over layers:
+    - router_loss and router_z_loss;
+    - expert_load_max: tokens of the busiest expert, divided by the tokens of an even load;
+    - expert_load_entropy: entropy of the experts' shares of the load, 1 if even;
+    - expert_load_worst: not a mean, but the expert_load_max of the layer with the largest.
     """
 
     def loss(scores: Scores | LabelScores, batch: Batch) -> Sums:
         sums = objective.loss(scores, batch)
-        own = sums.weight.astype(jnp.float32)
+        # Times the micro-batch's weight: the step divides all sums by the total weight, which leaves a weighted mean.
+        total_weight = sums.weight.astype(jnp.float32)
         router, z = LOSSES[over](scores, batch), z_loss(scores, batch)
-        found = {"router_loss": router, "router_z_loss": z, **_load(scores)}
-        metrics = {name: (value * own, own) for name, value in found.items()}
+        values = {"router_loss": router, "router_z_loss": z, **_load(scores)}
+        metrics = {name: (value * total_weight, total_weight) for name, value in values.items()}
         penalty = sum(factor * value for factor, value in ((weight, router), (z_weight, z)) if factor)
+        # A direction in place of a gradient: the choice of experts has none (see `optim.rules.balancing`).
         choices = scores.sums["router_choices"].sum(1)
         excess = choices - choices.mean(-1, keepdims=True)
         directions = {name: excess[np.array(layers)] for name, layers in corrections.items()}
-        return Sums(sums.loss + penalty * own, sums.weight, {**sums.metrics, **metrics}, directions)
+        return Sums(sums.loss + penalty * total_weight, sums.weight, {**sums.metrics, **metrics}, directions)
 
     return dataclasses.replace(objective, loss=loss)
 
 
 def batch_loss(scores: Scores | LabelScores, batch: Batch) -> Float[Array, ""]:
-    """How unevenly experts are chosen (Switch Transformer, arXiv:2101.03961), over tokens and layers.
+    """Return the load-balancing loss over tokens and layers (Switch Transformer, arXiv:2101.03961).
 
     As transformers' load_balancing_loss_func: (number of experts) * sum over experts of (choices per token * mean
-    probability). An even choice gives the number of experts that a token chooses.
+    probability). For an even load it equals the number of experts that a token chooses.
     """
     choices, probability = scores.sums["router_choices"], scores.sums["router_probability"]
     tokens = jnp.maximum(_tokens(batch).sum(), 1.0) * len(choices)
@@ -61,38 +68,38 @@ def batch_loss(scores: Scores | LabelScores, batch: Batch) -> Float[Array, ""]:
 
 
 def sequence_loss(scores: Scores | LabelScores, batch: Batch) -> Float[Array, ""]:
-    """How unevenly the tokens of a row choose experts (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20).
+    """Return the load-balancing loss within sequences (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20).
 
-    (number of experts) * sum over experts of (share of the choices * mean probability), 1 if even. A row is a sequence:
-    the documents packed into it balance together. A mean over rows, each weighed by its number of tokens, as are
-    micro-batches by that of their targets: it hardly matters which rows make up one.
+    (number of experts) * sum over experts of (share of the choices * mean probability), 1 if even. A sequence is a row:
+    the documents packed into it are balanced together. It is a mean over rows weighted by their number of tokens, and
+    micro-batches are weighted by their number of targets, so the grouping of rows into micro-batches hardly matters.
     """
     choices, probability = scores.sums["router_choices"], scores.sums["router_probability"]
     shares = choices / jnp.maximum(choices.sum(-1, keepdims=True), 1.0)
     tokens = _tokens(batch)
     mean = probability / jnp.maximum(tokens, 1.0)[:, None]
-    of_rows = choices.shape[-1] * (shares * mean).sum(-1).mean(0)
-    return jnp.sum(of_rows * tokens) / jnp.maximum(tokens.sum(), 1.0)
+    row_losses = choices.shape[-1] * (shares * mean).sum(-1).mean(0)
+    return jnp.sum(row_losses * tokens) / jnp.maximum(tokens.sum(), 1.0)
 
 
 LOSSES = {"batch": batch_loss, "sequence": sequence_loss}
 
 
 def z_loss(scores: Scores | LabelScores, batch: Batch) -> Float[Array, ""]:
-    """The mean square of the logarithm of the sum of exponentials of the logits (ST-MoE, arXiv:2202.08906, equation 5).
+    """Return the mean of logsumexp(router logits)^2 over tokens and layers (ST-MoE, arXiv:2202.08906, equation 5).
 
-    Over tokens and layers, as router_z_loss_func of transformers.
+    As router_z_loss_func of transformers.
     """
     return scores.sums["router_z"].mean(0).sum() / jnp.maximum(_tokens(batch).sum(), 1.0)
 
 
 def _tokens(batch: Batch) -> Float[Array, " b"]:
-    """The number of each row's tokens, without padding."""
+    """Return the number of tokens in each row, without padding."""
     return jnp.sum(batch["segment_ids"] > 0, -1, dtype=jnp.float32)
 
 
 def _load(scores: Scores | LabelScores) -> dict[str, Float[Array, ""]]:
-    """How even the load of each layer is, in several ways."""
+    """Return the metrics of the load, over layers (see `balanced`)."""
     choices = scores.sums["router_choices"].sum(1)
     shares = choices / jnp.maximum(choices.sum(-1, keepdims=True), 1.0)
     count = choices.shape[-1]

@@ -1,4 +1,4 @@
-"""The label of a document, from the scores after its last token, as transformers' ForSequenceClassificationLoss."""
+"""Classification of documents by the scores after the last token, as transformers' ForSequenceClassificationLoss."""
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +9,9 @@ from jaxtune.objectives.objective import Objective, Sums
 
 
 def classification(labels: int) -> Objective:
-    """-log softmax(logits)[label] of each document, over the number of documents; metric: accuracy.
+    """Return the objective -log softmax(logits)[label], a mean over documents; metric: accuracy.
 
-    Of one label, (logit - value)^2.
+    With one label it is a regression: (logit - value)^2, without the metric.
     """
     return Objective(_squared_error if labels == 1 else _cross_entropy, LABELLED, counts="documents")
 

@@ -7,15 +7,16 @@ from jaxtune.objectives.objective import Objective, Sums
 
 
 def cross_entropy(z_loss: float = 0.0, label_smoothing: float = 0.0) -> Objective:
-    """(-log p(target) + z_loss * logsumexp(logits)^2) * loss_weight, over the number of tokens that have a weight.
+    """Return the objective (-log p(target) + z_loss * logsumexp(logits)^2) * loss_weight.
 
-    label_smoothing: the share of a target that is divided over the vocabulary.
+    It is a sum divided by the number of tokens with a loss_weight. label_smoothing: the share of a target that is
+    spread over the vocabulary.
     """
     return Objective(_sums, z_loss=z_loss, label_smoothing=label_smoothing)
 
 
 def token_accuracy() -> Objective:
-    """Next-token cross-entropy to evaluate by, with how many targets are the likeliest token."""
+    """Return next-token cross-entropy for evaluation, with the metric token_accuracy."""
     return Objective(_with_accuracy, hits=True)
 
 
@@ -26,6 +27,6 @@ def _sums(scores: Scores, batch: Batch) -> Sums:
 def _with_accuracy(scores: Scores, batch: Batch) -> Sums:
     sums = _sums(scores, batch)
     assert scores.hits is not None
-    # A count in integers: a float32 has too few digits for the tokens of a large evaluation.
+    # An integer count, because float32 cannot count all tokens of a large evaluation exactly.
     right = jnp.sum(scores.hits, dtype=jnp.int32)
     return sums._replace(metrics={"token_accuracy": (right, sums.weight)})

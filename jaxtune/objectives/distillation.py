@@ -1,4 +1,4 @@
-"""A teacher's distribution of the next token, over packed rows (Hinton et al. 2015, arXiv:1503.02531; GKD)."""
+"""Distillation of a teacher's next-token distribution, over packed rows (Hinton et al. 2015, arXiv:1503.02531; GKD)."""
 
 from functools import partial
 
@@ -12,10 +12,11 @@ from jaxtune.objectives.objective import Objective, Sums
 
 
 def distillation(options: Distill, z_loss: float = 0.0, label_smoothing: float = 0.0) -> Objective:
-    """(weight * divergence + (1 - weight) * cross-entropy) * loss_weight, over the number of tokens that have a weight.
+    """Return the objective (weight * divergence + (1 - weight) * cross-entropy) * loss_weight.
 
-    The temperature's square does not multiply the divergence, as in TRL's GKD. The cross-entropy is that of
-    `objectives.cross_entropy`, with its z-loss and label smoothing. Metrics: divergence and cross_entropy, a token.
+    It is a mean over tokens with a loss_weight. As in TRL's GKD, the divergence is not multiplied by the squared
+    temperature. The cross-entropy is the same as in `objectives.cross_entropy`, with z-loss and label smoothing.
+    Metrics: divergence and cross_entropy per token.
     """
     divergence = Divergence(options.divergence, options.js_beta, options.temperature)
     return Objective(

@@ -11,10 +11,14 @@ from jaxtune.models.divergence import Divergence
 
 
 class Sums(NamedTuple):
-    """Sums over a micro-batch; the step adds up those of all micro-batches and devices, and divides once.
+    """Sums over a micro-batch. The step adds them up over all micro-batches and devices, and divides once.
 
-    weight: of the loss, such as the number of target tokens or of pairs, in any number dtype. metrics: by name, (sum,
-    its own weight). directions: by the name of a parameter that no gradient reaches, what its rule takes for one.
+    Attributes:
+        loss: sum of the losses.
+        weight: divisor of the loss, such as the number of target tokens or of pairs, in any number dtype.
+        metrics: (sum, divisor) of each metric, by name.
+        directions: directions for parameters that no gradient reaches, by parameter name; their rule gets these in
+            place of a gradient.
     """
 
     loss: Float[Array, ""]
@@ -25,13 +29,13 @@ class Sums(NamedTuple):
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised: a function of scores, which never sees the decoder.
+    """A training or evaluation objective: a function of scores, which does not see the decoder.
 
     Attributes:
-        loss: (scores, micro-batch) -> sums; of a classifier the scores are `LabelScores`, else `Scores`.
-        columns: of the batch, that it reads.
-        reference: whether scores must also hold the log-probabilities of the base alone, without adapters.
-        z_loss, label_smoothing, divergence, temperature, hits: of `models.score.score`.
+        loss: (scores, micro-batch) -> sums; the scores are `LabelScores` for a classifier, else `Scores`.
+        columns: columns of the batch that it reads.
+        reference: whether scores must also have the log-probabilities of the base model without adapters.
+        z_loss, label_smoothing, divergence, temperature, hits: arguments of `models.score.score`.
         counts: name of the metric under which a step reports the weight.
     """
 
@@ -47,4 +51,4 @@ class Objective:
 
     def __post_init__(self):
         if self.reference and self.z_loss:
-            raise ValueError("log-probabilities with a z-loss in them cannot be compared with a reference's")
+            raise ValueError("z_loss cannot be used with a reference: log_prob would include the penalty")

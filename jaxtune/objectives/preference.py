@@ -1,8 +1,10 @@
-"""Learning from preferences: of two answers to a prompt the better one, or whether an answer is wanted.
+"""Learning from preferences: pairs of a better and a worse answer to a prompt, or answers labelled as wanted or not.
 
-Losses, their names and their metrics are those of TRL; but the cross-entropy of ORPO is that of the answer, as its
-authors write, where TRL's is that of the prompt too. A pair is a unit of two documents, the chosen answer after its
-prompt and then the rejected one; what of a document is trained is the answer.
+Losses, their names and their metrics are the same as in TRL, with one exception: ORPO's cross-entropy is only over the
+answer, as its authors write; TRL's includes the prompt. A pair is a unit of two documents, the prompt with the chosen
+answer and then the prompt with the rejected answer; only the tokens of answers are trained.
+
+Shape letters: b rows of a micro-batch, s positions in a row, n pairs of a row.
 """
 
 from collections.abc import Callable
@@ -21,15 +23,18 @@ from jaxtune.objectives.document_sums import of_documents
 from jaxtune.objectives.objective import Objective, Sums
 
 REFERENCE_FREE = ("simpo", "cpo", "orpo")
-"""Losses of the log-probabilities alone."""
+"""Losses that have no reference model."""
 AVERAGED = ("simpo", "orpo")
-"""Losses of the mean log-probability of an answer's tokens, where others take the sum."""
+"""Losses that use the mean log-probability of an answer's tokens; the others use the sum."""
 
 
 class Pairs(NamedTuple):
     """The answers of pairs, (rows, pairs).
 
-    chosen, rejected: log-probabilities in nats, less those of the reference if there is one. tokens: of each answer.
+    Attributes:
+        chosen: log-probability of the chosen answer in nats, minus the reference's if there is one.
+        rejected: the same for the rejected answer.
+        tokens: number of tokens of the chosen and of the rejected answer.
     """
 
     chosen: Float[Array, "b n"]
@@ -38,36 +43,36 @@ class Pairs(NamedTuple):
 
     @property
     def gain(self) -> Float[Array, "b n"]:
-        """How much more the chosen answer gained."""
+        """The margin: `chosen` minus `rejected`."""
         return self.chosen - self.rejected
 
     @property
     def mean_gain(self) -> Float[Array, "b n"]:
-        """The same, a token."""
+        """The margin of the means per token."""
         return self.chosen / jnp.maximum(self.tokens[0], 1) - self.rejected / jnp.maximum(self.tokens[1], 1)
 
 
 def preference(options: Preference) -> Objective:
-    """The objective of preference.loss.
+    """Return the objective of preference.loss.
 
-    Metrics: rewards/chosen and rewards/rejected, beta times what the log-probability of an answer gained over the
-    reference's, rewards/margins, rewards/accuracies; logps/chosen and logps/rejected; with the answers' own
-    cross-entropy, nll_loss.
+    Metrics: rewards/chosen and rewards/rejected, which are beta times the difference of an answer's log-probability
+    from the reference's; rewards/margins and rewards/accuracies; logps/chosen and logps/rejected; and nll_loss, if the
+    cross-entropy of chosen answers has a weight.
     """
     if options.loss == "bradley_terry":
         return Objective(_rewards, SCORED, counts="pairs")
     compares = options.reference is not None and options.loss not in REFERENCE_FREE
-    columns, beside = NEXT_TOKEN, compares and not options.precompute_reference
-    if compares and not beside:
+    columns, reference_pass = NEXT_TOKEN, compares and not options.precompute_reference
+    if compares and not reference_pass:
         columns = (*columns, LAST, REFERENCE)
     if options.loss == "kto":
-        return Objective(partial(_wanted, options), (*columns, DESIRABLE), beside, counts="answers")
+        return Objective(partial(_kto, options), (*columns, DESIRABLE), reference_pass, counts="answers")
     columns = (*columns, SCORE_DELTA) if options.offset_alpha else columns
-    return Objective(partial(_compared, options), columns, beside, counts="pairs")
+    return Objective(partial(_paired, options), columns, reference_pass, counts="pairs")
 
 
 def answer_weight(options: Preference) -> float:
-    """The weight of the chosen answers' cross-entropy: preference.sft_weight, or what the loss's authors take."""
+    """Return the weight of the chosen answers' cross-entropy: preference.sft_weight, or by default the paper's."""
     if options.sft_weight is not None:
         return options.sft_weight
     return 1.0 if options.loss in ("cpo", "orpo") else 0.0
@@ -75,33 +80,33 @@ def answer_weight(options: Preference) -> float:
 
 # ---- losses of pairs ----
 def _sigmoid(pairs: Pairs, o: Preference) -> Array:
-    """DPO (arXiv:2305.18290, equation 7); with label_smoothing its conservative form."""
-    return _smoothed(o.beta * pairs.gain, o)
+    """DPO (arXiv:2305.18290, equation 7); with label_smoothing, conservative DPO."""
+    return _smooth(o.beta * pairs.gain, o)
 
 
-def _smoothed(margin: Array, o: Preference) -> Array:
+def _smooth(margin: Array, o: Preference) -> Array:
     return -(1 - o.label_smoothing) * log_sigmoid(margin) - o.label_smoothing * log_sigmoid(-margin)
 
 
 def _robust(pairs: Pairs, o: Preference) -> Array:
-    """Labels that are wrong with probability label_smoothing (arXiv:2403.00409, equation 12)."""
+    """Robust DPO: labels are wrong with probability label_smoothing (arXiv:2403.00409, equation 12)."""
     margin, wrong = o.beta * pairs.gain, o.label_smoothing
     return (wrong * log_sigmoid(-margin) - (1 - wrong) * log_sigmoid(margin)) / (1 - 2 * wrong)
 
 
 def _hinge(pairs: Pairs, o: Preference) -> Array:
-    """SLiC (arXiv:2305.10425), of normalised log-probabilities as in arXiv:2309.06657."""
+    """SLiC (arXiv:2305.10425), with normalised log-probabilities as in arXiv:2309.06657."""
     return relu(1 - o.beta * pairs.gain)
 
 
 def _ipo(pairs: Pairs, o: Preference) -> Array:
-    """IPO (arXiv:2310.12036, equation 17), of mean log-probabilities, as its authors do."""
+    """IPO (arXiv:2310.12036, equation 17), with mean log-probabilities, as its authors use."""
     return jnp.square(pairs.mean_gain - 1 / (2 * o.beta))
 
 
 def _sigmoid_norm(pairs: Pairs, o: Preference) -> Array:
-    """DPO of mean log-probabilities."""
-    return _smoothed(o.beta * pairs.mean_gain, o)
+    """DPO with mean log-probabilities."""
+    return _smooth(o.beta * pairs.mean_gain, o)
 
 
 def _exo_pair(pairs: Pairs, o: Preference) -> Array:
@@ -123,7 +128,7 @@ def _bco_pair(pairs: Pairs, o: Preference) -> Array:
 
 
 def _sppo_hard(pairs: Pairs, o: Preference) -> Array:
-    """SPPO (arXiv:2405.00675, equation 4.7), the chosen answer winning always."""
+    """SPPO (arXiv:2405.00675, equation 4.7), with a win probability of 1 for the chosen answer."""
     return jnp.square(pairs.chosen - 0.5 / o.beta) + jnp.square(pairs.rejected + 0.5 / o.beta)
 
 
@@ -138,7 +143,7 @@ def _apo_down(pairs: Pairs, o: Preference) -> Array:
 
 
 def _kto_pair(pairs: Pairs, o: Preference) -> Array:
-    """KTO of pairs: each answer against what answers of the other kind gained on average in the micro-batch."""
+    """KTO for pairs: each answer against the mean of the answers of the other kind in the micro-batch."""
     there = pairs.tokens[0] > 0
     chosen, rejected = (jax.lax.stop_gradient(relu(_mean(x, there))) for x in (pairs.chosen, pairs.rejected))
     losses = 1 - sigmoid(o.beta * (pairs.chosen - rejected)), 1 - sigmoid(o.beta * (chosen - pairs.rejected))
@@ -147,14 +152,14 @@ def _kto_pair(pairs: Pairs, o: Preference) -> Array:
 
 def _simpo(pairs: Pairs, o: Preference) -> Array:
     """SimPO (arXiv:2405.14734, equation 6)."""
-    return _smoothed(o.beta * pairs.gain - o.simpo_gamma, o)
+    return _smooth(o.beta * pairs.gain - o.simpo_gamma, o)
 
 
 def _orpo(pairs: Pairs, o: Preference) -> Array:
-    """The odds ratio of ORPO (arXiv:2403.07691, equation 7); its other term is the chosen answers' cross-entropy."""
+    """The odds ratio of ORPO (arXiv:2403.07691, equation 7); the other term is the chosen answers' cross-entropy."""
 
     def log_odds(x: Array) -> Array:
-        x = jnp.minimum(x, -1e-6)  # of a sure answer the odds are infinite
+        x = jnp.minimum(x, -1e-6)  # the odds of an answer with probability 1 are infinite
         return x - jnp.log(-jnp.expm1(x))
 
     return -o.beta * log_sigmoid(log_odds(pairs.chosen) - log_odds(pairs.rejected))
@@ -180,17 +185,18 @@ LOSSES: dict[str, Callable[[Pairs, Preference], Array]] = {
 
 
 # ---- sums of a micro-batch ----
-def _compared(options: Preference, scores: Scores, batch: Batch) -> Sums:
+def _paired(options: Preference, scores: Scores, batch: Batch) -> Sums:
+    """Return the sums of a loss of `LOSSES`."""
     trained = batch["loss_weight"] > 0
     tokens = _pairs(trained.astype(jnp.float32), batch)
     there = (tokens[0] > 0) & (tokens[1] > 0)
-    own, gained = _pairs(-scores.loss, batch), _gained(scores, batch)
+    logps, relative = _pairs(-scores.loss, batch), _relative_to_reference(scores, batch)
     if options.loss in AVERAGED:
-        own, gained = (tuple(x / jnp.maximum(n, 1) for x, n in zip(pair, tokens)) for pair in (own, gained))
-    # Where a row has fewer pairs stand values at which every loss and its gradient are finite.
-    chosen, rejected = (jnp.where(there, x, -1.0) for x in gained)
+        logps, relative = (tuple(x / jnp.maximum(n, 1) for x, n in zip(pair, tokens)) for pair in (logps, relative))
+    # Missing pairs of a row get -1, at which every loss and its gradient are finite: 0 * NaN would be NaN.
+    chosen, rejected = (jnp.where(there, x, -1.0) for x in relative)
     if options.offset_alpha:
-        # ODPO (arXiv:2402.10571, equation 9): the margin that scores of the answers ask for.
+        # ODPO (arXiv:2402.10571, equation 9): a margin that depends on the difference of the answers' scores.
         delta = _pairs(batch["score_delta"] * trained, batch)[0] / jnp.maximum(tokens[0], 1)
         offset = options.offset_alpha / options.beta * jnp.log(jnp.maximum(delta, 1e-6))
         shifted = Pairs(jnp.where(there, chosen - offset, -1.0), rejected, tokens)
@@ -208,8 +214,8 @@ def _compared(options: Preference, scores: Scores, batch: Batch) -> Sums:
         "rewards/rejected": mean_of(options.beta * rejected),
         "rewards/margins": mean_of(options.beta * (chosen - rejected)),
         "rewards/accuracies": mean_of(chosen > rejected),
-        "logps/chosen": mean_of(own[0]),
-        "logps/rejected": mean_of(own[1]),
+        "logps/chosen": mean_of(logps[0]),
+        "logps/rejected": mean_of(logps[1]),
     }
     if weight := answer_weight(options):
         # The mean over the tokens of all chosen answers in the micro-batch, as in TRL.
@@ -218,37 +224,37 @@ def _compared(options: Preference, scores: Scores, batch: Batch) -> Sums:
     return Sums(loss, pairs, metrics)
 
 
-def _wanted(options: Preference, scores: Scores, batch: Batch) -> Sums:
-    """KTO (arXiv:2402.01306, equation 8).
+def _kto(options: Preference, scores: Scores, batch: Batch) -> Sums:
+    """Return the sums of KTO (arXiv:2402.01306, equation 8).
 
-    A unit is an answer, and an answer to another prompt after the same prompt: what such answers gained in the
-    micro-batch is on average how far the model has moved from the reference.
+    A unit has the prompt with its answer, and the same prompt with an answer to another prompt. The log-ratio to the
+    reference of these mismatched answers, averaged over the micro-batch, estimates the KL from the reference.
     """
     trained = batch["loss_weight"] > 0
     tokens = _pairs(trained.astype(jnp.float32), batch)
     there = tokens[0] > 0
-    gained, elsewhere = _gained(scores, batch)
+    relative, mismatched = _relative_to_reference(scores, batch)
     wanted = _pairs(batch["desirable"] * trained, batch)[0] > 0
-    moved = jax.lax.stop_gradient(relu(_mean(elsewhere, there)))
+    kl = jax.lax.stop_gradient(relu(_mean(mismatched, there)))
     losses = jnp.where(
         wanted,
-        options.desirable_weight * (1 - sigmoid(options.beta * (gained - moved))),
-        options.undesirable_weight * (1 - sigmoid(options.beta * (moved - gained))),
+        options.desirable_weight * (1 - sigmoid(options.beta * (relative - kl))),
+        options.undesirable_weight * (1 - sigmoid(options.beta * (kl - relative))),
     )
-    answers, own = jnp.sum(there, dtype=jnp.int32), _pairs(-scores.loss, batch)[0]
+    answers, logps = jnp.sum(there, dtype=jnp.int32), _pairs(-scores.loss, batch)[0]
 
     def mean_of(values: Array, some: Array) -> tuple[Array, Array]:
         return jnp.sum(jnp.where(some, values, 0.0)), jnp.sum(some, dtype=jnp.int32)
 
-    metrics = {"kl": (moved * answers, answers)}
+    metrics = {"kl": (kl * answers, answers)}
     for name, some in (("chosen", wanted & there), ("rejected", ~wanted & there)):
-        metrics[f"rewards/{name}"] = mean_of(options.beta * gained, some)
-        metrics[f"logps/{name}"] = mean_of(own, some)
+        metrics[f"rewards/{name}"] = mean_of(options.beta * relative, some)
+        metrics[f"logps/{name}"] = mean_of(logps, some)
     return Sums(jnp.sum(jnp.where(there, losses, 0.0)), answers, metrics)
 
 
 def _rewards(scores: LabelScores, batch: Batch) -> Sums:
-    """-log sigmoid(reward of the chosen - reward of the rejected answer) (Bradley-Terry; arXiv:2203.02155, equation 1).
+    """Return the sums of -log sigmoid(reward of chosen - reward of rejected) (Bradley-Terry; arXiv:2203.02155, eq. 1).
 
     Metrics: accuracy, margin, mean_reward.
     """
@@ -268,23 +274,23 @@ def _rewards(scores: LabelScores, batch: Batch) -> Sums:
     return Sums(mean_of(-log_sigmoid(chosen - rejected))[0], pairs, metrics)
 
 
-def _gained(scores: Scores, batch: Batch) -> tuple[Float[Array, "b n"], Float[Array, "b n"]]:
-    """What the log-probabilities of both answers gained over the reference's; themselves if there is none."""
-    own = _pairs(-scores.loss, batch)
+def _relative_to_reference(scores: Scores, batch: Batch) -> tuple[Float[Array, "b n"], Float[Array, "b n"]]:
+    """Return the log-probabilities of both answers, minus the reference's if there is one."""
+    logps = _pairs(-scores.loss, batch)
     if REFERENCE.name in batch:
         reference = _pairs(batch[REFERENCE.name] * batch["last"], batch)
     elif scores.reference is not None:
         reference = _pairs(scores.reference * batch["loss_weight"], batch)
     else:
-        return own
-    return own[0] - reference[0], own[1] - reference[1]
+        return logps
+    return logps[0] - reference[0], logps[1] - reference[1]
 
 
 def _pairs(values: Float[Array, "b s"], batch: Batch) -> tuple[Float[Array, "b n"], Float[Array, "b n"]]:
-    """Sums over the first and the second document of each unit; a document has two tokens at least."""
-    count = max(1, values.shape[1] // 4)
-    found = of_documents(values, batch["segment_ids"], 2 * count)
-    return found[:, ::2], found[:, 1::2]
+    """Return the sums over the first and the second document of each unit."""
+    count = max(1, values.shape[1] // 4)  # pairs of a row at most: a document has at least two tokens
+    sums = of_documents(values, batch["segment_ids"], 2 * count)
+    return sums[:, ::2], sums[:, 1::2]
 
 
 def _mean(values: Array, there: Bool[Array, "b n"]) -> Float[Array, ""]:

@@ -1,4 +1,4 @@
-"""The optimizer of a run: a rule for each parameter, and the state of them all."""
+"""The optimizer of a run: a rule for each parameter, and the state of all rules."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -25,9 +25,14 @@ Parameters = Mapping[str, Array]
 
 
 class OptimizerState(NamedTuple):
-    """What an optimizer remembers."""
+    """The state of an optimizer.
 
-    count: Int[Array, ""]  # of updates; steps that were not finite do not count
+    Attributes:
+        count: number of updates; steps that were not finite do not count.
+        rules: state of the rule of each parameter, by name.
+    """
+
+    count: Int[Array, ""]
     rules: dict[str, RuleState]
 
 
@@ -38,87 +43,99 @@ class Optimizer(NamedTuple):
     update: Callable[[Parameters, OptimizerState, Parameters, Step], tuple[dict[str, Array], OptimizerState]]
     """(gradients, state, parameters, step) -> (parameters, state)."""
     point: Callable[[Parameters, OptimizerState], dict[str, Array]]
-    """(parameters, state) -> where gradients are to be taken: the parameters themselves, but for schedule-free."""
+    """(parameters, state) -> the point at which gradients are computed: the parameters, except with schedule-free."""
 
 
 class Trained(NamedTuple):
-    """What the optimizer must know of a parameter besides its values."""
+    """Properties of a trained parameter that the optimizer needs.
 
-    names: tuple[str, ...]  # Hugging Face names, one for each element of the leading axes
-    lead: tuple[int, ...] = ()  # sizes of its leading axes: (layers,), or (layers, experts)
-    is_matrix: bool = False  # a matrix inside the layers: those Muon and NorMuon orthogonalise
-    place: jax.P | None = None  # PartitionSpec of its state and its update; None: the parameter's own
-    rule: Rule | None = None  # None: that of optim.name
-    on_host: bool = False  # whether its state waits in the host's memory
-    rate: float = 1.0  # of its learning rate, a factor beside those that `optim` gives its names
+    Attributes:
+        names: Hugging Face names, one for each element of the leading axes.
+        lead: sizes of the leading axes: (layers,), or (layers, experts).
+        is_matrix: whether it is a matrix inside the layers, which Muon and NorMuon orthogonalise.
+        place: PartitionSpec of its state and its update; None: the parameter's own.
+        rule: its rule; None: the rule of optim.name.
+        on_host: whether its state is kept in host memory.
+        rate: factor on its learning rate, in addition to the factors that `optim` has for its names.
+    """
+
+    names: tuple[str, ...]
+    lead: tuple[int, ...] = ()
+    is_matrix: bool = False
+    place: jax.P | None = None
+    rule: Rule | None = None
+    on_host: bool = False
+    rate: float = 1.0
 
     def joined(self, leaf: Array) -> Array:
-        """Leading axes (layers, experts) merged into one, as rules know only one; experts first if they are sharded."""
+        """Merge the leading axes (layers, experts), because rules have only one; experts first if they are sharded."""
         if len(self.lead) < 2 or not leaf.ndim:
             return leaf
+        # A merged axis can only keep the sharding of its outer part, so a sharded experts axis must come first.
         _, experts, *rest = jax.typeof(leaf).sharding.spec
         leaf = leaf if experts is None else jnp.moveaxis(leaf, 1, 0)
         return jnp.reshape(leaf, (-1, *leaf.shape[2:]), out_sharding=jax.P(experts, *rest))
 
     def parted(self, leaf: Array) -> Array:
-        """`joined` undone."""
+        """Split the leading axis again, the inverse of `joined`."""
         if len(self.lead) < 2 or not leaf.ndim:
             return leaf
         experts, *rest = jax.typeof(leaf).sharding.spec
-        # Of a pipeline the devices of a stage have some of the layers.
+        # The number of layers is inferred (-1), because in a pipeline the devices of a stage have only some layers.
         if experts is None:
             return jnp.reshape(leaf, (-1, *self.lead[1:], *leaf.shape[1:]), out_sharding=jax.P(None, None, *rest))
         by_expert = (self.lead[1], -1, *leaf.shape[1:])
         return jnp.moveaxis(jnp.reshape(leaf, by_expert, out_sharding=jax.P(experts, None, *rest)), 0, 1)
 
     def in_order(self, factor: Any, joined: Array) -> Any:
-        """A factor of each element of the leading axes, in the order of the joined parameter."""
+        """Return factors of the elements of the leading axes in the order of the joined parameter."""
         if len(self.lead) < 2 or np.ndim(factor) == 0 or jax.typeof(joined).sharding.spec[0] is None:
             return factor
         return factor.reshape(-1, self.lead[1]).T.reshape(-1)
 
 
 def build(optim: Optim, trained: Mapping[str, Trained], layers: int, dtype: DTypeLike = jnp.bfloat16) -> Optimizer:
-    """The optimizer that the options name, for a model with so many layers; `dtype`: of Muon's matrix products.
+    """Return the optimizer that the options name, for a model with `layers` layers.
 
-    Raises UserError for a pattern that matches no trained parameter.
+    `dtype`: dtype of the factors of Muon's matrix products. Raises UserError for a pattern that matches no trained
+    parameter.
     """
     names = {name: parameter.names for name, parameter in trained.items()}
     rates, decays = multipliers.rates(optim, names, layers), multipliers.decays(optim, names)
 
-    of = {name: own.rule or _rule(optim, own.is_matrix, dtype) for name, own in trained.items()}
+    rule_of = {name: one.rule or _rule(optim, one.is_matrix, dtype) for name, one in trained.items()}
 
     def stored_at(name: str, parameter: Array) -> jax.P | None:
         return None if trained[name].place is None else jax.typeof(parameter).sharding.spec
 
     def init(parameters: Parameters) -> OptimizerState:
         def one(name: str, parameter: Array) -> RuleState:
-            rule, own = of[name], trained[name]
-            parameter = own.joined(parameter)
+            rule, properties = rule_of[name], trained[name]
+            parameter = properties.joined(parameter)
 
             def first(parameter: Array) -> RuleState:
                 state = rule.init(to_device(parameter).astype(jnp.float32))
                 return jax.tree.map(lambda leaf: in_its_memory(_as_stored(leaf, parameter)), state)
 
             def in_its_memory(leaf: Array) -> Array:
-                return jax.device_put(leaf, jax.memory.Space.Host) if own.on_host else leaf
+                return jax.device_put(leaf, jax.memory.Space.Host) if properties.on_host else leaf
 
-            if own.lead and (own.on_host or is_on_host(parameter)):
-                return jax.tree.map(own.parted, jax.lax.map(first, parameter))
-            if rule.by_layer and own.lead:
-                # Their first state depends on no value: that of one layer of zeros serves all.
+            if properties.lead and (properties.on_host or is_on_host(parameter)):
+                return jax.tree.map(properties.parted, jax.lax.map(first, parameter))
+            if rule.by_layer and properties.lead:
+                # The initial state of such a rule does not depend on values: one layer of zeros gives it for all.
                 of_layer = rule.init(_zeros_of_a_layer(parameter))
-                state = jax.tree.map(lambda leaf: _as_stored(_repeated(leaf, parameter), parameter), of_layer)
+                state = jax.tree.map(lambda leaf: _as_stored(_repeat(leaf, parameter), parameter), of_layer)
             else:
                 state = first(parameter)
-            return jax.tree.map(own.parted, state)
+            return jax.tree.map(properties.parted, state)
 
         def of_all(name: str, parameter: Array) -> RuleState:
-            own, here = partial(one, name), moved(parameter, trained[name].place)
-            if not staged(here):
-                return own(here)
-            shapes = jax.eval_shape(own, jax.ShapeDtypeStruct(here.shape, here.dtype))
-            return by_stage(own, jax.P("stage"), jax.tree.map(over_stages, shapes))(here)
+            init_one, parameter = partial(one, name), moved(parameter, trained[name].place)
+            if not staged(parameter):
+                return init_one(parameter)
+            shapes = jax.eval_shape(init_one, jax.ShapeDtypeStruct(parameter.shape, parameter.dtype))
+            return by_stage(init_one, jax.P("stage"), jax.tree.map(over_stages, shapes))(parameter)
 
         return OptimizerState(jnp.zeros((), jnp.int32), {name: of_all(name, p) for name, p in parameters.items()})
 
@@ -129,17 +146,22 @@ def build(optim: Optim, trained: Mapping[str, Trained], layers: int, dtype: DTyp
     def update(gradients: Parameters, state: OptimizerState, parameters: Parameters, step: Step):
         after = {}
         for name, parameter in parameters.items():
-            rule, own = of[name], trained[name]
+            rule, properties = rule_of[name], trained[name]
             rate = step.rate
-            if optim.name == "muon" and optim.muon.learning_rate and own.is_matrix:
+            if optim.name == "muon" and optim.muon.learning_rate and properties.is_matrix:
                 rate *= optim.muon.learning_rate / optim.learning_rate
+            # Random bits depend on the parameter's name, not on the set or order of parameters.
             own_step = step._replace(key=named_key(step.key, name))
-            # With a layout of its own (ZeRO) the state stays where it is: parameter and gradient come to it, and the
-            # new parameter goes back.
-            here, gradient = (moved(x, own.place) for x in (parameter, gradients[name]))
-            run = partial(on_stages, partial(_advanced, rule, own)) if staged(here) else partial(_advanced, rule, own)
-            factors = rates[name] * own.rate, decays[name]
-            new, rule_state = run((here, state.rules[name]), gradient, factors, (state.count, rate), own_step)
+            # If the state has its own layout (ZeRO), it is not moved: parameter and gradient are resharded to it, and
+            # the new parameter is resharded back.
+            resharded, gradient = (moved(x, properties.place) for x in (parameter, gradients[name]))
+            run = (
+                partial(on_stages, partial(_advance, rule, properties))
+                if staged(resharded)
+                else partial(_advance, rule, properties)
+            )
+            factors = rates[name] * properties.rate, decays[name]
+            new, rule_state = run((resharded, state.rules[name]), gradient, factors, (state.count, rate), own_step)
             after[name] = moved(new, stored_at(name, parameter)), rule_state
         count = state.count + step.finite
         states = {name: rule_state for name, (_, rule_state) in after.items()}
@@ -147,9 +169,9 @@ def build(optim: Optim, trained: Mapping[str, Trained], layers: int, dtype: DTyp
 
     def point(parameters: Parameters, state: OptimizerState) -> dict[str, Array]:
         def one(name: str, parameter: Array) -> Array:
-            here = moved(parameter, trained[name].place)
-            found = of[name].point(here, state.rules[name])
-            return parameter if found is here else moved(found.astype(parameter.dtype), stored_at(name, parameter))
+            resharded = moved(parameter, trained[name].place)
+            at = rule_of[name].point(resharded, state.rules[name])
+            return parameter if at is resharded else moved(at.astype(parameter.dtype), stored_at(name, parameter))
 
         return {name: one(name, parameter) for name, parameter in parameters.items()}
 
@@ -157,21 +179,23 @@ def build(optim: Optim, trained: Mapping[str, Trained], layers: int, dtype: DTyp
 
 
 def staged(parameter: Array) -> bool:
-    """Whether its layers are divided over the stages of a pipeline."""
+    """Return whether a parameter's layers are divided over the stages of a pipeline."""
     return jax.typeof(parameter).sharding.spec[:1] == ("stage",)
 
 
-def _advanced(rule: Rule, own: Trained, before: Updated, gradient: Array, factors: Any, at: Any, step: Step) -> Updated:
-    """The next parameter and state; `at`: count and rate, `factors`: those of the rate and of the decay."""
-    before, gradient = jax.tree.map(own.joined, (before, gradient))
-    where = At(*at, *(own.in_order(factor, gradient) for factor in factors))
-    waits = any(map(is_on_host, jax.tree.leaves((before, gradient))))
-    if own.lead and (waits or (rule.by_layer and rule.whole is None)):
-        now = layer_after_layer(rule, before, gradient, where, step)
+def _advance(
+    rule: Rule, properties: Trained, before: Updated, gradient: Array, factors: Any, at: Any, step: Step
+) -> Updated:
+    """Return the next parameter and state. at: count and rate. factors: factor on the rate, and weight decay."""
+    before, gradient = jax.tree.map(properties.joined, (before, gradient))
+    its_at = At(*at, *(properties.in_order(factor, gradient) for factor in factors))
+    offloaded = any(map(is_on_host, jax.tree.leaves((before, gradient))))
+    if properties.lead and (offloaded or (rule.by_layer and rule.whole is None)):
+        after = layer_after_layer(rule, before, gradient, its_at, step)
     else:
-        given = to_device(before), to_device(gradient), where, step
-        now = updated(rule, *given) if rule.whole is None else rule.whole(*given, bool(own.lead))
-    return jax.tree.map(own.parted, jax.tree.map(put_beside, now, before))
+        arguments = to_device(before), to_device(gradient), its_at, step
+        after = updated(rule, *arguments) if rule.whole is None else rule.whole(*arguments, bool(properties.lead))
+    return jax.tree.map(properties.parted, jax.tree.map(put_beside, after, before))
 
 
 def _zeros_of_a_layer(stacked: Array) -> Array:
@@ -179,8 +203,8 @@ def _zeros_of_a_layer(stacked: Array) -> Array:
     return jnp.zeros(stacked.shape[1:], jnp.float32, out_sharding=jax.P(*spec[1:]))
 
 
-def _repeated(leaf: Array, stacked: Array) -> Array:
-    """A layer's state for each layer of a stacked parameter."""
+def _repeat(leaf: Array, stacked: Array) -> Array:
+    """Repeat a layer's state for each layer of a stacked parameter."""
     place = jax.P(jax.typeof(stacked).sharding.spec[0], *jax.typeof(leaf).sharding.spec)
     return jnp.broadcast_to(leaf, (len(stacked), *leaf.shape), out_sharding=place)
 
@@ -212,5 +236,5 @@ def _rule(optim: Optim, is_matrix: bool, dtype: DTypeLike) -> Rule:
 
 
 def clip_factor(norm: Float[Array, ""], max_norm: float) -> Float[Array, ""]:
-    """What to multiply gradients by so that their global norm is at most max_norm; 0 never clips."""
+    """Return the factor on gradients that limits their global norm to max_norm; a max_norm of 0 never clips."""
     return jnp.minimum(1.0, max_norm / (norm + 1e-6)) if max_norm else jnp.ones_like(norm)

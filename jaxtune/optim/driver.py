@@ -1,4 +1,4 @@
-"""How a rule's update is run on parameters and state as they are stored."""
+"""Run a rule's update on parameters and state as they are stored: dtypes, stacks, host memory, pipeline stages."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,32 +15,32 @@ from pallas_kernels.stochastic_rounding import random_bits, to_bfloat16
 
 
 def updated(rule: Rule, before: Updated, gradient: Array, at: At, step: Step) -> Updated:
-    """The next parameter and state, in the dtypes of those before; unchanged where the step was not finite."""
+    """Return the next parameter and state, in the dtypes of `before`; unchanged if the step was not finite."""
     at = At(at.count, at.rate, *(_along_layers(value, before[0].ndim) for value in (at.multiplier, at.decay)))
     parameter, state = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, before)
     after = rule.update(gradient.astype(jnp.float32) * step.factor, state, parameter, at)
     new, tree = jax.tree.flatten(after)
     keys = jax.random.split(step.key, len(new))
 
-    def stored(new: Array, old: Array, key: Array) -> Array:
+    def to_stored_dtype(new: Array, old: Array, key: Array) -> Array:
         narrows = old.dtype == jnp.bfloat16 and new.dtype == jnp.float32
         return jnp.where(
             step.finite, round_stochastically(new, key, step.first) if narrows else new.astype(old.dtype), old
         )
 
-    return jax.tree.unflatten(tree, [stored(*leaf) for leaf in zip(new, jax.tree.leaves(before), keys)])
+    return jax.tree.unflatten(tree, [to_stored_dtype(*leaf) for leaf in zip(new, jax.tree.leaves(before), keys)])
 
 
 def _along_layers(value: Any, dimensions: int) -> Any:
-    """A number, or one for each layer in a shape that broadcasts over a stacked parameter."""
+    """Return a number unchanged; reshape numbers of layers to broadcast over a stacked parameter."""
     return value.reshape(-1, *(1,) * (dimensions - 1)) if np.ndim(value) else value
 
 
 def layer_after_layer(rule: Rule, before: Updated, gradient: Array, at: At, step: Step) -> Updated:
-    """The update of a stack in place, one layer after another: float32 temporaries are of one layer.
+    """Update a stack in place, one layer after another, so that float32 temporaries are of one layer.
 
-    What is in the host's memory is on the device a layer at a time. A rule that is not `by_layer` sees a stack of one
-    layer, and gives what it would give of the whole stack.
+    Arrays in host memory are on the device a layer at a time. A rule that is not `by_layer` gets a stack of one layer;
+    its result is the same as for the whole stack.
     """
     whole, stacked = rule.whole, rule.whole is not None or not rule.by_layer
 
@@ -51,10 +51,11 @@ def layer_after_layer(rule: Rule, before: Updated, gradient: Array, at: At, step
         return jnp.asarray(value)[layer] if np.ndim(value) else value
 
     def body(layer: Array, stack: Updated) -> Updated:
-        here = At(at.count, at.rate, of_layer(at.multiplier, layer), of_layer(at.decay, layer))
-        own = {"first": layer} if stacked else {"key": jax.random.fold_in(step.key, layer)}
-        given = one(layer, stack), one(layer, gradient), here, step._replace(**own)
-        after = updated(rule, *given) if whole is None else whole(*given, True)
+        layer_at = At(at.count, at.rate, of_layer(at.multiplier, layer), of_layer(at.decay, layer))
+        # A stack's random bits depend on `first`, the layer's number, so that they equal those of a whole stack.
+        change = {"first": layer} if stacked else {"key": jax.random.fold_in(step.key, layer)}
+        arguments = one(layer, stack), one(layer, gradient), layer_at, step._replace(**change)
+        after = updated(rule, *arguments) if whole is None else whole(*arguments, True)
         after = jax.tree.map(put_beside, after, stack)
         return jax.tree.map(lambda leaf, new: jax.lax.dynamic_update_index_in_dim(leaf, new, layer, 0), stack, after)
 
@@ -62,26 +63,26 @@ def layer_after_layer(rule: Rule, before: Updated, gradient: Array, at: At, step
 
 
 def over_stages(leaf: Any) -> jax.P:
-    """PartitionSpec of an array with the layers of all stages, or of a number that they share."""
+    """Return the PartitionSpec of an array with the layers of all stages, or of a number that all stages share."""
     return jax.P("stage") if np.ndim(leaf) else jax.P()
 
 
 def on_stages(update: Callable[..., Updated], before: Updated, gradient: Array, factors: Any, at: Any, step: Step):
-    """An update of a parameter whose layers are divided over stages, each of which updates its own."""
+    """Run an update of a parameter whose layers are divided over stages: each stage updates its own layers."""
 
-    def own(before: Updated, gradient: Array, factors: Any, at: Any, step: Step) -> Updated:
+    def update_own(before: Updated, gradient: Array, factors: Any, at: Any, step: Step) -> Updated:
         key = jax.random.fold_in(step.key, jax.lax.axis_index("stage"))
         return update(before, gradient, factors, at, step._replace(key=key))
 
     spread = jax.tree.map(over_stages, (before, gradient, factors))
-    return by_stage(own, (*spread, jax.P(), jax.P()), spread[0])(before, gradient, factors, at, step)
+    return by_stage(update_own, (*spread, jax.P(), jax.P()), spread[0])(before, gradient, factors, at, step)
 
 
 def round_stochastically(x: Float32[Array, "*shape"], key: Array, first: Any = 0) -> BFloat16[Array, "*shape"]:
-    """One of the two bfloat16 around each value, the nearer one more likely; infinity and NaN stay what they are.
+    """Round each value to one of the two bfloat16 around it, the nearer one more likely; infinity and NaN are kept.
 
-    Random bits depend on the key and an element's indices, whatever the sharding. first: the first index of x in what
-    it is a part of.
+    Random bits depend on the key and on an element's indices, not on the sharding. first: index of x's first element in
+    the stack, if x is a part of a stack.
     """
     spec = jax.typeof(x).sharding.spec
     indices = [jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis, out_sharding=spec) for axis in range(x.ndim)]

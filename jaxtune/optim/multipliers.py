@@ -1,4 +1,4 @@
-"""What the learning rate and the weight decay are multiplied by, for each parameter and each of its layers."""
+"""Factors of the learning rate and the weight decay, for each parameter and each of its layers."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -18,14 +18,14 @@ Factor = float | Float[np.ndarray, " layers"]
 
 
 def rates(optim: Optim, hf_names: Mapping[str, tuple[str, ...]], layers: int) -> dict[str, Factor]:
-    """Factor of the learning rate of every trained parameter: optim.lr_multipliers times that of its layer.
+    """Return each trained parameter's factor on the learning rate: optim.lr_multipliers times its layer's factor.
 
-    hf_names: the Hugging Face names of each parameter, one a stacked layer; layers: how many the model has.
+    hf_names: Hugging Face names of each parameter, one for each stacked layer. layers: number of layers of the model.
 
-    optim.layerwise_lr_decay is that of ELECTRA (Clark et al. 2020), as BEiT has it: layer n, counted from 0, of L gets
-    decay^(L - n), the embedding (also one that is the head too) decay^(L + 1), the final norm and the head 1.
+    optim.layerwise_lr_decay is ELECTRA's (Clark et al. 2020), in BEiT's form: layer n of L, counted from 0, gets
+    decay^(L - n), the embedding (also a tied one) decay^(L + 1), the final norm and the head 1.
     optim.layerwise_lr_decay_bound is ERNIEKit's: layer n gets bound + (1 - bound) n / (L + 2), the embedding the bound
-    (so does layer 0), the final norm and the head 1.
+    (as does layer 0), the final norm and the head 1.
 
     Raises UserError for a regex that matches nothing.
     """
@@ -41,10 +41,10 @@ def rates(optim: Optim, hf_names: Mapping[str, tuple[str, ...]], layers: int) ->
 
 
 def decays(optim: Optim, hf_names: Mapping[str, tuple[str, ...]]) -> dict[str, Factor]:
-    """Weight decay of every trained parameter: optim.weight_decay times optim.decay_multipliers, 0 by optim.no_decay.
+    """Return each trained parameter's weight decay: optim.weight_decay times optim.decay_multipliers, or 0.
 
-    Arguments as those of `rates`. Raises UserError for a regex that matches nothing, or a multiplier that matches only
-    parameters without decay.
+    It is 0 for parameters that optim.no_decay matches. hf_names: as in `rates`. Raises UserError for a regex that
+    matches nothing, or a multiplier that matches only parameters without decay.
     """
     names = _all(hf_names)
     if optim.no_decay is None:
@@ -68,27 +68,27 @@ def _all(hf_names: Mapping[str, tuple[str, ...]]) -> list[str]:
 def _factors(
     entries: tuple[str, ...], names: list[str], option: str, without: frozenset[str] = frozenset()
 ) -> dict[str, float]:
-    """Factor of each name that an entry, 'REGEX=FACTOR', matches; the last of several wins."""
+    """Return the factor of each name that an entry 'REGEX=FACTOR' matches; the last matching entry wins."""
     factors = {}
     for entry in entries:
         pattern, _, factor = entry.rpartition("=")
         chosen = select(pattern, names, option)
         if chosen <= without:
-            raise UserError(f"{option}={entry!r} matches only parameters without decay; optim.no_decay says which")
+            raise UserError(f"{option}={entry!r} matches only parameters without decay, by optim.no_decay")
         factors |= dict.fromkeys(chosen, float(factor))
     return factors
 
 
 def _depth(name: str, layers: int) -> int:
-    """Distance from the head down to a parameter: 0 for the head, 1 for the last layer."""
+    """Return the distance of a parameter from the head: 0 for the head, 1 for the last layer."""
     if layer := re.search(r"\blayers\.(\d+)\.", name):
         return layers - int(layer[1])
     return layers + 1 if EMBEDDING in name else 0
 
 
 def _by_parameter(hf_names: Mapping[str, tuple[str, ...]], value: Callable[[str], float]) -> dict[str, Factor]:
-    found: dict[str, Factor] = {}
+    factors: dict[str, Factor] = {}
     for parameter, names in hf_names.items():
         values = [value(name) for name in names]
-        found[parameter] = values[0] if len(set(values)) == 1 else np.asarray(values, np.float32)
-    return found
+        factors[parameter] = values[0] if len(set(values)) == 1 else np.asarray(values, np.float32)
+    return factors

@@ -1,4 +1,4 @@
-"""Muon and NorMuon: rules for matrices, (o, i) or stacked (layers, o, i), that orthogonalise the momentum."""
+"""Muon and NorMuon: rules that orthogonalise the momentum, for matrices (o, i) or stacked matrices (layers, o, i)."""
 
 import math
 from typing import Literal
@@ -22,13 +22,14 @@ def muon(
     """Muon (Jordan et al. 2024), as torch.optim.Muon.
 
     The momentum is a mean, momentum * mean + (1 - momentum) * gradient, and Nesterov's step applies the same formula
-    once more. Momentum as a plain sum differs by a factor, which orthogonalisation removes. optax.contrib.muon also
-    corrects Nesterov's step for the mean's start from zero, which mixes gradient and momentum otherwise in the first
-    steps.
+    once more. Momentum as a plain sum differs by a factor, which orthogonalisation removes. Unlike here,
+    optax.contrib.muon corrects Nesterov's step for the mean's start from zero, which changes the mix of gradient and
+    momentum in the first steps.
 
-    adjust_lr: factor on the rate of a matrix (rows, columns): sqrt(max(1, rows / columns)), Jordan's, or
-    0.2 * sqrt(max(rows, columns)), with AdamW's typical root mean square (Liu et al. 2025, arXiv:2502.16982).
-    dtype: of the factors in `orthogonalize`.
+    adjust_lr: factor on the learning rate of a matrix (rows, columns). "original": sqrt(max(1, rows / columns))
+    (Jordan). "match_rms_adamw": 0.2 * sqrt(max(rows, columns)), which gives AdamW's typical root mean square (Liu et
+    al. 2025, arXiv:2502.16982).
+    dtype: dtype of the factors in `orthogonalize`.
     """
 
     def update(gradient, state, parameter, at):
@@ -45,13 +46,13 @@ def muon(
 def normuon(momentum: float, beta2: float, ns_steps: int, cautious_wd: bool, dtype: DTypeLike = jnp.bfloat16) -> Rule:
     """NorMuon (Li et al. 2025, arXiv:2510.05491, algorithm 1).
 
-    The update is the orthogonalised mean of gradients, each row (neuron) divided by the root of its second moment, all
-    scaled to a root mean square of 0.2. The authors' code differs from the paper, which is followed here: it has
-    Nesterov's momentum, and in place of 0.2 the norm of the orthogonalised matrix times Muon's
+    The update is the orthogonalised mean of gradients. Each row (neuron) is divided by the root of its second moment,
+    and the result is scaled to a root mean square of 0.2. This follows the paper. The authors' code differs: it has
+    Nesterov's momentum, and instead of 0.2 it uses the norm of the orthogonalised matrix times Muon's
     sqrt(max(1, rows / columns)).
 
     cautious_wd: decay only weights that the update does not move away from zero (Chen et al. 2025, arXiv:2510.12402).
-    dtype: of the factors in `orthogonalize`.
+    dtype: dtype of the factors in `orthogonalize`.
     """
 
     def init(parameter):

@@ -1,4 +1,4 @@
-"""Newton-Schulz orthogonalisation of a stack of matrices, each whole on one device of the mesh."""
+"""Newton-Schulz orthogonalisation of a stack of matrices, with each matrix whole on one device of the mesh."""
 
 import math
 
@@ -9,39 +9,42 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-# Quintic of Keller Jordan's Muon (2024), as in torch.optim.Muon and optax.contrib.muon: steepest at 0.
+# The quintic of Keller Jordan's Muon (2024), as in torch.optim.Muon and optax.contrib.muon: the steepest one at 0.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPSILON = 1e-7
-# Matrices are multiplied in batches of up to so many elements; a larger matrix alone.
+# Matrices are multiplied in batches of at most this many elements; a larger matrix is a batch by itself.
 TOGETHER = 2**24
 
 
 def orthogonalize(
     matrices: Float[Array, "*layers o i"], steps: int = 5, dtype: DTypeLike = jnp.bfloat16
 ) -> Float[Array, "*layers o i"]:
-    """U V^T of each matrix U S V^T, roughly: singular values come out between about 0.7 and 1.2.
+    """Return approximately U V^T for each matrix U S V^T: singular values end up between about 0.7 and 1.2.
 
-    matrices: one or a stack, sharded in any way but over the layers. The result is float32, sharded alike.
-    dtype: of what is multiplied; sums are float32. torch and Muon's own code use bfloat16.
+    matrices: one matrix or a stack, sharded in any way except over the layers. The result is float32, with the same
+    sharding.
+    dtype: dtype of the factors of products; sums are float32. torch and Muon's own code use bfloat16.
 
-    The layers, padded with zeros to a multiple of the number of devices, are spread over all devices: all-to-alls bring
-    a device whole matrices, and afterwards its part of every matrix. No device holds more than its share of the stack.
+    The layers, padded with zeros to a multiple of the number of devices, are spread over all devices. All-to-alls give
+    each device whole matrices, and afterwards its part of every matrix. No device holds more than its share of the
+    stack.
     """
     if matrices.ndim == 2:
         return orthogonalize(matrices[None], steps, dtype)[0]
-    own = jax.typeof(matrices).sharding
-    if own.mesh.empty:
+    sharding = jax.typeof(matrices).sharding
+    if sharding.mesh.empty:
         return _newton_schulz_by_parts(matrices.astype(dtype), steps).astype(jnp.float32)
-    spec = tuple(own.spec)
+    spec = tuple(sharding.spec)
     if spec[0] is not None:
         raise ValueError(f"orthogonalize: the layers of a stack must not be sharded, but are over {spec[0]!r}")
-    # 36 layers on a mesh of 2 x 2 x 4 devices, o sharded over the second axis and i over the third, are padded to 48.
-    # The first axis shards neither: over it the layers are divided by a reshard, (24, o/2, i/4) on a device. An
-    # all-to-all over the second axis trades half of these layers for the other half of o, (12, o, i/4); one over the
-    # third leaves (3, o, i): three whole matrices on each of 16 devices. The way back is the reverse.
+    # Example: 36 layers on a mesh of 2 x 2 x 4 devices, with o sharded over the second axis and i over the third, are
+    # padded to 48. The first axis shards neither, so a reshard divides the layers over it: (24, o/2, i/4) on a device.
+    # An all-to-all over the second axis exchanges half of a device's layers for the other half of o: (12, o, i/4).
+    # Another over the third axis leaves (3, o, i): three whole matrices on each of 16 devices. The way back is the
+    # reverse.
     exchanged = [(dimension, _several(axes)) for dimension, axes in enumerate(spec) if axes is not None]
-    here = {axis: size for axis, size in own.mesh.shape.items() if axis not in own.mesh.manual_axes}
-    replicated = tuple(axis for axis in here if not any(axis in axes for _, axes in exchanged))
+    axis_sizes = {axis: size for axis, size in sharding.mesh.shape.items() if axis not in sharding.mesh.manual_axes}
+    replicated = tuple(axis for axis in axis_sizes if not any(axis in axes for _, axes in exchanged))
 
     def on_a_device(stack):
         for dimension, axes in exchanged:
@@ -52,10 +55,10 @@ def orthogonalize(
         return stack
 
     layers = len(matrices)
-    stack = jnp.pad(matrices.astype(dtype), ((0, -layers % math.prod(here.values())), (0, 0), (0, 0)))
+    stack = jnp.pad(matrices.astype(dtype), ((0, -layers % math.prod(axis_sizes.values())), (0, 0), (0, 0)))
     spread = P(replicated, *spec[1:])
     mapped = jax.shard_map(on_a_device, in_specs=spread, out_specs=spread)
-    stack = jax.reshard(mapped(jax.reshard(stack, spread)), own)
+    stack = jax.reshard(mapped(jax.reshard(stack, spread)), sharding)
     return stack[:layers].astype(jnp.float32)
 
 
@@ -64,7 +67,7 @@ def _several(axes: "str | tuple[str, ...]") -> tuple[str, ...]:
 
 
 def _newton_schulz_by_parts(stack: Float[Array, "layers o i"], steps: int) -> Float[Array, "layers o i"]:
-    """A part of the stack after the other, in place, so that temporaries are of one part."""
+    """Orthogonalise one part of the stack after another, in place, so that temporaries are of one part."""
     layers, rows, columns = stack.shape
     most = max(1, TOGETHER // (rows * columns))
     part = max(size for size in range(1, layers + 1) if layers % size == 0 and size <= most)
@@ -83,15 +86,15 @@ def _newton_schulz(matrices: Float[Array, "layers o i"], steps: int) -> Float[Ar
     x = (matrices.mT if tall else matrices).astype(jnp.float32)
 
     def iterate(_, x):
-        # Rounded once for both of its uses: without the barrier XLA would skip the rounding for one of them on a CPU.
+        # The barrier makes both uses of the Gram matrix see it rounded: on a CPU, XLA would skip the rounding in one.
         gram = lax.optimization_barrier(x @ x.mT)
-        # a * I is in the factor, in place of a * x added to the product: as exact, and the largest array is written
-        # once.
+        # a * I is added to the factor instead of a * x to the product: equally exact, and the largest array is written
+        # only once.
         square = jnp.matmul(gram, gram, preferred_element_type=jnp.float32)
         factor = a * jnp.eye(x.shape[1]) + b * gram.astype(jnp.float32) + c * square
         return factor.astype(dtype) @ x
 
     norm = jnp.sqrt(jnp.sum(x * x, axis=(1, 2), keepdims=True))
-    # Unrolled: a loop would copy x in every iteration, as a product cannot be written over its own factor.
+    # Unrolled, because a loop would copy x in every iteration: a product cannot be written over its own factor.
     x = lax.fori_loop(0, steps, iterate, (x / jnp.maximum(norm, EPSILON)).astype(dtype), unroll=True)
     return x.mT if tall else x

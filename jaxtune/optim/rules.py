@@ -1,7 +1,7 @@
-"""The interface of an optimizer, a `Rule` for one parameter; and the rules made of optax's.
+"""The interface of an optimizer, a `Rule` for one parameter; and the rules that are made from optax's.
 
-`At.count` takes the place of optax's counters, so that a state holds arrays of the parameter alone. Weight decay is
-decoupled everywhere (Loshchilov & Hutter 2019), also where the published rule has it in the gradient or has none.
+`At.count` replaces optax's counters, so that a state has only arrays of the parameter. Weight decay is decoupled in
+every rule (Loshchilov & Hutter 2019), even if the published rule adds it to the gradient or has none.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import optax
 import optax.contrib
 from jaxtyping import Array, Bool, Float, Int
 
-# Arrays with the leading axis of a stacked parameter, sharded as it is; or scalars.
+# Arrays with the leading axis of a stacked parameter and its sharding; or scalars.
 RuleState = Any
 # A parameter and the state of its rule.
 Updated = tuple[Array, RuleState]
@@ -21,23 +21,37 @@ Updated = tuple[Array, RuleState]
 class At(NamedTuple):
     """The count, learning rate and decay of an update.
 
-    multiplier and decay are numbers, or arrays (layers, 1, ...) where the layers of a stacked parameter differ.
+    multiplier and decay are numbers, or arrays (layers, 1, ...) if the layers of a stacked parameter differ.
+
+    Attributes:
+        count: number of updates before this one; steps that were not finite do not count.
+        rate: learning rate of the step.
+        multiplier: factor on the learning rate for this parameter.
+        decay: weight decay of this parameter.
     """
 
-    count: Int[Array, ""]  # updates before this one; steps that were not finite do not count
-    rate: Float[Array, ""]  # learning rate of the step
-    multiplier: Any  # of the learning rate, for this parameter
-    decay: Any  # weight decay of this parameter
+    count: Int[Array, ""]
+    rate: Float[Array, ""]
+    multiplier: Any
+    decay: Any
 
 
 class Step(NamedTuple):
-    """What all parameters share in an update."""
+    """Arguments of an update that all parameters share.
 
-    rate: Float[Array, ""]  # learning rate
-    factor: Float[Array, ""]  # multiplies each gradient where it is used: no scaled copy of all of them is made
-    finite: Bool[Array, ""]  # False: nothing changes
-    key: Array  # for stochastic rounding
-    first: Any = 0  # of a stack that is updated a part at a time, the number of the first layer in this part
+    Attributes:
+        rate: learning rate.
+        factor: multiplies each gradient when it is used, so that no scaled copy of all gradients is made.
+        finite: whether the step is finite; if not, nothing changes.
+        key: random key for stochastic rounding.
+        first: number of the first layer in this part, for a stack that is updated in parts.
+    """
+
+    rate: Float[Array, ""]
+    factor: Float[Array, ""]
+    finite: Bool[Array, ""]
+    key: Array
+    first: Any = 0
 
 
 def _itself(parameter: Array, state: RuleState) -> Array:
@@ -45,28 +59,29 @@ def _itself(parameter: Array, state: RuleState) -> Array:
 
 
 class Rule(NamedTuple):
-    """How one parameter, a matrix, a vector or a stack of them, becomes the next.
+    """The update of one parameter: a matrix, a vector, or a stack of matrices or vectors.
 
-    Parameters, gradients and the floating arrays of the state are float32 here, whatever they are stored in. `driver`
-    rounds them, to bfloat16 stochastically, and keeps the old ones after a step that was not finite.
+    A rule sees parameters, gradients and the floating-point arrays of its state in float32, whatever their stored
+    dtype. `driver` rounds results to that dtype (to bfloat16 stochastically), and keeps the old values after a step
+    that was not finite.
     """
 
     init: Callable[[Float[Array, "..."]], RuleState]
     update: Callable[[Float[Array, "..."], RuleState, Float[Array, "..."], At], tuple[Float[Array, "..."], RuleState]]
     """(gradient, state, parameter, at) -> (parameter, state)."""
     point: Callable[[Float[Array, "..."], RuleState], Float[Array, "..."]] = _itself
-    """(parameter, state) -> where the gradient is to be taken."""
+    """(parameter, state) -> the point at which the gradient is computed."""
     by_layer: bool = False
-    """Called for one layer of a stacked parameter after another, so that temporaries are of one layer."""
+    """Whether it is called for one layer of a stacked parameter after another, so that temporaries are of one layer."""
     whole: Callable[[Updated, Array, At, Step, bool], Updated] | None = None
-    """(before, gradient, at, step, stacked) -> after, in place of `update`, with all that `driver` does around it.
+    """(before, gradient, at, step, stacked) -> after, instead of `update`, for a rule with its own kernel.
 
-    Arrays come as they are stored, and a stacked parameter comes whole. For a rule with a kernel of its own.
+    It gets arrays as they are stored and a stacked parameter whole, and does the rounding that `driver` does otherwise.
     """
 
 
 def descend(parameter: Float[Array, "..."], direction: Float[Array, "..."], at: At) -> Float[Array, "..."]:
-    """A step along a direction, with decoupled weight decay (Loshchilov & Hutter 2019)."""
+    """Step against a direction, with decoupled weight decay (Loshchilov & Hutter 2019)."""
     return parameter - at.rate * at.multiplier * (direction + at.decay * parameter)
 
 
@@ -86,7 +101,7 @@ def adamw(beta1: float, beta2: float, epsilon: float) -> Rule:
 
 
 def sgd(momentum: float) -> Rule:
-    """SGD with torch's momentum, without dampening; decay as in SGDW (arXiv:1711.05101). Momentum 0 keeps no state."""
+    """SGD with torch's momentum, without dampening; decay as in SGDW (arXiv:1711.05101). Momentum 0 has no state."""
     if not momentum:
         return Rule(lambda _: {}, lambda gradient, state, parameter, at: (descend(parameter, gradient, at), state))
     trace: Any = optax.trace(momentum)
@@ -99,10 +114,11 @@ def sgd(momentum: float) -> Rule:
 
 
 def balancing(rate: float) -> Rule:
-    """What is added to a router's scores to choose experts, moved by their load alone (arXiv:2408.15664, algorithm 1).
+    """Update a router's corrections by the load of the experts (auxiliary-loss-free; arXiv:2408.15664, algorithm 1).
 
-    Up by `rate` where an expert is chosen less often than the mean, down where it is more often. The gradient is by how
-    much it is more, summed over the batch; learning rate and decay are not read.
+    An expert's correction increases by `rate` if it is chosen less often than the mean, and decreases by `rate` if more
+    often. In place of a gradient the rule gets each expert's choices minus the mean, summed over the batch. Learning
+    rate and decay are not used.
     """
     return Rule(lambda _: {}, lambda excess, state, correction, at: (correction - rate * jnp.sign(excess), state))
 
@@ -121,8 +137,8 @@ def lion(beta1: float, beta2: float) -> Rule:
 def adafactor() -> Rule:
     """Adafactor (Shazeer & Stern 2018, arXiv:1804.04235) with the schedule's learning rate and without momentum.
 
-    As optax.adafactor without multiply_by_parameter_scale: matrices with both dimensions of 128 and more keep means of
-    the squared gradient over rows and columns, anything else keeps it whole.
+    As optax.adafactor without multiply_by_parameter_scale. For a matrix with both dimensions at least 128, the state
+    has means of the squared gradient over rows and over columns; for any other parameter it has one for each element.
     """
     factored: Any = optax.scale_by_factored_rms()
     clip: Any = optax.clip_by_block_rms(1.0)
@@ -132,12 +148,12 @@ def adafactor() -> Rule:
         return {"whole": whole} if whole.shape == parameter.shape else {"row": row, "column": column}
 
     def update(gradient, state, parameter, at):
-        absent = jnp.zeros(1)  # optax's placeholder for means that are not kept
+        absent = jnp.zeros(1)  # optax's placeholder for means that are not in the state
         means = (state.get(name, absent) for name in ("row", "column", "whole"))
         direction, after = factored.update(gradient, optax.FactoredState(at.count, *means), parameter)
         direction, _ = clip.update(direction, optax.EmptyState())
-        kept = {"row": after.v_row, "column": after.v_col, "whole": after.v}
-        return descend(parameter, direction, at), {name: kept[name] for name in state}
+        new = {"row": after.v_row, "column": after.v_col, "whole": after.v}
+        return descend(parameter, direction, at), {name: new[name] for name in state}
 
     return Rule(init, update, by_layer=True)
 
@@ -147,9 +163,9 @@ def schedule_free(beta1: float, beta2: float, epsilon: float) -> Rule:
 
     The parameter is the average x, which is evaluated and exported. The state has the base sequence z, which starts as
     a copy of the parameter, the second moment, and the two scalars that weigh the average by the squared rate. Gradient
-    and decay are taken at y = (1 - beta1) z + beta1 x: `Rule.point`.
+    and decay are computed at y = (1 - beta1) z + beta1 x: `Rule.point`.
 
-    Raises ValueError where beta1 is not above 0: x could not be recovered from y.
+    Raises ValueError if beta1 is not above 0, because x could not be recovered from y.
     """
     if not beta1 > 0.0:
         raise ValueError(f"schedule_free needs beta1 > 0, not {beta1}")
@@ -166,6 +182,7 @@ def schedule_free(beta1: float, beta2: float, epsilon: float) -> Rule:
         at_y = point(parameter, state)
         before = optax.ScaleByAdamState(count=at.count, mu=jnp.zeros_like(gradient), nu=state["nu"])
         direction, moments = adam.update(gradient, before)
+        # optax's wrapper expects an optimizer that gives the step of z, and returns the change of y.
         base = optax.stateless(lambda direction, y: -at.rate * at.multiplier * (direction + at.decay * y))
         averaging: Any = optax.contrib.schedule_free(base, at.rate, b1=beta1)
         change, after = averaging.update(
@@ -180,8 +197,9 @@ def schedule_free(beta1: float, beta2: float, epsilon: float) -> Rule:
             ),
             at_y,
         )
+        # From y back to x, which is the stored parameter.
         average: Any = optax.contrib.schedule_free_eval_params(after, at_y + change)
-        kept = {"z": after.z, "nu": moments.nu, "weight_sum": after.weight_sum, "max_lr": after.max_lr}
-        return average, kept
+        new_state = {"z": after.z, "nu": moments.nu, "weight_sum": after.weight_sum, "max_lr": after.max_lr}
+        return average, new_state
 
     return Rule(init, update, point)

@@ -1,4 +1,4 @@
-"""Learning-rate schedules by name; values match transformers' schedulers of the same names where it has them."""
+"""Learning-rate schedules by name; values match transformers' schedulers of the same name, if there is one."""
 
 import logging
 import math
@@ -16,15 +16,16 @@ log = logging.getLogger("jaxtune")
 
 
 def warmup_steps(optim: Optim, total_steps: int) -> int:
-    """Steps of warm-up, from the number or the ratio; a ratio leaves one step at least at the full rate.
+    """Return the number of warm-up steps, from the option's number or ratio.
 
-    transformers rounds up, so a run of one step has a learning rate of 0 there.
+    With a ratio, at least one step has the full rate. transformers rounds up instead, so a run of one step has a
+    learning rate of 0 there.
     """
     return optim.warmup_steps or min(math.ceil(optim.warmup_ratio * total_steps), max(total_steps - 1, 0))
 
 
 def check_length(optim: Optim, total_steps: int) -> str | None:
-    """A warning about a run of so many steps, if there is one. Raises UserError where nothing would be trained."""
+    """Return a warning about a run of `total_steps` steps, or None. Raises UserError if nothing would be trained."""
     warmup, decayed = warmup_steps(optim, total_steps), optim.decay_ratio * total_steps
     if optim.decay_ratio < 1 and warmup >= decayed:
         raise UserError(
@@ -47,12 +48,12 @@ def check_length(optim: Optim, total_steps: int) -> str | None:
 
 
 def learning_rate(optim: Optim, total_steps: int) -> Callable[[Array], Array]:
-    """step (0 is the first) -> learning rate in float32.
+    """Return a function: step (0 is the first) -> learning rate in float32.
 
     Linear warm-up from start_lr to the peak, then the shape that optim.schedule names, down to the final rate. The
     decaying shapes reach it after decay_ratio of all steps and stay there (a cosine of whole waves ends at the peak
-    instead, as in transformers); wsd and constant stay at the peak; inverse_sqrt never goes below the final rate. Over
-    the last cooldown_steps any of them goes in a straight line from its rate at that point to the final rate.
+    instead, as in transformers); wsd and constant stay at the peak; inverse_sqrt never falls below the final rate. Over
+    the last cooldown_steps, every shape falls linearly from its rate at that point to the final rate.
     """
     peak, warmup = optim.learning_rate, warmup_steps(optim, total_steps)
     final = optim.final_lr_fraction if optim.min_lr is None else optim.min_lr / peak
@@ -63,7 +64,7 @@ def learning_rate(optim: Optim, total_steps: int) -> Callable[[Array], Array]:
         return final + (1.0 - final) * fraction
 
     def shape(step):
-        decayed = jnp.clip(step - warmup, 0, decay_steps)  # steps, so that a restart falls exactly on one
+        decayed = jnp.clip(step - warmup, 0, decay_steps)  # in steps, so that a restart is exactly at a step
         progress = decayed / decay_steps
         match optim.schedule:
             case "linear":
@@ -78,7 +79,7 @@ def learning_rate(optim: Optim, total_steps: int) -> Callable[[Array], Array]:
             case "polynomial":
                 return towards_final((1.0 - progress) ** optim.power)
             case "inverse_sqrt":
-                timescale = max(1, warmup or 10_000)
+                timescale = max(1, warmup or 10_000)  # transformers' default without warm-up
                 return jnp.maximum(final, jnp.sqrt(timescale / jnp.maximum(step - warmup + timescale, 1)))
             case "constant" | "wsd":
                 return jnp.ones_like(progress)
@@ -98,12 +99,13 @@ def learning_rate(optim: Optim, total_steps: int) -> Callable[[Array], Array]:
 
 
 def learning_rates(optim: Optim, total_steps: int) -> Float32[np.ndarray, " steps"]:
-    """The learning rate of every step of a run. It is an argument of the step: a longer run is the same program.
+    """Return the learning rate of every step of a run.
 
-    Warns of a schedule that does not fit so many steps. Raises UserError where nothing would be trained.
+    The rate is an argument of the compiled step, so a run of another length uses the same program. Logs a warning if
+    the schedule does not fit the number of steps. Raises UserError if nothing would be trained.
     """
     if note := check_length(optim, total_steps):
         log.warning(note)
     rate = learning_rate(optim, total_steps)
-    # Step by step, not as a vector, in which the last bit of a cosine may be another one.
+    # lax.map, step by step: in a vectorised computation the last bit of a cosine may differ.
     return np.asarray(jax.jit(lambda: jax.lax.map(rate, jnp.arange(total_steps)))())

@@ -1,8 +1,8 @@
-"""Which mesh axes shard which dimension: one vocabulary of logical names, one set of rules.
+"""Sharding: logical names of dimensions, and the rules that map them to mesh axes.
 
-A parameter declares logical names for its dimensions ("mlp", "embed"); `spec` turns them into a PartitionSpec, `gather`
-all-gathers a weight where it is used, and `by_token` gives the PartitionSpec of activations.
-Imports nothing from jaxtune, so that models may use it.
+A parameter declares logical names for its dimensions ("mlp", "embed"). `spec` turns these into a PartitionSpec,
+`gather` all-gathers a weight for its use, and `by_token` returns the PartitionSpec of activations.
+Imports nothing from jaxtune, so that models may import it.
 """
 
 import math
@@ -13,7 +13,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-GATHERED = "gathered weight"  # in policies of jax.checkpoint
+GATHERED = "gathered weight"  # name in policies of jax.checkpoint
 AXES = ("data", "fsdp", "stage", "expert", "context", "sequence", "tensor")
 P = jax.P
 Axes = tuple[str, ...]
@@ -22,7 +22,7 @@ Entry = str | Axes | None  # a PartitionSpec's entry for one dimension
 
 @dataclass(frozen=True)
 class Layout:
-    """Mesh axes that shard each logical dimension of a parameter, the outermost first; (): not sharded."""
+    """Mesh axes that shard each logical dimension of a parameter, outermost first; (): not sharded."""
 
     vocabulary: Axes = ("tensor",)
     embed: Axes = ("fsdp", "context", "sequence")
@@ -30,7 +30,7 @@ class Layout:
     kv_heads: Axes = ("tensor",)
     mlp: Axes = ("tensor",)
     layers: Axes = ()
-    stages: Axes = ("stage",)  # layers that are divided over the stages of a pipeline
+    stages: Axes = ("stage",)  # layers of a pipeline, divided over its stages
     experts: Axes = ()
     rank: Axes = ()
 
@@ -46,13 +46,14 @@ class Rules:
         parameters: layout of the stored parameters.
         gradients: layout of the gradients summed over micro-batches.
         optimizer: layout of the optimizer state.
-        gathered: axes over which a weight is all-gathered where it is used; all of them must shard the tokens.
+        gathered: axes over which a weight is all-gathered before use; each must shard the tokens.
         batch: axes that shard the rows of a batch.
         positions: axes that shard the positions of a row.
-        context: of these, the axes over which attention gathers keys and values; over the others it exchanges positions
-            for heads.
-        residual: axes that shard them between mixers and feed-forwards, where norms and sums are of one position: also
-            over the axis whose devices share the features elsewhere (Korthikanti et al. 2022, arXiv:2205.05198).
+        context: the axes in `positions` over which attention gathers keys and values; over the other ones it exchanges
+            positions for heads.
+        residual: axes that shard positions between mixers and feed-forwards, whose norms and sums need one position
+            only. It may have the axis that shards features elsewhere (sequence parallelism of Korthikanti et al. 2022,
+            arXiv:2205.05198).
     """
 
     parameters: Layout = Layout()
@@ -71,10 +72,10 @@ class Rules:
             )
         for axes in astuple(self.parameters):
             if list(axes) != sorted(axes, key=self.gathered.__contains__):
-                raise ValueError(f"of {axes} the axes that are gathered, {self.gathered}, must come last")
+                raise ValueError(f"in {axes} the gathered axes, {self.gathered}, must come last")
 
     def apart(self, *manual: str) -> "Rules":
-        """The rules of devices at one place along these axes, which shard nothing there (`parallel.manual_axes`)."""
+        """Return the rules inside `parallel.manual_axes`, where the given axes are manual and shard nothing."""
 
         def without(axes: Axes) -> Axes:
             return tuple(axis for axis in axes if axis not in manual)
@@ -89,25 +90,26 @@ class Rules:
         )
 
 
-# The rules in use are RULES.value, as `make_mesh` sets them. `with RULES(other):` uses others, in this thread. A user
-# context is part of jax's tracing cache key, so that programs are then traced again.
+# RULES.value are the current rules, which `make_mesh` sets; `with RULES(other):` changes them in this thread. A user
+# context is part of the key of jax's tracing cache, so programs are traced again when the rules change.
 RULES = jax.make_user_context(Rules())
 
 
 def axes_of(name: str | None, layout: Layout | None = None) -> Axes:
-    """Mesh axes of a parameter's logical dimension, as it is stored or in another layout."""
+    """Return the mesh axes of a logical dimension, in the layout of stored parameters or in another layout."""
     return () if name is None else getattr(layout or RULES.value.parameters, name)
 
 
 def shards(axes: Iterable[str], mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:
-    """The number of parts into which these axes divide a dimension."""
+    """Return the number of parts into which the given axes divide a dimension."""
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def spec(*names: str | None, layout: Layout | None = None) -> jax.P:
-    """PartitionSpec of a parameter whose dimensions have these logical names, as it is stored or in another layout.
+    """Return the PartitionSpec of a parameter with these logical names, as stored or in another layout.
 
-    An axis that shards one dimension shards no later one: of a mixture's experts, not what it shards of other weights.
+    An axis shards only the first dimension that names it: the axis of experts shards the experts of a mixture, and
+    "embed" in other weights.
     """
     places, taken = [], set[str]()
     for name in names:
@@ -118,25 +120,25 @@ def spec(*names: str | None, layout: Layout | None = None) -> jax.P:
 
 
 def sharding(*names: str | None) -> jax.NamedSharding:
-    """NamedSharding of a stored parameter on the current mesh (jax.set_mesh)."""
+    """Return the NamedSharding of a stored parameter on the current mesh (jax.set_mesh)."""
     return jax.NamedSharding(jax.sharding.get_mesh(), spec(*names))
 
 
 def by_token(*names: str | None) -> jax.P:
-    """PartitionSpec of activations (rows, positions, *names); a name is that of the weight dimension that made it."""
+    """Return the PartitionSpec of activations (rows, positions, *names), named as the weights' output dimensions."""
     rules = RULES.value
     return P(_entry(rules.batch), _entry(rules.positions), *map(used, names))
 
 
 def by_residual() -> jax.P:
-    """PartitionSpec of activations (rows, positions, embed) between mixers and feed-forwards."""
+    """Return the PartitionSpec of activations (rows, positions, embed) between mixers and feed-forwards."""
     return P(_entry(RULES.value.batch), _entry(RULES.value.residual), None)
 
 
 def by_head(kept: Axes = ()) -> jax.P:
-    """PartitionSpec of activations (rows, positions, heads, features) of which a device has whole rows of some heads.
+    """Return the PartitionSpec of activations (rows, positions, heads, features) with whole rows of some heads.
 
-    The axes that shard positions elsewhere shard heads, the innermost; but for those in `kept`, which still shard
+    The axes that otherwise shard positions shard heads instead, as the innermost axes. Axes in `kept` still shard
     positions.
     """
     rules = RULES.value
@@ -145,25 +147,26 @@ def by_head(kept: Axes = ()) -> jax.P:
 
 
 def used(name: str | None) -> Entry:
-    """The entry of a logical dimension in the PartitionSpec of a gathered weight and of the activations it makes."""
+    """Return a logical dimension's entry in the PartitionSpec of a gathered weight, and of its output."""
     return ungathered(axes_of(name))
 
 
 def ungathered(entry: Entry) -> Entry:
-    """A PartitionSpec's entry without the axes over which weights are gathered."""
+    """Return a PartitionSpec's entry without the axes over which weights are gathered."""
     return _entry(tuple(axis for axis in axes_in(entry) if axis not in RULES.value.gathered))
 
 
 def axes_in(entry: Entry) -> Axes:
-    """The mesh axes in an entry of a PartitionSpec."""
+    """Return the mesh axes in an entry of a PartitionSpec."""
     return (entry,) if isinstance(entry, str) else entry or ()
 
 
 def gather(weight: Array, stacked: int = 0) -> Array:
-    """All-gather a weight over the axes that the rules gather; other axes, and so many leading ones, stay sharded.
+    """All-gather a weight over the axes that the rules gather.
 
-    Called where the weight is used, inside the rematerialised block: the gathered copy is not saved but made again in
-    the backward pass, unless the policy names GATHERED, and the gradient is reduce-scattered.
+    Other axes stay sharded, and so do the first `stacked` dimensions. Call it right before the weight is used, inside
+    the rematerialised block: the gathered copy is then not saved but gathered again in the backward pass (unless the
+    policy names GATHERED), and the gradient is reduce-scattered.
     """
     places = tuple(jax.typeof(weight).sharding.spec)
     whole = jax.reshard(weight, P(*places[:stacked], *map(ungathered, places[stacked:])))
@@ -171,7 +174,7 @@ def gather(weight: Array, stacked: int = 0) -> Array:
 
 
 def moved(array: Array, place: jax.P | None) -> Array:
-    """The array with another PartitionSpec; None: as it is."""
+    """Return the array with another PartitionSpec; None: unchanged."""
     return array if place is None else jax.reshard(array, place)
 
 

@@ -1,4 +1,4 @@
-"""What devices compute apart from the others along some axes of the mesh, each with its part of the rows or layers."""
+"""Manual axes: devices along some mesh axes compute independently, each with its part of the rows or layers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,14 +10,15 @@ from jaxtyping import Array
 from jaxtune.parallel.layout import RULES, Axes, P
 from jaxtune.parallel.offload import is_on_host, put_beside, to_device
 
-# Before 0.11 jax marks what goes into `apart`, or comes out of it, as whole along the other axes: XLA gathers it there.
+# jax before 0.11 marks inputs and outputs of `apart` as replicated along the other axes, so XLA gathers them there.
 GATHERS_OTHER_AXES = jax.__version_info__ < (0, 11)
 
 
 def apart(axes: Axes, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """The function on the devices that are at one place along these axes, as if they were all: the axes are manual.
+    """Return the function with the given axes manual: it runs on each group of devices with one index along them.
 
-    Not to be differentiated; and out_specs are taken at their word.
+    Inside, the layout rules are those of a mesh without these axes. The function must not be differentiated, and
+    out_specs are not checked.
     """
 
     def inside(*arguments: Any) -> Any:
@@ -28,21 +29,22 @@ def apart(axes: Axes, function: Callable[..., Any], in_specs: Any, out_specs: An
 
 
 def with_others(tree: Any, axes: Axes, dimension: int = 0) -> Any:
-    """Arrays with the rows of all devices along these axes, in their order; those of others get no gradient."""
+    """All-gather rows of arrays over the given axes, in order; only the device's own rows get a gradient."""
 
     def one(rows: Array) -> Array:
         spec = list(jax.typeof(rows).sharding.spec)
         spec[dimension] = None
         rows = jax.reshard(rows, P(*spec))
-        of_all = jax.lax.all_gather(jax.lax.stop_gradient(rows), axes, axis=dimension, tiled=True)
+        # The gathered copy has no gradient; the device's own rows are written over it with theirs.
+        all_rows = jax.lax.all_gather(jax.lax.stop_gradient(rows), axes, axis=dimension, tiled=True)
         first = jax.lax.axis_index(axes) * rows.shape[dimension]
-        return jax.lax.dynamic_update_slice_in_dim(of_all, rows, first, dimension)
+        return jax.lax.dynamic_update_slice_in_dim(all_rows, rows, first, dimension)
 
     return jax.tree.map(one, tree) if axes else tree
 
 
 def summed_over(tree: Any, axes: Axes) -> Any:
-    """The sum over all devices along these axes, in float32; of what is on the host, a layer at a time."""
+    """Sum arrays over all devices along the given axes, in float32; arrays in host memory are summed layer by layer."""
 
     def one(part: Array) -> Array:
         total = jax.lax.psum(to_device(part).astype(jnp.float32), axes)

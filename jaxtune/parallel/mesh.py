@@ -1,4 +1,4 @@
-"""The device mesh and what it shards: it always has every axis, in explicit sharding mode, and is set once."""
+"""The device mesh and its layout rules. A mesh always has every axis, in explicit sharding mode, and is set once."""
 
 import dataclasses
 import math
@@ -13,9 +13,9 @@ from jaxtune.parallel.layout import AXES, RULES, Axes, Layout, Rules, shards
 
 
 def make_mesh(mesh: Mesh, devices: "Sequence[Any] | None" = None, parallel: Parallel = Parallel()) -> jax.sharding.Mesh:
-    """Make a mesh over all devices of all processes (or the given ones); set it, and the rules, as the current ones.
+    """Make a mesh over all devices of all processes (or the given ones), and make it and its rules the current ones.
 
-    Raises UserError where the sizes do not fit.
+    Raises UserError if the sizes of the axes do not fit the number of devices.
     """
     devices = devices or jax.devices()
     sizes = dataclasses.asdict(mesh)
@@ -38,15 +38,15 @@ def make_mesh(mesh: Mesh, devices: "Sequence[Any] | None" = None, parallel: Para
 
 
 def rules_of(parallel: Parallel, experts_apart: bool = False, staged: bool = False) -> Rules:
-    """How arrays are sharded, where the axis of experts divides them or does not, and that of stages.
+    """Return the layout rules, with experts divided over the expert axis or not, and with a pipeline or not.
 
-    Outside of a pipeline, whose stages have whole rows, their axis shards positions: embedding, head and loss, and
-    layers that it leaves over, are computed by all of its devices.
+    In a pipeline's stages rows are whole. Outside the stages, the stage axis shards positions, so that all devices
+    compute embedding, head, loss and the layers that are not in the pipeline.
     """
-    apart = ("expert",) if experts_apart else ()
+    expert_axes = ("expert",) if experts_apart else ()
     positions = ("context", "sequence", "stage") if staged else ("context", "sequence")
-    shared = ("fsdp", *apart, *positions)
-    sharded, whole = Layout(embed=shared, experts=apart), Layout(embed=(), experts=apart)
+    shared = ("fsdp", *expert_axes, *positions)
+    sharded, whole = Layout(embed=shared, experts=expert_axes), Layout(embed=(), experts=expert_axes)
     return Rules(
         parameters=sharded if parallel.zero == 3 else whole,
         gradients=whole if parallel.zero == 1 else sharded,
@@ -54,17 +54,17 @@ def rules_of(parallel: Parallel, experts_apart: bool = False, staged: bool = Fal
         gathered=shared,
         residual=(*positions, "tensor") if parallel.shard_residual else positions,
         positions=positions,
-        batch=("data", "fsdp", *apart),
+        batch=("data", "fsdp", *expert_axes),
     )
 
 
 def data_shards(mesh: jax.sharding.Mesh) -> int:
-    """The number of groups of devices that each compute different rows."""
+    """Return the number of groups of devices with different rows of the batch."""
     return shards(RULES.value.batch, mesh)
 
 
 def misfit(mesh: jax.sharding.Mesh, axes: Axes, parts: int, what: str) -> str | None:
-    """An error text, with the sizes that fit, if these axes of the mesh together do not divide `parts`; else None."""
+    """Return an error text with the sizes that fit if the given mesh axes together do not divide `parts`; else None."""
     if parts % shards(axes, mesh) == 0:
         return None
     divided = " * ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in axes if mesh.shape[axis] > 1)

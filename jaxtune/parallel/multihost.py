@@ -1,13 +1,13 @@
 """Joining the processes of one run.
 
-A run is started by one of
+The processes of a run find each other by one of
 
 - `JAXTUNE_COORDINATOR` (host:port of process 0), `JAXTUNE_NUM_PROCESSES` and `JAXTUNE_PROCESS_ID`, as jaxtune.launch
   sets them,
-- Kubeflow's TrainJob, whose runtime for jax says the same by other names,
-- `srun` or `mpirun`, which tell each task the number of tasks and its own number; a `JAXTUNE_*` variable takes
+- Kubeflow's TrainJob, whose jax runtime sets the same under other names,
+- `srun` or `mpirun`, which set the number of tasks and the number of each task; a `JAXTUNE_*` variable takes
   precedence,
-- anything else: a single process, with nothing to join.
+- none of these: a single process, with nothing to join.
 
 On CPU, processes communicate over Gloo, jax's default, and jax's own `JAX_NUM_CPU_DEVICES` gives each several devices.
 """
@@ -26,20 +26,29 @@ from jax.experimental import multihost_utils
 
 from jaxtune.errors import UserError
 
-# Hosts of a large job may reach this point many minutes apart (image pulls, file systems, compile caches).
+# In a large job, hosts may differ by many minutes in reaching this point (image pulls, file systems, compile caches).
 INIT_TIMEOUT_SECONDS = 1800
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """A program that starts tasks, and the environment variables that it sets for each task."""
+    """A program that starts tasks, and the environment variables that it sets for each task.
 
-    name: str  # jax's name for it
+    Attributes:
+        name: jax's name for it.
+        title: its name in messages.
+        num_processes: the variable with the number of tasks.
+        process_id: the variable with the number of the task.
+        local_id: the variable with the number of the task on its host.
+        finds_coordinator: a variable that is set if jax can find the coordinator by itself.
+    """
+
+    name: str
     title: str
     num_processes: str
     process_id: str
     local_id: str
-    finds_coordinator: str  # a variable that is set if jax can find the coordinator by itself
+    finds_coordinator: str
 
 
 # Not SLURM_NTASKS, which is also set in a batch script's own shell, outside srun.
@@ -54,7 +63,7 @@ OPEN_MPI = Launcher(
 )
 
 
-# The variables of Kubeflow's TrainJob; one process in each pod, which takes all of its GPUs.
+# The variables of Kubeflow's TrainJob, which has one process in each pod; it uses all GPUs of the pod.
 KUBEFLOW = {
     "JAXTUNE_COORDINATOR": "JAX_COORDINATOR_ADDRESS",
     "JAXTUNE_NUM_PROCESSES": "JAX_NUM_PROCESSES",
@@ -63,7 +72,7 @@ KUBEFLOW = {
 
 
 def initialize() -> None:
-    """Join the other processes of this run, if there are any; call it before anything else touches a device.
+    """Join the other processes of this run, if there are any; call it before any other use of a device.
 
     Waits for them for `JAXTUNE_INIT_TIMEOUT` seconds, 1800 if that is not set. Raises UserError if the environment
     variables are incomplete or wrong.
@@ -71,9 +80,10 @@ def initialize() -> None:
     arguments = init_arguments(os.environ, visible_gpus(os.environ))
     if arguments is None:
         return
-    # jaxtune agrees on the step to stop at by itself (monitor/signals.py); jax's service would swallow every SIGTERM.
+    # Disabled, because jax's service would swallow every SIGTERM; processes agree on the step to stop at in
+    # monitor/signals.py.
     jax.config.update("jax_enable_preemption_service", False)
-    # Printed beforehand: at the time limit jax aborts the process without an exception that could be caught.
+    # Printed before the call: at the time limit jax aborts the process, without an exception that could be caught.
     print(
         f"process {arguments['process_id']} of {arguments['num_processes']}: joining the others at "
         f"{arguments.get('coordinator_address', 'the first task')}, waiting for at most "
@@ -84,18 +94,19 @@ def initialize() -> None:
 
 
 def is_main() -> bool:
-    """Whether this is process 0, which alone prints progress and writes the files of the run."""
+    """Return whether this is process 0, the only one that prints progress and writes the files of the run."""
     return jax.process_index() == 0
 
 
 def agree(facts: Mapping[str, str]) -> None:
-    """Compares what must be the same in all processes, by name; all of them must call it.
+    """Check that the named values are the same in all processes; every process must call it.
 
-    Raises UserError, in all of them, that says what differs and in which.
+    Raises UserError in every process if they differ, with the differing values and their processes.
     """
-    own = np.frombuffer(json.dumps(facts).encode(), np.uint8)
-    size = multihost_utils.process_allgather(np.int32(own.size)).max()
-    texts = multihost_utils.process_allgather(np.pad(own, (0, size - own.size), constant_values=ord(" ")))
+    encoded = np.frombuffer(json.dumps(facts).encode(), np.uint8)
+    # Arrays must have one shape in all processes: pad the JSON texts with spaces to the longest.
+    size = multihost_utils.process_allgather(np.int32(encoded.size)).max()
+    texts = multihost_utils.process_allgather(np.pad(encoded, (0, size - encoded.size), constant_values=ord(" ")))
     if lines := differences([json.loads(text.tobytes()) for text in texts]):
         raise UserError(
             "\n".join(["the processes of this run differ:", *lines, "start all by one command, in one environment"])
@@ -103,7 +114,7 @@ def agree(facts: Mapping[str, str]) -> None:
 
 
 def differences(facts: list[dict[str, str]]) -> list[str]:
-    """A line for each name whose values differ between the processes."""
+    """Return a line for each name whose values differ between the processes."""
     lines = []
     for name in dict.fromkeys(name for one in facts for name in one):
         processes: dict[str, list[str]] = {}
@@ -116,7 +127,7 @@ def differences(facts: list[dict[str, str]]) -> list[str]:
 
 
 def init_arguments(environ: Mapping[str, str], gpus: int) -> dict[str, Any] | None:
-    """Arguments of `jax.distributed.initialize`, or None for a single process.
+    """Return the arguments of `jax.distributed.initialize`, or None for a single process.
 
     `gpus` is the number of GPUs that this process sees. Raises UserError if the variables are incomplete or wrong.
     """
@@ -153,7 +164,7 @@ def init_arguments(environ: Mapping[str, str], gpus: int) -> dict[str, Any] | No
         "num_processes": processes,
         "process_id": process,
         "initialization_timeout": _number(environ, "JAXTUNE_INIT_TIMEOUT") or INIT_TIMEOUT_SECONDS,
-        # By name, as jax would otherwise probe Kubernetes and other environments.
+        # Named, because jax would otherwise probe Kubernetes and other environments.
         "cluster_detection_method": launcher.name if launcher and coordinator is None else "deactivate",
     }
     if coordinator is not None:
@@ -164,10 +175,11 @@ def init_arguments(environ: Mapping[str, str], gpus: int) -> dict[str, Any] | No
 
 
 def local_gpus(environ: Mapping[str, str], launcher: Launcher, gpus: int) -> list[int]:
-    """The GPUs of a task, as indices into the `gpus` that it sees.
+    """Return the GPUs of a task, as indices into the `gpus` that it sees.
 
-    By default jax takes only the GPU whose index is the task's local number: too few if a host runs one task, and a GPU
-    that does not exist if the launcher has bound GPUs to tasks, so that each sees only its own (jax#16788, jax#28194).
+    By default jax uses only the GPU whose index is the task's local number. That is too few if a host runs one task. If
+    the launcher has bound GPUs to tasks, each task sees only its own, and that GPU does not exist (jax#16788,
+    jax#28194).
     """
     tasks = _tasks_on_host(environ, launcher)
     bound = gpus == int(environ.get("SLURM_GPUS_PER_TASK", "0").rsplit(":", 1)[-1])  # "4" or "h100:4"
@@ -183,14 +195,14 @@ def local_gpus(environ: Mapping[str, str], launcher: Launcher, gpus: int) -> lis
 
 
 def visible_gpus(environ: Mapping[str, str]) -> int:
-    """The number of NVIDIA GPUs that this process may use, found without starting a driver."""
+    """Return the number of NVIDIA GPUs that this process may use, without starting a driver."""
     if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1", "NoDevFiles")])
     return sum(1 for path in pathlib.Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
 
 
 def _tasks_on_host(environ: Mapping[str, str], launcher: Launcher) -> int:
-    """The number of tasks on this task's host."""
+    """Return the number of tasks on this task's host."""
     if launcher is OPEN_MPI:
         return int(environ["OMPI_COMM_WORLD_LOCAL_SIZE"])
     # "2(x3),1": two tasks on each of three hosts, then one on a fourth.
@@ -202,7 +214,7 @@ def _tasks_on_host(environ: Mapping[str, str], launcher: Launcher) -> int:
 
 
 def _number(environ: Mapping[str, str], name: str, otherwise: str | None = None) -> int | None:
-    """The integer in a variable, or in the other one if it is not set; UserError if it is not an integer."""
+    """Return the integer in a variable, or in `otherwise` if it is not set. Raises UserError for other values."""
     source = name if name in environ else otherwise
     if source is None or source not in environ:
         return None

@@ -1,7 +1,7 @@
-"""What waits in the pinned memory of the host, and its way to the device and back, a layer at a time.
+"""Offloading to pinned host memory, and copies to the device and back, a layer at a time.
 
-jax keeps the memory of an array in its type, so that code which puts on the device what is on the host serves a run
-with any of the options memory.offload_*, and one without. Imports nothing from jaxtune, so that models may use it.
+jax keeps an array's memory space in its type. Code that copies host arrays to the device therefore works in a run with
+any of the options memory.offload_*, and in a run without. Imports nothing from jaxtune, so that models may import it.
 """
 
 from dataclasses import dataclass
@@ -17,16 +17,17 @@ KIND, Space = "pinned_host", jax.memory.Space
 
 
 def on_host(sharding: jax.NamedSharding) -> jax.NamedSharding:
-    """The sharding, in the host's memory."""
-    found = jax.NamedSharding(sharding.mesh, sharding.spec, memory_kind=KIND)
-    if found.memory_kind == KIND:
-        return found
-    # Devices that are compiled for and not there have no memories, and make the sharding forget the kind.
+    """Return the sharding, in host memory."""
+    host = jax.NamedSharding(sharding.mesh, sharding.spec, memory_kind=KIND)
+    if host.memory_kind == KIND:
+        return host
+    # In ahead-of-time compilation the devices are not present and have no memories, so the sharding drops the kind. An
+    # abstract mesh keeps it.
     return jax.NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind=KIND)
 
 
 def is_on_host(leaf: Any) -> bool:
-    """Whether an array, or what stands for one, is in the host's memory."""
+    """Return whether an array, or its abstract value, is in host memory."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.sharding is not None and leaf.sharding.memory_kind == KIND
     aval = leaf if isinstance(leaf, ShapedArray) else jax.typeof(leaf)
@@ -34,18 +35,18 @@ def is_on_host(leaf: Any) -> bool:
 
 
 def to_device(tree: Any) -> Any:
-    """The arrays of a pytree in the device's memory; those that are there stay as they are."""
+    """Copy the arrays of a pytree to device memory; arrays that are there already are not copied."""
     return jax.tree.map(lambda leaf: jax.device_put(leaf, Space.Device) if is_on_host(leaf) else leaf, tree)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("weight", "total"), meta_fields=())
 @dataclass(frozen=True)
 class Added:
-    """A stack of weights whose gradient the backward pass adds to a sum, layer by layer, where the sum is.
+    """A stack of weights whose gradient the backward pass adds to a running sum, layer by layer, in the sum's memory.
 
     Attributes:
-        weight: gets no gradient.
-        total: of the gradients of earlier micro-batches. Its cotangent is the sum with that of this one.
+        weight: the weights; they get no gradient.
+        total: the sum of the gradients of earlier micro-batches. Its cotangent is the sum including this micro-batch.
     """
 
     weight: Array
@@ -53,29 +54,31 @@ class Added:
 
 
 def landed(tree: Any) -> Any:
-    """A layer's slice of weights, on the device: called inside its rematerialised body, so that no copy is kept."""
+    """Copy a layer's weights to the device. Call it inside the rematerialised body, so that the copy is not saved."""
 
     def one(leaf: Any) -> Any:
-        return _added(to_device(leaf.weight), leaf.total) if isinstance(leaf, Added) else to_device(leaf)
+        return _accumulate(to_device(leaf.weight), leaf.total) if isinstance(leaf, Added) else to_device(leaf)
 
     return jax.tree.map(one, tree, is_leaf=lambda leaf: isinstance(leaf, Added))
 
 
 @jax.custom_vjp
-def _added(weight: Array, total: Array) -> Array:
-    """The weight; see `Added`."""
+def _accumulate(weight: Array, total: Array) -> Array:
+    """Return the weight; its gradient becomes part of the cotangent of `total` (see `Added`)."""
     return weight
 
 
-def _added_backward(total: Array, gradient: Array) -> tuple[None, Array]:
+def _accumulate_backward(total: Array, gradient: Array) -> tuple[None, Array]:
+    # Not a mathematical derivative: the cotangent slot carries total + gradient, so that gradient accumulation needs no
+    # second array of the stack's size.
     return None, put_beside((to_device(total) + gradient).astype(total.dtype), total)
 
 
-_added.defvjp(lambda weight, total: (weight, total), _added_backward)
+_accumulate.defvjp(lambda weight, total: (weight, total), _accumulate_backward)
 
 
 def zeros_of(stack: Array, dtype: Any, on_host: bool) -> Array:
-    """Zeros in the shape and sharding of a stack, on the host or on the device; neither is ever whole elsewhere."""
+    """Return zeros in the shape and sharding of a stack, on the host or the device; copies are of one layer at most."""
 
     def of_layer(layer: Array) -> Array:
         zeros = jnp.zeros_like(to_device(layer), dtype)
@@ -85,5 +88,5 @@ def zeros_of(stack: Array, dtype: Any, on_host: bool) -> Array:
 
 
 def put_beside(array: Array, like: Array) -> Array:
-    """The array in the memory that `like` is in."""
+    """Return the array in the memory space of `like`."""
     return jax.device_put(array, Space.Host) if is_on_host(like) else array

@@ -1,7 +1,7 @@
-"""When each stage of a pipeline computes which micro-batch: GPipe, 1F1B, and 1F1B with interleaved chunks of a stage.
+"""Pipeline schedules: GPipe, 1F1B, and 1F1B with several interleaved chunks in each stage.
 
-The stages compute in step. In a tick each may send one micro-batch forward through one of its chunks of layers, and
-then one backward; what a chunk makes reaches the next chunk in the next tick.
+All stages run in lockstep, tick by tick. In a tick a stage may run the forward pass of one micro-batch through one of
+its chunks of layers, and then the backward pass of one. A chunk's output reaches the next chunk in the next tick.
 """
 
 from collections.abc import Callable
@@ -18,18 +18,28 @@ Order = Literal["gpipe", "1f1b"]
 
 
 class Work(NamedTuple):
-    """What the stages do in each tick; -1 where one does nothing."""
+    """The forward or the backward passes of all stages in each tick; -1: the stage is idle.
+
+    Attributes:
+        micro_batch: number of the micro-batch.
+        chunk: number of the chunk in the stage.
+        slot: slot of the chunk's input, among the inputs that the stage holds for backward passes.
+    """
 
     micro_batch: Int[np.ndarray, "ticks stages"]
     chunk: Int[np.ndarray, "ticks stages"]
-    slot: Int[np.ndarray, "ticks stages"]  # of the stage's input, among those that it holds
+    slot: Int[np.ndarray, "ticks stages"]
 
 
 class Ticks(NamedTuple):
-    """What happens in each tick.
+    """The work of each tick. In the last three fields, -1 is no micro-batch.
 
-    entering, leaving, returning: the micro-batch of which the first chunk takes the input, the last one makes the
-    output, and the first one makes the gradient of its input; -1: none.
+    Attributes:
+        forward: forward passes.
+        backward: backward passes.
+        entering: micro-batch whose forward pass begins, in the first chunk of all.
+        leaving: micro-batch whose forward pass ends, in the last chunk of all.
+        returning: micro-batch whose backward pass ends, in the first chunk of all.
     """
 
     forward: Work
@@ -40,10 +50,12 @@ class Ticks(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """A step of a pipeline.
+    """The schedule of a step of a pipeline.
 
-    slots: inputs that a stage holds at most, for its backward passes. waiting: outputs of the last chunk that wait at
-    most for its backward pass.
+    Attributes:
+        ticks: the work of each tick.
+        slots: the largest number of inputs that a stage holds for backward passes.
+        waiting: the largest number of outputs of the last chunk that wait for its backward pass.
     """
 
     ticks: Ticks
@@ -52,23 +64,25 @@ class Schedule(NamedTuple):
 
     @property
     def bubble(self) -> float:
-        """The part of a stage's time in which it waits for others, if all chunks take the same time."""
+        """The share of a stage's time in which it is idle, if all chunks take the same time."""
         forward = self.ticks.forward.micro_batch >= 0
         return 1 - forward.mean(1)[forward.any(1)].mean().item()
 
 
 def schedule(stages: int, chunks: int, micro_batches: int, order: Order) -> Schedule:
-    """The schedule of a step.
+    """Return the schedule of a step.
 
-    'gpipe' (Huang et al. 2019, arXiv:1811.06965): all forward passes come first, so that a stage holds every
+    'gpipe' (Huang et al. 2019, arXiv:1811.06965): all forward passes come first, so a stage holds the inputs of every
     micro-batch. '1f1b' (Narayanan et al. 2021, arXiv:2104.04473): the backward pass of a micro-batch begins as soon as
-    it has left the last chunk, so that what a stage holds does not grow with the number of micro-batches. With several
-    chunks in each stage, groups of as many micro-batches as there are stages go through one chunk after another, and a
-    stage waits less for the first and the last of them.
+    it has left the last chunk, so the number of inputs that a stage holds does not grow with the number of
+    micro-batches. With several chunks in each stage, micro-batches run in groups of as many as there are stages: a
+    group goes through one chunk after another, and stages are idle for a shorter time at the start and the end.
     """
     stage, chunk, micro = np.indices((stages, chunks, micro_batches))
     group, place = np.divmod(micro, stages)
-    turn = group * stages * chunks + chunk * stages + place  # of a stage's forward passes
+    # For each (stage, chunk, micro-batch): its turn among the stage's forward passes, and the ticks of both passes. A
+    # group of micro-batches takes a stage stages * chunks turns, and a stage runs a tick behind the stage before it.
+    turn = group * stages * chunks + chunk * stages + place
     forward = turn + stage
     begin = stages * chunks - 1 if order == "1f1b" else forward.max() + 1
     backward = begin + group * stages * chunks + (chunks - 1 - chunk) * stages + place + (stages - 1 - stage)
@@ -78,24 +92,24 @@ def schedule(stages: int, chunks: int, micro_batches: int, order: Order) -> Sche
     waiting = _fewest(micro[last], forward[last], backward[last])
 
     def table(tick: np.ndarray, value: np.ndarray) -> np.ndarray:
-        found = np.full((ticks, stages), -1)
-        found[tick, stage] = value
-        return found
+        by_tick = np.full((ticks, stages), -1)
+        by_tick[tick, stage] = value
+        return by_tick
 
     def work(tick: np.ndarray) -> Work:
         return Work(*(table(tick, value) for value in (micro, chunk, turn % slots)))
 
-    def of(tick: np.ndarray) -> np.ndarray:
-        found = np.full(ticks, -1)
-        found[tick] = np.arange(micro_batches)
-        return found
+    def micro_batch_at(tick: np.ndarray) -> np.ndarray:
+        by_tick = np.full(ticks, -1)
+        by_tick[tick] = np.arange(micro_batches)
+        return by_tick
 
-    ends = of(forward[0, 0]), of(forward[-1, -1]), of(backward[0, 0])
+    ends = micro_batch_at(forward[0, 0]), micro_batch_at(forward[-1, -1]), micro_batch_at(backward[0, 0])
     return Schedule(Ticks(work(forward), work(backward), *ends), slots, waiting)
 
 
 def _fewest(turn: np.ndarray, begin: np.ndarray, end: np.ndarray) -> int:
-    """The fewest slots with which no two of a stage that are held at once have one, if slots are taken in turn."""
+    """Return the smallest number of slots, used in turn, with which no stage needs a slot that is still in use."""
 
     def enough(slots: int) -> bool:
         for stage in range(len(turn)):
@@ -111,23 +125,23 @@ def _fewest(turn: np.ndarray, begin: np.ndarray, end: np.ndarray) -> int:
 
 
 def sent(x: Array, stages: int, by: int = 1) -> Array:
-    """On the devices of each stage: the x of the stage before; with by=-1 that of the one after. They are a ring."""
+    """On the devices of each stage: receive x from the stage before (by=-1: the one after); stages form a ring."""
     return jax.lax.ppermute(x, "stage", [(stage, (stage + by) % stages) for stage in range(stages)])
 
 
 def from_one(x: Array, is_own: Bool[Array, ""]) -> Array:
-    """On the devices of each stage: the x of the one stage where `is_own`, or zeros where there is none.
+    """On the devices of each stage: broadcast x from the one stage with `is_own`; zeros if no stage has it.
 
-    A sum of the bits: XLA's code for CPUs has no sum of bfloat16 over an axis that is manual alone.
+    The bits are summed as integers, because XLA on CPUs cannot sum bfloat16 over an axis if only that axis is manual.
     """
-    apart = jnp.reshape(jnp.where(is_own, x, 0), (*x.shape[:-1], -1, 4 // x.dtype.itemsize))
-    words = jax.lax.psum(jax.lax.bitcast_convert_type(apart, jnp.uint32), "stage")
+    as_words = jnp.reshape(jnp.where(is_own, x, 0), (*x.shape[:-1], -1, 4 // x.dtype.itemsize))
+    words = jax.lax.psum(jax.lax.bitcast_convert_type(as_words, jnp.uint32), "stage")
     return jnp.reshape(jax.lax.bitcast_convert_type(words, x.dtype), x.shape)
 
 
 def by_stage(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """The function on the devices of each stage, as if they were all: the axis of stages is manual there.
+    """Return the function, run on the devices of each stage: the axis of stages is manual inside.
 
-    As `apart` says: not to be differentiated.
+    It must not be differentiated, as in `apart`.
     """
     return apart(("stage",), function, in_specs, out_specs)

@@ -1,4 +1,7 @@
-"""Dropout whose bits are a function of seed, step, global row, layer and site: the same on any mesh."""
+"""Dropout and NEFTune. Random bits depend on seed, step, global row, layer and site: they are the same on any mesh.
+
+Shape letters: b rows of the batch, s positions in a row, d or i features, m rows of a grouped product.
+"""
 
 import math
 import zlib
@@ -14,29 +17,38 @@ from pallas_kernels.manual_axes import varying_axes
 
 
 def named_key(key: Array, name: str) -> Array:
-    """A key for this name: another name, another key."""
+    """Return a key that depends on the given key and a name."""
     return jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF)
 
 
 class Source(NamedTuple):
-    """The randomness of a step: its key, and the part of the rates of dropout that it has; None: all of them."""
+    """The randomness of a step.
+
+    Attributes:
+        key: the random key.
+        share: factor on the model's dropout rates in this step, for their warm-up; None: 1.
+    """
 
     key: Array
     share: Float[Array, ""] | None = None
 
 
 def source_of(seed: int, step: Int[Array, ""], warmup_steps: int = 0) -> Source:
-    """That of a step; the rates of dropout rise linearly from 0 over so many steps."""
+    """Return the randomness of a step; dropout rates rise linearly from 0 over the first `warmup_steps` steps."""
     key = jax.random.fold_in(jax.random.key(seed), step)
     return Source(key, jnp.minimum(step / warmup_steps, 1.0) if warmup_steps else None)
 
 
 class Noise(NamedTuple):
-    """Where random bits come from: a key, of a step or of a layer in it, and the global rows of the batch.
+    """The source of random bits for activations.
 
-    place: the position in its row of each position of whole rows; None: they are in their order. token_of: the token of
-    each of the activations, counted over rows of `length` positions; None: all in their order. share: the part that
-    this step has of the rates of dropout of the model itself; None: all.
+    Attributes:
+        key: the key of a step, of a layer in it, or of a site in a layer.
+        rows: the global row number of each row of the batch.
+        place: for each position as devices hold it, its position in the row; whole rows. None: positions are in order.
+        token_of: the token of each row of activations, counted over rows of `length` positions; None: in order.
+        length: positions of a row, if there is a `token_of`.
+        share: factor on the model's dropout rates in this step; None: 1.
     """
 
     key: Array
@@ -47,36 +59,38 @@ class Noise(NamedTuple):
     share: Float[Array, ""] | None = None
 
     def rate(self, most: float) -> float | Float[Array, ""]:
-        """The rate of dropout of the model itself in this step."""
+        """Return the dropout rate of this step for a full rate of `most`; for dropout of the model, not of adapters."""
         return most if self.share is None else most * self.share
 
     def layer(self, number: Int[Array, ""]) -> "Noise":
-        """The noise of a layer, from that of a step."""
+        """Return the noise of a layer, from the noise of a step."""
         return self._replace(key=jax.random.fold_in(self.key, number))
 
     def of_all(self, axes: Axes) -> "Noise":
-        """Inside a shard_map: that of the rows of all devices along these axes."""
+        """Inside a shard_map: return the noise of the rows of all devices along the given axes."""
         gathered = partial(jax.lax.all_gather, axis_name=axes, tiled=True)
         return self._replace(rows=gathered(self.rows), place=jax.tree.map(gathered, self.place))
 
     def site(self, name: str) -> "Noise":
-        """The noise of a named place in a layer."""
+        """Return the noise of a named place in a layer."""
         return self._replace(key=named_key(self.key, name))
 
 
 def dropout(x: Float[Array, "b s i"], rate: float | Float[Array, ""], noise: Noise) -> Float[Array, "b s i"]:
-    """Zeros with probability `rate`, the rest scaled up; a row's bits come from its global number in the batch.
+    """Set elements to zero with probability `rate` and scale up the rest.
 
-    With `token_of` x is (m, 1, i), and each of its rows has the bits of its token.
+    A row's bits depend on its global number in the batch. With `token_of`, x is (m, 1, i), and each of its rows has the
+    bits of its token.
     """
+    # Bits are drawn for whole rows with all features, and each device takes its part: the same bits on any mesh.
     divided_by = _axes_of_features(x, noise)
     width = x.shape[2] * shards(divided_by, jax.sharding.get_abstract_mesh())
     length = x.shape[1] if noise.token_of is None else noise.length
 
-    def kept(row: Int[Array, ""]) -> Array:
+    def draw(row: Int[Array, ""]) -> Array:
         return jax.random.bernoulli(jax.random.fold_in(noise.key, row), 1.0 - rate, (length, width))
 
-    keep = jax.vmap(kept)(noise.rows)
+    keep = jax.vmap(draw)(noise.rows)
     if noise.place is not None:
         keep = jnp.take_along_axis(keep, noise.place[..., None], axis=1)
     if divided_by:
@@ -88,23 +102,23 @@ def dropout(x: Float[Array, "b s i"], rate: float | Float[Array, ""], noise: Noi
 
 
 def shaken(x: Float[Array, "b s d"], alpha: float, noise: Noise) -> Float[Array, "b s d"]:
-    """Embeddings plus uniform noise of at most alpha / sqrt(s * d) (NEFTune, arXiv:2310.05914), as in transformers.
+    """Add uniform noise of at most alpha / sqrt(s * d) to embeddings (NEFTune, arXiv:2310.05914), as in transformers.
 
-    A row's bits come from its global number in the batch; s is the length of a row, however many documents it holds.
+    A row's bits depend on its global number in the batch; s is the length of a row, however many documents it holds.
     """
     _, length, width = x.shape
 
-    def drawn(row: Int[Array, ""]) -> Array:
+    def draw(row: Int[Array, ""]) -> Array:
         return jax.random.uniform(jax.random.fold_in(noise.key, row), (length, width), minval=-1.0)
 
-    moved = jax.vmap(drawn)(noise.rows)
+    values = jax.vmap(draw)(noise.rows)
     if noise.place is not None:
-        moved = jnp.take_along_axis(moved, noise.place[..., None], axis=1)
-    moved = jax.reshard(moved, jax.typeof(x).sharding.spec)
-    return (x + moved * (alpha / math.sqrt(length * width))).astype(x.dtype)
+        values = jnp.take_along_axis(values, noise.place[..., None], axis=1)
+    values = jax.reshard(values, jax.typeof(x).sharding.spec)
+    return (x + values * (alpha / math.sqrt(length * width))).astype(x.dtype)
 
 
 def _axes_of_features(x: Array, noise: Noise) -> tuple[str, ...]:
-    """Inside a shard_map: the mesh axes that divide the features of x, over which x differs and its tokens do not."""
+    """Inside a shard_map: return the mesh axes that divide the features of x: x varies over them, its tokens do not."""
     axes = varying_axes(x) - varying_axes(noise.rows, noise.token_of)
     return tuple(axis for axis in jax.sharding.get_abstract_mesh().axis_names if axis in axes)

@@ -1,8 +1,11 @@
-"""Mixers of rows whose positions are sharded.
+"""Resharding around mixers when positions are sharded.
 
-Over some axes each device has whole rows of some heads (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509): an
-all-to-all before the mixer and one after it exchange positions for heads. Over others each device keeps its positions,
-and attention gathers the keys and values of all; the loader has dealt positions so that each has the same work.
+Over sequence axes, each device has whole rows of some heads inside the mixer (DeepSpeed-Ulysses, Jacobs et al. 2023,
+arXiv:2309.14509): an all-to-all before the mixer and one after it exchange positions for heads. Over context axes, each
+device keeps its positions, and attention all-gathers keys and values; the loader deals positions to devices so that
+each device has the same work.
+
+Shape letters: b rows of the batch, s positions of a device, t positions of a whole row, h heads, d features of a head.
 """
 
 import math
@@ -15,23 +18,24 @@ from jaxtune.parallel.layout import RULES, Axes, Entry, P, axes_in, by_head, by_
 
 
 def to_heads(x: Float[Array, "..."], heads: int, axis: int = 2, *, kept: Axes = ()) -> Float[Array, "..."]:
-    """Activations with whole rows of some heads on each device, or a parameter's part for these heads.
+    """Reshard activations so that each device has whole rows of some heads, or a parameter to its part for these heads.
 
-    `axis` has the features of so many heads, one head after another. Where the devices do not divide the heads, each
-    head is repeated until they do: so are keys and values of several queries. The axes in `kept` go on sharding
-    positions.
+    `axis` has the features of `heads` heads, one head after another. If the number of devices does not divide the
+    number of heads, each head is repeated until it does, as keys and values of several queries are. The axes in `kept`
+    continue to shard positions.
     """
     positions, over = by_head(kept)[1:3]
     times = _times(heads, over)
     if times > 1:
-        x = _repeated(x, heads, axis, times)
+        x = _repeat(x, heads, axis, times)
+    # Replace the position axes by `positions`, and add them to the heads: XLA makes an all-to-all of the reshard.
     places = [positions if axes_in(entry) == RULES.value.positions else entry for entry in jax.typeof(x).sharding.spec]
     places[axis] = over
     return jax.reshard(x, P(*places))
 
 
 def heads_on_devices(heads: int) -> int:
-    """The number of heads that so many are after `to_heads`."""
+    """Return the number of heads after `to_heads`, which may repeat them."""
     return heads * _times(heads, by_head()[2])
 
 
@@ -41,14 +45,14 @@ def _times(heads: int, over: Entry) -> int:
 
 
 def from_heads(x: Float[Array, "b s h d"]) -> Float[Array, "b s h d"]:
-    """Activations of a mixer where they are in the rest of the layer, by position."""
+    """Reshard a mixer's output back to the layout of the rest of the layer, by position."""
     return jax.reshard(x, by_token("heads", None))
 
 
 def gathered(x: Float[Array, "b s *of"], place: Int[Array, "b t"], axes: Axes) -> Float[Array, "b t *of"]:
-    """Inside a shard_map: what all devices along these axes have of whole rows, by position.
+    """Inside a shard_map: all-gather whole rows over the given axes, and order them by position.
 
-    place: of each position in the order in which devices hold them, the one in its row.
+    place: for each position as devices hold it, its position in the row.
     """
     whole = jax.lax.all_gather(x, axes, axis=1, tiled=True) if axes else x
     order = jnp.broadcast_to(jnp.arange(place.shape[1]), place.shape)
@@ -56,19 +60,20 @@ def gathered(x: Float[Array, "b s *of"], place: Int[Array, "b t"], axes: Axes) -
 
 
 def dealt(x: Float[Array, "b t *of"], place: Int[Array, "b t"]) -> Float[Array, "b t *of"]:
-    """Whole rows in the order in which devices hold their positions: the one in its row of each is `place`."""
-    return x.at[_rows(place), place].get(unique_indices=True)  # so that its transpose repeats bit by bit
+    """Order whole rows as devices hold their positions: the inverse of `gathered`, with the same `place`."""
+    # unique_indices makes the transpose, a scatter-add, reproducible bit by bit.
+    return x.at[_rows(place), place].get(unique_indices=True)
 
 
 def _rows(place: Int[Array, "b t"]) -> Int[Array, "b 1"]:
     return jnp.arange(len(place))[:, None]
 
 
-def _repeated(x: Array, heads: int, axis: int, times: int) -> Array:
-    """Each head so many times, one after another."""
+def _repeat(x: Array, heads: int, axis: int, times: int) -> Array:
+    """Repeat each head `times` times, with the copies next to each other."""
     before, after, place = x.shape[:axis], x.shape[axis + 1 :], jax.typeof(x).sharding.spec
     size = x.shape[axis] // heads
-    apart = P(*place[: axis + 1], None, None, *place[axis + 1 :])
-    by_head = jnp.reshape(x, (*before, heads, 1, size, *after), out_sharding=apart)
-    repeated = jnp.broadcast_to(by_head, (*before, heads, times, size, *after), out_sharding=apart)
+    split = P(*place[: axis + 1], None, None, *place[axis + 1 :])
+    by_head = jnp.reshape(x, (*before, heads, 1, size, *after), out_sharding=split)
+    repeated = jnp.broadcast_to(by_head, (*before, heads, times, size, *after), out_sharding=split)
     return jnp.reshape(repeated, (*before, heads * times * size, *after), out_sharding=place)

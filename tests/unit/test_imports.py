@@ -20,7 +20,7 @@ ROOMS = (
     *("columns.py", "training/state.py", "training/step.py", "training/guard.py"),
 )
 # The rest is on the road after them, or needs more than a bare GPU machine has.
-MAY_USE = {"errors", "config.schema", *(room.removesuffix(".py").replace("/", ".") for room in ROOMS)}
+MAY_USE = {"errors", "config.schema", "config.schemes", *(room.removesuffix(".py").replace("/", ".") for room in ROOMS)}
 NO_COMMANDS = {"__init__", "__main__", "columns", "command", "command_flags", "errors", "hlo", "json_file"}
 NO_COMMANDS |= {"interrupt", "python", "terminal"}
 COMMANDS = {path.stem for path in (ROOT / "jaxtune").glob("*.py")} - NO_COMMANDS

@@ -1,4 +1,4 @@
-"""The entries of a config.json, of which those that are read must have the right type and range."""
+"""The entries of a config.json, whose type and range are checked when they are read."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -6,25 +6,30 @@ from typing import Any, NamedTuple
 
 from jaxtune.errors import UserError
 
-_SHOWN = 60  # characters of a wrong value
+_SHOWN = 60  # characters of a wrong value in an error message, at most
 
 
 class Kind(NamedTuple):
-    """A kind of value: how an error message calls it, and whether a value is one."""
+    """A kind of value.
+
+    Attributes:
+        words: its name in error messages.
+        fits: returns whether a value is of this kind.
+    """
 
     words: str
     fits: Callable[[Any], bool]
 
 
 def _whole(low: int, high: int = 10**9) -> Kind:
-    said = f"a whole number from {low}" + (f" to {high}" if high < 10**9 else "")
-    return Kind(said, lambda value: type(value) is int and low <= value <= high)
+    words = f"a whole number from {low}" + (f" to {high}" if high < 10**9 else "")
+    return Kind(words, lambda value: type(value) is int and low <= value <= high)
 
 
 def _number(above: float = -math.inf) -> Kind:
-    """A finite number; of one above 0, 0 is not one."""
-    said = "a number" if math.isinf(above) else f"a number above {above:g}"
-    return Kind(said, lambda value: type(value) in (int, float) and math.isfinite(value) and value > above)
+    """A finite number, strictly above `above`."""
+    words = "a number" if math.isinf(above) else f"a number above {above:g}"
+    return Kind(words, lambda value: type(value) in (int, float) and math.isfinite(value) and value > above)
 
 
 def _list_of(words: str, *types: type) -> Kind:
@@ -69,7 +74,7 @@ _NAMES = {
     _PATTERN: "sliding_window_pattern",
 }
 KINDS = {name: kind for kind, names in _NAMES.items() for name in names.split()}
-# For which null says something, or as much as no entry.
+# Entries that may be null: it has a meaning, or the same meaning as no entry.
 _NULLABLE = (
     "num_key_value_heads head_dim sliding_window q_lora_rank layer_types rope_scaling rope_parameters mlp_only_layers "
     "attn_logit_softcapping final_logit_softcapping clip_qkv router_jitter_noise num_experts no_rope_layers "
@@ -80,13 +85,13 @@ NULLABLE = {*_NULLABLE.split(), *_NAMES[_FLAG].split()}
 
 
 class Entries(dict[str, Any]):
-    """A config.json, or an object in it, that checks an entry when it is asked for.
+    """A config.json, or an object in it, that checks each entry when it is read.
 
     Attributes:
-        asked: the names of the entries that have been asked for, also in the objects in it.
+        asked: names of the entries that have been read, including those in nested objects.
 
     Raises:
-        UserError: from reading an entry that has another type or range than its name has in all families.
+        UserError: when an entry is read whose value has a wrong type or range; both are the same in all families.
     """
 
     def __init__(self, values: Mapping[str, Any], asked: set[str] | None = None):
@@ -96,12 +101,12 @@ class Entries(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         self.asked.add(name)
-        return _checked(name, super().__getitem__(name))
+        return _check(name, super().__getitem__(name))
 
     def get(self, name: str, default: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The entry, checked, or the default."""
+        """Return the entry, checked, or the default."""
         self.asked.add(name)
-        return _checked(name, super().__getitem__(name)) if name in self else default
+        return _check(name, super().__getitem__(name)) if name in self else default
 
     def __or__(self, other: Any) -> "Entries":
         return Entries({**self, **other}, self.asked)
@@ -110,7 +115,7 @@ class Entries(dict[str, Any]):
         return Entries({**other, **self}, self.asked)
 
 
-def _checked(name: str, value: Any) -> Any:
+def _check(name: str, value: Any) -> Any:
     kind = KINDS.get(name)
     if kind is None or kind.fits(value) or (value is None and name in NULLABLE):
         return value

@@ -23,5 +23,5 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
 
 
 def rope(config: dict[str, Any]) -> Rope:
-    """The rope of ERNIE 4.5, with experts or without."""
+    """Return the rope of ERNIE 4.5, with experts or without."""
     return llama.read_rope(config, theta=5e5, interleaved=True)

@@ -36,7 +36,7 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
 
 
 def common_spec(family: str, config: dict[str, Any], rope: Sequence[Rope] | None = None, **heads: Any) -> ModelSpec:
-    """The fields that the families of Gemma share; `rope` and `heads` as those of llama.common_spec."""
+    """Return a ModelSpec with the fields that Gemma families share; `rope` and `heads` as in llama.common_spec."""
     if config.get("use_bidirectional_attention"):
         raise UserError("config.json: use_bidirectional_attention=true is not supported: attention here is causal")
     feed_forward = FeedForward(config["intermediate_size"], activation=llama.activation(config, "hidden_activation"))

@@ -1,4 +1,4 @@
-"""Gemma 3 that sees images: its decoder, that of `gemma3_text`."""
+"""Gemma 3 with vision: the text decoder only, as in `gemma3_text`."""
 
 import dataclasses
 from typing import Any
@@ -13,5 +13,5 @@ UNTOUCHED = r"^(model\.)?(vision_tower|multi_modal_projector)\."
 def read_spec(config: dict[str, Any]) -> ModelSpec:
     """ModelSpec of the decoder of a `Gemma3ForConditionalGeneration` config.json."""
     spec = vision_wrapper.read_spec("gemma3", config, {"gemma3_text": gemma3_text}, untouched=UNTOUCHED, tied=True)
-    # transformers caps the logits of the text model alone.
+    # transformers caps the logits only in the text model, not in this class.
     return dataclasses.replace(spec, logit_cap=None)

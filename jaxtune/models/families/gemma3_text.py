@@ -23,6 +23,6 @@ DEFAULTS = gemma2.DEFAULTS | {
 def read_spec(config: dict[str, Any]) -> ModelSpec:
     """ModelSpec of a `Gemma3ForCausalLM` config.json."""
     config = llama.every_nth_is_full(DEFAULTS | config, config.get("sliding_window_pattern") or 6)
-    # transformers reads this field for this family, and does not use it.
+    # transformers reads this field for this family but does not use it.
     config = config | {"attn_logit_softcapping": None}
     return gemma2.common_spec("gemma3_text", config, llama.ropes_by_kind(config, 1e6, 1e4), qk_norm="head")

@@ -44,7 +44,7 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
 
 
 def feed_forwards(config: dict[str, Any]) -> list[FeedForward | Experts]:
-    """The first layers are dense, the others have experts as those of DeepSeek-V3."""
+    """Return the feed-forward of each layer: the first ones are dense, the others have experts as in DeepSeek-V3."""
     experts = Experts(
         size=config["moe_intermediate_size"],
         count=config["n_routed_experts"],

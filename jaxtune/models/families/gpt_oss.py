@@ -9,7 +9,7 @@ from jaxtune.models.spec import ClampedSilu, Experts, ModelSpec, Norm
 CLASSIFIER = "GptOss"
 
 MLP = "model.layers.{layer}.mlp"
-# Gate and up take turns in one tensor.
+# Rows of gate and up alternate in one tensor.
 EXPERTS = {
     f"mlp.experts.{name}.{part}": Tensor(
         f"{MLP}.experts.{hf}_proj{ending}", stacked=True, transposed=True, interleaved=True

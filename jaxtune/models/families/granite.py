@@ -15,7 +15,7 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
 
 
 def common_spec(family: str, config: dict[str, Any], model: Mapping[str, Any] = {}, **fields: Any) -> ModelSpec:
-    """The fields that the families of Granite share; `model` and `fields` as those of llama.common_spec."""
+    """Return a ModelSpec with the fields that Granite families share; `model` and `fields` as in llama.common_spec."""
     return llama.common_spec(
         family,
         {"rms_norm_eps": 1e-6} | config,

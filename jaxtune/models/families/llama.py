@@ -1,4 +1,4 @@
-"""Llama 3.x; and what the families that copied its names share: config.json to ModelSpec, and the table of names."""
+"""Llama 3.x, and code that families with its tensor names share: config.json to ModelSpec, and the table of names."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +9,8 @@ from jaxtune.models.spec import Activation, Experts, FeedForward, Heads, Layer, 
 
 CLASSIFIER = "Llama"
 
-# Parameter (inside its layer, or whole) <-> Hugging Face name. No tensor is permuted: weights stay (out, in).
+# Parameter (its name inside the layer, or the whole name) -> Hugging Face name. No tensor is permuted: weights stay
+# (out, in).
 NAMES_WITHOUT_BIAS = {
     "embed.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
@@ -25,7 +26,7 @@ BIAS_NAMES = {
     if "_proj" in hf
 }
 NAMES = {**NAMES_WITHOUT_BIAS, **BIAS_NAMES}
-IGNORABLE = r"\.rotary_emb\.inv_freq$"  # in old checkpoints, and computed here
+IGNORABLE = r"\.rotary_emb\.inv_freq$"  # stored in old checkpoints, but computed here
 
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:
@@ -45,11 +46,18 @@ def common_spec(
     model: Mapping[str, Any] = {},
     **heads: Any,
 ) -> ModelSpec:
-    """The fields that these families share.
+    """Return a ModelSpec with the fields that these families share.
 
-    window, rope and feed_forward: of all layers, or a list with that of each; without them no window, that of
-    `read_rope`, and a gated layer with the config's activation. layer, model, heads: more fields of `Layer`,
-    `ModelSpec` and `Heads`, whose biases are those that `attention_bias` asks for unless they are given.
+    Args:
+        family: `ModelSpec.family`.
+        config: the entries of config.json.
+        window: window of all layers, or a list with an entry for each layer; default: none.
+        rope: rope of all layers, or a list; default: from `read_rope`.
+        feed_forward: feed-forward of all layers, or a list; default: a gated layer with the config's activation.
+        mlp_bias: whether that default layer has biases.
+        norm: the norms; default: an RMSNorm with rms_norm_eps.
+        layer, model, heads: further fields of `Layer`, `ModelSpec` and `Heads`. `bias` of `Heads` follows
+            `attention_bias` by default.
     """
     count, queries = config["num_hidden_layers"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // queries
@@ -62,7 +70,7 @@ def common_spec(
         return Heads(queries, config.get("num_key_value_heads") or queries, head_dim, rope, window, **heads)
 
     ropes = each(rope or read_rope(config))
-    # max_position_embeddings is the length before a dynamic scaling, and after any other.
+    # max_position_embeddings is the length before a dynamic scaling, but the length after any other scaling.
     stretch = max((one.factor for one in ropes if one is not None and one.kind == "dynamic"), default=1.0)
     mixers = map(mixer, each(window), ropes)
     slots = zip(mixers, each(feed_forward or dense(config, mlp_bias)), strict=True)
@@ -80,7 +88,7 @@ def common_spec(
 
 
 def dense(config: dict[str, Any], bias: bool = False) -> FeedForward:
-    """The gated feed-forward layer of a config."""
+    """Return the gated feed-forward layer of a config."""
     return FeedForward(config["intermediate_size"], bias, activation(config))
 
 
@@ -88,7 +96,7 @@ ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu": "
 
 
 def activation(config: dict[str, Any], key: str = "hidden_act") -> Activation:
-    """The activation of feed-forward layers that the config names; silu if it names none."""
+    """Return the activation of feed-forward layers that the config names; default: silu."""
     name = config.get(key, "silu")
     if name not in ACTIVATIONS:
         raise UserError(f"config.json: {key}={name!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
@@ -96,9 +104,9 @@ def activation(config: dict[str, Any], key: str = "hidden_act") -> Activation:
 
 
 def read_rope(config: dict[str, Any], theta: float = 10_000.0, **fields: Any) -> Rope:
-    """Rope from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
+    """Read the rope from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before 5).
 
-    theta: where the config has none. fields: more of `Rope`.
+    theta: default of rope_theta. fields: further fields of `Rope`.
     """
     values = Entries({**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})})
     kind = values.get("rope_type", values.get("type", "default"))
@@ -112,7 +120,7 @@ def read_rope(config: dict[str, Any], theta: float = 10_000.0, **fields: Any) ->
         theta=float(values.get("rope_theta", config.get("rope_theta", theta))),
         kind=kind,
         factor=float(values.get("factor", 1.0)),
-        # dynamic stretches beyond max_position_embeddings itself
+        # dynamic scaling stretches from max_position_embeddings
         original_positions=positions
         if kind == "dynamic"
         else values.get("original_max_position_embeddings") or positions,
@@ -128,7 +136,7 @@ def read_rope(config: dict[str, Any], theta: float = 10_000.0, **fields: Any) ->
     )
 
 
-# Names in the object that describes a rope.
+# Names of the entries in a rope's object (rope_parameters, rope_scaling).
 ROPE_ENTRIES = frozenset(
     (
         *("rope_theta", "rope_type", "type", "factor", "original_max_position_embeddings", "partial_rotary_factor"),
@@ -139,13 +147,13 @@ ROPE_ENTRIES = frozenset(
 
 
 def partial_rotary(config: dict[str, Any]) -> float:
-    """The fraction of a head's features that are rotated."""
+    """Return the fraction of a head's features that are rotated."""
     nested = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return nested.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
 
 
 def ropes_by_kind(config: dict[str, Any], theta: float, local_theta: float) -> list[Rope]:
-    """The rope of each layer, where those with a window have another than those without."""
+    """Return the rope of each layer, for families whose layers with a window have their own rope."""
     nested = config.get("rope_parameters") or {}
     if "full_attention" not in nested:  # before transformers 5
         nested = {"full_attention": config.get("rope_scaling") or {}}
@@ -163,7 +171,7 @@ def ropes_by_kind(config: dict[str, Any], theta: float, local_theta: float) -> l
 
 
 def layer_types(config: dict[str, Any]) -> list[str]:
-    """Whether each layer has "full_attention" or "sliding_attention", by `layer_types`."""
+    """Return "full_attention" or "sliding_attention" for each layer, from `layer_types`."""
     count, kinds = config["num_hidden_layers"], config["layer_types"]
     unknown = sorted(set(kinds) - {"sliding_attention", "full_attention"})
     if unknown or len(kinds) != count:
@@ -172,9 +180,10 @@ def layer_types(config: dict[str, Any]) -> list[str]:
 
 
 def every_nth_is_full(config: dict[str, Any], period: int | str) -> dict[str, Any]:
-    """The config with `layer_types`: if it has none, each layer has a window but the last of each period.
+    """Return the config with `layer_types`; by default all layers have a window, except the last of each period.
 
-    Or `period` has a letter for each of its layers, L (local) or G (global); then the last layer is global.
+    period: its number of layers, or a string with a letter for each, L (local) or G (global). With a string, the last
+    layer of the model is also global.
     """
     count = config["num_hidden_layers"]
     if isinstance(period, str):
@@ -186,13 +195,16 @@ def every_nth_is_full(config: dict[str, Any], period: int | str) -> dict[str, An
 
 
 def windows(config: dict[str, Any]) -> list[int | None]:
-    """The window of each layer, by `layer_types`."""
+    """Return the window of each layer, from `layer_types`."""
     window = config.get("sliding_window")
     return [window if kind == "sliding_attention" else None for kind in layer_types(config)]
 
 
 def optional_windows(config: dict[str, Any]) -> list[int | None]:
-    """`windows` where `use_sliding_window` asks for them; by `max_window_layers`, before transformers 4.53."""
+    """Return the window of each layer if `use_sliding_window` is true, else None for each.
+
+    Without `layer_types` (before transformers 4.53), layers from `max_window_layers` on have a window.
+    """
     count, first = config["num_hidden_layers"], config.get("max_window_layers", 28)
     if not config.get("use_sliding_window", False):
         config = config | {"sliding_window": None}

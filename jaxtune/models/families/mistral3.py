@@ -1,4 +1,4 @@
-"""Mistral Small 3.1 and 3.2, and Ministral 3, which see images: their decoder, that of `mistral` or `ministral3`."""
+"""Mistral Small 3.1 and 3.2, and Ministral 3, with vision: the text decoder only, as in `mistral` or `ministral3`."""
 
 from typing import Any
 

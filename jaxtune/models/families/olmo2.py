@@ -1,4 +1,4 @@
-"""OLMo 2: Llama with norms after attention and feed-forward in place of those before, and on all queries and keys."""
+"""OLMo 2: Llama with norms after attention and feed-forward instead of before, and on all queries and keys."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
 
 
 def common_spec(family: str, config: dict[str, Any], **fields: Any) -> ModelSpec:
-    """The fields that the families of OLMo 2 share; `fields` as those of llama.common_spec."""
+    """Return a ModelSpec with the fields that families of OLMo 2 share; `fields` as in llama.common_spec."""
     return llama.common_spec(
         family,
         config,

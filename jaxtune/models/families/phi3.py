@@ -8,7 +8,7 @@ from jaxtune.models.spec import ModelSpec
 CLASSIFIER = "Phi3"
 
 QKV, GATE_UP = (f"model.layers.{{layer}}.{name}_proj.weight" for name in ("self_attn.qkv", "mlp.gate_up"))
-# The parts of a tensor stand in it in this order.
+# The rows of a fused tensor are its parts in this order.
 FUSED = {**{f"attention.{name}.weight": QKV for name in "qkv"}, "mlp.gate.weight": GATE_UP, "mlp.up.weight": GATE_UP}
 NAMES, IGNORABLE = llama.NAMES_WITHOUT_BIAS | FUSED, llama.IGNORABLE
 

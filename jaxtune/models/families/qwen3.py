@@ -17,6 +17,6 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
 
 
 def common_spec(family: str, config: dict[str, Any], **fields: Any) -> ModelSpec:
-    """The fields that the families of Qwen3 share; `fields` as those of llama.common_spec."""
+    """Return a ModelSpec with the fields that families of Qwen3 share; `fields` as in llama.common_spec."""
     config = {"head_dim": 128} | config
     return llama.common_spec(family, config, llama.optional_windows(config), qk_norm="head", **fields)

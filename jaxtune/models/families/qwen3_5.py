@@ -1,4 +1,4 @@
-"""Qwen3.5, which sees images: its decoder, that of `qwen3_5_text`."""
+"""Qwen3.5 with vision: the text decoder only, as in `qwen3_5_text`."""
 
 from typing import Any
 

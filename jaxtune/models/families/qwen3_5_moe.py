@@ -1,4 +1,4 @@
-"""Qwen3.5 with experts, which sees images: its decoder, that of `qwen3_5_moe_text`."""
+"""Qwen3.5 with experts and vision: the text decoder only, as in `qwen3_5_moe_text`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Qwen3.5's text model with experts, of which one gated one sees all tokens, in every layer."""
+"""Qwen3.5's text model with experts in every layer, and a shared expert with a gate."""
 
 from typing import Any
 

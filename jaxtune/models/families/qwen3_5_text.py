@@ -1,4 +1,4 @@
-"""Qwen3.5's text model: Qwen3-Next with a projection each of a delta net's inputs, and dense layers."""
+"""Qwen3.5's text model: Qwen3-Next with a separate projection for each input of a delta net, and dense layers."""
 
 from typing import Any
 

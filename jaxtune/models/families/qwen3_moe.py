@@ -22,7 +22,7 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
 
 
 def experts(config: dict[str, Any]) -> Experts:
-    """The experts of a layer."""
+    """Return the experts of a layer."""
     return Experts(
         size=config["moe_intermediate_size"],
         count=config.get("num_experts") or config["num_local_experts"],
@@ -33,7 +33,7 @@ def experts(config: dict[str, Any]) -> Experts:
 
 
 def feed_forwards(config: dict[str, Any], experts: Experts) -> list[FeedForward | Experts]:
-    """Of each layer; some are dense."""
+    """Return the feed-forward of each layer: the given experts, or a dense layer."""
 
     def is_dense(layer: int) -> bool:
         sparse_step = config.get("decoder_sparse_step", 1)
@@ -43,6 +43,6 @@ def feed_forwards(config: dict[str, Any], experts: Experts) -> list[FeedForward 
 
 
 def router_loss(config: dict[str, Any], coefficient: float) -> dict[str, float]:
-    """The field of ModelSpec: transformers adds it where the router's logits are asked for, and only then."""
-    asked = config.get("output_router_logits", False)
-    return {"router_loss": config.get("router_aux_loss_coef", coefficient) if asked else 0.0}
+    """Return the `router_loss` field of ModelSpec. As in transformers, it is 0 unless output_router_logits is true."""
+    has_loss = config.get("output_router_logits", False)
+    return {"router_loss": config.get("router_aux_loss_coef", coefficient) if has_loss else 0.0}

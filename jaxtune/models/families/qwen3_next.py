@@ -1,4 +1,4 @@
-"""Qwen3-Next: gated delta nets, gated attention on every fourth layer, and experts beside a shared one with a gate."""
+"""Qwen3-Next: gated delta nets, gated attention on every fourth layer, experts, and a shared expert with a gate."""
 
 import dataclasses
 from typing import Any
@@ -59,7 +59,7 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
 
 
 def common_spec(family: str, config: dict[str, Any], fused: bool, **fields: Any) -> ModelSpec:
-    """The fields that the families of Qwen3-Next share; `fields` as those of llama.common_spec."""
+    """Return a ModelSpec with the fields that families of Qwen3-Next share; `fields` as in llama.common_spec."""
     spec = llama.common_spec(
         family,
         config,
@@ -86,7 +86,10 @@ def common_spec(family: str, config: dict[str, Any], fused: bool, **fields: Any)
 
 
 def layer_types(config: dict[str, Any]) -> list[str]:
-    """Whether each layer has "full_attention" or "linear_attention": without `layer_types`, every fourth the first."""
+    """Return "full_attention" or "linear_attention" for each layer.
+
+    Without `layer_types`, every `full_attention_interval`-th layer has full attention.
+    """
     count, interval = config["num_hidden_layers"], config.get("full_attention_interval", 4)
     kinds = config.get("layer_types") or [
         "linear_attention" if (number + 1) % interval else "full_attention" for number in range(count)
@@ -98,7 +101,7 @@ def layer_types(config: dict[str, Any]) -> list[str]:
 
 
 def with_shared(config: dict[str, Any]) -> Experts:
-    """Experts beside a shared one with a gate."""
+    """Return the experts of a layer, with a shared expert and its gate."""
     return dataclasses.replace(
         qwen3_moe.experts(config), shared=config["shared_expert_intermediate_size"], shared_gate=True
     )

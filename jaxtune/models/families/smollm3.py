@@ -1,4 +1,4 @@
-"""SmolLM3: Llama with layers that do not embed positions (NoPE), every fourth if the config says nothing."""
+"""SmolLM3: Llama with some layers without rope (NoPE), by default every fourth."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
     """ModelSpec of a `SmolLM3ForCausalLM` config.json."""
     config = DEFAULTS | config
     count, period = config["num_hidden_layers"], config.get("no_rope_layer_interval", 4)
-    # 1 is a layer with a rope, whatever the name says.
+    # Despite the entry's name, 1 is a layer with rope.
     has_rope = config.get("no_rope_layers") or [(number + 1) % period != 0 for number in range(count)]
     if len(has_rope) != count:
         raise UserError(f"config.json: no_rope_layers has {len(has_rope)} entries for {count} layers")

@@ -1,4 +1,4 @@
-"""A text decoder inside a vision-language model: what such families share."""
+"""A text decoder inside a vision-language model: functions that such families share."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,23 +11,23 @@ from jaxtune.models.spec import ModelSpec
 
 
 def names(decoder: Mapping[str, str | Tensor]) -> dict[str, str | Tensor]:
-    """The decoder's table of names, which are inside `model.language_model` here; its head is not."""
+    """Return the decoder's table of names, moved inside `model.language_model`; only the head stays outside."""
 
-    def inside(found: str | Tensor) -> str | Tensor:
-        if isinstance(found, Tensor):
-            return dataclasses.replace(found, name=inside(found.name))
-        return f"model.language_model.{found.removeprefix('model.')}" if found.startswith("model.") else found
+    def inside(entry: str | Tensor) -> str | Tensor:
+        if isinstance(entry, Tensor):
+            return dataclasses.replace(entry, name=inside(entry.name))
+        return f"model.language_model.{entry.removeprefix('model.')}" if entry.startswith("model.") else entry
 
-    return {parameter: inside(found) for parameter, found in decoder.items()}
+    return {parameter: inside(entry) for parameter, entry in decoder.items()}
 
 
 def read_spec(
     family: str, config: dict[str, Any], decoders: Mapping[str, ModuleType], *, untouched: str, tied: bool
 ) -> ModelSpec:
-    """ModelSpec of the decoder in `text_config`.
+    """Return the ModelSpec of the decoder in `text_config`.
 
-    decoders: the families that it may be of, by their `model_type`, the first if it says none. untouched: that of
-    ModelSpec. tied: where config.json does not say it; what `text_config` says of it means nothing.
+    decoders: possible families of the decoder by `model_type`; without a `model_type` it is the first. untouched: as in
+    ModelSpec. tied: the default of tie_word_embeddings in config.json; the entry in `text_config` is ignored.
     """
     text = config.get("text_config")
     if not isinstance(text, dict):

@@ -1,4 +1,7 @@
-"""Ways to attend (`Attend` of models.attention): within packed rows in training, to a cache in decoding."""
+"""Ways to attend (`Attend` of models.attention): within packed rows in training, to a cache in decoding.
+
+Shape letters: b rows of the batch, s positions in a row.
+"""
 
 from typing import Any
 
@@ -18,27 +21,35 @@ from pallas_kernels.registry import CannotRun
 
 
 def attend_packed(key_start: Int[Array, "b s"], call: Call, place: Int[Array, "b s"] | None = None) -> Attend:
-    """Causal attention within the documents of packed rows, by the backend that the call names.
+    """Make causal attention within the documents of packed rows, with the backend that the call names.
 
-    With dropout of probabilities, which no kernel has, by XLA alone.
+    Dropout of probabilities uses plain XLA, because no kernel has it.
 
-    place: of each position the one in its row, where rows are dealt to devices that keep their positions.
+    place: for each position as devices hold it, its position in the row, if positions are dealt to devices that keep
+    them; else None.
     """
+    # With `place`, each device keeps its positions along the context axes and gathers keys and values; `local_place` is
+    # its own part of `place`.
     kept = () if place is None else RULES.value.context
-    here = P(*by_head(kept)[:2])
-    key_start, own = jax.reshard(key_start, here), None if place is None else jax.reshard(place, here)
+    by_position = P(*by_head(kept)[:2])
+    key_start, local_place = (
+        jax.reshard(key_start, by_position),
+        None if place is None else jax.reshard(place, by_position),
+    )
 
     def attend(
         q: Array, k: Array, v: Array, mixer: Heads, sinks: Array | None, cache: Any, of_layer: Call
     ) -> tuple[Array, Any]:
-        def kernel(q, k, v, key_start, sinks, own, place, bits):
+        def kernel(q, k, v, key_start, sinks, local_place, place, bits):
             offset = 0
             if place is not None:
                 k, v = gathered(k, place, kept), gathered(v, place, kept)
-                offset = own - jnp.arange(own.shape[1])
+                offset = local_place - jnp.arange(local_place.shape[1])
             mask = MaskSpec(window=mixer.window, key_start=key_start, query_offset=offset, documents=call.documents)
             if bits is not None:
-                index = jnp.arange(key_start.shape[1]) + jnp.zeros_like(key_start) if own is None else own
+                index = (
+                    jnp.arange(key_start.shape[1]) + jnp.zeros_like(key_start) if local_place is None else local_place
+                )
                 return attend_dropping(q, k, v, mask, mixer, sinks, bits, index)
             how = {"soft_cap": mixer.soft_cap, "backend": call.backend, "fallback": call.fallback}
             try:
@@ -51,7 +62,7 @@ def attend_packed(key_start: Int[Array, "b s"], call: Call, place: Int[Array, "b
         bits = None
         if of_layer.noise is not None and of_layer.attention_dropout:
             bits = bits_of(of_layer.noise, of_layer.attention_dropout, q)
-        arguments = (q, k, v, key_start, sinks, own, place, bits)
+        arguments = (q, k, v, key_start, sinks, local_place, place, bits)
         specs = jax.tree.map(lambda array: jax.typeof(array).sharding.spec, arguments)
         return from_heads(jax.shard_map(kernel, in_specs=specs, out_specs=by_head(kept))(*arguments)), cache
 
@@ -59,9 +70,9 @@ def attend_packed(key_start: Int[Array, "b s"], call: Call, place: Int[Array, "b
 
 
 def attend_cached(index: Int[Array, ""], key_start: Int[Array, "b s"]) -> Attend:
-    """Write keys and values at `index` of a cache, and attend to those from `key_start` up to each query.
+    """Make attention that writes keys and values at `index` of a cache; queries see keys from `key_start` to their own.
 
-    Each device has whole rows of some heads, and keeps their keys and values (`decode.empty_cache`).
+    Each device has whole rows of some heads, and caches their keys and values (`decode.empty_cache`).
     """
 
     def attend(

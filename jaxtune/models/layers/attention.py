@@ -1,4 +1,8 @@
-"""Grouped-query self-attention: projections, optional query / key norms, rotation, and one way to attend."""
+"""Grouped-query self-attention: projections, optional query / key norms, rotation, and one way to attend.
+
+Shape letters: b rows of the batch, s positions in a row, d features of the residual stream, h heads (of queries, or of
+keys and values); "hd" is all heads' features in one axis, one head after another.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -16,16 +20,21 @@ from jaxtune.models.layers.rope import Rotation, rotate
 from jaxtune.models.spec import Heads, Layer, ModelSpec, Rope
 from jaxtune.parallel.layout import by_token
 
-# (queries, keys, values, the layer's heads, sinks, this layer's cache, its call) -> (attended, the cache afterwards).
+# (queries, keys, values, the layer's heads, sinks, this layer's cache, its call) -> (attended values, updated cache).
 # Training attends within packed rows and has no cache; generation attends to its cache. Neither knows the projections.
 Attend = Callable[[Array, Array, Array, Heads, Array | None, Any, Call], tuple[Array, Any]]
 
 
 class Inputs(NamedTuple):
-    """What every layer sees besides its own activations; made once a batch.
+    """Inputs that all layers share, in addition to the activations; computed once per batch.
 
-    rotations: of each rope and width of heads. positions: in the document. valid: False where a token is padding.
-    place: the position in its row, of whole rows on every device; None where positions are in their order.
+    Attributes:
+        rotations: cosines and sines for each pair of a rope and a head width.
+        attend: the way to attend.
+        positions: position of each token in its document.
+        valid: False for padding tokens.
+        place: for each position as devices hold it, its position in the row; whole rows, on every device. None: devices
+            hold positions in row order.
     """
 
     rotations: Mapping[tuple[Rope, int], Rotation]
@@ -36,17 +45,17 @@ class Inputs(NamedTuple):
 
 
 class Attention(nnx.Module):
-    """softmax(QK^T)V between projections."""
+    """softmax(QK^T)V, with input and output projections."""
 
     def __init__(self, spec: ModelSpec, layer: Layer, mixer: Heads):
         self.mixer = mixer
         queries, keys = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
-        self.kv_axis = None if mixer.kv_whole else "kv_heads"
+        self.kv_axis = None if mixer.kv_whole else "kv_heads"  # None: keys and values are not sharded
 
         def linear(name: str, shape: tuple[int, int], axes: tuple[str | None, str]) -> Linear:
             return Linear(spec, layer, f"attention.{name}", shape, axes, bias=name in mixer.bias)
 
-        # With gates, the features of a head's query are followed by those of its gate.
+        # With gates, the rows of q are, head by head, the query's features and then the gate's.
         self.q = linear("q", (queries * (1 + mixer.gated), spec.hidden), ("heads", "embed"))
         self.k = linear("k", (keys, spec.hidden), (self.kv_axis, "embed"))
         self.v = linear("v", (keys, spec.hidden), (self.kv_axis, "embed"))
@@ -63,7 +72,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "b s d"], inputs: Inputs, cache: Any, call: Call
     ) -> tuple[Float[Array, "b s d"], Any]:
-        """Attended activations and this layer's cache afterwards."""
+        """Return the layer's output and its updated cache."""
         q, k, v = jointly([self.q, self.k, self.v], x, call)
         gate = None
         if self.mixer.gated:
@@ -72,6 +81,7 @@ class Attention(nnx.Module):
         q = self._by_head(q, "heads", self.q_norm)
         k, v = self._by_head(k, self.kv_axis, self.k_norm), self._by_head(v, self.kv_axis)
         if (rope := self.mixer.rope) is not None:
+            # Keys are rotated before `attend`, so a cache has rotated keys.
             rotation = inputs.rotations[rope, self.mixer.head_dim]
             q, k = rotate(q, rope, rotation), rotate(k, rope, rotation)
             if rotation.query_scale is not None:
@@ -91,5 +101,5 @@ class Attention(nnx.Module):
 
 
 def merged(by_head: Float[Array, "b s h d"]) -> Float[Array, "b s hd"]:
-    """The features of all heads, one head after another."""
+    """Merge heads and their features into one axis, one head after another."""
     return jnp.reshape(by_head, (*by_head.shape[:2], -1), out_sharding=by_token("heads"))

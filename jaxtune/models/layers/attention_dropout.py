@@ -1,6 +1,9 @@
-"""Attention whose probabilities are dropped, in plain XLA: no kernel has that.
+"""Attention with dropout of probabilities in plain XLA, because no kernel has it.
 
-A block of queries at a time against all keys of a row, computed again in the backward pass.
+Each block of queries attends to all keys of a row, and is recomputed in the backward pass.
+
+Shape letters: b rows of the batch, s queries of a row, t keys of a row, h query heads, n key heads, d features of a
+head, q queries of a block.
 """
 
 from typing import NamedTuple
@@ -15,12 +18,12 @@ from jaxtune.parallel.random import Noise
 from pallas_kernels.flash_attention import MaskSpec
 from pallas_kernels.flash_attention.mask import intervals
 
-BLOCK = 128  # queries
+BLOCK = 128  # queries of a block, at most
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 class Bits(NamedTuple):
-    """Where the random bits of probabilities come from: a function of row, head, query and key alone."""
+    """The source of the random bits of probabilities, which depend only on row, head, query and key."""
 
     key: Array
     rows: Int[Array, " b"]
@@ -29,7 +32,7 @@ class Bits(NamedTuple):
 
 
 def bits_of(noise: Noise, rate: float, q: Float[Array, "b s h d"]) -> Bits:
-    """Those of a layer, for queries as they are sharded in its kernel."""
+    """Return the source of bits of a layer, sharded like the queries in its kernel."""
     rows, _, heads, _ = jax.typeof(q).sharding.spec
     numbers = jax.reshard(jnp.arange(q.shape[2]), P(heads))
     return Bits(noise.site("attention").key, jax.reshard(noise.rows, P(rows)), numbers, jnp.asarray(noise.rate(rate)))
@@ -45,22 +48,23 @@ def attend_dropping(
     bits: Bits,
     index: Int[Array, "b s"],
 ) -> Float[Array, "b s h d"]:
-    """As `flash_attention`, but each probability is zero with probability `bits.rate`, the rest scaled up.
+    """Attend as `flash_attention`, but set each probability to zero with probability `bits.rate` and scale up the rest.
 
-    On one device. index: the place of each query in its row.
+    On one device. index: the position of each query in its row.
     """
     batch, length, heads, dim = q.shape
     scale = dim**-0.5 if mixer.scale is None else mixer.scale
     first, end = intervals(mask, batch, length, k.shape[1])
+    # The largest block that divides the length, so that a scan over blocks needs no padding.
     size = next(size for size in range(min(BLOCK, length), 0, -1) if length % size == 0)
     k, v = (jnp.repeat(x, heads // k.shape[2], axis=2) for x in (k, v))
     keys = jnp.arange(k.shape[1])
 
-    def kept(row: Array, head: Array, query: Array) -> Array:
+    def draw(row: Array, head: Array, query: Array) -> Array:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(bits.key, row), head), query)
         return jax.random.bernoulli(key, 1.0 - bits.rate, keys.shape)
 
-    of_head = jax.vmap(kept, (None, None, 0))
+    of_head = jax.vmap(draw, (None, None, 0))
     of_rows = jax.vmap(jax.vmap(of_head, (None, 0, None)), (0, None, 0))  # (b, h, queries of a block, t)
 
     @jax.checkpoint
@@ -71,7 +75,8 @@ def attend_dropping(
             logits = mixer.soft_cap * jnp.tanh(logits / mixer.soft_cap)
         seen = ((keys >= first[..., None]) & (keys < end[..., None]))[:, None]
         logits = jnp.where(seen, logits, -jnp.inf)
-        top = jnp.max(logits, axis=-1, keepdims=True, initial=LOWEST)  # finite even where no key is seen
+        # Softmax by hand, because a sink adds to the denominator without a value, and dropout comes after it.
+        top = jnp.max(logits, axis=-1, keepdims=True, initial=LOWEST)  # finite even if a query sees no key
         sink = None if sinks is None else sinks.astype(jnp.float32)[:, None, None]
         top = jax.lax.stop_gradient(top if sink is None else jnp.maximum(top, sink))
         weights = jnp.exp(logits - top)
@@ -80,8 +85,8 @@ def attend_dropping(
         weights = jnp.where(of_rows(bits.rows, bits.heads, index), weights / kept_share, 0)
         return None, jnp.einsum("bhqt,bthd->bqhd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
 
-    def apart(x: Array) -> Array:
+    def in_blocks(x: Array) -> Array:
         return jnp.moveaxis(x.reshape(batch, length // size, size, *x.shape[2:]), 1, 0)
 
-    _, out = jax.lax.scan(attend, None, tuple(map(apart, (q, first, end, index))))
+    _, out = jax.lax.scan(attend, None, tuple(map(in_blocks, (q, first, end, index))))
     return jnp.moveaxis(out, 0, 1).reshape(q.shape).astype(q.dtype)

@@ -1,4 +1,9 @@
-"""The gated delta net (Yang et al. 2024, arXiv:2412.06464) as Qwen3-Next has it: attention whose memory is a state."""
+"""Gated delta net (Yang et al. 2024, arXiv:2412.06464) as in Qwen3-Next: linear attention with a recurrent state.
+
+Shape letters: b rows of the batch, s positions in a row, t earlier tokens that the convolution sees (kernel - 1), d
+features of the residual stream, hk key heads (of queries and keys) of dk features each, hv value heads of dv features
+each, c channels of a convolution, g groups.
+"""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,13 +24,16 @@ from jaxtune.parallel.layout import P, by_head, by_token
 from jaxtune.parallel.sequence import dealt, from_heads, gathered, to_heads
 from pallas_kernels.gated_delta_rule import gated_delta_rule
 
-LEAST_NORM = 1e-6  # squared and added: of queries and keys, as in transformers and flash-linear-attention
+# Added to the squared norm of queries and keys, as in transformers and flash-linear-attention.
+LEAST_NORM = 1e-6
 
 
 class Memory(NamedTuple):
-    """What a layer remembers of the tokens before, while decoding.
+    """A layer's cache in decoding.
 
-    tails: of queries, keys and values, the last inputs of the convolution. state: of each value head, float32.
+    Attributes:
+        tails: the last t inputs of the convolutions of queries, keys and values.
+        state: the recurrent state of each value head, float32.
     """
 
     tails: Any  # (b, t, hk * dk), twice, and (b, t, hv * dv)
@@ -33,7 +41,7 @@ class Memory(NamedTuple):
 
 
 def memory(net: DeltaNet, batch: int, dtype: jnp.dtype) -> Memory:
-    """Shapes and dtypes of the memory of a layer; before the first token it is zero."""
+    """Return shapes and dtypes of a layer's cache, which is zero before the first token."""
     widths = net.key_heads * net.key_dim, net.key_heads * net.key_dim, net.value_heads * net.value_dim
     tails = (jax.ShapeDtypeStruct((batch, net.kernel - 1, width), dtype) for width in widths)
     state = jax.ShapeDtypeStruct((batch, net.value_heads, net.key_dim, net.value_dim), jnp.float32)
@@ -41,7 +49,7 @@ def memory(net: DeltaNet, batch: int, dtype: jnp.dtype) -> Memory:
 
 
 class GatedDeltaNet(nnx.Module):
-    """Queries, keys and values of a short causal convolution; a state a head; a gate on what is read from it.
+    """A short causal convolution of queries, keys and values; the gated delta rule; a norm and an output gate.
 
     As Qwen3NextGatedDeltaNet and Qwen3_5GatedDeltaNet of transformers.
     """
@@ -73,22 +81,24 @@ class GatedDeltaNet(nnx.Module):
     def __call__(
         self, x: Float[Array, "b s d"], inputs: Inputs, cache: Memory | None, call: Call
     ) -> tuple[Float[Array, "b s d"], Memory | None]:
-        """What is read from the state at each token, and the layer's memory afterwards."""
-        qkv, z, b, a = self._projected(x, call)
+        """Return the layer's output and its updated cache."""
+        qkv, z, b, a = self._project(x, call)
         kernels = tuple(conv.get_value() for conv in (self.q_conv, self.k_conv, self.v_conv))
         rates = self.log_rate.get_value(), self.step_bias.get_value()
         arguments: Any = (qkv, b, a, kernels, rates, inputs.positions, inputs.valid, inputs.place, cache)
         if cache is None:
             arguments = self._to_heads(*arguments)
-        else:  # in decoding a device has all heads of its rows
+        else:  # in decoding, a device has all heads of its rows
             rows = P(by_head()[0])
             of_parameters = jax.tree.map(lambda array: jax.reshard(array, P()), (kernels, rates))
             of_rows = (qkv, b, a, *arguments[-4:])
             (qkv, b, a, *rest) = jax.tree.map(lambda array: jax.reshard(array, rows), of_rows)
             arguments = (qkv, b, a, *of_parameters, *rest)
+        # In a shard_map, because the kernel runs on the local heads, whose recurrence needs no communication.
         specs = jax.tree.map(lambda array: jax.typeof(array).sharding.spec, arguments)
         outs = (by_head(), None) if cache is None else P(by_head()[0])
         read, cache = jax.shard_map(partial(_on_device, self.net), in_specs=specs, out_specs=outs)(*arguments)
+        # The norm and the gate are of one position, so they run in the layout of the rest of the layer.
         read = from_heads(read)
         gated = self.norm(read).astype(jnp.float32) * jax.nn.silu(
             _by_group(z, self.net.value_heads).astype(jnp.float32)
@@ -96,7 +106,7 @@ class GatedDeltaNet(nnx.Module):
         return self.o(merged(gated.astype(x.dtype)), call), cache
 
     def _to_heads(self, qkv: Any, b: Array, a: Array, kernels: Any, rates: Any, *of_rows: Array | None) -> tuple:
-        """The arguments of `_on_device` with whole rows of some heads on each device."""
+        """Reshard the arguments of `_on_device`, so that each device has whole rows of some heads."""
         keys, values = self.net.key_heads, self.net.value_heads
         qkv = tuple(to_heads(x, heads) for x, heads in zip(qkv, (keys, keys, values)))
         kernels = tuple(to_heads(kernel, heads, axis=0) for kernel, heads in zip(kernels, (keys, keys, values)))
@@ -104,12 +114,13 @@ class GatedDeltaNet(nnx.Module):
         of_rows = jax.tree.map(lambda array: jax.reshard(array, P(*by_head()[:2])), of_rows)
         return (qkv, to_heads(b, values), to_heads(a, values), kernels, rates, *of_rows)
 
-    def _projected(self, x: Array, call: Call) -> tuple[tuple[Array, Array, Array], Array, Array, Array]:
-        """q, k and v before the convolution; z, of the gate; b, of what is corrected; and a, of the decay."""
+    def _project(self, x: Array, call: Call) -> tuple[tuple[Array, Array, Array], Array, Array, Array]:
+        """Return (q, k, v) before the convolution, z (output gate), b (write strength beta) and a (decay)."""
         net = self.net
         if not net.fused:
             q, k, v, z, b, a = jointly([self.q, self.k, self.v, self.z, self.b, self.a], x, call)
             return (q, k, v), z, b, a
+        # Rows of the fused matrices are grouped by key head: for each its q and k, then v and z of its value heads.
         qkvz, ba = (_by_group(y, net.key_heads) for y in jointly([self.qkvz, self.ba], x, call))
         values = net.value_heads // net.key_heads * net.value_dim
         q, k, v, z = jnp.split(qkvz, [net.key_dim, 2 * net.key_dim, 2 * net.key_dim + values], axis=-1)
@@ -129,37 +140,41 @@ def _on_device(
     place: Int[Array, "b s"] | None,
     before: Memory | None,
 ) -> tuple[Float[Array, "b s hv dv"], Memory | None]:
-    """What is read from the states of a device's heads, and their memory afterwards, if there was one."""
-    if place is not None:
+    """Inside a shard_map: return the outputs of a device's heads, and the updated cache if there is one."""
+    if place is not None:  # the recurrence runs over positions in row order
         in_rows = partial(gathered, place=place, axes=())
         qkv, b, a, positions, valid = jax.tree.map(in_rows, (qkv, b, a, positions, valid))
     tails = [jnp.zeros((len(x), net.kernel - 1, x.shape[-1]), x.dtype) for x in qkv] if before is None else before.tails
     with_tails = [jnp.concatenate([tail.astype(x.dtype), x], axis=1) for tail, x in zip(tails, qkv)]
     q, k, v = (convolution(x, kernel, positions) for x, kernel in zip(with_tails, kernels))
+    # Queries and keys have unit norm, as the delta rule needs for stable updates.
     q, k = (_unit(x.reshape(*x.shape[:2], -1, net.key_dim)) for x in (q, k))
     v = v.reshape(*v.shape[:2], -1, net.value_dim)
     log_rate, step_bias = (rate.astype(jnp.float32) for rate in rates)
+    # In float32: the decay is the exponential of a sum over many tokens.
     log_decay = -jnp.exp(log_rate) * jax.nn.softplus(a.astype(jnp.float32) + step_bias)
-    # Padding leaves the state as it is.
+    # Padding must not change the state: no decay, and nothing is written.
     log_decay = jnp.where(valid[..., None], log_decay, 0)
     beta = jnp.where(valid[..., None], jax.nn.sigmoid(b), 0)
     state = None if before is None else before.state
     out, state = gated_delta_rule(q, k, v, log_decay, beta, positions == 0, state)
     if before is None:
         return out if place is None else dealt(out, place), None
-    # Rows that are decoded together end together: their padding is on the left, and convolved with no token.
+    # Rows that are decoded together are padded on the left, so the last inputs of the convolution are never padding.
     return out, Memory(tuple(x[:, x.shape[1] - (net.kernel - 1) :] for x in with_tails), state)
 
 
 def convolution(
     x: Float[Array, "b t+s c"], kernel: Float[Array, "c 1 t+1"], positions: Int[Array, "b s"]
 ) -> Float[Array, "b s c"]:
-    """silu of a causal convolution of each channel, over tokens of the same document; x begins with t earlier tokens.
+    """Return silu of the causal convolution of each channel, within documents; x begins with t earlier tokens.
 
-    Products and their sum are float32, rounded before silu, as in torch.
+    Products are summed in float32 and rounded before silu, as in torch.
     """
     length, size = positions.shape[1], kernel.shape[-1]
     total = 0.0
+    # A sum of shifted products, because documents end inside a row: a token `back` positions earlier counts only if it
+    # is in the same document.
     for back in range(size):
         token = jax.lax.slice_in_dim(x, size - 1 - back, size - 1 - back + length, axis=1).astype(jnp.float32)
         weight = kernel[:, 0, size - 1 - back].astype(x.dtype).astype(jnp.float32)
@@ -177,5 +192,5 @@ def _by_group(x: Float[Array, "b s c"], groups: int) -> Float[Array, "b s g n"]:
 
 
 def _log_rates(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Decays between those of a long and of a short memory, as transformers draws them."""
+    """Draw the logarithms of decay rates between 0.01 (long memory) and 16 (short memory), as transformers does."""
     return jnp.log(jax.random.uniform(key, shape, dtype, 0.01, 16.0))

@@ -1,4 +1,8 @@
-"""Tokens in the rows of a grouped product, a row for each expert that a token goes to, and back; on one device."""
+"""Tokens to the rows of a grouped product, a row for each chosen expert of a token, and back; on one device.
+
+Shape letters: b rows of the batch, s positions in a row, d features, k chosen experts of a token, a items (pairs of a
+token and one of its experts, b * s * k), m rows of the grouped product.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -9,16 +13,17 @@ from pallas_kernels.manual_axes import vary_over, varying_axes
 
 @jax.custom_vjp
 def to_rows(x: Float[Array, "b s d"], token_of: Int[Array, " m"], row_of: Int[Array, " a"]) -> Float[Array, "m d"]:
-    """The token of each row, zeros where there is none.
+    """Return the token of each row, and zeros in rows without a token.
 
-    token_of: of each row, a number of tokens or more where there is none. row_of: of each item, a number of rows or
-    more where it has none; those of a token follow one another.
+    token_of: the token of each row; an index past the last token if the row has none. row_of: the row of each item; an
+    index past the last row if it has none. The items of a token are consecutive.
     """
     return jnp.take(x.reshape(-1, x.shape[-1]), token_of, axis=0, mode="fill", fill_value=0)
 
 
 def _to_rows_backward(residuals: tuple, dy: Array) -> tuple[Array, None, None]:
-    # A sum over the rows of each token, in their order: the transpose of a gather would add in any order.
+    # Gathers the rows of each token and sums them in a fixed order. The transpose of the forward gather would be a
+    # scatter-add, which adds in any order.
     shape, row_of = residuals
     return _rows_of_tokens(dy, row_of, shape).sum(2, dtype=jnp.float32).astype(dy.dtype), None, None
 
@@ -29,13 +34,14 @@ to_rows.defvjp(lambda x, token_of, row_of: (to_rows(x, token_of, row_of), (x.sha
 def from_rows(
     y: Float[Array, "m d"], item_of: Int[Array, " m"], row_of: Int[Array, " a"], weights: Float[Array, "b s k"]
 ) -> Float[Array, "b s d"]:
-    """The weighted sum over the rows of each token, float32."""
+    """Return the weighted sum over the rows of each token, float32."""
     return _from_rows(*vary_over(varying_axes(y), y, item_of, row_of, weights))
 
 
 @jax.custom_vjp
 def _from_rows(y: Array, item_of: Array, row_of: Array, weights: Array) -> Array:
-    # Not an einsum, nor below: XLA makes one loop of the gather, the product and the sum, but not of a batched product.
+    # Not an einsum (nor in the backward pass): XLA fuses the gather, the product and the sum into one loop, but it does
+    # not fuse a batched matrix product.
     return (_rows_of_tokens(y, row_of, weights.shape[:2]) * weights[..., None]).sum(2)
 
 
@@ -51,6 +57,6 @@ _from_rows.defvjp(lambda *arguments: (_from_rows(*arguments), arguments), _from_
 
 
 def _rows_of_tokens(rows: Float[Array, "m d"], row_of: Int[Array, " a"], tokens: tuple[int, ...]) -> Array:
-    """The rows of each token (b, s, k, d), float32."""
-    found = jnp.take(rows, row_of, axis=0, mode="fill", fill_value=0)
-    return found.reshape(*tokens, -1, rows.shape[1]).astype(jnp.float32)
+    """Return the rows of each token (b, s, k, d), float32."""
+    by_item = jnp.take(rows, row_of, axis=0, mode="fill", fill_value=0)
+    return by_item.reshape(*tokens, -1, rows.shape[1]).astype(jnp.float32)

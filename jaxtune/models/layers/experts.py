@@ -1,4 +1,8 @@
-"""A mixture of experts (Shazeer et al. 2017): a router chooses a few feed-forward layers for each token."""
+"""A mixture of experts (Shazeer et al. 2017): a router chooses a few feed-forward layers for each token.
+
+Shape letters: b rows of the batch, s positions in a row, d features of the residual stream, e experts, m rows of a
+grouped product (one for each chosen expert of a token, sorted by expert and padded).
+"""
 
 from dataclasses import fields
 from functools import partial
@@ -26,16 +30,16 @@ from pallas_kernels.gpus import Device, current_device
 from pallas_kernels.grouped_matmul import Arrangement, Groups, arrange, block_of, triton
 from pallas_kernels.registry import ANY_CARD, Backend, CannotRun
 
-# Inside a shard_map nothing is sharded, nor is a weight gathered.
+# Layout rules inside a shard_map: nothing is sharded, and no weight is gathered.
 ON_DEVICE = Rules(
     *[Layout(*[()] * len(fields(Layout)))] * 3, gathered=(), batch=(), positions=(), context=(), residual=()
 )
 
 
 class Experts(nnx.Module):
-    """The sum of the chosen experts' outputs, each times its weight, and what all tokens pass.
+    """The weighted sum of the chosen experts' outputs, plus the shared expert's output if there is one.
 
-    Each parameter of an expert has a leading axis of experts.
+    Each parameter of the experts has a leading axis of experts.
     """
 
     def __init__(self, spec: specs.ModelSpec, layer: specs.Layer, options: specs.Experts):
@@ -52,12 +56,13 @@ class Experts(nnx.Module):
     def __call__(
         self, x: Float[Array, "b s d"], call: Call, valid: Bool[Array, "b s"]
     ) -> tuple[Float[Array, "b s d"], dict[str, Float[Array, "..."]]]:
-        """The output, and sums over the tokens of each row that are `valid`, for `objectives.balanced`.
+        """Return the output, and sums over the `valid` tokens of each row, for `objectives.balanced`.
 
-        router_choices (b, e): how often each expert is chosen. router_probability (b, e): of its probabilities.
-        router_z (b): of squares of `Routing.log_sum`.
+        router_choices (b, e): how often each expert is chosen. router_probability (b, e): sum of its probabilities.
+        router_z (b): sum of the squares of `Routing.log_sum`.
         """
         routing = self.router(x)
+        # Weights are rounded to the dtype of activations, but multiplied and summed in float32.
         routing = routing._replace(weights=routing.weights.astype(x.dtype).astype(jnp.float32))
         try:
             backend = registry.choose("experts", BACKENDS, current_device(), self.experts, call.experts)
@@ -75,22 +80,22 @@ class Experts(nnx.Module):
             "router_probability": over_tokens(routing.probability),
             "router_z": over_tokens(routing.log_sum**2),
         }
-        return (y if self.shared is None else y + self._of_all_tokens(self.shared, x, call)), sums
+        return (y if self.shared is None else y + self._run_shared(self.shared, x, call)), sums
 
-    def _of_all_tokens(self, shared: MLP, x: Float[Array, "b s d"], call: Call) -> Float[Array, "b s d"]:
+    def _run_shared(self, shared: MLP, x: Float[Array, "b s d"], call: Call) -> Float[Array, "b s d"]:
         y = shared(x, call)
         return y if self.shared_gate is None else y * jax.nn.sigmoid(self.shared_gate(x, call))
 
 
 def dense(experts: MLP, x: Float[Array, "b s d"], routing: Routing, call: Call) -> Float[Array, "b s d"]:
-    """Every token through every expert, one expert after another; most results are multiplied by zero."""
+    """Run every token through every expert, one expert after another; most results are multiplied by zero."""
     graph, values = nnx.split(experts)
     count = routing.probability.shape[-1]
     is_chosen = jax.nn.one_hot(routing.chosen, count, dtype=jnp.float32)
+    # (e, b, s): the weight of each expert for each token, 0 if it is not chosen.
     by_expert = jnp.moveaxis((is_chosen * routing.weights[..., None]).sum(-2), -1, 0)
 
-    # No activation of an expert is saved for the backward pass: those of all experts would be several times those of a
-    # layer.
+    # Rematerialised, because the saved activations of all experts would take several times a layer's memory.
     @jax.checkpoint
     def add(total: Array, scanned: tuple) -> tuple[Array, None]:
         values, weight = scanned
@@ -103,76 +108,80 @@ def dense(experts: MLP, x: Float[Array, "b s d"], routing: Routing, call: Call) 
 def grouped(
     backend: str, experts: MLP, x: Float[Array, "b s d"], routing: Routing, call: Call
 ) -> Float[Array, "b s d"]:
-    """Each token through the experts that it goes to: a device sorts its own tokens by expert.
+    """Run each token through its chosen experts: each device sorts its own tokens by expert.
 
-    `backend`: of `pallas_kernels.grouped_matmul`.
+    `backend`: a backend of `pallas_kernels.grouped_matmul`.
     """
     graph, values = nnx.split(experts)
     values = jax.tree.map(partial(gather, stacked=1), values)
     values = jax.tree.map(_with_kernel_scales, values, is_leaf=_is_quantized)
-    summed_over, apart, mesh = axes_of("mlp"), axes_of("experts"), jax.sharding.get_abstract_mesh()
-    here = routing.probability.shape[-1] // shards(apart, mesh)
+    summed_over, expert_axes, mesh = axes_of("mlp"), axes_of("experts"), jax.sharding.get_abstract_mesh()
+    local_experts = routing.probability.shape[-1] // shards(expert_axes, mesh)
     positions = x.shape[1] // shards(RULES.value.positions, mesh)
 
-    def of_rows(values: Any, rows: Float[Array, "m d"], groups: Groups, noise: Noise | None) -> Float[Array, "m d"]:
+    def run_rows(values: Any, rows: Float[Array, "m d"], groups: Groups, noise: Noise | None) -> Float[Array, "m d"]:
         experts = nnx.merge(graph, values)
-        if summed_over and experts.down.bias is not None:  # of the devices whose outputs are summed one adds it
+        if summed_over and experts.down.bias is not None:  # outputs are summed over devices: only one adds the bias
             is_first = jax.lax.axis_index(summed_over) == 0
             experts.down.bias.set_value(jnp.where(is_first, experts.down.bias.get_value(), 0))
         with RULES(ON_DEVICE):
             return experts(rows[:, None], call._replace(groups=groups, noise=noise))[:, 0]
 
-    def arrived(values: Any, x: Array, expert: Array, token: Array) -> Array:
-        """What experts here make of rows that devices sent."""
+    def run_received(values: Any, x: Array, expert: Array, token: Array) -> Array:
+        """Run the device's experts on rows that devices sent."""
         values, noise = values
-        rows = arrange(expert, here, backend)
+        rows = arrange(expert, local_experts, backend)
         token_of = jnp.take(token, rows.item_of, mode="clip")
-        noise = noise and _of_rows(noise, token_of, positions)
-        y = of_rows(values, to_rows(x[None], rows.item_of, rows.row_of), rows.groups, noise)
+        noise = noise and _row_noise(noise, token_of, positions)
+        y = run_rows(values, to_rows(x[None], rows.item_of, rows.row_of), rows.groups, noise)
         return to_rows(y[None], rows.row_of, rows.item_of)
 
     def on_device(values: Any, x: Array, routing: Routing, noise: Noise | None) -> Array:
-        if apart and call.capacity_factor is not None:
-            noise = noise and noise.of_all(apart)
+        if expert_axes and call.capacity_factor is not None:
+            noise = noise and noise.of_all(expert_axes)
             chosen, weights, factor = routing.chosen, routing.weights, call.capacity_factor
-            total = through_experts(arrived, (values, noise), x, chosen, weights, here, apart, factor)
+            total = through_experts(
+                run_received, (values, noise), x, chosen, weights, local_experts, expert_axes, factor
+            )
             return jax.lax.psum(total, summed_over) if summed_over else total
-        if apart:
-            # Of the tokens of all devices among which experts are divided, each computes what its own experts add.
-            x, routing, noise = _of_all(apart, x, routing, noise)
-        rows = _arranged(routing, apart, backend)
+        if expert_axes:
+            # All-gather the tokens of the devices among which experts are divided. Each computes the contribution of
+            # its own experts to all tokens; the psum_scatter below adds the contributions up.
+            x, routing, noise = _gather_tokens(expert_axes, x, routing, noise)
+        rows = _arrange(routing, expert_axes, backend)
         token_of = rows.item_of // routing.chosen.shape[-1]
-        noise = noise and _of_rows(noise, token_of, positions)
-        y = of_rows(values, to_rows(x, token_of, rows.row_of), rows.groups, noise)
+        noise = noise and _row_noise(noise, token_of, positions)
+        y = run_rows(values, to_rows(x, token_of, rows.row_of), rows.groups, noise)
         total = from_rows(y, rows.item_of, rows.row_of, routing.weights)
         total = jax.lax.psum(total, summed_over) if summed_over else total
-        return jax.lax.psum_scatter(total, apart, scatter_dimension=0, tiled=True) if apart else total
+        return jax.lax.psum_scatter(total, expert_axes, scatter_dimension=0, tiled=True) if expert_axes else total
 
     arguments = values, x, routing, call.noise
     layouts = jax.tree.map(lambda array: jax.typeof(array).sharding.spec, arguments)
     return jax.shard_map(on_device, in_specs=layouts, out_specs=by_token(None))(*arguments)
 
 
-def _of_all(axes: Axes, x: Array, routing: Routing, noise: Noise | None) -> tuple[Array, Routing, Noise | None]:
-    """The tokens of all devices along these axes, where they go to, and the numbers of their rows."""
-    gathered = partial(jax.lax.all_gather, axis_name=axes, tiled=True)
-    return gathered(x), jax.tree.map(gathered, routing), noise and noise.of_all(axes)
+def _gather_tokens(axes: Axes, x: Array, routing: Routing, noise: Noise | None) -> tuple[Array, Routing, Noise | None]:
+    """All-gather tokens, their routing and the row numbers in their noise over the given axes."""
+    all_gather = partial(jax.lax.all_gather, axis_name=axes, tiled=True)
+    return all_gather(x), jax.tree.map(all_gather, routing), noise and noise.of_all(axes)
 
 
-def _arranged(routing: Routing, apart: Axes, backend: str) -> Arrangement:
-    """Rows for the tokens of the experts that a device has: all, or its part of those that these axes divide."""
+def _arrange(routing: Routing, axes: Axes, backend: str) -> Arrangement:
+    """Arrange tokens in rows by expert, for the experts of a device: all, or its share if `axes` divide them."""
     chosen, count = routing.chosen.reshape(-1), routing.probability.shape[-1]
-    if not apart:
+    if not axes:
         return arrange(chosen, count, backend)
-    parts = shards(apart, jax.sharding.get_abstract_mesh())
-    here = count // parts
-    number = chosen - jax.lax.axis_index(apart) * here
-    group_of = jnp.where((number >= 0) & (number < here), number, here)
-    return arrange(group_of, here, backend, block_of(len(chosen) // parts, here))
+    parts = shards(axes, jax.sharding.get_abstract_mesh())
+    local_experts = count // parts
+    # Items for other devices get group `local_experts`, past the last: they have no row and cost no products.
+    number = chosen - jax.lax.axis_index(axes) * local_experts
+    group_of = jnp.where((number >= 0) & (number < local_experts), number, local_experts)
+    return arrange(group_of, local_experts, backend, block_of(len(chosen) // parts, local_experts))
 
 
-def _of_rows(noise: Noise, token_of: Int[Array, " m"], positions: int) -> Noise:
-    """The noise of the rows of a grouped product, on a device with so many of the positions of its rows."""
+def _row_noise(noise: Noise, token_of: Int[Array, " m"], positions: int) -> Noise:
+    """Return the noise for the rows of a grouped product; `positions`: the device's number of positions in a row."""
     axes = RULES.value.positions
     length = positions * shards(axes, jax.sharding.get_abstract_mesh())
     row, position = jnp.divmod(token_of, positions)
@@ -189,13 +198,13 @@ def _with_kernel_scales(value: Any) -> Any:
 
 
 def refuses_grouped(device: Device, experts: MLP) -> str | None:
-    """Why the products of these experts cannot be grouped, or None."""
+    """Return why the products of these experts cannot be grouped, or None."""
     in_low_precision = any(isinstance(weight, LowPrecision) for weight in _weights(experts))
     return "there are no grouped products in low precision" if in_low_precision else None
 
 
 def refuses_kernel(device: Device, experts: MLP) -> str | None:
-    """Why the kernels cannot run these experts on a device, or None."""
+    """Return why the kernels cannot run these experts on a device, or None."""
     if reason := refuses_grouped(device, experts):
         return reason
     reasons = (triton.refuses(device, jax.ShapeDtypeStruct(w.shape, w.dtype)) for w in _weights(experts))
@@ -203,9 +212,9 @@ def refuses_kernel(device: Device, experts: MLP) -> str | None:
 
 
 def refuses_dense(device: Device, experts: MLP) -> str | None:
-    """Why not every device can compute every expert, or None."""
+    """Return why a device cannot compute every expert, or None."""
     parts = shards(axes_of("experts"), jax.sharding.get_abstract_mesh())
-    return "mesh.expert gives each device some experts, and dense computes all: take mesh.fsdp" if parts > 1 else None
+    return "dense needs all experts on each device, but mesh.expert divides them: use mesh.fsdp" if parts > 1 else None
 
 
 def _weights(experts: MLP) -> list[Any]:

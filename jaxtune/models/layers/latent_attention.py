@@ -1,4 +1,8 @@
-"""Multi-head latent attention (DeepSeek-V2, Liu et al. 2024): keys and values of all heads from one narrow latent."""
+"""Multi-head latent attention (DeepSeek-V2, Liu et al. 2024): keys and values of all heads from one narrow latent.
+
+Shape letters: b rows of the batch, s positions in a row, d features of the residual stream, h heads; "hd" is all heads'
+features in one axis, one head after another.
+"""
 
 from functools import partial
 from typing import Any
@@ -16,13 +20,13 @@ from jaxtune.models.spec import Heads, Latent, Layer, ModelSpec
 from jaxtune.models.spec import Norm as NormSpec
 from jaxtune.parallel.layout import by_token
 
-LATENT_NORM = NormSpec(1e-6)  # whatever the model's own epsilon is, as in transformers
+LATENT_NORM = NormSpec(1e-6)  # as in transformers, not the epsilon of the model's other norms
 
 
 class LatentAttention(nnx.Module):
-    """softmax(QK^T)V; of each head, the last features of queries are rotated, and one rotated key serves all heads.
+    """softmax(QK^T)V; rope rotates the last features of each query head, and all heads share one rotated key.
 
-    Keys and values are expanded before attention, in training and in decoding, whose cache is that of plain heads.
+    Keys and values are expanded before attention, also in decoding: the cache has expanded heads, not latents.
     """
 
     def __init__(self, spec: ModelSpec, layer: Layer, heads: Heads, latent: Latent):
@@ -47,7 +51,7 @@ class LatentAttention(nnx.Module):
     def __call__(
         self, x: Float[Array, "b s d"], inputs: Inputs, cache: Any, call: Call
     ) -> tuple[Float[Array, "b s d"], Any]:
-        """Attended activations and this layer's cache afterwards."""
+        """Return the layer's output and its updated cache."""
         latent, head_dim = self.latent, self.heads.head_dim
         if latent.query_rank is None:
             q, kv = jointly([self.q, self.kv_down], x, call)
@@ -56,6 +60,7 @@ class LatentAttention(nnx.Module):
             q = self.q_up(self.q_norm(q), call)
         kv, key = jnp.split(kv, [latent.rank], axis=-1)
         kv = self.kv_up(self.kv_norm(kv), call)
+        # kv_up's rows are, head by head, the key's features without rope and then the value's.
         q, kv, key = self._by_head(q), self._by_head(kv), key[:, :, None]
         plain = head_dim - latent.rotated
         (q, q_rotated), (k, v) = (jnp.split(both, [plain], axis=-1) for both in (q, kv))
@@ -64,7 +69,7 @@ class LatentAttention(nnx.Module):
             q_rotated, key = turn(q_rotated), turn(key)
         key = jnp.broadcast_to(key, q_rotated.shape, out_sharding=by_token("heads", None))
         q, k = jnp.concatenate([q, q_rotated], axis=-1), jnp.concatenate([k, key], axis=-1)
-        # The kernels take keys and values of one width.
+        # Values are padded, because the kernels need keys and values of the same width.
         v = jnp.pad(v, [(0, 0)] * 3 + [(0, head_dim - latent.value_dim)])
         attended, cache = inputs.attend(q, k, v, self.heads, None, cache, call)
         attended = attended[..., : latent.value_dim]

@@ -1,4 +1,7 @@
-"""Linear layers: the one `matmul`, and layers with optional adapters, several of the same input together."""
+"""Linear layers: the one `matmul`, and layers with optional adapters; layers of the same input run together.
+
+Shape letters: b rows of the batch, s positions in a row, i input features, o output features.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
@@ -18,26 +21,29 @@ from jaxtune.precision.matmul import LowPrecision
 from jaxtune.quant.array import QuantizedArray
 from pallas_kernels.grouped_matmul import Groups, by_row, grouped_matmul
 
-# The names of linear layers' outputs in policies of jax.checkpoint: of those before attention or a delta net, of a
-# feed-forward, of a mixture's experts, and of others.
+# Names of linear layers' outputs in policies of jax.checkpoint: projections before attention or a delta net, layers of
+# a feed-forward, layers of experts, and all others.
 QKV_PRODUCT, FFN_PRODUCT, EXPERT_PRODUCT = "linear before a mixer", "linear of a feed-forward", "linear of an expert"
 PRODUCT = "linear"
 
 
 class Adapter(Protocol):
-    """What is trained beside a frozen weight, by a parameter-efficient method; frozen and hashable, one a layer.
+    """A parameter-efficient method for one linear layer: parameters trained in addition to a frozen weight.
+
+    Implementations are frozen and hashable.
 
     Attributes:
-        shared: parameters that the parts of one Hugging Face module (a fused qkv) have in common, and the first holds.
-        owner: name of that first part ("attention.q"); None in the first part itself, and where the module is whole.
-        from_weight: whether what it begins as depends on the weight: then `begin` says it.
+        shared: names of the parameters that the parts of one Hugging Face module (a fused qkv) share; the first part
+            holds them.
+        owner: name of that first part ("attention.q"); None in the first part itself, and if the module is not fused.
+        from_weight: whether the initial values depend on the weight; then `begin` computes them.
     """
 
     shared: ClassVar[frozenset[str]]
 
     @property
     def peft_names(self) -> Mapping[str, str]:
-        """What peft calls each parameter, after the name of the module."""
+        """peft's name of each parameter, after the name of the module."""
         ...
 
     @property
@@ -47,33 +53,33 @@ class Adapter(Protocol):
 
     @property
     def owner(self) -> str | None:
-        """The part that holds what is `shared`; None in that part itself."""
+        """The part that holds the `shared` parameters; None in that part itself."""
         ...
 
     def declare(self, shape: tuple[int, int], axes: tuple[str | None, ...]) -> dict[str, Any]:
-        """The adapter's parameters, beside a weight (out, in) of these axes."""
+        """Declare the adapter's parameters for a weight (out, in) with the given shape and axes."""
         ...
 
     def begin(self, weight: Float[Array, "o i"], values: Mapping[str, Array]) -> dict[str, Array]:
-        """The parameters before the first step, float32, of those that were drawn; of a module, all rows together."""
+        """Return the initial parameters, float32, from the weight (all rows of a module together) and drawn values."""
         ...
 
     @staticmethod
     def outputs(
         linears: "Sequence[Linear]", x: Float[Array, "b s i"], ys: Sequence[Float[Array, "b s o"]], call: Call
     ) -> list[Float[Array, "b s o"]]:
-        """The outputs with the adapters of layers of the same input; `ys` are the bases', with their biases.
+        """Return the outputs of layers of the same input with their adapters; `ys`: base outputs, with biases.
 
-        Of a Hugging Face module all parts are among them, and the first one holds what is `shared`.
+        All parts of a Hugging Face module are in `linears`; the first one holds the `shared` parameters.
         """
         ...
 
     def merged(self, weight: Float[Array, "o i"], values: Mapping[str, Array]) -> Float[Array, "o i"]:
-        """The weight that gives the same output without an adapter: float32, from float32 values."""
+        """Return the merged weight, which gives the same output without the adapter; float32, from float32 values."""
         ...
 
     def merged_bias(self, bias: Float[Array, " o"], values: Mapping[str, Array]) -> Float[Array, " o"]:
-        """The same of the layer's bias."""
+        """Return the merged bias of the layer."""
         ...
 
 
@@ -84,24 +90,25 @@ def matmul(
     noise: Noise | None = None,
     groups: Groups | None = None,
 ) -> Float[Array, "b s o"]:
-    """x W^T in the dtype of x, W in Hugging Face's (out, in) orientation; `out` is the logical name of o.
+    """Return x W^T in the dtype of x, with W in Hugging Face's (out, in) orientation; `out`: the logical name of o.
 
     `noise`: source of randomness for stochastic rounding in a low-precision backward pass. `groups`: inside a
     shard_map, which of the weights (experts, o, i) multiplies each token (b * s).
     """
     if groups is not None:
-        assert not isinstance(weight, LowPrecision)  # models.experts computes those one after another
+        assert not isinstance(weight, LowPrecision)  # models.experts uses its dense backend for low precision
         rows = x.reshape(-1, x.shape[-1])
         if isinstance(weight, QuantizedArray):
             product = weight.grouped_matmul(rows, groups)
         else:
             product = grouped_matmul(rows, weight, groups)
         return product.reshape(*x.shape[:2], -1)
-    if not isinstance(weight, jax.Array):  # a weight knows how it is multiplied
+    if not isinstance(weight, jax.Array):  # quantized and low-precision weights have their own product
         return weight.matmul(x, used(out), noise)
     weight = gather(weight.astype(x.dtype))
-    # Products over two dimensions are several times faster on a CPU, so rows and positions are merged where no position
-    # is sharded: merging a sharded dimension would move every token, and keep XLA from scattering a sum over positions.
+    # Rows and positions are merged unless positions are sharded, because a product of two matrices is several times
+    # faster on a CPU. Merging a sharded dimension would move every token, and would keep XLA from reduce-scattering the
+    # product over positions.
     if shards(RULES.value.residual, jax.sharding.get_abstract_mesh()) > 1:
         return jnp.einsum("bsi,oi->bso", x, weight, out_sharding=by_token(out))
     rows = x.reshape(-1, x.shape[-1])
@@ -112,7 +119,7 @@ def matmul(
 class Linear(nnx.Module):
     """y = x W^T + bias, with an adapter if there is one.
 
-    `name` is its place in the layer ("mlp.down"), by which the layer says how it is treated; `kind` that of its weight.
+    `name` is its path in the layer ("mlp.down"), by which the layer's treatments name it; `kind`: its weight's kind.
     """
 
     def __init__(
@@ -134,15 +141,15 @@ class Linear(nnx.Module):
             setattr(self, part, variable)
 
     def __call__(self, x: Float[Array, "b s i"], call: Call) -> Float[Array, "b s o"]:
-        """y in the dtype of x."""
+        """Return y in the dtype of x."""
         return jointly([self], x, call)[0]
 
     def part(self, name: str) -> Array:
-        """A parameter of the adapter."""
+        """Return the value of a parameter of the adapter."""
         return getattr(self, name).get_value()
 
     def base(self, x: Float[Array, "b s i"], call: Call) -> Float[Array, "b s o"]:
-        """y without the adapter."""
+        """Return y without the adapter."""
         noise = call.noise and call.noise.site(f"{self.name} rounding")
         y = matmul(x, self.weight.get_value(), self.out, noise, call.groups)
         if self.bias is None:
@@ -151,16 +158,17 @@ class Linear(nnx.Module):
             bias = jax.reshard(self.bias.astype(y.dtype), P(jax.typeof(y).sharding.spec[-1]))
         else:
             bias = by_row(self.bias.astype(y.dtype), call.groups, len(y))[:, None]
-        # In float32, so that the bias's gradient is summed over the tokens in float32.
+        # Added in float32, so that the bias's gradient is summed over the tokens in float32.
         return (y.astype(jnp.float32) + bias.astype(jnp.float32)).astype(y.dtype)
 
 
 def jointly(linears: Sequence[Linear], x: Float[Array, "b s i"], call: Call) -> list[Float[Array, "b s o"]]:
-    """The outputs of layers of the same input, in the dtype of x; their adapters are computed together.
+    """Return the outputs of layers of the same input, in the dtype of x; their adapters are computed together.
 
-    The parts of a fused Hugging Face module come together, the first one first: it holds what their adapters share.
+    `linears` has all parts of a fused Hugging Face module, the first part first: it holds the shared parameters of
+    their adapters.
     """
-    if len({linear.float32 for linear in linears}) > 1:  # parts of one module never differ
+    if len({linear.float32 for linear in linears}) > 1:  # different modules: parts of one module never differ
         return [linear(x, call) for linear in linears]
     if not linears[0].float32:
         return [named(y, call, linear) for y, linear in zip(_outputs(linears, x, call), linears)]
@@ -170,7 +178,7 @@ def jointly(linears: Sequence[Linear], x: Float[Array, "b s i"], call: Call) -> 
 
 
 def named(y: Float[Array, "..."], call: Call, linear: Linear | None = None) -> Float[Array, "..."]:
-    """The output of a linear layer, or a product of adapters, under the name by which policies know it."""
+    """Return a linear layer's output, or a product of an adapter, named for the policies of jax.checkpoint."""
     part, _, of_part = ("", "", "") if linear is None else linear.name.partition(".")
     name = FFN_PRODUCT if part == "mlp" else PRODUCT if of_part in ("", "o") else QKV_PRODUCT
     return checkpoint_name(y, name if call.groups is None else EXPERT_PRODUCT)
@@ -181,7 +189,7 @@ def _outputs(linears: Sequence[Linear], x: Float[Array, "b s i"], call: Call) ->
     adapted = [place for place, linear in enumerate(linears) if linear.adapter]
     if not adapted or not call.adapters:
         return ys
-    of_them = [linears[place] for place in adapted]  # all of one kind, as those of a model are
-    outputs = of_them[0].adapter.outputs(of_them, x, [ys[place] for place in adapted], call)
+    adapted_linears = [linears[place] for place in adapted]  # a model has adapters of one class
+    outputs = adapted_linears[0].adapter.outputs(adapted_linears, x, [ys[place] for place in adapted], call)
     with_adapters = dict(zip(adapted, outputs))
     return [with_adapters.get(place, y) for place, y in enumerate(ys)]

@@ -1,4 +1,7 @@
-"""The feed-forward layer, gated (Shazeer 2020) or not."""
+"""The feed-forward layer, gated (Shazeer 2020) or not.
+
+Shape letters: b rows of the batch, s positions in a row, d features of the residual stream, h hidden features.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +17,7 @@ from jaxtune.models.spec import Activation, ClampedSilu, FeedForward, Layer, Mod
 from jaxtune.parallel.layout import P, axes_in, by_token, shards
 from jaxtune.precision.matmul import LowPrecision
 
-# Tokens of a device at once, where memory is short: enough for products to be as fast as those of more.
+# Tokens of a device in one tile, if memory is short (remat 'offload'). A larger tile would not make products faster.
 TILE = 16_384
 ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -24,7 +27,7 @@ ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
 
 
 def gate_by(activation: Activation, gate: Float[Array, "b s h"], up: Float[Array, "b s h"]) -> Float[Array, "b s h"]:
-    """activation(gate) * up, or what the activation makes of both."""
+    """Return activation(gate) * up, or the combination of both that the activation defines."""
     if not isinstance(activation, ClampedSilu):
         return ACTIVATIONS[activation](gate) * up
     gate, up = jnp.minimum(gate, activation.limit), jnp.clip(up, -activation.limit, activation.limit)
@@ -32,7 +35,7 @@ def gate_by(activation: Activation, gate: Float[Array, "b s h"], up: Float[Array
 
 
 class MLP(nnx.Module):
-    """down of `gate_by`, or down(activation(up(x))). `name` is its place in the layer."""
+    """down(gate_by(activation, gate(x), up(x))), or down(activation(up(x))). `name` is its path in the layer."""
 
     def __init__(self, spec: ModelSpec, layer: Layer, options: FeedForward, name: str = "mlp"):
         linear = partial(Linear, spec, layer, bias=options.bias)
@@ -43,18 +46,19 @@ class MLP(nnx.Module):
         self.activation: Activation = options.activation
 
     def __call__(self, x: Float[Array, "b s d"], call: Call) -> Float[Array, "b s d"]:
-        """The feed-forward of every token."""
-        # The amax of a delayed scale is that of all tokens, and comes as a gradient: tiles would add theirs.
+        """Return the feed-forward layer's output for every token."""
+        # No tiles with delayed scaling: the amax of all tokens is returned as a gradient, and gradients of tiles are
+        # added, where a maximum is needed.
         if call.remat != "offload" or call.groups is not None or any(map(_scale_is_delayed, self.linears)):
             return self._of(x, call)
-        # Each tile adds to the gradient of the adapters: in float32.
+        # The gradients of adapters are summed over tiles: cast outside the loop, the sum is float32.
         graph, adapters, weights = nnx.split(self, nnx.LoRAParam, ...)
         adapters = jax.tree.map(lambda a: a.astype(jnp.float32), adapters)
         return by_tiles(lambda tile, call: nnx.merge(graph, adapters, weights)._of(tile, call), x, call)
 
     @property
     def linears(self) -> list[Linear]:
-        """Its linear layers."""
+        """The linear layers."""
         return [linear for linear in (self.gate, self.up, self.down) if linear is not None]
 
     def _of(self, x: Float[Array, "b s d"], call: Call) -> Float[Array, "b s d"]:
@@ -70,17 +74,18 @@ def _scale_is_delayed(linear: Linear) -> bool:
 
 
 def by_tiles(function: Callable[[Array, Call], Array], x: Float[Array, "b s d"], call: Call) -> Float[Array, "b s d"]:
-    """A function of each token alone, of one tile of positions after another; recomputed so in the backward pass.
+    """Apply a function of single tokens to one tile of positions after another, and recompute tiles in backward.
 
     Tiles are equal parts of a device's positions, the largest with at most TILE tokens. Each has its own noise.
     """
+    # Positions are split by device first and by tile second, so that every device has a part of each tile.
     mesh, (batch, positions) = jax.sharding.get_abstract_mesh(), by_token()
     rows, parts = x.shape[0] // shards(axes_in(batch), mesh), shards(axes_in(positions), mesh)
     tiles = equal_parts(x.shape[1] // parts, max(1, TILE // rows))
     if tiles == 1:
         return function(x, call)
     size = x.shape[1] // parts // tiles
-    apart = jnp.reshape(
+    split = jnp.reshape(
         x, (x.shape[0], parts, tiles, size, x.shape[2]), out_sharding=P(batch, positions, None, None, None)
     )
 
@@ -91,10 +96,10 @@ def by_tiles(function: Callable[[Array, Call], Array], x: Float[Array, "b s d"],
         y = function(of_devices, call.layer(number))
         return None, jnp.reshape(y, tile.shape, out_sharding=P(batch, positions, None, None))
 
-    _, ys = jax.lax.scan(of_tile, None, (jnp.arange(tiles), jnp.moveaxis(apart, 2, 0)))
+    _, ys = jax.lax.scan(of_tile, None, (jnp.arange(tiles), jnp.moveaxis(split, 2, 0)))
     return jnp.reshape(jnp.moveaxis(ys, 0, 2), x.shape, out_sharding=by_token(None))
 
 
 def equal_parts(positions: int, most: int) -> int:
-    """The fewest equal parts of so many positions of which none is longer than `most`."""
+    """Return the fewest equal parts of `positions` positions with at most `most` positions each."""
     return next(parts for parts in range(-(-positions // most), positions + 1) if positions % parts == 0)

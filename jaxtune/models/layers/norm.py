@@ -1,4 +1,4 @@
-"""Normalisation of features."""
+"""Normalisation of features: RMSNorm and LayerNorm."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jaxtune.parallel.layout import P
 
 
 class Norm(nnx.Module):
-    """x / rms(x) * weight over the last dimension, or what else `options` say; computed in float32.
+    """x / rms(x) * weight over the last dimension, or the variant in `options`; computed in float32.
 
     `axis` is the logical name of that dimension.
     """
@@ -23,10 +23,10 @@ class Norm(nnx.Module):
         self.options = options
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
-        """Normalised x, in its dtype.
+        """Return normalised x in the dtype of x.
 
-        As in transformers the weight is rounded to that dtype. They are multiplied in float32, so that the weight's
-        gradient is summed over the tokens in float32.
+        As in transformers, the weight is rounded to that dtype. The product is float32, so that the weight's gradient
+        is summed over the tokens in float32.
         """
         wide = x.astype(jnp.float32)
         if self.options.centred:
@@ -35,9 +35,9 @@ class Norm(nnx.Module):
         if self.options.rounded:
             normed = normed.astype(x.dtype).astype(jnp.float32)
 
-        def beside(value: Array) -> Array:
+        def broadcastable(value: Array) -> Array:
             return jax.reshard(value.astype(x.dtype), P(jax.typeof(x).sharding.spec[-1])).astype(jnp.float32)
 
-        weight = beside(self.weight.get_value())
+        weight = broadcastable(self.weight.get_value())
         y = normed * (1 + weight if self.options.offset else weight)
-        return (y if self.bias is None else y + beside(self.bias.get_value())).astype(x.dtype)
+        return (y if self.bias is None else y + broadcastable(self.bias.get_value())).astype(x.dtype)

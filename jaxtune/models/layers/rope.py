@@ -1,4 +1,7 @@
-"""Rotary position embedding: frequencies of every scaling that transformers knows for these families, and rotation."""
+"""Rotary position embedding: frequencies, with all scalings that transformers has for these families, and rotation.
+
+Shape letters: b rows of the batch, s positions in a row, h heads, d features of a head, r rotated features.
+"""
 
 import math
 from typing import NamedTuple
@@ -11,7 +14,7 @@ from jaxtune.models.spec import Rope
 
 
 class Rotation(NamedTuple):
-    """Cosine and sine for every token and rotated feature, and what its queries are multiplied by; float32."""
+    """Cosine and sine for each token and rotated feature, and a factor on each token's queries; float32."""
 
     cos: Float[Array, "b s 1 r"]
     sin: Float[Array, "b s 1 r"]
@@ -19,7 +22,7 @@ class Rotation(NamedTuple):
 
 
 def rotation(rope: Rope, head_dim: int, positions: Int[Array, "b s"]) -> Rotation:
-    """Once a batch. Matches transformers' modeling_rope_utils."""
+    """Compute the rotation of each token, once per batch. Matches transformers' modeling_rope_utils."""
     frequencies, magnitude = _frequencies(rope, int(head_dim * rope.fraction), positions)
     positions = positions[..., None].astype(jnp.float32)
     angles = positions * frequencies
@@ -32,9 +35,10 @@ def rotation(rope: Rope, head_dim: int, positions: Int[Array, "b s"]) -> Rotatio
 
 
 def rotate(x: Float[Array, "b s h d"], rope: Rope, rotation: Rotation) -> Float[Array, "b s h d"]:
-    """The first features of each head rotated in pairs."""
+    """Rotate the first features of each head in pairs."""
     cos, sin = rotation.cos.astype(x.dtype), rotation.sin.astype(x.dtype)
     x, rest = jnp.split(x, [cos.shape[-1]], axis=-1)
+    # Rotation of a pair (low, high) by an angle: (low cos - high sin, high cos + low sin).
     if rope.interleaved:
         low, high = x[..., ::2], x[..., 1::2]
         turned = jnp.stack([-high, low], axis=-1).reshape(x.shape)
@@ -46,7 +50,8 @@ def rotate(x: Float[Array, "b s h d"], rope: Rope, rotation: Rotation) -> Float[
 
 
 def _frequencies(rope: Rope, head_dim: int, positions: Array) -> tuple[Array, float]:
-    """Inverse wavelengths (d/2,) and the factor on cosine and sine."""
+    """Return inverse wavelengths (d/2,) and the factor on cosine and sine."""
+    # In NumPy, as constants of the program; only dynamic scaling depends on traced values.
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
     base = 1.0 / np.float32(rope.theta) ** exponents
     if rope.kind == "default":
@@ -57,7 +62,7 @@ def _frequencies(rope: Rope, head_dim: int, positions: Array) -> tuple[Array, fl
         return jnp.asarray(_llama3(rope, base)), 1.0
     if rope.kind == "yarn":
         return jnp.asarray(_yarn(rope, base, head_dim)), _yarn_magnitude(rope)
-    # dynamic (NTK): theta grows with the longest document of the batch
+    # dynamic (NTK): theta grows with the longest document in the batch, so the frequencies depend on the data
     longest = jnp.maximum(jnp.max(positions) + 1, rope.original_positions).astype(jnp.float32)
     stretch = rope.factor * longest / rope.original_positions - (rope.factor - 1.0)
     theta = rope.theta * stretch ** (head_dim / (head_dim - 2))
@@ -65,7 +70,7 @@ def _frequencies(rope: Rope, head_dim: int, positions: Array) -> tuple[Array, fl
 
 
 def _llama3(rope: Rope, base: np.ndarray) -> np.ndarray:
-    """Llama 3.1: divide low frequencies by the factor, keep high ones, a ramp in between."""
+    """Scale as Llama 3.1: divide low frequencies by the factor, keep high ones, with a ramp in between."""
     wavelength = 2 * np.pi / base
     longest = rope.original_positions / rope.low_frequency_factor
     shortest = rope.original_positions / rope.high_frequency_factor
@@ -78,7 +83,7 @@ def _llama3(rope: Rope, base: np.ndarray) -> np.ndarray:
 
 
 def _yarn(rope: Rope, base: np.ndarray, head_dim: int) -> np.ndarray:
-    """Peng et al. 2023: interpolate slow dimensions, keep fast ones, a ramp in between."""
+    """Scale as YaRN (Peng et al. 2023): interpolate slow dimensions, keep fast ones, with a ramp in between."""
 
     def dimension(rotations: float) -> float:
         return head_dim * math.log(rope.original_positions / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))

@@ -1,4 +1,8 @@
-"""The router of a mixture of experts: which of them a token goes to, and what their outputs are multiplied by."""
+"""The router of a mixture of experts: it chooses the experts of each token and the weights of their outputs.
+
+Shape letters: b rows of the batch, s positions in a row, d features of the residual stream, e experts, k chosen experts
+of a token.
+"""
 
 from typing import NamedTuple
 
@@ -11,14 +15,17 @@ from jaxtune.models import spec as specs
 from jaxtune.models.declared import declared
 from jaxtune.parallel.layout import P, gather
 
-TINY = 1e-20  # as in transformers
+TINY = 1e-20  # added to a sum that divides scores, as in transformers
 
 
 class Routing(NamedTuple):
-    """Which experts a token goes to.
+    """The experts of each token. All floats are float32.
 
-    probability: of every expert, its score over the sum of all. chosen, weights: the `active` ones, and what multiplies
-    their outputs. log_sum: the logarithm of the sum of the exponentials of all logits. All float32.
+    Attributes:
+        probability: score of each expert over the sum of all scores.
+        chosen: numbers of the chosen experts.
+        weights: factors on the outputs of the chosen experts.
+        log_sum: logsumexp of the router's logits.
     """
 
     probability: Float[Array, "b s e"]
@@ -40,7 +47,7 @@ class Router(nnx.Module):
         self.options = options
 
     def __call__(self, x: Float[Array, "b s d"]) -> Routing:
-        """In float32, of logits in the dtype of x or float32, as in transformers."""
+        """Route tokens. As in transformers, logits are in the dtype of x or float32; the rest is float32."""
         options = self.options
         x = x.astype(jnp.float32) if options.float32 else x
         weight = gather(self.weight.get_value().astype(x.dtype))
@@ -50,21 +57,21 @@ class Router(nnx.Module):
             logits += jax.reshard(self.bias.get_value().astype(x.dtype), P())
         logits = logits.astype(jnp.float32)
         scores = jax.nn.sigmoid(logits) if options.scores == "sigmoid" else jax.nn.softmax(logits, axis=-1)
-        chosen = jax.lax.top_k(self._ranked(scores), options.active)[1]
+        chosen = jax.lax.top_k(self._rank(scores), options.active)[1]
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if options.normalized:
             weights /= weights.sum(-1, keepdims=True) + TINY
         probability = scores if options.scores == "softmax" else scores / (scores.sum(-1, keepdims=True) + TINY)
         return Routing(probability, chosen, weights * options.scale, jax.nn.logsumexp(logits, axis=-1))
 
-    def _ranked(self, scores: Float[Array, "b s e"]) -> Float[Array, "b s e"]:
-        """Scores to choose by: corrected; outside the groups whose two best experts score highest, -inf."""
+    def _rank(self, scores: Float[Array, "b s e"]) -> Float[Array, "b s e"]:
+        """Return the scores by which experts are chosen: corrected, and -inf outside the best groups."""
         options = self.options
         if self.correction is not None:
             scores += jax.reshard(self.correction.get_value(), P())
         if options.groups == 1:
             return scores
         by_group = scores.reshape(*scores.shape[:2], options.groups, -1)
-        best = jax.lax.top_k(by_group, 2)[0].sum(-1)
+        best = jax.lax.top_k(by_group, 2)[0].sum(-1)  # a group's score: the sum of its best two experts' scores
         last = jax.lax.top_k(best, options.active_groups)[0][..., -1:]
         return jnp.where((best >= last)[..., None], by_group, -jnp.inf).reshape(scores.shape)
