@@ -456,7 +456,7 @@ def _write_part(
 
 @contextlib.contextmanager
 def _renamed_when_finished(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to `folder`, which is renamed to `folder` at the end if it has a summary by then."""
+    """Yield a temporary folder next to `folder`, which is renamed to `folder` at the end if it has a summary."""
     temporary = _temporary(folder)
     temporary.mkdir()
     try:
