@@ -155,8 +155,8 @@ class Documents:
 
         Args:
             column: the column, per document or per token.
-            values: a value for each document. For a column per token, a value for each token of all parts, chosen or not
-                (`first_token`): the array is sliced, not indexed, so that a memory-mapped file is not read here.
+            values: a value for each document. For a column per token, a value for each token of all parts, chosen or
+                not (`first_token`): the array is sliced, not indexed, so that a memory-mapped file is not read here.
         """
         if column.per == "token":
             ends = np.cumsum([0, *(part.offsets[-1] for part in self.parts)])
