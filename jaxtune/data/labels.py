@@ -85,7 +85,8 @@ def names_in(
         raise UserError(f"{places[number]}: label {number} is a number, but {text!r} at {places[text]} is text")
     if len(places) < 2 and count is None:
         raise UserError(
-            f"data: all samples have the same label, {next(iter(places), None)!r}; for regression set model.num_labels=1"
+            f"data: all samples have the same label, {next(iter(places), None)!r}; for regression set "
+            "model.num_labels=1"
         )
     if numbers:
         return tuple(f"LABEL_{number}" for number in range(count or _count_labels(numbers, places)))

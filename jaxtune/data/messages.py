@@ -44,7 +44,7 @@ def check_tools(raw: Any) -> list[Any] | None:
 def _check_message(raw: Any, i: int) -> Message:
     if not isinstance(raw, dict):
         raise UserError(f"message {i}: expected an object {{role, content}}, found {clip(repr(raw))}")
-    # Arrow gives every message all the fields that any message has, None where a message lacks one.
+    # Arrow gives every message all the fields that any message has, with None for a field that a message lacks.
     message = {key: value for key, value in raw.items() if value is not None}
     if message.get("role") not in ROLES:
         raise UserError(f"message {i}: unknown role {message.get('role')!r}; known are {', '.join(ROLES)}")
