@@ -62,7 +62,7 @@ OLD_LOG_PROB = Column("old_log_prob", np.float32)
 def of_teacher(top_k: int) -> tuple[Column, Column]:
     """Return the columns of a teacher's top-k tokens at each target, and of their log-probabilities.
 
-    The last log-probability is that of all other tokens together. See `run.teacher`.
+    The last log-probability is the one of all other tokens together. See `run.teacher`.
     """
     return Column("teacher_tokens", np.int32, width=top_k), Column("teacher_log_probs", np.float32, width=top_k + 1)
 

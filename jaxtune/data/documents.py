@@ -134,7 +134,7 @@ def prepare_shard(
 ) -> list[str]:
     """Tokenise a shard of the parts that `tokenize` joins later, and return a line for the user about each entry.
 
-    Arguments and errors are those of `tokenize`, except that a shard may have no samples.
+    Arguments and errors as in `tokenize`, except that a shard may have no samples.
     """
     lines = []
     shaping = shaping_of(tokenizer, on_bad_row, labels, chat)
@@ -180,13 +180,13 @@ def _last_made(entry: Dataset, cache_dir: Path, shaping: str) -> Part:
     if not made:
         raise UserError(
             f"data.cache_only: {cache_dir} holds nothing made from {name} with these options and this tokenizer; run "
-            "`python -m jaxtune.prepare` where its source is, with the same data.cache_dir"
+            "`python -m jaxtune.prepare` on a machine that has its source, with the same data.cache_dir"
         )
     folder = max(made, key=made.__getitem__)
     if problems := manifest.verify(folder):
         raise UserError(
             f"data.cache_only: {folder} is damaged ({problems[0]}); delete it, and run `python -m jaxtune.prepare` "
-            f"where the source {name} is"
+            f"on the machine that has the source {name}"
         )
     part = cache.load(folder)
     older = f"; {len(made) - 1} older ones are not used" if len(made) > 1 else ""

@@ -112,7 +112,7 @@ def _no_type(types: list[str], entry: Dataset, sample: Sample) -> str:
 
 
 def _cause(types: list[str], entry: Dataset, sample: Sample) -> str:
-    """Return the likely cause that a sample has no known column; "" if there is no hint."""
+    """Return the likely cause that a sample has no known column; "" if nothing hints at one."""
     if "conversation" in types and (column := next((name for name in sample if _is_messages(sample[name])), None)):
         return (
             f"column {column!r} holds messages: set messages_field={column!r}, which is "

@@ -30,7 +30,7 @@ def refuse_lost_answers(
     Args:
         messages: the conversation.
         turns: numbers of the assistant's messages.
-        spans: spans of the turns in `text`. If the template marks them, their number may differ from that of the turns.
+        spans: spans of the turns in `text`. If the template marks turns, the numbers of spans and turns may differ.
         text: the rendered conversation.
         stop: returns the special token that ends a text.
     """

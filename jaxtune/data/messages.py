@@ -32,7 +32,7 @@ def check_messages(raw: Any) -> list[Message]:
 
 
 def check_tools(raw: Any) -> list[Any] | None:
-    """Return tool descriptions as a list, from a list or its JSON text; None if there are no tools."""
+    """Return tool descriptions as a list, from a list or its JSON text; None if the list is empty."""
     tools = _from_json(raw, "tools") if isinstance(raw, str) and raw else raw
     if not tools:
         return None

@@ -1,4 +1,4 @@
-"""Mix datasets: each one whole, or all of them in given shares."""
+"""Mix datasets: each one whole, or in given shares."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ def mix(documents: Documents, entries: tuple[Dataset, ...], data: Data) -> Docum
 
     Args:
         documents: the documents, with a part for each entry, in their order.
-        entries: the entries; either all of them have a weight, or none.
+        entries: the entries; all have a weight, or none has.
         data: reads mixing, mixing_temperature, samples_per_epoch, shuffle and seed.
     """
     if data.mixing == "concat" and data.samples_per_epoch is None:

@@ -1,4 +1,4 @@
-"""Preference data: a prompt with two answers, one of them better; or a prompt with one answer, wanted or not."""
+"""Preference data: a prompt with a better and a worse answer; or a prompt with one answer, wanted or not."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,7 +27,7 @@ _WANTED = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0
 def needed_fields(entry: Dataset, sample: Sample) -> list[tuple[str, str]] | None:
     """Return (option, column) for a sample's prompt and two answers, in the layout of TRL, ms-swift or ERNIEKit.
 
-    The option is the one that names the column, "" if there is none. None if the sample has none of these layouts.
+    The option is the one that names the column, "" if there is none. None if the sample has another layout.
     """
     answers = [("chosen_field", entry.chosen_field), ("rejected_field", entry.rejected_field)]
     if {field for _, field in answers} <= sample.keys():
@@ -102,7 +102,7 @@ def with_other_answers(units: Iterable[Unit], name: str) -> Iterator[Unit]:
     if first is not None and before is not None:
         if not differ:
             raise UserError(
-                f"data: {name} has only one answer, and KTO compares each with that of another sample: add samples"
+                f"data: {name} has only one answer, and KTO compares it with answers of other samples: add samples"
             )
         yield _with_other(before, first)
 
@@ -165,7 +165,7 @@ def _read_ernie(sample: Sample) -> tuple[Any, Any, Any]:
 def _read_swift(entry: Dataset, sample: Sample) -> tuple[Any, Any, Any]:
     """Return (prompt, chosen, rejected) from the columns of ms-swift; prompt None: the answers begin with it."""
     messages = value_in(entry, sample, "messages")
-    # In an Arrow file every sample has both columns, one of them null.
+    # In an Arrow file every sample has both columns, and one is null.
     column = next((name for name in _SWIFT if sample.get(name) is not None), _SWIFT[0])
     rejected = value_in(entry, sample, column)
     if not isinstance(messages, list):

@@ -170,7 +170,7 @@ def _read_jsonl(file: File, entry: Dataset, report: Report) -> Samples:
 
 def _read_json(file: File, entry: Dataset, report: Report) -> Samples:
     """Read a list of objects, an object over several lines, or JSON lines."""
-    # The first line tells the three apart. A whole file is parsed in memory; JSON lines are not.
+    # The first line shows which of the three it is. A whole file is parsed in memory; JSON lines are not.
     with file.open() as stream:
         line = stream.readline(BINARY_PROBE_BYTES).removeprefix(b"\xef\xbb\xbf")
         while line.isspace():

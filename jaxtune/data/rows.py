@@ -176,7 +176,7 @@ class Rows:
         return self._documents
 
     def total(self, epochs: float) -> int:
-        """Return the number of rows of this many passes over the data, the last of which may be a fraction."""
+        """Return the number of rows of `epochs` passes over the data; the last pass may be a fraction."""
         whole = math.floor(epochs)
         first = self._first_row_of(whole)
         if epochs == whole:

@@ -63,7 +63,7 @@ def open_source(
     Args:
         entry: the entry; it also selects samples and columns, and names the function that changes them.
         vocabulary: number of different tokens, if they are random.
-        streaming: whether to read a dataset on the hub without downloading all of it first.
+        streaming: whether to read a dataset on the hub without downloading it completely first.
         say: called with lines about the data, while it is read.
 
     Raises:
@@ -148,7 +148,7 @@ def _without_nulls(samples: Samples, name: str, said: set[str], say: Callable[[s
     """Yield the samples of a table without the keys of nested objects that are null.
 
     Parquet and Arrow give each object the keys of all others, with null for a missing one. A null that the user wrote
-    looks the same, so the user is told once for each column; `said` holds these columns.
+    looks the same, so a line for the user reports it, once for each column; `said` holds these columns.
     """
     for where, sample in samples:
         cleaned = {column: _without_null_keys(value) for column, value in sample.items()}
@@ -173,7 +173,7 @@ def _patterns(entry: Dataset) -> tuple[str, ...]:
 
 
 def _files(path: str, match: Found, entry: Dataset) -> list[File]:
-    """Return the files to read, of those that `find` returned for a path."""
+    """Return the files to read from the result of `find` for a path."""
     if match is None:
         raise UserError(f"data: no such file or folder: {path}{_near(path)}")
     _check_unused(entry, f"{path} is a file or folder, not on the hub", "subset", "revision")
@@ -184,7 +184,7 @@ def _files(path: str, match: Found, entry: Dataset) -> list[File]:
 
 
 def _check_unused(entry: Dataset, reason: str, *names: str):
-    """Raise UserError if the entry sets one of these options, which have no effect for the reason given."""
+    """Raise UserError if the entry sets an option of `names`, because it has no effect here; `reason` says why."""
     for name in names:
         if getattr(entry, name) != getattr(Dataset(), name):
             raise UserError(f"data: {name} = {getattr(entry, name)!r} has no effect: {reason}")

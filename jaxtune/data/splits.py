@@ -49,7 +49,7 @@ def open_validation(
 ) -> dict[str, Documents]:
     """Return validation documents by the name of their datasets ("" for no name); {} if the config has no validation.
 
-    Arguments and errors are those of `open_documents`.
+    Arguments and errors as in `open_documents`.
     """
     data = config.data
     if data.eval_datasets:

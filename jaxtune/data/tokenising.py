@@ -95,7 +95,7 @@ class Tokeniser:
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """The columns of the units, besides tokens and weights."""
+        """The columns of the units in addition to tokens and weights."""
         return formats.COLUMNS.get(self.entry.type, ())
 
     @property

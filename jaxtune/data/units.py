@@ -211,7 +211,7 @@ class Documents:
         """Numbers of the documents of the chosen units, counted through the parts."""
         ends = np.cumsum(np.concatenate([np.diff(part.units) for part in self.parts]))
         sizes = np.diff(self.units)
-        # Documents of a unit have consecutive numbers: shift each run of them to where its unit is in the parts.
+        # Documents of a unit have consecutive numbers: shift each unit's run to its place in the parts.
         return np.arange(self.units[-1]) + np.repeat(ends[self.chosen] - sizes - self.units[:-1], sizes)
 
     @cached_property
