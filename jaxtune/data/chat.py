@@ -220,7 +220,7 @@ class ChatTemplate:
         return next((stop for stop in self._stops if text.startswith(stop, position)), None)
 
     def _stop(self, text: str) -> str | None:
-        """The special token that a turn ends in, white space aside."""
+        """Return the special token that a turn ends in, ignoring white space after it."""
         text = text.rstrip()
         return next((stop for stop in self._stops if text.endswith(stop)), None)
 

@@ -193,7 +193,7 @@ def test_whether_an_answer_is_wanted_is_a_column_of_its_unit(read, tokenizer, tm
 
 def test_an_answer_is_not_compared_with_itself(read):
     with pytest.raises(
-        UserError, match=r"data: .*a.jsonl has only one answer, and KTO compares each with that of anoth"
+        UserError, match=r"data: .*a.jsonl has only one answer, and KTO compares it with answers of oth"
     ):
         read(ANSWERS[0], type="unpaired_preference")
     with pytest.raises(UserError, match="has only one answer"):
