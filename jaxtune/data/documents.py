@@ -106,7 +106,7 @@ def tokenize(
             note = f"{source.name}: from the cache of {_time_made(folder):%Y-%m-%d %H:%M}"
             loaded.append(dataclasses.replace(part, notes=(*part.notes, note)))
             continue
-        with _locked(cache_dir / f"{folder.name}.lock") as locked, full_disk_is_named(cache_dir):
+        with _hold_lock(cache_dir / f"{folder.name}.lock") as locked, full_disk_is_named(cache_dir):
             _remove_damaged(folder, source.name)
             if locked:
                 for left_by_a_kill in cache_dir.glob(f"{folder.name}.{socket.gethostname()}.*.tmp"):
@@ -139,7 +139,7 @@ def prepare_shard(
     lines = []
     shaping = shaping_of(tokenizer, on_bad_row, labels, chat)
     for source, entry, folder, _ in _find_sources(entries, tokenizer, cache_dir, shaping):
-        with _locked(cache_dir / f"{folder.name}.lock", shared=True), full_disk_is_named(cache_dir):
+        with _hold_lock(cache_dir / f"{folder.name}.lock", shared=True), full_disk_is_named(cache_dir):
             _remove_damaged(folder, source.name)
             if folder.exists():
                 lines.append(f"{source.name}: it is whole in the cache already")
@@ -228,7 +228,7 @@ def full_disk_is_named(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, shared: bool = False) -> Iterator[bool]:
+def _hold_lock(path: Path, shared: bool = False) -> Iterator[bool]:
     """Hold a lock; yield False on a file system without locks. That only costs time, because the first rename wins."""
     while True:
         with path.open("w") as lock:

@@ -73,7 +73,7 @@ def detect(entry: Dataset, sample: Sample) -> tuple[Dataset, tuple[str, ...]]:
         if not types:
             raise UserError(f"no type reads all of {', '.join(sorted(given))}; set type, and only what it reads")
     for type_ in types:
-        needed = _needed(type_, entry, sample)
+        needed = _needed_columns(type_, entry, sample)
         columns = tuple(dict.fromkeys(column for _, field in needed for column in columns_in(field)))
         if set(columns) <= sample.keys():
             break
@@ -101,7 +101,7 @@ def _no_type(types: list[str], entry: Dataset, sample: Sample) -> str:
         )
     needed = {
         type_: " and ".join(
-            field + (f" ({option})" if option else "") for option, field in _needed(type_, entry, sample)
+            field + (f" ({option})" if option else "") for option, field in _needed_columns(type_, entry, sample)
         )
         for type_ in types
     }
@@ -171,7 +171,7 @@ def _kinds_of_words(text: Any) -> list[str]:
     return ["letters" if word.isalpha() else "digits" if word.isdigit() else "others" for word in str(text).split()]
 
 
-def _needed(type_: str, entry: Dataset, sample: Sample) -> list[tuple[str, str]]:
+def _needed_columns(type_: str, entry: Dataset, sample: Sample) -> list[tuple[str, str]]:
     """Return (option, column) for the columns that a sample of a type must have; option "": none names the column."""
     if type_ == "tokenized":
         return [("", "input_ids")]
@@ -264,7 +264,7 @@ def make_format(
                 )
             return lambda sample: Rendered(_text(sample, entry.text_field, "text_field"), append_eos=True)
         case "tokenized":
-            return partial(_tokenized, len(tokenizer))
+            return partial(_read_tokens, len(tokenizer))
         case "conversation":
             renamed = dict(pair.split("=", 1) for pair in entry.message_property_mappings)
             return partial(_conversation, entry, columns, renamed, ChatTemplate(tokenizer, say, chat))
@@ -345,7 +345,7 @@ def ends_texts(tokenizer: "PreTrainedTokenizerFast") -> bool:
     return tokenizer("a").input_ids[-1] == end != tokenizer.pad_token_id
 
 
-def _tokenized(vocabulary: int, sample: Sample) -> Encoded:
+def _read_tokens(vocabulary: int, sample: Sample) -> Encoded:
     tokens = _integers(sample, "input_ids")
     outside = np.flatnonzero((tokens < 0) | (tokens >= vocabulary))
     if outside.size:

@@ -45,7 +45,7 @@ def mix(documents: Documents, entries: tuple[Dataset, ...], data: Data) -> Docum
         most = np.min if data.mixing == "interleave_under" else np.max
         counts = np.rint(weights * most((sizes / weights)[left])).astype(int)
         counts = np.where(left, np.maximum(counts, 1), 0)
-    drawn = [np.resize(_shuffled(group, data, i), count) for i, (group, count) in enumerate(zip(groups, counts))]
+    drawn = [np.resize(_shuffle(group, data, i), count) for i, (group, count) in enumerate(zip(groups, counts))]
     # Units of a dataset are spread evenly over (0, 1), and the datasets are merged in this order.
     places = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
     order = np.arange(len(places)) if data.mixing == "concat" else np.argsort(places, kind="stable")
@@ -56,7 +56,7 @@ def mix(documents: Documents, entries: tuple[Dataset, ...], data: Data) -> Docum
     return Documents(parts, np.concatenate(drawn)[order])
 
 
-def _shuffled(units: Int64[np.ndarray, "n"], data: Data, part: int) -> Int64[np.ndarray, "n"]:
+def _shuffle(units: Int64[np.ndarray, "n"], data: Data, part: int) -> Int64[np.ndarray, "n"]:
     if not data.shuffle:
         return units
     # As in `splits.hold_out`: the raw stream never changes between versions of numpy.

@@ -270,9 +270,9 @@ def _files_of_split(path: str, files: list[File], entry: Dataset) -> list[File]:
             f"data: the files of {path} are named after the splits {', '.join(map(str, patterns))}, none is "
             f"{entry.split!r}; set split, or choose files with glob"
         )
-    chosen = {_resolved(name) for name in DataFilesList.from_patterns(patterns[entry.split], base_path=root)}
-    return [file for file in files if _resolved(file.location) in chosen]
+    chosen = {_resolve(name) for name in DataFilesList.from_patterns(patterns[entry.split], base_path=root)}
+    return [file for file in files if _resolve(file.location) in chosen]
 
 
-def _resolved(name: str) -> str:
+def _resolve(name: str) -> str:
     return name if is_url(name) else os.path.realpath(name)

@@ -248,7 +248,7 @@ class Conversation:
                     )
                 stop = token.group()
             if stop is None and self._messages[i + 1]["role"] in ("user", "tool"):
-                stop = self._unwritten(ending, self.text[inside:limit])
+                stop = self._next_token_as_stop(ending, self.text[inside:limit])
             if stop is None:
                 raise self._no_stop(i, ending)
             self._stops[kind] = stop
@@ -271,13 +271,13 @@ class Conversation:
         if stop is None:
             ends = [token.group() for token in self._special.finditer(ending) if not ending[token.end() :].strip()]
             stop = ends[-1] if ends else None
-        if stop is None and (stop := self._unwritten(ending, followed)):
+        if stop is None and (stop := self._next_token_as_stop(ending, followed)):
             self.text += stop
         if stop is None:
             raise self._no_stop(i, ending)
         return stop
 
-    def _unwritten(self, ending: str, followed: str) -> str | None:
+    def _next_token_as_stop(self, ending: str, followed: str) -> str | None:
         """Return the special token that begins the next message, if the template writes none that ends a turn (GLM).
 
         Args:
