@@ -52,6 +52,7 @@ def write(folder: Path, units: Iterable[Unit], columns: tuple[Column, ...] = ())
         places of the first units.
     """
     content = hashlib.sha256()
+    # Arrays of one number for each document fit in memory; the tokens go to the files as they come.
     lengths, sizes, targets, continuous = array("q"), array("q"), array("q"), bytearray()
     places: list[str] = []
     with ExitStack() as opened:

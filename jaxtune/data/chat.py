@@ -50,11 +50,13 @@ class ChatTemplate:
         self._encode = Encoder(tokenizer)
         self._template = Template(source)
         self._variables = dict(tokenizer.special_tokens_map)
+        # Candidates for the token that ends a turn. A beginning-of-sequence token never does.
         stops = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         stops.discard(str(tokenizer.bos_token))
         self._eos = None if tokenizer.eos_token is None else str(tokenizer.eos_token)
         if self._eos is not None:
             stops.add(self._eos)
+        # Longest first, because one token may begin with another.
         self._stops = tuple(sorted(stops, key=len, reverse=True))
         # Without a special token, this matches nothing.
         self._special = re.compile("|".join(map(re.escape, self._stops)) or r"(?!)")
@@ -125,6 +127,8 @@ class ChatTemplate:
         for line in left_out(messages, tools, written, lambda *changed: self._render(*changed)[0], self._tried):
             self._say(line)
         self._say_control_tokens(messages)
+        # If a template marks more or fewer blocks than there are turns, it is unclear which block is whose: all blocks
+        # are trained alike, or the sample is refused.
         if len(spans) != len(turns):
             unlike = [i for i in turns if i not in wanted or "loss_scale" in messages[i]]
             if unlike:

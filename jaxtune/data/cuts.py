@@ -62,7 +62,9 @@ def find_cuts(tokenizer: "Tokenizer") -> re.Pattern[str] | None:
     after = " " if any(splitter.get("add_prefix_space") for splitter in splitters) else _AFTER
     cut = re.compile(f"[{_BEFORE}][{after}]")
     patterns = [_pattern(splitter) for splitter in splitters]
+    # Without an alternative for letters or for digits, a word could reach across the cut.
     words = all(any(f"|{one}|" in pattern for one in kind for pattern in patterns) for kind in (_LETTERS, _DIGITS))
+    # Dropout makes tokens random, so pieces would differ from the whole text.
     model = tokenizer.model
     proved = (
         not any(cut.search(_reach(token)) for token in tokenizer.get_added_tokens_decoder().values())

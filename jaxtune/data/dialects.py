@@ -103,11 +103,13 @@ def _messages(raw: dict[str, Any], renamed: Mapping[str, str]) -> Iterator[dict[
     # Arrow gives every message all the fields that any message has, with None for a field that a message lacks.
     message = {key: value for key, value in raw.items() if value is not None}
     names = {theirs: name for name, theirs in {"role": "from", "content": "value", **renamed}.items()}
+    # A key that already has OpenAI's name wins over a renamed one.
     names = {theirs: name for theirs, name in names.items() if name not in message}
     message = {names.get(key, key): value for key, value in message.items()}
     if "role" in message:
         yield message | {"role": _ROLES.get(str(message["role"]), message["role"])}
         return
+    # An object without a role may hold both sides of an exchange, under the names of roles.
     sides = {_ROLES.get(key, key): text for key, text in message.items()}
     if not {"user", "assistant"} <= sides.keys():
         yield message

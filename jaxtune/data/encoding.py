@@ -128,7 +128,7 @@ class Encoder:
                 encode = self._backend.encode_batch
             try:
                 encodings = encode(texts, add_special_tokens=False)
-            except BaseException as error:
+            except BaseException as error:  # a panic of the Rust library is not an Exception
                 if not is_failure(error):
                     raise
                 raise UserError(f"the tokenizer fails on {_failing(encode, texts)}: {error}") from error
@@ -160,6 +160,8 @@ class Encoder:
         self, document: Rendered, tokens: bytearray, weights: bytearray, across: tuple[int, int, int] | None
     ) -> Encoded:
         """Add the tokens that begin and end every text, and return the arrays."""
+        # The post-processor that would add these tokens is off (see __init__), so they are added here. Token arrays are
+        # compared as bytes; an empty `_bos` or `_eos` matches every text.
         if not tokens.startswith(self._bos):
             tokens[:0], weights[:0] = self._bos, np.float16(0).tobytes()
         if document.append_eos and not tokens.endswith(self._eos):
@@ -196,6 +198,7 @@ def _weights(
     offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2) + start
     # A token overlaps the spans [first, last). Most tokens overlap one at most; the loop takes the rest.
     first, last = np.searchsorted(ends, offsets[:, 0], "right"), np.searchsorted(begins, offsets[:, 1], "left")
+    # A token that overlaps no span, or covers no character, is not trained.
     one = (last > first) & (offsets[:, 1] > offsets[:, 0])
     weights[one] = span_weights[first[one]]
     for token in np.flatnonzero(one & (last > first + 1)):

@@ -80,6 +80,7 @@ def detect(entry: Dataset, sample: Sample) -> tuple[Dataset, tuple[str, ...]]:
     else:
         raise UserError(_no_type(types, entry, sample))
     changes: dict[str, Any] = {option: field for option, field in needed if option}
+    # A column may be the default of two options (`input`): it is the instruction, and there is no further input.
     if changes.get("instruction_field") == entry.input_field:
         changes["input_field"] = None
     of_preference = type_ in ("preference", "unpaired_preference")
@@ -352,6 +353,7 @@ def _read_tokens(vocabulary: int, sample: Sample) -> Encoded:
         raise UserError(
             f"input_ids[{outside[0]}] = {tokens[outside[0]]} is not in the vocabulary of {vocabulary} tokens"
         )
+    # Labels select the trained tokens. They are not targets of their own: labels[i] is input_ids[i] or IGNORED_LABEL.
     trained = np.ones(len(tokens), bool)
     if sample.get("labels") is not None:
         labels = _integers(sample, "labels", len(tokens))

@@ -19,6 +19,7 @@ from jaxtune.parallel.layout import RULES, shards
 
 def needed_rows(sharding: NamedSharding, shape: tuple[int, int, int]) -> list[tuple[int, int]]:
     """Return the (micro-batch, row) pairs that this process's devices hold, wholly or in part, sorted."""
+    # Devices may hold the same rows (replicas) or parts of one row (mesh.context): each row is read once.
     needed = set()
     indices: Any = sharding.addressable_devices_indices_map(shape)
     for index in indices.values():
@@ -73,10 +74,11 @@ def batches(
         block = {(i, j): rows[first + i * shape[1] + j] for i, j in needed}
         return block if devices == 1 else {place: dealt(row, devices) for place, row in block.items()}
 
+    # Grain's threads read blocks ahead and keep their order. Its own checkpoints are not used: a row number is enough.
     firsts = grain.MapDataset.range(start_row, sys.maxsize if stop_row is None else stop_row, size)
     options = grain.ReadOptions(min(data.num_workers, data.prefetch), data.prefetch)
     for first, block in zip(firsts, firsts.map(read).to_iter_dataset(options)):
-        names = block[needed[0]]
+        names = block[needed[0]]  # every row has the same columns, `place` among them if rows are dealt
         batch = {name: _place(block, name, shape, sharding) for name in names}
         number = ((first + np.arange(size).reshape(shape[:2])) % 2**31).astype(np.int32)
         batch["row"] = jax.make_array_from_callback(number.shape, row_sharding, number.__getitem__)

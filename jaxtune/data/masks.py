@@ -94,6 +94,7 @@ def weigh(text: str, parts: Sequence[Part], others: Iterable[Span], chat: Chat) 
     patterns += [
         (regex, float(factor)) for regex, _, factor in (entry.rpartition("=") for entry in chat.pattern_weights)
     ]
+    # One weight for each character; later steps overwrite earlier ones, and patterns multiply.
     weights = np.full(len(text), everything(chat), np.float32)
     for start, end in others:
         weights[start:end] = 0
@@ -109,6 +110,7 @@ def weigh(text: str, parts: Sequence[Part], others: Iterable[Span], chat: Chat) 
         for regex, factor in patterns if part.weight is None else ():
             for match in re.finditer(regex, text[part.start : part.stop]):
                 weights[part.start + match.start() : part.start + match.end()] *= factor
+    # Yield runs of characters with the same weight.
     edges = [0, *np.flatnonzero(np.diff(weights)) + 1, len(text)]
     for start, end in pairwise(edges):
         if end > start and weights[start]:

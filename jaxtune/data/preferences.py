@@ -194,7 +194,7 @@ def _number(column: str, value: Any) -> float:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         number = math.nan
-    if not abs(number) < 1e30:
+    if not abs(number) < 1e30:  # refuses NaN too
         raise UserError(f"column {column!r} must be a number, found {clip(repr(value))}")
     return number
 

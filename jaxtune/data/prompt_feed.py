@@ -140,6 +140,7 @@ def open_prompt_sets(config: Config, tokenizer: "PreTrainedTokenizerFast") -> tu
     )
     if count >= len(prompts):
         raise UserError(f"data.validation_split = {data.validation_split:g}, but there are only {len(prompts)} prompts")
+    # Purpose 3, so that this order differs from the orders of rows and steps with the same seed.
     order = shuffled(len(prompts), validation_seed(data), 0, 3)
     held, kept = np.sort(order[:count]), np.sort(order[count:])
     return [prompts[number] for number in kept], [prompts[number] for number in held]

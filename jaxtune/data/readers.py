@@ -125,6 +125,7 @@ def _lines(file: File, entry: Dataset, report: Report) -> Iterator[tuple[str, st
             number += 1
             where = f"{file.name}:{number}"
             if len(raw) > entry.max_sample_bytes and not raw.endswith(b"\n"):
+                # Skip the rest of the line, in chunks, so that the next line has its number.
                 report(_too_large(where, "the line", entry))
                 while raw and not raw.endswith(b"\n"):
                     raw = stream.readline(entry.max_sample_bytes)

@@ -115,11 +115,13 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             self.check_clock()
             yield item
 
+    # The underscores follow Jinja's signature: a template may pass keyword arguments named self or context.
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         __self.check_clock()
         return super().call(__context, __obj, *args, **kwargs)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        # Each operation runs without a check of the clock, so large results are refused before they are computed.
         if operator == "**" and abs(right) > 64:
             raise SecurityError(f"the power {right} is too large")
         for text, count in ((left, right), (right, left)):
@@ -127,6 +129,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
                 raise SecurityError(f"it writes more than {MAX_CHARS} characters")
         return super().call_binop(context, operator, left, right)
 
+    # Jinja calls this between parsing and compiling.
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
         return super()._generate(_WatchLoops().visit(source), *args, **kwargs)
 

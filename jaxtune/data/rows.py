@@ -120,6 +120,7 @@ class Rows:
                 f"data.truncation={truncation!r} {why}; raise data.seq_len, or choose another data.truncation"
             )
         self._document, self._start, self._length = pieces.document[kept], pieces.start[kept], pieces.length[kept]
+        # Pieces are sorted by parcel: a parcel begins where the number changes.
         opens = np.flatnonzero(np.diff(pieces.parcel[kept], prepend=-1))
         self._parcels = np.append(opens, len(self._length))  # index of each parcel's first piece, and the end
         parcel_lengths = np.add.reduceat(self._length, opens)
@@ -203,6 +204,8 @@ class Rows:
         """Return the parcels in row `index`; none after the last row, so that it is padding."""
         if self.stop is not None and index >= self.stop:
             return []
+        # Epochs may differ in their number of rows, so the first row of an epoch is known only when all before it are
+        # planned. A run that continues plans these epochs again.
         while self._first_row[-1] <= index:
             self._plan(len(self._first_row) - 1)
         epoch = bisect_right(self._first_row, index) - 1
@@ -258,6 +261,7 @@ class Rows:
 
     def _build(self, parcels: np.ndarray | list[int]) -> Row:
         seq_len = self._data.seq_len
+        # Positions that no piece fills keep the padding value.
         row = {
             column.name: np.full(
                 column.shape(seq_len), seq_len if column.padding == "seq_len" else column.padding, column.dtype

@@ -128,7 +128,7 @@ class Stream:
             part = cache.gathered(units, name, self._tokenisers[0].columns)
             documents = Documents.joined([part])
             refuse_unknown_tokens(documents, self._tokenizer, self._vocabulary)
-            # Each window has its own order.
+            # Each window has its own order. It is one epoch of `Rows`, so the seed distinguishes windows.
             window_data = dataclasses.replace(data, seed=data.seed + place["window"])
             rows = Rows(documents, window_data, 1, self._columns, most)
             numbers = {"window": place["window"] + 1, "row": place["row"] + rows.total(1)}
@@ -202,6 +202,7 @@ class OpenStream:
     def __getitem__(self, index: int) -> Row:
         with self._lock:
             while not self._kept or self._kept[-1].stop <= index:
+                # The next window is requested only when this one is taken: one window is made ahead.
                 self._kept.append(self._ahead.result())
                 self._ahead = self._thread.submit(next, self._windows)
             while self._kept[0].stop <= index - self._behind:

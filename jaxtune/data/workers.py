@@ -47,6 +47,7 @@ def mapped(function: Callable[[Any], Any], tasks: Iterable[Any], processes: int)
             finally:
                 idle.put(process)
 
+        # Results are yielded in the order of the tasks; `_AHEAD` bounds those that wait in memory.
         waiting: deque[Future] = deque()
         failed = None
         tasks = iter(tasks)
