@@ -102,8 +102,8 @@ def finish(
     losses: Iterable[str] = (),
 ) -> None:
     """Write the summary of a folder, the result of `write` and the other fields of `Part`, and then the checksums."""
-    more = {"name": name, "skipped": skipped, "notes": list(notes), "losses": list(losses)}
-    (folder / SUMMARY).write_text(json.dumps(summary | more))
+    rest = {"name": name, "skipped": skipped, "notes": list(notes), "losses": list(losses)}
+    (folder / SUMMARY).write_text(json.dumps(summary | rest))
     manifest.write(folder)
 
 

@@ -136,21 +136,21 @@ class ChatTemplate:
                     f"message {unlike[0]} is not to be trained, or has a weight of its own, but it is unclear which "
                     "{% generation %} mark is its"
                 )
-            parts, others = [self._part(text, span, {}) for span in spans], []
+            parts, untrained = [self._part(text, span, {}) for span in spans], []
         else:
             numbered = list(zip(turns, spans))
             parts = [self._part(text, span, messages[i]) for i, span in numbered if i in wanted]
-            others = [span for i, span in numbered if i not in wanted]
+            untrained = [span for i, span in numbered if i not in wanted]
         everything = masks.everything(self._chat)
         # Messages of other roles: those that are trained, or with chat.loss_scale='all' those that are not.
         if other_roles := [i for i in range(len(messages)) if i not in turned and (i in wanted) != everything]:
             places = conversation()
             located = [self._locate(text, messages, places, i) for i in other_roles]
             if everything:
-                others += [(part.start, part.end) for part in located]
+                untrained += [(part.start, part.end) for part in located]
             else:
                 parts += located
-        weighted = list(masks.weigh(text, sorted(parts, key=attrgetter("start")), others, self._chat))
+        weighted = list(masks.weigh(text, sorted(parts, key=attrgetter("start")), untrained, self._chat))
         weights = tuple(weight for _, weight in weighted)
         return Rendered(text, tuple(span for span, _ in weighted), weights=None if set(weights) <= {1} else weights)
 

@@ -146,11 +146,11 @@ def prepare_shard(
                 continue
             tokeniser = Tokeniser(entry, tokenizer, labels, chat)
             count = _make_parts(_parts_of(folder), source, tokeniser, on_bad_row, num_proc, shard)
-            mine = range(shard[0], count, shard[1])
-            documents = sum(_summary(_parts_of(folder) / str(part))["documents"] for part in mine)
-            there = sum((_parts_of(folder) / str(part)).exists() for part in range(count))
-            made = f"{documents:,} documents in the {len(mine)} parts of shard {shard[0]}/{shard[1]}"
-            lines.append(f"{source.name}: {made}; of all {count} parts {there} are there")
+            shard_parts = range(shard[0], count, shard[1])
+            documents = sum(_summary(_parts_of(folder) / str(part))["documents"] for part in shard_parts)
+            existing = sum((_parts_of(folder) / str(part)).exists() for part in range(count))
+            made = f"{documents:,} documents in the {len(shard_parts)} parts of shard {shard[0]}/{shard[1]}"
+            lines.append(f"{source.name}: {made}; of all {count} parts {existing} are there")
     return lines
 
 
@@ -172,24 +172,24 @@ def _find_sources(
 def _last_made(entry: Dataset, cache_dir: Path, shaping: str) -> Part:
     """Load the documents that were last made from an entry, whatever the state of its source is now."""
     name = entry.path if isinstance(entry.path, str) else ", ".join(entry.path or ())
-    made = {
+    times = {
         file.parent: file.stat().st_mtime
         for file in cache_dir.glob(f"*/{manifest.MANIFEST}")
         if not file.parent.suffix and cache.read_summary(file.parent).get("request") == _request(entry, shaping)
     }
-    if not made:
+    if not times:
         raise UserError(
             f"data.cache_only: {cache_dir} holds nothing made from {name} with these options and this tokenizer; run "
             "`python -m jaxtune.prepare` on a machine that has its source, with the same data.cache_dir"
         )
-    folder = max(made, key=made.__getitem__)
+    folder = max(times, key=times.__getitem__)
     if problems := manifest.verify(folder):
         raise UserError(
             f"data.cache_only: {folder} is damaged ({problems[0]}); delete it, and run `python -m jaxtune.prepare` "
             f"on the machine that has the source {name}"
         )
     part = cache.load(folder)
-    older = f"; {len(made) - 1} older ones are not used" if len(made) > 1 else ""
+    older = f"; {len(times) - 1} older ones are not used" if len(times) > 1 else ""
     note = f"{name}: from the cache of {_time_made(folder):%Y-%m-%d %H:%M}, its source was not read{older}"
     return dataclasses.replace(part, notes=(*part.notes, note))
 
@@ -427,7 +427,7 @@ def _write_part(
     folder: Path, blocks: Iterator[Tokenised], name: str, tokeniser: Tokeniser, problems: _Problems
 ) -> None:
     """Write blocks into a temporary folder next to `folder`, then rename it."""
-    said: dict[str, None] = {}  # a dict as an ordered set
+    notes: dict[str, None] = {}  # a dict as an ordered set
     unused: dict[str, None] = {}
     first: list[str] = []
     first_across: list[str] = []
@@ -436,7 +436,7 @@ def _write_part(
     def units() -> Iterator[Unit]:
         nonlocal longer, skipped, across
         for block in blocks:
-            said.update(dict.fromkeys(block.said))
+            notes.update(dict.fromkeys(block.said))
             unused.update(dict.fromkeys(block.unused))
             first.extend(map(str, block.problems[: _LISTED - len(first)]))
             skipped += len(block.problems)
@@ -449,9 +449,9 @@ def _write_part(
         summary = cache.write(temporary, units(), tokeniser.columns)
         if problems.count:  # the run will end in an error, so the part is not kept
             return
-        more = {"said": list(said), "unused": list(unused), "first": first, "longer": longer}
-        more |= {"across": across, "first_across": first_across}
-        cache.finish(temporary, summary | more, name, skipped)
+        counts = {"said": list(notes), "unused": list(unused), "first": first, "longer": longer}
+        counts |= {"across": across, "first_across": first_across}
+        cache.finish(temporary, summary | counts, name, skipped)
 
 
 @contextlib.contextmanager

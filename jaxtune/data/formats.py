@@ -66,12 +66,12 @@ def detect(entry: Dataset, sample: Sample) -> tuple[Dataset, tuple[str, ...]]:
         types = [entry.type]
     else:
         every = {option for type_ in READ_BY_TYPE for option in _options(type_)}
-        given = {option for option in every if getattr(entry, option) != getattr(Dataset(), option)}
+        set_options = {option for option in every if getattr(entry, option) != getattr(Dataset(), option)}
         # `auto` never picks the type of a task (classification, preference): their columns also fit other types. A text
         # with a label is text too, and one of two answers is an answer.
-        types = [type_ for type_ in READ_BY_TYPE if type_ not in OF_A_TASK and given <= set(_options(type_))]
+        types = [type_ for type_ in READ_BY_TYPE if type_ not in OF_A_TASK and set_options <= set(_options(type_))]
         if not types:
-            raise UserError(f"no type reads all of {', '.join(sorted(given))}; set type, and only what it reads")
+            raise UserError(f"no type reads all of {', '.join(sorted(set_options))}; set type, and only what it reads")
     for type_ in types:
         needed = _needed_columns(type_, entry, sample)
         columns = tuple(dict.fromkeys(column for _, field in needed for column in columns_in(field)))
@@ -310,10 +310,10 @@ def _conversation(
 
 def _chat_instruction(entry: Dataset, columns: tuple[str, ...], template: ChatTemplate, sample: Sample) -> Rendered:
     prompt = _text(sample, entry.instruction_field, "instruction_field")
-    more = _optional(sample, entry.input_field, "input_field")
+    addition = _optional(sample, entry.input_field, "input_field")
     messages = [
         *(history_of(sample) if HISTORY in columns else ()),
-        {"role": "user", "content": f"{prompt}\n{more}" if more else prompt},
+        {"role": "user", "content": f"{prompt}\n{addition}" if addition else prompt},
         {"role": "assistant", "content": _answer(sample, entry)},
     ]
     system = _system(sample, entry)
@@ -321,9 +321,9 @@ def _chat_instruction(entry: Dataset, columns: tuple[str, ...], template: ChatTe
 
 
 def _formatted_instruction(entry: Dataset, prompt_format: str, sample: Sample) -> Rendered:
-    more, output = _optional(sample, entry.input_field, "input_field"), _answer(sample, entry)
-    form = prompt_format if more else entry.prompt_format_no_input or prompt_format
-    values = dict(sample) | {"system": _system(sample, entry) or "", "input": more, "output": output}
+    addition, output = _optional(sample, entry.input_field, "input_field"), _answer(sample, entry)
+    form = prompt_format if addition else entry.prompt_format_no_input or prompt_format
+    values = dict(sample) | {"system": _system(sample, entry) or "", "input": addition, "output": output}
     if "instruction" in columns_in(form):
         values["instruction"] = _text(sample, entry.instruction_field, "instruction_field")
     prompt, answer = fill_to(form, "output", values)
@@ -396,8 +396,8 @@ def _text(sample: Sample, field: str, option: str) -> str:
     value = _column(sample, field)
     if not isinstance(value, str):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        how = f"; {option}='{{{field}}}' writes numbers as text" if is_number else ""
-        raise UserError(f"column {field!r} must be text, found {clip(repr(value))}{how}")
+        hint = f"; {option}='{{{field}}}' writes numbers as text" if is_number else ""
+        raise UserError(f"column {field!r} must be text, found {clip(repr(value))}{hint}")
     return value
 
 

@@ -92,19 +92,19 @@ def with_other_answers(units: Iterable[Unit], name: str) -> Iterator[Unit]:
     Raises:
         UserError: all units of the source `name` are the same.
     """
-    first = before = None
+    first = previous = None
     differ = False
     for unit in units:
-        if before is not None:
-            differ = differ or not np.array_equal(before.documents[0].tokens, unit.documents[0].tokens)
-            yield _with_other(before, unit)
-        first, before = first or unit, unit
-    if first is not None and before is not None:
+        if previous is not None:
+            differ = differ or not np.array_equal(previous.documents[0].tokens, unit.documents[0].tokens)
+            yield _with_other(previous, unit)
+        first, previous = first or unit, unit
+    if first is not None and previous is not None:
         if not differ:
             raise UserError(
                 f"data: {name} has only one answer, and KTO compares it with answers of other samples: add samples"
             )
-        yield _with_other(before, first)
+        yield _with_other(previous, first)
 
 
 def of_one_kind(wanted: np.ndarray) -> str | None:
@@ -210,8 +210,8 @@ def _after(prompt: Any, answer: Any, entry: Dataset, template: ChatTemplate | No
             (prompt or "") + answer, ((len(prompt or ""), len(prompt or "") + len(answer)),), append_eos=True
         )
     answers = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
-    messages = [*({**message, "train": False} for message in before), *answers]
+    prompt_messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
+    messages = [*({**message, "train": False} for message in prompt_messages), *answers]
     return template.render(*conversation(messages, entry, sample))
 
 

@@ -146,8 +146,8 @@ def prompt_in(entry: Dataset, sample: Sample) -> Any:
         return None
     prompt = fill(field, sample) if is_template(field) else value_in(entry, sample, field)
     if isinstance(prompt, str):
-        more = sample.get(entry.input_field) if entry.input_field else None
-        prompt = f"{prompt}\n{more}" if isinstance(more, str) and more else prompt
+        addition = sample.get(entry.input_field) if entry.input_field else None
+        prompt = f"{prompt}\n{addition}" if isinstance(addition, str) and addition else prompt
         if isinstance(sample.get(HISTORY), list):
             prompt = [*history_of(sample), {"role": "user", "content": prompt}]
     return prompt

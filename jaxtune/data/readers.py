@@ -222,13 +222,13 @@ def _read_csv(file: File, entry: Dataset, report: Report) -> Samples:
 
 def _check_header(names: Sequence[str], delimiter: str, file: File) -> Sequence[str]:
     """Return the names of the columns. Raises UserError if another delimiter separates them."""
-    others = [other for other in _DELIMITERS if other != delimiter and len(names) == 1 and other in names[0]]
-    if others:
-        how = "set ds_type='tsv'" if others[0] == "\t" else "write the file with commas"
-        how = "set ds_type='csv'" if others[0] == "," else how
+    other_delimiters = [other for other in _DELIMITERS if other != delimiter and len(names) == 1 and other in names[0]]
+    if other_delimiters:
+        remedy = "set ds_type='tsv'" if other_delimiters[0] == "\t" else "write the file with commas"
+        remedy = "set ds_type='csv'" if other_delimiters[0] == "," else remedy
         raise UserError(
-            f"{file.name}: its fields are separated by {others[0]!r}, not by {delimiter!r}: the header "
-            f"{clip(repr(names[0]))} is one column; {how}"
+            f"{file.name}: its fields are separated by {other_delimiters[0]!r}, not by {delimiter!r}: the header "
+            f"{clip(repr(names[0]))} is one column; {remedy}"
         )
     return names
 

@@ -162,13 +162,13 @@ class Rows:
         documents = counts.documents + counts.dropped_documents
         tokens = counts.tokens + counts.truncated_tokens + counts.dropped_tokens
         why = f"longer than data.seq_len={seq_len}, or the cut leaves them no trained token"
-        for lost, of_tokens, how in (
+        for lost, lost_tokens, fate in (
             (counts.dropped_documents, counts.dropped_tokens, f"left out: they are {why}"),
             (counts.truncated_documents, counts.truncated_tokens, f"cut to data.seq_len={seq_len}"),
         ):
-            if max(lost / documents, of_tokens / tokens) > _LITTLE:
-                share = f"{of_tokens:,} of {tokens:,} tokens are lost ({of_tokens / tokens:.0%})"
-                lines.append(f"{lost:,} of {documents:,} documents are {how}; {share}; raise data.seq_len")
+            if max(lost / documents, lost_tokens / tokens) > _LITTLE:
+                share = f"{lost_tokens:,} of {tokens:,} tokens are lost ({lost_tokens / tokens:.0%})"
+                lines.append(f"{lost:,} of {documents:,} documents are {fate}; {share}; raise data.seq_len")
         return lines
 
     @property

@@ -104,8 +104,8 @@ def _request(source: str, variables: dict[str, Any] | None) -> str:
 def _start() -> subprocess.Popen:
     # -P keeps the file's folder out of sys.path: some of its files are named like modules of Python.
     command, pipe = [sys.executable, "-P", str(Path(renderer.__file__))], subprocess.PIPE
-    more = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, env=os.environ | more)
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, env=os.environ | environment)
 
 
 def _end() -> int | None:

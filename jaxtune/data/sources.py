@@ -155,8 +155,8 @@ def _without_nulls(samples: Samples, name: str, said: set[str], say: Callable[[s
         for column, value in cleaned.items():
             if column not in said and value is not sample[column] and value != sample[column]:
                 said.add(column)
-                more = "as Parquet and Arrow give each object the keys of all others"
-                say(f"{name}: keys in column {column!r} that are null are left out, {more}")
+                reason = "as Parquet and Arrow give each object the keys of all others"
+                say(f"{name}: keys in column {column!r} that are null are left out, {reason}")
         yield where, cleaned
 
 

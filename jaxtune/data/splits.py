@@ -82,8 +82,8 @@ def _documents(
     config: Config, entries: tuple[Dataset, ...], tokenizer: "PreTrainedTokenizerFast", vocabulary: int | None
 ) -> Documents:
     data = config.data
-    how = data.on_bad_row, config.model.id2label, config.chat, data.num_proc, data.cache_only
-    documents = tokenize(of_task(config, entries), tokenizer, cache_folder(config), *how)
+    options = data.on_bad_row, config.model.id2label, config.chat, data.num_proc, data.cache_only
+    documents = tokenize(of_task(config, entries), tokenizer, cache_folder(config), *options)
     refuse_unknown_tokens(documents, tokenizer, vocabulary)
     return documents
 
@@ -108,9 +108,9 @@ def prepare_documents(config: Config, tokenizer: "PreTrainedTokenizerFast", shar
     data = config.data
     if data.streaming:
         raise UserError("data.streaming=True tokenises during training, so there are no shards to prepare")
-    how = data.on_bad_row, config.model.id2label, config.chat, data.num_proc
+    options = data.on_bad_row, config.model.id2label, config.chat, data.num_proc
     entries = of_task(config, data.datasets + data.eval_datasets)
-    return prepare_shard(entries, tokenizer, cache_folder(config), shard, *how)
+    return prepare_shard(entries, tokenizer, cache_folder(config), shard, *options)
 
 
 def of_task(config: Config, entries: tuple[Dataset, ...]) -> tuple[Dataset, ...]:

@@ -118,11 +118,11 @@ class Stream:
             window=0, row=0, read=[0] * count, drawn=[0] * count, passes=[0] * count, dataset=0, skipped=0
         )
         reader = _Reader(self._sources, self._config, place)
-        said: set[str] = set()
+        reported: set[str] = set()
         name = ", ".join(source.name for source in self._sources)
         # Everything below depends only on `place`, so that a resumed run makes the same windows.
         while True:
-            units, skipped = self._next_units(reader, said)
+            units, skipped = self._next_units(reader, reported)
             if self._tokenisers[0].entry.type == "unpaired_preference":
                 units = list(with_other_answers(units, name))
             part = cache.gathered(units, name, self._tokenisers[0].columns)
@@ -137,8 +137,8 @@ class Stream:
             after["dropped"] = dropped
             if skipped:
                 log.warning("data: %d bad samples skipped until row %d", after["skipped"], after["row"])
-            if rows.losses and "losses" not in said:  # the first window that loses data
-                said.add("losses")
+            if rows.losses and "losses" not in reported:  # the first window that loses data
+                reported.add("losses")
                 for line in rows.losses:
                     log.warning("data: rows %d to %d: %s", place["row"], after["row"], line)
             elif rows.counts.dropped_documents:
@@ -146,7 +146,7 @@ class Stream:
             yield Window(place, after, documents, rows)
             place = after
 
-    def _next_units(self, reader: "_Reader", said: set[str]) -> tuple[list[Unit], int]:
+    def _next_units(self, reader: "_Reader", reported: set[str]) -> tuple[list[Unit], int]:
         """Return (enough units for a window, number of samples left out)."""
         data = self._config.data
         units: list[Unit] = []
@@ -161,14 +161,14 @@ class Stream:
                     continue
                 block = tokeniser([drawn[i][1] for i in samples])
                 for line in (tokeniser.form, *block.said):
-                    if line and (line := f"{self._sources[dataset].name}: {line}") not in said:
-                        said.add(line)
+                    if line and (line := f"{self._sources[dataset].name}: {line}") not in reported:
+                        reported.add(line)
                         log.info("data: %s", line)
-                if new := [column for column in block.unused if (f"{dataset} {column}" not in said)]:
-                    said.update(f"{dataset} {column}" for column in new)
+                if new := [column for column in block.unused if (f"{dataset} {column}" not in reported)]:
+                    reported.update(f"{dataset} {column}" for column in new)
                     log.warning("data: %s: %s", self._sources[dataset].name, unused_columns(new))
-                if block.across and (once := f"across {dataset}") not in said:
-                    said.add(once)
+                if block.across and (once := f"across {dataset}") not in reported:
+                    reported.add(once)
                     line = say_across(len(block.across), block.across[0])
                     log.warning("data: %s: of the first %d samples %s", self._sources[dataset].name, len(samples), line)
                 if block.problems and data.on_bad_row != "skip":

@@ -261,12 +261,12 @@ class Conversation:
         """
         ending = self.text[inside:]
         try:
-            more, places = self._split(
+            longer, places = self._split(
                 self._render([*self._marked, _result(self._messages[i]) if calls else _USER], self._tools)
             )
         except UserError:  # the template allows no message after it
-            more, places = self.text, self.places
-        followed = more[places[i][1] if i in places else inside :]
+            longer, places = self.text, self.places
+        followed = longer[places[i][1] if i in places else inside :]
         stop = self._in_common(i, ending, followed)
         if stop is None:
             ends = [token.group() for token in self._special.finditer(ending) if not ending[token.end() :].strip()]

@@ -70,9 +70,9 @@ def mapped(function: Callable[[Any], Any], tasks: Iterable[Any], processes: int)
 def _start_worker() -> Iterator[subprocess.Popen]:
     """Start a worker process; kill it at the end."""
     # Each worker uses one core; the tokenizer would otherwise start threads for all cores.
-    more = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TOKENIZERS_PARALLELISM": "false"}
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TOKENIZERS_PARALLELISM": "false"}
     command, pipe = [sys.executable, "-m", "jaxtune.data.workers"], subprocess.PIPE
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=os.environ | more)
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=os.environ | environment)
     try:
         yield process
     finally:
