@@ -82,7 +82,7 @@ REFUSED = {
     "a text is longer": ({"chosen": "ab", "rejected": "a"}, "is the beginning of the other"),
     "neither text nor messages": ({"chosen": 1, "rejected": 2}, "must be text or messages, found 1"),
     "one is text": ({"chosen": "a", "rejected": [HI, YO]}, "one answer is text, the other messages"),
-    "no order": (FORMS["ERNIEKit"] | {"sort": [1, 1]}, "no answer is better"),
+    "no order": (FORMS["ERNIEKit"] | {"sort": [1, 1]}, "neither answer is better"),
     "an order that is none": (FORMS["ERNIEKit"] | {"sort": [None, 1]}, "'sort' must be a number, found None"),
     "answers that are none": (FORMS["ERNIEKit"] | {"response": [[1], ["Yo"]]}, "'response' must be two texts"),
     "the same answer": ({"prompt": "Hi", "chosen": "Yo", "rejected": "Yo"}, "both answers are the same"),
