@@ -6,18 +6,19 @@ import numpy as np
 
 
 class Column(NamedTuple):
-    """An array of a row, (positions,); of a batch, (micro-batches, rows, positions); with a `width` one axis more.
+    """An array of a row, (positions,), and of a batch, (micro-batches, rows, positions); `width` adds a last axis.
 
-    The columns in `MADE` are computed when a row is built. Any other column is stored with the documents: a token's
-    value stands at the position where that token is the target, like its loss weight; the value of a document or a
-    unit stands at each of its tokens.
+    The columns in `MADE` are computed when a row is built. All other columns are stored with the documents. The value
+    of a token, like its loss weight, is at the position that predicts the token; the value of a document or a unit is
+    at each of its tokens.
 
     Attributes:
-        name: its key in a row and in a batch.
-        dtype: of the array.
-        per: whether each token, document or unit has a value. A unit is packed whole: one document, or several.
-        padding: the value at positions that hold no token or no target; "seq_len": the length of the row.
-        width: how many values each position has, the last axis; None: one, and no such axis.
+        name: the column's key in a row and in a batch.
+        dtype: the dtype of the array.
+        per: whether each token, each document or each unit has a value. A unit is one document or several that are
+            packed into the same row.
+        padding: the value at positions without a token or a target; "seq_len": the length of the row.
+        width: number of values at each position, the size of the last axis; None: one value, and no such axis.
     """
 
     name: str
@@ -27,7 +28,7 @@ class Column(NamedTuple):
     width: int | None = None
 
     def shape(self, *positions: int) -> tuple[int, ...]:
-        """The shape of its array, of that of the positions."""
+        """Return the shape of the column's array from the shape of the positions."""
         return positions if self.width is None else (*positions, self.width)
 
 
@@ -36,35 +37,37 @@ TARGETS = Column("targets", np.int32)  # the next token of the same document
 POSITIONS = Column("positions", np.int32)  # from 0 in each document
 SEGMENT_IDS = Column("segment_ids", np.int32, "document")  # 1, 2, ... in a row
 UNIT_IDS = Column("unit_ids", np.int32, "unit")  # 1, 2, ... in a row
-# The first position that a token may attend to. Padding attends to nothing.
+# The first position that a token may attend to. Padding has the length of the row: it attends to no position.
 KEY_START = Column("key_start", np.int32, "document", "seq_len")
-LAST = Column("last", np.bool_)  # whether it is the last token of its document
-PLACE = Column("place", np.int32)  # its position in the row, where rows are dealt to devices: see `deal`
+LAST = Column("last", np.bool_)  # whether the token is the last one of its document
+PLACE = Column("place", np.int32)  # the token's position in the row, if rows are dealt to devices: see `deal`
 MADE = frozenset(column.name for column in (TOKENS, TARGETS, POSITIONS, SEGMENT_IDS, UNIT_IDS, KEY_START, LAST))
 
 LOSS_WEIGHT = Column("loss_weight", np.float32)  # weight of the loss of predicting the target
-# Which label a document has, counted from 0; of a regression, the value.
+# The number of a document's label, from 0; for regression, the value.
 LABEL = Column("label", np.float32, "document")
-# Whether a unit's answer is wanted, 1 or 0; by how much the score of the chosen answer exceeds that of the other.
+# Whether a unit's answer is wanted, 1 or 0.
 DESIRABLE = Column("desirable", np.float32, "unit")
+# The score of the chosen answer less the score of the rejected one.
 SCORE_DELTA = Column("score_delta", np.float32, "unit")
 # The log-probability of a document's trained tokens by the reference of a preference loss: see `weights.reference`.
 REFERENCE = Column("reference_log_prob", np.float32, "document")
 
-# How much better a completion is than others of its prompt; the log-probability of each token before it was trained.
+# The advantage of a completion over the other completions of its prompt.
 ADVANTAGE = Column("advantage", np.float32, "document")
+# The log-probability of each token under the policy before it is trained on the completion.
 OLD_LOG_PROB = Column("old_log_prob", np.float32)
 
 
 def of_teacher(top_k: int) -> tuple[Column, Column]:
-    """A teacher's likeliest tokens in place of each target, and their log-probabilities; last that of any other token.
+    """Return the columns of a teacher's top-k tokens at each target, and of their log-probabilities.
 
-    See `scoring.teacher_scores`.
+    The last log-probability is the one of all other tokens together. See `scoring.teacher_scores`.
     """
     return Column("teacher_tokens", np.int32, width=top_k), Column("teacher_log_probs", np.float32, width=top_k + 1)
 
 
-# Columns that are computed of the documents by a model, before the first step: `Rows.with_column` adds them.
+# Columns that a model computes from the documents before the first step: `Rows.with_column` adds them.
 ADDED = frozenset({REFERENCE.name, *(column.name for column in of_teacher(1))})
 
 NEXT_TOKEN = (TOKENS, TARGETS, POSITIONS, SEGMENT_IDS, KEY_START, LOSS_WEIGHT)

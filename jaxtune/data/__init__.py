@@ -1,6 +1,6 @@
 """From datasets to batches: read, render, tokenise once, plan, load.
 
-Importing `columns` loads numpy alone; everything else is imported on first use.
+Importing `columns` loads only numpy; everything else is imported on first use.
 """
 
 import importlib

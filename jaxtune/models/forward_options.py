@@ -25,7 +25,7 @@ class Call(NamedTuple):
         fallback: 'warn' uses 'auto' if that backend cannot run; 'error' raises.
         documents: the largest number of documents in a row, for backends that need a bound; None: no bound.
         experts: backend for mixtures of experts, a name in BACKENDS of layers.experts or 'auto'.
-        capacity_factor: capacity factor for sending tokens to experts on other devices (`layers.expert_all_to_all`); None: the
+        capacity_factor: capacity factor of `layers.expert_all_to_all`, which sends tokens to other devices; None: the
             tokens of all devices are all-gathered instead.
         groups: inside a mixture, which expert's weights multiply each token; None: a weight is one matrix.
         keep_gathered: whether weights stay gathered from the forward to the backward pass.

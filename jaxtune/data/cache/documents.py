@@ -1,12 +1,18 @@
-"""Documents: every source is rendered and tokenised once, into files that later runs only map into memory.
+"""The cache of tokenised documents: a source is rendered and tokenised once; later runs map the files into memory.
 
 Each dataset entry has its own folder in the cache, named by a hash of everything that shapes its tokens: the identity
 of its samples, its options, the tokenizer. The other entries, their order, and how documents are held out, shuffled
 and packed may change without tokenising again. Processes that start together do the work once: the first holds a lock,
 and the finished folder appears in one rename.
 
-Until then the work is in parts, each a folder that is kept: a run that is killed goes on after the last of them, and
-several machines can make different parts (`prepare_shard`). Which samples are in a part depends on the samples alone.
+While the work is unfinished it is kept in parts, each in its own folder: a run that was killed continues after the last
+finished part, and several machines can make different parts (`prepare_shard`). The samples of a part depend only on the
+source, so parts made by different processes fit together.
+
+    CACHE_DIR/HASH/          a finished entry
+    CACHE_DIR/HASH.lock      held exclusively by the process that makes the entry, shared by `prepare_shard`
+    CACHE_DIR/HASH.parts/N/  finished parts of an unfinished entry
+    CACHE_DIR/HASH.HOST.PID.tmp, HASH.parts/N.HOST.PID.tmp  being written, renamed when complete
 """
 
 import contextlib
@@ -47,13 +53,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("jaxtune")
 
-# A block is tokenised at once; a part is what a killed run loses at most. Where these change, the name in `_parts_of`
-# must: parts of other sizes hold other samples.
+# A block is one call of the tokenizer; a part is the most work that a killed run loses. Sizes are in characters. If
+# they change, the name in `_parts_of` must change too, because parts of another size hold other samples.
 _BLOCK_SIZE, _BLOCK_SAMPLES = 2**22, 1024
 _PART_SIZE = 2**26
-# Samples that cannot be trained on are counted before the error is raised, but after this many the rest is not read.
+# Samples that cannot be trained on are counted before the error is raised, but reading stops after this many.
 _MAX_REFUSED = 1000
-_LISTED = 5  # skipped samples that are listed
+_LISTED = 5  # skipped samples that are shown to the user
 _PROGRESS = (
     SpinnerColumn(),
     TextColumn("tokenising {task.description}: {task.fields[documents]:,} documents", markup=False),
@@ -62,7 +68,7 @@ _PROGRESS = (
 )
 
 Shard = tuple[int, int]
-"""(number, count): of all parts of an entry, those whose number is `number` modulo `count`."""
+"""(number, count): the parts of an entry whose number is `number` modulo `count`."""
 
 
 def tokenize(
@@ -75,44 +81,46 @@ def tokenize(
     num_proc: int = 1,
     cache_only: bool = False,
 ) -> Documents:
-    """Tokenises data.datasets (or data.eval_datasets), or loads them from the cache, where each entry has a folder.
+    """Tokenise data.datasets (or data.eval_datasets), or load them from the cache; each entry has its own folder.
 
     Args:
         entries: the entries.
         tokenizer: the tokenizer.
-        cache_dir: made if it is not there.
+        cache_dir: the cache folder; created if it does not exist.
         on_bad_row: data.on_bad_row.
         labels: the names of a classifier's labels, by number.
-        chat: what of conversations is trained.
-        num_proc: processes that tokenise; 1: this one, whose tokenizer has threads.
-        cache_only: read no source: take what was last made of such an entry with such a tokenizer.
+        chat: the section chat, which selects the messages to train.
+        num_proc: processes that tokenise; 1: only this process, whose tokenizer uses threads.
+        cache_only: read no source; use the latest cache folder made from such an entry with such a tokenizer.
 
     Raises:
         UserError: a source does not exist; a sample cannot be read or trained on and may not be skipped; no sample is
-            left; with `cache_only`, nothing was made.
+            left; with `cache_only`, the cache has no such folder.
     """
     shaping = shaping_of(tokenizer, on_bad_row, labels, chat)
     if cache_only:
         return Documents.joined([_last_made(entry, cache_dir, shaping) for entry in entries])
-    found = []
-    for source, entry, folder, said in _found(entries, tokenizer, cache_dir, shaping):
-        if folder.exists() and not manifest.verify(folder):  # without the lock, so that processes verify side by side
+    loaded = []
+    for source, entry, folder, source_notes in _find_sources(entries, tokenizer, cache_dir, shaping):
+        if folder.exists() and not manifest.verify(folder):  # without the lock, so that processes verify concurrently
             part = token_cache.load(folder)
-            note = f"{source.name}: from the cache of {_made(folder):%Y-%m-%d %H:%M}"
-            found.append(dataclasses.replace(part, notes=(*part.notes, note)))
+            note = f"{source.name}: from the cache of {_time_made(folder):%Y-%m-%d %H:%M}"
+            loaded.append(dataclasses.replace(part, notes=(*part.notes, note)))
             continue
-        with _locked(cache_dir / f"{folder.name}.lock") as locked, full_disk_is_named(cache_dir):
+        with _hold_lock(cache_dir / f"{folder.name}.lock") as locked, full_disk_is_named(cache_dir):
             _remove_damaged(folder, source.name)
             if locked:
                 for left_by_a_kill in cache_dir.glob(f"{folder.name}.{socket.gethostname()}.*.tmp"):
                     shutil.rmtree(left_by_a_kill, ignore_errors=True)
             if not folder.exists():
-                shared = locked or _parts_of(folder).exists()  # without locks, shards may have been made all the same
+                # Without locks another process may be writing parts at the same time, so this one writes its own,
+                # unless `prepare_shard` has left parts to join.
+                shared = locked or _parts_of(folder).exists()
                 parts = _parts_of(folder) if shared else _temporary(folder, "parts")
                 tokeniser = Tokeniser(entry, tokenizer, labels, chat)
-                _write(folder, parts, source, tokeniser, on_bad_row, num_proc, _request(entry, shaping), said)
-            found.append(token_cache.load(folder))
-    return Documents.joined(found)
+                _write(folder, parts, source, tokeniser, on_bad_row, num_proc, _request(entry, shaping), source_notes)
+            loaded.append(token_cache.load(folder))
+    return Documents.joined(loaded)
 
 
 def prepare_shard(
@@ -125,70 +133,70 @@ def prepare_shard(
     chat: Chat = Chat(),
     num_proc: int = 1,
 ) -> list[str]:
-    """Makes some of the parts that `tokenize` joins later. Returns a line for the user about each entry.
+    """Tokenise a shard of the parts that `tokenize` joins later, and return a line for the user about each entry.
 
-    Args and errors as of `tokenize`, but that a shard may have no samples.
+    Arguments and errors as in `tokenize`, except that a shard may have no samples.
     """
     lines = []
     shaping = shaping_of(tokenizer, on_bad_row, labels, chat)
-    for source, entry, folder, _ in _found(entries, tokenizer, cache_dir, shaping):
-        with _locked(cache_dir / f"{folder.name}.lock", shared=True), full_disk_is_named(cache_dir):
+    for source, entry, folder, _ in _find_sources(entries, tokenizer, cache_dir, shaping):
+        with _hold_lock(cache_dir / f"{folder.name}.lock", shared=True), full_disk_is_named(cache_dir):
             _remove_damaged(folder, source.name)
             if folder.exists():
                 lines.append(f"{source.name}: it is whole in the cache already")
                 continue
             tokeniser = Tokeniser(entry, tokenizer, labels, chat)
             count = _make_parts(_parts_of(folder), source, tokeniser, on_bad_row, num_proc, shard)
-            mine = range(shard[0], count, shard[1])
-            documents = sum(_summary(_parts_of(folder) / str(part))["documents"] for part in mine)
-            there = sum((_parts_of(folder) / str(part)).exists() for part in range(count))
-            made = f"{documents:,} documents in the {len(mine)} parts of shard {shard[0]}/{shard[1]}"
-            lines.append(f"{source.name}: {made}; of all {count} parts {there} are there")
+            shard_parts = range(shard[0], count, shard[1])
+            documents = sum(_summary(_parts_of(folder) / str(part))["documents"] for part in shard_parts)
+            existing = sum((_parts_of(folder) / str(part)).exists() for part in range(count))
+            made = f"{documents:,} documents in the {len(shard_parts)} parts of shard {shard[0]}/{shard[1]}"
+            lines.append(f"{source.name}: {made}; of all {count} parts {existing} are there")
     return lines
 
 
-def _found(
+def _find_sources(
     entries: tuple[Dataset, ...], tokenizer: "PreTrainedTokenizerFast", cache_dir: Path, shaping: str
 ) -> list[tuple[sources.Source, Dataset, Path, list[str]]]:
-    """Each entry with its source, its folder in the cache, and lines for the user, which are there once it was read."""
+    """Return (source, entry, cache folder, notes) for each entry; reading the source fills its list of notes."""
     if not entries:
         raise UserError("data.datasets is empty; add an entry with jaxtune.config.dataset(path=...)")
-    found = []
+    located = []
     for entry in entries:
-        said: list[str] = []
-        source = sources.open_source(entry, len(tokenizer), say=said.append)
-        found.append((source, entry, cache_dir / folder_name(source, entry, shaping), said))
+        notes: list[str] = []
+        source = sources.open_source(entry, len(tokenizer), say=notes.append)
+        located.append((source, entry, cache_dir / folder_name(source, entry, shaping), notes))
     cache_dir.mkdir(parents=True, exist_ok=True)
-    return found
+    return located
 
 
 def _last_made(entry: Dataset, cache_dir: Path, shaping: str) -> Part:
-    """What was last made of an entry, whatever its source is now."""
+    """Load the documents that were last made from an entry, whatever the state of its source is now."""
     name = entry.path if isinstance(entry.path, str) else ", ".join(entry.path or ())
-    made = {
+    times = {
         file.parent: file.stat().st_mtime
         for file in cache_dir.glob(f"*/{manifest.MANIFEST}")
         if not file.parent.suffix and token_cache.read_summary(file.parent).get("request") == _request(entry, shaping)
     }
-    if not made:
+    if not times:
         raise UserError(
-            f"data.cache_only: {cache_dir} holds nothing made of {name} with these options and this tokenizer; run "
-            "`python -m jaxtune.prepare` where its source is, with the same data.cache_dir"
+            f"data.cache_only: {cache_dir} holds nothing made from {name} with these options and this tokenizer; run "
+            "`python -m jaxtune.prepare` on a machine that has its source, with the same data.cache_dir"
         )
-    folder = max(made, key=made.__getitem__)
+    folder = max(times, key=times.__getitem__)
     if problems := manifest.verify(folder):
         raise UserError(
             f"data.cache_only: {folder} is damaged ({problems[0]}); delete it, and run `python -m jaxtune.prepare` "
-            f"where the source {name} is"
+            f"on the machine that has the source {name}"
         )
     part = token_cache.load(folder)
-    older = f"; {len(made) - 1} older ones are not used" if len(made) > 1 else ""
-    note = f"{name}: from the cache of {_made(folder):%Y-%m-%d %H:%M}, its source was not looked at{older}"
+    older = f"; {len(times) - 1} older ones are not used" if len(times) > 1 else ""
+    note = f"{name}: from the cache of {_time_made(folder):%Y-%m-%d %H:%M}, its source was not read{older}"
     return dataclasses.replace(part, notes=(*part.notes, note))
 
 
-def _made(folder: Path) -> datetime.datetime:
-    """When the documents in a folder were made."""
+def _time_made(folder: Path) -> datetime.datetime:
+    """The time when the documents in a folder were finished."""
     return datetime.datetime.fromtimestamp((folder / manifest.MANIFEST).stat().st_mtime)
 
 
@@ -197,7 +205,7 @@ def _summary(folder: Path) -> dict[str, Any]:
 
 
 def _remove_damaged(folder: Path, name: str) -> None:
-    """Removes a folder of documents, finished or a part, that does not agree with its manifest, and says so."""
+    """Remove a folder of documents, whole or a part, if it does not agree with its manifest, and warn the user."""
     if problems := manifest.verify(folder) if folder.exists() else ():
         log.warning("data: %s is damaged (%s), so %s is tokenised again", folder, problems[0], name)
         removed = _temporary(folder, "damaged")
@@ -208,7 +216,7 @@ def _remove_damaged(folder: Path, name: str) -> None:
 
 @contextlib.contextmanager
 def full_disk_is_named(folder: Path) -> Iterator[None]:
-    """Raises UserError, which names the folder and its option, where it has no room for what is written into it."""
+    """Turn the error of a full disk or quota into a UserError that names the folder and its option."""
     try:
         yield
     except OSError as error:
@@ -221,8 +229,8 @@ def full_disk_is_named(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, shared: bool = False) -> Iterator[bool]:
-    """Holds a lock; yields False on a file system without locks. That only costs time: the first rename wins."""
+def _hold_lock(path: Path, shared: bool = False) -> Iterator[bool]:
+    """Hold a lock; yield False on a file system without locks. That only costs time, because the first rename wins."""
     while True:
         with path.open("w") as lock:
             try:
@@ -232,43 +240,48 @@ def _locked(path: Path, shared: bool = False) -> Iterator[bool]:
                 return
             if path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat()):
                 yield True
-                return  # else `jaxtune cache` has just removed the file that was waited for
+                return  # otherwise `jaxtune cache` removed the file during the wait: the lock is on a deleted file
 
 
 def folder_name(source: sources.Source, entry: Dataset, shaping: str) -> str:
-    """A hash of everything that shapes an entry's documents; `shaping`: what `shaping_of` returned."""
-    parts = [source.identity, _given(entry), shaping]
+    """Return a hash of everything that shapes an entry's documents; `shaping` is the result of `shaping_of`."""
+    parts = [source.identity, _changed_options(entry), shaping]
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:32]
 
 
 def _request(entry: Dataset, shaping: str) -> str:
-    """What `folder_name` says of an entry, but which state of its source it is."""
-    return hashlib.sha256(json.dumps([_given(entry), shaping], default=str).encode()).hexdigest()
+    """Return a hash like `folder_name`, without the identity of the source: it finds folders of earlier states."""
+    return hashlib.sha256(json.dumps([_changed_options(entry), shaping], default=str).encode()).hexdigest()
 
 
-def _given(entry: Dataset) -> dict[str, Any]:
-    # All options of an entry say what is read and how it is rendered, but its weight, which says how often. Only those
-    # that are set are in the name, so that it stays when options are added.
+def _changed_options(entry: Dataset) -> dict[str, Any]:
+    """Return the options of an entry that are not at their defaults and shape its documents."""
+    # Every option of an entry selects samples or renders them, except its weight, which only repeats them. Options at
+    # their defaults are left out, so that the name of a folder stays the same if jaxtune gets new options.
     options = dataclasses.asdict(dataclasses.replace(entry, weight=None)).items()
-    given = {option: value for option, value in options if value != getattr(Dataset(), option)}
-    return json.loads(hide_secrets(json.dumps(given, default=str)))  # with another token it is the same data
+    changed = {option: value for option, value in options if value != getattr(Dataset(), option)}
+    return json.loads(hide_secrets(json.dumps(changed, default=str)))  # another access token reads the same data
 
 
 def shaping_of(tokenizer: "PreTrainedTokenizerFast", on_bad_row: str, labels: tuple[str, ...], chat: Chat) -> str:
-    """A hash of what shapes the tokens and labels of every entry."""
+    """Return a hash of the settings that shape the tokens and labels of every entry."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    # Set by whoever used the tokenizer last; the encoder here does not use them.
+    # State left by the last call of the tokenizer; `Encoder` does not use it.
     del backend["truncation"], backend["padding"]
     parts = [token_cache.FORMAT, on_bad_row, backend, tokenizer.chat_template, tokenizer.special_tokens_map]
     parts += labels
-    # The template is the tokenizer's by now, and the other is of generation.
+    # The tokenizer already has chat.template; chat.response_prefix is only used to generate.
     chat = dataclasses.replace(chat, template=None, response_prefix=None)
-    parts += [dataclasses.asdict(chat)] if chat != Chat() else []  # so that documents made before have their name
+    parts += [dataclasses.asdict(chat)] if chat != Chat() else []  # older folders, without the section, keep their name
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 
 
 class _Problems:
-    """What is wrong with the samples so far."""
+    """Counts samples that cannot be trained on, and raises the error; with on_bad_row='skip' it does neither.
+
+    A sample that cannot be read raises immediately. A sample that is `Refused` is counted, so that the user learns how
+    many there are.
+    """
 
     def __init__(self, on_bad_row: str):
         self.skip = on_bad_row == "skip"
@@ -309,17 +322,20 @@ def _write(
     on_bad_row: str,
     num_proc: int,
     request: str,
-    said: Sequence[str],
+    source_notes: Sequence[str],
 ) -> None:
-    """Makes the parts that are missing, and joins all parts. `said`: lines about the source, once it was read."""
+    """Make the missing parts, and join all parts into `folder`.
+
+    `source_notes`: lines for the user about the source, filled while it is read.
+    """
     try:
         count = _make_parts(parts, source, tokeniser, on_bad_row, num_proc)
-        _join([parts / str(part) for part in range(count)], folder, source.name, tokeniser, request, said)
+        _join([parts / str(part) for part in range(count)], folder, source.name, tokeniser, request, source_notes)
         shutil.rmtree(parts)
     finally:
-        with contextlib.suppress(OSError):  # finished parts are kept for the next run
+        with contextlib.suppress(OSError):  # fails if there are finished parts, which the next run uses
             parts.rmdir()
-        if parts.suffix == ".tmp":
+        if parts.suffix == ".tmp":  # private to this process (no locks)
             shutil.rmtree(parts, ignore_errors=True)
 
 
@@ -331,46 +347,46 @@ def _make_parts(
     num_proc: int,
     shard: Shard = (0, 1),
 ) -> int:
-    """Makes those of the shard that are not there; returns how many parts there are."""
+    """Make the missing parts of a shard, and return the number of all parts of the source."""
     number, shards = shard
     for path in parts.glob("*"):
         if path.name.isdigit() and int(path.name) % shards == number:
             _remove_damaged(path, source.name)
-    there = {int(path.name) for path in parts.glob("*") if path.name.isdigit()}
-    if left_by_a_kill := there & set(range(number, max(there, default=0) + 1, shards)):
-        log.info("data: %s: goes on with %d parts that are in the cache", source.name, len(left_by_a_kill))
+    finished = {int(path.name) for path in parts.glob("*") if path.name.isdigit()}
+    if left_by_a_kill := finished & set(range(number, max(finished, default=0) + 1, shards)):
+        log.info("data: %s: continues with %d parts that are in the cache", source.name, len(left_by_a_kill))
     parts.mkdir(exist_ok=True)
     problems, count = _Problems(on_bad_row), 0
 
-    def blocks() -> Iterator[tuple[int, Items]]:
+    def missing_blocks() -> Iterator[tuple[int, Items]]:
         nonlocal count
         for part, items in _blocks(source):
             count = part + 1
-            if part % shards == number and part not in there:
+            if part % shards == number and part not in finished:
                 yield part, items
             elif tokeniser.form is None:
-                tokeniser.settle(items)
+                tokeniser.settle(items)  # the first sample decides the type, also if another process tokenises it
 
     with Progress(*_PROGRESS, console=Console(stderr=True, force_jupyter=False), transient=True) as progress:
         line = progress.add_task(source.name, total=None, documents=0)
 
-        def found() -> Iterator[tuple[int, Tokenised]]:
+        def tokenised_blocks() -> Iterator[tuple[int, Tokenised]]:
             documents = 0
-            for part, block in _tokenised(tokeniser, blocks(), num_proc):
+            for part, block in _tokenise_blocks(tokeniser, missing_blocks(), num_proc):
                 for problem in block.problems:
                     problems.report(problem)
                 documents += len(block.units)
                 progress.update(line, advance=block.characters, documents=documents)
                 yield part, block
 
-        for part, of_part in itertools.groupby(found(), itemgetter(0)):
-            _write_part(parts / str(part), (block for _, block in of_part), source.name, tokeniser, problems)
+        for part, blocks in itertools.groupby(tokenised_blocks(), itemgetter(0)):
+            _write_part(parts / str(part), (block for _, block in blocks), source.name, tokeniser, problems)
     problems.raise_refused()
     return count
 
 
 def _blocks(source: sources.Source) -> Iterator[tuple[int, Items]]:
-    """The samples in blocks, each with the number of the part that it belongs to; at least one block."""
+    """Yield the samples in blocks, each with the number of its part; there is at least one block."""
     items: Items = []
     size = part_size = part = 0
     failed = None
@@ -381,11 +397,11 @@ def _blocks(source: sources.Source) -> Iterator[tuple[int, Items]]:
             if size >= _BLOCK_SIZE or len(items) >= _BLOCK_SAMPLES:
                 yield part, items.copy()
                 items.clear()
-                part_size += max(size, _BLOCK_SIZE // 8)
+                part_size += max(size, _BLOCK_SIZE // 8)  # a block of many tiny samples counts too
                 size = 0
                 if part_size >= _PART_SIZE:
                     part, part_size = part + 1, 0
-    except UserError as error:  # what is before it comes first, as without blocks
+    except UserError as error:  # raised after the samples before it, so that problems come in the order of the file
         failed = error
     if items or not (part or part_size):
         yield part, items
@@ -393,26 +409,26 @@ def _blocks(source: sources.Source) -> Iterator[tuple[int, Items]]:
         raise failed
 
 
-def _tokenised(
+def _tokenise_blocks(
     tokeniser: Tokeniser, blocks: Iterator[tuple[int, Items]], num_proc: int
 ) -> Iterator[tuple[int, Tokenised]]:
-    """The blocks tokenised; by other processes as soon as the type is decided and if there is more than one block."""
-    part = partial(_block_of, tokeniser)
+    """Tokenise blocks, in other processes once the type is decided and if more than one block is left."""
+    tokenise = partial(_tokenise_block, tokeniser)
     for block in blocks:
-        yield part(block)
+        yield tokenise(block)
         if num_proc > 1 and tokeniser.form and (more := next(blocks, None)) is not None:
-            yield from mapped(part, itertools.chain([more], blocks), num_proc)
+            yield from mapped(tokenise, itertools.chain([more], blocks), num_proc)
 
 
-def _block_of(tokeniser: Tokeniser, block: tuple[int, Items]) -> tuple[int, Tokenised]:
+def _tokenise_block(tokeniser: Tokeniser, block: tuple[int, Items]) -> tuple[int, Tokenised]:
     return block[0], tokeniser(block[1])
 
 
 def _write_part(
     folder: Path, blocks: Iterator[Tokenised], name: str, tokeniser: Tokeniser, problems: _Problems
 ) -> None:
-    """Writes into a temporary folder beside `folder`, then renames it."""
-    said: dict[str, None] = {}
+    """Write blocks into a temporary folder next to `folder`, then rename it."""
+    notes: dict[str, None] = {}  # a dict as an ordered set
     unused: dict[str, None] = {}
     first: list[str] = []
     first_across: list[str] = []
@@ -421,7 +437,7 @@ def _write_part(
     def units() -> Iterator[Unit]:
         nonlocal longer, skipped, across
         for block in blocks:
-            said.update(dict.fromkeys(block.said))
+            notes.update(dict.fromkeys(block.said))
             unused.update(dict.fromkeys(block.unused))
             first.extend(map(str, block.problems[: _LISTED - len(first)]))
             skipped += len(block.problems)
@@ -430,18 +446,18 @@ def _write_part(
             across += len(block.across)
             yield from block.units
 
-    with _appearing(folder) as temporary:
+    with _renamed_when_finished(folder) as temporary:
         summary = token_cache.write(temporary, units(), tokeniser.columns)
-        if problems.count:  # an error is to come
+        if problems.count:  # the run will end in an error, so the part is not kept
             return
-        more = {"said": list(said), "unused": list(unused), "first": first, "longer": longer}
-        more |= {"across": across, "first_across": first_across}
-        token_cache.finish(temporary, summary | more, name, skipped)
+        counts = {"said": list(notes), "unused": list(unused), "first": first, "longer": longer}
+        counts |= {"across": across, "first_across": first_across}
+        token_cache.finish(temporary, summary | counts, name, skipped)
 
 
 @contextlib.contextmanager
-def _appearing(folder: Path) -> Iterator[Path]:
-    """A temporary folder beside `folder`, which takes that name if it is finished by then."""
+def _renamed_when_finished(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder next to `folder`, which is renamed to `folder` at the end if it has a summary."""
     temporary = _temporary(folder)
     temporary.mkdir()
     try:
@@ -456,8 +472,10 @@ def _appearing(folder: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _join(parts: list[Path], folder: Path, name: str, tokeniser: Tokeniser, request: str, said: Sequence[str]) -> None:
-    """Makes one folder of the parts, which are as if they had been written at once."""
+def _join(
+    parts: list[Path], folder: Path, name: str, tokeniser: Tokeniser, request: str, source_notes: Sequence[str]
+) -> None:
+    """Join parts into one folder, with the same content as if all blocks had been written in one go."""
     summaries = [_summary(part) for part in parts]
     longer = sum(summary["longer"] for summary in summaries)
     skipped = sum(summary["skipped"] for summary in summaries)
@@ -468,9 +486,9 @@ def _join(parts: list[Path], folder: Path, name: str, tokeniser: Tokeniser, requ
         why = f"; {left_out}" if longer else ""
         why += f"; the first problem: {first[0]}" if first else ""
         raise UserError(f"data: {name} has no sample that can be trained on{why}")
-    with _appearing(folder) as temporary:
-        paired = tokeniser.entry.type == "unpaired_preference"
-        if len(parts) == 1 and not paired:
+    with _renamed_when_finished(folder) as temporary:
+        paired = tokeniser.entry.type == "unpaired_preference"  # pairs neighbours, across parts too
+        if len(parts) == 1 and not paired:  # no copy of the data: the part becomes the folder
             temporary.rmdir()
             parts[0].rename(temporary)
             summary = {name: summaries[0][name] for name in token_cache.CONTENT}
@@ -479,9 +497,9 @@ def _join(parts: list[Path], folder: Path, name: str, tokeniser: Tokeniser, requ
             summary = token_cache.write(
                 temporary, with_other_answers(units, name) if paired else units, tokeniser.columns
             )
-        others = dict.fromkeys(line for each in summaries for line in each["said"])
+        template_notes = dict.fromkeys(line for each in summaries for line in each["said"])
         counts = f"{summary['documents']:,} documents of {summary['tokens']:,} tokens"
-        notes = [f"{name}: {tokeniser.form}, {counts}", *said, *(f"{name}: {line}" for line in others)]
+        notes = [f"{name}: {tokeniser.form}, {counts}", *source_notes, *(f"{name}: {line}" for line in template_notes)]
         losses = []
         if across := sum(summary["across"] for summary in summaries):
             example = next(line for summary in summaries for line in summary["first_across"])
@@ -497,6 +515,6 @@ def _join(parts: list[Path], folder: Path, name: str, tokeniser: Tokeniser, requ
 
 
 def unused_columns(columns: Collection[str]) -> str:
-    """The line about columns that are not used, as `Tokenised.unused` has them."""
+    """Return a line for the user about columns that are not used, listed as in `Tokenised.unused`."""
     are = "column is" if len(columns) == 1 else "columns are"
     return f"{len(columns)} {are} not used: {', '.join(columns)}"

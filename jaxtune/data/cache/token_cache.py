@@ -1,4 +1,10 @@
-"""A cache folder: the tokenised documents of one dataset entry, as files that are mapped into memory."""
+"""A cache folder: the tokenised documents of one dataset entry, in files that are mapped into memory.
+
+tokens.bin, loss_weight.bin, NAME.bin  the values of each column, all documents one after the other
+offsets.npy, units.npy, targets.npy, continuous.npy  the arrays of `Part`
+summary.json  the key, the columns, and the notes for the user
+a manifest with checksums of all files (`checkpoint.manifest`), written last
+"""
 
 import contextlib
 import hashlib
@@ -20,32 +26,33 @@ from jaxtune.data.chat.encoding import Encoded
 from jaxtune.data.formats.units import Part, Unit
 
 FORMAT = 5
-"""Counted up when the layout of the files changes, or what is made of the same samples; other formats are not read."""
+"""Version of the files' layout and of the tokens made from the same samples; folders of other versions are not read."""
 
 SUMMARY = "summary.json"
-"""The file of the key, the columns, and the notes for the user."""
+"""The file with the key, the columns, and the notes for the user."""
 
 CONTENT = ("format", "key", "columns", "documents", "tokens", "places")
-"""The part of the summary that describes the content: number of documents and tokens, a hash of all of them."""
+"""The fields of the summary that describe the content: numbers of documents and tokens, a hash of all values, ..."""
 
-_PLACES = 100  # units whose place is kept: samples that are shown
+_PLACES = 100  # the first units keep their places, for samples that are shown to the user
 
 _TOKENS, _LOSS_WEIGHT = Column("tokens", np.int32), Column("loss_weight", np.float16)
 
 
 def write(folder: Path, units: Iterable[Unit], columns: tuple[Column, ...] = ()) -> dict[str, Any]:
-    """Writes units into a new folder, as they come. `load` reads the folder only after `finish`.
+    """Write units into a new folder, one by one. `load` can read the folder after `finish`.
 
     Args:
-        folder: must be empty.
-        units: each has at least one document.
+        folder: an empty folder.
+        units: the units; each has at least one document.
         columns: the columns in the units' `values`.
 
     Returns:
-        The part of the summary that describes the content: format, key, columns, numbers of documents and tokens,
+        The fields of the summary that describe the content: format, key, columns, numbers of documents and tokens,
         places of the first units.
     """
     content = hashlib.sha256()
+    # Arrays of one number for each document fit in memory; the tokens go to the files as they come.
     lengths, sizes, targets, continuous = array("q"), array("q"), array("q"), bytearray()
     places: list[str] = []
     with ExitStack() as opened:
@@ -54,7 +61,7 @@ def write(folder: Path, units: Iterable[Unit], columns: tuple[Column, ...] = ())
 
         def put(column: Column, values: Any) -> None:
             array = np.ascontiguousarray(values, column.dtype)
-            files[column].write(array.data)  # not array.tofile, whose error does not say that the disk is full
+            files[column].write(array.data)  # not array.tofile, whose error does not tell that the disk is full
             content.update(array.data)
 
         for unit in units:
@@ -74,7 +81,8 @@ def write(folder: Path, units: Iterable[Unit], columns: tuple[Column, ...] = ())
                     raise ValueError(f"{column.name}: {len(values)} values for {counts[column.per]} of {column.per}")
                 put(column, values)
     content.update(np.array(lengths, np.int64).tobytes())
-    if len(sizes) < len(lengths):  # without this, the key is the one in checkpoints from before there were units
+    # If each unit is one document, the key is the same as in checkpoints from before there were units.
+    if len(sizes) < len(lengths):
         content.update(np.array(sizes, np.int64).tobytes())
     np.save(folder / "offsets.npy", np.append(0, np.cumsum(lengths, dtype=np.int64)))
     np.save(folder / "units.npy", np.append(0, np.cumsum(sizes, dtype=np.int64)))
@@ -93,23 +101,23 @@ def finish(
     notes: Iterable[str] = (),
     losses: Iterable[str] = (),
 ) -> None:
-    """Writes the summary of a folder: what `write` returned, and the other fields of `Part`; last the checksums."""
-    more = {"name": name, "skipped": skipped, "notes": list(notes), "losses": list(losses)}
-    (folder / SUMMARY).write_text(json.dumps(summary | more))
+    """Write the summary of a folder, the result of `write` and the other fields of `Part`, and then the checksums."""
+    rest = {"name": name, "skipped": skipped, "notes": list(notes), "losses": list(losses)}
+    (folder / SUMMARY).write_text(json.dumps(summary | rest))
     manifest.write(folder)
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """The summary of a folder that may be damaged: {} if it cannot be read."""
+    """Return the summary of a folder that may be damaged; {} if it cannot be read."""
     try:
-        found = json.loads((folder / SUMMARY).read_text())
+        summary = json.loads((folder / SUMMARY).read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return summary if isinstance(summary, dict) else {}
 
 
 def load(folder: Path) -> Part:
-    """The documents of a folder whose files agree with its manifest, mapped into memory."""
+    """Map the documents of a folder into memory. Its files must agree with its manifest."""
     summary = json.loads((folder / SUMMARY).read_text())
     with contextlib.suppress(OSError):  # the cache may belong to another user
         os.utime(folder / SUMMARY)  # records the last use, for jaxtune.cache
@@ -118,7 +126,7 @@ def load(folder: Path) -> Part:
     values = {}
     for name, column in columns.items():
         file = folder / f"{name}.bin"
-        empty = np.zeros(0, column.dtype)
+        empty = np.zeros(0, column.dtype)  # an empty file cannot be mapped
         values[name] = np.memmap(file, column.dtype, mode="r") if file.stat().st_size else empty
     name, key, skipped, notes, losses = (summary[field] for field in ("name", "key", "skipped", "notes", "losses"))
     return Part(
@@ -135,7 +143,7 @@ def load(folder: Path) -> Part:
 
 
 def gathered(units: Sequence[Unit], name: str, columns: tuple[Column, ...] = ()) -> Part:
-    """Units in memory, as a part of documents without a folder."""
+    """Return units as a part in memory, without a folder."""
     documents = [document for unit in units for document in unit.documents]
     values: dict[str, list[Any]] = {
         _TOKENS.name: [document.tokens for document in documents],
@@ -161,13 +169,13 @@ def gathered(units: Sequence[Unit], name: str, columns: tuple[Column, ...] = ())
 
 
 def units_of(part: Part) -> Iterator[Unit]:
-    """The units of a part as they were written."""
-    others = [column for name, column in part.columns.items() if name not in (_TOKENS.name, _LOSS_WEIGHT.name)]
+    """Yield the units of a part as they were written."""
+    columns = [column for name, column in part.columns.items() if name not in (_TOKENS.name, _LOSS_WEIGHT.name)]
     for unit, (first, last) in enumerate(pairwise(part.units.tolist())):
         bounds = [slice(*span) for span in pairwise(part.offsets[first : last + 1].tolist())]
         documents = tuple(Encoded(part.values["tokens"][at], part.values["loss_weight"][at]) for at in bounds)
         values = {}
-        for column in others:
+        for column in columns:
             stored = part.values[column.name]
             match column.per:
                 case "token":

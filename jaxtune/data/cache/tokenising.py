@@ -1,4 +1,4 @@
-"""Samples to units, a block of samples after the other, in this process or in any other."""
+"""Tokenise samples to units, one block of samples at a time, in this process or in others."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Items = list[tuple[str, Sample] | UserError]
-"""Samples, each with where it comes from; or why one could not be read."""
+"""Samples, each with the place that it comes from; or the error of a sample that could not be read."""
 
 _Converted = tuple[str, Rendered | Encoded | Pair]
-"""Where a sample comes from, and what it became."""
+"""The place that a sample comes from, and its document."""
 
 _BATCH_CHARS = 2**22
 
 
 @dataclass(frozen=True)
 class Tokenised:
-    """What became of a block of samples.
+    """The units of a block of samples, and the problems of the samples that gave none.
 
     Attributes:
-        units: in the order of their samples.
-        places: which sample of the block each is of.
-        longer: how many units were left out because they are longer than the entry allows.
-        problems: what is wrong with the other samples, in their order.
-        said: lines for the user; the same line may be in other blocks too.
-        unused: columns that are not used; the same may be in other blocks too.
-        characters: of the texts.
-        across: of each sample whose prompt ends inside a token, where it comes from and the token.
+        units: the units, in the order of their samples.
+        places: index in the block of each unit's sample.
+        longer: number of units left out because they are longer than the entry allows.
+        problems: the errors of the other samples, in order.
+        said: lines for the user; other blocks may have the same lines.
+        unused: columns that are not used; other blocks may have the same columns.
+        characters: number of characters of the texts.
+        across: a line for each sample whose prompt ends inside a token: its place and the token.
     """
 
     units: list[Unit]
@@ -52,15 +52,22 @@ class Tokenised:
 
 
 class Tokeniser:
-    """Makes documents of the samples of one entry. The first sample decides the type.
+    """Makes documents from the samples of one entry. The first sample decides the type.
 
-    It can be pickled and does then the same in another process.
+    A pickled copy does the same in another process: it has the entry and the type, and starts with empty notes.
     """
 
     def __init__(
         self, entry: Dataset, tokenizer: "PreTrainedTokenizerFast", labels: tuple[str, ...] = (), chat: Chat = Chat()
     ):
-        """`labels`: names of classes, by number; `chat`: what of conversations is trained."""
+        """Set up the encoder; the chat template is compiled for the first sample.
+
+        Args:
+            entry: the entry of data.datasets.
+            tokenizer: the tokenizer.
+            labels: names of classes, by number.
+            chat: the section chat, which selects the messages to train.
+        """
         self._of = (entry, tokenizer, labels, chat)
         self._settled: tuple[Dataset, tuple[str, ...]] | None = None
         self._start()
@@ -83,30 +90,30 @@ class Tokeniser:
 
     @property
     def entry(self) -> Dataset:
-        """The entry, as it was given."""
+        """The entry that the tokeniser was made for."""
         return self._of[0]
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """The columns of the units, besides tokens and weights."""
+        """The columns of the units in addition to tokens and weights."""
         return sample_formats.COLUMNS.get(self.entry.type, ())
 
     @property
     def form(self) -> str | None:
-        """The type and the columns that decided it; None as long as it is not decided."""
+        """The type and the columns that decided it; None until it is decided."""
         return None if self._settled is None else f"{self._settled[0].type} from {', '.join(self._settled[1])}"
 
     def settle(self, items: Items) -> None:
-        """Decides the type by the first sample that can be used, if there is one."""
+        """Decide the type from the first usable sample, if there is one."""
         for item in items:
             if self._settled is None and not isinstance(item, UserError):
                 try:
                     self._detect(item[1])
                 except UserError:
-                    continue  # whoever tokenises it reports it
+                    continue  # reported by the process that tokenises it
 
     def __call__(self, items: Items) -> Tokenised:
-        """Tokenises a block. Raises UserError where the tokenizer or the entry's options do not allow the type."""
+        """Tokenise a block. Raises UserError if the tokenizer or the entry's options do not allow the type."""
         self._said, self._unused, self._characters, self._across = {}, [], 0, []
         units, places, problems = [], [], []
         longer, most = 0, self.entry.max_tokens
@@ -116,17 +123,17 @@ class Tokeniser:
             pending.append(self._document(item))
             chars += sum(len(text.text) for text in _texts(pending[-1]))
             if chars >= _BATCH_CHARS or number == len(items):
-                for place, found in enumerate(self._encoded(pending), start=number - len(pending)):
-                    if isinstance(found, UserError):
-                        problems.append(found)
+                for place, unit in enumerate(self._encode_units(pending), start=number - len(pending)):
+                    if isinstance(unit, UserError):
+                        problems.append(unit)
                         continue
                     if self.entry.max_prompt_tokens is not None:
-                        cut = tuple(shortened(document, self.entry.max_prompt_tokens) for document in found.documents)
-                        found = dataclasses.replace(found, documents=cut)
-                    if most is not None and sum(len(document.tokens) for document in found.documents) > most:
+                        cut = tuple(shortened(document, self.entry.max_prompt_tokens) for document in unit.documents)
+                        unit = dataclasses.replace(unit, documents=cut)
+                    if most is not None and sum(len(document.tokens) for document in unit.documents) > most:
                         longer += 1
                     else:
-                        units.append(found)
+                        units.append(unit)
                         places.append(place)
                 pending, chars = [], 0
         said, across = list(self._said), self._across
@@ -137,7 +144,7 @@ class Tokeniser:
         self._settled = sample_formats.detect(self.entry, sample)
 
     def _document(self, item: tuple[str, Sample] | UserError) -> _Converted | UserError:
-        """(where the sample comes from, the document), or why there is none."""
+        """Return (the place of the sample, its document), or the error that there is none."""
         if isinstance(item, UserError):
             return item
         where, sample = item
@@ -153,27 +160,27 @@ class Tokeniser:
         if self._convert is None:
             _, tokenizer, labels, chat = self._of
             self._convert = sample_formats.make_format(settled, columns, tokenizer, self._say, labels, chat)
-        if not sample.keys() <= self._seen:
+        if not sample.keys() <= self._seen:  # a sample may have columns that no sample before it had
             new = [column for column in sample if column not in self._seen]
             self._unused += sample_formats.unused(settled, columns, new)
             self._seen |= sample.keys()
         try:
             document = self._convert(sample)
             for text in _texts((where, document)):
-                text.text.encode()
+                text.text.encode()  # fails on a lone surrogate, which the tokenizer would not report by sample
         except UnicodeEncodeError:
             return UserError(f"{where}: its text holds half a character (a lone surrogate)")
         except UserError as error:
             return type(error)(f"{where}: {error}")
         return where, document
 
-    def _encoded(self, pending: list[_Converted | UserError]) -> list[Unit | UserError]:
-        """The documents, each a unit; without those that have no target and no label."""
-        found = []
+    def _encode_units(self, pending: list[_Converted | UserError]) -> list[Unit | UserError]:
+        """Return a unit for each sample, or its error; a document without a target and a label is an error."""
+        results = []
         texts = iter(self._encode([text for item in pending for text in _texts(item)]))
         for item in pending:
             if isinstance(item, UserError):
-                found.append(item)
+                results.append(item)
                 continue
             where, document = item
             if isinstance(document, Pair):
@@ -181,23 +188,23 @@ class Tokeniser:
                 self._note_across(where, zip(document.documents, answers))
                 trained = all(answer.loss_weights[1:].any() for answer in answers)
                 refused = Refused(f"{where}: no token of an answer is a target")
-                found.append(Unit(answers, values=document.values, where=where) if trained else refused)
+                results.append(Unit(answers, values=document.values, where=where) if trained else refused)
                 continue
             encoded = next(texts) if isinstance(document, Rendered) else document
             if isinstance(document, Rendered):
                 self._note_across(where, [(document, encoded)])
             label = document.label if isinstance(document, Rendered) else None
             if label is not None and len(encoded.tokens):
-                found.append(Unit((encoded,), values={LABEL.name: label}, where=where))
+                results.append(Unit((encoded,), values={LABEL.name: label}, where=where))
             elif encoded.loss_weights[1:].any():
                 continuous = self._settled is not None and self._settled[0].type in ("text", "tokenized")
-                found.append(Unit((encoded,), continuous, where=where))
+                results.append(Unit((encoded,), continuous, where=where))
             else:
-                found.append(Refused(f"{where}: no token of it is a target"))
-        return found
+                results.append(Refused(f"{where}: no token of it is a target"))
+        return results
 
     def _note_across(self, where: str, documents: Iterable[tuple[Rendered, Encoded]]) -> None:
-        """Notes a sample if a trained part of one of its documents begins inside a token."""
+        """Note a sample if a trained part of one of its documents begins inside a token."""
         for document, encoded in documents:
             if encoded.across is not None:
                 start, end, edge = encoded.across
@@ -214,16 +221,16 @@ class Tokeniser:
 
 
 def say_across(count: int, first: str) -> str:
-    """The line about samples whose prompts end inside a token; `first`: of Tokenised.across."""
+    """Return the line about samples whose prompts end inside a token; `first`: the first line of `Tokenised.across`."""
     return (
-        f"{count:,} samples have an answer that begins inside a token, often because the prompt ends in a space: asked "
-        f"with the prompt, the model sees other tokens than in training; the first: {first}. End the prompt before the "
+        f"{count:,} samples have an answer that begins inside a token, often because the prompt ends in a space: given "
+        f"the prompt, the model sees other tokens than in training; the first: {first}. End the prompt before the "
         "space, and begin the answer with it"
     )
 
 
 def _texts(item: _Converted | UserError) -> tuple[Rendered, ...]:
-    """What of a sample is to be tokenised."""
+    """Return the texts of a sample to tokenise."""
     document = None if isinstance(item, UserError) else item[1]
     if isinstance(document, Pair):
         return document.documents

@@ -1,6 +1,7 @@
-"""Processes that compute a function of one task after another.
+"""Worker processes that compute a function of tasks.
 
-They are started as this module, so that they import neither jax nor the program that starts them, and end with it.
+Workers run this module (`python -m`), so that they import neither jax nor the program that starts them. They end with
+the program. Workers that `multiprocessing` spawns would import the program's main module.
 """
 
 import contextlib
@@ -17,23 +18,24 @@ from typing import Any
 
 from jaxtune.errors import UserError
 
-_AHEAD = 2  # tasks for each process that are waiting or computed before their turn
+_AHEAD = 2  # tasks in flight for each process: waiting, or finished before their turn
 
 
 def mapped(function: Callable[[Any], Any], tasks: Iterable[Any], processes: int) -> Iterator[Any]:
-    """function(task) of each task, in their order, computed by so many processes.
+    """Yield function(task) for each task, in order, computed by worker processes.
 
-    The function, the tasks and the results are pickled. A UserError that the function or `tasks` raises is raised
-    when the results before it have been taken.
+    The function, the tasks and the results are pickled. A UserError of the function or of `tasks` is raised after the
+    results before it have been yielded.
     """
     with contextlib.ExitStack() as stack:
         threads = ThreadPoolExecutor(processes)
         stack.callback(threads.shutdown)
-        started = [stack.enter_context(_started()) for _ in range(processes)]
-        stack.callback(threads.shutdown, wait=False, cancel_futures=True)  # the first to be called
+        workers = [stack.enter_context(_start_worker()) for _ in range(processes)]
+        # Callbacks run last to first: cancel waiting tasks, then kill the workers, then join the threads.
+        stack.callback(threads.shutdown, wait=False, cancel_futures=True)
         idle: queue.SimpleQueue[subprocess.Popen] = queue.SimpleQueue()
         pickled = pickle.dumps(function)
-        for process in started:  # they import what they need at the same time
+        for process in workers:  # all workers import their modules at the same time
             assert process.stdin is not None
             process.stdin.write(pickled)
             idle.put(process)
@@ -41,10 +43,11 @@ def mapped(function: Callable[[Any], Any], tasks: Iterable[Any], processes: int)
         def compute(task: Any) -> Any:
             process = idle.get()
             try:
-                return _answer(process, task)
+                return _compute(process, task)
             finally:
                 idle.put(process)
 
+        # Results are yielded in the order of the tasks; `_AHEAD` bounds those that wait in memory.
         waiting: deque[Future] = deque()
         failed = None
         tasks = iter(tasks)
@@ -64,11 +67,12 @@ def mapped(function: Callable[[Any], Any], tasks: Iterable[Any], processes: int)
 
 
 @contextlib.contextmanager
-def _started() -> Iterator[subprocess.Popen]:
-    # Each process is to use one core; a tokenizer would start threads for all cores.
-    more = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TOKENIZERS_PARALLELISM": "false"}
+def _start_worker() -> Iterator[subprocess.Popen]:
+    """Start a worker process; kill it at the end."""
+    # Each worker uses one core; the tokenizer would otherwise start threads for all cores.
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TOKENIZERS_PARALLELISM": "false"}
     command, pipe = [sys.executable, "-m", "jaxtune.data.cache.workers"], subprocess.PIPE
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=os.environ | more)
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=os.environ | environment)
     try:
         yield process
     finally:
@@ -80,7 +84,8 @@ def _started() -> Iterator[subprocess.Popen]:
                 end.close()
 
 
-def _answer(process: subprocess.Popen, task: Any) -> Any:
+def _compute(process: subprocess.Popen, task: Any) -> Any:
+    """Send a task to a worker, and return its result. Raises UserError if the function does, or if the worker ends."""
     assert process.stdin is not None and process.stdout is not None
     try:
         pickle.dump(task, process.stdin)
@@ -98,12 +103,15 @@ def _answer(process: subprocess.Popen, task: Any) -> Any:
 
 
 def _main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program, which ends this process
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end without a word if the program was killed
+    """Compute tasks from standard input, and write the results to standard output, both pickled."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program handles Ctrl-C, and ends this process
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end silently if the program was killed
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what anything here prints is no answer
+    os.dup2(2, 1)  # anything that is printed here goes to standard error, not among the answers
     tasks = sys.stdin.buffer
-    with contextlib.suppress(EOFError, pickle.UnpicklingError):  # the program has ended, perhaps amid a task
+    with contextlib.suppress(
+        EOFError, pickle.UnpicklingError
+    ):  # the program has ended, perhaps in the middle of a task
         function = pickle.load(tasks)
         while True:
             task = pickle.load(tasks)

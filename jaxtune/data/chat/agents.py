@@ -1,4 +1,4 @@
-"""Tools, calls of them and their results as text, for chat templates that know none of these (chat.agent_template)."""
+"""Write tools, tool calls and results as text, for chat templates that do not support tools (chat.agent_template)."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -9,6 +9,7 @@ from jaxtune.data.chat.messages import Message
 
 Style = Literal["hermes", "react", "toolbench"]
 
+# The prompts of Hermes, ReAct and ToolBench word for word, mistakes included: models know them in this wording.
 _HERMES = """\
 # Tools
 
@@ -70,10 +71,10 @@ Specifically, you have access to the following APIs: {tools}"""
 
 
 def as_text(style: Style, messages: list[Message], tools: list[Any] | None) -> list[Message]:
-    """The conversation without tool calls and messages of role 'tool'.
+    """Return the conversation with tools, calls and results as text, without messages of role 'tool'.
 
-    The tools come into the system prompt, after its own text; a turn's calls after its content. Results that follow
-    each other make one message of role 'user'.
+    The tools are appended to the system prompt, and a turn's calls to its content. Consecutive results become one
+    message of role 'user'.
     """
     plain = [message for run in _runs(messages) for message in _plain(style, run)]
     if not tools:
@@ -92,7 +93,7 @@ def as_text(style: Style, messages: list[Message], tools: list[Any] | None) -> l
 
 
 def _plain(style: Style, run: list[Message]) -> Iterator[Message]:
-    """One message, or results that follow each other."""
+    """Yield the message of a run: one message of any other role, or consecutive results."""
     first = run[0]
     if first["role"] == "tool":
         form = {"hermes": "<tool_response>\n{}\n</tool_response>", "react": "Observation: {}", "toolbench": "{}"}[style]
@@ -100,19 +101,20 @@ def _plain(style: Style, run: list[Message]) -> Iterator[Message]:
         yield {"role": "user", "content": content, "train": any(message.get("train") for message in run)}
     elif first.get("tool_calls"):
         calls = [_call(style, call.get("function", call)) for call in first["tool_calls"]]
-        kept = {key: value for key, value in first.items() if key != "tool_calls"}
-        yield kept | {"content": "\n".join(filter(None, [_thought(style, first["content"]), *calls]))}
+        message = {key: value for key, value in first.items() if key != "tool_calls"}
+        yield message | {"content": "\n".join(filter(None, [_with_thought(style, first["content"]), *calls]))}
     else:
         yield first
 
 
 def _runs(messages: Iterable[Message]) -> Iterator[list[Message]]:
+    """Yield runs of messages: consecutive results together, every other message by itself."""
     for is_result, group in groupby(messages, lambda message: message["role"] == "tool"):
         run = list(group)
         yield from [run] if is_result else ([message] for message in run)
 
 
-def _thought(style: Style, content: str) -> str:
+def _with_thought(style: Style, content: str) -> str:
     return f"Thought: {content}" if style == "toolbench" and not content.startswith("Thought:") else content
 
 

@@ -1,4 +1,4 @@
-"""Conversations: the chat template renders them; the assistant's turns are trained, with the token that ends each."""
+"""Render conversations with the chat template. The assistant's turns are trained, each with the token that ends it."""
 
 import re
 from collections.abc import Callable
@@ -34,7 +34,7 @@ class ChatTemplate:
         Args:
             tokenizer: the tokenizer whose template it is.
             say: called with a line about each part of the conversations that the template leaves out.
-            chat: what of the conversations is trained.
+            chat: the section chat, which selects the messages to train.
 
         Raises:
             UserError: the tokenizer has no template, or several without a default; the template is not valid Jinja.
@@ -50,11 +50,13 @@ class ChatTemplate:
         self._encode = Encoder(tokenizer)
         self._template = Template(source)
         self._variables = dict(tokenizer.special_tokens_map)
+        # Candidates for the token that ends a turn. A beginning-of-sequence token never does.
         stops = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         stops.discard(str(tokenizer.bos_token))
         self._eos = None if tokenizer.eos_token is None else str(tokenizer.eos_token)
         if self._eos is not None:
             stops.add(self._eos)
+        # Longest first, because one token may begin with another.
         self._stops = tuple(sorted(stops, key=len, reverse=True))
         # Without a special token, this matches nothing.
         self._special = re.compile("|".join(map(re.escape, self._stops)) or r"(?!)")
@@ -64,37 +66,37 @@ class ChatTemplate:
         self._control_tokens_said = self._unwritten_said = False
 
     def prompt(self, messages: list[Message], tools: list[Any] | None = None) -> list[int]:
-        """Tokens of the conversation up to where the assistant's next message begins, as they are in training.
+        """Return the tokens of the prompt of the assistant's next message, the same as in training.
 
-        chat.response_prefix follows them.
+        They end with chat.response_prefix.
         """
         messages, tools = self._written(messages, tools)
         text = self._render(messages, tools, add_generation_prompt=True)[0]
         return self._encode([Rendered(text + (self._chat.response_prefix or ""))])[0].tokens.tolist()
 
     def turn_end(self) -> str | None:
-        """The special token that ends an assistant's turn; None if the template has none."""
+        """Return the special token that ends an assistant's turn; None if the template has none."""
         exchange = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         text, spans = self._render(exchange, None)
         try:
             if not spans:
                 conversation = self._conversation(exchange, None, text)
                 spans, text = conversation.turns([1]), conversation.text
-        except UserError:  # how the turns of real conversations end is seen when they are rendered
+        except UserError:  # real conversations may still render: their own errors are reported then
             return self._stop(text)
         return next(filter(None, (self._stop(text[slice(*span)]) for span in spans)), None)
 
     def render(self, messages: list[Message], tools: list[Any] | None = None) -> Rendered:
-        """The whole conversation as text; its trained spans are the assistant's turns with their stop tokens.
+        """Render the whole conversation as text; the trained spans are the assistant's turns with their stop tokens.
 
-        Templates with `{% generation %}` mark what is trained. For others, a turn starts where the prompt made of the
-        messages before it ends, and stops with its own stop token, not with one that ends the whole conversation
-        (`turns.Conversation`). Some templates leave out of earlier turns what the prompt ends in (an empty thought):
-        there the turn starts after what the template writes before an answer instead. If a template writes no token to
-        end a turn (GLM's), the turn ends with the token that begins the next message, and so does the last turn.
+        Templates with `{% generation %}` mark the trained text. With other templates, a turn starts at the end of the
+        prompt made of the messages before it, and stops with its own stop token, not with one that ends the whole
+        conversation (`turns.Conversation`). Some templates drop the end of the prompt (an empty thought) from earlier
+        turns: then the turn starts after the text that the template writes before an answer. If a template writes no
+        token that ends a turn (GLM's), each turn, the last one too, ends with the token that begins the next message.
 
-        The section chat says which messages are trained and with which weight; another role's is found by its content.
-        Keys of messages, whole messages and tools that the template leaves out are reported through `say`.
+        The section chat selects the messages to train and their weights; messages of other roles are located by their
+        content. Keys of messages, whole messages and tools that the template leaves out are reported through `say`.
 
         Raises:
             Refused: no message is trained; or a turn is empty, renders as nothing, without its tool call or a stop
@@ -104,6 +106,7 @@ class ChatTemplate:
         chosen = set(masks.trained(messages, self._chat))
         if not chosen:
             raise Refused(f"the conversation has no {' or '.join(self._chat.roles)} message that is to be trained")
+        # The choice is stored in the messages, because `_written` may merge or replace them (chat.agent_template).
         messages = [message | {"train": i in chosen} for i, message in enumerate(messages)]
         messages, tools = self._written(messages, tools)
         chosen = [i for i, message in enumerate(messages) if message.get("train", masks.everything(self._chat))]
@@ -124,6 +127,8 @@ class ChatTemplate:
         for line in left_out(messages, tools, written, lambda *changed: self._render(*changed)[0], self._tried):
             self._say(line)
         self._say_control_tokens(messages)
+        # If a template marks more or fewer blocks than there are turns, it is unclear which block is whose: all blocks
+        # are trained alike, or the sample is refused.
         if len(spans) != len(turns):
             unlike = [i for i in turns if i not in wanted or "loss_scale" in messages[i]]
             if unlike:
@@ -131,28 +136,29 @@ class ChatTemplate:
                     f"message {unlike[0]} is not to be trained, or has a weight of its own, but it is unclear which "
                     "{% generation %} mark is its"
                 )
-            parts, others = [self._part(text, span, {}) for span in spans], []
+            parts, untrained = [self._part(text, span, {}) for span in spans], []
         else:
-            own = list(zip(turns, spans))
-            parts = [self._part(text, span, messages[i]) for i, span in own if i in wanted]
-            others = [span for i, span in own if i not in wanted]
+            numbered = list(zip(turns, spans))
+            parts = [self._part(text, span, messages[i]) for i, span in numbered if i in wanted]
+            untrained = [span for i, span in numbered if i not in wanted]
         everything = masks.everything(self._chat)
-        if of_others := [i for i in range(len(messages)) if i not in turned and (i in wanted) != everything]:
+        # Messages of other roles: those that are trained, or with chat.loss_scale='all' those that are not.
+        if other_roles := [i for i in range(len(messages)) if i not in turned and (i in wanted) != everything]:
             places = conversation()
-            found = [self._found(text, messages, places, i) for i in of_others]
+            located = [self._locate(text, messages, places, i) for i in other_roles]
             if everything:
-                others += [(part.start, part.end) for part in found]
+                untrained += [(part.start, part.end) for part in located]
             else:
-                parts += found
-        weighted = list(masks.weigh(text, sorted(parts, key=attrgetter("start")), others, self._chat))
+                parts += located
+        weighted = list(masks.weigh(text, sorted(parts, key=attrgetter("start")), untrained, self._chat))
         weights = tuple(weight for _, weight in weighted)
         return Rendered(text, tuple(span for span, _ in weighted), weights=None if set(weights) <= {1} else weights)
 
     def _written(self, messages: list[Message], tools: list[Any] | None) -> tuple[list[Message], list[Any] | None]:
-        """The conversation as the template takes it.
+        """Return the messages and tools in the form that the template takes.
 
-        Tools are text where chat.agent_template says so. The arguments of calls are JSON text where the template fails
-        on objects, or writes them as Python does (DeepSeek-V3's).
+        With chat.agent_template, tools and calls become text. The arguments of calls become JSON text if the template
+        fails on objects, or writes them in Python's notation (DeepSeek-V3's).
         """
         if self._chat.agent_template:
             return as_text(self._chat.agent_template, messages, tools), None
@@ -172,13 +178,13 @@ class ChatTemplate:
         return with_text_arguments(messages) if as_python else messages, tools
 
     def _part(self, text: str, span: Span, message: Message) -> masks.Part:
-        """An assistant's turn."""
+        """Return the trained part of an assistant's turn."""
         whole = text[slice(*span)].rstrip()
         stop = span[0] + len(whole) - len(self._stop(whole) or "")
         return masks.Part(span[0], stop, span[1], message.get("loss_scale"))
 
-    def _found(self, text: str, messages: list[Message], places: Conversation, i: int) -> masks.Part:
-        """A message of another role, and the special token that follows it."""
+    def _locate(self, text: str, messages: list[Message], places: Conversation, i: int) -> masks.Part:
+        """Locate a message of another role, and the special token that follows it."""
         content = places.content(i)
         if content is None:
             raise Refused(f"message {i} ({messages[i]['role']}) cannot be found: the template changes its text")
@@ -186,20 +192,20 @@ class ChatTemplate:
         return masks.Part(start, stop, stop + len(self._begins(text, stop) or ""), messages[i].get("loss_scale"))
 
     def _say_control_tokens(self, messages: list[Message]) -> None:
-        """Says, once, that a message's text holds one of the tokenizer's special tokens, and so becomes that token."""
+        """Report, once, that a message's text holds a special token of the tokenizer, and so becomes that token."""
         pairs = (
             (message["role"], token) for message in messages for token in self._special.findall(message["content"])
         )
-        if not self._control_tokens_said and (found := next(pairs, None)):
+        if not self._control_tokens_said and (pair := next(pairs, None)):
             self._control_tokens_said = True
-            role, token = found
+            role, token = pair
             self._say(
                 f"the text of a message of role {role!r} holds {token}, which becomes that special token, as in "
-                "transformers; take it out where others wrote the text"
+                "transformers; remove it from text that others wrote"
             )
 
     def _say_unwritten(self, stop: str | None) -> None:
-        """Says, once, that turns end with the token that the next message begins with."""
+        """Report, once, that turns end with the token that begins the next message."""
         if stop and not self._unwritten_said:
             self._unwritten_said = True
             self._say(
@@ -208,17 +214,17 @@ class ChatTemplate:
             )
 
     def _conversation(self, messages: list[Message], tools: list[Any] | None, text: str) -> Conversation:
-        def render(*given: Any, **how: Any) -> str:
-            return self._render(*given, **how)[0]
+        def render(*conversation: Any, **variables: Any) -> str:
+            return self._render(*conversation, **variables)[0]
 
         return Conversation(render, self._special, self._eos, self._vocabulary, messages, tools, text)
 
     def _begins(self, text: str, position: int) -> str | None:
-        """The special token that follows `position`."""
+        """Return the special token at `position`, if there is one."""
         return next((stop for stop in self._stops if text.startswith(stop, position)), None)
 
     def _stop(self, text: str) -> str | None:
-        """The special token that a turn ends in, white space aside."""
+        """Return the special token that a turn ends in, ignoring white space after it."""
         text = text.rstrip()
         return next((stop for stop in self._stops if text.endswith(stop)), None)
 

@@ -1,11 +1,11 @@
-"""Where a text may be cut without changing its tokens, so that a large text need not be tokenised in one piece.
+"""Find the places at which a text can be cut without changing its tokens, to tokenise a large text in pieces.
 
 A cut lies after a letter or digit and before a space, a newline, or a full-width comma or full stop. Texts are cut only
 if every step of the tokenizer is known to work the same on both sides of a cut; other tokenizers get whole texts:
 
 - Added tokens, which are found first, do not reach across the cut.
 - NFC normalisation never composes the two characters around the cut.
-- The patterns that split text into words consist of the alternatives below. None of them matches a letter or digit
+- The patterns that split text into words consist of the alternatives below. No alternative matches a letter or digit
   followed by a character after the cut, looks behind, or looks ahead from the cut: the words on each side depend on
   that side only. One alternative matches every letter, another every digit, so a word ends at the cut.
 - Byte-pair encoding works word by word.
@@ -54,7 +54,7 @@ _GPT2 = rf"{_CONTRACTIONS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S
 
 
 def find_cuts(tokenizer: "Tokenizer") -> re.Pattern[str] | None:
-    """A pattern of the two characters around a possible cut; None if the tokenizer must be given whole texts."""
+    """Return a pattern of the two characters around a possible cut; None if the tokenizer needs whole texts."""
     from tokenizers import models
 
     splitters = _steps(tokenizer.pre_tokenizer)
@@ -62,7 +62,9 @@ def find_cuts(tokenizer: "Tokenizer") -> re.Pattern[str] | None:
     after = " " if any(splitter.get("add_prefix_space") for splitter in splitters) else _AFTER
     cut = re.compile(f"[{_BEFORE}][{after}]")
     patterns = [_pattern(splitter) for splitter in splitters]
+    # Without an alternative for letters or for digits, a word could reach across the cut.
     words = all(any(f"|{one}|" in pattern for one in kind for pattern in patterns) for kind in (_LETTERS, _DIGITS))
+    # Dropout makes tokens random, so pieces would differ from the whole text.
     model = tokenizer.model
     proved = (
         not any(cut.search(_reach(token)) for token in tokenizer.get_added_tokens_decoder().values())
@@ -76,21 +78,21 @@ def find_cuts(tokenizer: "Tokenizer") -> re.Pattern[str] | None:
 
 
 def pieces(text: str, cut: re.Pattern[str] | None, size: int) -> Iterator[tuple[int, int]]:
-    """(start, end) of the pieces of a text: each is cut at the first possible place after `size` characters."""
+    """Yield (start, end) of the pieces of a text: each is cut at the first possible place after `size` characters."""
     start = 0
-    while cut and (found := cut.search(text, start + size - 1)):
-        yield start, found.end() - 1
-        start = found.end() - 1
+    while cut and (pair := cut.search(text, start + size - 1)):  # the characters before and after the cut
+        yield start, pair.end() - 1
+        start = pair.end() - 1
     yield start, len(text)
 
 
 def _reach(token: Any) -> str:
-    """An added token with the neighbours that it consumes (rstrip) or looks at (single_word), to search for cuts."""
+    """Return an added token with the neighbours that it consumes (rstrip) or inspects (single_word), to search it."""
     return "a" * token.single_word + unicodedata.normalize("NFC", token.content) + " " * token.rstrip
 
 
 def _steps(component: Any) -> list[dict]:
-    """The steps of a normalizer or pre-tokenizer, as in tokenizer.json."""
+    """Return the steps of a normalizer or pre-tokenizer, as in tokenizer.json."""
 
     def flat(part: dict) -> list[dict]:
         inner = part.get("normalizers", part.get("pretokenizers"))
@@ -100,7 +102,7 @@ def _steps(component: Any) -> list[dict]:
 
 
 def _pattern(splitter: dict) -> str:
-    """The alternatives of a step's splitting pattern, between bars; "unknown" for a step that is not known."""
+    """Return the alternatives of a step's splitting pattern, between bars; "unknown" for an unknown step."""
     match splitter:
         case {"type": "ByteLevel", "use_regex": use_regex}:
             return f"|{_GPT2}|" if use_regex else "|"

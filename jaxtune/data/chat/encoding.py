@@ -1,4 +1,4 @@
-"""Text to tokens: trained characters make trained tokens, and tokens that begin or end a text are never doubled."""
+"""Tokenise texts: trained characters give trained tokens, and tokens that begin or end a text are never doubled."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +25,7 @@ _PIECE_CHARS = 2**11
 
 
 class Refused(UserError):
-    """A sample that can be read but not trained on: nothing in it is a target, or a trained turn never stops."""
+    """A sample that can be read but not trained on: no token is a target, or a trained turn has no stop token."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Rendered:
     Attributes:
         text: the whole document.
         spans: (start, end) of each trained part, in characters; None: the whole text is trained.
-        weights: of the spans; None: 1 each.
         append_eos: whether to append the end-of-sequence token, trained, unless the text ends with it.
-        label: of the document, where it is classified: no token is trained then.
+        label: the document's label, if documents are classified; then no token is trained.
+        weights: weight of each span; None: 1 each.
     """
 
     text: str
@@ -49,7 +49,12 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Pair:
-    """A sample as a unit: answers to a prompt, each a document, and values of other columns of the unit by name."""
+    """A sample as a unit of preference data.
+
+    Attributes:
+        documents: one or two answers, each after the prompt.
+        values: values of the unit's other columns, by name.
+    """
 
     documents: tuple[Rendered, ...]
     values: Mapping[str, float]
@@ -60,8 +65,10 @@ class Encoded:
     """A sample as tokens.
 
     Attributes:
-        tokens, loss_weights: loss_weights[i] is the weight of predicting tokens[i].
-        across: (start, end, edge) in characters of the first token inside which a trained span begins, at `edge`.
+        tokens: the tokens.
+        loss_weights: loss_weights[i] is the weight of predicting tokens[i].
+        across: (start, end, edge) in characters of the first token inside which a trained span begins, at `edge`; None:
+            there is no such token.
     """
 
     tokens: Int32[np.ndarray, "n"]
@@ -70,12 +77,12 @@ class Encoded:
 
 
 class Encoder:
-    """Text to tokens. A token is trained if any of its characters is, with the largest weight of these.
+    """Tokenises texts. A token is trained if any of its characters is, with the largest weight of its characters.
 
-    The whole text is tokenised at once, as at inference, and the tokenizer's offsets tell which characters a token
-    covers. A large text is tokenised in pieces if that is known to give the same tokens. A tokenizer that starts every
-    text with a beginning-of-sequence token does so here too, unless the text (a rendered chat template) already begins
-    with one.
+    The whole text is tokenised in one go, as at inference, and the tokenizer's offsets give the characters of each
+    token. A large text is tokenised in pieces if that is known to give the same tokens (`cuts`). A tokenizer that
+    starts every text with a beginning-of-sequence token does so here too, unless the text (a rendered chat template)
+    already begins with one.
     """
 
     def __init__(
@@ -84,7 +91,7 @@ class Encoder:
         advance: Callable[[int], object] = lambda characters: None,
         piece_chars: int = _PIECE_CHARS,
     ):
-        """Copies the tokenizer, without truncation, padding and post-processing.
+        """Copy the tokenizer, without truncation, padding and post-processing.
 
         Args:
             tokenizer: a fast tokenizer.
@@ -109,26 +116,26 @@ class Encoder:
         self._advance, self._piece_chars = advance, piece_chars
 
     def __call__(self, documents: list[Rendered]) -> list[Encoded]:
-        """Tokens and weights of each document."""
+        """Return the tokens and weights of each document."""
         finished = []
         tokens, weights = bytearray(), bytearray()  # grown in place; joining arrays would take twice the memory
         across = None
         for batch in self._batches(documents):
             texts = [document.text[start:stop] for document, start, stop in batch]
-            # Offsets, which only spans need, cost a fifth of the time.
+            # Only spans need offsets, which take a fifth of the time.
             encode = self._backend.encode_batch_fast
             if any(document.spans for document, _, _ in batch):
                 encode = self._backend.encode_batch
             try:
                 encodings = encode(texts, add_special_tokens=False)
-            except BaseException as error:
+            except BaseException as error:  # a panic of the Rust library is not an Exception
                 if not is_failure(error):
                     raise
                 raise UserError(f"the tokenizer fails on {_failing(encode, texts)}: {error}") from error
             for (document, start, stop), encoding in zip(batch, encodings):
                 tokens += np.array(encoding.ids, np.int32).tobytes()
-                of_piece, across_in_piece = _weights(document, start, encoding)
-                weights += of_piece.tobytes()
+                piece_weights, across_in_piece = _weights(document, start, encoding)
+                weights += piece_weights.tobytes()
                 across = across or across_in_piece
                 if stop == len(document.text):
                     finished.append(self._finish(document, tokens, weights, across))
@@ -138,7 +145,7 @@ class Encoder:
         return finished
 
     def _batches(self, documents: list[Rendered]) -> Iterator[list[tuple[Rendered, int, int]]]:
-        """All documents in pieces (document, start, stop), in batches large enough to keep all cores busy."""
+        """Yield the pieces (document, start, stop) of all documents, in batches large enough to keep all cores busy."""
         batch, characters = [], 0
         for document in documents:
             for start, stop in pieces(document.text, self._cut, self._piece_chars):
@@ -152,7 +159,9 @@ class Encoder:
     def _finish(
         self, document: Rendered, tokens: bytearray, weights: bytearray, across: tuple[int, int, int] | None
     ) -> Encoded:
-        """The arrays, with the tokens that begin and end every text."""
+        """Add the tokens that begin and end every text, and return the arrays."""
+        # The post-processor that would add these tokens is off (see __init__), so they are added here. Token arrays are
+        # compared as bytes; an empty `_bos` or `_eos` matches every text.
         if not tokens.startswith(self._bos):
             tokens[:0], weights[:0] = self._bos, np.float16(0).tobytes()
         if document.append_eos and not tokens.endswith(self._eos):
@@ -162,7 +171,7 @@ class Encoder:
 
 
 def _failing(encode: Callable[..., object], texts: list[str]) -> str:
-    """The first text that cannot be tokenised, in words."""
+    """Describe the first text that cannot be tokenised, for an error message."""
     for text in texts:
         try:
             encode([text], add_special_tokens=False)
@@ -176,24 +185,25 @@ def _failing(encode: Callable[..., object], texts: list[str]) -> str:
 def _weights(
     document: Rendered, start: int, encoding: "Encoding"
 ) -> tuple[Float16[np.ndarray, "n"], tuple[int, int, int] | None]:
-    """The loss weights of the tokens of a piece that begins at character `start` of its document, and `across`."""
+    """Return the loss weights of the tokens of a piece, and its `across`; the piece begins at character `start`."""
     if document.spans is None:
         return np.ones(len(encoding), np.float16), None
-    found = [
+    spans = [
         (*span, weight) for span, weight in zip(document.spans, document.weights or repeat(1)) if span[0] < span[1]
     ]
     weights = np.zeros(len(encoding), np.float16)
-    if not found:
+    if not spans:
         return weights, None
-    begins, ends, of_spans = np.array(found, np.float64).T
+    begins, ends, span_weights = np.array(spans, np.float64).T
     offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2) + start
-    # The spans that a token overlaps are those from `first` on, up to `last`.
+    # A token overlaps the spans [first, last). Most tokens overlap one at most; the loop takes the rest.
     first, last = np.searchsorted(ends, offsets[:, 0], "right"), np.searchsorted(begins, offsets[:, 1], "left")
+    # A token that overlaps no span, or covers no character, is not trained.
     one = (last > first) & (offsets[:, 1] > offsets[:, 0])
-    weights[one] = of_spans[first[one]]
+    weights[one] = span_weights[first[one]]
     for token in np.flatnonzero(one & (last > first + 1)):
-        weights[token] = of_spans[first[token] : last[token]].max()
-    # Of spans that touch, the second begins in trained text.
+        weights[token] = span_weights[first[token] : last[token]].max()
+    # If a span begins where another ends, the text before it is trained too: a token across that edge does no harm.
     edges = begins[~np.isin(begins, ends)]
     inside = np.searchsorted(edges, offsets[:, 0], "right")
     cut = np.flatnonzero(inside < np.searchsorted(edges, offsets[:, 1], "left"))

@@ -1,4 +1,4 @@
-"""Parts of a conversation that its chat template leaves out: a lost answer is refused, others are reported once."""
+"""Find what a chat template leaves out of a conversation: a lost answer is an error, the rest is reported once."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -8,31 +8,31 @@ from jaxtune.data.chat.messages import UNSEEN, Message
 from jaxtune.errors import UserError
 
 Kind = tuple[str, str]
-"""A role and a key of its messages or "text next to calls", or ("", "tools")."""
+"""(role, key of its messages or "text next to calls"), or ("", "tools")."""
 
 _NO_ANSWER = ("role", "name", *UNSEEN)
 
 
 def refuse_empty_answers(messages: list[Message], turns: Sequence[int]) -> None:
-    """Raises Refused where an assistant's turn has nothing to train: no text, thought or tool call."""
+    """Raise Refused if an assistant's turn has no text, thought or tool call to train."""
     for i in turns:
-        # Templates may write more of such a message than its end, as Qwen3's, which writes an empty thought.
-        said = [value for key, value in messages[i].items() if key not in _NO_ANSWER]
-        if not any(value.strip() if isinstance(value, str) else value for value in said):
+        # The rendered text does not tell: some templates write an empty thought for such a message (Qwen3's).
+        answer = [value for key, value in messages[i].items() if key not in _NO_ANSWER]
+        if not any(value.strip() if isinstance(value, str) else value for value in answer):
             raise Refused(f"message {i} (assistant) is empty: it has no text, thought or tool call to train")
 
 
 def refuse_lost_answers(
     messages: list[Message], turns: Sequence[int], spans: Sequence[Span], text: str, stop: Callable[[str], str | None]
 ) -> None:
-    """Raises Refused where an assistant's turn renders as nothing, or without its tool calls.
+    """Raise Refused if an assistant's turn renders as nothing, or without its tool calls.
 
     Args:
-        messages: The conversation.
-        turns: Which messages are the assistant's.
-        spans: Where the turns are in `text`; as many as the turns, or marked by the template.
-        text: The conversation as rendered.
-        stop: From a text to the special token that ends it.
+        messages: the conversation.
+        turns: numbers of the assistant's messages.
+        spans: spans of the turns in `text`. If the template marks turns, the numbers of spans and turns may differ.
+        text: the rendered conversation.
+        stop: returns the special token that ends a text.
     """
     answers = [text[start:end].strip() for start, end in spans]
     for i, answer in zip(turns, answers):
@@ -40,7 +40,7 @@ def refuse_lost_answers(
             raise Refused(
                 f"message {i} (assistant) renders as nothing, so only the token that ends it would be trained"
             )
-    written: dict[str, bool] = {}
+    written: dict[str, bool] = {}  # whether a call of each function is in some answer
     for i in turns:
         for call in messages[i].get("tool_calls", ()):
             name = call.get("function", call)["name"]
@@ -56,9 +56,9 @@ def refuse_lost_answers(
 def left_out(
     messages: list[Message], tools: list[Any] | None, text: str, render: Callable[..., str], tried: set[Kind]
 ) -> Iterator[str]:
-    """A line for each kind of content that the template ignores: without it, rendering gives the same `text`.
+    """Yield a line for each kind of content that the template ignores: rendering without it gives the same `text`.
 
-    Each kind is tried only where it first occurs, and is then added to `tried`.
+    Each kind is tried once, at its first occurrence in the data, and added to `tried`.
     """
     without: dict[Kind, tuple[list[Message], list[Any] | None]] = {("", "tools"): (messages, None)} if tools else {}
     for i, message in enumerate(messages):

@@ -1,4 +1,4 @@
-"""Which characters of a conversation are trained, and with which weight: the options of the section chat."""
+"""Compute the weights of the characters of a conversation from the options of the section chat."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,11 +12,14 @@ from jaxtune.data.chat.encoding import Span
 from jaxtune.data.chat.messages import ROLES, Message
 
 Patterns = tuple[tuple[str, float], ...]
-"""(regular expression, factor of the weight of what matches)."""
+"""(regular expression, factor of the weight of matching text)."""
 
 
 def _sections(weights: dict[str, tuple[float, float]]) -> Patterns:
-    """Patterns of keywords, and of what follows each until the next one, or until the end."""
+    """Return patterns for keywords, and for the text after each one up to the next keyword or the end.
+
+    `weights`: (factor of the keyword, factor of the text after it), by keyword.
+    """
     end = rf"(?={'|'.join(weights)}|\Z)"
     return tuple(
         pattern
@@ -50,8 +53,10 @@ class Part:
     """A trained message in the rendered text.
 
     Attributes:
-        start, stop, end: its text is [start, stop), the token that ends it [stop, end).
-        weight: its own, instead of those by patterns.
+        start: start of the message's text.
+        stop: end of the text, and start of the token that ends the message.
+        end: end of this token.
+        weight: the message's own weight, which replaces the weights of patterns; None: it has none.
     """
 
     start: int
@@ -61,12 +66,12 @@ class Part:
 
 
 def everything(chat: Chat) -> bool:
-    """Whether all text is trained, whoever wrote it."""
+    """Whether all text is trained, of every role and between messages."""
     return chat.loss_scale.split("+")[0] == "all"
 
 
 def trained(messages: Sequence[Message], chat: Chat) -> list[int]:
-    """The numbers of the messages that are trained."""
+    """Return the numbers of the messages that are trained."""
     base = chat.loss_scale.split("+")[0]
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
     first = users[-1] if base == "last_round" and users else 0
@@ -75,13 +80,13 @@ def trained(messages: Sequence[Message], chat: Chat) -> list[int]:
 
 
 def weigh(text: str, parts: Sequence[Part], others: Iterable[Span], chat: Chat) -> Iterator[tuple[Span, float]]:
-    """The parts of a text that are trained, with their weights, in order.
+    """Yield the trained spans of a text with their weights, in order.
 
     Args:
-        text: The rendered conversation.
-        parts: The messages that are trained.
-        others: Messages that are not, where everything else is (chat.loss_scale='all').
-        chat: The options.
+        text: the rendered conversation.
+        parts: the messages that are trained.
+        others: the messages that are not trained although all other text is (chat.loss_scale='all').
+        chat: the options.
     """
     base, *names = chat.loss_scale.split("+")
     names = names if base in TRAINED else [base, *names]
@@ -89,21 +94,23 @@ def weigh(text: str, parts: Sequence[Part], others: Iterable[Span], chat: Chat) 
     patterns += [
         (regex, float(factor)) for regex, _, factor in (entry.rpartition("=") for entry in chat.pattern_weights)
     ]
+    # One weight for each character; later steps overwrite earlier ones, and patterns multiply.
     weights = np.full(len(text), everything(chat), np.float32)
     for start, end in others:
         weights[start:end] = 0
     if chat.train_on_eos == "all":
         for stop in {text[part.stop : part.end].rstrip() for part in parts if part.end > part.stop}:
-            for found in re.finditer(re.escape(stop), text):
-                weights[slice(*found.span())] = 1
+            for match in re.finditer(re.escape(stop), text):
+                weights[slice(*match.span())] = 1
     last = chat.train_on_eos == "last"
     for part in parts:
         weights[part.start : part.stop] = 1 if part.weight is None else part.weight
         if everything(chat) or chat.train_on_eos in ("turn", "all") or (last and part is parts[-1]):
             weights[part.stop : part.end] = 1 if part.weight is None else part.weight
         for regex, factor in patterns if part.weight is None else ():
-            for found in re.finditer(regex, text[part.start : part.stop]):
-                weights[part.start + found.start() : part.start + found.end()] *= factor
+            for match in re.finditer(regex, text[part.start : part.stop]):
+                weights[part.start + match.start() : part.start + match.end()] *= factor
+    # Yield runs of characters with the same weight.
     edges = [0, *np.flatnonzero(np.diff(weights)) + 1, len(text)]
     for start, end in pairwise(edges):
         if end > start and weights[start]:

@@ -1,4 +1,4 @@
-"""Messages, checked and brought into the one form that chat templates expect."""
+"""Check messages, and convert them to the form that chat templates expect."""
 
 import json
 from typing import Any
@@ -11,17 +11,17 @@ Message = dict[str, Any]
 NO_IMAGES = "training on images is not supported; data.on_bad_row='skip' leaves such samples out"
 
 UNSEEN = ("train", "loss_scale")
-"""Keys of a message that say how it is trained, and that chat templates do not see."""
+"""Keys of a message about its training, which are not passed to chat templates."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def check_messages(raw: Any) -> list[Message]:
-    """Messages in the form that templates expect, from {role, content}; `dialects` knows others.
+    """Convert {role, content} messages to the form that templates expect; `dialects` reads other layouts.
 
     Text parts are joined. Tool arguments given as JSON strings become objects (most templates would encode them twice).
-    What a message says about its training comes into `train` and `loss_scale`: `train` (Axolotl) and `loss` (ms-swift)
-    true or false, `weight` (OpenAI) 0 for false, `loss_scale` (ms-swift) its weight.
+    Keys about the message's training become `train` and `loss_scale`: `train` (Axolotl) and `loss` (ms-swift) are true
+    or false, `weight` (OpenAI) is 0 for false, `loss_scale` (ms-swift) is the weight.
 
     Raises:
         UserError: not a list of such objects, an unknown role, or content that is not text, such as an image.
@@ -32,7 +32,7 @@ def check_messages(raw: Any) -> list[Message]:
 
 
 def check_tools(raw: Any) -> list[Any] | None:
-    """Tool descriptions as a list, from a list or its JSON text; None if there are none."""
+    """Return tool descriptions as a list, from a list or its JSON text; None if the list is empty."""
     tools = _from_json(raw, "tools") if isinstance(raw, str) and raw else raw
     if not tools:
         return None
@@ -44,7 +44,7 @@ def check_tools(raw: Any) -> list[Any] | None:
 def _check_message(raw: Any, i: int) -> Message:
     if not isinstance(raw, dict):
         raise UserError(f"message {i}: expected an object {{role, content}}, found {clip(repr(raw))}")
-    # Arrow gives every message all the fields that any message has, None where a message lacks one.
+    # Arrow gives every message all the fields that any message has, with None for a field that a message lacks.
     message = {key: value for key, value in raw.items() if value is not None}
     if message.get("role") not in ROLES:
         raise UserError(f"message {i}: unknown role {message.get('role')!r}; known are {', '.join(ROLES)}")
@@ -69,7 +69,7 @@ def _check_message(raw: Any, i: int) -> Message:
 
 
 def _check_training(message: Message, i: int) -> None:
-    """Brings what a message says about its training into `train` and `loss_scale`."""
+    """Convert the keys about a message's training to `train` and `loss_scale`."""
     weight, scale = message.pop("weight", 1), message.get("loss_scale", 1)
     train = message.pop("loss", message.get("train"))
     right = weight in (0, 1) and isinstance(train, bool | None) and isinstance(scale, int | float) and 0 <= scale < 1e4
@@ -85,7 +85,7 @@ def _check_training(message: Message, i: int) -> None:
 
 
 def _kind_of_image(part: Any) -> str | None:
-    """The type of a part of content that is an image, of those that chat templates and APIs know, or a video."""
+    """Return the type of a content part that is an image or a video, as templates and APIs name it; else None."""
     kind = part.get("type") if isinstance(part, dict) else None
     return kind if kind in ("image", "image_url", "input_image", "video") else None
 
@@ -101,15 +101,15 @@ def _check_tool_call(call: Any, i: int) -> Any:
 
 
 def with_text_arguments(messages: list[Message]) -> list[Message]:
-    """The messages with the arguments of tool calls as JSON text."""
+    """Return the messages with the arguments of tool calls as JSON text."""
 
-    def changed(call: Any) -> Any:
+    def encode_arguments(call: Any) -> Any:
         if "function" in call:
-            return call | {"function": changed(call["function"])}
+            return call | {"function": encode_arguments(call["function"])}
         return call | {"arguments": json.dumps(call.get("arguments", {}), ensure_ascii=False)}
 
     return [
-        message | {"tool_calls": [changed(call) for call in message["tool_calls"]]}
+        message | {"tool_calls": [encode_arguments(call) for call in message["tool_calls"]]}
         if "tool_calls" in message
         else message
         for message in messages
@@ -124,5 +124,5 @@ def _from_json(text: str, what: str) -> Any:
 
 
 def clip(text: str, limit: int = 80) -> str:
-    """The start of a text, for a message."""
+    """Return the beginning of a text, short enough for an error message."""
     return text if len(text) <= limit else text[: limit - 3] + "..."

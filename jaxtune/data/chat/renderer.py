@@ -1,8 +1,11 @@
 """A process that renders chat templates in Jinja's sandbox, with limits on time, memory and output.
 
-It is run as a file, so that it imports nothing of jaxtune; `jaxtune.data.chat.sandbox` starts it and sends it
-templates. The sandbox does not stop 'x'.ljust(10**10) or a tower of powers: Python computes each as one operation,
-which ends only if the system refuses memory or ends the process.
+It is run as a file, so that it does not import jaxtune; `jaxtune.data.chat.sandbox` starts it. The sandbox does not stop
+'x'.ljust(10**10) or a tower of powers: Python computes each in one operation, which ends only if the system refuses
+memory or ends the process.
+
+A request is 8 bytes of length and the JSON of (template, seconds, variables). An answer is a status byte, 8 bytes of
+length, and the text or the error.
 """
 
 import json
@@ -24,11 +27,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 MAX_CHARS = 2**26
-MAX_BYTES = 2**30  # of the process's memory: a text of MAX_CHARS, and what it is made of
+MAX_BYTES = 2**30  # memory of the process: enough for a text of MAX_CHARS and the pieces it is joined from
 RENDERED, FAILED = b"+", b"-"
 # Unicode noncharacters: no text may contain them, so they can mark the ends of {% generation %} blocks.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
-# Rendering must give the same text every day, or a run could not be repeated: for templates, today is always this day.
+# The date that templates see. Rendering must give the same text every day, or a run could not be repeated.
 _TODAY = datetime(2024, 7, 26)
 
 
@@ -40,7 +43,7 @@ class _Template:
         self._template = self._sandbox.from_string(source)
 
     def render(self, seconds: float, variables: dict[str, Any]) -> str:
-        """The text, with marks at the ends of its {% generation %} blocks."""
+        """Return the text, with marks at the ends of its {% generation %} blocks."""
         parts, size = [], 0
         self._sandbox.start_clock(seconds)
         for part in self._template.generate(**variables):
@@ -112,11 +115,13 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             self.check_clock()
             yield item
 
+    # The underscores follow Jinja's signature: a template may pass keyword arguments named self or context.
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         __self.check_clock()
         return super().call(__context, __obj, *args, **kwargs)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        # Each operation runs without a check of the clock, so large results are refused before they are computed.
         if operator == "**" and abs(right) > 64:
             raise SecurityError(f"the power {right} is too large")
         for text, count in ((left, right), (right, left)):
@@ -124,12 +129,13 @@ class _Sandbox(ImmutableSandboxedEnvironment):
                 raise SecurityError(f"it writes more than {MAX_CHARS} characters")
         return super().call_binop(context, operator, left, right)
 
+    # Jinja calls this between parsing and compiling.
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
         return super()._generate(_WatchLoops().visit(source), *args, **kwargs)
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Unlike Jinja's own filter, does not escape for HTML."""
+    """Encode as JSON; unlike Jinja's filter, without escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
@@ -138,19 +144,20 @@ def _raise_exception(message: str):
 
 
 def _main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program, which ends this process
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end without a word if the program was killed
+    """Answer requests on standard input until it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program handles Ctrl-C, and ends this process
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end silently if the program was killed
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what anything here prints is no answer
+    os.dup2(2, 1)  # anything that is printed here goes to standard error, not among the answers
     templates: dict[str, _Template] = {}
     while header := sys.stdin.buffer.read(8):
-        asked = sys.stdin.buffer.read(int.from_bytes(header, "little"))
+        request = sys.stdin.buffer.read(int.from_bytes(header, "little"))
         status = FAILED
         try:
-            source, seconds, variables = json.loads(asked)
-            # The sandbox looks at its clock between operations; this signal ends the process within one.
+            source, seconds, variables = json.loads(request)
+            # The sandbox checks its clock between operations; this signal ends the process during an operation.
             signal.setitimer(signal.ITIMER_PROF, 1.2 * seconds)
             if source not in templates:
                 templates[source] = _Template(source)

@@ -1,4 +1,4 @@
-"""Chat templates are untrusted programs: a process of their own renders them (`jaxtune.data.chat.renderer`)."""
+"""Render chat templates, which are untrusted programs, in a separate process (`jaxtune.data.chat.renderer`)."""
 
 import atexit
 import contextlib
@@ -17,67 +17,72 @@ from jaxtune.data.chat import renderer
 from jaxtune.data.chat.renderer import CLOSE, OPEN
 from jaxtune.errors import UserError
 
-MAX_SECONDS = 5.0
+MAX_SECONDS = 5.0  # of processor time for one text
 BEFORE_NUMBER, BEHIND_NUMBER = "\ufdd2", "\ufdd3"  # a number between them marks a message
 MARKS = OPEN + CLOSE + BEFORE_NUMBER + BEHIND_NUMBER
 
 
 class Template:
-    """A chat template that has been compiled."""
+    """A compiled chat template."""
 
     def __init__(self, source: str):
-        """Compiles it.
+        """Compile the template.
 
         Raises:
-            UserError: it is not Jinja, or exceeds a limit.
+            UserError: the template is not Jinja, or exceeds a limit.
         """
         self._source = source
         try:
-            _answer(source, None)
+            _request(source, None)
         except _Failed as failed:
             raise UserError(f"the chat template is not valid: {failed}") from None
 
     def render(self, **variables: Any) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and the (start, end) of its {% generation %} blocks in characters.
+        """Return the text, and the (start, end) of its {% generation %} blocks in characters.
 
         Raises:
-            UserError: the template fails, refuses what it is given, or exceeds a limit.
+            UserError: the template fails, refuses the conversation, or exceeds a limit.
         """
         try:
-            text = _answer(self._source, variables)
+            text = _request(self._source, variables)
         except _Failed as failed:
             raise UserError(f"the chat template fails: {failed}") from None
         if OPEN not in text and CLOSE not in text:
             return text, []
+        # The marks alternate, so every second piece is a block.
         pieces = re.split(f"[{OPEN}{CLOSE}]", text)
         ends = list(accumulate(map(len, pieces)))
         return "".join(pieces), [(ends[i - 1], ends[i]) for i in range(1, len(pieces), 2)]
 
 
 class _Failed(Exception):
-    """Why a template gives no text."""
+    """The reason why a template gives no text."""
 
 
 _lock = threading.Lock()
 _renderer: subprocess.Popen | None = None
-"""The process that renders for this one, for all of its templates; started by the first, and again if it has ended."""
+"""The process that renders all templates of this process; started for the first one, and again if it has ended."""
 
 
-def _answer(source: str, variables: dict[str, Any] | None) -> str:
-    """What the renderer makes of a template and its variables; it only compiles without. Raises _Failed."""
+def _request(source: str, variables: dict[str, Any] | None) -> str:
+    """Send a template and its variables to the renderer, and return the text; variables None: only compile.
+
+    Raises:
+        _Failed: the renderer reports an error, or has ended.
+    """
     global _renderer
     try:
-        asked = json.dumps((source, MAX_SECONDS, variables), default=str).encode()  # dates of a table are written out
+        request = json.dumps((source, MAX_SECONDS, variables), default=str).encode()  # str: dates in tables
     except (RecursionError, TypeError, ValueError) as error:
         raise _Failed(f"the conversation cannot be sent to the process that renders: {error}") from None
-    if len(asked) > renderer.MAX_CHARS * 4:
+    if len(request) > renderer.MAX_CHARS * 4:
         raise _Failed(f"the conversation has more than {renderer.MAX_CHARS * 4} bytes")
     with _lock:
         if _renderer is None:
             _renderer = _start()
         assert _renderer.stdin is not None and _renderer.stdout is not None
         try:
-            _renderer.stdin.write(len(asked).to_bytes(8, "little") + asked)
+            _renderer.stdin.write(len(request).to_bytes(8, "little") + request)
             _renderer.stdin.flush()
             header = _renderer.stdout.read(9)
             size = int.from_bytes(header[1:], "little")
@@ -88,7 +93,7 @@ def _answer(source: str, variables: dict[str, Any] | None) -> str:
             code = _end()
             slow = f"it takes more than {MAX_SECONDS:g} s"
             raise _Failed(slow if code == -signal.SIGPROF else f"its process has ended with code {code}") from None
-        except BaseException:  # half an answer, such as after Ctrl-C, would be taken for the next one's
+        except BaseException:  # such as Ctrl-C: the rest of this answer would be read as the next one
             _end()
             raise
     if header[:1] != renderer.RENDERED:
@@ -97,14 +102,14 @@ def _answer(source: str, variables: dict[str, Any] | None) -> str:
 
 
 def _start() -> subprocess.Popen:
-    # -P: the folder of the file has modules with names of Python's own.
+    # -P keeps the file's folder out of sys.path: some of its files are named like modules of Python.
     command, pipe = [sys.executable, "-P", str(Path(renderer.__file__))], subprocess.PIPE
-    more = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, env=os.environ | more)
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, env=os.environ | environment)
 
 
 def _end() -> int | None:
-    """Ends the renderer, if there is one, and returns its exit code."""
+    """End the renderer, if it runs, and return its exit code."""
     global _renderer
     ended, _renderer = _renderer, None
     if ended is None:
@@ -114,14 +119,14 @@ def _end() -> int | None:
     with contextlib.suppress(BrokenPipeError):
         ended.stdin.close()
     try:
-        return ended.wait(1)  # it ends once it has no more to read; what it computes then is nobody's
+        return ended.wait(1)  # it ends when its input ends
     except subprocess.TimeoutExpired:
         ended.kill()
         return ended.wait()
 
 
 def _forget() -> None:
-    """In a forked process: the renderer is the parent's."""
+    """Forget the renderer in a forked process, because it belongs to the parent."""
     global _renderer, _lock
     _renderer, _lock = None, threading.Lock()
 

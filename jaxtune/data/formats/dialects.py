@@ -1,6 +1,6 @@
-"""Conversations as other toolkits write them, brought into the form of OpenAI: a list of {role, content}.
+"""Convert conversations in the layouts of other toolkits to OpenAI's: a list of {role, content}.
 
-What is not known is left as it is, for `messages.check_messages` to judge.
+Unknown layouts are returned unchanged, and `messages.check_messages` reports them.
 """
 
 import json
@@ -10,10 +10,10 @@ from typing import Any
 from jaxtune.data.chat.messages import clip
 from jaxtune.errors import UserError
 
-# Columns that hold a conversation where none is a list of messages: ERNIEKit's, and the lists of messages of TRL.
+# Pairs of columns that hold a conversation together: texts of ERNIEKit, and lists of messages of TRL.
 QUERIES_AND_ANSWERS = ("src", "tgt")
 PROMPT_AND_COMPLETION = ("prompt", "completion")
-# The column of earlier exchanges beside an instruction, as LLaMA-Factory writes it.
+# LLaMA-Factory's column of the exchanges before an instruction.
 HISTORY = "history"
 
 _ROLES = {
@@ -26,14 +26,14 @@ _CALLS = ("function_call", "tool_call")
 
 
 def messages_in(sample: Mapping[str, Any], columns: tuple[str, ...], renamed: Mapping[str, str]) -> Any:
-    """The conversation in the columns of a sample, one column or one of the pairs above, as a list of messages.
+    """Return the conversation in a sample's columns, one column or one of the pairs above, as a list of messages.
 
-    Known are {role, content}, as a list or its JSON text; ShareGPT's {from, value}, with function_call and observation;
-    one object for both sides of an exchange, {human, assistant}.
+    Supported layouts: {role, content}, as a list or its JSON text; ShareGPT's {from, value}, with function_call and
+    observation; one object for both sides of an exchange, {human, assistant}.
 
     Args:
-        sample: has the columns.
-        columns: what `formats.detect` found.
+        sample: a sample that has the columns.
+        columns: the columns that `formats.detect` found.
         renamed: the keys of messages that have another name in the sample: {"role": "speaker"}.
 
     Raises:
@@ -50,7 +50,7 @@ def messages_in(sample: Mapping[str, Any], columns: tuple[str, ...], renamed: Ma
 
 
 def history_of(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The messages of [[query, answer], ...]. Raises UserError for anything else."""
+    """Return the messages of [[query, answer], ...]. Raises UserError for anything else."""
     history = sample.get(HISTORY) or []
     for exchange in history if isinstance(history, list) else [history]:
         if not (isinstance(exchange, list) and len(exchange) == 2 and all(isinstance(text, str) for text in exchange)):
@@ -60,7 +60,7 @@ def history_of(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _exchanges(sample: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """ERNIEKit: all queries and all answers, each one text or several, with a label of 0 for answers not trained."""
+    """Yield the messages of an ERNIEKit sample: src and tgt are a text or a list; label 0: answer not trained."""
     queries, answers = ([value] if isinstance(value, str) else value for value in (sample["src"], sample["tgt"]))
     labels = sample.get("label")
     columns = {"src": queries, "tgt": answers, "label": labels}
@@ -76,38 +76,40 @@ def _exchanges(sample: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def conversation_of(raw: Any, renamed: Mapping[str, str] = {}) -> Any:
-    """A list of messages, or its JSON text, with the keys and roles of OpenAI; anything else as it is.
+    """Convert a list of messages, or its JSON text, to the keys and roles of OpenAI; return anything else unchanged.
 
-    renamed: as of `messages_in`. Raises UserError for text that is not JSON.
+    `renamed` is as in `messages_in`. Raises UserError for text that is not JSON.
     """
     raw = _from_json(raw, "messages") if isinstance(raw, str) and raw.lstrip().startswith("[") else raw
     if not isinstance(raw, list) or not all(isinstance(message, dict) for message in raw):
         return raw
-    found: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     for i, message in enumerate(message for one in raw for message in _messages(one, renamed)):
         role = message.get("role")
         if role not in _CALLS:
-            found.append(message)
+            messages.append(message)
             continue
         calls = _from_json(message.get("content"), f"message {i} ({role})")
         calls = calls if isinstance(calls, list) else [calls]
-        if found and isinstance(found[-1].get("tool_calls"), list):  # calls one after the other are one turn
-            found[-1]["tool_calls"] = [*found[-1]["tool_calls"], *calls]
+        if messages and isinstance(messages[-1].get("tool_calls"), list):  # consecutive calls are one turn
+            messages[-1]["tool_calls"] = [*messages[-1]["tool_calls"], *calls]
         else:
-            found.append({"role": "assistant", "content": "", "tool_calls": calls})
-    return found
+            messages.append({"role": "assistant", "content": "", "tool_calls": calls})
+    return messages
 
 
 def _messages(raw: dict[str, Any], renamed: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """One message, or both of an exchange, with the keys and roles of OpenAI."""
-    # Arrow gives every message all the fields that any message has, None where a message lacks one.
+    """Yield one message, or the two messages of an exchange, with the keys and roles of OpenAI."""
+    # Arrow gives every message all the fields that any message has, with None for a field that a message lacks.
     message = {key: value for key, value in raw.items() if value is not None}
     names = {theirs: name for name, theirs in {"role": "from", "content": "value", **renamed}.items()}
+    # A key that already has OpenAI's name wins over a renamed one.
     names = {theirs: name for theirs, name in names.items() if name not in message}
     message = {names.get(key, key): value for key, value in message.items()}
     if "role" in message:
         yield message | {"role": _ROLES.get(str(message["role"]), message["role"])}
         return
+    # An object without a role may hold both sides of an exchange, under the names of roles.
     sides = {_ROLES.get(key, key): text for key, text in message.items()}
     if not {"user", "assistant"} <= sides.keys():
         yield message

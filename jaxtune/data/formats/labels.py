@@ -1,4 +1,4 @@
-"""Labels of documents: their names, as they are found in the data, and the number of each."""
+"""Labels of documents: collect their names from the data, and return the number of a sample's label."""
 
 import itertools
 import math
@@ -12,9 +12,9 @@ from jaxtune.errors import UserError
 
 
 def label_of(sample: Mapping[str, Any], column: str, names: tuple[str, ...]) -> float:
-    """The number of a sample's label; with one name alone, the value that is regressed to.
+    """Return the number of a sample's label; with only one name, the target value of the regression.
 
-    A label is a name, or its number, which a CSV file holds as text. Raises UserError for anything else.
+    A label is a name, or a number, which a CSV file holds as text. Raises UserError for anything else.
     """
     label = _label(sample, column)
     if len(names) == 1:
@@ -52,18 +52,18 @@ def _value(label: str | float, column: str) -> float:
 def names_in(
     entries: tuple[Dataset, ...], count: int | None = None, on_bad_row: Literal["error", "skip"] = "error"
 ) -> tuple[str, ...]:
-    """The labels in the data, in the order of their numbers: texts sorted; or LABEL_0, LABEL_1, ... of integers.
+    """Return the names of the labels in the data, by number: texts are sorted; integers become LABEL_0, LABEL_1, ...
 
     Args:
-        entries: the training data, all of which is read.
-        count: how many there must be; of integers some may then be missing. None: as many as are found.
+        entries: the training data; all samples are read.
+        count: the required number of labels; integer labels below it need not occur. None: as many as occur.
         on_bad_row: data.on_bad_row.
 
     Raises:
-        UserError: naming file and line, for samples without a label, labels that are numbers here and texts there, or
-            integers that do not count from 0; there are fewer than two labels, or not `count`.
+        UserError: with file and line: a sample without a label, a mixture of numbers and texts, or integers that do not
+            count from 0; without: there are fewer than two labels, or not `count`.
     """
-    found: dict[str | int, str] = {}  # and where each stands first
+    places: dict[str | int, str] = {}  # the place of the first sample of each label
 
     def report(error: UserError):
         if on_bad_row == "error":
@@ -75,32 +75,33 @@ def names_in(
                 label = _label(sample, entry.target_column)
                 if isinstance(label, float):
                     raise UserError(f"label {label!r} is not an integer; model.num_labels=1 is regression")
-                found.setdefault(label, where)
+                places.setdefault(label, where)
             except UserError as error:
                 report(UserError(f"{where}: {error}"))
-    texts = sorted(label for label in found if isinstance(label, str))
-    numbers = sorted(label for label in found if isinstance(label, int))
+    texts = sorted(label for label in places if isinstance(label, str))
+    numbers = sorted(label for label in places if isinstance(label, int))
     if texts and numbers:
         text, number = texts[0], numbers[0]
-        raise UserError(f"{found[number]}: label {number} is a number, but {text!r} at {found[text]} is text")
-    if len(found) < 2 and count is None:
+        raise UserError(f"{places[number]}: label {number} is a number, but {text!r} at {places[text]} is text")
+    if len(places) < 2 and count is None:
         raise UserError(
-            f"data: all samples have the same label, {next(iter(found), None)!r}; for regression set model.num_labels=1"
+            f"data: all samples have the same label, {next(iter(places), None)!r}; for regression set "
+            "model.num_labels=1"
         )
     if numbers:
-        return tuple(f"LABEL_{number}" for number in range(count or _contiguous(numbers, found)))
+        return tuple(f"LABEL_{number}" for number in range(count or _count_labels(numbers, places)))
     if count not in (None, len(texts)):
         raise UserError(f"model.num_labels={count}, but the data has {len(texts)} labels: {clip(', '.join(texts))}")
     return tuple(sorted(texts, key=int) if all(text.isdecimal() for text in texts) else texts)
 
 
-def _contiguous(numbers: list[int], found: Mapping[Any, str]) -> int:
-    """How many labels there are. Raises UserError unless they count from 0 without a gap."""
-    missing = next(number for number in itertools.count() if number not in found)
+def _count_labels(numbers: list[int], places: Mapping[Any, str]) -> int:
+    """Return the number of labels. Raises UserError unless they count from 0 without a gap."""
+    missing = next(number for number in itertools.count() if number not in places)
     if missing < len(numbers):
         stray = next(number for number in numbers if number < 0 or number > missing)
         raise UserError(
-            f"{found[stray]}: label {stray}, but no sample has label {missing}: integers count from 0 without a gap; "
+            f"{places[stray]}: label {stray}, but no sample has label {missing}: integers count from 0 without a gap; "
             "give model.num_labels if some do not occur, or texts as labels"
         )
     return missing

@@ -1,4 +1,4 @@
-"""Preference data: the two answers of a sample, or one and whether it is wanted, each after its prompt."""
+"""Preference data: a prompt with a better and a worse answer; or a prompt with one answer, wanted or not."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,17 +17,17 @@ from jaxtune.errors import UserError
 
 Sample = Mapping[str, Any]
 
-# ms-swift: the worse answer, beside a conversation whose last answer is the better one.
+# Columns of ms-swift: the worse answer, next to `messages`, a conversation that ends in the better one.
 _SWIFT = ("rejected_response", "rejected_messages")
-# ERNIEKit: queries, earlier answers, two answers, and a number for each, larger for the better one.
+# Columns of ERNIEKit: queries, earlier answers, two answers, and a number for each answer, larger for the better one.
 ERNIE = ("src", "tgt", "response", "sort")
 _WANTED = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
 
 
 def needed_fields(entry: Dataset, sample: Sample) -> list[tuple[str, str]] | None:
-    """The columns of a sample that hold a prompt and two answers, as one of the toolkits writes them; None: none do.
+    """Return (option, column) for a sample's prompt and two answers, in the layout of TRL, ms-swift or ERNIEKit.
 
-    Each with the option that names it, if there is one.
+    The option is the one that names the column, "" if there is none. None if the sample has another layout.
     """
     answers = [("chosen_field", entry.chosen_field), ("rejected_field", entry.rejected_field)]
     if {field for _, field in answers} <= sample.keys():
@@ -39,19 +39,26 @@ def needed_fields(entry: Dataset, sample: Sample) -> list[tuple[str, str]] | Non
 
 
 def pair_of(entry: Dataset, columns: tuple[str, ...], template: ChatTemplate | None, sample: Sample) -> Pair:
-    """The chosen and the rejected answer of a sample after their prompt. Raises UserError for another form.
+    """Render the chosen and the rejected answer of a sample, each after the prompt.
 
-    entry, columns: what `formats.detect` returned. template: None: the tokenizer has none, and texts are joined.
+    Args:
+        entry: the entry, as `formats.detect` returned it.
+        columns: the columns, as `formats.detect` returned them.
+        template: the chat template; None: the tokenizer has none, and texts are joined.
+        sample: has the columns.
+
+    Raises:
+        UserError: the columns hold something else (`Refused`: neither answer is better).
     """
     values = {SCORE_DELTA.name: _score_delta(entry, sample)}
     if columns == ERNIE:
-        prompt, *answers = _of_ernie(sample)
+        prompt, *answers = _read_ernie(sample)
     elif columns[0] == "messages" and columns[-1] in _SWIFT:
-        prompt, *answers = _of_swift(entry, sample)
+        prompt, *answers = _read_swift(entry, sample)
     else:
-        prompt, *answers = _of_answers(entry, sample)
+        prompt, *answers = _read_answers(entry, sample)
     if answers[0] == answers[1]:
-        raise Refused("both answers are the same, so that none is better")
+        raise Refused("both answers are the same, so neither is better")
     if prompt is None and all(isinstance(answer, str) for answer in answers):
         return Pair(_continuations(*answers), values)
     if prompt is None:
@@ -61,7 +68,11 @@ def pair_of(entry: Dataset, columns: tuple[str, ...], template: ChatTemplate | N
 
 
 def wanted_of(entry: Dataset, template: ChatTemplate | None, sample: Sample) -> Pair:
-    """An answer after its prompt, and whether it is wanted. Raises UserError for another form."""
+    """Render the answer of a sample after its prompt, with the label whether it is wanted.
+
+    Raises:
+        UserError: the label is not true or false, or the sample has no prompt and answer.
+    """
     label = sample.get(entry.desirable_field)
     wanted = _WANTED.get(str(label).lower())
     if wanted is None:
@@ -73,28 +84,31 @@ def wanted_of(entry: Dataset, template: ChatTemplate | None, sample: Sample) -> 
 
 
 def with_other_answers(units: Iterable[Unit], name: str) -> Iterator[Unit]:
-    """Each unit's answer, and after the same prompt that of the next unit; of the last unit, the first one's.
+    """Add a mismatched answer to each unit: the answer of the next unit, after this unit's prompt.
 
-    What such answers gain says how far a model has moved from its reference (KTO, arXiv:2402.01306, section 4.1).
-    Raises UserError if all units of the source `name` are the same one.
+    The last unit gets the answer of the first. KTO estimates from mismatched answers how far the model has moved from
+    its reference, the KL term of its loss (arXiv:2402.01306, section 4.1).
+
+    Raises:
+        UserError: all units of the source `name` are the same.
     """
-    first = before = None
+    first = previous = None
     differ = False
     for unit in units:
-        if before is not None:
-            differ = differ or not np.array_equal(before.documents[0].tokens, unit.documents[0].tokens)
-            yield _with_other(before, unit)
-        first, before = first or unit, unit
-    if first is not None and before is not None:
+        if previous is not None:
+            differ = differ or not np.array_equal(previous.documents[0].tokens, unit.documents[0].tokens)
+            yield _with_other(previous, unit)
+        first, previous = first or unit, unit
+    if first is not None and previous is not None:
         if not differ:
             raise UserError(
-                f"data: {name} has only one answer, and KTO compares each with that of another sample: add samples"
+                f"data: {name} has only one answer, and KTO compares it with answers of other samples: add samples"
             )
-        yield _with_other(before, first)
+        yield _with_other(previous, first)
 
 
 def of_one_kind(wanted: np.ndarray) -> str | None:
-    """A line for the user if all answers are wanted, or none is."""
+    """Return a line for the user if all answers are wanted, or all are unwanted; None otherwise."""
     if not len(wanted) or wanted.min() != wanted.max():
         return None
     now, other = ("wanted", "not wanted") if wanted[0] else ("not wanted", "wanted")
@@ -102,30 +116,32 @@ def of_one_kind(wanted: np.ndarray) -> str | None:
 
 
 def _with_other(unit: Unit, other: Unit) -> Unit:
-    (own,), (its,) = unit.documents, other.documents
-    prompt, answer = _answer_at(own), _answer_at(its)
+    """Return the unit with a second document: its prompt with the answer of `other`."""
+    (document,), (other_document,) = unit.documents, other.documents
+    prompt, answer = _answer_start(document), _answer_start(other_document)
     mixed = Encoded(
-        np.concatenate([own.tokens[:prompt], its.tokens[answer:]]),
-        np.concatenate([own.loss_weights[:prompt], its.loss_weights[answer:]]),
+        np.concatenate([document.tokens[:prompt], other_document.tokens[answer:]]),
+        np.concatenate([document.loss_weights[:prompt], other_document.loss_weights[answer:]]),
     )
-    return Unit((own, mixed), unit.continuous, unit.values, unit.where)
+    return Unit((document, mixed), unit.continuous, unit.values, unit.where)
 
 
-def _answer_at(document: Encoded) -> int:
-    """Where the first trained token is, after the first token, which is never predicted."""
+def _answer_start(document: Encoded) -> int:
+    """Return the index of the first trained token. The first token of a document is never predicted."""
     return 1 + int(np.argmax(document.loss_weights[1:] > 0))
 
 
 def shortened(document: Encoded, most: int) -> Encoded:
-    """The document without the beginning of what stands before its answer, so that at most so many tokens do.
+    """Cut the beginning of a document's prompt, so that at most `most` tokens come before the answer.
 
-    As truncation_mode='keep_end' of TRL; but a beginning-of-sequence token is left out with the rest.
+    Like truncation_mode='keep_end' of TRL, except that a beginning-of-sequence token is cut with the rest.
     """
-    cut = max(0, _answer_at(document) - most)
+    cut = max(0, _answer_start(document) - most)
     return Encoded(document.tokens[cut:], document.loss_weights[cut:])
 
 
-def _of_ernie(sample: Sample) -> tuple[Any, Any, Any]:
+def _read_ernie(sample: Sample) -> tuple[Any, Any, Any]:
+    """Return (prompt, chosen, rejected) from the columns of ERNIEKit."""
     queries, answers, both, order = (sample[column] for column in ERNIE)
     lists = all(isinstance(value, list) for value in (queries, answers, both, order))
     if not lists or not (len(both) == len(order) == 2 and len(queries) == len(answers) + 1):
@@ -135,7 +151,7 @@ def _of_ernie(sample: Sample) -> tuple[Any, Any, Any]:
         )
     first, second = (_number("sort", number) for number in order)
     if first == second:
-        raise Refused(f"sort is {order!r}, so that no answer is better")
+        raise Refused(f"sort is {order!r}, so neither answer is better")
     prompt = [{"role": "user", "content": queries[0]}]
     for answer, query in zip(answers, queries[1:]):
         prompt += [{"role": "assistant", "content": answer}, {"role": "user", "content": query}]
@@ -146,9 +162,10 @@ def _of_ernie(sample: Sample) -> tuple[Any, Any, Any]:
     return prompt, chosen, rejected
 
 
-def _of_swift(entry: Dataset, sample: Sample) -> tuple[Any, Any, Any]:
+def _read_swift(entry: Dataset, sample: Sample) -> tuple[Any, Any, Any]:
+    """Return (prompt, chosen, rejected) from the columns of ms-swift; prompt None: the answers begin with it."""
     messages = value_in(entry, sample, "messages")
-    # Of Arrow's files every sample has both columns, one of them empty.
+    # In an Arrow file every sample has both columns, and one is null.
     column = next((name for name in _SWIFT if sample.get(name) is not None), _SWIFT[0])
     rejected = value_in(entry, sample, column)
     if not isinstance(messages, list):
@@ -158,7 +175,8 @@ def _of_swift(entry: Dataset, sample: Sample) -> tuple[Any, Any, Any]:
     return messages[:-1], messages[-1:], rejected
 
 
-def _of_answers(entry: Dataset, sample: Sample) -> tuple[Any, Any, Any]:
+def _read_answers(entry: Dataset, sample: Sample) -> tuple[Any, Any, Any]:
+    """Return (prompt, chosen, rejected) from the columns that the entry names; prompt None as in `_read_swift`."""
     chosen, rejected = value_in(entry, sample, entry.chosen_field), value_in(entry, sample, entry.rejected_field)
     prompt = prompt_in(entry, sample)
     if isinstance(chosen, list) and isinstance(prompt, str) and chosen[0].get("role") != "assistant":
@@ -171,18 +189,18 @@ def _is_text(value: Any) -> bool:
 
 
 def _number(column: str, value: Any) -> float:
-    """A number, also as the text that CSV files have. Raises UserError for anything else, and NaN."""
+    """Return a number, which CSV files hold as text. Raises UserError for anything else, and for NaN."""
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         number = math.nan
-    if not abs(number) < 1e30:
+    if not abs(number) < 1e30:  # refuses NaN too
         raise UserError(f"column {column!r} must be a number, found {clip(repr(value))}")
     return number
 
 
 def _after(prompt: Any, answer: Any, entry: Dataset, template: ChatTemplate | None, sample: Sample) -> Rendered:
-    """An answer after its prompt, each text or messages; None for a prompt: the answer begins with it."""
+    """Render an answer after its prompt, both text or messages. Prompt None: the answer begins with the prompt."""
     if not answer:
         raise Refused("an answer is empty")
     if template is None:
@@ -192,35 +210,35 @@ def _after(prompt: Any, answer: Any, entry: Dataset, template: ChatTemplate | No
             (prompt or "") + answer, ((len(prompt or ""), len(prompt or "") + len(answer)),), append_eos=True
         )
     answers = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
-    messages = [*({**message, "train": False} for message in before), *answers]
+    prompt_messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
+    messages = [*({**message, "train": False} for message in prompt_messages), *answers]
     return template.render(*conversation(messages, entry, sample))
 
 
 def _continuations(chosen: str, rejected: str) -> tuple[Rendered, Rendered]:
-    """Two texts of which the beginning that they share is the prompt, up to a space, as TRL's extract_prompt."""
+    """Render two texts; the prompt is their common beginning, without a space at its end (TRL's extract_prompt)."""
     pairs = zip(chosen, rejected)
     shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
     shared -= bool(shared) and chosen[shared - 1] == " "
     if shared in (len(chosen), len(rejected)):
-        raise Refused("one answer is the beginning of the other, so that nothing of it is trained")
+        raise Refused("one answer is the beginning of the other, so it has no token to train")
     first, second = (Rendered(text, ((shared, len(text)),), append_eos=True) for text in (chosen, rejected))
     return first, second
 
 
 def _with_shared_beginning(chosen: Any, rejected: Any) -> tuple[list[Message], list[Message], list[Message]]:
-    """Two conversations of which the messages that they share are the prompt."""
+    """Split two conversations into (prompt, chosen, rejected); the prompt is their common messages."""
     if not isinstance(chosen, list) or not isinstance(rejected, list):
         raise UserError("one answer is text, the other messages")
     pairs = zip(chosen, rejected)
     shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
     if shared in (len(chosen), len(rejected)):
-        raise Refused("one conversation is the beginning of the other, so that nothing of it is trained")
+        raise Refused("one conversation is the beginning of the other, so it has no message to train")
     return chosen[:shared], chosen[shared:], rejected[shared:]
 
 
 def _score_delta(entry: Dataset, sample: Sample) -> float:
-    """By how much the score of the chosen answer is larger; 1 where the data has no scores."""
+    """Return the score of the chosen answer less the score of the rejected one; 1 if the entry names no scores."""
     if entry.chosen_score_field is None or entry.rejected_score_field is None:
         return 1.0
     columns = entry.chosen_score_field, entry.rejected_score_field

@@ -1,4 +1,4 @@
-"""Prompts: what stands before an answer, which the data has or a model is to write."""
+"""Prompts: the text or messages before an answer, which is in the data or which a model generates."""
 
 import dataclasses
 import json
@@ -28,10 +28,10 @@ class Prompt(NamedTuple):
 
     Attributes:
         given: text or messages, as in the data.
-        tokens: up to the first one that the model writes.
+        tokens: all tokens before the first one that the model generates.
         sample: all columns of the data.
-        begun: the start of the answer that is among the tokens already, chat.response_prefix.
-        continued: the tokens, if the answer continues their text; empty in a chat, whose answer is a text of its own.
+        begun: the beginning of the answer that is already among the tokens, chat.response_prefix.
+        continued: the tokens, if the answer continues their text; empty in a chat, whose answer is a separate text.
     """
 
     given: str | list[Message]
@@ -42,10 +42,10 @@ class Prompt(NamedTuple):
 
 
 class Prompts:
-    """Samples to prompts, by a tokenizer."""
+    """Turns samples into prompts, with a tokenizer."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast", chat: Chat, texts_are_chat: bool | None = None):
-        """texts_are_chat: whether a text is what a user says; None: if there is a chat template."""
+        """`texts_are_chat`: whether a text is a message of the user; None: if the tokenizer has a chat template."""
         has_template = bool(tokenizer.chat_template)
         self._texts_are_chat = has_template if texts_are_chat is None else texts_are_chat
         self._template = ChatTemplate(tokenizer, chat=chat) if has_template or texts_are_chat else None
@@ -53,16 +53,16 @@ class Prompts:
 
     @property
     def turn_end(self) -> str | None:
-        """The special token that ends an answer, where prompts are written by a chat template that has one."""
+        """The special token that ends an answer; None without a chat template, or if the template has no such token."""
         return None if self._template is None else self._template.turn_end()
 
     def __call__(self, entry: Dataset, sample: Sample) -> Prompt:
-        """The prompt of a sample. Raises UserError where it has none, or one of another form.
+        """Return the prompt of a sample. Raises UserError if it has none, or one that is neither text nor messages.
 
-        Columns `system` and `tools` are used without being named, and `input` after an instruction.
+        The columns `system` and `tools`, and `input` after an instruction, are used even if the entry names none.
         """
-        if entry.prompt_field is None and (found := prompt_fields(entry, sample)):
-            entry = dataclasses.replace(entry, prompt_field=found[0][1])
+        if entry.prompt_field is None and (fields := prompt_fields(entry, sample)):
+            entry = dataclasses.replace(entry, prompt_field=fields[0][1])
         if entry.input_field == Dataset().input_field and entry.prompt_field != Dataset().instruction_field:
             entry = dataclasses.replace(entry, input_field=None)
         for option, column in (("system_field", "system"), ("tools_field", "tools")):
@@ -77,7 +77,7 @@ class Prompts:
         if self._template is None:
             raise UserError("it holds messages, and the tokenizer has no chat template: set chat.template")
         if not isinstance(given, str) and given[-1]["role"] == "assistant":
-            given = given[:-1]  # what the data has for an answer
+            given = given[:-1]  # the answer in the data
         messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
         tokens = self._template.prompt(*conversation(messages, entry, sample))
         return Prompt(given, tokens, sample, self._begun, continued=tokens if self._begun else ())
@@ -86,11 +86,19 @@ class Prompts:
 def read_prompts(
     entries: tuple[Dataset, ...], tokenizer: "PreTrainedTokenizerFast", chat: Chat, most_tokens: int, skip: bool
 ) -> list[Prompt]:
-    """All prompts of data.datasets, in memory; those of more than so many tokens are left out, and counted.
+    """Read all prompts of data.datasets into memory, without prompts of more than `most_tokens` tokens.
 
-    skip: leaves out samples without a prompt too. Raises UserError for these otherwise, and where nothing is left.
+    Args:
+        entries: the entries of data.datasets.
+        tokenizer: the model's tokenizer.
+        chat: the section chat.
+        most_tokens: the most tokens of a prompt; longer ones are left out and counted.
+        skip: whether to leave out bad samples and samples without a prompt (data.on_bad_row='skip').
+
+    Raises:
+        UserError: a sample is bad and `skip` is False; no prompt is left.
     """
-    found, longer = [], 0
+    kept, longer = [], 0
     prompts, bad = Prompts(tokenizer, chat), []
 
     def report(error: UserError) -> None:
@@ -108,59 +116,59 @@ def read_prompts(
             if entry.max_prompt_tokens is not None:
                 prompt = prompt._replace(tokens=prompt.tokens[-entry.max_prompt_tokens :])
             longer += len(prompt.tokens) > most_tokens
-            found += [prompt] if len(prompt.tokens) <= most_tokens else []
+            kept += [prompt] if len(prompt.tokens) <= most_tokens else []
     log.info(
-        "data: %s prompts; %s too long, %s bad samples skipped", *(f"{n:,}" for n in (len(found), longer, len(bad)))
+        "data: %s prompts; %s too long, %s bad samples skipped", *(f"{n:,}" for n in (len(kept), longer, len(bad)))
     )
-    if not found:
+    if not kept:
         raise UserError(
             f"data: no prompt of at most {most_tokens} tokens is left (data.seq_len less rollout.max_new_tokens); "
             + (f"the first problem: {bad[0]}" if bad else f"{longer} are longer")
         )
-    return found
+    return kept
 
 
 def prompt_fields(entry: Dataset, sample: Sample) -> list[tuple[str, str]]:
-    """The column of the prompt, which is that of all samples, and that of earlier exchanges; [] if there is none."""
+    """Return (option, column) of the prompt and of earlier exchanges; [] if the sample has no known prompt column."""
     if entry.prompt_field is not None:
         return [("prompt_field", entry.prompt_field)]
     known = ("prompt", "question", "query", "instruction", "conversations", "messages")
     answer = entry.output_field if entry.type == "unpaired_preference" else None
     field = next((name for name in known if sample.get(name) is not None and name != answer), None)
-    beside = [("", HISTORY)] if isinstance(sample.get(HISTORY), list) else []
-    return [] if field is None else [("prompt_field", field), *beside]
+    history = [("", HISTORY)] if isinstance(sample.get(HISTORY), list) else []
+    return [] if field is None else [("prompt_field", field), *history]
 
 
 def prompt_in(entry: Dataset, sample: Sample) -> Any:
-    """The prompt of a sample, text or messages; None where entry.prompt_field is: answers begin with it."""
+    """Return the prompt of a sample, text or messages; None if entry.prompt_field is None: answers begin with it."""
     field = entry.prompt_field
     if field is None:
         return None
     prompt = fill(field, sample) if is_template(field) else value_in(entry, sample, field)
     if isinstance(prompt, str):
-        more = sample.get(entry.input_field) if entry.input_field else None
-        prompt = f"{prompt}\n{more}" if isinstance(more, str) and more else prompt
+        addition = sample.get(entry.input_field) if entry.input_field else None
+        prompt = f"{prompt}\n{addition}" if isinstance(addition, str) and addition else prompt
         if isinstance(sample.get(HISTORY), list):
             prompt = [*history_of(sample), {"role": "user", "content": prompt}]
     return prompt
 
 
 def value_in(entry: Dataset, sample: Sample, column: str) -> Any:
-    """Text, or a list of messages with the keys and roles of OpenAI, which may also be given as its JSON text."""
+    """Return a column's text or messages, with the keys and roles of OpenAI; messages may be given as JSON text."""
     if column not in sample:
         raise UserError(f"missing column {column!r}; it has {', '.join(map(str, sample)) or 'none'}")
     value = sample[column]
     renamed = dict(pair.split("=", 1) for pair in entry.message_property_mappings)
-    found = [value] if isinstance(value, dict) else _listed(value) if isinstance(value, str) else value
-    if isinstance(found, list) and found and all(isinstance(message, dict) for message in found):
-        return conversation_of(found, renamed)
+    messages = [value] if isinstance(value, dict) else _parse_list(value) if isinstance(value, str) else value
+    if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
+        return conversation_of(messages, renamed)
     if not isinstance(value, str):
         raise UserError(f"column {column!r} must be text or messages, found {clip(repr(value))}")
     return value
 
 
-def _listed(text: str) -> Any:
-    """The list that a text is as JSON; answers that merely begin with a bracket stay text."""
+def _parse_list(text: str) -> Any:
+    """Parse the JSON of a list; None if the text is not JSON, such as an answer that merely begins with a bracket."""
     try:
         return json.loads(text) if text.lstrip().startswith("[") else None
     except ValueError:
@@ -170,7 +178,7 @@ def _listed(text: str) -> Any:
 def conversation(
     messages: list[dict[str, Any]], entry: Dataset, sample: Sample
 ) -> tuple[list[Message], list[Any] | None]:
-    """Messages with the system prompt of the sample or the entry, and the tools of the sample."""
+    """Return the messages with the system prompt of the sample or the entry, and the tools of the sample."""
     messages = check_messages(messages)
     system = sample.get(entry.system_field) if entry.system_field else None
     if not isinstance(system, str | None):

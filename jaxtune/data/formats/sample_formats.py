@@ -1,4 +1,4 @@
-"""How a sample becomes a document of its type, which is recognised by its columns."""
+"""Turn samples into documents. The type of a dataset is recognised by the columns of its first sample."""
 
 import dataclasses
 import re
@@ -35,50 +35,52 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
 }
 """Columns that documents of a type have besides tokens and weights."""
 
-_LONG_NAME = 50  # characters: a longer name of a column is a text
+_LONG_NAME = 50  # characters: a longer column name is taken for text
 IGNORED_LABEL = -100
 """The label of a token that is not trained, as in Hugging Face datasets."""
 
-# The columns that are known where the entry does not name its own, by the option that would; a sample's first counts.
+# Column names to try if the entry does not set the option; the first one that the sample has is used.
 KNOWN = {
     "messages_field": ("messages", "conversations", "conversation"),
     "instruction_field": ("instruction", "prompt", "question", "query", "problem", "input"),
     "output_field": ("output", "completion", "answer", "response", "solution", "targets", "target", "answer_key"),
 }
 
-# Optional columns that `auto` reads, by the option that would name another; and those that are always read.
+# Optional columns that `auto` reads, by the option that names another column; and columns that are always read.
 BESIDE = {"tools_field": ("tools",), "system_field": ("system", "system_prompt")}
 _ALWAYS_BESIDE = {("input_ids",): ("labels", "attention_mask"), QUERIES_AND_ANSWERS: ("label",)}
 
 
 def detect(entry: Dataset, sample: Sample) -> tuple[Dataset, tuple[str, ...]]:
-    """Decides the type and columns of an entry from its first sample.
+    """Decide the type and columns of an entry from its first sample.
 
-    Type auto is the first type that reads all options that the entry sets, and whose columns the sample has.
+    Type auto is the first type that reads all options set in the entry, and whose columns the sample has.
 
     Returns:
-        The entry with its type and fields set, and the columns that decided it.
+        The entry with its type and fields set, and the columns that decided the type.
 
     Raises:
-        UserError: the columns fit no type, or not the type that the entry gives.
+        UserError: the columns fit no type, or not the type set in the entry.
     """
     if entry.type != "auto":
         types = [entry.type]
     else:
         every = {option for type_ in READ_BY_TYPE for option in _options(type_)}
-        given = {option for option in every if getattr(entry, option) != getattr(Dataset(), option)}
-        # Of classification text beside other columns is text, and one of two answers an answer.
-        types = [type_ for type_ in READ_BY_TYPE if type_ not in OF_A_TASK and given <= set(_options(type_))]
+        set_options = {option for option in every if getattr(entry, option) != getattr(Dataset(), option)}
+        # `auto` never picks the type of a task (classification, preference): their columns also fit other types. A text
+        # with a label is text too, and one of two answers is an answer.
+        types = [type_ for type_ in READ_BY_TYPE if type_ not in OF_A_TASK and set_options <= set(_options(type_))]
         if not types:
-            raise UserError(f"no type reads all of {', '.join(sorted(given))}; set type, and only what it reads")
+            raise UserError(f"no type reads all of {', '.join(sorted(set_options))}; set type, and only what it reads")
     for type_ in types:
-        needed = _needed(type_, entry, sample)
+        needed = _needed_columns(type_, entry, sample)
         columns = tuple(dict.fromkeys(column for _, field in needed for column in columns_in(field)))
         if set(columns) <= sample.keys():
             break
     else:
         raise UserError(_no_type(types, entry, sample))
     changes: dict[str, Any] = {option: field for option, field in needed if option}
+    # A column may be the default of two options (`input`): it is the instruction, and there is no further input.
     if changes.get("instruction_field") == entry.input_field:
         changes["input_field"] = None
     of_preference = type_ in ("preference", "unpaired_preference")
@@ -91,16 +93,16 @@ def detect(entry: Dataset, sample: Sample) -> tuple[Dataset, tuple[str, ...]]:
 
 
 def _no_type(types: list[str], entry: Dataset, sample: Sample) -> str:
-    """The text of the error: what a sample has, and what each type needs."""
+    """Return the text of the error: the columns that the sample has, and the columns that each type needs."""
     has = ", ".join(map(str, sample)) or "none"
     if {"chosen", "rejected"} <= sample.keys():
         return (
-            f"preference data, with the columns {has}: set preference.loss, 'sigmoid' for DPO; or to learn the better "
-            "answer alone, type='instruction' with output_field='chosen'"
+            f"preference data, with the columns {has}: set preference.loss, 'sigmoid' for DPO; or to learn only the "
+            "better answer, type='instruction' with output_field='chosen'"
         )
     needed = {
         type_: " and ".join(
-            field + (f" ({option})" if option else "") for option, field in _needed(type_, entry, sample)
+            field + (f" ({option})" if option else "") for option, field in _needed_columns(type_, entry, sample)
         )
         for type_ in types
     }
@@ -111,13 +113,13 @@ def _no_type(types: list[str], entry: Dataset, sample: Sample) -> str:
 
 
 def _cause(types: list[str], entry: Dataset, sample: Sample) -> str:
-    """What a sample without any known column may be in truth; "" if nothing tells."""
+    """Return the likely cause that a sample has no known column; "" if nothing hints at one."""
     if "conversation" in types and (column := next((name for name in sample if _is_messages(sample[name])), None)):
         return (
             f"column {column!r} holds messages: set messages_field={column!r}, which is "
             f"'--config.data.datasets[0].messages_field={column}' for the first dataset"
         )
-    if alike := _but_for_capitals(types, entry, sample):
+    if alike := _columns_in_other_case(types, entry, sample):
         options = " and ".join(f"{option}={column!r}" for option, column in alike.items())
         return f"names of columns differ by capitals only: set {options}"
     lists = {
@@ -152,30 +154,30 @@ def _is_messages(value: Any) -> bool:
     )
 
 
-def _but_for_capitals(types: list[str], entry: Dataset, sample: Sample) -> dict[str, str]:
-    """Columns whose names differ from needed ones by capitals only, by the option that names each."""
-    found = {}
+def _columns_in_other_case(types: list[str], entry: Dataset, sample: Sample) -> dict[str, str]:
+    """Return columns whose names differ from needed ones only in case, by the option that names each."""
+    alike = {}
     for option in dict.fromkeys(option for type_ in types for option in READ_BY_TYPE[type_][0]):
         field, default = getattr(entry, option), getattr(Dataset(), option)
         names = KNOWN.get(option, (default,)) if field == default else (field,)
         if not any(name in sample for name in names):
             pairs = ((name, column) for name in names for column in sample)
             if column := next((column for name, column in pairs if str(name).lower() == str(column).lower()), None):
-                found[option] = column
-    return found
+                alike[option] = column
+    return alike
 
 
 def _kinds_of_words(text: Any) -> list[str]:
-    """For each word of a value, as text, whether it is of letters, of digits or of others too."""
+    """Return the kind of each word of a value's text: letters, digits, or others."""
     return ["letters" if word.isalpha() else "digits" if word.isdigit() else "others" for word in str(text).split()]
 
 
-def _needed(type_: str, entry: Dataset, sample: Sample) -> list[tuple[str, str]]:
-    """The columns that a sample of a type must have, each with the option that names it, if there is one."""
+def _needed_columns(type_: str, entry: Dataset, sample: Sample) -> list[tuple[str, str]]:
+    """Return (option, column) for the columns that a sample of a type must have; option "": none names the column."""
     if type_ == "tokenized":
         return [("", "input_ids")]
-    if type_ == "preference" and (found := preferences.needed_fields(entry, sample)):
-        return found
+    if type_ == "preference" and (needed := preferences.needed_fields(entry, sample)):
+        return needed
     fields = [(option, _field(option, entry, sample)) for option in READ_BY_TYPE[type_][0]]
     if type_ == "unpaired_preference":
         entry = dataclasses.replace(entry, output_field=fields[0][1])
@@ -195,7 +197,7 @@ def _needed(type_: str, entry: Dataset, sample: Sample) -> list[tuple[str, str]]
 
 
 def _field(option: str, entry: Dataset, sample: Sample) -> str:
-    """What the entry names, else the first known column that the sample has, else the default."""
+    """Return the column that the entry names, else the first known column that the sample has, else the default."""
     field = getattr(entry, option)
     if field != getattr(Dataset(), option):
         return field
@@ -203,7 +205,13 @@ def _field(option: str, entry: Dataset, sample: Sample) -> str:
 
 
 def unused(entry: Dataset, found: tuple[str, ...], columns: Iterable[str]) -> Iterator[str]:
-    """Columns that are not used, with the option that would use each; entry and `found` are what `detect` returned."""
+    """Yield columns that are not used, with the option that would use each.
+
+    Args:
+        entry: the entry that `detect` returned.
+        found: the columns that `detect` returned.
+        columns: the columns of samples.
+    """
     read = {*found, *_ALWAYS_BESIDE.get(found, ())}
     for option in _options(entry.type):
         if option.endswith(("_field", "_column")) and (field := getattr(entry, option)):
@@ -215,13 +223,13 @@ def unused(entry: Dataset, found: tuple[str, ...], columns: Iterable[str]) -> It
 
 
 def _options(type_: str) -> tuple[str, ...]:
-    """The options that a type reads."""
+    """Return the options that a type reads."""
     needed, more = READ_BY_TYPE[type_]
     return needed + more
 
 
 def refuse_images(sample: Sample) -> None:
-    """Raise UserError for a sample with images: without them, its text would be another one."""
+    """Raise UserError for a sample with images: the text refers to them, and they cannot be trained on."""
     if column := next((column for column in ("image", "images") if sample.get(column)), None):
         raise UserError(f"column {column!r} holds images: {NO_IMAGES}; remove the column if the text needs none")
 
@@ -234,29 +242,30 @@ def make_format(
     labels: tuple[str, ...] = (),
     chat: Chat = Chat(),
 ) -> Format:
-    """The function from a sample to a document.
+    """Return the function that turns a sample into a document.
 
     Args:
-        entry, columns: what `detect` returned.
+        entry: the entry that `detect` returned.
+        columns: the columns that `detect` returned.
         tokenizer: its vocabulary, special tokens and chat template are used.
         say: called with a line about each part of a conversation that the chat template leaves out.
         labels: the names of classes, by number.
-        chat: what of conversations is trained.
+        chat: the section chat, which selects the messages to train.
 
     Raises:
-        UserError: at once, if the tokenizer or the entry's options do not allow the type; from the function, if a
+        UserError: here, if the tokenizer or the entry's options do not allow the type; from the returned function, if a
             sample is malformed (`Refused`: it is well formed, but nothing in it is trained).
     """
     match entry.type:
         case "text":
             if tokenizer.eos_token is None:
                 raise UserError(
-                    "the tokenizer has no end-of-sequence token, so no document would have an end and what is "
-                    "generated would never stop; set eos_token in its tokenizer_config.json"
+                    "the tokenizer has no end-of-sequence token, so no document would have an end and generation "
+                    "would never stop; set eos_token in its tokenizer_config.json"
                 )
             return lambda sample: Rendered(_text(sample, entry.text_field, "text_field"), append_eos=True)
         case "tokenized":
-            return partial(_tokenized, len(tokenizer))
+            return partial(_read_tokens, len(tokenizer))
         case "conversation":
             renamed = dict(pair.split("=", 1) for pair in entry.message_property_mappings)
             return partial(_conversation, entry, columns, renamed, ChatTemplate(tokenizer, say, chat))
@@ -301,10 +310,10 @@ def _conversation(
 
 def _chat_instruction(entry: Dataset, columns: tuple[str, ...], template: ChatTemplate, sample: Sample) -> Rendered:
     prompt = _text(sample, entry.instruction_field, "instruction_field")
-    more = _optional(sample, entry.input_field, "input_field")
+    addition = _optional(sample, entry.input_field, "input_field")
     messages = [
         *(history_of(sample) if HISTORY in columns else ()),
-        {"role": "user", "content": f"{prompt}\n{more}" if more else prompt},
+        {"role": "user", "content": f"{prompt}\n{addition}" if addition else prompt},
         {"role": "assistant", "content": _answer(sample, entry)},
     ]
     system = _system(sample, entry)
@@ -312,9 +321,9 @@ def _chat_instruction(entry: Dataset, columns: tuple[str, ...], template: ChatTe
 
 
 def _formatted_instruction(entry: Dataset, prompt_format: str, sample: Sample) -> Rendered:
-    more, output = _optional(sample, entry.input_field, "input_field"), _answer(sample, entry)
-    form = prompt_format if more else entry.prompt_format_no_input or prompt_format
-    values = dict(sample) | {"system": _system(sample, entry) or "", "input": more, "output": output}
+    addition, output = _optional(sample, entry.input_field, "input_field"), _answer(sample, entry)
+    form = prompt_format if addition else entry.prompt_format_no_input or prompt_format
+    values = dict(sample) | {"system": _system(sample, entry) or "", "input": addition, "output": output}
     if "instruction" in columns_in(form):
         values["instruction"] = _text(sample, entry.instruction_field, "instruction_field")
     prompt, answer = fill_to(form, "output", values)
@@ -337,13 +346,14 @@ def ends_texts(tokenizer: "PreTrainedTokenizerFast") -> bool:
     return tokenizer("a").input_ids[-1] == end != tokenizer.pad_token_id
 
 
-def _tokenized(vocabulary: int, sample: Sample) -> Encoded:
+def _read_tokens(vocabulary: int, sample: Sample) -> Encoded:
     tokens = _integers(sample, "input_ids")
     outside = np.flatnonzero((tokens < 0) | (tokens >= vocabulary))
     if outside.size:
         raise UserError(
             f"input_ids[{outside[0]}] = {tokens[outside[0]]} is not in the vocabulary of {vocabulary} tokens"
         )
+    # Labels select the trained tokens. They are not targets of their own: labels[i] is input_ids[i] or IGNORED_LABEL.
     trained = np.ones(len(tokens), bool)
     if sample.get("labels") is not None:
         labels = _integers(sample, "labels", len(tokens))
@@ -380,14 +390,14 @@ def _column(sample: Sample, column: str) -> Any:
 
 
 def _text(sample: Sample, field: str, option: str) -> str:
-    """The text of a column, or of a template of columns, which the option of that name has."""
+    """Return the text of a column, or of a template of columns; `option` is the option that holds `field`."""
     if is_template(field):
         return fill(field, sample)
     value = _column(sample, field)
     if not isinstance(value, str):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        how = f"; {option}='{{{field}}}' writes numbers as text" if is_number else ""
-        raise UserError(f"column {field!r} must be text, found {clip(repr(value))}{how}")
+        hint = f"; {option}='{{{field}}}' writes numbers as text" if is_number else ""
+        raise UserError(f"column {field!r} must be text, found {clip(repr(value))}{hint}")
     return value
 
 

@@ -1,4 +1,4 @@
-"""Texts into which the columns of a sample are put: '{title}: {body}'."""
+"""Templates that are filled with the columns of a sample: '{title}: {body}'."""
 
 import functools
 import string
@@ -10,26 +10,29 @@ from jaxtune.errors import UserError
 
 
 def is_template(field: str) -> bool:
-    """Whether it is a text with columns in braces, as opposed to the name of one column."""
+    """Whether a field is a text with columns in braces, not the name of one column."""
     return "{" in field
 
 
 def columns_in(field: str) -> tuple[str, ...]:
-    """The columns that a template names; a name alone is that of one column. Raises UserError as `fill`."""
+    """Return the columns that a template names; a field that is not a template names one column.
+
+    Raises UserError as `fill`.
+    """
     return tuple(name for _, name in _parts(field) if name is not None) if is_template(field) else (field,)
 
 
 def fill(template: str, values: Mapping[str, Any]) -> str:
-    """The template with values in the place of their names.
+    """Return the template with names replaced by their values.
 
     Raises:
-        UserError: a brace is not closed, or holds more than a name; a value is missing, or neither text nor a number.
+        UserError: a brace is not closed, or holds more than a name; a value is missing, or not text or a number.
     """
     return "".join(fill_to(template, "", values))
 
 
 def fill_to(template: str, name: str, values: Mapping[str, Any]) -> tuple[str, str]:
-    """As `fill`, divided where `name` stands first: the text before it, and the rest, "" if it does not occur."""
+    """Return the filled template in two parts, split before the first `name`; the second is "" if it does not occur."""
     before, after = [], []
     texts = before
     for text, named in _parts(template):
@@ -41,14 +44,14 @@ def fill_to(template: str, name: str, values: Mapping[str, Any]) -> tuple[str, s
 
 @functools.lru_cache
 def _parts(template: str) -> tuple[tuple[str, str | None], ...]:
-    """Pairs of a text and the name after it, None where nothing follows."""
+    """Return pairs of a text and the name after it; None at the end of the template."""
     try:
         parsed = list(string.Formatter().parse(template))
     except ValueError as error:
         raise UserError(f"{clip(repr(template))}: {error}; write {{{{ and }}}} for plain braces") from None
     for _, name, form, conversion in parsed:
         if name is not None and (not name or form or conversion):
-            raise UserError(f"{clip(repr(template))}: in braces stands the name of a column and nothing else")
+            raise UserError(f"{clip(repr(template))}: braces must hold the name of a column and nothing else")
     # Some documentation writes {'title'} for {title}.
     return tuple((text, name and name.strip("'")) for text, name, _, _ in parsed)
 

@@ -1,4 +1,4 @@
-"""Units, which are packed whole: one document or several. The data of a run is a sequence of units."""
+"""Units: one document, or several that are packed into the same row. The data of a run is a sequence of units."""
 
 import dataclasses
 import hashlib
@@ -18,14 +18,14 @@ from jaxtune.data.chat.encoding import Encoded
 
 @dataclass(frozen=True)
 class Unit:
-    """One document, or several that must stand in the same row, such as a chosen and a rejected answer.
+    """One document, or several that must be in the same row, such as a chosen and a rejected answer.
 
     Attributes:
-        documents: in the order in which they stand in a row.
-        continuous: whether it is running text, which may be cut anywhere, as opposed to an answer or dialogue.
-        values: of the other columns (not tokens and weights), by name: an array for each document (per token), a value
-            for each document, or one value (per unit).
-        where: the file and line, or row, that it is from; "" if that is not known.
+        documents: the documents, in their order in a row.
+        continuous: whether the unit is running text, which may be cut anywhere, not an answer or a dialogue.
+        values: values of the columns other than tokens and weights, by name: an array for each document (per token), a
+            value for each document, or one value (per unit).
+        where: the file and line, or row, of the unit's sample; "" if not known.
     """
 
     documents: tuple[Encoded, ...]
@@ -42,14 +42,14 @@ class Part:
         name: the entry's path.
         key: a hash of the stored data: entries with the same key have the same data, wherever it came from.
         columns: the stored columns by name: at least `tokens` and `loss_weight`, the weight of predicting each token.
-        values: of each column, all documents one after the other: (tokens,), (documents,) or (units,).
-        offsets: index of the first token of each document, and the number of tokens.
-        units: index of the first document of each unit, and the number of documents.
+        values: the values of each column, all documents one after the other: (tokens,), (documents,) or (units,).
+        offsets: index of the first token of each document, and at the end the number of tokens.
+        units: index of the first document of each unit, and at the end the number of documents.
         targets: number of trained tokens of each document (the first token of a document is never predicted).
-        continuous: whether a document is running text.
-        skipped: samples left out under data.on_bad_row='skip'.
-        notes: lines for the user: what was read, and as which type.
-        losses: lines that warn the user of what is left out, each with its number first.
+        continuous: whether each document is running text.
+        skipped: number of samples left out under data.on_bad_row='skip'.
+        notes: lines for the user: the data that was read, and its type.
+        losses: lines that warn the user of data that is left out, each beginning with a number.
         places: file and line, or row, of the first units.
     """
 
@@ -75,7 +75,7 @@ class Documents:
 
     Attributes:
         parts: the documents of each entry.
-        chosen: numbers of the units that belong to it, counted through all parts: all units, or one side of `hold_out`.
+        chosen: numbers of the units in use, counted through all parts: all, one side of `hold_out`, or a mixture.
     """
 
     parts: tuple[Part, ...]
@@ -83,7 +83,7 @@ class Documents:
 
     @classmethod
     def joined(cls, parts: Iterable[Part]) -> "Documents":
-        """All documents of the parts, one part after the other."""
+        """Return all documents of the parts, one part after the other."""
         parts = tuple(parts)
         return cls(parts, np.arange(sum(len(part.units) - 1 for part in parts)))
 
@@ -97,7 +97,7 @@ class Documents:
         return keys[0] if len(keys) == 1 else hashlib.sha256("".join(keys).encode()).hexdigest()
 
     def has_key(self, key: str) -> bool:
-        """Whether `key` is this data's `key`, or its key in older versions, where one cache folder held all entries."""
+        """Whether `key` is this data's `key`, or its key in older versions (one cache folder for all entries)."""
         return key == self.key or (len(self.parts) > 1 and key == self._key_of_one_folder())
 
     def _key_of_one_folder(self) -> str:
@@ -116,12 +116,12 @@ class Documents:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines for the user: what was read, and as which type."""
+        """Lines for the user: the data that was read, and its type."""
         return tuple(note for part in self.parts for note in part.notes)
 
     @property
     def losses(self) -> tuple[str, ...]:
-        """Lines that warn the user of what is left out of the sources."""
+        """Lines that warn the user of samples left out of the sources."""
         return tuple(loss for part in self.parts for loss in part.losses)
 
     @cached_property
@@ -147,21 +147,23 @@ class Documents:
 
     @cached_property
     def part_of(self) -> Int64[np.ndarray, "documents"]:
-        """Number of the part that each document is in."""
+        """Number of each document's part."""
         return np.searchsorted(self._first, self._numbers, "right") - 1
 
     def with_column(self, column: Column, values: np.ndarray) -> "Documents":
-        """The same documents with another column, which has a value for each of them.
+        """Return the same documents with another column.
 
-        A column per token has one for each token of all parts, chosen or not (`first_token`): it is taken as it is, so
-        that a file that is mapped into memory is not read.
+        Args:
+            column: the column, per document or per token.
+            values: a value for each document. For a column per token, a value for each token of all parts, chosen or
+                not (`first_token`): the array is sliced, not indexed, so that a memory-mapped file is not read here.
         """
         if column.per == "token":
             ends = np.cumsum([0, *(part.offsets[-1] for part in self.parts)])
         else:
-            of_parts = np.zeros(sum(part.units[-1] for part in self.parts), column.dtype)
-            of_parts[self._numbers] = values
-            values, ends = of_parts, np.array([*self._first, len(of_parts)])
+            every_value = np.zeros(sum(part.units[-1] for part in self.parts), column.dtype)
+            every_value[self._numbers] = values
+            values, ends = every_value, np.array([*self._first, len(every_value)])
         parts = tuple(
             dataclasses.replace(
                 part,
@@ -179,18 +181,18 @@ class Documents:
         return (np.cumsum(lengths) - lengths)[self._numbers]
 
     def read(self, i: int, start: int, stop: int) -> tuple[Int32[np.ndarray, "n"], Float16[np.ndarray, "n"]]:
-        """Tokens [start, stop) of document i, up to its end, and the weight of predicting each."""
+        """Return tokens [start, stop) of document i, up to its end, and the weight of predicting each."""
         return self.values("tokens", i, start, stop), self.values("loss_weight", i, start, stop)
 
     def where(self, i: int) -> str:
-        """The file and line, or row, that document i is from, of the first ones; of others the entry's path."""
-        part, document = self._place(i)
+        """Return the file and line, or row, of document i. Only the first units have it; else the entry's path."""
+        part, document = self._locate(i)
         unit = int(np.searchsorted(part.units, document, "right")) - 1
         return (part.places[unit] if unit < len(part.places) else "") or part.name
 
     def values(self, column: str, i: int, start: int, stop: int) -> np.ndarray:
-        """A stored column's values for tokens [start, stop) of document i; a scalar if it is per document or unit."""
-        part, document = self._place(i)
+        """Return a stored column's values for tokens [start, stop) of document i; a scalar if per document or unit."""
+        part, document = self._locate(i)
         per = part.columns[column].per
         if per == "token":
             begin = part.offsets[document]
@@ -198,20 +200,21 @@ class Documents:
         unit = np.searchsorted(part.units, document, "right") - 1
         return part.values[column][document if per == "document" else unit]
 
-    def _place(self, i: int) -> tuple[Part, int]:
-        """The part that document i is in, and its number there."""
+    def _locate(self, i: int) -> tuple[Part, int]:
+        """Return the part of document i, and the document's number in the part."""
         number = self._numbers[i]
         part = bisect_right(self._first, number) - 1
         return self.parts[part], number - self._first[part]
 
     @cached_property
     def _numbers(self) -> Int64[np.ndarray, "documents"]:
-        """The chosen documents, counted through the parts."""
+        """Numbers of the documents of the chosen units, counted through the parts."""
         ends = np.cumsum(np.concatenate([np.diff(part.units) for part in self.parts]))
         sizes = np.diff(self.units)
+        # Documents of a unit have consecutive numbers: shift each unit's run to its place in the parts.
         return np.arange(self.units[-1]) + np.repeat(ends[self.chosen] - sizes - self.units[:-1], sizes)
 
     @cached_property
     def _first(self) -> list[int]:
-        """The first document of each part, counted through the parts."""
+        """Number of the first document of each part, counted through the parts."""
         return np.cumsum([0, *(part.units[-1] for part in self.parts[:-1])]).tolist()

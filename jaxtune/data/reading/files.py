@@ -13,7 +13,7 @@ import fsspec
 from jaxtune.errors import UserError, hide_secrets, refuse_hidden
 
 _COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")
-# What file systems call the fields that change when a file is written anew.
+# Names that file systems give to fields of a file's information that change when the file is rewritten.
 _VERSION = {"size", "mtime", "created", "LastModified", "last_modified", "Last-Modified", "generation", "ETag", "etag"}
 
 
@@ -22,10 +22,10 @@ class File:
     """A file that can be read.
 
     Attributes:
-        location: its path or URL, which may hold a secret.
-        named: whether the user named it, as opposed to a folder or pattern that it was found by.
-        version: changes whenever the content may have changed; raises OSError if the file has gone.
-        raw: opens it.
+        location: the file's path or URL, which may hold a secret.
+        named: whether the user named the file itself, not a folder or pattern that matches it.
+        version: returns a value that changes whenever the content may have changed; raises OSError if the file is gone.
+        raw: opens the file without decompressing it.
     """
 
     location: str
@@ -35,26 +35,26 @@ class File:
 
     @property
     def name(self) -> str:
-        """Its path or URL as it is shown."""
+        """The path or URL to show to the user, without secrets."""
         return hide_secrets(self.location)
 
     @property
     def kind(self) -> str:
-        """The suffix that names the format, without that of compression: `.jsonl` for `a.jsonl.gz`."""
+        """The suffix that names the format, without a suffix of compression: `.jsonl` for `a.jsonl.gz`."""
         return (self._path.with_suffix("") if self.compressed else self._path).suffix.lower()
 
     def open(self) -> BinaryIO:
-        """The content, decompressed by the suffix."""
+        """Open the file; the content is decompressed if the suffix names a compression."""
         if not self.compressed:
             return self.raw()
-        import pyarrow  # unlike others it reads several frames as one stream, and fails where a frame is cut off
+        import pyarrow  # unlike other readers it reads several frames as one stream, and fails if a frame is cut off
 
         codec = pyarrow.Codec.detect(self._path.name.lower()).name
         return io.BufferedReader(pyarrow.input_stream(self.raw(), compression=codec))
 
     @property
     def compressed(self) -> bool:
-        """Whether `open` decompresses it."""
+        """Whether `open` decompresses the file."""
         return self._path.suffix.lower() in _COMPRESSED
 
     @property
@@ -64,20 +64,20 @@ class File:
 
 
 Found = File | dict[str, File] | list[File] | None
-"""A file; the files of a folder, by relative path and in its order; those that match a pattern; None: nothing."""
+"""A file; the files of a folder by relative path, sorted; the files that match a pattern; None: no match."""
 
 
 def is_url(path: str) -> bool:
-    """Whether it is a URL such as s3://bucket/file, as opposed to a path."""
+    """Whether it is a URL such as s3://bucket/file, not a path."""
     return "://" in path
 
 
 def find(path: str, patterns: tuple[str, ...] = ()) -> Found:
-    """What a path, a pattern of paths or a URL names. Hidden files of a folder and in its hidden folders do not count.
+    """Find the file, folder or files that a path, a pattern or a URL names. Hidden files and folders are left out.
 
     Args:
-        path: may begin with ~; * in it makes it a pattern.
-        patterns: of the files in a folder; (): all.
+        path: may begin with ~; a * makes it a pattern.
+        patterns: patterns of the files in a folder; (): all files.
 
     Raises:
         UserError: a URL of an unknown kind, or one that cannot be reached.
@@ -94,8 +94,8 @@ def _find_local(path: str, patterns: tuple[str, ...]) -> Found:
     if root.is_file():
         return _local(root, named=True)
     if root.is_dir():
-        found = {file for pattern in patterns or ("**/*",) for file in root.glob(pattern) if file.is_file()}
-        return _in_order({file.relative_to(root).as_posix(): _local(file) for file in found})
+        files = {file for pattern in patterns or ("**/*",) for file in root.glob(pattern) if file.is_file()}
+        return _sort_visible({file.relative_to(root).as_posix(): _local(file) for file in files})
     matches = sorted(map(Path, glob.glob(str(root), recursive=True))) if "*" in path else []
     return [_local(file) for file in matches if file.is_file()] or None
 
@@ -117,18 +117,19 @@ def _find_remote(url: str, patterns: tuple[str, ...]) -> Found:
                 info = system.info(path)
                 return hide_secrets(path), {key: str(info[key]) for key in sorted(_VERSION & info.keys())}
 
-            def opened() -> BinaryIO:
-                return io.BufferedReader(system.open(path, "rb"))  # whose lines have a limit, unlike those of fsspec
+            def open_buffered() -> BinaryIO:
+                # readline(limit) of an fsspec file ignores the limit.
+                return io.BufferedReader(system.open(path, "rb"))
 
-            return File(system.unstrip_protocol(path), named, version, opened)
+            return File(system.unstrip_protocol(path), named, version, open_buffered)
 
         def matching(folder: str, patterns: tuple[str, ...]) -> dict[str, File]:
-            found = [system.glob(f"{folder}/{pattern}", detail=True) for pattern in patterns]
-            found = found or [system.find(folder, detail=True)]
-            paths = [path for one in found for path, info in one.items() if info["type"] == "file"]
-            return _in_order({path.removeprefix(f"{folder}/"): remote(path) for path in paths})
+            listings = [system.glob(f"{folder}/{pattern}", detail=True) for pattern in patterns]
+            listings = listings or [system.find(folder, detail=True)]
+            paths = [path for listing in listings for path, info in listing.items() if info["type"] == "file"]
+            return _sort_visible({path.removeprefix(f"{folder}/"): remote(path) for path in paths})
 
-        if "*" in root:  # not ? and [ ], which URLs may hold
+        if "*" in root:  # ? and [ ] do not make a pattern, because a URL may hold them
             folder = root[: root.index("*")].rpartition("/")[0]
             return list(matching(folder, (root.removeprefix(f"{folder}/"),)).values()) or None
         if system.isfile(root):
@@ -142,5 +143,6 @@ def _find_remote(url: str, patterns: tuple[str, ...]) -> Found:
         raise UserError(f"data: {url} cannot be reached: {error or type(error).__name__}") from error
 
 
-def _in_order(found: dict[str, File]) -> dict[str, File]:
-    return {path: found[path] for path in sorted(found) if not any(part.startswith(".") for part in path.split("/"))}
+def _sort_visible(files: dict[str, File]) -> dict[str, File]:
+    """Return the files sorted by path, without hidden files and those in hidden folders."""
+    return {path: files[path] for path in sorted(files) if not any(part.startswith(".") for part in path.split("/"))}

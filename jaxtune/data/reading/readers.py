@@ -1,8 +1,8 @@
-"""Samples from files: JSON lines, JSON, CSV, Parquet, Arrow, or text, one document a file.
+"""Read samples from files: JSON lines, JSON, CSV, Parquet, Arrow, or text with one document a file.
 
-JSON lines, JSON and CSV are read here, strictly, because readers made for speed do not name the line and let half a
-line or a wrong type pass. Parquet goes through `datasets`, which would decode the dictionaries of all rows of an Arrow
-file at once. What cannot be read goes to `report`.
+JSON lines, JSON and CSV are parsed here, strictly, because readers made for speed do not name the line and accept half
+a line or a wrong type. Parquet is read through `datasets`. Arrow is not, because `datasets` would decode the
+dictionaries of all rows of a file in one step. Errors of samples go to `report`.
 """
 
 import codecs
@@ -26,16 +26,16 @@ log = logging.getLogger("jaxtune")
 Sample = Mapping[str, Any]
 Samples = Iterator[tuple[str, Sample]]
 Report = Callable[[UserError], None]
-"""Takes a sample that cannot be used: raises it (data.on_bad_row='error') or counts it ('skip')."""
+"""Takes the error of a sample that cannot be used: raises it (data.on_bad_row='error') or counts it ('skip')."""
 
 BINARY_PROBE_BYTES = 8192
 _ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar", ".xz")
 _DELIMITERS = ",;\t|"
-_TABLE_ROWS = 4  # of Parquet decoded at once: one value of a dictionary may fill every row
+_TABLE_ROWS = 4  # rows of Parquet decoded in one step: a long value in a dictionary may be in every row
 
 
 def read_file(file: File, entry: Dataset, report: Report) -> Samples:
-    """The samples of a file, in the format that the entry or the suffix names, with where each stands."""
+    """Yield (where, sample) for the samples of a file, in the format that the entry or the suffix names."""
     try:
         yield from _READERS.get(_format(file, entry), _read_text)(file, entry, report)
     except UserError:
@@ -49,17 +49,17 @@ def read_file(file: File, entry: Dataset, report: Report) -> Samples:
 
 
 def has_samples(file: File, entry: Dataset) -> bool:
-    """Whether it is a file of samples, as opposed to a text."""
+    """Whether a file holds samples, not one text."""
     return _format(file, entry) in _READERS
 
 
 def is_table(file: File, entry: Dataset) -> bool:
-    """Whether its objects have a null for each key that only others have, as in Parquet and Arrow."""
+    """Whether a file is Parquet or Arrow, in which an object has a null for each key that only other objects have."""
     return _READERS.get(_format(file, entry)) is _read_table
 
 
 def size_of(value: Any) -> int:
-    """Roughly how many characters a sample has."""
+    """Return roughly the number of characters of a sample."""
     if isinstance(value, dict):
         return sum(map(size_of, value.values()))
     if isinstance(value, list | tuple):
@@ -68,7 +68,7 @@ def size_of(value: Any) -> int:
 
 
 def is_binary(file: File) -> bool:
-    """Whether a file holds a NUL near its start, which is how git tells binary from text."""
+    """Whether a file has a NUL near its start, the test with which git recognises binary files."""
     with contextlib.suppress(OSError), file.open() as stream:
         return b"\0" in stream.read(BINARY_PROBE_BYTES)
     return False  # the error is reported when the file is read
@@ -88,11 +88,11 @@ def _reporting(report: Report) -> Iterator[None]:
 
 def _too_large(where: str, what: str, entry: Dataset) -> UserError:
     limit = f"max_sample_bytes={entry.max_sample_bytes}"
-    return UserError(f"{where}: {what} is larger than {limit}; raise it if the file is what it should be")
+    return UserError(f"{where}: {what} is larger than {limit}; raise it if the file is correct")
 
 
 def _whole(file: File, entry: Dataset) -> bytes:
-    """All of a file. Raises UserError where much more comes out of a compressed one than its size tells."""
+    """Return the content of a file. Raises UserError if it decompresses to more than max_sample_bytes."""
     with file.open() as stream:
         content = stream.read(entry.max_sample_bytes + 1 if file.compressed else -1)
     if file.compressed and len(content) > entry.max_sample_bytes:
@@ -118,13 +118,14 @@ def _decode(raw: bytes, where: str, encoding: str) -> str:
 
 
 def _lines(file: File, entry: Dataset, report: Report) -> Iterator[tuple[str, str]]:
-    """Lines as (where, text), strictly decoded, read with bounded memory."""
+    """Yield lines as (where, text), strictly decoded. Memory is bounded by max_sample_bytes, however long a line is."""
     number = 0
     with file.open() as stream:
         while raw := stream.readline(entry.max_sample_bytes + 1):
             number += 1
             where = f"{file.name}:{number}"
             if len(raw) > entry.max_sample_bytes and not raw.endswith(b"\n"):
+                # Skip the rest of the line, in chunks, so that the next line has its number.
                 report(_too_large(where, "the line", entry))
                 while raw and not raw.endswith(b"\n"):
                     raw = stream.readline(entry.max_sample_bytes)
@@ -137,11 +138,11 @@ def _lines(file: File, entry: Dataset, report: Report) -> Iterator[tuple[str, st
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
         keys = [key for key, _ in pairs]
         raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice")
-    return found
+    return unique
 
 
 def _parse(text: str, where: str) -> Any:
@@ -169,7 +170,8 @@ def _read_jsonl(file: File, entry: Dataset, report: Report) -> Samples:
 
 
 def _read_json(file: File, entry: Dataset, report: Report) -> Samples:
-    """A list of objects, or an object over several lines; JSON lines in a file of this suffix are read too."""
+    """Read a list of objects, an object over several lines, or JSON lines."""
+    # The first line shows which of the three it is. A whole file is parsed in memory; JSON lines are not.
     with file.open() as stream:
         line = stream.readline(BINARY_PROBE_BYTES).removeprefix(b"\xef\xbb\xbf")
         while line.isspace():
@@ -189,7 +191,7 @@ def _read_json(file: File, entry: Dataset, report: Report) -> Samples:
 
 
 def _read_csv(file: File, entry: Dataset, report: Report) -> Samples:
-    """Every value is a string: a column of numbers is still text. Columns of .tsv are separated by tabs."""
+    """Read CSV, or tab-separated columns of .tsv. Every value is a string, in a column of numbers too."""
     csv.field_size_limit(entry.max_sample_bytes)
     where = file.name
 
@@ -204,7 +206,7 @@ def _read_csv(file: File, entry: Dataset, report: Report) -> Samples:
     header = None
     while True:
         try:
-            header = header or _checked_header(reader.fieldnames or (), delimiter, file)
+            header = header or _check_header(reader.fieldnames or (), delimiter, file)
             row = next(reader, None)
         except csv.Error as error:
             large = "field larger than field limit" in str(error)
@@ -218,15 +220,15 @@ def _read_csv(file: File, entry: Dataset, report: Report) -> Samples:
             yield where, row
 
 
-def _checked_header(names: Sequence[str], delimiter: str, file: File) -> Sequence[str]:
-    """The names of the columns. Raises UserError where something else separates them."""
-    others = [other for other in _DELIMITERS if other != delimiter and len(names) == 1 and other in names[0]]
-    if others:
-        how = "set ds_type='tsv'" if others[0] == "\t" else "write the file with commas"
-        how = "set ds_type='csv'" if others[0] == "," else how
+def _check_header(names: Sequence[str], delimiter: str, file: File) -> Sequence[str]:
+    """Return the names of the columns. Raises UserError if another delimiter separates them."""
+    other_delimiters = [other for other in _DELIMITERS if other != delimiter and len(names) == 1 and other in names[0]]
+    if other_delimiters:
+        remedy = "set ds_type='tsv'" if other_delimiters[0] == "\t" else "write the file with commas"
+        remedy = "set ds_type='csv'" if other_delimiters[0] == "," else remedy
         raise UserError(
-            f"{file.name}: its fields are separated by {others[0]!r}, not by {delimiter!r}: the header "
-            f"{clip(repr(names[0]))} is one column; {how}"
+            f"{file.name}: its fields are separated by {other_delimiters[0]!r}, not by {delimiter!r}: the header "
+            f"{clip(repr(names[0]))} is one column; {remedy}"
         )
     return names
 
@@ -235,7 +237,7 @@ def _read_table(file: File, entry: Dataset, report: Report) -> Samples:
     import pyarrow
     from datasets.exceptions import DatasetsError
 
-    # What it logs there is raised too.
+    # The errors that it logs are raised too.
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
     kind = _format(file, entry)[1:]
     try:
@@ -246,7 +248,7 @@ def _read_table(file: File, entry: Dataset, report: Report) -> Samples:
             else:
                 yield where, row
     except (ValueError, KeyError, OSError, DatasetsError, pyarrow.ArrowException) as error:
-        if isinstance(error, OSError) and error.filename is not None:  # of the file system, not of pyarrow
+        if isinstance(error, OSError) and error.filename is not None:  # from the file system, not from pyarrow
             raise
         report(UserError(f"{file.name}: not a readable {kind} file: {error}"))
 
@@ -259,7 +261,7 @@ def _parquet_rows(file: File) -> Iterator[Sample]:
 
 
 def _arrow_rows(file: File, entry: Dataset) -> Iterator[Sample | None]:
-    """Each row, decoded by itself; None for one that would be larger than a sample may be."""
+    """Yield each row, decoded by itself; None for a row that would be larger than max_sample_bytes."""
     for batch in _arrow_batches(file):
         batch.validate(full=True)
         encoded = [column for column in batch.columns if "dictionary<" in str(column.type)]
@@ -271,6 +273,7 @@ def _arrow_rows(file: File, entry: Dataset) -> Iterator[Sample | None]:
 
 
 def _arrow_batches(file: File) -> Iterator["pyarrow.RecordBatch"]:
+    """Yield the batches of an Arrow file in the stream format (`datasets` writes it), else in the file format."""
     import pyarrow
 
     with file.open() as stream:
@@ -287,7 +290,7 @@ def _arrow_batches(file: File) -> Iterator["pyarrow.RecordBatch"]:
 
 
 def _decoded_bytes(array: "pyarrow.Array") -> int:
-    """Roughly how large an array is once the dictionaries in it are decoded."""
+    """Return roughly the size in bytes of an array after its dictionaries are decoded, without decoding them."""
     import pyarrow
 
     if pyarrow.types.is_dictionary(array.type):
@@ -302,7 +305,7 @@ def _decoded_bytes(array: "pyarrow.Array") -> int:
 
 
 def _read_text(file: File, entry: Dataset, report: Report) -> Samples:
-    """The whole file is one document. An empty file is an error if the entry names it, and ignored in a folder."""
+    """Read a whole file as one document. An empty file is an error if the entry names it; in a folder it is ignored."""
     with _reporting(report):
         if file.kind in _ARCHIVES:
             raise UserError(f"{file.name}: an archive is not read; unpack it, and name the folder")
@@ -316,7 +319,7 @@ def _read_text(file: File, entry: Dataset, report: Report) -> Samples:
 
 
 def _is_json_lines(text: str) -> bool:
-    """Whether a text begins with two lines that are objects of JSON."""
+    """Whether a text begins with two lines that are JSON objects."""
     lines = text.split("\n", 2)[:2]
     try:
         return len(lines) == 2 and all(isinstance(json.loads(line), dict) for line in lines)
@@ -333,4 +336,4 @@ _READERS: dict[str, Callable[[File, Dataset, Report], Samples]] = {
     ".arrow": _read_table,
 }
 SUFFIXES = frozenset(_READERS)
-"""Of files of samples; any other file is text."""
+"""Suffixes of files that hold samples; any other file is text."""

@@ -1,4 +1,4 @@
-"""Which samples and columns of a source are used, and the user's own function over them."""
+"""Select the samples and columns of a source that an entry uses, and apply the user's own function."""
 
 from collections.abc import Callable
 from itertools import islice
@@ -11,10 +11,10 @@ from jaxtune.errors import UserError
 
 
 def selected(samples: Samples, entry: Dataset, report: Report) -> Samples:
-    """The samples that the entry asks for, with the columns that it asks for, changed by its function.
+    """Yield the samples that the entry selects, with the selected columns, changed by the entry's function.
 
     Raises:
-        UserError: no sample has a selected column; the function is not there.
+        UserError: no sample has a selected column; the function does not exist.
     """
     change = load(entry.function, "data: function") if entry.function else None
     missing = set(entry.select_columns or ())
@@ -24,7 +24,7 @@ def selected(samples: Samples, entry: Dataset, report: Report) -> Samples:
             sample = {column: sample[column] for column in entry.select_columns if column in sample}
         if change is not None:
             try:
-                sample = _changed(sample, change)
+                sample = _apply(sample, change)
             except UserError as error:
                 report(UserError(f"{where}: {entry.function}: {error}"))
                 continue
@@ -34,7 +34,8 @@ def selected(samples: Samples, entry: Dataset, report: Report) -> Samples:
         raise UserError(f"data: select_columns: no sample has {', '.join(map(repr, sorted(missing)))}")
 
 
-def _changed(sample: Sample, change: Callable[[dict], object]) -> Sample | None:
+def _apply(sample: Sample, change: Callable[[dict], object]) -> Sample | None:
+    """Return the user's function of a sample; None leaves the sample out, and a text becomes the column `returned`."""
     try:
         result = change(dict(sample))
     except Exception as error:  # the function is the user's program: it can fail in any way

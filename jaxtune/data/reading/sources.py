@@ -1,7 +1,7 @@
-"""Where samples come from: one entry of data.datasets becomes a stream of (where, sample).
+"""Open the source of samples of an entry of data.datasets: files, URLs, the hub, Python, or random tokens.
 
-`where` names the file and line (or row) for messages, as in `train.jsonl:12`. The hub is read through `datasets`; only
-the samples that are asked for are downloaded.
+A source yields (where, sample); `where` names the file and line (or row) for messages, as in `train.jsonl:12`. The hub
+is read through `datasets`; only the requested samples are downloaded.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from jaxtune.errors import UserError, hide_secrets
 
 log = logging.getLogger("jaxtune")
 
-_FEW_FILES, _FEW_BYTES = 1000, 2**26
+_FEW_FILES, _FEW_BYTES = 1000, 2**26  # up to these sizes, local files are identified by their content
 
 DUMMY = "dummy"
 """The path of random tokens, for measurements of speed."""
@@ -38,10 +38,10 @@ DUMMY = "dummy"
 
 @dataclass(frozen=True)
 class Source:
-    """One entry of data.datasets, found but not read yet.
+    """The source of one entry of data.datasets, located but not read yet.
 
     Attributes:
-        name: the entry's path, as the user wrote it, but without secrets.
+        name: the entry's path as the user wrote it, without secrets.
         identity: changes whenever the samples may have changed (files, sizes, times, or the hub's revision).
         read: yields (where, sample); samples that cannot be read go to `report`.
     """
@@ -58,16 +58,16 @@ def _log(line: str) -> None:
 def open_source(
     entry: Dataset, vocabulary: int = 256, streaming: bool = False, say: Callable[[str], object] = _log
 ) -> Source:
-    """Finds what an entry names: files, folders, URLs, or else a dataset on the hub; or makes up random tokens.
+    """Locate the source of an entry: files, folders, URLs, else a dataset on the hub; or random tokens.
 
     Args:
-        entry: says which of the samples and columns are used, and which function changes them.
-        vocabulary: number of different tokens, where they are made up.
-        streaming: whether to read a dataset on the hub without downloading it whole first.
-        say: called with lines about what is read, as it is read.
+        entry: the entry; it also selects samples and columns, and names the function that changes them.
+        vocabulary: number of different tokens, if they are random.
+        streaming: whether to read a dataset on the hub without downloading it completely first.
+        say: called with lines about the data, while it is read.
 
     Raises:
-        UserError: it does not exist, or none of its files match.
+        UserError: the source does not exist, or none of its files match.
     """
     if not entry.path:
         raise UserError("data.datasets: an entry has no path; give a file, a folder, a URL or a hub id")
@@ -77,14 +77,14 @@ def open_source(
     elif isinstance(entry.path, str) and entry.path.startswith(in_memory.PREFIX):
         source = _from_python(entry, entry.path, streaming, say)
     else:
-        source = _found(entry, entry.path, streaming, say)
+        source = _find_files(entry, entry.path, streaming, say)
     if entry.function:
         source = dataclasses.replace(source, identity=source.identity + fingerprint(entry.function, "data: function"))
     return dataclasses.replace(source, read=lambda report: selected(source.read(report), entry, report))
 
 
 def _random(entry: Dataset, vocabulary: int) -> Source:
-    """Samples of random tokens, as many as are asked for."""
+    """Return a source of endless samples of random tokens."""
 
     def read(report: Report) -> Samples:
         rng = np.random.default_rng(0)
@@ -95,7 +95,7 @@ def _random(entry: Dataset, vocabulary: int) -> Source:
 
 
 def _from_python(entry: Dataset, name: str, streaming: bool, say: Callable[[str], object]) -> Source:
-    """A dataset that was given in Python, which is needed only where it is not in the cache yet."""
+    """Return the source of a dataset passed from Python; it is only read if it is not in the cache."""
     _check_unused(entry, "it is a dataset from Python", "subset", "revision", "split", "glob", "ds_type", "encoding")
 
     def read(report: Report) -> Samples:
@@ -107,12 +107,13 @@ def _from_python(entry: Dataset, name: str, streaming: bool, say: Callable[[str]
     return Source(name, in_memory.identity(name, streaming), read)
 
 
-def _found(entry: Dataset, path: str | tuple[str, ...], streaming: bool, say: Callable[[str], object]) -> Source:
+def _find_files(entry: Dataset, path: str | tuple[str, ...], streaming: bool, say: Callable[[str], object]) -> Source:
+    """Return the source of files, folders or URLs; of a dataset on the hub, if there is no such file."""
     paths = (path,) if isinstance(path, str) else path
-    found = [find(one, _patterns(entry)) for one in paths]
-    if isinstance(path, str) and found == [None]:
+    matches = [find(one, _patterns(entry)) for one in paths]
+    if isinstance(path, str) and matches == [None]:
         return _open_hub(entry, path, streaming, say)
-    files = [file for one, those in zip(paths, found) for file in _files(one, those, entry)]
+    files = [file for one, match in zip(paths, matches) for file in _files(one, match, entry)]
     try:
         identity = json.dumps([file.version() for file in files] + ([] if streaming else _contents(files)))
     except OSError as error:
@@ -128,7 +129,7 @@ def _found(entry: Dataset, path: str | tuple[str, ...], streaming: bool, say: Ca
 
 
 def _near(path: str) -> str:
-    """Names that resemble one that is not there, as the end of a sentence."""
+    """Return existing names that resemble a missing one, as the end of a sentence."""
     folder = Path(path).expanduser().parent
     names = [] if is_url(path) or not folder.is_dir() else [name for name in os.listdir(folder) if name[0] != "."]
     near = difflib.get_close_matches(Path(path).name, sorted(names), n=3)
@@ -136,7 +137,7 @@ def _near(path: str) -> str:
 
 
 def _contents(files: list[File]) -> list[str]:
-    """Hashes of local files, if they are read in no time: a file may be written anew with the same size and time."""
+    """Return hashes of local files, if they are few and small: a file may be rewritten with the same size and time."""
     local = [Path(file.location) for file in files if not is_url(file.location)]
     if len(local) > _FEW_FILES or sum(path.stat().st_size for path in local) > _FEW_BYTES:
         return []
@@ -144,18 +145,19 @@ def _contents(files: list[File]) -> list[str]:
 
 
 def _without_nulls(samples: Samples, name: str, said: set[str], say: Callable[[str], object]) -> Samples:
-    """Samples of tables, whose objects have the keys of all others too, without those that are null, as JSON has them.
+    """Yield the samples of a table without the keys of nested objects that are null.
 
-    Says it once a column, of those in `said`: a table does not tell a null that was written from one that it made.
+    Parquet and Arrow give each object the keys of all others, with null for a missing one. A null that the user wrote
+    looks the same, so a line for the user reports it, once for each column; `said` holds these columns.
     """
     for where, sample in samples:
-        found = {column: _without_null_keys(value) for column, value in sample.items()}
-        for column, value in found.items():
+        cleaned = {column: _without_null_keys(value) for column, value in sample.items()}
+        for column, value in cleaned.items():
             if column not in said and value is not sample[column] and value != sample[column]:
                 said.add(column)
-                more = "as Parquet and Arrow give each object the keys of all others"
-                say(f"{name}: keys in column {column!r} that are null are left out, {more}")
-        yield where, found
+                reason = "as Parquet and Arrow give each object the keys of all others"
+                say(f"{name}: keys in column {column!r} that are null are left out, {reason}")
+        yield where, cleaned
 
 
 def _without_null_keys(value: Any) -> Any:
@@ -170,30 +172,31 @@ def _patterns(entry: Dataset) -> tuple[str, ...]:
     return (entry.glob,) if isinstance(entry.glob, str) else entry.glob or ()
 
 
-def _files(path: str, found: Found, entry: Dataset) -> list[File]:
-    """The files of what `find` found that are read."""
-    if found is None:
+def _files(path: str, match: Found, entry: Dataset) -> list[File]:
+    """Return the files to read from the result of `find` for a path."""
+    if match is None:
         raise UserError(f"data: no such file or folder: {path}{_near(path)}")
     _check_unused(entry, f"{path} is a file or folder, not on the hub", "subset", "revision")
-    if isinstance(found, dict):
-        return _of_folder(path, found, entry)
+    if isinstance(match, dict):
+        return _files_of_folder(path, match, entry)
     _check_unused(entry, f"{path} names the files", "glob", "split")
-    return [found] if isinstance(found, File) else found
+    return [match] if isinstance(match, File) else match
 
 
 def _check_unused(entry: Dataset, reason: str, *names: str):
+    """Raise UserError if the entry sets an option of `names`, because it has no effect here; `reason` says why."""
     for name in names:
         if getattr(entry, name) != getattr(Dataset(), name):
             raise UserError(f"data: {name} = {getattr(entry, name)!r} has no effect: {reason}")
 
 
 def _check_encoding(name: str):
-    """Raises UserError for an unknown encoding, or one in which a newline is not the single byte 0x0a."""
+    """Raise UserError for an unknown encoding, or one in which a newline is not the single byte 0x0a."""
     try:
-        found = "\n".encode(name)
+        newline = "\n".encode(name)
     except LookupError as error:
         raise UserError(f"data: encoding={name!r} is not known; 'utf-8', 'cp1252' and 'gb18030' are some") from error
-    if found != b"\n":
+    if newline != b"\n":
         raise UserError(f"data: encoding={name!r} does not end a line with one byte; convert the file to UTF-8")
 
 
@@ -217,47 +220,47 @@ def _open_hub(entry: Dataset, hub_id: str, streaming: bool, say: Callable[[str],
 
 
 def _hub_rows(entry: Dataset, hub_id: str, streaming: bool) -> tuple[Iterable[Sample], Any]:
-    """(the rows of a split, their identity as in `Source`); where they can be streamed, they are, if asked for."""
+    """Return (the rows of a split, their identity as in `Source`), streamed if `streaming` is set and possible."""
     import datasets
 
     files: dict[str, Any] = {"data_files": list(_patterns(entry))} if entry.glob else {}
     if streaming and "[" not in entry.split:  # a slice of a split cannot be streamed
         builder: Any = datasets.load_dataset_builder(hub_id, entry.subset, revision=entry.revision, **files)
         with contextlib.suppress(NotImplementedError):  # nor can some kinds of archive
-            # The hash is the commit that the revision names now, from which the rows are read.
+            # The hash is the commit that the revision names now; the rows are read from this commit.
             return builder.as_streaming_dataset(split=entry.split), builder.hash
-    found: Any = datasets.load_dataset(hub_id, entry.subset, split=entry.split, revision=entry.revision, **files)
-    names = sorted(Path(file["filename"]) for file in found.cache_files)
-    return found, [[(str(name), name.stat().st_size) for name in names], found.num_rows]
+    rows: Any = datasets.load_dataset(hub_id, entry.subset, split=entry.split, revision=entry.revision, **files)
+    names = sorted(Path(file["filename"]) for file in rows.cache_files)
+    return rows, [[(str(name), name.stat().st_size) for name in names], rows.num_rows]
 
 
-def _of_folder(path: str, found: dict[str, File], entry: Dataset) -> list[File]:
-    """The files of a folder that are read, in the order of their relative paths."""
-    if "dataset_dict.json" in found:  # written by DatasetDict.save_to_disk: one folder per split
+def _files_of_folder(path: str, in_folder: dict[str, File], entry: Dataset) -> list[File]:
+    """Return the files of a folder to read, in the order of their relative paths."""
+    if "dataset_dict.json" in in_folder:  # written by DatasetDict.save_to_disk: one folder per split
         start = f"{entry.split}/"
-        found = {name.removeprefix(start): file for name, file in found.items() if name.startswith(start)}
-        if not found:
+        in_folder = {name.removeprefix(start): file for name, file in in_folder.items() if name.startswith(start)}
+        if not in_folder:
             raise UserError(f"data: {path} has no split {entry.split!r}")
-    if "state.json" in found:  # Dataset.save_to_disk
-        with found["state.json"].open() as stream:
-            return [found[shard["filename"]] for shard in json.load(stream)["_data_files"]]
-    files = list(found.values())
+    if "state.json" in in_folder:  # written by Dataset.save_to_disk: lists its Arrow files in order
+        with in_folder["state.json"].open() as stream:
+            return [in_folder[shard["filename"]] for shard in json.load(stream)["_data_files"]]
+    files = list(in_folder.values())
     if entry.glob is not None:
         _check_unused(entry, "glob chooses the files", "split")
     elif data := [file for file in files if has_samples(file, entry)]:
-        files = _of_split(path, data, entry)
+        files = _files_of_split(path, data, entry)
     else:
         _check_unused(entry, f"the files of {path} are text, without splits", "split")
         files = [file for file in files if not is_binary(file)]
     if not files:
-        kinds = ", ".join(sorted({file.kind or file.name for file in found.values()})[:5])
+        kinds = ", ".join(sorted({file.kind or file.name for file in in_folder.values()})[:5])
         unread = f" is text or a file of samples; it holds {kinds}" if kinds else ""
         raise UserError(f"data: no file in {path}" + (f" matches {entry.glob!r}" if entry.glob else unread))
     return files
 
 
-def _of_split(path: str, files: list[File], entry: Dataset) -> list[File]:
-    """The files of the split, where file names tell splits apart (train.jsonl beside test.jsonl)."""
+def _files_of_split(path: str, files: list[File], entry: Dataset) -> list[File]:
+    """Return the files of the entry's split, recognised by their names as `datasets` does (train.jsonl, test.jsonl)."""
     from datasets.data_files import DataFilesList, get_data_patterns
 
     root = path if is_url(path) else str(Path(path).expanduser())
@@ -267,9 +270,9 @@ def _of_split(path: str, files: list[File], entry: Dataset) -> list[File]:
             f"data: the files of {path} are named after the splits {', '.join(map(str, patterns))}, none is "
             f"{entry.split!r}; set split, or choose files with glob"
         )
-    chosen = {_resolved(name) for name in DataFilesList.from_patterns(patterns[entry.split], base_path=root)}
-    return [file for file in files if _resolved(file.location) in chosen]
+    chosen = {_resolve(name) for name in DataFilesList.from_patterns(patterns[entry.split], base_path=root)}
+    return [file for file in files if _resolve(file.location) in chosen]
 
 
-def _resolved(name: str) -> str:
+def _resolve(name: str) -> str:
     return name if is_url(name) else os.path.realpath(name)

@@ -1,4 +1,4 @@
-"""Functions in files of the user's own, named FILE.py:NAME, or MODULE:NAME where Python finds the module."""
+"""Load functions from the user's own files, named FILE.py:NAME, or MODULE:NAME if Python can import the module."""
 
 import ast
 import hashlib
@@ -14,7 +14,7 @@ from jaxtune.errors import UserError
 
 
 def split(function: str, option: str) -> tuple[Path, str]:
-    """File and name. Raises UserError, which begins with the option that named the function, unless it has both."""
+    """Return the file and the name of a function. Raises UserError, which begins with the option, if one is missing."""
     place, _, name = function.rpartition(":")
     if name.isidentifier() and place.endswith(".py"):
         return Path(place).expanduser(), name
@@ -30,9 +30,9 @@ def split(function: str, option: str) -> tuple[Path, str]:
 
 
 def fingerprint(function: str, option: str) -> str:
-    """Changes when the file of a function does, or a module of the user's own that it imports.
+    """Return a hash that changes with the function's file, and with the user's own modules that the file imports.
 
-    Raises UserError unless it is FILE.py:NAME of a file that is there.
+    Raises UserError as `split`, and if the file does not exist.
     """
     path, _ = split(function, option)
     try:
@@ -42,15 +42,15 @@ def fingerprint(function: str, option: str) -> str:
 
 
 def _with_imports(path: Path) -> list[Path]:
-    """A file and what it imports, directly or not, of its folder and those of sys.path, without installed packages."""
+    """Return a file and all files it imports, directly or not, from its folder and sys.path, except installed ones."""
     folders = [path.parent.resolve(), *(Path(folder).resolve() for folder in sys.path)]
     prefixes = {Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix)}
     folders = [folder for folder in folders if not any(folder.is_relative_to(prefix) for prefix in prefixes)]
-    found = [path]
-    for file in found:  # which grows
+    imported = [path]
+    for file in imported:  # grows during the loop
         try:
             nodes = list(ast.walk(ast.parse(file.read_bytes())))
-        except (SyntaxError, ValueError):  # whoever runs it says so
+        except (SyntaxError, ValueError):  # reported when the file is run
             continue
         for node in nodes:
             roots, names = folders, []
@@ -63,18 +63,18 @@ def _with_imports(path: Path) -> list[Path]:
             for parts in (name.split(".") for name in names):
                 places = [root.joinpath(*parts[: n + 1]) for n in range(len(parts)) for root in roots]
                 files = [file for at in places for file in (at.with_name(f"{at.name}.py"), at / "__init__.py")]
-                own = parts[0] not in ("jaxtune", "pallas_kernels") or roots is not folders
-                found += [file for file in files if own and file.is_file() and file not in found]
-    return found
+                users = parts[0] not in ("jaxtune", "pallas_kernels") or roots is not folders
+                imported += [file for file in files if users and file.is_file() and file not in imported]
+    return imported
 
 
 def load(function: str, option: str) -> Callable[..., object]:
-    """The function; its file is run."""
+    """Run the function's file, and return the function."""
     return find(module_of(function, option), function, option)
 
 
 def module_of(function: str, option: str) -> ModuleType:
-    """The module of a function, which is run. Raises UserError, which names the option, if it is not there or fails."""
+    """Run and return the module of a function. Raises UserError, which names the option, if it is missing or fails."""
     path, _ = split(function, option)
     place, where = function.rpartition(":")[0], f"{option}={function!r}"
     if not path.is_file():
@@ -86,9 +86,10 @@ def module_of(function: str, option: str) -> ModuleType:
 
 
 def _run(path: Path) -> ModuleType:
-    # Known to Python under a name of its own, since dataclasses look their own module up.
-    own = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
-    spec = importlib.util.spec_from_file_location(f"jaxtune_user_file_{path.stem}_{own}", path)
+    # The module is registered, because dataclasses look up their module in sys.modules; the hash
+    # distinguishes files of the same name.
+    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
+    spec = importlib.util.spec_from_file_location(f"jaxtune_user_file_{path.stem}_{digest}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -97,16 +98,16 @@ def _run(path: Path) -> ModuleType:
 
 
 def find(module: ModuleType, function: str, option: str) -> Callable[..., object]:
-    """The function of that name in its file's module."""
+    """Return the function from its file's module. Raises UserError if the module has no function of that name."""
     path, name = split(function, option)
-    found = getattr(module, name, None)
-    if not callable(found):
+    member = getattr(module, name, None)
+    if not callable(member):
         raise UserError(f"{option}={function!r}: {path} has no function {name}")
-    return found
+    return member
 
 
 def raised_at(error: BaseException, path: Path) -> str:
-    """FILE.py:LINE, where in the user's file the error was raised or passed; the file alone if it was nowhere there."""
+    """Return FILE.py:LINE, the last line of the user's file in the traceback; only the file if it is not in there."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if Path(frame.filename) == path.absolute()]
     return f"{path}:{lines[-1]}" if lines else str(path)

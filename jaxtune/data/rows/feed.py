@@ -1,4 +1,4 @@
-"""The data of a run: rows in batches for a mesh, the number of steps, and rows to evaluate on."""
+"""The data of a run: batches for a mesh, the number of steps, and rows to evaluate on."""
 
 import dataclasses
 import logging
@@ -24,18 +24,20 @@ log = logging.getLogger("jaxtune")
 
 @dataclass(frozen=True)
 class Feed:
-    """Rows of training data, and of validation data if there is any.
+    """Rows of training data, and of validation data if the config has any.
 
-    A position in the training data is JSON, {"row": the next global row}, and of a stream its place; {} is the
+    A position in the training data is JSON: {"row": the next global row}, for a stream with its place; {} is the
     beginning.
 
     Attributes:
         documents: the training documents, or the stream.
+        rows: the training rows, or the stream.
+        eval_rows: rows to evaluate on, by the name of their datasets ("" for no name).
         shape: (micro-batches, rows of a micro-batch over all devices, positions) of a step.
+        sharding: sharding of an array of this shape.
         total_steps: the step at which the run ends.
-        eval_rows: to evaluate on, by the name of their datasets, "" without one.
-        chat: whether documents were rendered by the chat template, so that prompts should be too.
-        data: its num_workers and prefetch are used.
+        chat: whether the chat template rendered the documents, so that it should render prompts too.
+        data: the section data; the loader reads num_workers and prefetch.
     """
 
     documents: Documents | Stream
@@ -49,7 +51,7 @@ class Feed:
 
     @property
     def counts(self) -> Counts | None:
-        """What became of the documents; None of a stream."""
+        """The counts of documents and tokens in the rows; None for a stream."""
         return self.rows.counts
 
     @property
@@ -59,26 +61,28 @@ class Feed:
 
     @property
     def eval_keys(self) -> dict[str, str]:
-        """The key of the validation data, by the name of its datasets."""
+        """The keys of the validation data, by the name of its datasets."""
         return {name: rows.documents.key for name, rows in self.eval_rows.items()}
 
     def with_rows(self, change: Callable[[Rows], Rows]) -> "Feed":
-        """The feed with its rows, but of a stream, and those to evaluate on changed."""
+        """Return the feed with `change` applied to the training rows (not to a stream) and to the validation rows."""
         rows = self.rows if isinstance(self.rows, Stream) else change(self.rows)
-        eval_rows = {name: change(own) for name, own in self.eval_rows.items()}
+        eval_rows = {name: change(named_rows) for name, named_rows in self.eval_rows.items()}
         return dataclasses.replace(self, rows=rows, eval_rows=eval_rows)
 
     def epoch(self, position: dict[str, Any]) -> float:
-        """The number of passes over the data up to a position."""
+        """Return the number of passes over the data up to a position."""
         return self.rows.epoch(position)
 
     def batches(
         self, position: dict[str, Any], steps: int | None = None
     ) -> Iterator[tuple[dict[str, Any], dict[str, jax.Array]]]:
-        """(position after the batch, batch) from a position on.
+        """Yield (position after the batch, batch) from a position on.
 
-        Ends after `steps` batches. None: at the end of the rows, the last batch filled up with padding, or never if the
-        rows have no end.
+        Args:
+            position: the position of the first row.
+            steps: number of batches. None: up to the end of the rows, the last batch filled up with padding, or without
+                end if the rows never end.
         """
         rows, first = self.rows.since(position), position.get("row", 0)
         stop = rows.stop if steps is None else first + steps * self.rows_per_step
@@ -89,9 +93,9 @@ class Feed:
 def open_feed(
     config: Config, tokenizer, vocabulary: int, mesh: jax.sharding.Mesh, columns: tuple[Column, ...] = NEXT_TOKEN
 ) -> Feed:
-    """Documents of the config, tokenised or from the cache, as rows of `columns` for a mesh; logs their counts.
+    """Open the documents of a config, tokenised or from the cache, as rows of `columns` for a mesh; log their counts.
 
-    Raises UserError as `open_documents` and `Rows`; data.drop_last leaves no step.
+    Raises UserError as `open_documents` and `Rows`, and if data.drop_last leaves no step.
     """
     train, data = config.train, config.data
     most = config.attention.most_documents
@@ -115,12 +119,13 @@ def open_feed(
         total_steps = train.max_steps or steps_of(rows.total(train.epochs), rows_per_step, data.drop_last)
     log.info("%d steps of %d rows of %d tokens", total_steps, rows_per_step, data.seq_len)
     eval_rows = rows_to_evaluate(eval_documents, config, columns)
-    said = () if isinstance(rows, Stream) else rows.losses  # data.validation_split takes documents of the same sources
-    for name, own in eval_rows.items():
-        for loss in own.losses:
-            if loss not in said:
+    # With data.validation_split both come from the same sources, and their losses are logged once.
+    logged = () if isinstance(rows, Stream) else rows.losses
+    for name, named_rows in eval_rows.items():
+        for loss in named_rows.losses:
+            if loss not in logged:
                 log.warning("validation%s: %s", f" {name}" if name else "", loss)
-        log.info("validation%s: %s", f" {name}" if name else "", own.counts)
+        log.info("validation%s: %s", f" {name}" if name else "", named_rows.counts)
     chat = chat and all(entry.prompt_format is None for entry in data.datasets)
     sharding = jax.NamedSharding(mesh, P(None, *by_token()))
     return Feed(documents, rows, eval_rows, shape, sharding, total_steps, chat, data)
@@ -129,7 +134,7 @@ def open_feed(
 def rows_to_evaluate(
     documents: Mapping[str, Documents], config: Config, columns: tuple[Column, ...]
 ) -> dict[str, Rows]:
-    """Rows of one pass over validation documents, by the name of their datasets, packed as eval.packing says.
+    """Return the rows of one pass over validation documents, by the name of their datasets, packed as in eval.packing.
 
     Raises UserError as `Rows`.
     """
@@ -137,12 +142,12 @@ def rows_to_evaluate(
     data = dataclasses.replace(config.data, packing=packing)
     most = config.attention.most_documents
     return {
-        name: Rows(own, data, 1, columns, most, name=f"validation {name}".rstrip()) for name, own in documents.items()
+        name: Rows(part, data, 1, columns, most, name=f"validation {name}".rstrip()) for name, part in documents.items()
     }
 
 
 def steps_of(rows: int, rows_per_step: int, drop_last: bool) -> int:
-    """Steps that take these rows, or with data.drop_last those that they fill."""
+    """Return the number of steps of these rows; with data.drop_last, the number of full steps."""
     if not drop_last:
         return -(-rows // rows_per_step)
     steps, left_out = divmod(rows, rows_per_step)

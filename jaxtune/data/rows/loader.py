@@ -1,4 +1,4 @@
-"""The loader: batches from a row number on, as sharded arrays; each process reads only the rows of its devices."""
+"""Load batches from a row number on, as sharded arrays. Each process reads only the rows of its devices."""
 
 import sys
 from collections.abc import Iterator
@@ -18,7 +18,8 @@ from jaxtune.parallel.layout import RULES, shards
 
 
 def needed_rows(sharding: NamedSharding, shape: tuple[int, int, int]) -> list[tuple[int, int]]:
-    """(micro-batch, row) pairs of which this process's devices hold any part, sorted."""
+    """Return the (micro-batch, row) pairs that this process's devices hold, wholly or in part, sorted."""
+    # Devices may hold the same rows (replicas) or parts of one row (mesh.context): each row is read once.
     needed = set()
     indices: Any = sharding.addressable_devices_indices_map(shape)
     for index in indices.values():
@@ -30,7 +31,7 @@ def needed_rows(sharding: NamedSharding, shape: tuple[int, int, int]) -> list[tu
 def abstract_batch(
     shape: tuple[int, int, int], sharding: NamedSharding, columns: tuple[Column, ...] = NEXT_TOKEN
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes, dtypes and shardings of a batch of (accum, rows_per_micro, seq_len), as `batches` yields it."""
+    """Return shapes, dtypes and shardings of a batch of (accum, rows_per_micro, seq_len), as `batches` yields it."""
     columns = columns if _devices_of_a_row(sharding) == 1 else (*columns, PLACE)
     batch = {
         column.name: jax.ShapeDtypeStruct(column.shape(*shape), column.dtype, sharding=sharding) for column in columns
@@ -47,20 +48,22 @@ def batches(
     stop_row: int | None = None,
     data: Data = Data(),
 ) -> Iterator[tuple[int, dict[str, jax.Array]]]:
-    """Batches of rows [start_row, stop_row), in order, of the columns of `rows`.
+    """Yield batches of rows [start_row, stop_row), in order, with the columns of `rows`.
 
     Args:
         rows: the rows; rows beyond their end are padding, so that a last, smaller batch is not lost.
-        shape: (accum, rows_per_micro, seq_len): micro-batches of a batch, their rows over all devices, a row's length.
-        sharding: of an array of this shape.
+        shape: (accum, rows_per_micro, seq_len): micro-batches of a batch, rows of a micro-batch over all devices,
+            length of a row.
+        sharding: sharding of an array of this shape.
         start_row: the first row; it is the whole state of the data.
-        stop_row: no batch begins at or after this row; None: there is no end.
-        data: its num_workers and prefetch.
+        stop_row: no batch begins at or after this row; None: batches never end.
+        data: reads num_workers and prefetch.
 
     Yields:
-        (the row after the batch, the batch): each column as an (accum, rows_per_micro, seq_len) array, of a column with
-        a width (accum, rows_per_micro, seq_len, width), and `row`, int32 (accum, rows_per_micro): the number of each
-        row, modulo 2^31. Where devices share rows, each keeping positions (mesh.context), rows are dealt to them.
+        (the row after the batch, the batch). The batch has each column as an array (accum, rows_per_micro, seq_len), or
+        (accum, rows_per_micro, seq_len, width) for a column with a width; and `row`, int32 (accum, rows_per_micro), the
+        number of each row modulo 2^31. If devices share a row, each with a part of the positions (mesh.context), the
+        positions are dealt to them (`deal`).
     """
     size = shape[0] * shape[1]
     needed = needed_rows(sharding, shape)
@@ -68,13 +71,14 @@ def batches(
     devices = _devices_of_a_row(sharding)
 
     def read(first: int) -> dict[tuple[int, int], Row]:
-        found = {(i, j): rows[first + i * shape[1] + j] for i, j in needed}
-        return found if devices == 1 else {place: dealt(row, devices) for place, row in found.items()}
+        block = {(i, j): rows[first + i * shape[1] + j] for i, j in needed}
+        return block if devices == 1 else {place: dealt(row, devices) for place, row in block.items()}
 
+    # Grain's threads read blocks ahead and keep their order. Its own checkpoints are not used: a row number is enough.
     firsts = grain.MapDataset.range(start_row, sys.maxsize if stop_row is None else stop_row, size)
     options = grain.ReadOptions(min(data.num_workers, data.prefetch), data.prefetch)
     for first, block in zip(firsts, firsts.map(read).to_iter_dataset(options)):
-        names = block[needed[0]]
+        names = block[needed[0]]  # every row has the same columns, `place` among them if rows are dealt
         batch = {name: _place(block, name, shape, sharding) for name in names}
         number = ((first + np.arange(size).reshape(shape[:2])) % 2**31).astype(np.int32)
         batch["row"] = jax.make_array_from_callback(number.shape, row_sharding, number.__getitem__)
@@ -82,13 +86,15 @@ def batches(
 
 
 def _devices_of_a_row(sharding: NamedSharding) -> int:
-    """How many groups of devices share a row, each keeping its positions in attention."""
+    """Return the number of groups of devices that share a row, each with its own positions in attention."""
     return shards(RULES.value.context, sharding.mesh)
 
 
 def _place(
     block: dict[tuple[int, int], Row], name: str, shape: tuple[int, int, int], sharding: NamedSharding
 ) -> jax.Array:
+    """Return a column of the batch as a sharded array, made of the rows that this process has read."""
+
     def part(index: Any) -> np.ndarray:
         micro_batches, rows = (range(size)[part] for size, part in zip(shape, index[:2]))
         return np.stack([np.stack([block[i, j][name][index[2]] for j in rows]) for i in micro_batches])

@@ -1,4 +1,4 @@
-"""How much of each dataset is in the data: whole, or in given shares."""
+"""Mix datasets: each one whole, or in given shares."""
 
 import dataclasses
 
@@ -10,17 +10,19 @@ from jaxtune.data.formats.units import Documents
 
 
 def mix(documents: Documents, entries: tuple[Dataset, ...], data: Data) -> Documents:
-    """The documents of several entries in the shares that the entries ask for, the same in each epoch.
+    """Return the documents of several entries in the shares that the entries set, the same documents in each epoch.
 
-    With data.mixing = 'interleave_under' there are as many as there can be without repeating a unit: one dataset is
-    used up, of others a part. With 'interleave_over' there are as many as it takes to use all of them: units of others
-    are repeated. With data.samples_per_epoch there are so many, and units are repeated where a dataset has too few; by
-    'concat' shares are those of the sizes then.
+    - data.mixing='interleave_under': as many units as possible without repeating one. One dataset is used whole, the
+      others in part.
+    - data.mixing='interleave_over': as few units as it takes to use every unit. One dataset is used once, units of the
+      others are repeated.
+    - data.samples_per_epoch: this many units; a dataset that has too few repeats them. With data.mixing='concat' the
+      shares are the sizes of the datasets.
 
     Args:
-        documents: with a part for each entry, in their order.
-        entries: give a weight each, or none of them does.
-        data: its mixing, mixing_temperature, samples_per_epoch, shuffle and seed.
+        documents: the documents, with a part for each entry, in their order.
+        entries: the entries; all have a weight, or none has.
+        data: reads mixing, mixing_temperature, samples_per_epoch, shuffle and seed.
     """
     if data.mixing == "concat" and data.samples_per_epoch is None:
         return documents
@@ -34,15 +36,17 @@ def mix(documents: Documents, entries: tuple[Dataset, ...], data: Data) -> Docum
     else:
         temperature = data.mixing_temperature
         weights = np.ones(len(sizes)) if temperature is None else np.maximum(sizes, 1) ** (1 / temperature)
-    left = sizes > 0  # all of a small dataset may be held out
+    left = sizes > 0  # a small dataset may be held out whole
     if data.samples_per_epoch is not None:
+        # Rounding the running sum, not each share, makes the counts add up to samples_per_epoch.
         ends = np.cumsum(weights * left) / np.sum(weights * left) * data.samples_per_epoch
         counts = np.diff(np.rint(ends), prepend=0).astype(int)
     else:
         most = np.min if data.mixing == "interleave_under" else np.max
         counts = np.rint(weights * most((sizes / weights)[left])).astype(int)
         counts = np.where(left, np.maximum(counts, 1), 0)
-    drawn = [np.resize(_shuffled(group, data, i), count) for i, (group, count) in enumerate(zip(groups, counts))]
+    drawn = [np.resize(_shuffle(group, data, i), count) for i, (group, count) in enumerate(zip(groups, counts))]
+    # Units of a dataset are spread evenly over (0, 1), and the datasets are merged in this order.
     places = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
     order = np.arange(len(places)) if data.mixing == "concat" else np.argsort(places, kind="stable")
     parts = tuple(
@@ -52,9 +56,9 @@ def mix(documents: Documents, entries: tuple[Dataset, ...], data: Data) -> Docum
     return Documents(parts, np.concatenate(drawn)[order])
 
 
-def _shuffled(units: Int64[np.ndarray, "n"], data: Data, part: int) -> Int64[np.ndarray, "n"]:
+def _shuffle(units: Int64[np.ndarray, "n"], data: Data, part: int) -> Int64[np.ndarray, "n"]:
     if not data.shuffle:
         return units
-    # As in `splits.hold_out`: this stream never changes between versions of numpy.
+    # As in `splits.hold_out`: the raw stream never changes between versions of numpy.
     random = np.random.Philox(np.random.SeedSequence(data.seed, spawn_key=(2, part))).random_raw(len(units))
     return units[np.argsort(random, kind="stable")]

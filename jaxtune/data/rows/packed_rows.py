@@ -1,4 +1,8 @@
-"""Rows: random access to the training data by a row number that counts on through all epochs."""
+"""Rows: random access to the training data by row number, counted through all epochs.
+
+The work is done in three steps: documents are cut to rows once (`packing.cut_to_rows`), each epoch is planned when its
+first row is read (`packing.plan`), and a row is built from the memory-mapped documents when it is read.
+"""
 
 import copy
 import math
@@ -19,21 +23,24 @@ from jaxtune.errors import UserError
 
 Row = dict[str, np.ndarray]
 
-# Where one epoch ends and the next begins, the loader's threads ask for rows of both.
+# When one epoch ends and the next begins, the loader's threads read rows of both.
 _PLANS_KEPT = 2
-_LITTLE = 0.05  # of the documents, or of their tokens: what is lost beyond it is worth a warning
+_LITTLE = 0.05  # fraction of the documents, or of their tokens: a loss above it is worth a warning
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What became of the documents in the first epoch.
+    """The numbers of documents and tokens that the first epoch trains, cuts and drops.
 
     Attributes:
-        documents, tokens: documents and tokens in the rows.
-        target_tokens: tokens in the rows that are trained; 0 where documents have labels instead.
+        documents: documents in the rows.
+        tokens: tokens in the rows.
+        target_tokens: tokens in the rows that are trained; 0 if documents have labels instead.
         split_documents: long documents that continue in another row.
-        truncated_documents, truncated_tokens: long documents that are cut, and the tokens cut off.
-        dropped_documents, dropped_tokens: documents left out because they are too long or the cut left no target.
+        truncated_documents: long documents that are cut.
+        truncated_tokens: tokens cut off from these documents.
+        dropped_documents: documents left out because they are too long or the cut left no target.
+        dropped_tokens: tokens of the dropped documents.
         skipped_samples: bad samples left out under data.on_bad_row='skip'.
         rows: rows of an epoch.
         fill: fraction of the positions that hold a token.
@@ -74,30 +81,30 @@ class Rows:
         rows_per_step: int | None = None,
         name: str = "data",
     ):
-        """Cuts the documents to rows.
+        """Cut the documents to rows.
 
         Args:
             documents: the documents in the rows.
             data: its seq_len, packing, packing_method, group_by_length, truncation, shuffle, shuffle_each and seed.
             epochs: number of passes; all rows after them are padding. None: the rows never end.
             columns: the columns of a row.
-            most_documents: in a row, of an attention kernel that must know. None: any number.
-            rows_per_step: rows that data.group_by_length makes alike in length. None: it groups none.
-            name: what the documents are, in the error that none is left.
+            most_documents: the most documents of a row, for an attention kernel that has a bound. None: any number.
+            rows_per_step: rows of a step, which data.group_by_length makes similar in length. None: it groups no rows.
+            name: name of the documents in the error that no document is left.
 
         Raises:
             UserError: no document is left; the documents lack a column; a row of the epochs holds more documents than
-                `most_documents`; as `cut_to_rows`. Of endless rows later epochs raise it when they begin.
+                `most_documents`; as `cut_to_rows`. If the rows never end, later epochs raise it when they begin.
         """
-        columns = tuple(column for column in columns if column.name not in ADDED)  # by `with_column`
+        columns = tuple(column for column in columns if column.name not in ADDED)  # `with_column` adds these later
         self._documents, self._data, self._columns = documents, data, columns
         _check_columns(documents, columns)
         lengths = documents.lengths
         labelled, truncation = LABEL in columns, data.truncation
         if labelled and truncation == "auto":
-            truncation = "right"  # the beginning of a document has its label too
+            truncation = "right"  # a document that is cut keeps its label
         pieces = cut_to_rows(lengths, data.seq_len, truncation, documents.continuous, documents.units)
-        # Only a cut can take away all targets of a document, so only cut documents have their weights counted again.
+        # Only a cut can remove all targets of a document, so only the weights of cut documents are read and counted.
         kept = np.ones(len(pieces.document), bool)
         dropped, targets = pieces.dropped.copy(), documents.targets.copy()
         for piece in () if labelled else np.flatnonzero(pieces.cut[pieces.document]):
@@ -107,14 +114,15 @@ class Rows:
             kept[piece] = targets[document] > 0
             dropped[document] = not kept[piece]
         if not kept.any():
-            why = "the cut leaves no trained token in any of them" if pieces.cut.any() else "all of them are dropped"
+            why = "the cut leaves no trained token" if pieces.cut.any() else "all are dropped"
             raise UserError(
                 f"{name}: the {len(lengths)} documents are longer than data.seq_len={data.seq_len} tokens, and with "
                 f"data.truncation={truncation!r} {why}; raise data.seq_len, or choose another data.truncation"
             )
         self._document, self._start, self._length = pieces.document[kept], pieces.start[kept], pieces.length[kept]
+        # Pieces are sorted by parcel: a parcel begins where the number changes.
         opens = np.flatnonzero(np.diff(pieces.parcel[kept], prepend=-1))
-        self._parcels = np.append(opens, len(self._length))  # where the pieces of each parcel start, and the end
+        self._parcels = np.append(opens, len(self._length))  # index of each parcel's first piece, and the end
         parcel_lengths = np.add.reduceat(self._length, opens)
         planned = partial(
             *(plan, parcel_lengths, data.seq_len, data.seed),
@@ -123,11 +131,11 @@ class Rows:
             rows_per_step=rows_per_step if data.group_by_length else None,
             groups=documents.part_of[self._document[opens]] if data.shuffle_each else None,
         )
-        self._planned = lru_cache(_PLANS_KEPT)(lambda epoch: self._bounded(planned(epoch), most_documents))
+        self._planned = lru_cache(_PLANS_KEPT)(lambda epoch: self._check_bound(planned(epoch), most_documents))
         self._first_row = [0]
         self._lock = threading.Lock()
         self.stop = None if epochs is None else self.total(epochs)
-        """The number of rows, or None if there is no end."""
+        """The number of rows, or None if they never end."""
         cut = pieces.cut & ~dropped
         self.counts = Counts(
             documents=int(np.count_nonzero(~dropped)),
@@ -145,31 +153,31 @@ class Rows:
 
     @property
     def losses(self) -> list[str]:
-        """Lines that warn the user of what is lost, each with its number first.
+        """Lines that warn the user of lost data, each beginning with a number.
 
-        That is what is left out of the sources; and what the length of a row cuts or drops, if that is more than a
-        twentieth of the documents or of their tokens.
+        Data is lost if samples are left out of the sources, or if rows are too short: documents that are cut or dropped
+        are reported if they are more than a twentieth of the documents or of their tokens.
         """
         counts, seq_len, lines = self.counts, self._data.seq_len, [*self._documents.losses]
         documents = counts.documents + counts.dropped_documents
         tokens = counts.tokens + counts.truncated_tokens + counts.dropped_tokens
-        why = f"longer than data.seq_len={seq_len}, or have no trained token in what is left of them"
-        for lost, of_tokens, how in (
+        why = f"longer than data.seq_len={seq_len}, or the cut leaves them no trained token"
+        for lost, lost_tokens, fate in (
             (counts.dropped_documents, counts.dropped_tokens, f"left out: they are {why}"),
             (counts.truncated_documents, counts.truncated_tokens, f"cut to data.seq_len={seq_len}"),
         ):
-            if max(lost / documents, of_tokens / tokens) > _LITTLE:
-                share = f"{of_tokens:,} of {tokens:,} tokens are lost ({of_tokens / tokens:.0%})"
-                lines.append(f"{lost:,} of {documents:,} documents are {how}; {share}; raise data.seq_len")
+            if max(lost / documents, lost_tokens / tokens) > _LITTLE:
+                share = f"{lost_tokens:,} of {tokens:,} tokens are lost ({lost_tokens / tokens:.0%})"
+                lines.append(f"{lost:,} of {documents:,} documents are {fate}; {share}; raise data.seq_len")
         return lines
 
     @property
     def documents(self) -> Documents:
-        """Those in the rows."""
+        """The documents in the rows."""
         return self._documents
 
     def total(self, epochs: float) -> int:
-        """Rows of this many passes over the data; a fraction takes that part of the last pass."""
+        """Return the number of rows of `epochs` passes over the data; the last pass may be a fraction."""
         whole = math.floor(epochs)
         first = self._first_row_of(whole)
         if epochs == whole:
@@ -177,24 +185,27 @@ class Rows:
         return first + math.ceil((epochs - whole) * (self._first_row_of(whole + 1) - first))
 
     def epoch(self, position: dict[str, Any]) -> float:
-        """The number of passes over the data up to a position."""
+        """Return the number of passes over the data up to a position."""
         row = position.get("row", 0)
         return (row if self.stop is None else min(row, self.stop)) / self.counts.rows  # the last step may be padded
 
     def since(self, position: dict[str, Any]) -> "Rows":
-        """The rows, which can be read from any position on."""
+        """Return the rows themselves: they can be read from any position."""
         return self
 
     def position(self, row: int) -> dict[str, Any]:
-        """The position from which this row is the next, as JSON."""
+        """Return the position at which `row` is the next row, as JSON."""
         return {"row": row}
 
     def __getitem__(self, index: int) -> Row:
         return self._build(self._parcels_in(index))
 
     def _parcels_in(self, index: int) -> np.ndarray | list[int]:
+        """Return the parcels in row `index`; none after the last row, so that it is padding."""
         if self.stop is not None and index >= self.stop:
             return []
+        # Epochs may differ in their number of rows, so the first row of an epoch is known only when all before it are
+        # planned. A run that continues plans these epochs again.
         while self._first_row[-1] <= index:
             self._plan(len(self._first_row) - 1)
         epoch = bisect_right(self._first_row, index) - 1
@@ -203,23 +214,23 @@ class Rows:
         return epoch_plan.order[epoch_plan.bounds[row] : epoch_plan.bounds[row + 1]]
 
     def documents_in(self, index: int) -> list[int]:
-        """The numbers of the documents in row `index`, or of the parts of some, as they stand in it."""
+        """Return the number of the document of each piece in row `index`, in order of position."""
         parcels = self._parcels_in(index)
         return [int(n) for p in parcels for n in self._document[self._parcels[p] : self._parcels[p + 1]]]
 
     def targets_in(self, index: int) -> Iterator[tuple[int, int, int, int]]:
-        """The targets of each document in row `index`, or of each part of one, as they stand in it.
+        """Yield the targets of each piece in row `index`, in order of position.
 
         Yields:
-            (document, the first of its tokens that is a target, the position of the row that predicts it, their number)
+            (document, index in it of the first target, position in the row that predicts it, number of targets)
         """
-        for piece, begin, _ in self._placed(self._parcels_in(index)):
+        for piece, begin, _ in self._place_pieces(self._parcels_in(index)):
             document, start = int(self._document[piece]), int(self._start[piece])
             count = min(int(self._length[piece]), int(self._documents.lengths[document]) - start - 1)
             yield document, start + 1, int(begin), count
 
     def with_column(self, column: Column, values: np.ndarray) -> "Rows":
-        """The same rows with another column; its values as of `Documents.with_column`."""
+        """Return the same rows with another column; `values` as in `Documents.with_column`."""
         other = copy.copy(self)
         other._documents, other._columns = self._documents.with_column(column, values), (*self._columns, column)
         return other
@@ -231,37 +242,38 @@ class Rows:
 
     def _plan(self, epoch: int) -> RowPlan:
         with self._lock:  # several loader threads arrive here together at the start of an epoch
-            found = self._planned(epoch)
+            row_plan = self._planned(epoch)
             if len(self._first_row) == epoch + 1:
-                self._first_row.append(self._first_row[epoch] + len(found))
-            return found
+                self._first_row.append(self._first_row[epoch] + len(row_plan))
+            return row_plan
 
-    def _bounded(self, found: RowPlan, most: int | None) -> RowPlan:
-        """The plan. Raises UserError where a row of it holds more than `most` documents."""
+    def _check_bound(self, row_plan: RowPlan, most: int | None) -> RowPlan:
+        """Return the plan. Raises UserError if one of its rows holds more than `most` documents."""
         if most is not None:
-            pieces = np.append(0, np.cumsum(np.diff(self._parcels)[found.order]))
-            fullest = int(np.diff(pieces[found.bounds]).max())
+            pieces = np.append(0, np.cumsum(np.diff(self._parcels)[row_plan.order]))
+            fullest = int(np.diff(pieces[row_plan.bounds]).max())
             if fullest > most:
                 raise UserError(
                     f"attention.documents_per_row={most}: a row of the data holds {fullest} documents, or parts of "
                     f"them; set it to {fullest}, or take another attention.backend, which has no bound"
                 )
-        return found
+        return row_plan
 
     def _build(self, parcels: np.ndarray | list[int]) -> Row:
         seq_len = self._data.seq_len
+        # Positions that no piece fills keep the padding value.
         row = {
             column.name: np.full(
                 column.shape(seq_len), seq_len if column.padding == "seq_len" else column.padding, column.dtype
             )
             for column in self._columns
         }
-        for segment, (piece, begin, unit) in enumerate(self._placed(parcels), start=1):
+        for segment, (piece, begin, unit) in enumerate(self._place_pieces(parcels), start=1):
             self._put(row, piece, begin, segment, unit)
         return row
 
-    def _placed(self, parcels: np.ndarray | list[int]) -> Iterator[tuple[int, int, int]]:
-        """(piece, its first position, number of its unit from 1) of each piece of a row."""
+    def _place_pieces(self, parcels: np.ndarray | list[int]) -> Iterator[tuple[int, int, int]]:
+        """Yield (piece, its first position, number of its unit in the row from 1) for each piece of a row."""
         begin = 0
         for unit, parcel in enumerate(parcels, start=1):
             for piece in range(self._parcels[parcel], self._parcels[parcel + 1]):
@@ -269,10 +281,11 @@ class Rows:
                 begin += self._length[piece]
 
     def _put(self, row: Row, piece: int, begin: int, segment: int, unit: int) -> None:
-        """Writes a piece into a row from position `begin` on."""
+        """Write a piece into a row, beginning at position `begin`."""
         document, start, length = self._document[piece], self._start[piece], self._length[piece]
         stop = start + length + 1  # the target of the last token may be in the next piece
         tokens = self._documents.values("tokens", document, start, stop)
+        # The last piece of a document has one token fewer to predict: its last position has no target.
         whole, predicting = slice(begin, begin + length), slice(begin, begin + len(tokens) - 1)
         for column in self._columns:
             match column.name:
@@ -291,12 +304,13 @@ class Rows:
                 case "last":
                     row["last"][begin + length - 1] = True
                 case name:
+                    # Values of tokens are shifted by one: each is at the position that predicts its token.
                     at = predicting if column.per == "token" else whole
                     row[name][at] = self._documents.values(name, document, start + 1, stop)
 
 
 def _check_columns(documents: Documents, columns: tuple[Column, ...]) -> None:
-    """Raises UserError unless the documents of every entry have the columns that a row cannot compute."""
+    """Raise UserError unless the documents of every entry have the columns that a row cannot compute."""
     for column in columns:
         for part in documents.parts if column.name not in MADE else ():
             if column.name not in part.columns or part.columns[column.name].per != column.per:

@@ -1,7 +1,7 @@
-"""The packing plan: which part of which document stands in which row, a function of (seed, epoch, lengths) alone.
+"""The packing plan: the parts of documents that each row holds. It depends only on (seed, epoch, lengths).
 
-A parcel is a unit, or one piece of a document that is split. The plan does not depend on processes or devices, so any
-number of them agrees on every row.
+A parcel is a unit, or one piece of a document that is split. The plan does not depend on processes or devices, so all
+processes agree on every row, whatever their number.
 """
 
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from jaxtyping import Bool, Int64
 
 from jaxtune.errors import UserError
 
-# Rows that may be open at once when the order of the documents matters (data.shuffle=False): enough to fill the rows
-# well, few enough that a document stays near its place in the order.
+# Rows that may be open at the same time if the order of the documents matters (data.shuffle=False): enough to fill the
+# rows well, few enough that a document stays near its place in the order.
 _OPEN_ROWS_IN_ORDER = 64
-# Rows are sorted by length among those of so many steps (as in transformers), so that a document meets others in each
-# epoch.
+# data.group_by_length sorts the rows of this many steps by length (as in transformers). Sorting the whole epoch would
+# put the same documents into a step in each epoch.
 _STEPS_SORTED = 50
 
 Method = Literal["best_fit", "first_fit_decreasing", "sequential"]
@@ -27,10 +27,12 @@ class Pieces:
     """Parts of documents that each fit into a row; the same in every epoch.
 
     Attributes:
-        document, start, length: the document of each piece, its first token in it, and its number of tokens.
-        parcel: number of the piece's parcel, in ascending order; the pieces of a parcel stand in the same row.
-        dropped: documents that are left out because they are too long.
-        cut: documents of which only the beginning or the end is kept.
+        document: the document of each piece.
+        start: index in the document of the piece's first token.
+        length: number of tokens of each piece.
+        parcel: number of the piece's parcel, in ascending order; the pieces of a parcel go into the same row.
+        dropped: whether each document is left out because it is too long.
+        cut: whether only the beginning or the end of each document is kept.
     """
 
     document: Int64[np.ndarray, "pieces"]
@@ -43,7 +45,12 @@ class Pieces:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """One epoch: row i holds the parcels order[bounds[i]:bounds[i + 1]], in that order."""
+    """The rows of one epoch: row i holds the parcels order[bounds[i]:bounds[i + 1]], in that order.
+
+    Attributes:
+        order: the parcels, row after row.
+        bounds: index in `order` of each row's first parcel, and the number of parcels.
+    """
 
     order: Int64[np.ndarray, "parcels"]
     bounds: Int64[np.ndarray, "rows+1"]
@@ -59,18 +66,18 @@ def cut_to_rows(
     continuous: Bool[np.ndarray, "documents"],
     units: Int64[np.ndarray, "units+1"] | None = None,
 ) -> Pieces:
-    """Applies data.truncation to the units that are longer than a row.
+    """Apply data.truncation to the units that are longer than a row.
 
-    `auto` splits running text (`continuous`) and deletes other long documents. When a document is split, its last token
+    `auto` splits running text (`continuous`) and deletes other long documents. If a document is split, its last token
     is never a piece of its own: it is the target of the token before it, and has no target itself. A unit of several
     documents is kept or deleted whole.
 
     Args:
-        lengths: of the documents, in tokens.
+        lengths: tokens of each document.
         seq_len: the length of a row.
         truncation: data.truncation.
-        continuous: which documents are running text.
-        units: number of the first document of each unit, and the number of documents; None: each document is a unit.
+        continuous: whether each document is running text.
+        units: index of the first document of each unit, and the number of documents; None: each document is a unit.
 
     Raises:
         UserError: a unit of several documents would have to be cut.
@@ -86,7 +93,8 @@ def cut_to_rows(
         )
     split = long & ~together & (continuous if truncation == "auto" else truncation == "split")
     cut = long & (truncation in ("left", "right"))
-    # A split document has ceil((length - 1) / seq_len) pieces, as its last token alone makes none.
+    # A split document has ceil((length - 1) / seq_len) pieces, because a last token by itself makes none. A document
+    # that is kept has one piece, one that is deleted has none.
     count = np.where(split, (lengths - 2) // seq_len + 1, np.where(long & ~cut, 0, 1))
     document = np.repeat(np.arange(len(lengths)), count)
     first = np.cumsum(count) - count
@@ -110,22 +118,23 @@ def plan(
     rows_per_step: int | None = None,
     groups: Int64[np.ndarray, "parcels"] | None = None,
 ) -> RowPlan:
-    """Rows of one epoch, for parcels of at most seq_len tokens. Each parcel stands in exactly one row.
+    """Plan the rows of one epoch, for parcels of at most seq_len tokens. Each parcel goes into exactly one row.
 
     Args:
-        lengths: of the parcels, in tokens.
+        lengths: tokens of each parcel.
         seq_len: the length of a row.
-        seed, epoch: of the order.
+        seed: seed of the order.
+        epoch: number of the epoch; each has its own order.
         method: data.packing_method; None: a row holds one parcel.
-        shuffle: whether the parcels have a new order. Without it they keep theirs, or nearly with best_fit;
-            first_fit_decreasing sorts them all the same.
-        rows_per_step: rows of a step, which get like lengths; only without a method. None: lengths do not matter.
-        groups: of each parcel; all of a group come before those of the next, each group in a new order.
+        shuffle: whether to shuffle the parcels. Otherwise they keep their order, or nearly so with best_fit;
+            first_fit_decreasing sorts them in either case.
+        rows_per_step: rows of a step, which get similar lengths; used only without a method. None: no grouping.
+        groups: the group of each parcel. Groups come one after the other, each shuffled by itself.
     """
     order = shuffled(len(lengths), seed, epoch) if shuffle else np.arange(len(lengths))
     order = order if groups is None else order[np.argsort(groups[order], kind="stable")]
     if method is None:
-        order = order if rows_per_step is None else _grouped(order, lengths, seed, epoch, rows_per_step)
+        order = order if rows_per_step is None else _group_by_length(order, lengths, seed, epoch, rows_per_step)
         return RowPlan(order, np.arange(len(lengths) + 1))
     if method == "best_fit":
         row = _best_fit(lengths[order].tolist(), seq_len, None if shuffle and groups is None else _OPEN_ROWS_IN_ORDER)
@@ -140,22 +149,33 @@ def plan(
 
 
 def shuffled(count: int, seed: int, epoch: int, *purpose: int) -> Int64[np.ndarray, "count"]:
-    """A permutation that is the same in every numpy version: only a bit generator's raw stream is guaranteed stable."""
+    """Return a permutation that is the same in every numpy version.
+
+    numpy guarantees only the raw stream of a bit generator, not the distributions that it derives from the stream.
+
+    Args:
+        count: length of the permutation.
+        seed: data.seed.
+        epoch: number of the epoch.
+        purpose: numbers that give different uses of one seed different permutations.
+    """
     seeds = np.random.SeedSequence([seed, epoch], spawn_key=purpose)
     return np.argsort(np.random.Philox(seeds).random_raw(count), kind="stable")
 
 
-def _grouped(
+def _group_by_length(
     order: Int64[np.ndarray, "rows"],
     lengths: Int64[np.ndarray, "rows"],
     seed: int,
     epoch: int,
     rows_per_step: int,
 ) -> Int64[np.ndarray, "rows"]:
-    """The order in which steps have rows of like lengths, and the lengths of one step say nothing of the next's."""
+    """Return an order in which a step's rows have similar lengths, and steps come in random order of their lengths."""
     count = len(order)
-    begin = min(-epoch * count % rows_per_step, count)  # before it are rows of a step that began in the last epoch
-    end = begin + (count - begin) // rows_per_step * rows_per_step  # from here on, of one that ends in the next
+    # A step may span two epochs: rows before `begin` finish a step of the last epoch, and rows from `end` on begin one
+    # that the next epoch finishes. Only the steps between are shuffled.
+    begin = min(-epoch * count % rows_per_step, count)
+    end = begin + (count - begin) // rows_per_step * rows_per_step
     pool = (np.arange(count) - begin) // (_STEPS_SORTED * rows_per_step)
     order = order[np.lexsort((lengths[order], pool))]
     steps = order[begin:end].reshape(-1, rows_per_step)
@@ -163,10 +183,14 @@ def _grouped(
 
 
 def _best_fit(lengths: list[int], seq_len: int, max_open: int | None) -> Int64[np.ndarray, "parcels"]:
-    """The row of each parcel, in time that does not grow with the number of open rows."""
+    """Return the row of each parcel: the one with the least space that suffices.
+
+    The time does not depend on the number of open rows: rows are listed by their free space, and a bit set of the
+    spaces that occur finds the smallest one that suffices with a shift and a mask.
+    """
     open_rows: list[list[int]] = [[] for _ in range(seq_len + 1)]  # open_rows[n]: rows with n free positions
     sizes = 0  # an integer as a bit set: bit n is set if open_rows[n] is not empty
-    free: list[int] = []  # of each row
+    free: list[int] = []  # free positions of each row
     oldest = 0  # the oldest row that may still be open
     result = np.empty(len(lengths), np.int64)
     for i, length in enumerate(lengths):
@@ -179,6 +203,7 @@ def _best_fit(lengths: list[int], seq_len: int, max_open: int | None) -> Int64[n
         else:
             space, row = seq_len, len(free)
             free.append(seq_len)
+            # Close the oldest row, full or not, so that a late document cannot land far before its neighbours.
             if max_open is not None and row - oldest >= max_open:
                 closed = open_rows[free[oldest]]
                 if oldest in closed:
@@ -195,11 +220,11 @@ def _best_fit(lengths: list[int], seq_len: int, max_open: int | None) -> Int64[n
 
 
 def _first_fit(lengths: list[int], seq_len: int) -> Int64[np.ndarray, "parcels"]:
-    """The row of each parcel: the first with room for it, in time that grows with the logarithm of the rows."""
-    # Any two rows next to each other hold more than one row's tokens.
+    """Return the row of each parcel: the first with room for it, in time logarithmic in the number of rows."""
+    # Two neighbouring rows hold more than seq_len tokens together; otherwise the second would not have been opened.
     most_rows = min(len(lengths), 2 * sum(lengths) // seq_len + 1)
     leaves = 1 << (most_rows - 1).bit_length()
-    # A binary tree of free positions: a leaf is a row, any other node i has the most of its children 2i and 2i + 1.
+    # A binary tree of free positions: a leaf is a row, any other node i has the maximum of its children 2i and 2i + 1.
     free = [seq_len] * (2 * leaves)
     result = np.empty(len(lengths), np.int64)
     for i, length in enumerate(lengths):
@@ -219,7 +244,7 @@ def _first_fit(lengths: list[int], seq_len: int) -> Int64[np.ndarray, "parcels"]
 
 
 def _next_fit(lengths: list[int], seq_len: int) -> Int64[np.ndarray, "parcels"]:
-    """The row of each parcel: the last one, or a new one if that has no room."""
+    """Return the row of each parcel: the last row, or a new one if the last has no room."""
     row, free = 0, seq_len
     result = np.empty(len(lengths), np.int64)
     for i, length in enumerate(lengths):

@@ -1,4 +1,4 @@
-"""Training and validation documents of a run."""
+"""The training and validation documents of a run."""
 
 import dataclasses
 from pathlib import Path
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 def open_documents(
     config: Config, tokenizer: "PreTrainedTokenizerFast", vocabulary: int | None = None
 ) -> tuple[Documents, dict[str, Documents]]:
-    """Training documents, and validation documents as of `open_validation`; tokenised, or loaded from the cache.
+    """Return training documents, and validation documents as `open_validation` does, tokenised or from the cache.
 
     Args:
-        config: its sections data and chat are used, its model.id2label, and train.output_dir for the cache.
+        config: reads its sections data and chat, model.id2label, and train.output_dir for the cache.
         tokenizer: the model's tokenizer.
         vocabulary: number of tokens for which the model has embeddings; None: unknown, not checked.
 
@@ -32,7 +32,7 @@ def open_documents(
         UserError: as `tokenize` and `hold_out`; a token has no embedding.
     """
     data = config.data
-    # Datasets to validate on come first: they are short, so that what is wrong with them is said soon.
+    # Validation datasets come first: they are short, so that their errors are reported soon.
     validation = open_validation(config, tokenizer, vocabulary) if data.eval_datasets else {}
     train = _documents(config, data.datasets, tokenizer, vocabulary)
     if config.preference.loss == "kto":
@@ -47,17 +47,17 @@ def open_documents(
 def open_validation(
     config: Config, tokenizer: "PreTrainedTokenizerFast", vocabulary: int | None = None
 ) -> dict[str, Documents]:
-    """The validation documents by the name of their datasets, "" without one; {} if the config asks for none.
+    """Return validation documents by the name of their datasets ("" for no name); {} if the config has no validation.
 
-    Arguments and errors are those of `open_documents`.
+    Arguments and errors as in `open_documents`.
     """
     data = config.data
     if data.eval_datasets:
-        whole, found = dataclasses.replace(data, samples_per_epoch=None), {}
+        whole, documents = dataclasses.replace(data, samples_per_epoch=None), {}
         for name in dict.fromkeys(entry.name or "" for entry in data.eval_datasets):
             entries = tuple(entry for entry in data.eval_datasets if (entry.name or "") == name)
-            found[name] = mix(_documents(config, entries, tokenizer, vocabulary), entries, whole)
-        return found
+            documents[name] = mix(_documents(config, entries, tokenizer, vocabulary), entries, whole)
+        return documents
     if data.validation_split:
         everything = _documents(config, data.datasets, tokenizer, vocabulary)
         return {"": hold_out(everything, data.validation_split, validation_seed(data))[1]}
@@ -65,7 +65,7 @@ def open_validation(
 
 
 def _with_note(documents: Documents, line: str | None) -> Documents:
-    """The documents with one more line for the user, if there is one."""
+    """Return the documents with a line for the user added; unchanged if the line is None."""
     if line is None:
         return documents
     first, *others = documents.parts
@@ -74,7 +74,7 @@ def _with_note(documents: Documents, line: str | None) -> Documents:
 
 
 def validation_seed(data: Data) -> int:
-    """The seed of which documents are held out."""
+    """Return the seed that chooses the documents to hold out."""
     return data.seed if data.validation_seed is None else data.validation_seed
 
 
@@ -82,14 +82,14 @@ def _documents(
     config: Config, entries: tuple[Dataset, ...], tokenizer: "PreTrainedTokenizerFast", vocabulary: int | None
 ) -> Documents:
     data = config.data
-    how = data.on_bad_row, config.model.id2label, config.chat, data.num_proc, data.cache_only
-    found = tokenize(of_task(config, entries), tokenizer, cache_folder(config), *how)
-    refuse_unknown_tokens(found, tokenizer, vocabulary)
-    return found
+    options = data.on_bad_row, config.model.id2label, config.chat, data.num_proc, data.cache_only
+    documents = tokenize(of_task(config, entries), tokenizer, cache_folder(config), *options)
+    refuse_unknown_tokens(documents, tokenizer, vocabulary)
+    return documents
 
 
 def refuse_unknown_tokens(documents: Documents, tokenizer: "PreTrainedTokenizerFast", vocabulary: int | None) -> None:
-    """Raises UserError where a document has a token without an embedding; `vocabulary`: as of `open_documents`."""
+    """Raise UserError if a document has a token without an embedding; `vocabulary` as in `open_documents`."""
     if vocabulary is None or len(tokenizer) <= vocabulary:
         return
     if (most := max(int(part.values["tokens"].max()) for part in documents.parts)) >= vocabulary:
@@ -101,40 +101,40 @@ def refuse_unknown_tokens(documents: Documents, tokenizer: "PreTrainedTokenizerF
 
 
 def prepare_documents(config: Config, tokenizer: "PreTrainedTokenizerFast", shard: Shard) -> list[str]:
-    """Tokenises a shard of training and validation data, for `open_documents` to join; a line about each entry.
+    """Tokenise a shard of training and validation data, which `open_documents` joins; return a line about each entry.
 
     Raises UserError as `tokenize`, and for a stream.
     """
     data = config.data
     if data.streaming:
-        raise UserError("data.streaming tokenises while it trains: nothing of it is prepared, so there are no shards")
-    how = data.on_bad_row, config.model.id2label, config.chat, data.num_proc
+        raise UserError("data.streaming=True tokenises during training, so there are no shards to prepare")
+    options = data.on_bad_row, config.model.id2label, config.chat, data.num_proc
     entries = of_task(config, data.datasets + data.eval_datasets)
-    return prepare_shard(entries, tokenizer, cache_folder(config), shard, *how)
+    return prepare_shard(entries, tokenizer, cache_folder(config), shard, *options)
 
 
 def of_task(config: Config, entries: tuple[Dataset, ...]) -> tuple[Dataset, ...]:
-    """The entries, of the type that the task asks for."""
+    """Return the entries with the type that the task requires, if it requires one."""
     if config.sample_type is None:
         return entries
     return tuple(dataclasses.replace(entry, type=config.sample_type) for entry in entries)
 
 
 def cache_folder(config: Config) -> Path:
-    """The folder of tokenised documents."""
+    """Return the cache folder of tokenised documents."""
     return Path(config.data.cache_dir or Path(config.train.output_dir) / "cache")
 
 
 def hold_out(documents: Documents, held_out: float, seed: int) -> tuple[Documents, Documents]:
-    """Divides units into training and validation, at least one each; the same seed always holds out the same units.
+    """Split units into training and validation, at least one each; the same seed always holds out the same units.
 
     Args:
-        documents: to be divided.
+        documents: the documents to split.
         held_out: the units for validation: a fraction below 1, or their number.
-        seed: of the choice.
+        seed: seed of the choice.
 
     Raises:
-        UserError: there is only one unit, or no more than are to be held out.
+        UserError: there is only one unit, or `held_out` leaves none for training.
     """
     count = len(documents.chosen)
     if count < 2:
@@ -144,8 +144,8 @@ def hold_out(documents: Documents, held_out: float, seed: int) -> tuple[Document
     if held_out >= count:
         raise UserError(f"data.validation_split = {held_out:g}, but there are only {count} documents")
     held = int(held_out) if held_out >= 1 else min(max(round(held_out * count), 1), count - 1)
-    # The raw stream of a bit generator, unlike the distributions that numpy derives from it, never changes between
-    # versions.
+    # numpy guarantees that the raw stream of a bit generator never changes between versions; it does not for the
+    # distributions derived from the stream.
     order = np.argsort(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(1,))).random_raw(count), kind="stable")
     train, validation = (documents.chosen[np.sort(part)] for part in (order[held:], order[:held]))
     return dataclasses.replace(documents, chosen=train), dataclasses.replace(documents, chosen=validation)

@@ -1,9 +1,9 @@
-"""Streams: rows of data whose length is not known, tokenised and packed while they are trained on.
+"""Streams: rows of data of unknown length, tokenised and packed during training.
 
-A stream is a sequence of windows. Each is the next samples of the datasets, enough to fill data.window_rows rows,
-which are cut, packed and shuffled as `Rows` does with a whole dataset. It depends on nothing but its place, a few
-integers: how much of each dataset was read before it. Every process makes all windows and reads its own rows of them,
-and a run that goes on makes the window again in which it stopped.
+A stream is a sequence of windows. A window holds the next samples of the datasets, enough to fill data.window_rows
+rows, which are cut, packed and shuffled as `Rows` does with a whole dataset. A window depends only on its place, a few
+integers: the number of samples read from each dataset before it. Every process makes all windows and reads its own
+rows, and a resumed run makes again the window in which it stopped.
 """
 
 import dataclasses
@@ -37,19 +37,20 @@ log = logging.getLogger("jaxtune")
 _DRAWN_AT_ONCE = 64  # samples: enough to keep the tokenizer's threads busy
 
 Place = dict[str, Any]
-"""Where a window begins, as JSON: its number and first row; of each dataset the samples read in this pass (`read`) and
-in all (`drawn`), and its passes; the dataset that is being read, where they follow each other."""
+"""The beginning of a window, as JSON: the window's number and first row; for each dataset the samples read in this pass
+(`read`) and in all passes (`drawn`), and the number of passes; the dataset that is being read, if datasets follow each
+other (data.mixing='concat')."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """Some rows of a stream.
+    """Consecutive rows of a stream.
 
     Attributes:
-        place: where it begins.
-        after: where the next one begins.
-        documents: the documents in it.
-        rows: numbered from 0.
+        place: the beginning of the window.
+        after: the beginning of the next window.
+        documents: the documents in the window.
+        rows: the rows, numbered from 0.
     """
 
     place: Place
@@ -59,12 +60,12 @@ class Window:
 
     @property
     def stop(self) -> int:
-        """The number of the first row after it, counted through the stream."""
+        """The number of the first row after the window, counted through the stream."""
         return self.after["row"]
 
 
 class Stream:
-    """The training data of a config as a stream without end: after the last sample of a dataset comes its first."""
+    """The training data of a config as an endless stream: each dataset starts again after its last sample."""
 
     stop = None
     counts = None
@@ -78,7 +79,15 @@ class Stream:
         columns: tuple[Column, ...] = NEXT_TOKEN,
         rows_per_step: int = 1,
     ):
-        """Finds the sources. `vocabulary`: as of `open_documents`; `columns`: of a row."""
+        """Find the sources.
+
+        Args:
+            config: the config.
+            tokenizer: the model's tokenizer.
+            vocabulary: as in `open_documents`.
+            columns: the columns of a row.
+            rows_per_step: rows of an optimizer step; windows are kept while the steps ahead may read them.
+        """
         self._config, self._tokenizer, self._vocabulary, self._columns = config, tokenizer, vocabulary, columns
         self._rows_per_step = rows_per_step
         data, labels = config.data, config.model.id2label
@@ -90,97 +99,101 @@ class Stream:
         self._tokenisers = [Tokeniser(entry, tokenizer, labels, config.chat) for entry in entries]
 
     def has_key(self, key: str) -> bool:
-        """Whether it is that of the same data."""
+        """Whether `key` is the key of the same data."""
         return key == self.key
 
     def epoch(self, position: dict[str, Any]) -> float:
-        """Whole passes over every dataset before the window of a position."""
+        """Return the number of whole passes over every dataset before the window of a position."""
         return float(min(position["stream"]["passes"])) if position else 0.0
 
     def since(self, position: dict[str, Any]) -> "OpenStream":
-        """The rows from a position on."""
+        """Return the rows that begin at a position."""
         ahead = self._config.data.prefetch + 2
         return OpenStream(self.windows(position.get("stream")), ahead * self._rows_per_step)
 
     def windows(self, place: Place | None = None) -> Iterator[Window]:
-        """The windows from a place on, without end."""
+        """Yield the windows that begin at a place, without end."""
         data, most = self._config.data, self._config.attention.most_documents
         count = len(data.datasets)
         place = place or dict(
             window=0, row=0, read=[0] * count, drawn=[0] * count, passes=[0] * count, dataset=0, skipped=0
         )
         reader = _Reader(self._sources, self._config, place)
-        said: set[str] = set()
+        reported: set[str] = set()
         name = ", ".join(source.name for source in self._sources)
+        # Everything below depends only on `place`, so that a resumed run makes the same windows.
         while True:
-            units, skipped = self._next_units(reader, said)
+            units, skipped = self._next_units(reader, reported)
             if self._tokenisers[0].entry.type == "unpaired_preference":
                 units = list(with_other_answers(units, name))
             part = token_cache.gathered(units, name, self._tokenisers[0].columns)
             documents = Documents.joined([part])
             refuse_unknown_tokens(documents, self._tokenizer, self._vocabulary)
-            # Each window has an order of its own.
-            of_window = dataclasses.replace(data, seed=data.seed + place["window"])
-            rows = Rows(documents, of_window, 1, self._columns, most)
+            # Each window has its own order. It is one epoch of `Rows`, so the seed distinguishes windows.
+            window_data = dataclasses.replace(data, seed=data.seed + place["window"])
+            rows = Rows(documents, window_data, 1, self._columns, most)
             numbers = {"window": place["window"] + 1, "row": place["row"] + rows.total(1)}
             after = numbers | reader.state() | {"skipped": place["skipped"] + skipped}
             dropped = place.get("dropped", 0) + rows.counts.dropped_documents
             after["dropped"] = dropped
             if skipped:
                 log.warning("data: %d bad samples skipped until row %d", after["skipped"], after["row"])
-            if rows.losses and "losses" not in said:  # of the first window that has any
-                said.add("losses")
+            if rows.losses and "losses" not in reported:  # the first window that loses data
+                reported.add("losses")
                 for line in rows.losses:
-                    log.warning("data: of rows %d to %d: %s", place["row"], after["row"], line)
+                    log.warning("data: rows %d to %d: %s", place["row"], after["row"], line)
             elif rows.counts.dropped_documents:
                 log.warning("data: %d documents longer than a row left out until row %d", dropped, after["row"])
             yield Window(place, after, documents, rows)
             place = after
 
-    def _next_units(self, reader: "_Reader", said: set[str]) -> tuple[list[Unit], int]:
-        """(enough documents for a window, samples left out)."""
+    def _next_units(self, reader: "_Reader", reported: set[str]) -> tuple[list[Unit], int]:
+        """Return (enough units for a window, number of samples left out)."""
         data = self._config.data
         units: list[Unit] = []
         tokens = skipped = 0
         passes = sum(reader.passes)
         while tokens < data.window_rows * data.seq_len:
             drawn = [reader.draw() for _ in range(_DRAWN_AT_ONCE)]
-            found: list[tuple[int, Unit]] = []
+            numbered: list[tuple[int, Unit]] = []  # units with the index of their sample in `drawn`
             for dataset, tokeniser in enumerate(self._tokenisers):
-                mine = [i for i, (of, _) in enumerate(drawn) if of == dataset]
-                if not mine:
+                samples = [i for i, (drawn_from, _) in enumerate(drawn) if drawn_from == dataset]
+                if not samples:
                     continue
-                block = tokeniser([drawn[i][1] for i in mine])
+                block = tokeniser([drawn[i][1] for i in samples])
                 for line in (tokeniser.form, *block.said):
-                    if line and (line := f"{self._sources[dataset].name}: {line}") not in said:
-                        said.add(line)
+                    if line and (line := f"{self._sources[dataset].name}: {line}") not in reported:
+                        reported.add(line)
                         log.info("data: %s", line)
-                if new := [column for column in block.unused if (f"{dataset} {column}" not in said)]:
-                    said.update(f"{dataset} {column}" for column in new)
+                if new := [column for column in block.unused if (f"{dataset} {column}" not in reported)]:
+                    reported.update(f"{dataset} {column}" for column in new)
                     log.warning("data: %s: %s", self._sources[dataset].name, unused_columns(new))
-                if block.across and (once := f"across {dataset}") not in said:
-                    said.add(once)
+                if block.across and (once := f"across {dataset}") not in reported:
+                    reported.add(once)
                     line = say_across(len(block.across), block.across[0])
-                    log.warning("data: %s: of the first %d samples %s", self._sources[dataset].name, len(mine), line)
+                    log.warning("data: %s: of the first %d samples %s", self._sources[dataset].name, len(samples), line)
                 if block.problems and data.on_bad_row != "skip":
                     raise UserError(f"{block.problems[0]}; data.on_bad_row='skip' leaves such samples out")
                 skipped += len(block.problems)
-                found += [(mine[place], unit) for place, unit in zip(block.places, block.units)]
-            found.sort(key=lambda pair: pair[0])
-            units += [unit for _, unit in found]
-            tokens += sum(len(document.tokens) for _, unit in found for document in unit.documents)
+                numbered += [(samples[place], unit) for place, unit in zip(block.places, block.units)]
+            numbered.sort(key=lambda pair: pair[0])  # in the order in which the samples were drawn
+            units += [unit for _, unit in numbered]
+            tokens += sum(len(document.tokens) for _, unit in numbered for document in unit.documents)
             if not units and sum(reader.passes) > passes + len(self._sources):
                 raise UserError("data: no sample of the stream can be trained on")
         return units, skipped
 
 
 class OpenStream:
-    """The rows of a stream from one of them on, to be read nearly in order, by any number of threads."""
+    """The rows of a stream from a position, to be read nearly in order by any number of threads.
+
+    The next window is made in a thread of its own while the rows of the current one are read.
+    """
 
     stop = None
 
     def __init__(self, windows: Iterator[Window], kept: int):
-        """`kept`: how far a row may be before the last one that was asked for."""
+        """`kept`: the number of rows before the last row read that can still be read."""
         self._windows, self._behind = windows, kept
         self._kept: deque[Window] = deque()
         self._lock = threading.Lock()
@@ -190,6 +203,7 @@ class OpenStream:
     def __getitem__(self, index: int) -> Row:
         with self._lock:
             while not self._kept or self._kept[-1].stop <= index:
+                # The next window is requested only when this one is taken: one window is made ahead.
                 self._kept.append(self._ahead.result())
                 self._ahead = self._thread.submit(next, self._windows)
             while self._kept[0].stop <= index - self._behind:
@@ -199,7 +213,7 @@ class OpenStream:
         return window.rows[index - window.place["row"]]
 
     def position(self, row: int) -> dict[str, Any]:
-        """The position from which this row is the next, after the rows before it were read."""
+        """Return the position at which `row` is the next row; the rows before it have been read."""
         with self._lock:
             place = next((window.place for window in self._kept if row < window.stop), self._kept[-1].after)
         return {"row": row, "stream": place}
@@ -208,24 +222,25 @@ class OpenStream:
 class _Reader:
     """Draws samples from the datasets, one after the other or in their shares."""
 
-    def __init__(self, found: list[sources.Source], config: Config, place: Place):
-        self._sources, self._mixing = found, config.data.mixing
+    def __init__(self, opened: list[sources.Source], config: Config, place: Place):
+        self._sources, self._mixing = opened, config.data.mixing
         self._weights = [entry.weight or 1.0 for entry in config.data.datasets]
         self._dataset: int = place["dataset"]
         self._read, self._drawn = list(place["read"]), list(place["drawn"])
         self.passes = list(place["passes"])
-        self._open = [self._opened(dataset) for dataset in range(len(found))]
+        self._open = [self._iterate(dataset) for dataset in range(len(opened))]
 
     def state(self) -> Place:
-        """Its part of a place."""
+        """Return the entries of a place that the reader keeps."""
         lists = {"read": self._read, "drawn": self._drawn, "passes": self.passes}
         return {name: values.copy() for name, values in lists.items()} | {"dataset": self._dataset}
 
     def draw(self) -> tuple[int, Any]:
-        """(number of the dataset, sample or why it could not be read)."""
+        """Return (number of the dataset, the next sample or the error that it could not be read)."""
         while True:
             dataset = self._dataset
             if self._mixing != "concat":
+                # The dataset that is furthest behind its share: no random numbers, so that a place is enough to resume.
                 due = [(drawn + 0.5) / weight for drawn, weight in zip(self._drawn, self._weights)]
                 dataset = due.index(min(due))
             for item in self._open[dataset]:
@@ -235,22 +250,23 @@ class _Reader:
             self._end(dataset)
 
     def _end(self, dataset: int) -> None:
-        """A dataset has been read to its end: it begins again, and with it, by 'interleave_under', all others."""
+        """Start a dataset again that has been read to its end; with 'interleave_under', start all datasets again."""
         if not self._read[dataset]:
             raise UserError(f"data: {self._sources[dataset].name} has no sample")
         for ended in range(len(self._read)) if self._mixing == "interleave_under" else [dataset]:
             self.passes[ended] += 1
             self._read[ended] = 0
-            self._open[ended] = self._opened(ended)
+            self._open[ended] = self._iterate(ended)
         if self._mixing == "concat":
             self._dataset = (dataset + 1) % len(self._read)
 
-    def _opened(self, dataset: int) -> Iterator[Any]:
+    def _iterate(self, dataset: int) -> Iterator[Any]:
+        """Return the samples of a dataset that have not been read in this pass."""
         return itertools.islice(_items(self._sources[dataset]), self._read[dataset], None)
 
 
 def _items(source: sources.Source) -> Iterator[Any]:
-    """The samples, each with where it comes from, and why others could not be read, in their order."""
+    """Yield samples with their places, and the errors of samples that could not be read, in order."""
     errors: Items = []
     for item in source.read(errors.append):
         yield from errors

@@ -397,7 +397,7 @@ def test_a_process_whose_program_was_killed_ends_without_a_word(kind, monkeypatc
     monkeypatch.setattr(subprocess, "Popen", partial(subprocess.Popen, stderr=subprocess.PIPE))
     request = json.dumps(("{{ 1 }}", 1.0, {})).encode()
     with contextlib.ExitStack() as stack:
-        process = sandbox._start() if kind == "renders" else stack.enter_context(workers._started())
+        process = sandbox._start() if kind == "renders" else stack.enter_context(workers._start_worker())
         process.stdout.close()
         if kind == "renders":
             process.stdin.write(len(request).to_bytes(8, "little") + request)

@@ -78,8 +78,8 @@ def test_long_samples_are_truncated_silently():
     dropped = Rows(long, Data(seq_len=10), 1)
     assert "1 dropped with 30 tokens" in str(dropped.counts)
     assert dropped.losses == [
-        "1 of 2 documents are left out: they are longer than data.seq_len=10, or have no trained token in what is left "
-        "of them; 30 of 35 tokens are lost (86%); raise data.seq_len"
+        "1 of 2 documents are left out: they are longer than data.seq_len=10, or the cut leaves them no trained "
+        "token; 30 of 35 tokens are lost (86%); raise data.seq_len"
     ]
     cut = Rows(long, Data(seq_len=10, truncation="right"), 1)
     assert "1 truncated by 20 tokens" in str(cut.counts) and cut.counts.dropped_documents == 0

@@ -461,7 +461,7 @@ def test_damaged_documents_whose_source_may_not_be_read_are_an_error(tokenizer, 
     tokenize((entry,), tokenizer, cache)
     [file] = cache.glob("*/tokens.bin")
     flip_a_bit(file)
-    with pytest.raises(UserError, match=f"{file.parent} is damaged .tokens.bin: content differs.* source .*a.jsonl is"):
+    with pytest.raises(UserError, match=f"{file.parent} is damaged .tokens.bin: content differs.* source .*a.jsonl"):
         tokenize((entry,), tokenizer, cache, cache_only=True)
 
 

@@ -216,8 +216,8 @@ def test_columns_stand_where_a_text_names_them(read, sample, options, text):
             "missing column: it has question, answer.*needs instruction: .*title",
         ),
         ({"prompt_format": "{question"}, "write {{ and }} for plain braces"),
-        ({"prompt_format": "{question!r}"}, "in braces stands the name of a column and nothing else"),
-        ({"output_field": "{}"}, "in braces stands the name of a column and nothing else"),
+        ({"prompt_format": "{question!r}"}, "braces must hold the name of a column and nothing else"),
+        ({"output_field": "{}"}, "braces must hold the name of a column and nothing else"),
     ],
 )
 def test_a_text_that_names_no_column_is_refused(read, options, wrong):

@@ -82,7 +82,7 @@ REFUSED = {
     "a text is longer": ({"chosen": "ab", "rejected": "a"}, "is the beginning of the other"),
     "neither text nor messages": ({"chosen": 1, "rejected": 2}, "must be text or messages, found 1"),
     "one is text": ({"chosen": "a", "rejected": [HI, YO]}, "one answer is text, the other messages"),
-    "no order": (FORMS["ERNIEKit"] | {"sort": [1, 1]}, "no answer is better"),
+    "no order": (FORMS["ERNIEKit"] | {"sort": [1, 1]}, "neither answer is better"),
     "an order that is none": (FORMS["ERNIEKit"] | {"sort": [None, 1]}, "'sort' must be a number, found None"),
     "answers that are none": (FORMS["ERNIEKit"] | {"response": [[1], ["Yo"]]}, "'response' must be two texts"),
     "the same answer": ({"prompt": "Hi", "chosen": "Yo", "rejected": "Yo"}, "both answers are the same"),
@@ -193,7 +193,7 @@ def test_whether_an_answer_is_wanted_is_a_column_of_its_unit(read, tokenizer, tm
 
 def test_an_answer_is_not_compared_with_itself(read):
     with pytest.raises(
-        UserError, match=r"data: .*a.jsonl has only one answer, and KTO compares each with that of anoth"
+        UserError, match=r"data: .*a.jsonl has only one answer, and KTO compares it with answers of oth"
     ):
         read(ANSWERS[0], type="unpaired_preference")
     with pytest.raises(UserError, match="has only one answer"):

@@ -130,5 +130,5 @@ def test_options_of_the_order(tmp_path):
     assert feed(tmp_path, {}).documents.key != held.documents.key
     with pytest.raises(UserError, match="only 5 prompts"):
         feed(tmp_path, {"validation_split": 5})
-    with pytest.raises(UserError, match=r"no whole groups of rollout.group_size=2; .* train.grad_accum_steps=2"):
+    with pytest.raises(UserError, match=r"not a multiple of rollout.group_size=2; .* train.grad_accum_steps=2"):
         feed(tmp_path, {}, micro_batch_size=1)

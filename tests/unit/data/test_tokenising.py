@@ -115,7 +115,7 @@ def test_a_run_that_was_killed_goes_on_after_its_last_part(
     with caplog.at_level("INFO", "jaxtune"):
         tokenize((entry,), tokenizer, tmp_path / "cache", "skip")
     assert files(tmp_path / "cache") == expected
-    assert 0 < len(small) < BLOCKS and "goes on with 3 parts" in caplog.text
+    assert 0 < len(small) < BLOCKS and "continues with 3 parts" in caplog.text
 
 
 def test_machines_make_a_shard_each_and_the_run_joins_them(entry, tokenizer, tmp_path, expected, small):
@@ -157,9 +157,9 @@ def test_the_cache_alone_is_enough(entry, tokenizer, tmp_path):
     with pytest.raises(UserError, match="no such file"):
         tokenize((entry,), tokenizer, cache, "skip")
     found = tokenize((replace(entry, weight=2.0),), tokenizer, cache, "skip", cache_only=True)
-    assert found.key == whole.key and "its source was not looked at" in found.notes[-1]
+    assert found.key == whole.key and "its source was not read" in found.notes[-1]
     for other in (replace(entry, samples=3), replace(entry, path="b.jsonl")):
-        with pytest.raises(UserError, match="cache_only: .* holds nothing made of .* with these options"):
+        with pytest.raises(UserError, match="cache_only: .* holds nothing made from .* with these options"):
             tokenize((other,), tokenizer, cache, "skip", cache_only=True)
 
 
