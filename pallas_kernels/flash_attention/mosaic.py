@@ -265,7 +265,7 @@ def kernel(body: Callable, call: Call, **shapes) -> Callable:
 
 @dataclass(frozen=True)
 class Order:
-    """The order in which a program visits its range of blocks: first blocks to mask, then fully visible ones.
+    """The order in which a program visits its blocks: first the blocks to mask, then the fully visible ones.
 
     The attributes are the range (blocks.py).
     """

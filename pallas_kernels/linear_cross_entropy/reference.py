@@ -1,4 +1,4 @@
-"""The same loss with all logits in memory, in the precision of its inputs: what every backend is compared with."""
+"""The same loss with all logits in memory, in the precision of its inputs: the reference of every backend."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
 ) -> Float[Array, " t"]:
-    """Loss of every token; arguments as those of the op."""
+    """Return the loss of every token; arguments as in the op."""
     kept = weight != 0
     logits = jnp.where(kept[:, None], hidden, 0) @ head[:vocabulary].T
     if soft_cap is not None:
