@@ -97,7 +97,7 @@ def devices(gpu: str, hosts: int = 1, per_host: int = 1) -> list[Any]:
     if reason := unavailable():
         raise RuntimeError(f"pallas_kernels.aot: {reason}")
     if gpu not in GPUS:
-        raise ValueError(f"pallas_kernels.aot: unknown GPU {gpu!r}; there are {', '.join(GPUS)}")
+        raise ValueError(f"pallas_kernels.aot: unknown GPU {gpu!r}; choose from {', '.join(GPUS)}")
     target = _target_config(GPUS[gpu])
     return topologies.get_topology_desc(gpu, "cuda", target_config=target, topology=f"1x{hosts}x{per_host}").devices
 
@@ -256,6 +256,7 @@ def memory_of(compiled: jax.stages.Compiled) -> Memory:
 def _collectives(hlo: str) -> dict[str, tuple[int, int]]:
     totals: dict[str, tuple[int, int]] = {}
     kinds = "|".join(COLLECTIVES)
+    # An asynchronous collective is counted by its start instruction.
     for shape, kind, start in re.findall(rf"^ *(?:ROOT )?%\S+ = (.+?) ({kinds})(-start)?\(", hlo, re.MULTILINE):
         sizes = [_bytes(*array) for array in re.findall(r"\b([a-z]+\d\w*|pred)\[([\d,]*)\]", shape)]
         if start and kind != "all-reduce":
@@ -268,5 +269,6 @@ def _collectives(hlo: str) -> dict[str, tuple[int, int]]:
 
 
 def _bytes(dtype: str, shape: str) -> int:
+    # The bits are the digits of the name up to the exponent: 16 of bf16, 8 of f8e4m3fn.
     bits = 8 if dtype == "pred" else int("".join(filter(str.isdigit, dtype.partition("e")[0])))
     return math.ceil(math.prod(int(size) for size in shape.split(",") if size) * bits / 8)

@@ -63,7 +63,7 @@ def choose(
     chosen = next((backend for backend in backends if backend.name == wanted), None)
     if chosen is None:
         names = ", ".join(repr(backend.name) for backend in backends)
-        raise CannotRun(f"{op}: unknown backend {wanted!r}; there are 'auto', {names}")
+        raise CannotRun(f"{op}: unknown backend {wanted!r}; choose from 'auto', {names}")
     reason = chosen.refuses(device, request)
     if reason is not None and fallback == "warn":
         _warn(op, wanted, str(device), reason)

@@ -63,11 +63,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m pallas_kernels.report", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--gpu", default=",".join(GPUS), help="GPUs, by comma; default: %(default)s")
+    parser.add_argument("--gpu", default=",".join(GPUS), help="GPUs, separated by commas; default: %(default)s")
     parser.add_argument("--kernel", default="", help="part of the name of an op, backend, direction or input")
     options = parser.parse_args(arguments)
     if unknown := set(options.gpu.split(",")) - set(GPUS):
-        parser.error(f"unknown GPU {', '.join(sorted(unknown))}; there are {', '.join(GPUS)}")
+        parser.error(f"unknown GPU {', '.join(sorted(unknown))}; choose from {', '.join(GPUS)}")
     if reason := aot.unavailable():
         parser.exit(2, f"pallas_kernels.report: {reason}\n")
     # On a machine with a GPU, old jax would use that GPU's compute capability for the other GPUs.

@@ -27,6 +27,7 @@ def inject(spec: ModelSpec, lora: Lora) -> ModelSpec:
     adapted = {name for names in adapters.values() for name in names}
     biases = _biases(spec, lora, {new for new, name in linear_names.items() if name in adapted})
     trained = biases | _whole_modules(spec, lora.modules_to_save, adapted)
+    # A classifier's head ("score") is always trained.
     frozen = [name for name, (site, *_) in sites(spec).items() if site.kind != "score" and name not in trained]
     spec = treat(spec, frozen, trained=False)
     for adapter, names in adapters.items():
@@ -142,6 +143,7 @@ def _factors(spec: ModelSpec, chosen: Set[str], targets: str | tuple[str, ...]) 
     """Return the layers that have factors. Raises UserError for experts, and if keys are part of a fused layer."""
     known = linears(spec)
     if targets == "all-linear":
+        # The layers of the paper: keys, values, and the input of the down projection.
         keys = ("attention.k.weight", "attention.v.weight")
         chosen = {name for name in chosen if _is_down(known[name]) or all(s.local in keys for s in known[name])}
         if all(_is_down(known[name]) for name in chosen):

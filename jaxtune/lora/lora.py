@@ -1,4 +1,7 @@
-"""Low-rank adapters (Hu et al. 2021)."""
+"""Low-rank adapters (Hu et al. 2021).
+
+Shapes: b batch, s sequence, i inputs and o outputs of the layer, r rank, e experts.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -67,6 +70,7 @@ class LoRA:
         """
         if self.init not in FROM_WEIGHT:
             return self.rank, self.alpha
+        # So that alpha / rank, or alpha / sqrt(rank), does not change.
         return 2 * self.rank, self.alpha * (2**0.5 if self.use_rslora else 2)
 
     @property
@@ -103,6 +107,7 @@ class LoRA:
             return dict(values)
         if self.init == "pissa":
             left, singular, right = jnp.linalg.svd(weight, full_matrices=False)
+            # A and B share the singular values, divided by the scale so that scale · B A is the part of W.
             root = jnp.sqrt(singular[: self.rank] / self.scale)
             a, b = root[:, None] * right[: self.rank], left[:, : self.rank] * root
         else:
@@ -133,6 +138,7 @@ class LoRA:
         """
         if self.init not in FROM_WEIGHT:
             return values["lora_a"], values["lora_b"]
+        # [B, -B_start] [A; A_start] = B A - B_start A_start.
         a = jnp.concatenate([values["lora_a"], values["lora_a_start"]], axis=-2)
         return a, jnp.concatenate([values["lora_b"], -values["lora_b_start"]], axis=-1)
 
@@ -180,6 +186,7 @@ def _project(
     if call.noise is not None and any(linear.adapter.dropout for linear, _ in owners):
         lows = [named(multiply(dropped(linear, x, call), a), call) for linear, a in owners]
     else:
+        # One product with all A reads x once.
         product = multiply(x, jnp.concatenate([a for _, a in owners], axis=-2))
         ends = list(accumulate(a.shape[-2] for _, a in owners))
         lows = jnp.split(named(product, call), ends[:-1], axis=-1)

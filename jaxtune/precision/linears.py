@@ -1,4 +1,4 @@
-"""The linear layers multiplied in low precision: their weights as a step sees them, and their delayed scales."""
+"""The linear layers multiplied in low precision: their weights in a step, and their delayed scales."""
 
 import dataclasses
 from collections.abc import Mapping

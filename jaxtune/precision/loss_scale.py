@@ -1,4 +1,4 @@
-"""Dynamic loss scaling for float16 gradients (Micikevicius et al. 2017, arXiv:1710.03740), as torch's GradScaler."""
+"""Dynamic loss scaling for float16 gradients (Micikevicius et al. 2017, arXiv:1710.03740), like torch's GradScaler."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,7 @@
-"""x W^T whose forward and backward products are computed in low precision, on any mesh."""
+"""x W^T whose forward and backward products are computed in low precision, on any mesh.
+
+Shapes: b batch, s sequence, i inputs and o outputs of the layer.
+"""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -135,7 +138,7 @@ def _operands(weight: LowPrecision) -> Operands:
 
 
 def _inner(weight: LowPrecision) -> Entry:
-    """The mesh axes that still shard i in a product, after the weight is gathered."""
+    """Return the mesh axes that still shard i in a product, after the weight is gathered."""
     stored = weight.operands.forward.codes if weight.operands is not None else weight.weight
     codes = stored.codes if isinstance(stored, QuantizedArray) else stored
     return ungathered(jax.typeof(codes).sharding.spec[1])

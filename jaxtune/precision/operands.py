@@ -1,4 +1,7 @@
-"""A weight in low precision, ready for its products; and the interface of a number format, `Numbers`."""
+"""A weight in low precision, ready for its products, and the interface of a number format, `Numbers`.
+
+Shapes: b batch, s sequence, i inputs and o outputs of the layer, m rows, k contracted elements, t tokens.
+"""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass

@@ -1,4 +1,7 @@
-"""The quantized array of all formats: codes, scales of blocks, and for some formats scales of the scales."""
+"""The quantized array of all formats: codes, scales of blocks, and for some formats scales of the scales.
+
+Shapes: o rows and i columns of a weight, r x c elements of a block, b batch, s sequence, m rows of x.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -118,6 +121,7 @@ class QuantizedArray:
             rows = x.reshape(-1, x.shape[-1])
             y = quant_matmul.quant_matmul(rows, codes, scales, tensor_scale, elements=weight.elements)
             y = y.reshape(*x.shape[:2], -1)
+            # If i is sharded (tensor parallelism) each device has a part of the sum over i.
             return y if inner is None else jax.lax.psum(y, inner)
 
         arguments = (x, weight.codes, scales, tensor_scale)

@@ -43,7 +43,7 @@ def adamw_8bit(
     _check(parameter.ndim == 3, f"the parameter is (layers, rows, columns), not {parameter.shape}")
     _check(gradient.shape == parameter.shape, f"gradient {gradient.shape} and parameter {parameter.shape} differ")
     for name, array in (("gradient", gradient), ("parameter", parameter)):
-        _check(array.dtype in FLOATS, f"{name} has dtype {array.dtype}; bfloat16, float16 and float32 can run")
+        _check(array.dtype in FLOATS, f"{name} has dtype {array.dtype}; bfloat16, float16 and float32 are supported")
     for codes, absmax in moments:
         _check(codes.dtype == jnp.uint8 and absmax.dtype == jnp.float32, "codes are uint8, and absmax float32")
         _check(codes.shape == parameter.shape, f"codes {codes.shape} and parameter {parameter.shape} differ")

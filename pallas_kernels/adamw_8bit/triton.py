@@ -66,6 +66,7 @@ def update(
 
     changed = (by_block(parameter), by_block(mu.codes), mu.absmax.ravel(), by_block(nu.codes), nu.absmax.ravel())
     factors = jnp.stack(adam.factors(step))
+    # The integers that the kernel reads: whether the step was finite, the key, and the shard's origin.
     words = jnp.concatenate([step.finite.astype(jnp.uint32)[None], step.key, step.origin])
     tables = (jnp.asarray(table) for signed in SIGNED for table in TABLES[signed])
     constants = (factors, words, step.rate, step.decay, *tables)
@@ -75,6 +76,7 @@ def update(
         jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
         for x in operands[: len(changed)]
     ]
+    # Sizes of Triton's arrays are powers of 2; elements beyond a block are masked.
     columns = pl.next_power_of_2(size)
     rows = ELEMENTS // columns
     after, *moments = pl.pallas_call(
@@ -113,6 +115,7 @@ def _kernel(*refs, request: Request, adam: Adam, rows: int, columns: int):
 
         def kept(beta: float, map_tables: Tables, codes_ref, absmax_ref) -> Array:
             value = decode(load(codes_ref), map_tables, _look_up) * (beta * load_per_block(absmax_ref))
+            # A masked element loads code 0, whose value in the signed map is not 0: it must not enter the absmax.
             return value if columns == size else jnp.where(valid, value, 0)
 
         def store(moment: Array, map_tables: Tables, codes_out, absmax_out) -> None:

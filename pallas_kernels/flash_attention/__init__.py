@@ -103,7 +103,8 @@ def _variant(q, k, v, mask: MaskSpec, scale, soft_cap, sinks) -> Variant:
         q.dtype == k.dtype == v.dtype, f"q, k and v have dtypes {q.dtype}, {k.dtype} and {v.dtype}; they must be equal"
     )
     check(
-        q.dtype in (jnp.bfloat16, jnp.float16, jnp.float32), f"dtype {q.dtype}; bfloat16, float16 and float32 can run"
+        q.dtype in (jnp.bfloat16, jnp.float16, jnp.float32),
+        f"dtype {q.dtype}; bfloat16, float16 and float32 are supported",
     )
     # In the kernels, offsets within an array are signed 32-bit integers.
     check(max(q.size, k.size) <= 2**31, f"{max(q.size, k.size)} elements; at most 2^31 are supported")

@@ -5,6 +5,8 @@ This file has the forward pass and the parts that it shares with the backward pa
 A program has three warpgroups: one streams blocks into shared memory by TMA; the other two, the workers, hold 64
 queries each and multiply by wgmma. A program reads its range of blocks (blocks.py): hidden blocks are never loaded, and
 elements are masked only in blocks that are not fully visible.
+
+Shapes: b batch, s queries, t keys, h query heads, n key heads, d head dimension.
 """
 
 import importlib.metadata
@@ -114,6 +116,7 @@ def forward(
     q, k, v = silence(q, k, v, first, end)
     q, first, end = (whole_blocks(x, tile.held) for x in (q, first, end))
     k, v = (whole_blocks(x, tile.streamed) for x in (k, v))
+    # To base 2, like all logits in the kernel; LOWEST means no sink.
     sinks = jnp.full(heads, -jnp.inf) if sinks is None else sinks
     sinks = jnp.maximum(sinks.astype(jnp.float32) * LOG2_E, LOWEST)
     call = Call(tile, q.shape[1] // tile.held, heads // k.shape[2], variant, interpret)
@@ -199,11 +202,13 @@ def _forward_kernel(
         # A sink is a key without a value: it initialises the running maximum and sum.
         sink = sinks_ref[head]
         start = zeros(ROWS, q.shape[1]), _vector(sink), _vector(jnp.where(sink > LOWEST, 1.0, 0.0))
+        # Worker 1 starts when worker 0 has issued its first products; worker 0 passes the last turn after its loop.
         pl.when(worker == 1)(pass_turn)
         out, top, total = order.loop(block, start)
         pl.when(worker == 0)(pass_turn)
 
         lse_smem[worker] = (top + jnp.log2(total)) / LOG2_E
+        # A query that sees no key has a total of 0: its output is 0. The output is staged in the memory of q.
         inverse = 1.0 / jnp.where(total == 0.0, 1.0, total)
         q[...] = (out * spread(inverse, out, PER_ROW)).astype(q.dtype)
         plgpu.commit_smem()

@@ -109,6 +109,7 @@ def _dq_kernel(
     call: Call,
 ):
     tile, batch, head = call.tile, jax.lax.axis_index("batch"), jax.lax.axis_index("head")
+    # The longest programs start first, as in the forward pass.
     index = call.tiles - 1 - jax.lax.axis_index("tile")
     order, keys = Order.read(ranges_ref, batch, index), Ring(*keys)
 
@@ -142,6 +143,7 @@ def _dq_kernel(
             return dq
 
         dq = order.loop(block, zeros(ROWS, q.shape[1]))
+        # dq is staged in the memory of q.
         q[...] = (dq * call.variant.scale).astype(q.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q, dq_ref.at[batch, rows, head])
@@ -223,6 +225,7 @@ def _dkdv_kernel(
                 if masked:
                     visible = within(load_pair(bounds, PER_COLUMN), start, weights.shape, PER_COLUMN)
                     weights = jnp.where(visible, weights, 0.0)
+                # dv needs the weights themselves, dk the weights times the soft-cap's derivative.
                 operand, weights = weights.astype(v.dtype), weights * _slope(logits, call.variant)
                 # One product at a time: two in flight need more registers than a thread can have.
                 (dv,) = multiply((dv, operand, d_out), call=call)
@@ -237,6 +240,7 @@ def _dkdv_kernel(
             return order.loop(block, carry)
 
         dk, dv = jax.lax.fori_loop(0, call.group, head, (zeros(ROWS, k.shape[1]), zeros(ROWS, k.shape[1])))
+        # dk and dv are staged in the memory of k and v.
         k[...] = (dk * call.variant.scale).astype(k.dtype)
         v[...] = dv.astype(v.dtype)
         plgpu.commit_smem()

@@ -4,6 +4,8 @@ There are three kernels. In forward and dq a program holds a block of queries an
 dkdv a program holds a block of keys and loops over the query heads that share it and the queries that see it, so that
 no sum needs an atomic. Each program reads its range of blocks (blocks.py) and masks elements only in blocks that are
 not fully visible.
+
+Shapes: b batch, s queries, t keys, h query heads, n key heads, d head dimension.
 """
 
 import math
@@ -137,6 +139,7 @@ def _dq(q, k, v, d_out, lse, delta, first, end, variant, tile, interpret):
 def _dkdv(q, k, v, d_out, lse, delta, first, end, variant, tile, interpret):
     shapes = _Shapes(q, k, tile)
     ranges = query_blocks(first, end, shapes.keys, tile.block_q, tile.block_k)
+    # A program gets all query heads that share its key head, to sum dk and dv over them.
     queries = pl.BlockSpec((None, shapes.queries, shapes.group, shapes.head_dim), lambda j, n, b: (b, 0, n, 0))
     keys = pl.BlockSpec((None, shapes.keys, None, shapes.head_dim), lambda j, n, b: (b, 0, n, 0))
     row_of_group = pl.BlockSpec((None, shapes.group, shapes.queries), lambda j, n, b: (b, n, 0))
@@ -225,6 +228,7 @@ def _forward_kernel(
     rows = shapes.my_queries()
     bounds = _Bounds(first_ref[rows], end_ref[rows])
     q = _load(q_ref, rows, shapes, bounds.sees)
+    # Logits, maximum and sum are to base 2, because GPUs have an instruction for exp2.
     sink = sinks_ref[...] * LOG2_E
     unit = _unit(variant)
 
@@ -239,6 +243,8 @@ def _forward_kernel(
         shift = jnp.where(new_top == -jnp.inf, 0.0, new_top) if masked else new_top
         weights = jnp.exp2(logits * unit - shift[:, None])
         decay = jnp.exp2(top - shift)
+        # The weight of a hidden key is 0, but 0 times NaN is NaN: keys that no query sees are loaded as zeros. A fully
+        # visible block has no such keys.
         v = _load(v_ref, columns, shapes, seen_ref[columns] if masked else None)
         products = _multiply(weights.astype(v_ref.dtype), v, shapes)
         out = tuple(part * decay[:, None] + product for part, product in zip(out, products))
@@ -248,6 +254,7 @@ def _forward_kernel(
     top = jnp.zeros(shapes.block_q, jnp.float32) + sink
     carry = _zeros(shapes.block_q, shapes), top, jnp.where(top == -jnp.inf, 0.0, 1.0)
     out, top, total = _over_blocks(block, carry, _range(ranges_ref))
+    # A query that sees no key has a total of 0: its output is 0 and its log-sum-exp -inf.
     total = jnp.where(total == 0.0, 1.0, total)
     _store(out_ref, rows, tuple(part / total[:, None] for part in out), shapes)
     lse_ref[rows] = (top + jnp.log2(total)) / LOG2_E
@@ -282,6 +289,7 @@ def _dq_kernel(
         weights = jnp.exp2(logits * _unit(variant) - lse[:, None])
         # The derivative of the softmax. delta is its sum over all keys, so one pass over the keys is enough.
         d_logits = weights * (_contract(d_out, v, shapes) - delta[:, None])
+        # The derivative of tanh is 1 - tanh²; dq is multiplied by the scale once, at the end.
         if variant.soft_cap is not None:
             d_logits *= 1.0 - logits * logits
         if masked:

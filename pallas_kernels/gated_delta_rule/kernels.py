@@ -36,6 +36,7 @@ def within(q_ref, k_ref, total_ref, begun_ref, beta_ref, inverse_ref, attention_
     qk, kk = jax.lax.fori_loop(0, q_ref.shape[1] // columns, block, (zeros, zeros))
     between, _ = decays(plgpu.load(total_ref.at[rows]), plgpu.load(begun_ref.at[rows]))
     plgpu.store(attention_ref.at[rows], (scale * between * qk).astype(attention_ref.dtype))
+    # The system that the written values solve: one plus `overlap`, which is strictly lower triangular.
     row, column = _pair()
     overlap = jnp.where(row > column, plgpu.load(beta_ref.at[rows])[:, None] * between * kk, 0.0)
     plgpu.store(inverse_ref.at[rows], _inverse(overlap).astype(inverse_ref.dtype))
@@ -59,6 +60,7 @@ def forward(
     columns,
 ):
     """Compute some columns of the state before each chunk, of the outputs, and of the last state."""
+    # Columns of a state do not depend on each other, so a program carries some of them through all chunks.
     column = pl.ds(pl.program_id(0) * columns, columns)
 
     def chunk(n, state):
@@ -158,6 +160,7 @@ def pairs(
         written = _dot(plgpu.load(inverse_ref.at[rows]), beta[:, None] * missing).astype(k.dtype)
         plgpu.store(written_ref.at[rows, column], written)
         d_attention += _dot(d_out, written.T)
+        # written = (1 + overlap)^-1 x with x = beta * missing, so d_overlap = -d_x written^T.
         d_overlap -= _dot(d_missing, written.T)
         d_beta += jnp.sum(d_missing * missing, axis=1)
         d_held -= jnp.sum(d_missing * held, axis=1)
@@ -228,6 +231,7 @@ def heads(
     dq = (scale * carried)[:, None] * dq
     dk = to_end[:, None] * dk
     d_to_end = jnp.sum(k * dk, axis=1)
+    # to_end and through depend on the chunk's last summed decay, so its gradient collects all of theirs.
     at_end = jnp.sum(d_to_end) + through * jnp.sum(d_through)
     d_total = jnp.sum(q * dq, axis=1) - d_to_end + jnp.where(jnp.arange(CHUNK) == CHUNK - 1, at_end, 0.0)
     d_qk, d_kk = (plgpu.load(ref.at[rows]) for ref in (d_qk_ref, d_kk_ref))

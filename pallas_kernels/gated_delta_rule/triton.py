@@ -98,6 +98,7 @@ def _rule_backward(scale, interpret, residuals, cotangents):
     written, d_qk, d_kk, d_total_pairs, d_beta = call.pairs(k, v, d_out, inverse, attention, *inputs)
     inputs = (states, d_states, d_missing, d_qk, d_kk, total, begun, beta)
     dq, dk, d_total_heads = call.heads(q, k, d_out, written, *inputs)
+    # v is used only in beta * missing, with missing = v - held.
     dv = (d_missing * beta.swapaxes(1, 2)[..., None]).astype(v.dtype)
     return call.of_key_heads(dq), call.of_key_heads(dk), dv, d_total_pairs + d_total_heads, None, d_beta, d_state
 
@@ -118,6 +119,7 @@ class _Call:
         self.dk, self.dv, self.chunks = dk, dv, length // CHUNK
         # Two stages prefetch the next chunk in the sequential kernels; on compute capability 12.0 this would spill.
         self.stages = 1 if (current_device().capability or (0, 0)) >= (12, 0) else 2
+        # Array shapes by the layout names that the methods below use.
         self.shapes = {
             "key head": (batch, length, key_heads, dk),
             "keys": (batch, length, heads, dk),

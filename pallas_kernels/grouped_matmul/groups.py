@@ -54,12 +54,14 @@ def arrange(group_of: Int[Array, " a"], groups: int, backend: str = "auto", bloc
     block = block or block_of(items, groups)
     blocks = items // block + groups
     counts = jnp.bincount(group_of, length=groups)
+    # Every group starts a new block.
     first = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(-(-counts // block)).astype(jnp.int32)])
     order = jnp.argsort(group_of, stable=True).astype(jnp.int32)
     ordered = group_of[order]
     before = jnp.cumsum(counts) - counts  # number of items in earlier groups
     position = jnp.arange(items)
     row = first[ordered] * block + position - before[ordered]
+    # Items without a group get distinct rows past the end, which the scatter below drops.
     row = jnp.where(ordered < groups, row, blocks * block + position).astype(jnp.int32)
     row_of = jnp.zeros(items, jnp.int32).at[order].set(row, unique_indices=True)
     item_of = jnp.full(blocks * block, items, jnp.int32).at[row].set(order, mode="drop", unique_indices=True)

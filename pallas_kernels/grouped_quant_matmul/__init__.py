@@ -74,7 +74,7 @@ def grouped_quant_matmul(
     check(
         x.ndim == 2 and x.shape[1] == layout.columns, f"x {x.shape} must be (rows, {layout.columns}) for these weights"
     )
-    check(x.dtype in FLOATS, f"x has dtype {x.dtype}; bfloat16, float16 and float32 can run")
+    check(x.dtype in FLOATS, f"x has dtype {x.dtype}; bfloat16, float16 and float32 are supported")
     check(codes.shape[1] % layout.block_rows == 0, f"blocks of {layout.block_rows} rows span several weights")
     arrays = (x, codes, scales, groups.block_group, groups.first)
     x, codes, scales, block_group, first = vary_over(varying_axes(*arrays), *arrays)

@@ -61,7 +61,7 @@ def linear_cross_entropy(
     platform = gpus.current_device().platform
     loss = Loss(vocabulary, vocabulary_axis, soft_cap, z_loss, label_smoothing, one_pass=platform == "gpu")
     tiles = -(-tokens // (tile or xla.tokens_at_once(head, head_gradient, platform)))
-    # Tiles of equal size, the last one padded. (A divisor of the token count may be as small as 1.)
+    # Tiles have equal size and the last one is padded, because the largest divisor of the token count may be 1.
     size = -(-tokens // (8 * tiles)) * 8
     rows, filled = _rows_of_slots(weight, tokens, tiles * size)
 

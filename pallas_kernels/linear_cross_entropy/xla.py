@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import cost
 
-LOWEST = np.finfo(np.float32).min  # not -inf, whose difference with itself is NaN
+LOWEST = np.finfo(np.float32).min  # not -inf, because -inf minus -inf is NaN
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def quant_matmul(
     """
     layout = layout_of(codes, scales, tensor_scale, elements)
     check(x.ndim == 2 and x.shape[1] == layout.columns, f"x {x.shape} must be (rows, {layout.columns}) for this weight")
-    check(x.dtype in FLOATS, f"x has dtype {x.dtype}; bfloat16, float16 and float32 can run")
+    check(x.dtype in FLOATS, f"x has dtype {x.dtype}; bfloat16, float16 and float32 are supported")
     check(x.size < 2**31 and len(x) * layout.rows < 2**31, "x or the product has 2^31 elements or more")
     arrays = (x, codes, scales, tensor_scale)
     x, codes, scales, tensor_scale = vary_over(varying_axes(*arrays), *arrays)

@@ -52,6 +52,7 @@ def multiply(
     else:
         # Separate even and odd columns of x: the high bits of a byte multiply even columns, its low bits odd columns.
         x = x.reshape(m, -1, packed).transpose(2, 0, 1)
+    # Split the contraction until there are about PROGRAMS programs.
     blocks_m = pl.cdiv(m, tile.block_m)
     splits = splits or max(1, min(steps, PROGRAMS // (tiles * blocks_m)))
     width = layout.columns if transposed else layout.rows
@@ -139,6 +140,7 @@ def read_tile(
     if layout.block_columns % columns == 0:  # one scale per row of the tile
         column = jax.lax.div(column_block * columns, layout.block_columns)
         return code, plgpu.load(scales_ref.at[scale_row + column], mask=in_rows & (column < blocks), other=0)
+    # A row of the tile has several scales: load the scale of each byte.
     column = jax.lax.div(byte, layout.block_columns // layout.elements.packed)
     return code, plgpu.load(scales_ref.at[scale_row[:, None] + column[None, :]], mask=in_weight, other=0)
 

@@ -52,7 +52,7 @@ class Request:
 
 def layout_of(codes: Any, scales: Any, tensor_scale: Any, kind: str) -> Layout:
     """Return the layout of a weight from shapes and dtypes. Raises ValueError if they do not fit together."""
-    check(kind in ELEMENTS, f"unknown elements {kind!r}; there are {', '.join(map(repr, ELEMENTS))}")
+    check(kind in ELEMENTS, f"unknown elements {kind!r}; choose from {', '.join(map(repr, ELEMENTS))}")
     check(codes.dtype == jnp.uint8, f"codes are uint8, not {codes.dtype}")
     check(
         scales.dtype in (jnp.float32, jnp.uint8),

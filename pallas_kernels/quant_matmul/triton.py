@@ -63,6 +63,7 @@ def _kernel(codes_ref, scales_ref, tensor_scale_ref, *refs, layout: Layout, rows
     *table, out_ref = refs
     row, column = span(pl.program_id(0), rows), span(pl.program_id(1), columns)
     in_rows, in_columns = row < codes_ref.shape[0], column < codes_ref.shape[1]
+    # Each row of codes has its own scale, unless blocks have several rows of the weight and share it.
     scale = row
     if layout.block_rows > 1:
         blocks = layout.columns // layout.block_columns  # number of blocks in a row of the weight

@@ -123,7 +123,7 @@ F32 = jnp.float32
     [
         ({"parameter": ((8, 512), F32)}, r"the parameter is \(layers, rows, columns\), not \(8, 512\)"),
         ({"gradient": ((2, 8, 256), F32)}, r"gradient \(2, 8, 256\) and parameter \(2, 8, 512\) differ"),
-        ({"gradient": ((2, 8, 512), jnp.int8)}, "gradient has dtype int8; bfloat16, float16 and float32 can run"),
+        ({"gradient": ((2, 8, 512), jnp.int8)}, "gradient has dtype int8; bfloat16, float16 and float32 are supported"),
         ({"codes": ((2, 8, 512), jnp.int8)}, "codes are uint8, and absmax float32"),
         ({"codes": ((2, 8, 256), jnp.uint8)}, r"codes \(2, 8, 256\) and parameter \(2, 8, 512\) differ"),
         ({"absmax": ((2, 8, 3), F32)}, r"absmax \(2, 8, 3\) does not cut codes \(2, 8, 512\) into equal blocks"),
