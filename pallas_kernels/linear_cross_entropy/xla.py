@@ -85,12 +85,12 @@ def _forward(hidden, head, targets, needed, loss, head_gradient):
     Residuals are the inputs and the log-sum-exps, or for a frozen head the finished gradient of `hidden`.
     """
 
-    def trained(i, results):
+    def trained_tile(i, results):
         losses, lses = results
         tile_losses, lse = _losses(_logits(hidden[i], head), targets[i], loss)
         return losses.at[i].set(tile_losses), lses.at[i].set(lse)
 
-    def frozen(i, results):
+    def frozen_tile(i, results):
         losses, d_hidden = results
         logits = _logits(hidden[i], head)
         tile_losses, lse = _losses(logits, targets[i], loss)
