@@ -47,10 +47,9 @@ class DoRA(LoRA):
         """Return (each y + the adapter's output) times magnitude / norm; the bias, which y includes, is not scaled."""
 
         def one(linear: Linear, y: Array, extra: Array, matrices: tuple[Array, Array]) -> Array:
-            # y is already in the sum, so only (factor - 1) of the weight's product is added.
             factor = linear.part("magnitude").astype(jnp.float32) / _norms(linear, *matrices)
             factor = jax.reshard(factor, P(jax.typeof(y).sharding.spec[-1]))
-            # Like peft: y from the full x counts once, and the weight's product in (factor - 1) uses the dropped x.
+            # As in peft, y comes from the full x, but the product that (factor - 1) multiplies from the dropped x.
             adapter_x = dropped(linear, x, call)
             base = (y if adapter_x is x else linear.base(adapter_x, call)).astype(jnp.float32)
             if linear.bias is not None:

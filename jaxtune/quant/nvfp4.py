@@ -65,15 +65,15 @@ def block_scales(
 
 def _block_scales(absmax: Float[Array, "o n"], becomes: float, tensor_scale: Float[Array, ""]) -> Float[Array, "o n"]:
     """Return scales, rounded to e4m3, that map the amax of a block to `becomes`."""
-    wanted = jnp.clip(absmax / becomes / tensor_scale, SMALLEST_SCALE, LARGEST_SCALE)
-    return e4m3(e4m3_bits(wanted))
+    clipped = jnp.clip(absmax / becomes / tensor_scale, SMALLEST_SCALE, LARGEST_SCALE)
+    return e4m3(e4m3_bits(clipped))
 
 
 def rounded_up(scales: Float[Array, "o n"]) -> Float[Array, "o n"]:
     """Round scales of blocks up to e4m3."""
-    wanted = jnp.clip(scales, SMALLEST_SCALE, LARGEST_SCALE)
-    nearest = e4m3_bits(wanted)
-    return jnp.where(e4m3(nearest) < wanted, e4m3(nearest + 1), e4m3(nearest))
+    clipped = jnp.clip(scales, SMALLEST_SCALE, LARGEST_SCALE)
+    nearest = e4m3_bits(clipped)
+    return jnp.where(e4m3(nearest) < clipped, e4m3(nearest + 1), e4m3(nearest))
 
 
 def e4m3_bits(x: Float[Array, "*shape"]) -> UInt8[Array, "*shape"]:

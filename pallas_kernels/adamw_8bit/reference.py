@@ -15,11 +15,11 @@ from pallas_kernels.stochastic_rounding import random_bits, stored
 def update(gradient: Float[Array, "l o i"], before: Updated, step: Step, adam: Adam) -> Updated:
     """Return the parameter and the moments after a step; see `adamw_8bit`."""
     parameter, *moments = before
-    kept = [_dequantize(moment, beta, signed) for moment, beta, signed in zip(moments, adam.betas, SIGNED)]
+    decayed = [_dequantize(moment, beta, signed) for moment, beta, signed in zip(moments, adam.betas, SIGNED)]
     after, mean, square = adam(
         gradient.astype(jnp.float32),
         parameter.astype(jnp.float32),
-        (kept[0], kept[1]),
+        (decayed[0], decayed[1]),
         adam.factors(step),
         step.rate[:, None, None],
         step.decay[:, None, None],

@@ -113,7 +113,7 @@ def _kernel(*refs, request: Request, adam: Adam, rows: int, columns: int):
         def load_per_block(ref, index: Array = block) -> Array:
             return plgpu.load(ref.at[index], mask=in_range, other=0)[:, None]
 
-        def kept(beta: float, map_tables: Tables, codes_ref, absmax_ref) -> Array:
+        def load_moment(beta: float, map_tables: Tables, codes_ref, absmax_ref) -> Array:
             value = decode(load(codes_ref), map_tables, _look_up) * (beta * load_per_block(absmax_ref))
             # A masked element loads code 0, whose value in the signed map is not 0: it must not enter the absmax.
             return value if columns == size else jnp.where(valid, value, 0)
@@ -128,7 +128,10 @@ def _kernel(*refs, request: Request, adam: Adam, rows: int, columns: int):
         after, mean, square = adam(
             load(gradient_ref).astype(jnp.float32),
             load(parameter_ref).astype(jnp.float32),
-            (kept(adam.beta1, signed, mu_ref, mu_absmax_ref), kept(adam.beta2, unsigned, nu_ref, nu_absmax_ref)),
+            (
+                load_moment(adam.beta1, signed, mu_ref, mu_absmax_ref),
+                load_moment(adam.beta2, unsigned, nu_ref, nu_absmax_ref),
+            ),
             Factors(*(factors_ref[number] for number in range(len(Factors._fields)))),
             load_per_block(rate_ref, layer),
             load_per_block(decay_ref, layer),
@@ -145,8 +148,11 @@ def _places(block: Array, element: Array, request: Request) -> tuple[Array, Arra
     """Return the layers of blocks, and the rows and columns of their elements, in shapes that broadcast."""
     across = request.columns // request.block_columns  # blocks next to each other in a row
     down = request.rows // request.block_rows
-    layer, place = jax.lax.div(block, down * across), jax.lax.rem(block, down * across)
-    row, column = jax.lax.div(place, across) * request.block_rows, jax.lax.rem(place, across) * request.block_columns
+    layer, in_layer = jax.lax.div(block, down * across), jax.lax.rem(block, down * across)
+    row, column = (
+        jax.lax.div(in_layer, across) * request.block_rows,
+        jax.lax.rem(in_layer, across) * request.block_columns,
+    )
     if request.block_rows == 1:
         return layer, row[:, None], column[:, None] + element[None, :]
     in_row, in_column = jax.lax.div(element, request.columns), jax.lax.rem(element, request.columns)

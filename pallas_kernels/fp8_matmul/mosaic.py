@@ -33,11 +33,11 @@ def refuses(device: Device, request: Request) -> str | None:
         return f"Mosaic GPU multiplies e5m2 by e4m3 from jax 0.11 on; this is jax {jax.__version__}"
     if request.columns % BLOCK or request.depth % BLOCK:
         return f"weight sizes must be multiples of {BLOCK}, not {request.columns} x {request.depth}"
-    wanted = (request.rows, request.depth // BLOCK), (request.columns // BLOCK, request.depth // BLOCK)
-    if (request.x_scales, request.weight_scales) != wanted:
+    scale_shapes = (request.rows, request.depth // BLOCK), (request.columns // BLOCK, request.depth // BLOCK)
+    if (request.x_scales, request.weight_scales) != scale_shapes:
         return (
             f"it needs a scale for each 1 x {BLOCK} of x and each {BLOCK} x {BLOCK} of the weight, of shapes "
-            f"{wanted[0]} and {wanted[1]}, not {request.x_scales} and {request.weight_scales}"
+            f"{scale_shapes[0]} and {scale_shapes[1]}, not {request.x_scales} and {request.weight_scales}"
         )
     return None
 

@@ -79,6 +79,6 @@ def _check(q: Any, k: Any, v: Any, log_decay: Any, beta: Any, starts: Any, state
     check(starts.shape == v.shape[:2], f"starts {starts.shape} is not {v.shape[:2]}")
     check(starts.dtype == jnp.bool_, f"starts has dtype {starts.dtype}; it must be bool")
     if state is not None:
-        wanted = (len(v), v.shape[2], k.shape[3], v.shape[3])
-        check(state.shape == wanted, f"initial_state {state.shape} is not {wanted}")
+        state_shape = (len(v), v.shape[2], k.shape[3], v.shape[3])
+        check(state.shape == state_shape, f"initial_state {state.shape} is not {state_shape}")
         check(state.dtype == jnp.float32, f"initial_state has dtype {state.dtype}; it must be float32")

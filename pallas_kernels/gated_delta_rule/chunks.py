@@ -27,7 +27,7 @@ def summed(
     """
     documents = jnp.cumsum(starts, axis=-1, dtype=jnp.int32)
     log_decay = jnp.where(starts, 0, log_decay)
-    return jnp.sum(jnp.where(_seen(documents), log_decay[..., None, :], 0), axis=-1), documents
+    return jnp.sum(jnp.where(_visible_pairs(documents), log_decay[..., None, :], 0), axis=-1), documents
 
 
 def decays(
@@ -39,10 +39,10 @@ def decays(
     the chunk. Both are exactly 0 for a later token or another document.
     """
     # Masked before the exponential, because for a later token it may be infinite and its gradient NaN.
-    between = jnp.exp(jnp.where(_seen(documents), total[..., :, None] - total[..., None, :], -jnp.inf))
+    between = jnp.exp(jnp.where(_visible_pairs(documents), total[..., :, None] - total[..., None, :], -jnp.inf))
     return between, jnp.exp(jnp.where(documents == 0, total, -jnp.inf))
 
 
-def _seen(documents: Int[Array, "*b c"]) -> Bool[Array, "*b c c"]:
+def _visible_pairs(documents: Int[Array, "*b c"]) -> Bool[Array, "*b c c"]:
     token, other = (jax.lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis) for axis in (0, 1))
     return (documents[..., :, None] == documents[..., None, :]) & (token >= other)
