@@ -24,6 +24,7 @@ def inject(spec: ModelSpec, lora: Lora) -> ModelSpec:
     file_names = {new.removesuffix(".weight"): name.removesuffix(".weight") for name, new in loaded_names(spec).items()}
     linear_names = {new: name for new, name in file_names.items() if name in known}
     adapters = _adapters(spec, lora, linear_names)
+    # Layers are named as in the checkpoint files from here on; `linear_names` has the names in a loaded model as keys.
     adapted = {name for names in adapters.values() for name in names}
     biases = _biases(spec, lora, {new for new, name in linear_names.items() if name in adapted})
     trained = biases | _whole_modules(spec, lora.modules_to_save, adapted)
@@ -62,6 +63,7 @@ def _adapters(spec: ModelSpec, lora: Lora, file_names: Mapping[str, str]) -> dic
             )
     ranks = _numbers(lora.rank_pattern, targeted, experts, "lora.rank_pattern")
     alphas = _numbers(lora.alpha_pattern, targeted, experts, "lora.alpha_pattern")
+    # Layers with the same rank and alpha share one adapter record.
     kind, adapters = DoRA if lora.use_dora else LoRA, {}
     for name in sorted(targeted):
         rank = ranks.get(name, lora.rank)

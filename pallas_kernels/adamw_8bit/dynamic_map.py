@@ -17,6 +17,7 @@ EXPONENTS = 7
 
 
 def _dynamic_map(signed: bool) -> np.ndarray:
+    # As in bitsandbytes, the values of a decade are the means of equally spaced bounds.
     values = [0.0, 1.0]
     for exponent in range(EXPONENTS):
         bounds = _linspace(2 ** (exponent if signed else exponent + 1) + 1)

@@ -127,8 +127,10 @@ def _packing(first: Int[Array, "b s"], end: Int[Array, "b s"], window: int | Non
     """
     batch, length = first.shape
     index, sees = jnp.arange(length, dtype=jnp.int32), first < end
+    # A document begins at a row's first token, where padding begins or ends, and where a query's first key is itself.
     begins = (index == 0) | (sees != jnp.roll(sees, 1, axis=1)) | (sees & (first == index))
     start = jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
+    # The first key that the kernel computes for each query, given the start of its document.
     expected = start if window is None else jnp.maximum(start, index - window + 1)
     as_expected = ~sees | ((first == expected) & (end == index + 1))
     max_documents = batch * (documents + 1)  # one more per row, for its padding

@@ -104,12 +104,13 @@ def _over_heads(head: Callable, by_head: tuple[Array | None, ...], by_row: tuple
 def _strips(queries: int, keys: int, block: int, variant: Variant) -> Iterator[tuple[slice, int, slice]]:
     """Yield strips of queries, the size of their blocks (a divisor), and the keys that any query of a strip can see."""
     offset = variant.query_offset if variant.causal else None
-    whole = queries // block
-    most = whole if offset is None else -(-whole // MOST_STRIPS)
-    starts = [*range(0, whole, max(most, 1)), whole]
+    # Without causality or a static offset every strip would have the same keys, so there is only one.
+    full_blocks = queries // block
+    blocks_per_strip = full_blocks if offset is None else -(-full_blocks // MOST_STRIPS)
+    starts = [*range(0, full_blocks, max(blocks_per_strip, 1)), full_blocks]
     strips = [(start * block, stop * block, block) for start, stop in pairwise(starts)]
     if queries % block:
-        strips.append((whole * block, queries, queries % block))
+        strips.append((full_blocks * block, queries, queries % block))
     for start, stop, size in strips:
         begin, limit = 0, keys
         if offset is not None:
@@ -201,6 +202,7 @@ def _backward_head(q, k, v, d_out, lse, delta, first, end, *, block, variant):
 
 def _scan(run_block: Callable, carry, queries: slice, size: int):
     """Run `run_block` on every block of a strip and join its results (g, size, ...) to (g, queries, ...)."""
+    # A strip of one block is unrolled, because it needs no loop.
     starts = jnp.arange(queries.start, queries.stop, size)
     carry, blocks = jax.lax.scan(run_block, carry, starts, unroll=len(starts) == 1)
     return carry, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:]), blocks)

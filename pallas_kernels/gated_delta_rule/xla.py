@@ -60,6 +60,7 @@ def _chunk(
     held = carried[..., None] * _product("bhik,bhkv->bhiv", k, state)
     overlap = beta[..., None] * between * _product("bhik,bhjk->bhij", k, k)
     written = _product("bhij,bhjv->bhiv", _unit_lower_inverse(overlap), beta[..., None] * (v - held))
+    # An output reads the state before the chunk, and the values that tokens of the chunk wrote up to its own.
     out = carried[..., None] * _product("bhik,bhkv->bhiv", q, state)
     out += _product("bhij,bhjv->bhiv", between * _product("bhik,bhjk->bhij", q, k), written)
     state = carried[..., -1, None, None] * state

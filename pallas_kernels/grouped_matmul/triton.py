@@ -137,6 +137,7 @@ def _outer_kernel(first_ref, dy_ref, x_ref, out_ref, *, tile: Tile, steps: int):
         x = plgpu.load(x_ref.at[inner[:, None], column[None, :]], mask=in_columns[None, :], other=0)
         return total + plgpu.dot(dy.T, x, precision=_precision(x))
 
+    # The blocks of a group are contiguous, so the contraction runs over a range of rows.
     first, end = (plgpu.load(first_ref.at[group + n]) * steps for n in (0, 1))
     total = jax.lax.fori_loop(first, end, step, jnp.zeros((tile.rows, tile.columns), jnp.float32))
     mask = in_rows[:, None] & in_columns[None, :]

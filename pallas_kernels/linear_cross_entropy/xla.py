@@ -154,6 +154,7 @@ def _losses(logits, targets, loss):
     # Gather from `logits`, which are in memory, and cap afterwards: XLA would have to store `capped` to gather from it.
     at_target = jnp.take_along_axis(logits, jnp.clip(column, 0, columns.size - 1)[:, None], axis=-1)[:, 0]
     expected = _over(jax.lax.psum, jnp.where(on_this_device, _cap(at_target, loss), 0), loss)
+    # With a smoothed target, the expected logit mixes the target's logit and the mean over the vocabulary.
     if loss.label_smoothing:
         mean = _over(jax.lax.psum, jnp.sum(jnp.where(present, capped, 0), axis=-1), loss) / loss.vocabulary
         expected += loss.label_smoothing * (mean - expected)
@@ -174,6 +175,7 @@ def _top_and_sum_in_one_pass(logits):
     """
 
     def merge(one, other):
+        # Rescale the sum with the smaller maximum to the larger one.
         (top, total), (other_top, other_total) = one, other
         shrink = jnp.exp(-jnp.abs(top - other_top))
         higher = top > other_top
@@ -188,9 +190,11 @@ def _logits_gradient(logits, lse, targets, loss):
     """Return the gradient of the losses with respect to the logits before the cap, (t, v), float32."""
     columns = _columns(logits, loss)
     capped = _cap(logits, loss)
+    # The gradient of the log-sum-exp is the softmax; from it the smoothed target distribution is subtracted.
     gradient = jnp.exp(capped - lse[:, None]) * (1 + 2 * loss.z_loss * lse[:, None])
     gradient -= jnp.where(columns == targets[:, None], 1 - loss.label_smoothing, 0)
     gradient -= loss.label_smoothing / loss.vocabulary
+    # The derivative of the cap is 1 - tanh².
     if loss.soft_cap is not None:
         gradient *= 1 - (capped / loss.soft_cap) ** 2
     return jnp.where(columns < loss.vocabulary, gradient, 0)

@@ -61,6 +61,7 @@ def e4m3(code: UInt8[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 
 def _int4(code: Array) -> Array:
+    # Two's complement: with the sign bit flipped, the code is the value plus 8.
     return (code ^ 8).astype(jnp.float32) - 8.0
 
 

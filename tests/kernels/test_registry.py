@@ -67,7 +67,9 @@ def test_with_fallback_another_backend_runs_and_it_is_said_once(caplog):
             packed = request_for(packed=True)
             assert choose("flash_attention", BACKENDS, CARDS["h100"], packed, "cudnn", "warn").name == "mosaic"
     (record,) = caplog.records
-    assert re.search(r"backend 'cudnn' cannot run this on .*H100.*knows no packing.*another", record.getMessage())
+    assert re.search(
+        r"backend 'cudnn' cannot run this on .*H100.*does not support packing.*another", record.getMessage()
+    )
     with pytest.raises(CannotRun, match="unknown backend 'pallas'"):
         choose("flash_attention", BACKENDS, CPU, request_for(), "pallas", "warn")
 
