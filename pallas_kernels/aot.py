@@ -1,7 +1,7 @@
-"""Compile for NVIDIA GPUs that this machine lacks, one or many over several hosts, and read what the compiler made.
+"""Compile for NVIDIA GPUs that this machine lacks, one or many over several hosts, and read the compiler's output.
 
-Memory and collectives are XLA's own for that GPU; the report of a kernel comes from its PTX, assembled by ptxas. What
-XLA chooses by timing on the GPU (among cuBLAS algorithms) stays at its defaults. Nothing here opens a device.
+Memory and collectives are XLA's own figures for that GPU; the report of a kernel comes from its PTX, assembled by
+ptxas. Choices that XLA makes by timing on the GPU (cuBLAS algorithms) stay at their defaults. No device is opened.
 """
 
 import importlib.metadata
@@ -34,9 +34,17 @@ COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on each device, and on its host. `aliased` are outputs that take the place of donated arguments.
+    """Bytes on each device, and on its host.
 
-    On compile-only devices jax keeps the memory kind of an argument whose sharding is of the mesh's abstract mesh.
+    On compile-only devices jax keeps an argument's memory kind only if its sharding uses the mesh's abstract mesh.
+
+    Attributes:
+        arguments: bytes of arguments.
+        outputs: bytes of outputs, aliased ones included.
+        aliased: bytes of outputs that reuse the buffers of donated arguments.
+        temporaries: bytes of temporaries, with the scratch memory of foreign kernels.
+        peak: peak memory of the device.
+        host: bytes in the host's memory.
     """
 
     arguments: int
@@ -49,11 +57,15 @@ class Memory:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What XLA made of a function for one kind of GPU.
+    """A function compiled for one kind of GPU.
 
-    collectives: kind -> (instructions, bytes of their results on a device); one in a loop counts once.
-    custom_calls: target -> instructions. hlo: the text of the optimised module of one device. thunks: what it runs in
-    order, launches and CUDA graphs, as XLA dumps it.
+    Attributes:
+        memory: bytes on each device and on its host.
+        collectives: kind -> (instructions, bytes of their results on a device); an instruction in a loop counts once.
+        custom_calls: target -> instructions.
+        kernels: the Pallas kernels.
+        hlo: text of the optimised module of one device.
+        thunks: XLA's dump of the launches and CUDA graphs, in the order in which they run.
     """
 
     memory: Memory
@@ -65,7 +77,7 @@ class Compiled:
 
 
 def unavailable() -> str | None:
-    """Why nothing can be compiled for a GPU here, or None: it can."""
+    """Return why nothing can be compiled for a GPU on this machine, or None if it can."""
     plugin = next((name for name in _PLUGINS if importlib.util.find_spec(name)), None)
     if plugin is None:
         return "jax's CUDA plugin is not installed: pip install 'jaxtune[aot]'"
@@ -78,14 +90,14 @@ def unavailable() -> str | None:
 
 
 def devices(gpu: str, hosts: int = 1, per_host: int = 1) -> list[Any]:
-    """Compile-only `jax.Device`s of one kind: they make a mesh like any others.
+    """Return compile-only `jax.Device`s of one kind, from which a mesh can be made as from any others.
 
-    Raises RuntimeError where the `aot` extra is not installed, ValueError for a GPU that is not in `gpus.GPUS`.
+    Raises RuntimeError if the `aot` extra is not installed, ValueError for a GPU that is not in `gpus.GPUS`.
     """
     if reason := unavailable():
         raise RuntimeError(f"pallas_kernels.aot: {reason}")
     if gpu not in GPUS:
-        raise ValueError(f"pallas_kernels.aot: unknown GPU {gpu!r}; there are {', '.join(GPUS)}")
+        raise ValueError(f"pallas_kernels.aot: unknown GPU {gpu!r}; choose from {', '.join(GPUS)}")
     target = _target_config(GPUS[gpu])
     return topologies.get_topology_desc(gpu, "cuda", target_config=target, topology=f"1x{hosts}x{per_host}").devices
 
@@ -99,14 +111,14 @@ def compile_for(
     mesh: Mesh | None = None,
     **jit_options: Any,
 ) -> Compiled:
-    """Compiles `jax.jit(function, **jit_options)` for a GPU, and reads what came out.
+    """Compile `jax.jit(function, **jit_options)` for a GPU, and report the compiler's output.
 
-    mesh: of devices of `devices(gpu, ...)`; without one, a single axis of `hosts` x `per_host` GPUs is made.
+    mesh: a mesh of `devices(gpu, ...)`; without one, a single axis of `hosts` x `per_host` GPUs is made.
     arguments: pytrees of anything with a shape and a dtype. A leaf with a NamedSharding is laid out by its spec, any
-    other is replicated.
+    other leaf is replicated.
 
-    Raises what `devices` raises, and jax's own error for a program that the GPU cannot run (say, a kernel that asks for
-    more shared memory than a block may have).
+    Raises the errors of `devices`, and jax's own error for a program that the GPU cannot run (for example, a kernel
+    that requests more shared memory than a block may have).
     """
     if mesh is None:
         mesh = Mesh(np.array(devices(gpu, hosts, per_host)), ("devices",), axis_types=(AxisType.Explicit,))
@@ -114,14 +126,14 @@ def compile_for(
         raise ValueError(f"pallas_kernels.aot: a mesh of {mesh.devices.flat[0].device_kind}, not of {GPUS[gpu].target}")
 
     def abstract(leaf):
-        own = getattr(leaf, "sharding", None)
-        if not isinstance(own, NamedSharding):
-            place = NamedSharding(mesh, PartitionSpec())
-        elif own.memory_kind in (None, "device"):
-            place = NamedSharding(mesh, own.spec)
-        else:  # which a sharding of devices that are not there would forget
-            place = NamedSharding(mesh.abstract_mesh, own.spec, memory_kind=own.memory_kind)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+        given = getattr(leaf, "sharding", None)
+        if not isinstance(given, NamedSharding):
+            sharding = NamedSharding(mesh, PartitionSpec())
+        elif given.memory_kind in (None, "device"):
+            sharding = NamedSharding(mesh, given.spec)
+        else:  # the abstract mesh, because a sharding over compile-only devices would lose the memory kind
+            sharding = NamedSharding(mesh.abstract_mesh, given.spec, memory_kind=given.memory_kind)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     arguments = jax.tree.map(abstract, arguments)
     jitted = jax.jit(function, **jit_options) if jit_options or not hasattr(function, "lower") else function
@@ -144,9 +156,10 @@ def compile_for(
 
 
 def dumped_thunks(folder: Path) -> str:
-    """What a module runs in order, where XLA dumped it (`xla_dump_to`) as it compiled it for a GPU.
+    """Return the text of the thunk sequence that XLA dumped (`xla_dump_to`) when it compiled a module for a GPU.
 
-    XLA writes it again after its passes, if one changed something: without CUDA graphs nothing does.
+    XLA writes a second file after its thunk passes if one of the passes changed something; without CUDA graphs none
+    does.
     """
     for name in ("thunk_sequence_after_thunk_passes", "thunk_sequence"):
         if files := sorted(folder.glob(f"*.{name}.txt")):
@@ -158,9 +171,9 @@ _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 
 def _target_config(gpu: Gpu) -> str:
-    """A GpuTargetConfigProto of XLA in text form."""
+    """Return XLA's GpuTargetConfigProto for a GPU, in text form."""
     major, minor = gpu.capability
-    # From Hopper on, the instructions of the matrix units belong to one architecture alone (sm_90a).
+    # From Hopper on, the instructions of the matrix units exist only on one architecture (sm_90a).
     features = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
     return f"""
 gpu_device_info {{
@@ -185,7 +198,10 @@ device_description_str: "{gpu.target}"
 
 @contextmanager
 def _environment(folder: str) -> Iterator[None]:
-    """Mosaic reads these when it compiles: where to leave what it made, and which ptxas to write PTX for."""
+    """Set the variables that Mosaic reads when it compiles: the dump folder, and PATH, by which it finds ptxas.
+
+    Mosaic writes PTX for the version of the ptxas that it finds.
+    """
     path = os.pathsep.join((os.path.dirname(ptxas() or ""), os.environ.get("PATH", os.defpath)))
     values = {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_HOST_LLVM": "1", "PATH": path}
     before = {name: os.environ.get(name) for name in values}
@@ -202,7 +218,7 @@ def _environment(folder: str) -> Iterator[None]:
 
 @contextmanager
 def _without_persistent_cache() -> Iterator[None]:
-    """An executable for an absent device can be written to jax's persistent cache, but not read back."""
+    """Turn off jax's persistent cache: an executable for an absent device can be written to it but not read back."""
     folder = jax.config.values["jax_compilation_cache_dir"]
     jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
@@ -214,7 +230,7 @@ def _without_persistent_cache() -> Iterator[None]:
 
 
 def memory_of(compiled: jax.stages.Compiled) -> Memory:
-    """What XLA says that a compiled function takes, and its kernels that they take beside; of any device."""
+    """Return the memory of a compiled function on a device: XLA's figures plus the scratch memory of its kernels."""
     stats: Any = compiled.memory_analysis()
     scratch = scratch_said(compiled.as_text() or "")
     temporaries = stats.temp_size_in_bytes + scratch
@@ -224,33 +240,35 @@ def memory_of(compiled: jax.stages.Compiled) -> Memory:
         - stats.host_alias_size_in_bytes
         + stats.host_temp_size_in_bytes
     )
-    # Where the host has a part of them, XLA's peak counts what is there as well: without it, all that the device has.
-    made = stats.output_size_in_bytes - stats.alias_size_in_bytes
-    most = stats.argument_size_in_bytes + made + temporaries
+    # If some buffers are on the host, XLA's peak counts them too: use the sum of all buffers on the device instead.
+    new_outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    total = stats.argument_size_in_bytes + new_outputs + temporaries
     return Memory(
         arguments=stats.argument_size_in_bytes,
         outputs=stats.output_size_in_bytes,
         aliased=stats.alias_size_in_bytes,
         temporaries=temporaries,
-        peak=most if host else stats.peak_memory_in_bytes + scratch,
+        peak=total if host else stats.peak_memory_in_bytes + scratch,
         host=host,
     )
 
 
 def _collectives(hlo: str) -> dict[str, tuple[int, int]]:
-    found: dict[str, tuple[int, int]] = {}
+    totals: dict[str, tuple[int, int]] = {}
     kinds = "|".join(COLLECTIVES)
+    # An asynchronous collective is counted by its start instruction.
     for shape, kind, start in re.findall(rf"^ *(?:ROOT )?%\S+ = (.+?) ({kinds})(-start)?\(", hlo, re.MULTILINE):
         sizes = [_bytes(*array) for array in re.findall(r"\b([a-z]+\d\w*|pred)\[([\d,]*)\]", shape)]
         if start and kind != "all-reduce":
-            # (operands, results); a permutation's two counters of synchronisation come after them.
+            # The shape is (operands, results); a collective-permute has two synchronisation counters after them.
             sizes = sizes[:2] if kind == "collective-permute" else sizes
             sizes = sizes[len(sizes) // 2 :]
-        count, total = found.get(kind, (0, 0))
-        found[kind] = count + 1, total + sum(sizes)
-    return found
+        count, total = totals.get(kind, (0, 0))
+        totals[kind] = count + 1, total + sum(sizes)
+    return totals
 
 
 def _bytes(dtype: str, shape: str) -> int:
+    # The bits are the digits of the name up to the exponent: 16 of bf16, 8 of f8e4m3fn.
     bits = 8 if dtype == "pred" else int("".join(filter(str.isdigit, dtype.partition("e")[0])))
     return math.ceil(math.prod(int(size) for size in shape.split(",") if size) * bits / 8)

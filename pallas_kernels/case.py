@@ -1,4 +1,4 @@
-"""What a kernel is compiled with where there is no GPU: the cases of `<op>/cases.py`."""
+"""The record of `<op>/cases.py`: a function and inputs with which a kernel is compiled on a machine without a GPU."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,8 +12,15 @@ from pallas_kernels.gpus import Device
 class Case:
     """One function to compile, with the shapes and dtypes of its arguments.
 
-    direction: 'forward' or 'backward'. The first case of a backend and direction represents them where one must do.
-    refuses(device): why the backend cannot run the case there, or None.
+    Attributes:
+        op: name of the op.
+        backend: name of the backend.
+        direction: 'forward' or 'backward'. Of the cases with the same backend and direction, the first is used if only
+            one is compiled.
+        inputs: description of the inputs.
+        function: the function to compile.
+        arguments: shapes and dtypes of its arguments.
+        refuses: given a device, why the backend cannot run the case on it, or None.
     """
 
     op: str
@@ -29,14 +36,14 @@ class Case:
 
     @property
     def label(self) -> str:
-        """The case among those of its op."""
+        """The name of the case, unique within its op."""
         return f"{self.backend} {self.direction} {self.inputs}"
 
 
 def asked(refuses: Callable[[Device, Any], str | None], request: Any) -> Callable[[Device], str | None]:
-    """`Case.refuses`: a backend's `refuses`, asked for a request."""
-    return partial(_ask, refuses, request)
+    """Return a `Case.refuses` that calls a backend's `refuses` with this request."""
+    return partial(_refuses_request, refuses, request)
 
 
-def _ask(refuses: Callable[[Device, Any], str | None], request: Any, device: Device) -> str | None:
+def _refuses_request(refuses: Callable[[Device, Any], str | None], request: Any, device: Device) -> str | None:
     return refuses(device, request)

@@ -8,10 +8,12 @@ Capability = tuple[int, int]
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU: what XLA calls it, and its limits (bytes, Hz, threads and registers a multiprocessor).
+    """One kind of GPU: XLA's name for it, and its limits (sizes in bytes, clock in Hz).
 
-    stand_in: another kind of the same architecture that Pallas knows by name, where it does not know this one: Pallas
-    compiles for an absent GPU by its name alone.
+    Attributes:
+        kind: XLA's name, the `device_kind` of its devices.
+        stand_in: another kind of the same architecture, given if Pallas does not know this kind's name. Pallas compiles
+            for an absent GPU by name only.
     """
 
     kind: str
@@ -29,16 +31,16 @@ class Gpu:
 
     @property
     def target(self) -> str:
-        """The kind of compile-only devices."""
+        """The kind of compile-only devices for this GPU."""
         return self.stand_in or self.kind
 
     @property
     def registers_per_multiprocessor(self) -> int:
-        """32-bit registers; the same on every GPU since Kepler."""
+        """Number of 32-bit registers; the same on every GPU since Kepler."""
         return 65536
 
 
-# Figures of NVIDIA's data sheets and of XLA's own target descriptions (openxla/xla, backends/gpu/target_config/specs).
+# Figures from NVIDIA's data sheets and XLA's own target descriptions (openxla/xla, backends/gpu/target_config/specs).
 GPUS = {
     "a100": Gpu(
         "NVIDIA A100-SXM4-80GB", (8, 0), 108, 166912, 167936, 2048, 32, 85100068864, 2039040000000, 41943040, 1.41e9
@@ -63,7 +65,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Device:
-    """The device that a computation is traced for; `capability` is None where it is not an NVIDIA GPU."""
+    """The device that a computation is traced for; `capability` is None unless it is an NVIDIA GPU."""
 
     platform: str
     kind: str
@@ -76,23 +78,23 @@ class Device:
 
 
 def current_device() -> Device:
-    """The device of the mesh in use (compile-only ones included), else the default one."""
-    import jax  # here, so that a command knows the names of GPUs before it takes seconds to import
+    """Return the device of the mesh in use (a compile-only one too), or else the default device."""
+    import jax  # in the function, so that a command can list the names of GPUs without the seconds of this import
 
-    of_mesh = jax.sharding.get_abstract_mesh().abstract_device
-    if of_mesh is None or of_mesh.platform is None:
+    mesh_device = jax.sharding.get_abstract_mesh().abstract_device
+    if mesh_device is None or mesh_device.platform is None:
         default = jax.config.values["jax_default_device"] or jax.devices()[0]
         device = jax.devices(default)[0] if isinstance(default, str) else default
         return Device(device.platform, device.device_kind, _capability(device))
-    if of_mesh.platform != "gpu":
-        return Device(of_mesh.platform, of_mesh.device_kind, None)
+    if mesh_device.platform != "gpu":
+        return Device(mesh_device.platform, mesh_device.device_kind, None)
     for gpu in GPUS.values():
-        if of_mesh.device_kind in (gpu.kind, gpu.stand_in):
+        if mesh_device.device_kind in (gpu.kind, gpu.stand_in):
             return Device("gpu", gpu.kind, gpu.capability)
     for device in jax.devices():
-        if device.device_kind == of_mesh.device_kind:
+        if device.device_kind == mesh_device.device_kind:
             return Device("gpu", device.device_kind, _capability(device))
-    return Device("gpu", of_mesh.device_kind, None)
+    return Device("gpu", mesh_device.device_kind, None)
 
 
 def _capability(device: Any) -> Capability | None:

@@ -1,4 +1,4 @@
-"""Inside a shard_map: which mesh axes an array varies over. What a kernel takes must vary over the same ones."""
+"""Inside a shard_map: which mesh axes an array varies over. All arguments of a kernel must vary over the same axes."""
 
 from typing import Any
 
@@ -8,12 +8,15 @@ from jaxtyping import Array
 
 
 def varying_axes(*arrays: Any) -> frozenset[str]:
-    """Mesh axes over which any of the arrays (or None) may differ between devices; none outside a shard_map."""
+    """Return the mesh axes over which any of the arrays may differ between devices; empty outside a shard_map.
+
+    An array may be None.
+    """
     return frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays if x is not None))
 
 
 def vary_over(axes: frozenset[str], *arrays: Any) -> tuple[Any, ...]:
-    """The arrays (or None) as differing over these axes too; the transpose sums their gradients over them."""
+    """Mark the arrays (or None) as varying over these axes too; the transpose sums their gradients over the axes."""
 
     def vary(x: Any) -> Array:
         missing = tuple(sorted(axes - varying_axes(x)))

@@ -1,4 +1,4 @@
-"""Which backend of an op runs: a table of what each can do, what was checked, and one choice that is logged."""
+"""Choose the backend of an op: a table of which requests each can run and where it was checked; choices are logged."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -15,11 +15,14 @@ ANY_CARD = None
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation of an op: `run` is its function, or a module of several.
+    """One implementation of an op.
 
-    `refuses(device, request)` says why it cannot run this request there, or None if it can. `proofs` says where its
-    numbers were checked, by compute capability (`ANY_CARD`: interpreted, or plain XLA); a backend without a proof for
-    a GPU is never chosen there by 'auto'.
+    Attributes:
+        name: the value of the op's `backend` argument.
+        run: the implementing function, or a module with several.
+        refuses: given a device and a request, why the backend cannot run the request on the device, or None if it can.
+        proofs: where the backend's numbers were checked, by compute capability (`ANY_CARD`: interpreted, or plain XLA).
+            'auto' never chooses a backend on a GPU for which it has no proof.
     """
 
     name: str
@@ -28,53 +31,54 @@ class Backend:
     proofs: Mapping[Capability | None, str]
 
     def proof(self, device: Device) -> str | None:
-        """Where the numbers of this backend were checked for a device."""
+        """Return where the numbers of this backend were checked for a device."""
         return self.proofs.get(device.capability, self.proofs.get(ANY_CARD))
 
 
 class CannotRun(ValueError):
-    """The backend that was asked for is unknown or cannot run the request; the message says why."""
+    """The requested backend is unknown or cannot run the request; the message gives the reason."""
 
 
 def never_refuses(device: Device, request: Any) -> None:
-    """`refuses` of a backend that runs everything everywhere."""
+    """The `refuses` of a backend that runs every request on every device."""
 
 
 def choose(
     op: str, backends: Sequence[Backend], device: Device, request: Any, wanted: str = "auto", fallback: str = "error"
 ) -> Backend:
-    """The backend asked for, or with 'auto' the first that can run the request and was checked on such a GPU.
+    """Return the requested backend, or with 'auto' the first that can run the request and was checked on such a GPU.
 
-    Where the one asked for cannot run the request, `fallback` 'warn' says so once and takes 'auto'. Otherwise raises
-    CannotRun, with each backend's reason, as it does for one that is unknown.
+    If the requested backend cannot run the request, `fallback='warn'` warns once and chooses by 'auto'; otherwise
+    CannotRun is raised with the reason. CannotRun is also raised for an unknown backend, and, with every backend's
+    reason, if 'auto' finds none.
     """
     if wanted == "auto":
-        able = [backend for backend in backends if backend.refuses(device, request) is None]
-        chosen = next((backend for backend in able if backend.proof(device)), None)
+        able_backends = [backend for backend in backends if backend.refuses(device, request) is None]
+        chosen = next((backend for backend in able_backends if backend.proof(device)), None)
         if chosen is None:
             reasons = "; ".join(f"{b.name}: {b.refuses(device, request) or 'not checked there'}" for b in backends)
             raise CannotRun(f"{op}: no backend can run this on {device}: {reasons}")
-        _say(op, chosen.name, str(device), f"checked by {chosen.proof(device)}")
+        _log_choice(op, chosen.name, str(device), f"checked by {chosen.proof(device)}")
         return chosen
     chosen = next((backend for backend in backends if backend.name == wanted), None)
     if chosen is None:
         names = ", ".join(repr(backend.name) for backend in backends)
-        raise CannotRun(f"{op}: unknown backend {wanted!r}; there are 'auto', {names}")
+        raise CannotRun(f"{op}: unknown backend {wanted!r}; choose from 'auto', {names}")
     reason = chosen.refuses(device, request)
     if reason is not None and fallback == "warn":
         _warn(op, wanted, str(device), reason)
         return choose(op, backends, device, request)
     if reason is not None:
         raise CannotRun(f"{op}: backend {wanted!r} cannot run this on {device}: {reason}")
-    _say(op, chosen.name, str(device), "as asked")
+    _log_choice(op, chosen.name, str(device), "as requested")
     return chosen
 
 
 @cache
-def _say(op: str, backend: str, device: str, why: str) -> None:
+def _log_choice(op: str, backend: str, device: str, why: str) -> None:
     logger.info("%s runs on %s by backend %s (%s)", op, device, backend, why)
 
 
 @cache
 def _warn(op: str, backend: str, device: str, reason: str) -> None:
-    logger.warning("%s: backend %r cannot run this on %s: %s; another one does", op, backend, device, reason)
+    logger.warning("%s: backend %r cannot run this on %s: %s; using another backend", op, backend, device, reason)

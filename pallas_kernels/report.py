@@ -1,8 +1,8 @@
-"""What the compiler makes of every kernel for every kind of GPU, on a machine without one.
+"""Report the compiler's figures of every kernel for every kind of GPU, on a machine without a GPU.
 
     python -m pallas_kernels.report --gpu h100,b200 --kernel flash_attention
 
-Needs the `aot` extra. The cases of an op are `CASES` in its `cases.py`.
+This needs the `aot` extra. The cases of an op are `CASES` in its `cases.py`.
 """
 
 import argparse
@@ -22,14 +22,14 @@ CASES: tuple[Case, ...] = tuple(case for op in _OPS for case in import_module(f"
 
 
 def cases_for(gpu: str) -> list[Case]:
-    """What can run on a GPU of `gpus.GPUS`."""
+    """Return the cases that can run on a GPU of `gpus.GPUS`."""
     device = Device("gpu", GPUS[gpu].kind, GPUS[gpu].capability)
     return [case for case in CASES if case.refuses(device) is None]
 
 
 @cache
 def compiled(case: Case, gpu: str) -> aot.Compiled:
-    """A case compiled for a GPU, once a process."""
+    """Compile a case for a GPU, once per process."""
     return aot.compile_for(gpu, case.function, *case.arguments)
 
 
@@ -37,7 +37,7 @@ COLUMNS = "{:8} {:48} {:26} {:>9} {:>7} {:>10} {:>15} {:>7} {:>8} {:>6} {:>7} {:
 
 
 def rows(case: Case, gpu: str) -> list[str]:
-    """A line of the table for each kernel of a case."""
+    """Return a line of the table for each kernel of a case."""
     return [
         COLUMNS.format(
             gpu,
@@ -59,21 +59,21 @@ def rows(case: Case, gpu: str) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints the table. Returns 1 when something did not compile."""
+    """Print the table. Return 1 if a case did not compile."""
     parser = argparse.ArgumentParser(
         prog="python -m pallas_kernels.report", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--gpu", default=",".join(GPUS), help="GPUs, by comma; default: %(default)s")
+    parser.add_argument("--gpu", default=",".join(GPUS), help="GPUs, separated by commas; default: %(default)s")
     parser.add_argument("--kernel", default="", help="part of the name of an op, backend, direction or input")
     options = parser.parse_args(arguments)
     if unknown := set(options.gpu.split(",")) - set(GPUS):
-        parser.error(f"unknown GPU {', '.join(sorted(unknown))}; there are {', '.join(GPUS)}")
+        parser.error(f"unknown GPU {', '.join(sorted(unknown))}; choose from {', '.join(GPUS)}")
     if reason := aot.unavailable():
         parser.exit(2, f"pallas_kernels.report: {reason}\n")
-    # On a machine with a GPU, old jax would take that GPU's compute capability for the others'.
+    # On a machine with a GPU, old jax would use that GPU's compute capability for the other GPUs.
     jax.config.update("jax_platforms", "cpu")
-    print(f"jax {jax.__version__}; bytes of spill stores a thread; matrix instructions as written, not as executed;")
-    print("exponentials (ex2) of a thread in one pass of a loop")
+    print(f"jax {jax.__version__}; bytes of spill stores per thread; matrix instructions as written, not as executed;")
+    print("exponentials (ex2) per thread in one pass of a loop")
     head = ("GPU", "case", "kernel", "registers", "spill B", "shared B", "grid", "threads")
     print(COLUMNS.format(*head, "mma.sync", "wgmma", "tcgen05", "ex2", "occupancy"))
     failed = False

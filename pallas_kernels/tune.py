@@ -1,8 +1,8 @@
-"""Times block sizes on the GPU at hand and prints the line of a kernel's table to paste into its source.
+"""Time block sizes on this machine's GPU and print the line of a kernel's table to paste into its source.
 
     python -m pallas_kernels.tune flash_attention --head-dim 128 --dtype bfloat16
 
-Nothing is tuned while a program runs: tables are in the source, so that the same code compiles everywhere.
+Kernels are not tuned while a program runs: the tables are in the source, so that the same code compiles everywhere.
 """
 
 import argparse
@@ -30,7 +30,7 @@ REPEATS = 15
 
 
 def candidates(smoke: bool) -> list[Tile]:
-    """Tiles to try; those too large for the GPU fail to compile."""
+    """Return the tiles to try; tiles that are too large for the GPU fail to compile."""
     if smoke:
         return [Tile(16, 16, 4, 1), Tile(16, 32, 4, 1)]
     return [Tile(*sizes) for sizes in itertools.product(BLOCKS, BLOCKS, WARPS, STAGES)]
@@ -39,7 +39,10 @@ def candidates(smoke: bool) -> list[Tile]:
 def flash_attention_kernels(
     rows: int, length: int, heads: int, kv_heads: int, head_dim: int, dtype: str, interpret: bool
 ) -> dict[str, Callable[[Tile], Callable[[], Any]]]:
-    """For each kernel, how to compile it with a tile: for normal inputs in packed causal rows of four documents."""
+    """Return for each kernel a function that compiles it with a tile.
+
+    Inputs are normally distributed, in packed causal rows of four documents.
+    """
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = [(rows, length, h, head_dim) for h in (heads, kv_heads, kv_heads, heads)]
     q, k, v, d_out = (jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes))
@@ -59,20 +62,21 @@ def flash_attention_kernels(
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1).swapaxes(1, 2)
     inputs, residuals = (q, k, v, *bounds), (q, k, v, *bounds, lse, delta, d_out)
     return {
-        "forward": partial(_compiled, forward, inputs),
-        # A kernel whose result is not returned is compiled away: dq and (dk, dv) come from kernels of their own.
-        "dq": partial(_compiled, lambda *arrays, tiles: backward(*arrays, tiles=tiles)[0], residuals),
-        "dkdv": partial(_compiled, lambda *arrays, tiles: backward(*arrays, tiles=tiles)[1:], residuals),
+        "forward": partial(_compile, forward, inputs),
+        # XLA removes a kernel whose result is not returned. dq and (dk, dv) come from separate kernels, so returning
+        # only one of the results times only its kernel.
+        "dq": partial(_compile, lambda *arrays, tiles: backward(*arrays, tiles=tiles)[0], residuals),
+        "dkdv": partial(_compile, lambda *arrays, tiles: backward(*arrays, tiles=tiles)[1:], residuals),
     }
 
 
-def _compiled(kernel: Callable[..., Any], arrays: tuple[Any, ...], tile: Tile) -> Callable[[], Any]:
+def _compile(kernel: Callable[..., Any], arrays: tuple[Any, ...], tile: Tile) -> Callable[[], Any]:
     program = jax.jit(partial(kernel, tiles=Tiles(tile, tile, tile))).lower(*arrays).compile()
     return lambda: program(*arrays)
 
 
 def seconds(call: Callable[[], Any]) -> float:
-    """Median time of a call, after one that is not counted."""
+    """Return the median time of a call, after one warm-up call."""
     jax.block_until_ready(call())
     times = []
     for _ in range(REPEATS):
@@ -83,14 +87,14 @@ def seconds(call: Callable[[], Any]) -> float:
 
 
 def ranked(make: Callable[[Tile], Callable[[], Any]], tiles: Iterable[Tile]) -> list[tuple[float, Tile]]:
-    """Seconds and tile, the fastest first; without those that do not compile for this GPU."""
-    found = []
+    """Return (seconds, tile), the fastest first, without tiles that do not compile for this GPU."""
+    times = []
     for tile in tiles:
         try:
-            found.append((seconds(make(tile)), tile))
+            times.append((seconds(make(tile)), tile))
         except jax.errors.JaxRuntimeError as error:  # too much shared memory, too many registers
             print(f"    {tile}: {str(error).splitlines()[0][:100]}")
-    return sorted(found, key=lambda timed: timed[0])
+    return sorted(times, key=lambda timed: timed[0])
 
 
 def main() -> None:
@@ -107,7 +111,7 @@ def main() -> None:
     options = parser.parse_args()
     device = current_device()
     if device.platform != "gpu" and not options.smoke:
-        sys.exit(f"there is no GPU to time on, jax runs on {device}; --smoke only tries this command out")
+        sys.exit(f"there is no GPU to time on: jax runs on {device}; --smoke tests this command without one")
     sizes = (options.rows, options.length, options.heads, options.kv_heads, options.head_dim)
     if options.smoke:
         sizes = (1, 64, 2, 1, 16)
@@ -115,10 +119,10 @@ def main() -> None:
     best = {}
     for name, make in kernels.items():
         print(f"{name}, head_dim {sizes[-1]}, {options.dtype}, on {device}:", flush=True)
-        found = ranked(make, candidates(options.smoke))
-        for taken, tile in found[:5]:
-            print(f"    {taken * 1e3:9.3f} ms  {tile}")
-        best[name] = found[0][1]
+        ranking = ranked(make, candidates(options.smoke))
+        for duration, tile in ranking[:5]:
+            print(f"    {duration * 1e3:9.3f} ms  {tile}")
+        best[name] = ranking[0][1]
     print("Fastest, as source:")
     print(f"    Tiles({', '.join(repr(best[name]) for name in KERNELS)})")
 

@@ -1,4 +1,4 @@
-"""What the Hopper kernels in Pallas Mosaic GPU share: one warpgroup streams memory, two workers multiply by wgmma."""
+"""Warp specialisation of the Mosaic GPU kernels for Hopper: one warpgroup streams memory, two multiply by wgmma."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,17 +9,17 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-# Workers, and the rows that each holds: those of a wgmma.
+# Number of workers, and the rows that each computes, which are the rows of a wgmma.
 WORKERS, ROWS = 2, 64
-# Registers a thread. A multiprocessor has 512 for three threads, one of each warpgroup.
+# Registers per thread. A multiprocessor has 512 for three threads, one of each warpgroup.
 WORKER_REGISTERS, MEMORY_REGISTERS = 240, 24
 
-# How the 128 threads of a warpgroup hold a vector that goes with the rows, or the columns, of a product.
+# Layout over the 128 threads of a warpgroup of a vector with one element per row, or per column, of a product.
 PER_ROW, PER_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 
 def as_worker(body: Callable) -> None:
-    """`body(worker)` on the warpgroups that compute."""
+    """Run `body(worker)` on the warpgroups that compute."""
     worker = jax.lax.axis_index("warpgroup")
 
     @pl.when(worker < WORKERS)
@@ -29,7 +29,7 @@ def as_worker(body: Callable) -> None:
 
 
 def as_memory(body: Callable) -> None:
-    """`body()` on the warpgroup that streams."""
+    """Run `body()` on the warpgroup that streams memory."""
 
     @pl.when(jax.lax.axis_index("warpgroup") == WORKERS)
     def _():
@@ -39,7 +39,13 @@ def as_memory(body: Callable) -> None:
 
 @dataclass(frozen=True)
 class Ring:
-    """Slots of shared memory: the memory warpgroup fills them in turn, and each is free once all workers release it."""
+    """Slots of shared memory: the memory warpgroup fills them in turn, and a slot is free once all workers release it.
+
+    Attributes:
+        buffers: arrays in shared memory, each with a slot per stage.
+        landed: a barrier per slot, on which the copies into the slot arrive.
+        consumed: a barrier per slot, on which the workers arrive when they release the slot.
+    """
 
     buffers: tuple[Any, ...]
     landed: Any
@@ -47,38 +53,38 @@ class Ring:
 
     @staticmethod
     def scratch(stages: int, *buffers: Any) -> tuple[Any, ...]:
-        """What to allocate for a ring; each buffer is an array of `stages` slots."""
+        """Return the scratch shapes of a ring; each buffer is an array of `stages` slots."""
         landed = plgpu.Barrier(num_arrivals=len(buffers), num_barriers=stages)
         return buffers, landed, plgpu.Barrier(num_arrivals=WORKERS, num_barriers=stages)
 
     @property
     def stages(self) -> int:
-        """Number of slots."""
+        """The number of slots."""
         return self.buffers[0].shape[0]
 
     def fill(self, count, *sources) -> None:
-        """Copies the count-th block of each source to its buffer, once the slot is free."""
+        """Copy the count-th block of each source to its buffer, once the slot is free."""
         slot = jax.lax.rem(count, self.stages)
         pl.when(count >= self.stages)(lambda: plgpu.barrier_wait(self.consumed.at[slot]))
         for source, buffer in zip(sources, self.buffers, strict=True):
             plgpu.copy_gmem_to_smem(source, buffer.at[slot], self.landed.at[slot])
 
     def take(self, count) -> tuple[Any, ...]:
-        """The count-th blocks, once they have arrived."""
+        """Wait for the count-th blocks and return them."""
         slot = jax.lax.rem(count, self.stages)
         plgpu.barrier_wait(self.landed.at[slot])
         return tuple(buffer.at[slot] for buffer in self.buffers)
 
     def release(self, count) -> None:
-        """This worker does not need the count-th blocks any more."""
+        """Free the count-th blocks, which this worker no longer needs."""
         plgpu.barrier_arrive(self.consumed.at[jax.lax.rem(count, self.stages)])
 
 
 def zeros(rows: int, columns: int):
-    """An accumulator of wgmma."""
+    """Return a wgmma accumulator of zeros."""
     return plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), plgpu.Layout.WGMMA)
 
 
 def load(ref, layout):
-    """A vector from shared memory."""
+    """Load a vector from shared memory."""
     return plgpu.layout_cast(ref[...], layout)

@@ -19,59 +19,62 @@ from jaxtune.quant.array import QuantizedArray
 
 @dataclass(frozen=True)
 class DoRA(LoRA):
-    """The rows of W + scale · B A, each divided by its norm and multiplied by a magnitude that is trained.
+    """An adapter that divides each row of W + scale · B A by its norm and multiplies it by a trained magnitude.
 
-    As in the paper (4.3) and in peft, the norm is a constant to the gradient.
+    As in the paper (4.3) and in peft, the norm is constant in the gradient.
     """
 
     from_weight: ClassVar[bool] = True
 
     @property
     def peft_names(self) -> Mapping[str, str]:
-        """Those of LoRA, and the magnitude's."""
+        """The names of LoRA's parameters and of the magnitude."""
         return {**super().peft_names, "magnitude": "lora_magnitude_vector"}
 
     def declare(self, shape: tuple[int, int], axes: tuple[str | None, ...]) -> dict[str, Any]:
-        """A and B as in LoRA, and a magnitude (out,)."""
+        """Declare A and B as in LoRA, and a magnitude (out,)."""
         magnitude = declared(shape[:1], axes[:1], nnx.initializers.ones, "adapter")
         return {**super().declare(shape, axes), "magnitude": magnitude}
 
     def begin(self, weight: Float[Array, "o i"], values: Mapping[str, Array]) -> dict[str, Array]:
-        """With the norms of the weight's rows, so that the layer's output starts as what it is."""
+        """Set the magnitude to the norms of the weight's rows, so that the layer's output starts unchanged."""
         return {**super().begin(weight, values), "magnitude": jnp.linalg.norm(weight, axis=-1)}
 
     @staticmethod
     def outputs(
         linears: Sequence[Linear], x: Float[Array, "b s i"], ys: Sequence[Float[Array, "b s o"]], call: Call
     ) -> list[Float[Array, "b s o"]]:
-        """Each y and the adapter's output times magnitude / norm; the bias, which y has already, as it is."""
+        """Return (each y + the adapter's output) times magnitude / norm; the bias, which y includes, is not scaled."""
 
         def one(linear: Linear, y: Array, extra: Array, matrices: tuple[Array, Array]) -> Array:
             factor = linear.part("magnitude").astype(jnp.float32) / _norms(linear, *matrices)
             factor = jax.reshard(factor, P(jax.typeof(y).sharding.spec[-1]))
-            # With dropout peft multiplies the dropped x by the weight too, but for 1 of the factor.
-            given = dropped(linear, x, call)
-            of_weight = (y if given is x else linear.base(given, call)).astype(jnp.float32)
+            # As in peft, y comes from the full x, but the product that (factor - 1) multiplies from the dropped x.
+            adapter_x = dropped(linear, x, call)
+            base = (y if adapter_x is x else linear.base(adapter_x, call)).astype(jnp.float32)
             if linear.bias is not None:
-                of_weight -= jax.reshard(linear.bias.astype(jnp.float32), P(jax.typeof(y).sharding.spec[-1]))
-            more = (factor - 1) * of_weight + factor * extra.astype(jnp.float32)
-            return (y.astype(jnp.float32) + more).astype(y.dtype)
+                base -= jax.reshard(linear.bias.astype(jnp.float32), P(jax.typeof(y).sharding.spec[-1]))
+            correction = (factor - 1) * base + factor * extra.astype(jnp.float32)
+            return (y.astype(jnp.float32) + correction).astype(y.dtype)
 
         return [one(*each) for each in zip(linears, ys, added(linears, x, call), matrices_of(linears))]
 
     def merged(self, weight: Float[Array, "o i"], values: Mapping[str, Array]) -> Float[Array, "o i"]:
-        """The rows of W + scale · B A times magnitude / norm."""
-        whole = super().merged(weight, values)
-        return whole * (values["magnitude"] / jnp.linalg.norm(whole, axis=-1))[:, None]
+        """Return the rows of W + scale · B A times magnitude / norm."""
+        combined = super().merged(weight, values)
+        return combined * (values["magnitude"] / jnp.linalg.norm(combined, axis=-1))[:, None]
 
 
 def _norms(linear: Linear, a: Float[Array, "r i"], b: Float[Array, "o r"]) -> Float[Array, " o"]:
-    """Of the rows of W + scale · B A, float32, without that matrix: |w|² + 2 scale (W Aᵀ · B) + scale² (B A Aᵀ · B)."""
+    """Compute the norms of the rows of W + scale · B A in float32, without forming that matrix.
+
+    The squared norms are |w|² + 2 scale (W Aᵀ · B) + scale² (B A Aᵀ · B), with · a dot product per row.
+    """
     weight = jax.tree.map(gather, linear.weight.get_value())
     weight = weight.dequantize() if isinstance(weight, QuantizedArray) else weight
     weight, a, b = (jax.lax.stop_gradient(gather(array.astype(jnp.float32))) for array in (weight, a, b))
     rows, scale = ungathered(jax.typeof(weight).sharding.spec[0]), linear.adapter.scale
-    squares = jnp.sum(weight * weight, axis=-1)  # no dot, which a recipe may round
+    squares = jnp.sum(weight * weight, axis=-1)  # not a dot, because a recipe may round dot products
     crossed = jnp.einsum("oi,ri->or", weight, a, out_sharding=P(rows, None))
     gram = jnp.einsum("ri,si->rs", a, a, out_sharding=P(None, None))
     return jnp.sqrt(squares + jnp.sum((2 * scale * crossed + scale**2 * (b @ gram)) * b, axis=-1))

@@ -1,4 +1,4 @@
-"""Put LoRA adapters into a ModelSpec: which linear layers, of which size and scale."""
+"""Put adapters into a ModelSpec: choose the linear layers, and the rank and scale of each adapter."""
 
 import dataclasses
 from collections.abc import Mapping, Set
@@ -15,61 +15,70 @@ from jaxtune.models.treatment import linears, treat, treat_linears, treat_sites
 
 
 def inject(spec: ModelSpec, lora: Lora) -> ModelSpec:
-    """The spec with adapters on the selected linear layers and all else frozen, but for what is trained beside them.
+    """Return the spec with adapters on the selected linear layers and the other parameters frozen.
 
-    That is the head of a classifier, lora.modules_to_save, and biases. Raises UserError where a target cannot have one.
+    Trained next to the adapters are the head of a classifier, lora.modules_to_save, and biases (lora.bias). Raises
+    UserError if a target cannot have an adapter.
     """
     known = linears(spec)
-    named = {new.removesuffix(".weight"): name.removesuffix(".weight") for name, new in loaded_names(spec).items()}
-    linear_names = {new: name for new, name in named.items() if name in known}
+    file_names = {new.removesuffix(".weight"): name.removesuffix(".weight") for name, new in loaded_names(spec).items()}
+    linear_names = {new: name for new, name in file_names.items() if name in known}
     adapters = _adapters(spec, lora, linear_names)
+    # Layers are named as in the checkpoint files from here on; `linear_names` has the names in a loaded model as keys.
     adapted = {name for names in adapters.values() for name in names}
     biases = _biases(spec, lora, {new for new, name in linear_names.items() if name in adapted})
-    beside = biases | _whole_modules(spec, lora.modules_to_save, adapted)
-    frozen = [name for name, (site, *_) in sites(spec).items() if site.kind != "score" and name not in beside]
+    trained = biases | _whole_modules(spec, lora.modules_to_save, adapted)
+    # A classifier's head ("score") is always trained.
+    frozen = [name for name, (site, *_) in sites(spec).items() if site.kind != "score" and name not in trained]
     spec = treat(spec, frozen, trained=False)
     for adapter, names in adapters.items():
         spec = treat_linears(spec, names, adapter=adapter)
-        for first, *others in {known[name] for name in names}:
-            if others:  # parts of one fused module, which has one adapter: the first part holds what they share
-                owned = dataclasses.replace(adapter, owner=first.local.removesuffix(".weight"))
-                spec = treat_sites(spec, others, adapter=owned)
+        for first, *rest in {known[name] for name in names}:
+            if rest:  # parts of one fused module, which has one adapter: the first part holds the shared parameters
+                sharing = dataclasses.replace(adapter, owner=first.local.removesuffix(".weight"))
+                spec = treat_sites(spec, rest, adapter=sharing)
     return spec
 
 
-def _adapters(spec: ModelSpec, lora: Lora, named: Mapping[str, str]) -> dict[LoRA | IA3, Set[str]]:
-    """The layers that each adapter is beside, by their names in the files; `named`: of linear layers, by those here."""
+def _adapters(spec: ModelSpec, lora: Lora, file_names: Mapping[str, str]) -> dict[LoRA | IA3, Set[str]]:
+    """Return the layers of each adapter, by their names in the checkpoint files.
+
+    `file_names`: name in the checkpoint files of each linear layer, by its name in a loaded model.
+    """
     known, targets = linears(spec), lora.target_modules
     _refuse_head(spec, targets)
-    found = frozenset(named) if targets == "all-linear" else select(targets, named, "lora.target_modules")
-    found = _in_layers(spec, found, {name: known[of][0].layer for name, of in named.items()}, lora.layers_to_transform)
+    targeted = frozenset(file_names) if targets == "all-linear" else select(targets, file_names, "lora.target_modules")
+    targeted = _in_layers(
+        spec, targeted, {name: known[of][0].layer for name, of in file_names.items()}, lora.layers_to_transform
+    )
     if lora.kind == "ia3":
-        chosen = _factors(spec, {named[name] for name in found}, targets)
-        inner = {name for name in chosen if _is_down(known[name])}
-        return {adapter: names for adapter, names in ((IA3(True), inner), (IA3(False), chosen - inner)) if names}
-    experts = {name for name in found if _is_of_experts(known[named[name]])}
-    for asked, has_it in (("use_dora=True", lora.use_dora), (f"init={lora.init!r}", lora.init in FROM_WEIGHT)):
-        if experts and has_it:
+        scaled = _factors(spec, {file_names[name] for name in targeted}, targets)
+        inner = {name for name in scaled if _is_down(known[name])}
+        return {adapter: names for adapter, names in ((IA3(True), inner), (IA3(False), scaled - inner)) if names}
+    experts = {name for name in targeted if _is_of_experts(known[file_names[name]])}
+    for option, is_set in (("use_dora=True", lora.use_dora), (f"init={lora.init!r}", lora.init in FROM_WEIGHT)):
+        if experts and is_set:
             raise UserError(
-                f"lora.{asked}: not of experts, such as {min(experts)}; leave them out of lora.target_modules"
+                f"lora.{option} does not support experts, such as {min(experts)}; leave them out of lora.target_modules"
             )
-    ranks = _numbers(lora.rank_pattern, found, experts, "lora.rank_pattern")
-    alphas = _numbers(lora.alpha_pattern, found, experts, "lora.alpha_pattern")
+    ranks = _numbers(lora.rank_pattern, targeted, experts, "lora.rank_pattern")
+    alphas = _numbers(lora.alpha_pattern, targeted, experts, "lora.alpha_pattern")
+    # Layers with the same rank and alpha share one adapter record.
     kind, adapters = DoRA if lora.use_dora else LoRA, {}
-    for name in sorted(found):
+    for name in sorted(targeted):
         rank = ranks.get(name, lora.rank)
         if rank < 1 or rank != int(rank):
             raise UserError(f"lora.rank_pattern: the rank of {name} would be {rank:g}; it must be 1 or more")
         alpha = alphas.get(name, lora.alpha)
         adapter = kind(int(rank), alpha, lora.use_rslora, lora.dropout, lora.init, lora.freeze_a)
-        adapters.setdefault(adapter, set()).add(named[name])
+        adapters.setdefault(adapter, set()).add(file_names[name])
     return adapters
 
 
 def _in_layers(
     spec: ModelSpec, names: frozenset[str], layer_of: Mapping[str, int | None], numbers: tuple[int, ...]
 ) -> frozenset[str]:
-    """Those of the names that are in layers of these numbers; () is all. Raises UserError where a layer has none."""
+    """Return the names that are in layers with these numbers; () means all. Raises UserError if a layer has none."""
     if not numbers:
         return names
     if missing := sorted(set(numbers) - {layer_of[name] for name in names}):
@@ -81,50 +90,51 @@ def _in_layers(
 
 
 def _numbers(entries: tuple[str, ...], names: Set[str], experts: Set[str], option: str) -> dict[str, float]:
-    """The number of each name that an entry, 'REGEX=NUMBER', matches; the last of several counts.
+    """Return the number for each name that an entry, 'REGEX=NUMBER', matches; the last matching entry wins.
 
-    Raises UserError where it matches experts, whose adapters are of one rank in peft.
+    Raises UserError if an entry matches experts, because in peft all adapters of experts have the same rank.
     """
-    found = {}
+    numbers = {}
     for entry in entries:
         pattern, _, number = entry.rpartition("=")
-        chosen = select(pattern, sorted(names), option)
-        if own := chosen & experts:
+        matches = select(pattern, sorted(names), option)
+        if matched_experts := matches & experts:
             raise UserError(
-                f"{option}={entry!r} matches experts, such as {min(own)}, which have lora.rank and lora.alpha"
+                f"{option}={entry!r} matches experts, such as {min(matched_experts)}, which always have lora.rank and "
+                "lora.alpha; make the regex narrower"
             )
-        found |= dict.fromkeys(chosen, float(number))
-    return found
+        numbers |= dict.fromkeys(matches, float(number))
+    return numbers
 
 
 def _whole_modules(spec: ModelSpec, modules: tuple[str, ...], adapted: Set[str]) -> set[str]:
-    """Names of the tensors of lora.modules_to_save. Raises UserError for one that peft could not have."""
+    """Return names of the tensors of lora.modules_to_save. Raises UserError for one that peft cannot represent."""
     if not modules:
         return set()
     option = "lora.modules_to_save"
     if spec.tied and (tied := [name for name in ("embed_tokens", "lm_head") if any(name in one for one in modules)]):
         raise UserError(
-            f"{option}: {tied[0]} is tied to the other end of this model, and in peft it would be so no more; leave it "
-            "out, or train the whole model (lora.enabled=False)"
+            f"{option}: {tied[0]} is tied in this model (tie_word_embeddings) and peft would untie it; leave it out or "
+            "train the whole model (lora.enabled=False)"
         )
     known = sites(spec)
     of_module = {name: name.rpartition(".")[0] for name in known if name.endswith((".weight", ".bias"))}
-    chosen = select(modules, sorted(set(of_module.values())), option)
-    found = {name: known[name] for name, module in of_module.items() if module in chosen}
-    if experts := sorted(name for name, parts in found.items() if _is_of_experts(parts)):
+    selected = select(modules, sorted(set(of_module.values())), option)
+    tensors = {name: known[name] for name, module in of_module.items() if module in selected}
+    if experts := sorted(name for name, parts in tensors.items() if _is_of_experts(parts)):
         raise UserError(f"{option}: experts, such as {experts[0]}, are not supported; leave them out")
-    if both := sorted(chosen & adapted):
-        raise UserError(f"{option}: {both[0]} has an adapter too; take it out of there, or of lora.target_modules")
+    if both := sorted(selected & adapted):
+        raise UserError(f"{option}: {both[0]} has an adapter too; remove it from {option} or from lora.target_modules")
     treatments = {
         name: [spec.layers[s.layer].treatment(s.local) for s in parts if s.layer is not None]
-        for name, parts in found.items()
+        for name, parts in tensors.items()
     }
     if stored := sorted(name for name, of_parts in treatments.items() if any(t.stored is not None for t in of_parts)):
         raise UserError(
-            f"{option}: {stored[0]} is quantized, so it cannot be trained; leave it out of there, or of what is "
-            "quantized (quant.exclude)"
+            f"{option}: {stored[0]} is quantized, so it cannot be trained; remove it from {option}, or exclude it from "
+            "quantization (quant.exclude)"
         )
-    return set(found)
+    return set(tensors)
 
 
 def _is_of_experts(parts: tuple[Site, ...]) -> bool:
@@ -132,14 +142,15 @@ def _is_of_experts(parts: tuple[Site, ...]) -> bool:
 
 
 def _factors(spec: ModelSpec, chosen: Set[str], targets: str | tuple[str, ...]) -> Set[str]:
-    """Those of the layers that have factors. Raises UserError for experts, and where keys are part of a fused layer."""
+    """Return the layers that have factors. Raises UserError for experts, and if keys are part of a fused layer."""
     known = linears(spec)
     if targets == "all-linear":
+        # The layers of the paper: keys, values, and the input of the down projection.
         keys = ("attention.k.weight", "attention.v.weight")
         chosen = {name for name in chosen if _is_down(known[name]) or all(s.local in keys for s in known[name])}
         if all(_is_down(known[name]) for name in chosen):
             raise UserError(
-                f"lora.kind='ia3': keys and values of this {spec.family} are no layers of their own; name layers in "
+                f"lora.kind='ia3': keys and values of this {spec.family} are part of a fused layer; name layers in "
                 "lora.target_modules, whose whole output gets factors"
             )
     if experts := sorted(name for name in chosen if _is_of_experts(known[name])):
@@ -154,18 +165,19 @@ def _is_down(parts: tuple[Site, ...]) -> bool:
 
 
 def _biases(spec: ModelSpec, lora: Lora, adapted: set[str]) -> set[str]:
-    """Names of the biases that are trained beside the adapters of these modules. Raises UserError if there are none."""
+    """Return names of the biases to train next to the adapters of these modules. Raises UserError if there are none."""
     if lora.bias == "none":
         return set()
     if spec.has_experts:
         raise UserError(
-            f"lora.bias={lora.bias!r}: not of a mixture of experts, whose biases have other names in peft; leave it out"
+            f"lora.bias={lora.bias!r}: a mixture of experts is not supported, because its biases have other names in "
+            "peft; leave it out"
         )
-    found = {name for name in sites(spec) if name.endswith(".bias")}
-    chosen = {name for name in found if lora.bias == "all" or name.removesuffix(".bias") in adapted}
+    biases = {name for name in sites(spec) if name.endswith(".bias")}
+    chosen = {name for name in biases if lora.bias == "all" or name.removesuffix(".bias") in adapted}
     if not chosen:
-        others = f"no layer of lora.target_modules has one, but {min(found)} is there" if found else "leave it out"
-        raise UserError(f"lora.bias={lora.bias!r}: this {spec.family} has no bias to train; {others}")
+        remedy = f"the layers of lora.target_modules have none, but {min(biases)} exists" if biases else "leave it out"
+        raise UserError(f"lora.bias={lora.bias!r}: this {spec.family} has no bias to train; {remedy}")
     return chosen
 
 

@@ -1,4 +1,7 @@
-"""Low-rank adapters (Hu et al. 2021)."""
+"""Low-rank adapters (Hu et al. 2021).
+
+Shapes: b batch, s sequence, i inputs and o outputs of the layer, r rank, e experts.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +20,7 @@ from jaxtune.models.layers.linear import Linear, matmul, named
 from jaxtune.parallel.random import dropout
 
 Init = Literal["uniform", "gaussian", "pissa", "olora"]
-FROM_WEIGHT = ("pissa", "olora")  # these start as a part of the weight
+FROM_WEIGHT = ("pissa", "olora")  # initialisations that start as a part of the weight
 
 
 @dataclass(frozen=True)
@@ -25,12 +28,17 @@ class LoRA:
     """y + scale · dropout(x) A^T B^T: an `Adapter` of models.layers.linear.
 
     Attributes:
+        rank: number of rows of A and columns of B.
+        alpha: numerator of the scale.
         use_rslora: scale is alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023), not alpha / rank.
-        init: B is zero, and A uniform as in peft or gaussian, of standard deviation 1 / rank; or both are a part of the
-            weight (`begin`): its largest singular vectors (PiSSA, Meng et al. 2024), or its first columns made
-            orthonormal (OLoRA, Büyükakyüz 2024). What they start as is then subtracted from their product, so that the
-            weight itself, quantized or not, stays what the files hold.
+        dropout: fraction of the elements of x that the adapter drops while training.
+        init: initial A and B. "uniform", "gaussian": B is zero, and A is uniform as in peft, or gaussian with standard
+            deviation 1 / rank. "pissa", "olora": both are a part of the weight (`begin`), its largest singular vectors
+            (PiSSA, Meng et al. 2024) or its first columns made orthonormal (OLoRA, Büyükakyüz 2024); the product of
+            the initial A and B is then subtracted from the adapter, so that the weight itself, quantized or not, keeps
+            the values of the files.
         freeze_a: only B is trained (LoRA-FA, Zhang et al. 2023).
+        owner: the part of the same fused module that holds the shared parameters; None: this layer does.
     """
 
     rank: int
@@ -45,54 +53,61 @@ class LoRA:
 
     @property
     def from_weight(self) -> bool:
-        """Whether it begins as a part of the weight."""
+        """Whether the adapter starts as a part of the weight."""
         return self.init in FROM_WEIGHT
 
     @property
     def scale(self) -> float:
-        """What B A is multiplied by."""
+        """The factor of B A."""
         return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
 
     @property
     def exported(self) -> tuple[int, float]:
-        """Rank and alpha of the plain adapter that it is exported as: with what it started as, of the same scale."""
+        """Rank and alpha of the plain adapter that it is exported as.
+
+        An adapter that starts as a part of the weight is exported with its initial A and B appended, so twice the rank,
+        and with an alpha that gives the same scale.
+        """
         if self.init not in FROM_WEIGHT:
             return self.rank, self.alpha
+        # So that alpha / rank, or alpha / sqrt(rank), does not change.
         return 2 * self.rank, self.alpha * (2**0.5 if self.use_rslora else 2)
 
     @property
     def peft_names(self) -> Mapping[str, str]:
-        """Of the parameters; an export joins what peft has no name for, *_start, to what it is subtracted from."""
-        own = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
+        """The parameters' names in peft, which has none for *_start: an export appends these to lora_A and lora_B."""
+        trained = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
         starts = {"lora_a_start": "lora_A_start.weight", "lora_b_start": "lora_B_start.weight"}
-        return own | starts if self.init in FROM_WEIGHT else own
+        return trained | starts if self.init in FROM_WEIGHT else trained
 
     def declare(self, shape: tuple[int, int], axes: tuple[str | None, ...]) -> dict[str, Any]:
-        """A (rank, in) and B (out, rank)."""
+        """Declare A (rank, in) and B (out, rank)."""
         out, inner = shape
-        a_init = partial(_uniform, bound=inner**-0.5)  # peft's: Kaiming uniform with a = sqrt(5)
+        a_init = partial(_uniform, bound=inner**-0.5)  # as in peft: Kaiming uniform with a = sqrt(5)
         if self.init == "gaussian":
             a_init = nnx.initializers.normal(1 / self.rank)
         zeros = nnx.initializers.zeros
-        of_a, of_b = ((self.rank, inner), ("rank", axes[1])), ((out, self.rank), (axes[0], "rank"))
+        a_shape, b_shape = ((self.rank, inner), ("rank", axes[1])), ((out, self.rank), (axes[0], "rank"))
         parts = {
-            "lora_a": declared(*of_a, a_init, "adapter", frozen=self.freeze_a),
-            "lora_b": declared(*of_b, zeros, "adapter"),
+            "lora_a": declared(*a_shape, a_init, "adapter", frozen=self.freeze_a),
+            "lora_b": declared(*b_shape, zeros, "adapter"),
         }
         if self.init in FROM_WEIGHT:
-            parts["lora_a_start"] = declared(*of_a, zeros, "adapter", frozen=True)
-            parts["lora_b_start"] = declared(*of_b, zeros, "adapter", frozen=True)
+            parts["lora_a_start"] = declared(*a_shape, zeros, "adapter", frozen=True)
+            parts["lora_b_start"] = declared(*b_shape, zeros, "adapter", frozen=True)
         return {name: part for name, part in parts.items() if self.owner is None or name not in self.shared}
 
     def begin(self, weight: Float[Array, "o i"], values: Mapping[str, Array]) -> dict[str, Array]:
-        """The values before the first step, float32, where they depend on the weight: of a fused module, all its rows.
+        """Return the values before the first step, float32, if they depend on the weight.
 
-        As peft's `pissa_init` and `olora_init`: A and B whose scaled product is the part of the weight.
+        For a fused module, `weight` has the rows of all its parts. As in peft's `pissa_init` and `olora_init`, the
+        scaled product of A and B is the part of the weight.
         """
         if self.init not in FROM_WEIGHT:
             return dict(values)
         if self.init == "pissa":
             left, singular, right = jnp.linalg.svd(weight, full_matrices=False)
+            # A and B share the singular values, divided by the scale so that scale · B A is the part of W.
             root = jnp.sqrt(singular[: self.rank] / self.scale)
             a, b = root[:, None] * right[: self.rank], left[:, : self.rank] * root
         else:
@@ -104,45 +119,50 @@ class LoRA:
     def outputs(
         linears: Sequence[Linear], x: Float[Array, "b s i"], ys: Sequence[Float[Array, "b s o"]], call: Call
     ) -> list[Float[Array, "b s o"]]:
-        """Each y plus the adapter's output; the parts of a fused module drop the same elements of x."""
+        """Return each y plus the adapter's output; the parts of a fused module drop the same elements of x."""
         return [y + extra for y, extra in zip(ys, added(linears, x, call))]
 
     def merged(self, weight: Float[Array, "o i"], values: Mapping[str, Array]) -> Float[Array, "o i"]:
-        """W + scale · B A."""
+        """Return W + scale · B A."""
         a, b = self.matrices(values)
         return weight + self.scale * jnp.einsum("or,ri->oi", b, a, precision=jax.lax.Precision.HIGHEST)
 
     def merged_bias(self, bias: Float[Array, " o"], values: Mapping[str, Array]) -> Float[Array, " o"]:
-        """As it is."""
+        """Return the bias unchanged."""
         return bias
 
     def matrices(self, values: Mapping[str, Array]) -> tuple[Float[Array, "*e r i"], Float[Array, "*e o r"]]:
-        """A and B, of twice the rank where what they started as is subtracted; of experts the stacks of theirs."""
+        """Return A and B, or for experts the stacks of A and B.
+
+        If the initial A and B are subtracted (FROM_WEIGHT), both have twice the rank.
+        """
         if self.init not in FROM_WEIGHT:
             return values["lora_a"], values["lora_b"]
+        # [B, -B_start] [A; A_start] = B A - B_start A_start.
         a = jnp.concatenate([values["lora_a"], values["lora_a_start"]], axis=-2)
         return a, jnp.concatenate([values["lora_b"], -values["lora_b_start"]], axis=-1)
 
 
 def matrices_of(linears: Sequence[Linear]) -> list[tuple[Array, Array]]:
-    """`LoRA.matrices` of each layer; A of a part of a fused module is its owner's."""
+    """Return `LoRA.matrices` of each layer; a part of a fused module takes A from its owner."""
     by_name = {linear.name: linear for linear in linears}
 
     def value(linear: Linear, part: str) -> Array:
         shared = part in linear.adapter.shared
         return (by_name[linear.adapter.owner or linear.name] if shared else linear).part(part)
 
-    return [one.adapter.matrices({part: value(one, part) for part in one.adapter.peft_names}) for one in linears]
+    return [linear.adapter.matrices({p: value(linear, p) for p in linear.adapter.peft_names}) for linear in linears]
 
 
 def added(linears: Sequence[Linear], x: Float[Array, "b s i"], call: Call) -> list[Float[Array, "b s o"]]:
-    """What the adapter of each layer adds to its output: scale · dropout(x) A^T B^T.
+    """Compute the output of each layer's adapter, which is added to the layer's: scale · dropout(x) A^T B^T.
 
-    Scaled at the rank, where it costs nothing. The barriers keep the small products apart from the large ones,
-    which then add to them as part of their own work: to y in the forward pass, to dx in the backward pass.
+    The scale multiplies x A^T, which has only `rank` features, so it costs nothing. The barriers keep XLA from fusing
+    the small products with the large ones. The large products then add the small results in their own epilogue: to y
+    in the forward pass, to dx in the backward pass.
     """
     matrices = matrices_of(linears)
-    lows = _low(linears, [a for a, _ in matrices], jax.lax.optimization_barrier(x), call)
+    lows = _project(linears, [a for a, _ in matrices], jax.lax.optimization_barrier(x), call)
     scaled = [low * jnp.asarray(linear.adapter.scale, low.dtype) for linear, low in zip(linears, lows)]
     multiply = partial(matmul, groups=call.groups)
     products = [multiply(low, b, linear.out) for linear, low, (_, b) in zip(linears, scaled, matrices)]
@@ -150,26 +170,27 @@ def added(linears: Sequence[Linear], x: Float[Array, "b s i"], call: Call) -> li
 
 
 def dropped(linear: Linear, x: Float[Array, "b s i"], call: Call) -> Float[Array, "b s i"]:
-    """x as the adapter of a layer has it, with dropout while training."""
+    """Return x as the adapter of a layer sees it: with dropout while training."""
     rate = linear.adapter.dropout
     if call.noise is None or not rate:
         return x
     return dropout(x, rate, call.noise.site(linear.adapter.owner or linear.name))
 
 
-def _low(
-    linears: Sequence[Linear], of_a: Sequence[Array], x: Float[Array, "b s i"], call: Call
+def _project(
+    linears: Sequence[Linear], a_matrices: Sequence[Array], x: Float[Array, "b s i"], call: Call
 ) -> list[Float[Array, "b s r"]]:
-    """x A^T of each layer, in one product where no elements of x are dropped."""
-    owners = [(linear, a) for linear, a in zip(linears, of_a) if linear.adapter.owner is None]
+    """Compute x A^T of each layer, in one product for all layers unless elements of x are dropped."""
+    owners = [(linear, a) for linear, a in zip(linears, a_matrices) if linear.adapter.owner is None]
     multiply = partial(matmul, out=None, groups=call.groups)
     if call.noise is not None and any(linear.adapter.dropout for linear, _ in owners):
-        found = [named(multiply(dropped(linear, x, call), a), call) for linear, a in owners]
+        lows = [named(multiply(dropped(linear, x, call), a), call) for linear, a in owners]
     else:
+        # One product with all A reads x once.
         product = multiply(x, jnp.concatenate([a for _, a in owners], axis=-2))
         ends = list(accumulate(a.shape[-2] for _, a in owners))
-        found = jnp.split(named(product, call), ends[:-1], axis=-1)
-    by_name = {linear.name: low for (linear, _), low in zip(owners, found)}
+        lows = jnp.split(named(product, call), ends[:-1], axis=-1)
+    by_name = {linear.name: low for (linear, _), low in zip(owners, lows)}
     return [by_name[linear.adapter.owner or linear.name] for linear in linears]
 
 

@@ -20,11 +20,11 @@ class Fp8Numbers(Numbers):
     """The hybrid format of Transformer Engine: forward products use fast accumulation, backward ones do not.
 
     Attributes:
-        hadamard: both sides of a product are rotated along the contracted dimension before they are rounded, and amax
-            is taken after the rotation. dW contracts over tokens, so its two sides are rotated otherwise than the
-            tensors whose amax the delayed scales come from: they have scales of their own.
-        online: a delayed scale of 0 asks for current scaling, by the tensor's own amax. Rounding then waits for amax
-            in every step, whether the scale is 0 or not.
+        hadamard: rotate both sides of a product along the contracted dimension before rounding; amax is taken after
+            the rotation. dW contracts over tokens, so its two sides are rotated along tokens and delayed scales, whose
+            amax comes from a rotation along features, do not fit them: dW always uses current scaling.
+        online: a delayed scale of 0 requests current scaling by the tensor's own amax. Rounding then waits for amax in
+            every step, whether the scale is 0 or not.
     """
 
     hadamard: bool
@@ -32,62 +32,63 @@ class Fp8Numbers(Numbers):
     delayed: ClassVar[bool] = True
 
     def operands(self, weight: Float[Array, "o i"]) -> Operands:
-        """Codes of W and of W^T: FP8 products contract last dimensions. A weight's scale comes from its own amax."""
+        """Make codes of W and W^T, as FP8 products contract last dimensions; the scale comes from the weight's amax."""
         return Operands(self._matrix(weight), self._matrix(weight.T))
 
     def forward(self, x, weight, scale):
-        """e4m3 activations times e4m3 weights."""
-        rows = self._rotated(x.reshape(-1, x.shape[-1]))
-        codes, scale, found = _to_fp8(rows, E4M3, scale, self.online)
+        """Multiply e4m3 activations by e4m3 weights."""
+        rows = self._rotate(x.reshape(-1, x.shape[-1]))
+        codes, scale, amax = _to_fp8(rows, E4M3, scale, self.online)
         y = _product(codes, _e4m3(weight), scale, weight.scale, dtype=x.dtype, fast_accumulation=True)
-        return y.reshape(*x.shape[:2], -1), found
+        return y.reshape(*x.shape[:2], -1), amax
 
     def backward(self, dy, x, weight, scales, random, dtype):
-        """e5m2 gradients times e4m3 weights, and times e4m3 activations."""
+        """Multiply e5m2 gradients by e4m3 weights (dx) and by e4m3 activations (dW)."""
         x_scale, dy_scale = (None, None) if scales is None else scales
-        codes, used, found = _to_fp8(self._rotated(dy.reshape(-1, dy.shape[-1])), E5M2, dy_scale, self.online)
-        dx = _product(codes, _e4m3(weight), used, weight.scale, dtype=dy.dtype).reshape(*dy.shape[:2], -1)
+        codes, dy_scale_used, amax = _to_fp8(self._rotate(dy.reshape(-1, dy.shape[-1])), E5M2, dy_scale, self.online)
+        dx = _product(codes, _e4m3(weight), dy_scale_used, weight.scale, dtype=dy.dtype).reshape(*dy.shape[:2], -1)
         if x is None:
-            return dx, None, found
+            return dx, None, amax
         if self.hadamard:
-            # Rotated along the tokens: neither the codes made for dx nor the delayed scales are of these numbers.
-            dy_codes, used, _ = _to_fp8(rotated(by_feature(dy)), E5M2)
-            x_codes, x_used, _ = _to_fp8(rotated(by_feature(x)), E4M3)
+            # Rotation along tokens gives other numbers: neither the codes made for dx nor the delayed scales fit them.
+            dy_codes, dy_scale_used, _ = _to_fp8(rotated(by_feature(dy)), E5M2)
+            x_codes, x_scale_used, _ = _to_fp8(rotated(by_feature(x)), E4M3)
         else:
-            # The codes of dy serve dW too. x was saved in its own dtype, and is rounded again to its forward codes.
+            # dW reuses the codes of dy. x was saved in its own dtype and is rounded again, to the same codes as in the
+            # forward pass.
             dy_codes = by_feature(codes.reshape(dy.shape))
-            x_codes, x_used, _ = _to_fp8(x.reshape(-1, x.shape[-1]), E4M3, x_scale, self.online)
+            x_codes, x_scale_used, _ = _to_fp8(x.reshape(-1, x.shape[-1]), E4M3, x_scale, self.online)
             x_codes = by_feature(x_codes.reshape(x.shape))
-        return dx, _product(dy_codes, x_codes, used, x_used, dtype=dtype), found
+        return dx, _product(dy_codes, x_codes, dy_scale_used, x_scale_used, dtype=dtype), amax
 
     def _matrix(self, weight: Float[Array, "m k"]) -> Operand:
-        codes, scale, _ = _to_fp8(self._rotated(weight), E4M3)
+        codes, scale, _ = _to_fp8(self._rotate(weight), E4M3)
         return Operand(jax.lax.bitcast_convert_type(codes, jnp.uint8), scale)
 
-    def _rotated(self, x: Float[Array, "m k"]) -> Float[Array, "m k"]:
+    def _rotate(self, x: Float[Array, "m k"]) -> Float[Array, "m k"]:
         return rotated(x) if self.hadamard else x
 
 
 def _to_fp8(
     x: Float[Array, "m k"], dtype: Any, scale: Float[Array, ""] | None = None, online: bool = False
 ) -> tuple[Float[Array, "m k"], Float[Array, "1 1"], Float[Array, ""]]:
-    """FP8 codes of x, the scale that x was divided by, and the amax of x.
+    """Return FP8 codes of x, the scale that x was divided by, and the amax of x.
 
-    Without a scale, or where it is 0 and `online`, the scale is current: amax becomes the largest number of the dtype.
+    Without a scale, or if it is 0 and `online` is set, scaling is current: amax becomes the dtype's largest number.
     A finite value that is too large for the scale saturates; a value that is not finite becomes NaN.
     """
-    # Needed with a delayed scale too: it enters the history, from which the scales of later steps are made.
-    found, most = largest(x), float(jnp.finfo(dtype).max)
+    # Needed with a delayed scale too: amax enters the history, which sets the scales of later steps.
+    amax, dtype_max = largest(x), float(jnp.finfo(dtype).max)
     if scale is None or online:
-        own = divisors(found / most)
-        scale = own if scale is None else jnp.where(scale > 0, scale, own)
-    # A number of bfloat16, so that `fp8_matmul` can take it in the dtype of its result.
+        current = divisors(amax / dtype_max)
+        scale = current if scale is None else jnp.where(scale > 0, scale, current)
+    # Round to bfloat16, so that `fp8_matmul` can take the scale in the dtype of its result without changing it.
     scale = jax.lax.reduce_precision(scale.reshape(1, 1), exponent_bits=8, mantissa_bits=7)
-    return quantize(x, scale, dtype), scale, found
+    return quantize(x, scale, dtype), scale, amax
 
 
 def _product(x, weight, x_scale, weight_scale, dtype, fast_accumulation=False):
-    """`fp8_matmul` with scales in the dtype of the result, if that has their bits."""
+    """Call `fp8_matmul` with scales in the dtype of the result, if that dtype holds them exactly."""
     scales = [s.astype(dtype) if dtype == jnp.bfloat16 else s for s in (x_scale, weight_scale)]
     return fp8_matmul(x, weight, *scales, dtype=dtype, fast_accumulation=fast_accumulation)
 

@@ -1,4 +1,4 @@
-"""The linear layers multiplied in low precision: their weights as a step sees them, and their delayed scales."""
+"""The linear layers multiplied in low precision: their weights in a step, and their delayed scales."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -42,13 +42,13 @@ class LinearWeight(Protocol):
 
 @dataclass(frozen=True)
 class Linears:
-    """Which linear layers these are, and how they multiply.
+    """The linear layers that are multiplied in low precision, and how.
 
     Attributes:
         numbers: the format of operands and how they are multiplied.
         parameters: the weights, stacked, by name.
-        history: number of steps whose amax makes the scales of the next (delayed scaling); None: each tensor's own amax
-            does (current scaling).
+        history: number of past steps whose amax sets the next step's scales (delayed scaling); None: scales come from
+            each tensor's own amax (current scaling).
         online_steps: number of first steps with current scaling, before the history is used.
     """
 
@@ -58,37 +58,40 @@ class Linears:
     online_steps: int = 0
 
     def initial_amax(self) -> Amax:
-        """An empty amax history of each layer's input and of the gradient of its output."""
+        """Return an empty amax history of each layer's input and of the gradient of its output."""
         if self.history is None:
             return {}
         return {name: jnp.zeros((*p.lead, 2, self.history)) for name, p in self.parameters.items()}
 
     def scales(self, amax: Amax, step: Int[Array, ""]) -> Scales:
-        """Delayed scales: the largest amax of the history fills the FP8 dtype; 1 while the history is empty.
+        """Return delayed scales, which map the largest amax of the history to the FP8 dtype's largest number.
 
-        0 in the first online_steps, which asks for current scaling.
+        A scale is 1 while the history is empty, and 0 in the first online_steps, which requests current scaling.
         """
-        # Of x in e4m3 and of dy in e5m2, in the order of the axis of 2.
-        most = jnp.asarray([float(jnp.finfo(dtype).max) for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2)])
+        # In the order of the axis of 2: x in e4m3, dy in e5m2.
+        dtype_max = jnp.asarray([float(jnp.finfo(dtype).max) for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2)])
         scales = {}
         for name, history in amax.items():
-            scales[name] = divisors(history.max(axis=-1) / most)
+            scales[name] = divisors(history.max(axis=-1) / dtype_max)
             if self.online_steps:
                 scales[name] = jnp.where(step < self.online_steps, 0.0, scales[name])
         return scales
 
     def extended(self, amax: Amax, found: dict[str, Array], finite: Array) -> Amax:
-        """The history with a step's amax in place of the oldest; unchanged by a step that was not finite."""
+        """Return the history with this step's amax in place of the oldest, or unchanged if the step was not finite."""
         return {
             name: jnp.where(finite, jnp.concatenate([found[name][..., None], history[..., :-1]], axis=-1), history)
             for name, history in amax.items()
         }
 
     def operands(self, weights: Mapping[str, Any]) -> dict[str, Operands]:
-        """Operands of the weights that are plain arrays, trained or frozen by train.freeze: once an optimizer step."""
+        """Make operands of the weights that are plain arrays (trained, or frozen by train.freeze).
+
+        This is done once an optimizer step.
+        """
 
         def one(weight: Array, axes: tuple[str | None, ...]) -> Operands:
-            if weight.ndim > 2:  # one matrix at a time, so that temporaries are not of the whole stack
+            if weight.ndim > 2:  # one matrix at a time, so that temporaries have the size of a matrix, not of the stack
                 return jax.lax.map(lambda weight: one(weight, axes), weight)
             return self.numbers.make(weight, axes)
 
@@ -98,7 +101,7 @@ class Linears:
     def wrapped(
         self, weights: Mapping[str, Any], operands: Mapping[str, Operands], scales: Mapping[str, Array]
     ) -> dict[str, Any]:
-        """All weights, with a `LowPrecision` in place of each weight that is multiplied in low precision."""
+        """Return all weights, with a `LowPrecision` in place of each that is multiplied in low precision."""
 
         def one(name: str) -> LowPrecision:
             weight = weights[name]
@@ -114,22 +117,24 @@ class Linears:
 class Frozen:
     """A `Storage` of models.parameters: a frozen weight that is multiplied in low precision.
 
-    With a quantized format that is what is stored, and operands are made of it at each use. Without one, the operands
-    themselves are stored, made once.
+    Attributes:
+        numbers: the format of operands and how they are multiplied.
+        format: the weight is stored in this quantized format, and operands are made from it at each use. None: the
+            operands are made once and stored.
     """
 
     numbers: "Numbers"
     format: Format | None
 
     def abstract(self, shape: tuple[int, ...], dtype: Any, axes: tuple[str | None, ...]) -> LowPrecision:
-        """Shapes, dtypes and shardings of a stack of weights."""
+        """Return shapes, dtypes and shardings of a stack of weights."""
         return self.holding((self.format or self.numbers).abstract(shape, dtype, axes))
 
     def make(self, weight: Float[Array, "o i"], axes: tuple[str | None, ...]) -> LowPrecision:
-        """One weight."""
+        """Convert one weight."""
         return self.holding((self.format or self.numbers).make(weight, axes))
 
     def holding(self, stored: Operands | QuantizedArray) -> LowPrecision:
-        """The leaf that holds a weight stored in either way."""
+        """Return the leaf that holds a weight stored as operands or as a quantized array."""
         parts = (None, stored) if isinstance(stored, QuantizedArray) else (stored, None)
         return LowPrecision(*parts, None, self.numbers)

@@ -1,7 +1,7 @@
 """NVFP4 products: e2m1 elements, an e4m3 scale per 16, a float32 scale per tensor (NVIDIA 2025, arXiv:2509.25149).
 
-A Blackwell GPU multiplies NVFP4 natively. Elsewhere it is emulated: an element times the scale of its block is exact in
-bfloat16, and products are summed in float32: the same arithmetic, at the speed of bfloat16.
+A Blackwell GPU multiplies NVFP4 natively. Elsewhere it is emulated: an element times its block's scale is exact in
+bfloat16 and products are summed in float32, so the arithmetic is the same and the speed is bfloat16's.
 """
 
 from dataclasses import dataclass
@@ -36,10 +36,11 @@ class Nvfp4Numbers(Numbers):
     """Weights in blocks of 16 x 16, so that W and W^T have the same codes; activations and gradients in 1 x 16.
 
     Attributes:
-        stochastic_rounding: of gradients. Their block scales are rounded up, so that no element saturates: saturation
-            would bias the mean.
-        hadamard: rotates both sides of dW along the tokens, with fixed random signs.
-        four_over_six: of weights and activations, and of gradients that are rounded to nearest.
+        stochastic_rounding: round gradients stochastically. Their block scales are rounded up, so that no element
+            saturates: saturation would bias the mean.
+        hadamard: rotate both sides of dW along the tokens, with fixed random signs.
+        four_over_six: choose 4 or 6 as a block's largest element by the squared error (`jaxtune.quant.nvfp4`), for
+            weights, activations, and gradients that are rounded to nearest.
     """
 
     stochastic_rounding: bool
@@ -48,47 +49,47 @@ class Nvfp4Numbers(Numbers):
     delayed: ClassVar[bool] = False
 
     def operands(self, weight: Float[Array, "o i"]) -> Operands:
-        """Of W, which serves both products where they are emulated; also of W^T where NVFP4 is native."""
+        """Make the operand of W, which serves both products if they are emulated; with native NVFP4 also of W^T."""
         matrix = Nvfp4("e2m1", (BLOCK, BLOCK), self.four_over_six).quantize(weight)
         assert matrix.outer_scales is not None
         # e2m1 has no NaN: a value that is not finite makes the scale of its block NaN, as in `_operand`.
-        hidden = nan_unless_finite(in_blocks(weight, (BLOCK, BLOCK))).sum(axis=(1, 3))
-        scales = e4m3_bits(e4m3(matrix.scales) + hidden)
+        zero_or_nan = nan_unless_finite(in_blocks(weight, (BLOCK, BLOCK))).sum(axis=(1, 3))
+        scales = e4m3_bits(e4m3(matrix.scales) + zero_or_nan)
         forward = Operand(matrix.codes, matrix.outer_scales[None], scales)
         if not native(current_device()):
             return Operands(forward, None)
-        # As blocks are square, W^T has the codes of W: unpacked, transposed, packed again along the other dimension.
+        # Blocks are square, so W^T has the codes of W: unpack, transpose, and pack again along the other dimension.
         codes = jnp.stack([matrix.codes >> 4, matrix.codes & 15], axis=-1).reshape(weight.shape)
         return Operands(forward, Operand(pack(codes.T), forward.scale, scales.T))
 
     def forward(self, x, weight, scale):
-        """Both sides rounded to nearest."""
+        """Round both sides to nearest and multiply."""
         rows = x.reshape(-1, x.shape[-1])
-        found = largest(rows)
-        y = _product(self._nearest(rows, found), weight, x.dtype)
-        return y.reshape(*x.shape[:2], -1), found
+        amax = largest(rows)
+        y = _product(self._nearest(rows, amax), weight, x.dtype)
+        return y.reshape(*x.shape[:2], -1), amax
 
     def backward(self, dy, x, weight, scales, random, dtype):
-        """dy is rounded stochastically by the `random` bits; without them to nearest."""
+        """Round dy stochastically by the `random` bits, or to nearest without them, and multiply."""
         for_dx, for_dw = (None, None) if random is None else random
-        rows, found = dy.reshape(-1, dy.shape[-1]), largest(dy)
-        left = self._gradient(rows, found, None if for_dx is None else for_dx.reshape(rows.shape))
+        rows, amax = dy.reshape(-1, dy.shape[-1]), largest(dy)
+        left = self._gradient(rows, amax, None if for_dx is None else for_dx.reshape(rows.shape))
         dx = _product(left, weight, dy.dtype, transposed=True).reshape(*dy.shape[:2], -1)
         if x is None:
-            return dx, None, found
+            return dx, None, amax
         dy, x = by_feature(dy), by_feature(x)
         if self.hadamard:
             dy, x = rotated(dy, SIGNED), rotated(x, SIGNED)
-        if for_dw is not None:  # after the rotation, padded positions are not 0 any more and need random bits too
-            filling = -for_dw.shape[1] % BLOCK
-            for_dw = by_feature(jnp.pad(for_dw, ((0, 0), (0, filling), (0, 0)), "wrap"))
+        if for_dw is not None:  # after the rotation, padded positions are no longer 0 and need random bits too
+            padding = -for_dw.shape[1] % BLOCK
+            for_dw = by_feature(jnp.pad(for_dw, ((0, 0), (0, padding), (0, 0)), "wrap"))
         left = self._gradient(dy, largest(dy), for_dw)
-        return dx, _product(left, self._nearest(x, largest(x)), dtype), found
+        return dx, _product(left, self._nearest(x, largest(x)), dtype), amax
 
     def random(self, noise: "Noise | None", shape: tuple[int, ...]) -> Any:
-        """16 random bits per element of dy, once for dx and once for dW: a function of the noise and the global row.
+        """Draw 16 random bits per element of dy, once for dx and once for dW; they depend on noise and global row.
 
-        Raises ValueError where gradients are rounded stochastically and there is no noise.
+        Raises ValueError if gradients are rounded stochastically and noise is None.
         """
         if not self.stochastic_rounding:
             return None
@@ -118,7 +119,7 @@ class Nvfp4Numbers(Numbers):
 
 
 def stochastic_e2m1(x: Float[Array, "*shape"], uniform: Float[Array, "*shape"]) -> UInt8[Array, "*shape"]:
-    """Codes of one of the two neighbours of x, the nearer one more likely: unbiased up to a magnitude of 6."""
+    """Round x to one of its two neighbours, the nearer one more likely, and return codes; unbiased up to |x| = 6."""
     magnitude = jnp.abs(x)
     step = jnp.where(magnitude < 2.0, 0.5, jnp.where(magnitude < 4.0, 1.0, 2.0))
     return nearest_e2m1(jnp.copysign(jnp.floor(magnitude / step + uniform) * step, x))
@@ -127,19 +128,22 @@ def stochastic_e2m1(x: Float[Array, "*shape"], uniform: Float[Array, "*shape"]) 
 def _operand(
     blocks: Float[Array, "m 1 n 16"], scales: Float[Array, "m n"], tensor_scale: Float[Array, ""], rounding
 ) -> Operand:
-    """A side of a product, from blocks and their scales; a value that is not finite makes its block NaN."""
+    """Make one side of a product from blocks and their scales; a value that is not finite makes its block NaN."""
     codes = pack(rounding(blocks / by_block(scales * tensor_scale))).reshape(len(blocks), -1)
-    scales = scales + nan_unless_finite(blocks).sum(axis=(1, 3))  # in the scale, as e2m1 has no NaN
+    scales = scales + nan_unless_finite(blocks).sum(axis=(1, 3))  # NaN goes into the scale because e2m1 has none
     return Operand(codes, tensor_scale.reshape(1, 1), e4m3_bits(scales))
 
 
 def native(device: Device) -> bool:
-    """Whether a device multiplies NVFP4 itself: XLA hands such products to cuDNN on Blackwell."""
+    """Return whether the device multiplies NVFP4 natively: on Blackwell XLA passes such products to cuDNN."""
     return device.capability is not None and device.capability[0] == 10
 
 
 def _product(a: Operand, b: Operand, dtype: Any, transposed: bool = False) -> Float[Array, "m n"]:
-    """a b^T; emulated, a b if `transposed`: there the operand of W serves both products, natively b is that of W^T."""
+    """Compute a b^T; if emulated and `transposed`, a b.
+
+    Emulated, the operand of W serves both products; with native NVFP4 dx gets the operand of W^T.
+    """
     if native(current_device()):
         product = _in_nvfp4(a, b)
     else:
@@ -149,9 +153,9 @@ def _product(a: Operand, b: Operand, dtype: Any, transposed: bool = False) -> Fl
 
 
 def _in_nvfp4(a: Operand, b: Operand) -> Float[Array, "m n"]:
-    """a b^T without the tensor scales.
+    """Compute a b^T without the tensor scales.
 
-    float4_e2m1fn takes the low four bits of a byte first: the two elements of a byte swap, on both sides alike.
+    float4_e2m1fn takes the low four bits of a byte first, so the two elements of a byte swap, on both sides alike.
     """
 
     def side(operand: Operand) -> tuple[Array, Array]:
@@ -168,6 +172,6 @@ def _in_nvfp4(a: Operand, b: Operand) -> Float[Array, "m n"]:
 
 
 def _values(operand: Operand) -> Float[Array, "m k"]:
-    """Elements times the scales of their blocks, exact in bfloat16."""
+    """Return elements times the scales of their blocks, exact in bfloat16."""
     assert operand.block_scales is not None
     return dequantize(operand.codes, operand.block_scales, elements="e2m1", dtype=jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""Number formats of a run."""
+"""The number formats of a run: a `Recipe` from the options under `precision`."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -18,13 +18,13 @@ from pallas_kernels.gpus import Device
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a step computes.
+    """The number formats that a training step computes in.
 
     Attributes:
-        dtype: of activations, to which weights are cast where they are used.
-        matmul_precision: of jax.default_matmul_precision; 'highest' keeps float32 products from becoming TF32.
-        gradient_dtype: of gradients as they are summed over micro-batches.
-        loss_scale: of the mean loss at the first step; None: the loss is not scaled.
+        dtype: dtype of activations, to which weights are cast at each use.
+        matmul_precision: value for jax.default_matmul_precision; 'highest' keeps float32 products from becoming TF32.
+        gradient_dtype: dtype in which gradients are summed over micro-batches.
+        loss_scale: scale of the mean loss at the first step; None: the loss is not scaled.
         growth_steps: steps without an overflow after which the scale doubles.
         linears: the linear layers multiplied in low precision.
     """
@@ -38,7 +38,7 @@ class Recipe:
 
 
 BF16 = Recipe(jnp.dtype("bfloat16"), "default")
-# By precision.recipe, before other options change it.
+# By the value of precision.recipe, before other options change the record.
 RECIPES = {
     "bf16": BF16,
     "fp32": Recipe(jnp.dtype("float32"), "highest"),
@@ -49,7 +49,7 @@ RECIPES = {
 
 
 def recipe_of(precision: Precision, linears: Linears | None) -> Recipe:
-    """The recipe of a section of options; `linears`: the layers that fp8_hybrid and nvfp4 apply to."""
+    """Return the recipe for the options under `precision`; `linears`: the layers that fp8_hybrid and nvfp4 apply to."""
     recipe = dataclasses.replace(
         RECIPES[precision.recipe], gradient_dtype=jnp.dtype(precision.gradient_dtype), linears=linears
     )
@@ -59,7 +59,7 @@ def recipe_of(precision: Precision, linears: Linears | None) -> Recipe:
 
 
 def numbers_of(precision: Precision) -> Numbers | None:
-    """How a low-precision recipe multiplies linear layers; None for another recipe."""
+    """Return the number format in which a low-precision recipe multiplies linear layers; None for another recipe."""
     match precision.recipe:
         case "fp8_hybrid":
             return Fp8Numbers(precision.fp8.hadamard, online=precision.fp8.online_scale_steps > 0)
@@ -69,7 +69,7 @@ def numbers_of(precision: Precision) -> Numbers | None:
 
 
 def linears_of(precision: Precision, weights: Mapping[str, LinearWeight]) -> Linears | None:
-    """How the recipe multiplies these weights in low precision; None if it multiplies none."""
+    """Return how the recipe multiplies these weights in low precision; None if it multiplies none."""
     numbers = numbers_of(precision)
     if numbers is None:
         return None
@@ -79,9 +79,9 @@ def linears_of(precision: Precision, weights: Mapping[str, LinearWeight]) -> Lin
 
 
 def check_device(name: str, device: Device) -> str | None:
-    """What to tell the user about a recipe on a device, or None.
+    """Return a note for the user about a recipe on a device, or None.
 
-    Raises UserError where the device cannot run it, naming what would work.
+    Raises UserError if the device cannot run the recipe, with recipes that it can.
     """
     if name == "fp8_hybrid" and device.capability is not None and device.capability < (8, 9):
         raise UserError(

@@ -1,6 +1,6 @@
 """Frozen weights in 4 and 8 bits: quantized arrays that a matmul accepts, and the formats they come in.
 
-Its README says how to add a format.
+README.md in this folder explains how to add a format.
 """
 
 from types import ModuleType
@@ -23,11 +23,11 @@ MODULES |= dict.fromkeys(("int8", "int4", "weight_only_mix"), integers)
 
 
 def format_module(name: str) -> ModuleType:
-    """The module of a format: which has `format_of`."""
+    """Return the module of a format, which has `format_of`."""
     return MODULES[name]
 
 
 def format_of(options: Quant, parameter: str) -> Format:
-    """The format that quant.format asks for, for a parameter by its name inside its layer ("mlp.down.weight")."""
+    """Return the format that quant.format selects for a parameter, by its name inside a layer ("mlp.down.weight")."""
     assert options.format is not None
     return format_module(options.format).format_of(options, parameter)

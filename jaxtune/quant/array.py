@@ -1,4 +1,7 @@
-"""The one quantized array: codes, scales of blocks, and for some formats scales of the scales."""
+"""The quantized array of all formats: codes, scales of blocks, and for some formats scales of the scales.
+
+Shapes: o rows and i columns of a weight, r x c elements of a block, b batch, s sequence, m rows of x.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -18,7 +21,7 @@ from pallas_kernels.grouped_quant_matmul import grouped_quant_matmul
 from pallas_kernels.quant_matmul.elements import ELEMENTS
 from pallas_kernels.quant_matmul.layout import block_scales
 
-SCALES_PER_OUTER = 256  # of bitsandbytes' double quantization
+SCALES_PER_OUTER = 256  # fixed by bitsandbytes' double quantization
 
 
 @partial(
@@ -28,20 +31,20 @@ SCALES_PER_OUTER = 256  # of bitsandbytes' double quantization
 )
 @dataclass(frozen=True)
 class QuantizedArray:
-    """A matrix (o, i), or a stack of them, in 4 or 8 bits: value(code) * scale of its block.
+    """A matrix (o, i), or a stack of matrices, in 4 or 8 bits. An element is value(code) * scale of its block.
 
-    A pytree: scanned, sharded, moved and saved like the arrays it holds.
+    A pytree: it is scanned, sharded, moved and saved like the arrays it holds.
 
     Attributes:
-        codes: one byte an element, or two elements a byte, the first in the high four bits.
-        scales: one a block of r x c elements, the blocks in the order of the matrix: float32; or 8-bit codes.
-        outer_scales: of 8-bit scales. With `offset` (bitsandbytes' double quantization, Dettmers et al. 2023) the
-            scales are codes of the dynamic map, and each 256 of them, in row-major order, have one outer scale;
-            without, they are e4m3 and the matrix has one outer scale (NVFP4). 8-bit scales that have none are e8m0
-            (MXFP4).
+        codes: one byte per element, or two elements per byte, the first in the high four bits.
+        scales: one per block of r x c elements, blocks in the order of the matrix; float32 or 8-bit codes.
+        outer_scales: the scales of 8-bit `scales`. With `offset` (bitsandbytes' double quantization, Dettmers et al.
+            2023) `scales` are codes of the dynamic map, and every 256 codes, in row-major order, share one outer
+            scale. Without `offset` they are e4m3 and the matrix has one outer scale (NVFP4). 8-bit scales without
+            outer scales are e8m0 (MXFP4).
         offset: added to doubly quantized scales.
         elements: the kind of element, a name in ELEMENTS of `pallas_kernels.quant_matmul`.
-        dtype: of the matrix when it is dequantized.
+        dtype: the dtype of the dequantized matrix.
     """
 
     codes: UInt8[Array, "*stack o i_packed"]
@@ -53,26 +56,27 @@ class QuantizedArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the dequantized matrix, or of the stack."""
+        """The shape of the dequantized matrix or stack."""
         *stack, rows, columns = self.codes.shape
         return (*stack, rows, columns * ELEMENTS[self.elements].packed)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all it holds, over all devices."""
+        """Bytes of all its arrays, over all devices."""
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     def kernel_scales(self) -> tuple[Array, Array | None]:
-        """The scales as kernels take them: of blocks (float32, or e4m3 codes), and of each matrix or None.
+        """Return the scales as kernels take them: per block (float32, or e4m3 codes), and per matrix or None.
 
-        Kernels know neither e8m0 nor double quantization, so such scales are expanded to float32 first; the latter are
-        scale[n] = DYNAMIC_MAP[code[n]] * outer_scales[n // 256] + offset, with n = row * (blocks in a row) + column.
+        Kernels support neither e8m0 nor double quantization, so such scales are expanded to float32 first. Doubly
+        quantized scales are scale[n] = DYNAMIC_MAP[code[n]] * outer_scales[n // 256] + offset, with
+        n = row * (blocks in a row) + column.
         """
         if self.outer_scales is None:
             return e8m0(self.scales) if self.scales.dtype == jnp.uint8 else self.scales, None
         if self.offset is None:
             return self.scales, self.outer_scales[..., 0]
-        # A gather on a mesh with explicit axes must be told its sharding: that of the codes of the scales.
+        # A gather on a mesh with explicit axes needs an output sharding: the result is sharded like the scales' codes.
         spec = jax.typeof(self.scales).sharding.spec
         rows, columns = self.scales.shape[-2:]
         outer = jnp.arange(rows)[:, None] * columns + jnp.arange(columns)[None, :]
@@ -81,17 +85,20 @@ class QuantizedArray:
         return value * scale_of_scale + self.offset[..., None, None], None
 
     def with_kernel_scales(self) -> "QuantizedArray":
-        """The same with float32 scales of blocks alone, of which a device can hold a part."""
+        """Return the same array with only float32 block scales, which can be sharded over devices."""
         scales, matrix_scale = self.kernel_scales()
         scales = block_scales(scales, None if matrix_scale is None else matrix_scale[..., None, None])
         return replace(self, scales=scales, outer_scales=None, offset=None)
 
     def grouped_matmul(self, x: Float[Array, "m i"], groups: Groups) -> Float[Array, "m o"]:
-        """x W^T, with W the matrix of each row's group; of a stack `with_kernel_scales`, inside a shard_map."""
+        """Compute x W^T, with W the matrix of each row's group.
+
+        The array is a stack, made by `with_kernel_scales`; call this inside a shard_map.
+        """
         return grouped_quant_matmul(x, self.codes, self.scales, groups, elements=self.elements)
 
     def dequantize(self) -> Float[Array, "*stack o i"]:
-        """The matrix, or the stack, in `dtype`, sharded as the codes are."""
+        """Return the matrix, or the stack, in `dtype`, sharded like the codes."""
         if self.codes.ndim > 2:
             return jax.lax.map(lambda matrix: matrix.dequantize(), self)
         scales, tensor_scale = self.kernel_scales()
@@ -101,10 +108,10 @@ class QuantizedArray:
         return jax.shard_map(kernel, in_specs=specs, out_specs=specs[0])(*arguments)
 
     def matmul(self, x: Float[Array, "b s i"], axis: Entry, noise: Any = None) -> Float[Array, "b s o"]:
-        """x W^T in the dtype of x, on any mesh; `axis` is the mesh axis, or the axes, of o. It needs no `noise`.
+        """Compute x W^T in the dtype of x, on any mesh; `axis` is the mesh axis, or axes, that shard o.
 
-        Codes and scales are all-gathered, a quarter or half of the matrix's bytes in 16 bits, and dequantized at each
-        use, again in the backward pass.
+        Codes and scales are all-gathered, which moves a quarter or half of the bytes of a 16-bit matrix. They are
+        dequantized at each use, so again in the backward pass. `noise` is not used.
         """
         weight = jax.tree.map(gather, self)
         scales, tensor_scale = weight.kernel_scales()
@@ -114,6 +121,7 @@ class QuantizedArray:
             rows = x.reshape(-1, x.shape[-1])
             y = quant_matmul.quant_matmul(rows, codes, scales, tensor_scale, elements=weight.elements)
             y = y.reshape(*x.shape[:2], -1)
+            # If i is sharded (tensor parallelism) each device has a part of the sum over i.
             return y if inner is None else jax.lax.psum(y, inner)
 
         arguments = (x, weight.codes, scales, tensor_scale)
@@ -122,10 +130,10 @@ class QuantizedArray:
 
 
 def in_blocks(weight: Float[Array, "o i"], block: tuple[int, int]) -> Float[Array, "o/r r i/c c"]:
-    """The elements of each block, float32.
+    """Return the elements of each block, float32.
 
-    XLA fuses arithmetic on this view into one loop over the matrix; scales that were broadcast to the shape of the
-    matrix would be another array of its size.
+    XLA fuses arithmetic on this view into one loop over the matrix; scales broadcast to the shape of the matrix would
+    be another array of its size.
     """
     rows, columns = block
     o, i = weight.shape
@@ -133,36 +141,37 @@ def in_blocks(weight: Float[Array, "o i"], block: tuple[int, int]) -> Float[Arra
 
 
 def block_absmax(blocks: Float[Array, "o/r r i/c c"]) -> Float[Array, "o/r i/c"]:
-    """The amax of each block."""
+    """Return the amax of each block."""
     return jnp.abs(blocks).max(axis=(1, 3))
 
 
-TINY = float(np.finfo(np.float32).tiny)  # XLA flushes smaller numbers, the subnormal ones, to zero
+TINY = float(np.finfo(np.float32).tiny)  # XLA flushes smaller (subnormal) numbers to zero
 
 
 def divisors(scales: Float[Array, "*shape"], least: float = TINY) -> Float[Array, "*shape"]:
-    """Scales to divide by: 1 in place of a scale of zero, or of one below `least`, which would become zero."""
+    """Return scales to divide by: 1 in place of a scale of zero or below `least`, which would become zero."""
     return jnp.where(scales < least, 1.0, scales)
 
 
 def e8m0(exponents: UInt8[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Float32 powers of two, 2^(exponent - 127), of the bytes of float8_e8m0fnu; 0 is zero, 255 infinite."""
+    """Decode float8_e8m0fnu bytes to float32 powers of two, 2^(exponent - 127); 0 is zero, 255 infinite."""
     return jax.lax.bitcast_convert_type(exponents.astype(jnp.uint32) << 23, jnp.float32)
 
 
 def by_block(scales: Float[Array, "o/r i/c"]) -> Float[Array, "o/r 1 i/c 1"]:
-    """Values of blocks, in a shape that broadcasts over the elements of `in_blocks`."""
+    """Reshape values of blocks so that they broadcast over the elements of `in_blocks`."""
     return scales[:, None, :, None]
 
 
 def pack(codes: UInt8[Array, "*shape i"]) -> UInt8[Array, "*shape i/2"]:
-    """Two 4-bit codes a byte, the first in the high bits, as bitsandbytes has them."""
+    """Pack two 4-bit codes per byte, the first in the high bits, as bitsandbytes does."""
     return (codes[..., ::2] << 4) | codes[..., 1::2]
 
 
 def nearest(values: Float[Array, "*shape"], table: np.ndarray) -> UInt8[Array, "*shape"]:
-    """Index of the nearest entry of an ascending table; halfway goes to the lower one, as by torch.bucketize."""
+    """Return the index of the nearest entry of an ascending table; ties go to the lower one, as in torch.bucketize."""
     bounds = (table[:-1] + table[1:]) / np.float32(2)
-    if len(bounds) > 16:  # else comparisons, which XLA fuses into the loop around them, as it does not fuse a search
+    # XLA fuses comparisons into the loop around them, but not a search, so short tables use comparisons.
+    if len(bounds) > 16:
         return jnp.searchsorted(jnp.asarray(bounds), values).astype(jnp.uint8)
     return sum((values > bound).astype(jnp.uint8) for bound in bounds)  # type: ignore[return-value]

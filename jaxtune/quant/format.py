@@ -1,4 +1,4 @@
-"""What a format is: a block, and a function from a matrix to a QuantizedArray; its layout and its checks."""
+"""The base class of formats: a block shape, a function from a matrix to a QuantizedArray, layout and checks."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Format(ABC):
 
     Attributes:
         elements: the kind of element, a name in ELEMENTS of `pallas_kernels.quant_matmul`.
-        block: rows and columns that share a scale; None: all of them.
+        block: number of rows and columns that share a scale; None: all rows or all columns.
     """
 
     elements: str
@@ -27,15 +27,15 @@ class Format(ABC):
 
     @abstractmethod
     def quantize(self, weight: Float[Array, "o i"]) -> QuantizedArray:
-        """The matrix, finite and of any float dtype, in pure jax.numpy."""
+        """Quantize a finite matrix of any float dtype, in pure jax.numpy."""
 
     def block_of(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Rows and columns of a block of a matrix of this shape."""
+        """Return the rows and columns of a block, for a matrix of this shape."""
         rows, columns = self.block
         return rows or shape[0], columns or shape[1]
 
     def misfit(self, shape: tuple[int, ...]) -> str | None:
-        """Why a matrix of this shape has no whole number of blocks, or None."""
+        """Return why a matrix of this shape cannot be divided into whole blocks, or None."""
         rows, columns = self.block_of(shape)
         if shape[0] % rows or shape[1] % columns:
             return f"blocks of {rows} x {columns} do not divide {shape[0]} x {shape[1]}"
@@ -44,7 +44,7 @@ class Format(ABC):
         return None
 
     def abstract(self, shape: tuple[int, ...], dtype: Any, axes: tuple[str | None, ...]) -> QuantizedArray:
-        """Shapes, dtypes and shardings of a parameter of this shape, logical axes and dtype on the current mesh."""
+        """Return shapes, dtypes and shardings on the current mesh of a parameter of this shape, dtype and axes."""
         matrix, mesh = self._matrix(shape, dtype), jax.sharding.get_mesh()
 
         def leaf(array: jax.ShapeDtypeStruct, place: jax.P) -> jax.ShapeDtypeStruct:
@@ -54,15 +54,15 @@ class Format(ABC):
         return jax.tree.map(leaf, matrix, self._places(matrix, axes))
 
     def make(self, weight: Float[Array, "*stack o i"], axes: tuple[str | None, ...]) -> QuantizedArray:
-        """A matrix, or a stack, with these logical axes, quantized on the devices that hold it."""
-        return _quantized(weight, self, self._places(self._matrix(weight.shape, weight.dtype), axes))
+        """Quantize a matrix, or a stack, with these logical axes, on the devices that hold it."""
+        return _quantize(weight, self, self._places(self._matrix(weight.shape, weight.dtype), axes))
 
     def _matrix(self, shape: tuple[int, ...], dtype: Any) -> QuantizedArray:
-        """Shapes and dtypes of one matrix of a stack of this shape."""
+        """Return shapes and dtypes of one quantized matrix of a stack of this shape."""
         return jax.eval_shape(self.quantize, jax.ShapeDtypeStruct(shape[-2:], dtype))
 
     def _places(self, matrix: QuantizedArray, axes: tuple[str | None, ...]) -> QuantizedArray:
-        """The PartitionSpec of each array of a stack of such matrices, whose logical axes these are."""
+        """Return the PartitionSpec of each array of a stack of such matrices with these logical axes."""
 
         def leaf(array: jax.ShapeDtypeStruct) -> jax.P:
             inner = [axis if array.ndim == 2 and size > 1 else None for axis, size in zip(axes[-2:], array.shape)]
@@ -72,10 +72,10 @@ class Format(ABC):
 
 
 @partial(jax.jit, static_argnames=("format", "place"))
-def _quantized(weight: Float[Array, "*stack o i"], format: Format, place: QuantizedArray) -> QuantizedArray:
-    """`place`: the PartitionSpec of each array."""
+def _quantize(weight: Float[Array, "*stack o i"], format: Format, place: QuantizedArray) -> QuantizedArray:
+    """Quantize a matrix or a stack; `place`: the PartitionSpec of each array of the result."""
     quantize = format.quantize
     for _ in range(weight.ndim - 2):
         quantize = jax.vmap(quantize)
-    # Formats say nothing of shardings: XLA chooses those inside.
+    # Formats do not handle shardings, so XLA chooses them inside.
     return cast(QuantizedArray, jax.sharding.auto_axes(quantize, out_sharding=place)(weight))

@@ -1,6 +1,6 @@
 """bitsandbytes' 4-bit tables and its double quantization of the scales (Dettmers et al. 2023, arXiv:2305.14314).
 
-NF4 has 16 quantiles of a normal distribution, FP4 a sign, two bits of exponent and one of mantissa.
+NF4's 16 values are quantiles of a normal distribution. FP4 has a sign bit, two exponent bits and one mantissa bit.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from pallas_kernels.quant_matmul.elements import ELEMENTS
 
 
 def format_of(options: Quant, parameter: str) -> Format:
-    """NF4 or FP4, one scale per quant.block_size (64) elements of a row, in 8 bits with quant.double_quant."""
+    """Return NF4 or FP4, one scale per quant.block_size (64) elements of a row, in 8 bits with quant.double_quant."""
     assert options.format is not None
     block = options.block_size if isinstance(options.block_size, int) else BLOCK_SIZES["nf4"][0]
     return FourBitFloats(options.format, (1, block), options.double_quant)
@@ -26,14 +26,18 @@ def format_of(options: Quant, parameter: str) -> Format:
 
 @dataclass(frozen=True)
 class FourBitFloats(Format):
-    """NF4 or FP4: codes equal to bitsandbytes' `quantize_4bit`."""
+    """NF4 or FP4; codes equal those of bitsandbytes' `quantize_4bit`.
+
+    Attributes:
+        double_quant: quantize the scales to 8 bits.
+    """
 
     double_quant: bool
 
     def quantize(self, weight: Float[Array, "o i"]) -> QuantizedArray:
-        """One scale per block of a row; with `double_quant` the scales are in 8 bits."""
+        """Quantize with one scale per block of a row; with `double_quant` the scales are in 8 bits."""
         table = np.asarray(ELEMENTS[self.elements].values, np.float32)
-        order = np.argsort(table, stable=True)  # FP4's codes are not in the order of their values
+        order = np.argsort(table, stable=True)  # FP4's codes are not ordered by value
         blocks = in_blocks(weight, self.block_of(weight.shape))
         absmax = block_absmax(blocks)
         elements = jnp.clip(blocks * by_block(1.0 / jnp.maximum(absmax, TINY)), -1, 1)  # bitsandbytes' floor is 1e-38
@@ -44,8 +48,11 @@ class FourBitFloats(Format):
 
 
 def doubly_quantized(absmax: Float[Array, "o n"]) -> tuple[UInt8[Array, "o n"], Float[Array, " m"], Float[Array, ""]]:
-    """8-bit codes of (scales - mean), one scale per 256 codes, and the mean (bitsandbytes' `quantize_blockwise`)."""
-    # Scales are positive: without their mean they would use half of the codes of the signed map.
+    """Return 8-bit codes of (scales - mean), one scale per 256 codes, and the mean.
+
+    Equal to bitsandbytes' `quantize_blockwise`.
+    """
+    # Scales are positive: unless their mean is subtracted they would use half of the codes of the signed map.
     offset = absmax.mean()
     centred = (absmax - offset).reshape(-1)
     groups = jnp.pad(centred, (0, -centred.size % SCALES_PER_OUTER)).reshape(-1, SCALES_PER_OUTER)

@@ -1,4 +1,4 @@
-"""FP8 e4m3 with float32 scales: square blocks (DeepSeek-V3, arXiv:2412.19437), a row, or the whole matrix."""
+"""FP8 e4m3 with float32 scales, one per square block (DeepSeek-V3, arXiv:2412.19437), per row or per matrix."""
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +8,11 @@ from jaxtune.config.schema import Quant
 from jaxtune.quant.array import QuantizedArray, block_absmax, by_block, divisors, in_blocks
 from jaxtune.quant.format import Format
 
-LARGEST = 448.0  # of e4m3
+LARGEST = 448.0  # the largest e4m3 number
 
 
 def format_of(options: Quant, parameter: str) -> Format:
-    """Blocks of quant.block_size (128) squared; "channel": one scale per row; "tensor": one for the matrix."""
+    """Return FP8 in square blocks of quant.block_size (128); "channel": a scale per row; "tensor": one per matrix."""
     match options.block_size or 128:
         case "channel":
             block = (1, None)
@@ -25,10 +25,10 @@ def format_of(options: Quant, parameter: str) -> Format:
 
 
 class Fp8(Format):
-    """Scaled so that the amax of a block becomes the largest number of e4m3; a block of zeros has scale 1."""
+    """FP8 e4m3, scaled so that the amax of a block becomes the largest e4m3 number; a block of zeros has scale 1."""
 
     def quantize(self, weight: Float[Array, "o i"]) -> QuantizedArray:
-        """Rounded to nearest, ties to even."""
+        """Quantize, rounding to nearest, ties to even."""
         blocks = in_blocks(weight, self.block_of(weight.shape))
         absmax = block_absmax(blocks)
         scales = divisors(absmax / LARGEST)

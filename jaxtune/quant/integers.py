@@ -1,4 +1,4 @@
-"""INT8 and INT4, weights only: symmetric integers with a float32 scale a row, or a block of it."""
+"""INT8 and INT4, weights only: symmetric integers with a float32 scale per row, or per block of a row."""
 
 import jax
 import jax.numpy as jnp
@@ -11,23 +11,26 @@ from pallas_kernels.quant_matmul.elements import ELEMENTS
 
 
 def format_of(options: Quant, parameter: str) -> Format:
-    """A scale a row, or quant.block_size elements of it; weight_only_mix is ERNIE's: experts INT4, the rest INT8."""
+    """Return INT8 or INT4 with a scale per row, or per quant.block_size elements of a row.
+
+    weight_only_mix is ERNIE's: experts in INT4, the other weights in INT8.
+    """
     is_expert = options.format == "weight_only_mix" and ".experts." in f".{parameter}"
     elements = "int4" if options.format == "int4" or is_expert else "int8"
     return Integers(elements, (1, options.block_size if isinstance(options.block_size, int) else None))
 
 
 class Integers(Format):
-    """As many codes below zero as above: the lowest, -8 or -128, is not used. A block of zeros has scale 1."""
+    """Symmetric integers: the lowest code, -8 or -128, is not used. A block of zeros has scale 1."""
 
     def quantize(self, weight: Float[Array, "o i"]) -> QuantizedArray:
-        """Rounded to nearest, ties to even."""
+        """Quantize, rounding to nearest, ties to even."""
         bits = ELEMENTS[self.elements].bits
         largest = 2 ** (bits - 1) - 1
         blocks = in_blocks(weight, self.block_of(weight.shape))
         absmax = block_absmax(blocks)
         scales = divisors(absmax / largest)
-        whole = jnp.clip(jnp.round(blocks / by_block(scales)), -largest, largest).astype(jnp.int8)
-        codes = jax.lax.bitcast_convert_type(whole, jnp.uint8)
+        integers = jnp.clip(jnp.round(blocks / by_block(scales)), -largest, largest).astype(jnp.int8)
+        codes = jax.lax.bitcast_convert_type(integers, jnp.uint8)
         codes = (pack(codes & 15) if bits == 4 else codes).reshape(len(weight), -1)
         return QuantizedArray(codes, scales, None, None, self.elements, weight.dtype)

@@ -13,22 +13,29 @@ from jaxtune.quant.format import Format
 from pallas_kernels.quant_matmul.elements import ELEMENTS, e4m3
 
 LARGEST, LARGEST_SCALE = 6.0, 448.0
-SMALLEST_SCALE = 2.0**-9  # the least e4m3 above zero
+SMALLEST_SCALE = 2.0**-9  # the smallest e4m3 number above zero
 
 
 def format_of(options: Quant, parameter: str) -> Format:
-    """Blocks of 16 elements of a row."""
+    """Return NVFP4 in blocks of 16 elements of a row."""
     return Nvfp4("e2m1", (1, *BLOCK_SIZES["nvfp4"]), options.four_over_six)
 
 
 @dataclass(frozen=True)
 class Nvfp4(Format):
-    """With `four_over_six` the largest of a block becomes 4 instead of 6 where its squared error is then smaller."""
+    """NVFP4.
+
+    Attributes:
+        four_over_six: map a block's largest element to 4 instead of 6 if the block's squared error is then smaller.
+    """
 
     four_over_six: bool
 
     def quantize(self, weight: Float[Array, "o i"]) -> QuantizedArray:
-        """Two levels of scales. A matrix of zeros has scale 1, and its blocks e4m3's smallest scale, never 0."""
+        """Quantize with two levels of scales.
+
+        A matrix of zeros has scale 1, and its blocks have e4m3's smallest scale, never 0.
+        """
         blocks = in_blocks(weight, self.block_of(weight.shape))
         tensor_scale = tensor_scale_of(block_absmax(blocks).max())
         scales = block_scales(blocks, tensor_scale, self.four_over_six)
@@ -37,54 +44,54 @@ class Nvfp4(Format):
 
 
 def tensor_scale_of(absmax: Float[Array, ""]) -> Float[Array, ""]:
-    """The scale of a matrix with this amax, which it makes 6 * 448."""
+    """Return the scale of a matrix with this amax; amax divided by it is 6 * 448."""
     return divisors(absmax / (LARGEST * LARGEST_SCALE), least=TINY / SMALLEST_SCALE)
 
 
 def block_scales(
     blocks: Float[Array, "o/r r i/c c"], tensor_scale: Float[Array, ""], four_over_six: bool
 ) -> Float[Array, "o/r i/c"]:
-    """The e4m3 scale of each block; a block is divided by it times the scale of the matrix."""
+    """Return the e4m3 scale of each block; a block is divided by this scale times the scale of the matrix."""
     absmax = block_absmax(blocks)
     scales = _block_scales(absmax, LARGEST, tensor_scale)
     if not four_over_six:
         return scales
-    # Cook et al. 2025, arXiv:2512.02010. The tensor scale stays the same, so that no block is worse off. Blocks whose
-    # amax is near that of the tensor gain nothing: their scale has no room for 6 / 4 times as much below 448.
+    # Cook et al. 2025, arXiv:2512.02010. The tensor scale stays the same, so that no block gets a larger error. Blocks
+    # whose amax is near the tensor's gain nothing: 6 / 4 times their scale would exceed 448.
     larger = _block_scales(absmax, 4.0, tensor_scale)
     better = _error(blocks, larger * tensor_scale) < _error(blocks, scales * tensor_scale)
     return jnp.where(better, larger, scales)
 
 
 def _block_scales(absmax: Float[Array, "o n"], becomes: float, tensor_scale: Float[Array, ""]) -> Float[Array, "o n"]:
-    """Scales, rounded to e4m3, that turn the amax of a block into `becomes`."""
-    wanted = jnp.clip(absmax / becomes / tensor_scale, SMALLEST_SCALE, LARGEST_SCALE)
-    return e4m3(e4m3_bits(wanted))
+    """Return scales, rounded to e4m3, that map the amax of a block to `becomes`."""
+    clipped = jnp.clip(absmax / becomes / tensor_scale, SMALLEST_SCALE, LARGEST_SCALE)
+    return e4m3(e4m3_bits(clipped))
 
 
 def rounded_up(scales: Float[Array, "o n"]) -> Float[Array, "o n"]:
-    """Scales of blocks, rounded up to e4m3."""
-    wanted = jnp.clip(scales, SMALLEST_SCALE, LARGEST_SCALE)
-    nearest = e4m3_bits(wanted)
-    return jnp.where(e4m3(nearest) < wanted, e4m3(nearest + 1), e4m3(nearest))
+    """Round scales of blocks up to e4m3."""
+    clipped = jnp.clip(scales, SMALLEST_SCALE, LARGEST_SCALE)
+    nearest = e4m3_bits(clipped)
+    return jnp.where(e4m3(nearest) < clipped, e4m3(nearest + 1), e4m3(nearest))
 
 
 def e4m3_bits(x: Float[Array, "*shape"]) -> UInt8[Array, "*shape"]:
-    """The bits of the nearest float8_e4m3fn, of which `e4m3` has the value.
+    """Return the bits of the nearest float8_e4m3fn; `e4m3` decodes them.
 
-    Bits, because XLA for GPUs removes a conversion to a narrower float and back, as if nothing had been rounded.
+    The result is bits because XLA for GPUs removes a conversion to a narrower float and back, and with it the rounding.
     """
     return jax.lax.bitcast_convert_type(x.astype(jnp.float8_e4m3fn), jnp.uint8)
 
 
 def _error(blocks: Float[Array, "o/r r i/c c"], scales: Float[Array, "o/r i/c"]) -> Float[Array, "o/r i/c"]:
-    """Squared error of each block when quantized with these scales."""
+    """Return the squared error of each block when quantized with these scales."""
     values = ELEMENTS["e2m1"].decode(nearest_e2m1(blocks / by_block(scales)))
     return jnp.square(values * by_block(scales) - blocks).sum(axis=(1, 3))
 
 
 def nearest_e2m1(x: Float[Array, "*shape"]) -> UInt8[Array, "*shape"]:
-    """Codes of 0, 0.5, 1, 1.5, 2, 3, 4, 6, ties to the even code, the sign in the high bit; beyond 6 saturates."""
+    """Return codes of 0, 0.5, 1, 1.5, 2, 3, 4, 6, the sign in the high bit; ties to even, beyond 6 saturates."""
     # `>` and `>=` alternate, so that a tie goes to the even code.
     a = jnp.abs(x)
     bounds = (a > 0.25, a >= 0.75, a > 1.25, a >= 1.75, a > 2.5, a >= 3.5, a > 5.0)

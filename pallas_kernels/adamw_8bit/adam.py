@@ -1,4 +1,7 @@
-"""What an update by AdamW is made of: the moments in 8 bits, what a step brings, and the arithmetic of an element."""
+"""The parts of an AdamW update: 8-bit moments, the inputs of a step, and the arithmetic of an element.
+
+Shapes: l layers, o rows, i columns, r x c elements of a block.
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -7,40 +10,57 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, UInt8, UInt32
 
-TINY = float(np.finfo(np.float32).tiny)  # XLA flushes smaller numbers, the subnormal ones, to zero
+TINY = float(np.finfo(np.float32).tiny)  # XLA flushes smaller (subnormal) numbers to zero
 
 
 class Moment(NamedTuple):
-    """A moment in 8 bits: value(code) * absmax of its block, which has r x c elements."""
+    """A moment in 8 bits. An element is value(code) * absmax of its block, which has r x c elements."""
 
     codes: UInt8[Array, "l o i"]
     absmax: Float32[Array, "l o/r i/c"]
 
 
-# Parameter, mean of gradients (in the signed dynamic map), mean of their squares (in the unsigned one).
+# Parameter, mean of gradients (in the signed dynamic map), mean of squared gradients (in the unsigned map).
 Updated = tuple[Float[Array, "l o i"], Moment, Moment]
 SIGNED = (True, False)
 
 
 class Step(NamedTuple):
-    """What a step brings besides gradients, for a stack of matrices or the shard of one."""
+    """The inputs of a step other than the gradient, for a stack of matrices or the shard of a stack.
 
-    count: Int[Array, ""]  # updates before this one
-    rate: Float32[Array, " l"]  # learning rate of each layer
-    decay: Float32[Array, " l"]  # weight decay of each layer
-    factor: Float32[Array, ""]  # multiplies the gradient
-    finite: Bool[Array, ""]  # False: nothing changes
-    key: UInt32[Array, "2"]  # of stochastic rounding
-    origin: UInt32[Array, "3"]  # layer, row and column in the whole stack of the first element of this shard
+    Attributes:
+        count: number of updates before this one.
+        rate: learning rate of each layer.
+        decay: weight decay of each layer.
+        factor: multiplies the gradient.
+        finite: False: nothing changes.
+        key: key of stochastic rounding.
+        origin: layer, row and column, in the whole stack, of this shard's first element.
+    """
+
+    count: Int[Array, ""]
+    rate: Float32[Array, " l"]
+    decay: Float32[Array, " l"]
+    factor: Float32[Array, ""]
+    finite: Bool[Array, ""]
+    key: UInt32[Array, "2"]
+    origin: UInt32[Array, "3"]
 
 
 class Factors(NamedTuple):
-    """What all elements share in a step, so that each is multiplied as seldom as can be."""
+    """Scalars that all elements share in a step, combined so that an element needs few multiplications.
 
-    to_mean: Float32[Array, ""]  # of a gradient, its share of the mean
-    to_root: Float32[Array, ""]  # of a gradient, the root of its share of the mean of squares
-    scale: Float32[Array, ""]  # of the root of the mean of squares in the denominator
-    epsilon: Float32[Array, ""]  # added to it
+    Attributes:
+        to_mean: factor of a gradient in the mean.
+        to_root: factor of a gradient whose square is added to the mean of squares.
+        scale: factor of the root of the mean of squares in the denominator.
+        epsilon: added to the denominator.
+    """
+
+    to_mean: Float32[Array, ""]
+    to_root: Float32[Array, ""]
+    scale: Float32[Array, ""]
+    epsilon: Float32[Array, ""]
 
 
 @dataclass(frozen=True)
@@ -53,12 +73,13 @@ class Adam:
 
     @property
     def betas(self) -> tuple[float, float]:
-        """What is kept of each moment."""
+        """The decay rate of each moment."""
         return self.beta1, self.beta2
 
     def factors(self, step: Step) -> Factors:
-        """With c1 and c2 that correct for moments that started at zero:
+        """Compute the factors of a step, bias correction included.
 
+        With c1 and c2 as the corrections for moments that started at zero,
         c1 * mean / (sqrt(c2 * square) + epsilon) = mean / (scale * sqrt(square) + epsilon / c1).
         """
         exponent = (step.count + 1).astype(jnp.float32)
@@ -79,7 +100,7 @@ class Adam:
         rate: Float32[Array, "..."],
         decay: Float32[Array, "..."],
     ) -> tuple[Float32[Array, "*shape"], Float32[Array, "*shape"], Float32[Array, "*shape"]]:
-        """The next parameter and moments; `kept`: the moments before, each times its beta."""
+        """Return the next parameter and moments; `kept`: the previous moments, each times its beta."""
         root = gradient * factors.to_root
         mean, square = kept[0] + gradient * factors.to_mean, kept[1] + root * root
         direction = mean / (jnp.sqrt(square) * factors.scale + factors.epsilon)
@@ -87,11 +108,11 @@ class Adam:
 
 
 def inverse(absmax: Float32[Array, "*blocks"]) -> Float32[Array, "*blocks"]:
-    """What the elements of a block are multiplied by, to lie from -1 to 1; 1 where they are as good as zero."""
+    """Return the factor that brings the elements of a block into [-1, 1]; 1 for a block of (almost) zeros."""
     return 1 / jnp.where(absmax < TINY, 1.0, absmax)
 
 
 def block_of(moment: Moment) -> tuple[int, int]:
-    """Rows and columns of a block."""
+    """Return the rows and columns of a block."""
     (_, rows, columns), (_, down, across) = moment.codes.shape, moment.absmax.shape
     return rows // down, columns // across

@@ -1,4 +1,4 @@
-"""What the update is compiled with: stacks with blocks of 256, of a size that is no power of two, and of short rows."""
+"""Compile cases of the update: stacks with blocks of 256, of a size that is not a power of two, and of short rows."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -11,7 +11,7 @@ from pallas_kernels.adamw_8bit.adam import Adam, Moment, Step, Updated
 from pallas_kernels.case import Case, asked
 
 ADAM = Adam(0.9, 0.999, 1e-8)
-# Shape, block, and the dtype of parameter and gradient. (Of 4 layers, for the smallest memory of a GPU.)
+# Shape, block, and the dtype of parameter and gradient. (4 layers, so that they fit the GPU with the least memory.)
 STACKS = (
     ((4, 4096, 12288), (1, 256), "bfloat16"),
     ((4, 4096, 11008), (1, 172), "float32"),

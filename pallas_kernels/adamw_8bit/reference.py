@@ -1,4 +1,4 @@
-"""The update in plain jnp: the reference that the kernel is compared with."""
+"""The update in plain jnp, the reference of the kernel."""
 
 import jax
 import jax.numpy as jnp
@@ -8,18 +8,18 @@ from pallas_kernels.adamw_8bit.adam import SIGNED, Adam, Moment, Step, Updated, 
 from pallas_kernels.adamw_8bit.dynamic_map import TABLES, decode, encode
 from pallas_kernels.stochastic_rounding import random_bits, stored
 
-# All but absmax is computed in the shape of the parameter, not in blocks: on a GPU XLA then fuses it with the rounding
-# of the parameter into one loop, and stores no float32 moment.
+# Everything except absmax is computed in the shape of the parameter, not in blocks. On a GPU, XLA then fuses it with
+# the rounding of the parameter into one loop, and does not store a float32 moment.
 
 
 def update(gradient: Float[Array, "l o i"], before: Updated, step: Step, adam: Adam) -> Updated:
-    """The parameter and the moments after a step; see `adamw_8bit`."""
+    """Return the parameter and the moments after a step; see `adamw_8bit`."""
     parameter, *moments = before
-    kept = [_dequantize(moment, beta, signed) for moment, beta, signed in zip(moments, adam.betas, SIGNED)]
+    decayed = [_dequantize(moment, beta, signed) for moment, beta, signed in zip(moments, adam.betas, SIGNED)]
     after, mean, square = adam(
         gradient.astype(jnp.float32),
         parameter.astype(jnp.float32),
-        (kept[0], kept[1]),
+        (decayed[0], decayed[1]),
         adam.factors(step),
         step.rate[:, None, None],
         step.decay[:, None, None],
@@ -41,12 +41,12 @@ def _quantize(moment: Float32[Array, "l o i"], block: tuple[int, int], signed: b
 
 
 def _dequantize(moment: Moment, beta: float, signed: bool) -> Float32[Array, "l o i"]:
-    """The moment times beta."""
+    """Return the moment times beta."""
     return decode(moment.codes, TABLES[signed]) * _spread(beta * moment.absmax, moment.codes.shape)
 
 
-def _spread(of_blocks: Float32[Array, "l o/r i/c"], shape: tuple[int, ...]) -> Float32[Array, "l o i"]:
-    """The value of each block, repeated for its elements."""
-    (layers, rows, columns), (_, down, across) = shape, of_blocks.shape
+def _spread(block_values: Float32[Array, "l o/r i/c"], shape: tuple[int, ...]) -> Float32[Array, "l o i"]:
+    """Repeat the value of each block for its elements."""
+    (layers, rows, columns), (_, down, across) = shape, block_values.shape
     repeated = (layers, down, rows // down, across, columns // across)
-    return jnp.broadcast_to(of_blocks[:, :, None, :, None], repeated).reshape(shape)
+    return jnp.broadcast_to(block_values[:, :, None, :, None], repeated).reshape(shape)

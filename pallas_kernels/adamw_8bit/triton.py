@@ -1,7 +1,7 @@
 """The update by one Pallas-Triton kernel, for GPUs from sm_80 on: each array is read once and written once, in place.
 
-A stack of matrices is worked on as a list of blocks, (number of blocks, elements of one): blocks are contiguous in
-memory, so that this reshape costs nothing, and a launch updates all layers.
+The kernel sees a stack of matrices as a list of blocks, (number of blocks, elements of a block). Blocks are contiguous
+in memory, so this reshape costs nothing, and one launch updates all layers.
 """
 
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ from pallas_kernels.manual_axes import vary_over, varying_axes
 from pallas_kernels.quant_matmul.triton import AMPERE, span, whole
 from pallas_kernels.stochastic_rounding import random_bits, stored
 
-# Elements that a program updates, and its warps: each thread has 16 elements, 16 bytes of codes.
+# Elements that a program updates, and its warps: a thread has 16 elements, which are 16 bytes of codes.
 ELEMENTS, WARPS = 2048, 4
 
 
 @dataclass(frozen=True)
 class Request:
-    """A stack of matrices (layers, rows, columns), or a shard of one, in blocks of (block_rows, block_columns)."""
+    """A stack of matrices (layers, rows, columns), or its shard, in blocks of (block_rows, block_columns)."""
 
     layers: int
     rows: int
@@ -36,28 +36,28 @@ class Request:
 
 
 def request_for(before: Updated) -> Request:
-    """The request that these arrays make."""
+    """Return the request for these arrays."""
     parameter, mu, _ = before
     layers, rows, columns = parameter.shape
     return Request(layers, rows, columns, *block_of(mu))
 
 
 def refuses(device: Device, request: Request) -> str | None:
-    """Why this kernel cannot run a request on a device, or None."""
+    """Return why this kernel cannot run a request on a device, or None."""
     if device.capability is None or device.capability < AMPERE:
         return "it needs an NVIDIA GPU of compute capability 8.0 or later"
     if request.block_rows > 1 and request.block_columns < request.columns:
         block = f"{request.block_rows} x {request.block_columns}"
         return f"blocks of {block} in rows of {request.columns} are not contiguous in memory"
     if 2**31 < request.layers * request.rows * request.columns <= 2**32:
-        return "Pallas-Triton has 32-bit offsets in arrays up to 2^32 bytes, and more than 2^31 codes need longer ones"
+        return "Pallas-Triton has 32-bit offsets in arrays up to 2^32 bytes, and more than 2^31 codes need more bits"
     return None
 
 
 def update(
     gradient: Float[Array, "l o i"], before: Updated, step: Step, adam: Adam, *, interpret: bool = False
 ) -> Updated:
-    """The parameter and the moments after a step; see `adamw_8bit`."""
+    """Return the parameter and the moments after a step; see `adamw_8bit`."""
     request, (parameter, mu, nu) = request_for(before), before
     blocks, size = mu.absmax.size, request.block_rows * request.block_columns
 
@@ -66,6 +66,7 @@ def update(
 
     changed = (by_block(parameter), by_block(mu.codes), mu.absmax.ravel(), by_block(nu.codes), nu.absmax.ravel())
     factors = jnp.stack(adam.factors(step))
+    # The integers that the kernel reads: whether the step was finite, the key, and the shard's origin.
     words = jnp.concatenate([step.finite.astype(jnp.uint32)[None], step.key, step.origin])
     tables = (jnp.asarray(table) for signed in SIGNED for table in TABLES[signed])
     constants = (factors, words, step.rate, step.decay, *tables)
@@ -75,6 +76,7 @@ def update(
         jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
         for x in operands[: len(changed)]
     ]
+    # Sizes of Triton's arrays are powers of 2; elements beyond a block are masked.
     columns = pl.next_power_of_2(size)
     rows = ELEMENTS // columns
     after, *moments = pl.pallas_call(
@@ -101,49 +103,56 @@ def _kernel(*refs, request: Request, adam: Adam, rows: int, columns: int):
 
     @pl.when(words_ref[0] != 0)
     def _():
-        there = block < blocks
-        where, inside = (block[:, None], element[None, :]), there[:, None] & (element < size)[None, :]
+        in_range = block < blocks
+        indices, valid = (block[:, None], element[None, :]), in_range[:, None] & (element < size)[None, :]
         layer, row, column = _places(block, element, request)
 
         def load(ref) -> Array:
-            return plgpu.load(ref.at[where], mask=inside, other=0)
+            return plgpu.load(ref.at[indices], mask=valid, other=0)
 
-        def of_blocks(ref, index: Array = block) -> Array:
-            return plgpu.load(ref.at[index], mask=there, other=0)[:, None]
+        def load_per_block(ref, index: Array = block) -> Array:
+            return plgpu.load(ref.at[index], mask=in_range, other=0)[:, None]
 
-        def kept(beta: float, map_tables: Tables, codes_ref, absmax_ref) -> Array:
-            value = decode(load(codes_ref), map_tables, _look_up) * (beta * of_blocks(absmax_ref))
-            return value if columns == size else jnp.where(inside, value, 0)
+        def load_moment(beta: float, map_tables: Tables, codes_ref, absmax_ref) -> Array:
+            value = decode(load(codes_ref), map_tables, _look_up) * (beta * load_per_block(absmax_ref))
+            # A masked element loads code 0, whose value in the signed map is not 0: it must not enter the absmax.
+            return value if columns == size else jnp.where(valid, value, 0)
 
         def store(moment: Array, map_tables: Tables, codes_out, absmax_out) -> None:
             absmax = jnp.max(jnp.abs(moment), axis=1)
             codes = encode(moment * inverse(absmax)[:, None], map_tables, _look_up)
-            plgpu.store(codes_out.at[where], codes, mask=inside)
-            plgpu.store(absmax_out.at[block], absmax, mask=there)
+            plgpu.store(codes_out.at[indices], codes, mask=valid)
+            plgpu.store(absmax_out.at[block], absmax, mask=in_range)
 
         signed, unsigned = Tables(*tables[: len(tables) // 2]), Tables(*tables[len(tables) // 2 :])
         after, mean, square = adam(
             load(gradient_ref).astype(jnp.float32),
             load(parameter_ref).astype(jnp.float32),
-            (kept(adam.beta1, signed, mu_ref, mu_absmax_ref), kept(adam.beta2, unsigned, nu_ref, nu_absmax_ref)),
+            (
+                load_moment(adam.beta1, signed, mu_ref, mu_absmax_ref),
+                load_moment(adam.beta2, unsigned, nu_ref, nu_absmax_ref),
+            ),
             Factors(*(factors_ref[number] for number in range(len(Factors._fields)))),
-            of_blocks(rate_ref, layer),
-            of_blocks(decay_ref, layer),
+            load_per_block(rate_ref, layer),
+            load_per_block(decay_ref, layer),
         )
         key, *origin = (words_ref[1], words_ref[2]), words_ref[3], words_ref[4], words_ref[5]
         places = (place.astype(jnp.uint32) + first for place, first in zip((layer[:, None], row, column), origin))
         new = stored(after, parameter_out.dtype, random_bits(key, *places))
-        plgpu.store(parameter_out.at[where], new, mask=inside)
+        plgpu.store(parameter_out.at[indices], new, mask=valid)
         store(mean, signed, mu_out, mu_absmax_out)
         store(square, unsigned, nu_out, nu_absmax_out)
 
 
 def _places(block: Array, element: Array, request: Request) -> tuple[Array, Array, Array]:
-    """Layers of blocks; rows and columns of their elements, in shapes that broadcast."""
-    across = request.columns // request.block_columns  # blocks side by side
+    """Return the layers of blocks, and the rows and columns of their elements, in shapes that broadcast."""
+    across = request.columns // request.block_columns  # blocks next to each other in a row
     down = request.rows // request.block_rows
-    layer, place = jax.lax.div(block, down * across), jax.lax.rem(block, down * across)
-    row, column = jax.lax.div(place, across) * request.block_rows, jax.lax.rem(place, across) * request.block_columns
+    layer, in_layer = jax.lax.div(block, down * across), jax.lax.rem(block, down * across)
+    row, column = (
+        jax.lax.div(in_layer, across) * request.block_rows,
+        jax.lax.rem(in_layer, across) * request.block_columns,
+    )
     if request.block_rows == 1:
         return layer, row[:, None], column[:, None] + element[None, :]
     in_row, in_column = jax.lax.div(element, request.columns), jax.lax.rem(element, request.columns)
@@ -151,5 +160,5 @@ def _places(block: Array, element: Array, request: Request) -> tuple[Array, Arra
 
 
 def _look_up(table_ref, index: Array) -> Array:
-    """From the first-level cache, of which the tables take 6 KiB."""
+    """Read a table, which the L1 cache holds: all tables are 6 KiB."""
     return plgpu.load(table_ref.at[index])

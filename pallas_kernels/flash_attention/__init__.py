@@ -17,10 +17,10 @@ from pallas_kernels.registry import ANY_CARD, Backend
 
 __all__ = ["BACKENDS", "RESIDUALS", "MaskSpec", "flash_attention"]
 
-# In order of preference. 'auto' takes only a backend that was checked: Triton and XLA by tests/kernels on a CPU, Mosaic
-# by a run on a Hopper GPU: as exact as Triton there, and faster. cuDNN is never chosen: its
-# gradients differed from run to run on that GPU. fa3 comes after Triton, which takes all that it takes. So 'auto' never
-# makes a run that two runs cannot repeat bit by bit.
+# In order of preference. 'auto' chooses only a backend that was checked: Triton and XLA by tests/kernels on a CPU,
+# Mosaic by a run on a Hopper GPU, where it was as exact as Triton, and faster. 'auto' never chooses cuDNN, because its
+# gradients differed from run to run on that GPU, nor fa3, because Triton comes first and runs every request that fa3
+# runs. So a run with 'auto' can always be repeated bit by bit.
 BACKENDS = (
     Backend("cudnn", cudnn.attend, cudnn.refuses, {}),
     Backend(
@@ -48,19 +48,24 @@ def flash_attention(
     backend: str = "auto",
     fallback: str = "error",
 ) -> Any:
-    """Softmax attention (Dao et al. 2022) of queries to the keys that `mask` lets them see.
+    """Compute softmax attention (Dao et al. 2022) of queries to the keys that `mask` lets them see.
 
-    Returns (b, s, h, d). h is a multiple of n: consecutive groups of query heads share a key head (Ainslie et al.
-    2023), which is not repeated in memory. `scale` is d^-0.5 unless given; `soft_cap` bounds the logits to
-    cap * tanh(logits / cap) (Gemma 2); `sinks` adds one logit a head to the denominator alone (gpt-oss). Products are
-    made in the inputs' dtype (bfloat16, float16, float32) and accumulated in float32. With `return_lse` also the
-    natural logarithm of the denominator, float32 (b, h, s), sinks included. Differentiable in q, k, v and sinks,
-    through both results; under jax.checkpoint the backward pass runs the forward kernel again unless the policy saves
-    the residuals named RESIDUALS (cuDNN's always runs again). Results repeat bit by bit, except for the
-    gradients of fa3, and those of cuDNN without XLA's option xla_gpu_deterministic_ops.
+    Shapes: b batch, s queries, t keys, h query heads, n key heads, d head dimension. h is a multiple of n: consecutive
+    groups of query heads share a key head (Ainslie et al. 2023), which is not repeated in memory.
 
-    `backend`: 'auto', or a name in BACKENDS. `fallback`: 'warn' takes 'auto' where that backend cannot run this on the
-    device at hand. Raises ValueError for shapes that do not fit, and registry.CannotRun for a backend that cannot run.
+    scale: factor of q k^T; d^-0.5 unless given. soft_cap: bounds the logits to cap * tanh(logits / cap) (Gemma 2).
+    sinks: one logit per head, added only to the denominator (gpt-oss). return_lse: return the log-sum-exp too.
+    backend: 'auto', or a name in BACKENDS. fallback: 'warn' chooses by 'auto' if the backend cannot run this call on
+    the current device.
+
+    Returns (b, s, h, d); with `return_lse` also the natural logarithm of the denominator, sinks included, as float32
+    (b, h, s). Products are computed in the inputs' dtype (bfloat16, float16, float32) and accumulated in float32.
+    Results repeat bit by bit, except for gradients of fa3, and of cuDNN without XLA's option xla_gpu_deterministic_ops.
+
+    Differentiable in q, k, v and sinks, through both results. Under jax.checkpoint the backward pass runs the forward
+    kernel again unless the policy saves the residuals named RESIDUALS (cuDNN always runs it again).
+
+    Raises ValueError for shapes that do not fit together, and registry.CannotRun for a backend that cannot run.
     """
     variant = _variant(q, k, v, mask, scale, soft_cap, sinks)
     request = Request(
@@ -83,10 +88,10 @@ def flash_attention(
 
 
 def _variant(q, k, v, mask: MaskSpec, scale, soft_cap, sinks) -> Variant:
-    """The static part of a call, once its shapes are checked."""
+    """Check the shapes of a call and return its static part."""
 
-    def check(right: bool, message: str) -> None:
-        if not right:
+    def check(ok: bool, message: str) -> None:
+        if not ok:
             raise ValueError(f"flash_attention: {message}")
 
     check(q.ndim == k.ndim == v.ndim == 4, "q, k and v are (batch, sequence, heads, head_dim)")
@@ -98,9 +103,10 @@ def _variant(q, k, v, mask: MaskSpec, scale, soft_cap, sinks) -> Variant:
         q.dtype == k.dtype == v.dtype, f"q, k and v have dtypes {q.dtype}, {k.dtype} and {v.dtype}; they must be equal"
     )
     check(
-        q.dtype in (jnp.bfloat16, jnp.float16, jnp.float32), f"dtype {q.dtype}; bfloat16, float16 and float32 can run"
+        q.dtype in (jnp.bfloat16, jnp.float16, jnp.float32),
+        f"dtype {q.dtype}; bfloat16, float16 and float32 are supported",
     )
-    # Offsets within an array are 32-bit integers in the kernels, with a sign.
+    # In the kernels, offsets within an array are signed 32-bit integers.
     check(max(q.size, k.size) <= 2**31, f"{max(q.size, k.size)} elements; at most 2^31 are supported")
     if mask.key_start is not None:
         check(mask.key_start.shape == (batch, queries), f"key_start {mask.key_start.shape} is not {(batch, queries)}")

@@ -1,7 +1,9 @@
-"""Which blocks of keys a block of queries sees, and the reverse: kernels loop over these, and never load the others.
+"""The blocks of keys that a block of queries sees, and the reverse. Kernels loop over them and never load other blocks.
 
-A range is [begin, full_begin, full_end, stop): outside [begin, stop) nothing is visible, within [full_begin, full_end)
-everything is, and the blocks between need the mask of each element.
+A range is [begin, full_begin, full_end, stop]: outside [begin, stop) no element is visible, within
+[full_begin, full_end) every element is, and the other blocks of [begin, stop) need the mask of each element.
+
+Shapes: b batch, s queries, t keys, h heads, d head dimension, x blocks of queries, y blocks of keys.
 """
 
 from typing import NamedTuple
@@ -13,7 +15,7 @@ from pallas_kernels.flash_attention.variant import Variant
 
 
 class _Extremes(NamedTuple):
-    """Over the queries of each block, (b, query blocks): the least and greatest first key and end of keys."""
+    """The smallest and largest first key, and end of keys, over the queries of each block."""
 
     least_first: Int[Array, "b x"]
     most_first: Int[Array, "b x"]
@@ -24,25 +26,25 @@ class _Extremes(NamedTuple):
 def key_blocks(
     first: Int[Array, "b s"], end: Int[Array, "b s"], keys: int, block_q: int, block_k: int
 ) -> Int[Array, "b x 4"]:
-    """For each block of queries, its range in blocks of keys."""
-    seen = _extremes(first, end, block_q, keys)
-    begin, stop = seen.least_first // block_k, -(-seen.most_end // block_k)
+    """Return for each block of queries its range of blocks of keys."""
+    extremes = _extremes(first, end, block_q, keys)
+    begin, stop = extremes.least_first // block_k, -(-extremes.most_end // block_k)
     begin = jnp.minimum(begin, stop)
-    full_begin = jnp.clip(-(-seen.most_first // block_k), begin, stop)
-    full_end = jnp.clip(seen.least_end // block_k, full_begin, stop)
+    full_begin = jnp.clip(-(-extremes.most_first // block_k), begin, stop)
+    full_end = jnp.clip(extremes.least_end // block_k, full_begin, stop)
     return jnp.stack([begin, full_begin, full_end, stop], axis=-1)
 
 
 def query_blocks(
     first: Int[Array, "b s"], end: Int[Array, "b s"], keys: int, block_q: int, block_k: int
 ) -> Int[Array, "b y 4"]:
-    """For each block of keys, its range in blocks of queries."""
-    seen = _Extremes(*(extreme[:, None, :] for extreme in _extremes(first, end, block_q, keys)))
+    """Return for each block of keys its range of blocks of queries."""
+    extremes = _Extremes(*(extreme[:, None, :] for extreme in _extremes(first, end, block_q, keys)))
     start = jnp.arange(0, keys, block_k, dtype=jnp.int32)[None, :, None]
-    touched = (seen.least_first < start + block_k) & (seen.most_end > start)
-    full = (seen.most_first <= start) & (seen.least_end >= start + block_k)
-    # Blocks between the first and the last that touch these keys may see none of them: the mask hides their elements.
-    # Of the blocks that see them all only the first unbroken run counts as full.
+    touched = (extremes.least_first < start + block_k) & (extremes.most_end > start)
+    full = (extremes.most_first <= start) & (extremes.least_end >= start + block_k)
+    # A block between the first and the last block that touch these keys may see none of the keys: the mask then hides
+    # its elements. If blocks that see all of the keys are not contiguous, only the first run of blocks counts as full.
     begin, stop = _first_true(touched), _end_of_true(touched)
     begin = jnp.minimum(begin, stop)
     full_begin = jnp.clip(_first_true(full), begin, stop)
@@ -52,10 +54,11 @@ def query_blocks(
 
 
 def most_flops(variant: Variant, q: Array, k: Array, block_q: int, block_k: int, products: int) -> float:
-    """Of matrix products over the blocks of logits that q (b, s, h, d) and k may need.
+    """Return an upper bound of the flops of `products` matrix products over the blocks of logits of q and k.
 
-    These are all blocks that causality and the window leave, as if each row were one document; where offsets are known
-    at run time only, as if the blocks of queries were spread evenly over the keys, as chunks dealt to devices are.
+    It counts all blocks that causality and the window leave, as if each row were one document. If offsets are known
+    only at run time, it assumes that the blocks of queries are spread evenly over the keys, like the chunks of a
+    sequence that is sharded over devices.
     """
     (batch, queries, heads, head_dim), keys = q.shape, k.shape[1]
     blocks = 0
@@ -68,20 +71,27 @@ def most_flops(variant: Variant, q: Array, k: Array, block_q: int, block_k: int,
 
 
 def seen_keys(first: Int[Array, "b s"], end: Int[Array, "b s"], keys: int) -> Bool[Array, "b t"]:
-    """Keys that some query sees. Others may hold anything, and zero times NaN is NaN: kernels set them to zero."""
+    """Return which keys some query sees.
+
+    Other keys may hold NaN, and zero times NaN is NaN, so kernels set them to zero.
+    """
+    # +1 where an interval begins and -1 where it ends: the running sum counts the queries that see a key.
     row = jnp.arange(first.shape[0])[:, None]
     change = jnp.zeros((first.shape[0], keys + 1), jnp.int32).at[row, first].add(1).at[row, end].add(-1)
     return jnp.cumsum(change, axis=1)[:, :-1] > 0
 
 
 def whole_blocks(x: Array, block: int, axis: int = 1) -> Array:
-    """Zeros after the last element of an axis up to a whole block; for bounds, queries that see nothing."""
+    """Pad an axis with zeros to whole blocks; padded bounds are (0, 0), so the padded queries see no key."""
     padding = -x.shape[axis] % block
-    return jnp.pad(x, [(0, padding if place == axis else 0) for place in range(x.ndim)]) if padding else x
+    return jnp.pad(x, [(0, padding if dimension == axis else 0) for dimension in range(x.ndim)]) if padding else x
 
 
 def _extremes(first: Int[Array, "b s"], end: Int[Array, "b s"], block: int, keys: int) -> _Extremes:
-    """Queries that see no key, and padding of the last block, widen no range but keep a block from being full."""
+    """Compute `_Extremes` of each block of queries.
+
+    Queries that see no key, and padding of the last block, do not widen a range, but keep a block from being full.
+    """
     padding = ((0, 0), (0, -first.shape[1] % block))
     first, end = (jnp.pad(bound, padding).reshape(first.shape[0], -1, block) for bound in (first, end))
     sees = first < end
@@ -94,10 +104,10 @@ def _extremes(first: Int[Array, "b s"], end: Int[Array, "b s"], block: int, keys
 
 
 def _first_true(flags: Bool[Array, "b y x"]) -> Int[Array, "b y"]:
-    """Index of the first True, or the length without one."""
+    """Return the index of the first True, or the length if there is none."""
     return jnp.where(jnp.any(flags, axis=-1), jnp.argmax(flags, axis=-1), flags.shape[-1]).astype(jnp.int32)
 
 
 def _end_of_true(flags: Bool[Array, "b y x"]) -> Int[Array, "b y"]:
-    """One past the index of the last True, or 0 without one."""
+    """Return one past the index of the last True, or 0 if there is none."""
     return jnp.max(jnp.where(flags, jnp.arange(1, flags.shape[-1] + 1), 0), axis=-1).astype(jnp.int32)

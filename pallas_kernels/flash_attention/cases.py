@@ -1,4 +1,4 @@
-"""What flash attention is compiled with: packed rows and grouped queries, by dtype and head dimension."""
+"""Compile cases of flash attention: packed rows and grouped queries, by dtype and head dimension."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,7 +13,7 @@ from pallas_kernels.flash_attention.variant import Request, Variant
 from pallas_kernels.gpus import Device
 
 ROWS, LENGTH, HEADS, KV_HEADS = 2, 2048, 8, 2
-# The most common shape first; dtype, head dimension, soft-cap of the logits (and, with it, sinks).
+# (dtype, head dimension, soft-cap of the logits), the most common shape first; cases with a soft-cap also have sinks.
 SHAPES = (
     *((dtype, head_dim, None) for dtype in ("bfloat16", "float32") for head_dim in (128, 64, 80, 96, 192, 256)),
     ("float16", 128, None),

@@ -19,11 +19,11 @@ def attend(
     variant: Variant,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> Float[Array, "b s h d"]:
-    """Softmax attention, differentiable as a whole, of requests that `refuses` does not refuse.
+    """Compute softmax attention, differentiable as a whole, for a request that `refuses` accepts.
 
-    `implementation` 'xla' computes the same arguments by plain jax, for tests where there is no cuDNN.
+    `implementation='xla'` computes it from the same arguments by plain jax, for tests without cuDNN.
     """
-    # jax's window counts the keys before the query's own, ours includes it; for cuDNN jax adds it again.
+    # jax's window counts only the keys before the query's own key; ours includes it. jax adds it again for cuDNN.
     window = None if variant.window is None else (variant.window - 1, 0)
     return jax.nn.dot_product_attention(
         q,
@@ -37,7 +37,7 @@ def attend(
 
 
 def refuses(device: Device, request: Request) -> str | None:
-    """Why cuDNN cannot run this request on a device, or None; whatever it would ignore is a reason."""
+    """Return why cuDNN cannot run this request on a device, or None; an argument that it would ignore is a reason."""
     if device.capability is None or device.capability < AMPERE:
         return "it needs an NVIDIA GPU of compute capability 8.0 or later"
     largest = 256 if device.capability >= HOPPER else 128
@@ -45,14 +45,14 @@ def refuses(device: Device, request: Request) -> str | None:
     limits = (
         (dtype not in (jnp.bfloat16, jnp.float16), f"it takes bfloat16 and float16, not {dtype}"),
         (dim % 8 or dim > largest, f"the head dim must be a multiple of 8 and at most {largest} there, not {dim}"),
-        (request.packed, "it knows no packing"),
-        (variant.soft_cap is not None, "it knows no soft-cap"),
-        (request.sinks, "it knows no sinks"),
-        (request.return_lse, "it returns no float32 log-sum-exp"),
-        (variant.query_offset != 0, "it knows no query offset"),
+        (request.packed, "it does not support packing"),
+        (variant.soft_cap is not None, "it does not support a soft-cap"),
+        (request.sinks, "it does not support sinks"),
+        (request.return_lse, "it does not return a float32 log-sum-exp"),
+        (variant.query_offset != 0, "it does not support a query offset"),
         (
             request.queries != request.keys,
-            f"it wants as many keys as queries, not {request.keys} and {request.queries}",
+            f"it needs as many keys as queries, not {request.keys} keys and {request.queries} queries",
         ),
     )
     return next((reason for refused, reason in limits if refused), None)

@@ -1,20 +1,23 @@
 """FlashAttention-3 (Shah et al. 2024) for Hopper by the package flash-attn3-jax: dense and packed rows, with a window.
 
-The package's import registers its kernels with XLA; they are called here and not through its functions, which give the
-log-sum-exp of packed rows a buffer of (documents, h, s) where the kernel writes (h, tokens), and whose results do not
-say over which mesh axes they vary. A version whose kernels take other arguments is refused by XLA.
+Importing the package registers its kernels with XLA. This module calls the kernels, not the package's functions, for
+two reasons: the functions allocate (documents, h, s) for the log-sum-exp of packed rows although the kernel writes
+(h, tokens), and their results lack the mesh axes over which they vary. XLA refuses a version whose kernels take other
+arguments.
 
-Packed rows are one sequence of all their tokens, cut into documents at offsets (FlashAttention's cu_seqlens), whose
-number is part of the program: `MaskSpec.documents` a row. Offsets that are left over are those of empty documents. By
-its sources the kernel is right with any number of them, but they are not free: the backward pass launches blocks of
-threads for the longest row, s / 64 for each document and head, which find nothing to do, and keeps room for 64 rows
-more of its float32 sums for each. So it is a bound that a caller chooses, and not the number of tokens, which would be
-one for every packing. Padding is documents of its own, whose results are thrown away.
+Packed rows are passed as one sequence of all tokens, cut into documents at offsets (FlashAttention's cu_seqlens). The
+number of offsets is static: `MaskSpec.documents` per row. Unused offsets denote empty documents. According to its
+sources the kernel is correct with any number of empty documents, but each costs something: the backward pass launches
+s / 64 idle thread blocks for each document and head (sized for the longest row), and keeps 64 more rows of float32 sums
+for each document. So the caller chooses this bound; the number of tokens would be a bound for every packing, but too
+large. A run of padding is a document too, whose results are discarded.
 
-Rows that are not what the kernel computes (more documents, or a key_start that is not the beginning of a document) give
-NaN in every result, as the offsets are known at run time only.
+Rows with a mask that the kernel cannot compute (more documents, or a key_start that is not the beginning of a document)
+give NaN in every result, because the offsets are known only at run time.
 
-The backward pass adds to dq by atomics, in any order: two runs differ in the last bits.
+The backward pass accumulates dq with atomics, in any order: two runs differ in the last bits.
+
+Shapes: b batch, s sequence, h query heads, n key heads, d head dimension.
 """
 
 import importlib.util
@@ -35,15 +38,18 @@ from pallas_kernels.gpus import Device
 from pallas_kernels.manual_axes import vary_over, varying_axes
 
 PACKAGE = "flash_attn3_jax"
-# The backward kernel pads each document to whole blocks, of this many keys and fewer queries.
+# The backward kernel pads each document to whole blocks: this number of keys, and fewer queries.
 BLOCK = 128
 
 
 class Packing(NamedTuple):
     """The documents of packed rows.
 
-    offsets: where each begins in the sequence of all tokens, ascending; the number of tokens where there are no more.
-    sees: False for padding. right: whether the kernel computes this mask.
+    Attributes:
+        offsets: position of each document's first token in the sequence of all tokens, ascending; unused entries hold
+            the number of tokens.
+        sees: False for padding.
+        right: whether the kernel can compute this mask.
     """
 
     offsets: Int[Array, " documents+1"]
@@ -52,22 +58,22 @@ class Packing(NamedTuple):
 
 
 def refuses(device: Device, request: Request) -> str | None:
-    """Why it cannot run a request on a device, or None; whatever it would ignore is a reason."""
+    """Return why fa3 cannot run a request on a device, or None; an argument that it would ignore is a reason."""
     if device.capability != (9, 0):
         return "it needs a Hopper GPU (compute capability 9.0)"
     dtype, variant = jnp.dtype(request.dtype), request.variant
     limits = (
         (dtype not in (jnp.bfloat16, jnp.float16), f"it takes bfloat16 and float16, not {dtype}"),
-        (request.head_dim != 128, f"its published wheels hold kernels for head_dim 128 alone, not {request.head_dim}"),
-        (variant.soft_cap is not None, "it is not asked for a soft-cap"),
-        (request.sinks, "it knows no sinks"),
-        (request.return_lse, "its backward pass takes no cotangent of the log-sum-exp"),
-        (variant.query_offset != 0, "it knows no query offset"),
+        (request.head_dim != 128, f"its published wheels have kernels only for head_dim 128, not {request.head_dim}"),
+        (variant.soft_cap is not None, "a soft-cap is not passed on to it"),
+        (request.sinks, "it does not support sinks"),
+        (request.return_lse, "its backward pass does not take a cotangent of the log-sum-exp"),
+        (variant.query_offset != 0, "it does not support a query offset"),
         (
             request.queries != request.keys,
-            f"it wants as many keys as queries, not {request.keys} and {request.queries}",
+            f"it needs as many keys as queries, not {request.keys} keys and {request.queries} queries",
         ),
-        (request.packed and not variant.causal, "of packed rows it computes causal attention alone"),
+        (request.packed and not variant.causal, "for packed rows it computes only causal attention"),
         (request.packed and variant.documents is None, "packed rows need MaskSpec.documents"),
         (request.packed and variant.window == 1, "a window of 1 hides where documents begin"),
         (
@@ -87,9 +93,9 @@ def attend(
     sinks: None,
     variant: Variant,
 ) -> tuple[Float[Array, "b s h d"], None]:
-    """Output, differentiable, and no log-sum-exp, of requests that `refuses` does not refuse.
+    """Return the output, differentiable, and None for the log-sum-exp, for a request that `refuses` accepts.
 
-    Rows are packed where `variant` bounds their documents.
+    Rows are packed if `variant.documents` is set.
     """
     importlib.import_module(PACKAGE)
     packing = None if variant.documents is None else _packing(first, end, variant.window, variant.documents)
@@ -115,31 +121,37 @@ _attention.defvjp(_attention_forward, _attention_backward)
 
 
 def _packing(first: Int[Array, "b s"], end: Int[Array, "b s"], window: int | None, documents: int) -> Packing:
-    """The documents of packed rows, at most so many a row, from what each query sees; a run of padding is one too."""
+    """Find the documents of packed rows, at most `documents` per row, from the keys that each query sees.
+
+    A run of padding counts as a document too.
+    """
     batch, length = first.shape
     index, sees = jnp.arange(length, dtype=jnp.int32), first < end
+    # A document begins at a row's first token, where padding begins or ends, and where a query's first key is itself.
     begins = (index == 0) | (sees != jnp.roll(sees, 1, axis=1)) | (sees & (first == index))
     start = jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
+    # The first key that the kernel computes for each query, given the start of its document.
     expected = start if window is None else jnp.maximum(start, index - window + 1)
     as_expected = ~sees | ((first == expected) & (end == index + 1))
-    most = batch * (documents + 1)  # and the padding of each row
-    (offsets,) = jnp.nonzero(begins.reshape(-1), size=most + 1, fill_value=first.size)
-    right = jnp.all(as_expected) & (jnp.sum(begins) <= most)
+    max_documents = batch * (documents + 1)  # one more per row, for its padding
+    (offsets,) = jnp.nonzero(begins.reshape(-1), size=max_documents + 1, fill_value=first.size)
+    right = jnp.all(as_expected) & (jnp.sum(begins) <= max_documents)
     return Packing(offsets.astype(jnp.int32), sees, right)
 
 
 def _forward(q, k, v, packing: Packing | None, variant: Variant) -> tuple[Array, Array]:
-    """Output, and log-sum-exp: (b, h, s), of packed rows (h, b * s)."""
+    """Return the output and the log-sum-exp, which is (b, h, s), or (h, b * s) for packed rows."""
     batch, length, heads, _ = q.shape
     flops = most_flops(variant, q, k, 1, 1, products=2)
     q, k, v = (_tokens(x, packing) for x in (q, k, v))
     lse = (batch, heads, length) if packing is None else (heads, batch * length)
     offsets = _offsets(q, packing)
-    none, nothing = _absent(q, jnp.int32), _absent(q, q.dtype)
-    # New keys and values, more of q; offsets; lengths, pages and left padding; rotary embedding; scales; a schedule.
-    absent = (*(none,) * 5, *(nothing,) * 2, none, *(_absent(q, jnp.float32),) * 3, none)
-    inputs = (q, k, v, *(nothing,) * 3, *offsets, *absent)
-    # The last two results are of a kernel that splits the keys, which this does not.
+    no_int, no_array = _absent(q, jnp.int32), _absent(q, q.dtype)
+    # The kernel takes its arguments by position, absent ones included: after q, k and v come new keys and values and
+    # more of q; then offsets; then lengths, pages and left padding; rotary embedding; scales; a schedule.
+    absent = (*(no_int,) * 5, *(no_array,) * 2, no_int, *(_absent(q, jnp.float32),) * 3, no_int)
+    inputs = (q, k, v, *(no_array,) * 3, *offsets, *absent)
+    # The last two results belong to a kernel that splits the keys; with num_splits=1 they are not used.
     results = ((q.shape, q.dtype), (lse, jnp.float32), ((1,) * 4, jnp.float32), ((1,) * 3, jnp.float32))
     with cost.flops(flops):
         out, lse, *_ = _call(
@@ -164,7 +176,7 @@ def _backward(q, k, v, packing: Packing | None, out, lse, d_out, variant: Varian
     batch, length, heads, _ = q.shape
     flops = most_flops(variant, q, k, 1, 1, products=5)
     q, k, v, out, d_out = (_tokens(x, packing) for x in (q, k, v, out, d_out))
-    offsets, none = _offsets(q, packing), _absent(q, jnp.int32)
+    offsets, absent = _offsets(q, packing), _absent(q, jnp.int32)
     if packing is None:
         statistics = (batch, heads, _whole_blocks(length))
     else:
@@ -173,7 +185,7 @@ def _backward(q, k, v, packing: Packing | None, out, lse, d_out, variant: Varian
     with cost.flops(flops), cost.scratch(_scratch(q, k, packing, variant)):
         dq, dk, dv, *_ = _call(
             "flash_mha_bwd",
-            (d_out, q, k, v, out, lse, *offsets[:2], none, none),
+            (d_out, q, k, v, out, lse, *offsets[:2], absent, absent),
             results,
             max_seqlen_q_val=length,
             max_seqlen_q_has_value=True,
@@ -189,14 +201,17 @@ def _backward(q, k, v, packing: Packing | None, out, lse, d_out, variant: Varian
 def _call(
     name: str, inputs: tuple[Array, ...], results: tuple[tuple[tuple[int, ...], Any], ...], **attributes: Any
 ) -> tuple[Array, ...]:
-    """A kernel of the package, for results of these shapes and dtypes, which vary over the mesh axes of its inputs."""
+    """Call a kernel of the package; its results have these shapes and dtypes and vary over its inputs' mesh axes."""
     axes = varying_axes(*inputs)
     kernel = jax.ffi.ffi_call(name, [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results])
     return vary_over(axes, *kernel(*vary_over(axes, *inputs), **attributes))
 
 
 def _common(variant: Variant) -> dict[str, Any]:
-    """Arguments of both kernels. Their window counts the keys before the query's own, ours includes it."""
+    """Return the arguments that both kernels take.
+
+    Their window counts only the keys before the query's own key; ours includes it.
+    """
     return {
         "softmax_scale_val": variant.scale,
         "softmax_scale_has_value": True,
@@ -209,14 +224,17 @@ def _common(variant: Variant) -> dict[str, Any]:
 
 
 def _tokens(x: Float[Array, "b s h d"], packing: Packing | None) -> Array:
-    """What the kernel reads: of packed rows all tokens in a sequence, padding zero, as zero times NaN is NaN."""
+    """Return the kernel's view of x: x itself, or for packed rows all tokens in one sequence.
+
+    Padding is set to zero, because it may hold NaN and zero times NaN is NaN.
+    """
     if packing is None:
         return x
     return jnp.where(packing.sees[..., None, None], x, 0).reshape(-1, *x.shape[2:])
 
 
 def _rows(x: Array, packing: Packing | None, batch: int) -> Float[Array, "b s h d"]:
-    """What the kernel wrote, by row: zero for padding, NaN where it was not asked for the mask."""
+    """Return the kernel's result by row: zero for padding, all NaN if the kernel cannot compute this mask."""
     if packing is None:
         return x
     x = jnp.where(packing.sees[..., None, None], x.reshape(batch, -1, *x.shape[1:]), 0)
@@ -224,21 +242,25 @@ def _rows(x: Array, packing: Packing | None, batch: int) -> Float[Array, "b s h 
 
 
 def _offsets(q: Array, packing: Packing | None) -> tuple[Array, Array, Array]:
-    """Of queries, of keys, and of new keys, of which there are none."""
-    none = _absent(q, jnp.int32)
-    return (none, none, none) if packing is None else (packing.offsets, packing.offsets, none)
+    """Return the offsets of queries, of keys, and of new keys (always absent)."""
+    absent = _absent(q, jnp.int32)
+    return (absent, absent, absent) if packing is None else (packing.offsets, packing.offsets, absent)
 
 
 def _absent(q: Array, dtype: Any) -> Array:
-    """To the kernels, an argument that is not given.
+    """Return an empty array, which the kernels take as an argument that is not given.
 
-    It is cut from q: a loop over layers takes constants from outside, and jax 0.11's partitioner crashes on empty ones.
+    It is sliced from q, not a constant: a loop over layers hoists constants, and jax 0.11's partitioner crashes on
+    empty constants.
     """
     return q.reshape(-1)[:0].astype(dtype)
 
 
 def _scratch(q: Array, k: Array, packing: Packing | None, variant: Variant) -> float:
-    """Bytes of the float32 sums of dq, and where query heads share keys of dk and dv, in whole blocks a document."""
+    """Return the bytes of the backward kernel's float32 sums, which have whole blocks for each document.
+
+    There are sums of dq, and if query heads share key heads also of dk and dv.
+    """
     rows = math.prod(q.shape[:-2])
     documents = q.shape[0] if packing is None else packing.offsets.size - 1
     block_q, heads, kv_heads = 64 if variant.causal else 80, q.shape[-2], k.shape[-2]

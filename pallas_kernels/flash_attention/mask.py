@@ -1,4 +1,4 @@
-"""Which keys a query may see. Every mask here is an interval of keys a query; no (queries, keys) array is made."""
+"""Masks of attention. Every mask is an interval of keys per query, so no (queries, keys) array is made."""
 
 from dataclasses import dataclass
 
@@ -8,15 +8,19 @@ from jaxtyping import Array, Int
 
 @dataclass(frozen=True)
 class MaskSpec:
-    """The keys j that the query at index i sees, with p = i + query_offset its place among the keys.
-
-    causal: j <= p. window: j > p - window. key_start, (b, s): j >= key_start[i], the packing of documents in rows.
-    query_offset: an int, or a traced int32 scalar (decoding into a cache), or (b, s) of them (some of the queries of a
-    row: where those of a block follow one another in it, no block of keys is loaded in vain). documents: with
-    key_start, the most documents that a row holds, which fa3 must know and the others do not read.
+    """The keys j that the query at index i sees, with p = i + query_offset its position among the keys.
 
     A query may see no key at all: its output is 0, its log-sum-exp is -inf (or its sink), it gives no gradient, and its
     values, NaN included, reach no other token. Padding is made of such queries: key_start = the number of keys.
+
+    Attributes:
+        causal: j <= p.
+        window: j > p - window.
+        key_start: (b, s), j >= key_start[i]: the packing of documents in rows.
+        query_offset: an int; or a traced int32 scalar (decoding into a cache); or an int32 array (b, s), if the queries
+            are only some of a row's tokens. Kernels load blocks of keys in vain unless the queries of a block are
+            consecutive in the row.
+        documents: with key_start, the largest number of documents in a row. fa3 needs it; other backends ignore it.
     """
 
     causal: bool = True
@@ -29,19 +33,19 @@ class MaskSpec:
         if self.window is not None and self.window < 1:
             raise ValueError(f"MaskSpec: window must be at least 1, not {self.window}")
         if self.window is not None and not self.causal:
-            raise ValueError("MaskSpec: a window needs causal=True: it reaches back from the query's own place")
+            raise ValueError("MaskSpec: a window needs causal=True, because it reaches back from the query's position")
         if self.documents is not None and (self.key_start is None or self.documents < 1):
             raise ValueError(f"MaskSpec: documents={self.documents} must be at least 1, and needs key_start")
 
 
 def intervals(mask: MaskSpec, batch: int, queries: int, keys: int) -> tuple[Int[Array, "b s"], Int[Array, "b s"]]:
-    """First key that each query sees, and the end of what it sees; (0, 0) for a query that sees nothing."""
-    place = jnp.arange(queries, dtype=jnp.int32) + mask.query_offset
+    """Return the first key that each query sees and the end of its keys; (0, 0) for a query that sees no key."""
+    position = jnp.arange(queries, dtype=jnp.int32) + mask.query_offset
     first = jnp.zeros((batch, queries), jnp.int32) if mask.key_start is None else mask.key_start.astype(jnp.int32)
     first = jnp.maximum(first, 0)
     if mask.window is not None:
-        first = jnp.maximum(first, place - mask.window + 1)
-    end = jnp.minimum(place + 1, keys) if mask.causal else jnp.full_like(first, keys)
+        first = jnp.maximum(first, position - mask.window + 1)
+    end = jnp.minimum(position + 1, keys) if mask.causal else jnp.full_like(first, keys)
     end = jnp.broadcast_to(end, first.shape)
     sees = first < end
     return jnp.where(sees, first, 0), jnp.where(sees, end, 0)

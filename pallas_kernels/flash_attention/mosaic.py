@@ -1,10 +1,12 @@
 """Flash attention for Hopper (sm_90a) in Pallas Mosaic GPU, after FlashAttention-3 (Shah et al. 2024).
 
-Here are the forward pass and the parts that it shares with the backward pass in mosaic_backward.py.
+This file has the forward pass and the parts that it shares with the backward pass in mosaic_backward.py.
 
-A program is three warpgroups: one streams blocks into shared memory by TMA, the other two, the workers, hold 64 queries
-each and multiply by wgmma. A program reads its range of blocks (blocks.py): hidden blocks are never loaded, and
-elements are masked only in blocks that are not wholly visible.
+A program has three warpgroups: one streams blocks into shared memory by TMA; the other two, the workers, hold 64
+queries each and multiply by wgmma. A program reads its range of blocks (blocks.py): hidden blocks are never loaded, and
+elements are masked only in blocks that are not fully visible.
+
+Shapes: b batch, s queries, t keys, h query heads, n key heads, d head dimension.
 """
 
 import importlib.metadata
@@ -27,13 +29,19 @@ from pallas_kernels.gpus import Device
 from pallas_kernels.warpgroups import PER_ROW, ROWS, WORKERS, Ring, as_memory, as_worker, load, zeros
 
 LOG2_E = math.log2(math.e)
-# A running maximum below any logit, and finite: -inf less -inf would be NaN.
+# The initial running maximum: below any logit, and finite, because -inf minus -inf would be NaN.
 LOWEST = -1e30
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows of a streamed block, blocks in flight, and rows that the workers hold together."""
+    """Block sizes of a kernel.
+
+    Attributes:
+        streamed: rows of a streamed block.
+        stages: blocks in flight.
+        held: rows that the workers hold together.
+    """
 
     streamed: int
     stages: int
@@ -45,7 +53,15 @@ FORWARD = Tile(streamed=128, stages=2)
 
 @dataclass(frozen=True)
 class Call:
-    """What a kernel is specialised for; `tiles` programs a head, `group` query heads a key head."""
+    """The static parameters of a kernel.
+
+    Attributes:
+        tile: block sizes.
+        tiles: programs per head.
+        group: query heads per key head.
+        variant: scale, soft-cap and shape of the mask.
+        interpret: run in jax's interpreter on a CPU.
+    """
 
     tile: Tile
     tiles: int
@@ -55,7 +71,7 @@ class Call:
 
 
 def refuses(device: Device, request: Request) -> str | None:
-    """Why these kernels cannot run a request on a device, or None."""
+    """Return why these kernels cannot run a request on a device, or None."""
     if device.capability != (9, 0):
         return "it needs a Hopper GPU (compute capability 9.0)"
     if request.dtype not in (jnp.bfloat16, jnp.float16):
@@ -68,7 +84,10 @@ def refuses(device: Device, request: Request) -> str | None:
 
 
 def _miscompiles() -> str | None:
-    """jax keeps its own masked attention kernel from the ptxas of CUDA 12.8.0 to 12.9.0, which gets it wrong."""
+    """Return a reason if the installed ptxas miscompiles masked attention, or None.
+
+    The ptxas of CUDA 12.8.0 to 12.9.0 does; jax refuses it for its own masked attention kernel too.
+    """
     try:
         version = importlib.metadata.version("nvidia-cuda-nvcc-cu12")
     except importlib.metadata.PackageNotFoundError:
@@ -89,11 +108,15 @@ def forward(
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "b s h d"], Float[Array, "b h s"]]:
-    """Output, and log-sum-exp in float32. `interpret` runs it in jax's interpreter on a CPU (jax 0.12 or later)."""
+    """Return the output, and the log-sum-exp in float32.
+
+    `interpret` runs the kernel in jax's interpreter on a CPU (jax 0.12 or later).
+    """
     tile, queries, heads = FORWARD, q.shape[1], q.shape[2]
     q, k, v = silence(q, k, v, first, end)
     q, first, end = (whole_blocks(x, tile.held) for x in (q, first, end))
     k, v = (whole_blocks(x, tile.streamed) for x in (k, v))
+    # To base 2, like all logits in the kernel; LOWEST means no sink.
     sinks = jnp.full(heads, -jnp.inf) if sinks is None else sinks
     sinks = jnp.maximum(sinks.astype(jnp.float32) * LOG2_E, LOWEST)
     call = Call(tile, q.shape[1] // tile.held, heads // k.shape[2], variant, interpret)
@@ -139,7 +162,7 @@ def _forward_kernel(
     call: Call,
 ):
     tile, batch, head = call.tile, jax.lax.axis_index("batch"), jax.lax.axis_index("head")
-    # Under causality the last queries see the most keys: their long programs start first.
+    # With a causal mask the last queries see the most keys, so their programs are the longest and start first.
     index = call.tiles - 1 - jax.lax.axis_index("tile")
     order = Order.read(ranges_ref, batch, index)
     keys, values = Ring(*keys), Ring(*values)
@@ -153,7 +176,7 @@ def _forward_kernel(
         plgpu.barrier_wait(held.at[worker])
         bounds = load_pair(bounds, PER_ROW)
 
-        # The workers take turns: while one's products run, the other computes its softmax.
+        # The workers take turns: while the products of one run, the other computes its softmax.
         def pass_turn():
             plgpu.barrier_arrive(turn)
             plgpu.barrier_wait(turn)
@@ -167,7 +190,7 @@ def _forward_kernel(
                 start = order.masked_block(step) * tile.streamed
                 logits = jnp.where(within(bounds, start, logits.shape, PER_ROW), logits, -jnp.inf)
             out, top, total, weights = _online_softmax(logits, unit, carry)
-            # The softmax ends here: the compiler must not move any of it below the barriers.
+            # The softmax ends here: without this barrier the compiler could move parts of it past the turn.
             out, total, weights = jax.lax.optimization_barrier((out, total, weights.astype(v_ref.dtype)))
             plgpu.barrier_arrive(turn)
             (v,) = values.take(step)
@@ -176,14 +199,16 @@ def _forward_kernel(
             values.release(step)
             return out, top, total
 
-        # A sink is a key without a value: the running maximum and sum begin with it.
+        # A sink is a key without a value: it initialises the running maximum and sum.
         sink = sinks_ref[head]
         start = zeros(ROWS, q.shape[1]), _vector(sink), _vector(jnp.where(sink > LOWEST, 1.0, 0.0))
+        # Worker 1 starts when worker 0 has issued its first products; worker 0 passes the last turn after its loop.
         pl.when(worker == 1)(pass_turn)
         out, top, total = order.loop(block, start)
         pl.when(worker == 0)(pass_turn)
 
         lse_smem[worker] = (top + jnp.log2(total)) / LOG2_E
+        # A query that sees no key has a total of 0: its output is 0. The output is staged in the memory of q.
         inverse = 1.0 / jnp.where(total == 0.0, 1.0, total)
         q[...] = (out * spread(inverse, out, PER_ROW)).astype(q.dtype)
         plgpu.commit_smem()
@@ -201,7 +226,10 @@ def _forward_kernel(
 
 
 def _online_softmax(logits, unit, carry):
-    """The carry (out, top, total) after more logits, and their weights (Milakov & Gimelshein 2018)."""
+    """Update the carry (out, top, total) with more logits and return it with their weights.
+
+    This is the online softmax of Milakov & Gimelshein 2018.
+    """
     out, top, total = carry
     new_top = jnp.maximum(top, jnp.max(logits, axis=1) * unit)
     weights = jnp.exp2(logits * unit - spread(new_top, logits, PER_ROW))
@@ -215,8 +243,8 @@ def _vector(value):
 
 
 def kernel(body: Callable, call: Call, **shapes) -> Callable:
-    """A kernel of one memory warpgroup and the workers, over a grid of (tile, batch, head)."""
-    # In the interpreter memory starts as NaN and a race is an error.
+    """Make a kernel with one memory warpgroup and the workers, over a grid of (tile, batch, head)."""
+    # In the interpreter, memory starts as NaN and a race is an error.
     options = {}
     if call.interpret:
         options["interpret"] = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
@@ -232,7 +260,7 @@ def kernel(body: Callable, call: Call, **shapes) -> Callable:
     )
 
     def run(q: Array, *operands: Array) -> list[Array]:
-        # Inside a shard_map Mosaic's outputs come without the mesh axes that they vary over.
+        # Inside a shard_map, Mosaic's outputs lack the mesh axes over which they vary.
         axes = tuple(jax.typeof(q).manual_axis_type.varying)
         outputs = launch(q, *operands)
         return [jax.lax.pcast(x, axes, to="varying") for x in outputs] if axes else outputs
@@ -242,7 +270,10 @@ def kernel(body: Callable, call: Call, **shapes) -> Callable:
 
 @dataclass(frozen=True)
 class Order:
-    """The order in which a program visits its range of blocks: first those to mask, then those wholly visible."""
+    """The order in which a program visits its blocks: first the blocks to mask, then the fully visible ones.
+
+    The attributes are the range (blocks.py).
+    """
 
     begin: Array
     full_begin: Array
@@ -251,41 +282,43 @@ class Order:
 
     @classmethod
     def read(cls, ranges_ref, batch, index) -> "Order":
-        """The range of the index-th program."""
+        """Read the range of the index-th program."""
         return cls(*(ranges_ref[batch, index, bound] for bound in range(4)))
 
     @property
     def total(self):
-        """Number of blocks."""
+        """The number of blocks."""
         return self.stop - self.begin
 
     @property
     def masked(self):
-        """Number of blocks to mask."""
+        """The number of blocks to mask."""
         return self.total - (self.full_end - self.full_begin)
 
     def block(self, step):
-        """Index of the block visited at a step."""
+        """Return the index of the block visited at a step."""
         return jnp.where(step < self.masked, self.masked_block(step), self.full_begin + step - self.masked)
 
     def masked_block(self, step):
-        """The same for a step that masks."""
-        left = self.full_begin - self.begin
-        return step + jnp.where(step < left, self.begin, self.full_end - left)
+        """Return the index of the block visited at a step that masks."""
+        # Blocks to mask are on both sides of the fully visible ones: [begin, full_begin), then [full_end, stop).
+        before = self.full_begin - self.begin
+        return step + jnp.where(step < before, self.begin, self.full_end - before)
 
     def loop(self, block: Callable, carry):
-        """`block(step, carry, masked)` over all steps."""
+        """Run `block(step, carry, masked)` over all steps and return the last carry."""
         carry = jax.lax.fori_loop(0, self.masked, partial(block, masked=True), carry)
         return jax.lax.fori_loop(self.masked, self.total, partial(block, masked=False), carry)
 
 
 def multiply(*products, call: Call, then: Callable[[], None] = lambda: None) -> Any:
-    """accumulator + a b in float32 for each (accumulator or None, a, b): b in shared memory, a there or in registers.
+    """Compute accumulator + a b in float32 for each (accumulator or None, a, b).
 
-    All products are under way, and `then` was called, before the first is awaited.
+    b is in shared memory, a in shared memory or registers. All products are issued and `then` is called before the
+    first product is awaited.
     """
     if call.interpret:
-        sums = [_interpreted(*product) for product in products]
+        sums = [_multiply_interpreted(*product) for product in products]
         then()
         return sums
     starts = [zeros(a.shape[0], b.shape[1]) if start is None else start for start, a, b in products]
@@ -298,17 +331,20 @@ def multiply(*products, call: Call, then: Callable[[], None] = lambda: None) -> 
     return pl.run_state(issue)([plgpu.ACC.init(start) for start in starts])  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _interpreted(start, a, b):
-    """A product in jax's interpreter, whose wgmma takes no operand or accumulator from registers and checks no race."""
+def _multiply_interpreted(start, a, b):
+    """Compute a product in jax's interpreter.
+
+    The interpreter's wgmma takes no operand or accumulator from registers and does not check for races.
+    """
     left, right = a if isinstance(a, jax.Array) else a[...], b[...]
-    # Plain loads, unlike wgmma's: they must be committed before TMA may overwrite what they read.
+    # Unlike wgmma's loads, these plain loads must be committed before TMA may overwrite the memory.
     plgpu.commit_smem()
     product = jnp.dot(left, right, preferred_element_type=jnp.float32)
     return product if start is None else start + product
 
 
 def within(bounds, start, shape: tuple[int, ...], layout):
-    """True where a query (row) sees a key (column, from `start` on). With PER_COLUMN transposed."""
+    """Return True where a query (row) sees a key (column, the first is key `start`). PER_COLUMN transposes it."""
     queries = 0 if layout is PER_ROW else 1
     key = plgpu.broadcasted_iota(jnp.int32, shape, 1 - queries, layout=plgpu.Layout.WGMMA)
     first, end = (jax.lax.broadcast_in_dim(bound - start, shape, [queries]) for bound in bounds)
@@ -316,32 +352,35 @@ def within(bounds, start, shape: tuple[int, ...], layout):
 
 
 def capped(products, variant: Variant):
-    """Logits divided by `unit_of`, so that the scale and the base of the exponential are one multiplication."""
+    """Return the logits divided by `unit_of`, so that the scale and the change to base 2 are one multiplication."""
     return products if variant.soft_cap is None else jnp.tanh(products * (variant.scale / variant.soft_cap))
 
 
 def unit_of(variant: Variant) -> float:
-    """The factor that makes the results of `capped` logits to the base 2."""
+    """Return the factor that turns the results of `capped` into logits to base 2."""
     return (variant.scale if variant.soft_cap is None else variant.soft_cap) * LOG2_E
 
 
 def spread(vector, matrix, layout):
-    """A vector over the columns of a matrix (PER_ROW), or over its rows."""
+    """Broadcast a vector over the columns of a matrix (PER_ROW), or over its rows (PER_COLUMN)."""
     return jax.lax.broadcast_in_dim(vector, matrix.shape, [0 if layout is PER_ROW else 1])
 
 
 def load_pair(ref, layout):
-    """Two vectors that one copy brought."""
+    """Load two vectors that one copy brought to shared memory."""
     return load(ref.at[0], layout), load(ref.at[1], layout)
 
 
 def transposed(ref):
-    """The same memory, read by columns."""
+    """Return a transposed view of the same shared memory."""
     return ref.transpose((1, 0))
 
 
 def silence(q, k, v, first, end):
-    """Zeros for queries that see no key and keys that no query sees: they may hold NaN, and zero times NaN is NaN."""
+    """Set queries that see no key, and keys that no query sees, to zero.
+
+    They may hold NaN, and zero times NaN is NaN.
+    """
     sees = first < end
     row, one = jnp.arange(first.shape[0])[:, None], sees.astype(jnp.int32)
     steps = jnp.zeros((first.shape[0], k.shape[1] + 1), jnp.int32).at[row, first].add(one).at[row, end].add(-one)
@@ -350,11 +389,14 @@ def silence(q, k, v, first, end):
 
 
 def matrices(x: Array, count: int, rows: int):
-    """Shared memory for `count` times some rows of a head of x, in the tiles that wgmma reads: 8 rows of 128 bytes."""
+    """Return shared memory for `count` matrices of `rows` rows of a head of x.
+
+    Its layout is the tiles that wgmma reads: 8 rows of 128 bytes, swizzled.
+    """
     transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     return plgpu.SMEM((count, rows, x.shape[-1]), x.dtype, transforms=transforms)
 
 
 def like(x: Array) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of an output."""
+    """Return the shape and dtype of an output like x."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype)

@@ -1,7 +1,8 @@
-"""Flash attention for Hopper in Pallas Mosaic GPU: the backward pass, of two kernels.
+"""Flash attention for Hopper in Pallas Mosaic GPU: the backward pass, two kernels.
 
-dq: the workers hold 64 queries each and visit the keys that these see. dkdv: they hold 64 keys each and visit the
-queries that see these, of all query heads that share them, so that no sum needs an atomic and all are deterministic.
+In dq the workers hold 64 queries each and visit the keys that these queries see. In dkdv they hold 64 keys each and
+visit the queries that see these keys, in all query heads that share the key head. So no sum needs an atomic, and all
+sums are deterministic.
 """
 
 import jax
@@ -32,7 +33,7 @@ from pallas_kernels.flash_attention.mosaic import (
 from pallas_kernels.flash_attention.variant import Variant
 from pallas_kernels.warpgroups import PER_COLUMN, PER_ROW, ROWS, WORKERS, Ring, as_memory, as_worker, load, zeros
 
-# dk and dv take half of a worker's registers, so blocks of logits are smaller than in the forward pass.
+# dk and dv occupy half of a worker's registers, so blocks of logits are smaller than in the forward pass.
 DQ, DKDV = Tile(streamed=64, stages=2), Tile(streamed=64, stages=2)
 
 
@@ -49,11 +50,11 @@ def backward(
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "b s h d"], Float[Array, "b t n d"], Float[Array, "b t n d"]]:
-    """Gradients of q, k and v. `interpret` as in the forward pass."""
+    """Return gradients of q, k and v. `interpret` as in the forward pass."""
     queries, keys = q.shape[1], k.shape[1]
     q, k, v = silence(q, k, v, first, end)
     d_out = jnp.where((first < end)[..., None, None], d_out, 0)
-    # Padded for both kernels; bounds and statistics in pairs, each of which one copy brings.
+    # Pad for both kernels; stack bounds and statistics in pairs, so that one copy brings a pair.
     block = max(DQ.held, DKDV.streamed)
     q, d_out, first, end = (whole_blocks(x, block) for x in (q, d_out, first, end))
     k, v = (whole_blocks(x, max(DQ.streamed, DKDV.held)) for x in (k, v))
@@ -108,6 +109,7 @@ def _dq_kernel(
     call: Call,
 ):
     tile, batch, head = call.tile, jax.lax.axis_index("batch"), jax.lax.axis_index("head")
+    # The longest programs start first, as in the forward pass.
     index = call.tiles - 1 - jax.lax.axis_index("tile")
     order, keys = Order.read(ranges_ref, batch, index), Ring(*keys)
 
@@ -124,7 +126,7 @@ def _dq_kernel(
             plgpu.copy_gmem_to_smem(source, smem, held.at[worker])
         plgpu.barrier_wait(held.at[worker])
 
-        # Bounds and statistics are loaded in every step: kept in registers they would make it spill.
+        # Bounds and statistics are loaded in every step: keeping them in registers would spill.
         def block(step, dq, masked):
             k, v = keys.take(step)
             products, d_weights = multiply((None, q, transposed(k)), (None, d_out, transposed(v)), call=call)
@@ -141,6 +143,7 @@ def _dq_kernel(
             return dq
 
         dq = order.loop(block, zeros(ROWS, q.shape[1]))
+        # dq is staged in the memory of q.
         q[...] = (dq * call.variant.scale).astype(q.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q, dq_ref.at[batch, rows, head])
@@ -193,7 +196,10 @@ def _dkdv_kernel(
     queries,
     call: Call,
 ):
-    """Logits are transposed, (keys, queries): so weights are a left operand, which wgmma takes from registers."""
+    """Compute dk and dv of a block of keys.
+
+    Logits are transposed, (keys, queries), so that the weights are a left operand, which wgmma takes from registers.
+    """
     tile, batch, kv_head = call.tile, jax.lax.axis_index("batch"), jax.lax.axis_index("head")
     index = jax.lax.axis_index("tile")
     order, queries = Order.read(ranges_ref, batch, index), Ring(*queries)
@@ -219,13 +225,14 @@ def _dkdv_kernel(
                 if masked:
                     visible = within(load_pair(bounds, PER_COLUMN), start, weights.shape, PER_COLUMN)
                     weights = jnp.where(visible, weights, 0.0)
+                # dv needs the weights themselves, dk the weights times the soft-cap's derivative.
                 operand, weights = weights.astype(v.dtype), weights * _slope(logits, call.variant)
-                # One product at a time: two at once need more registers than there are.
+                # One product at a time: two in flight need more registers than a thread can have.
                 (dv,) = multiply((dv, operand, d_out), call=call)
                 (d_weights,) = multiply((None, v, transposed(d_out)), call=call)
                 delta = spread(load(statistics.at[1], PER_COLUMN), weights, PER_COLUMN)
                 (dk,) = multiply((dk, (weights * (d_weights - delta)).astype(k.dtype), q), call=call)
-                # Bounds and statistics were read by plain loads, and TMA will write there.
+                # Bounds and statistics were read by plain loads: commit these before TMA writes to the slot again.
                 plgpu.commit_smem()
                 queries.release(count)
                 return dk, dv
@@ -233,6 +240,7 @@ def _dkdv_kernel(
             return order.loop(block, carry)
 
         dk, dv = jax.lax.fori_loop(0, call.group, head, (zeros(ROWS, k.shape[1]), zeros(ROWS, k.shape[1])))
+        # dk and dv are staged in the memory of k and v.
         k[...] = (dk * call.variant.scale).astype(k.dtype)
         v[...] = dv.astype(v.dtype)
         plgpu.commit_smem()
@@ -259,5 +267,5 @@ def _dkdv_kernel(
 
 
 def _slope(logits, variant: Variant):
-    """Derivative of the soft-cap, from the result of `capped`."""
+    """Return the derivative of the soft-cap, from the result of `capped`."""
     return 1.0 if variant.soft_cap is None else 1.0 - logits * logits

@@ -1,4 +1,4 @@
-"""Block sizes of the Triton kernels by GPU and head dimension: none spills registers, as tests/aot checks."""
+"""Block sizes of the Triton kernels by GPU and head dimension. None spills registers; tests/aot checks this."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,14 @@ from pallas_kernels.gpus import Capability, Device
 
 @dataclass(frozen=True)
 class Tile:
-    """Queries and keys a block, warps, and pipeline stages of one kernel."""
+    """Block sizes of one kernel.
+
+    Attributes:
+        block_q: queries per block.
+        block_k: keys per block.
+        warps: warps per program.
+        stages: pipeline stages.
+    """
 
     block_q: int
     block_k: int
@@ -24,12 +31,12 @@ class Tiles:
     dkdv: Tile
 
 
-# By compute capability, then by the largest head dimension a row serves. Made from compile reports: the largest blocks
-# that use the GPU's matrix unit without a spill and without work that warps repeat, and are not so large that rows of
-# short documents pay for what they mask; `python -m pallas_kernels.tune` times others on a GPU.
+# By compute capability, then by the largest head dimension of a row. The sizes were chosen from compile reports: the
+# largest blocks that use the GPU's matrix unit without spills and without work that warps repeat, but small enough that
+# rows of short documents do not spend much on masked elements. `python -m pallas_kernels.tune` times others on a GPU.
 #
-# On Hopper, and before it up to a head dimension of 96, Triton gives each warp of the backward kernels 16 rows of its
-# own: blocks of 64 queries (in dkdv, of keys) take 4 warps, those of 128 take 8.
+# On Hopper, and on older GPUs up to a head dimension of 96, Triton gives each warp of the backward kernels 16 rows:
+# blocks of 64 queries (in dkdv, of keys) take 4 warps, blocks of 128 take 8.
 _SMALL_SHARED_MEMORY = {
     64: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 4, 3), Tile(32, 64, 4, 3)),
     96: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
@@ -51,8 +58,8 @@ _TILES: dict[Capability, dict[int, Tiles]] = {
         96: Tiles(Tile(128, 128, 8, 3), Tile(64, 64, 4, 3), Tile(32, 64, 4, 3)),
         128: Tiles(Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(32, 64, 4, 3)),
         192: Tiles(Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), Tile(16, 128, 8, 2)),
-        # dkdv at 256 computes its logits twice: 16 rows of dk and dv for each warp would take 256 registers a thread,
-        # and there are 255.
+        # dkdv at 256 computes its logits twice: 16 rows of dk and dv for each warp would take 256 registers per thread,
+        # and a thread can have 255.
         256: Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 3), Tile(16, 64, 8, 2)),
     },
     (10, 0): {
@@ -63,7 +70,7 @@ _TILES: dict[Capability, dict[int, Tiles]] = {
     },
     (12, 0): _SMALL_SHARED_MEMORY,
 }
-# No matrix unit multiplies float32: operands stay in registers.
+# No matrix unit multiplies float32, so operands stay in registers and blocks are small.
 _FLOAT32 = {
     64: Tiles(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
     80: Tiles(Tile(16, 16, 4, 1), Tile(32, 32, 8, 1), Tile(16, 32, 8, 1)),
@@ -72,9 +79,9 @@ _FLOAT32 = {
 
 
 def tiles_for(device: Device, head_dim: int, itemsize: int) -> Tiles:
-    """Tiles for a GPU, by head dimension (at most 256; 128 in float32) and bytes an element.
+    """Return the tiles for a GPU, by head dimension (at most 256; 128 in float32) and bytes per element.
 
-    A GPU that is not listed takes the row of the latest one before it.
+    A GPU that is not listed uses the entry of the latest listed compute capability before its own.
     """
     capability = max(device.capability or min(_TILES), min(_TILES))
     by_head_dim = _FLOAT32 if itemsize == 4 else _TILES[max(listed for listed in _TILES if listed <= capability)]

@@ -1,8 +1,11 @@
 """Flash attention (Dao et al. 2022, Dao 2023) as Pallas-Triton kernels, for GPUs from sm_80 on.
 
-Three kernels: forward, dq (a program holds a block of queries and loops over the keys it sees) and dkdv (a program
-holds a block of keys and loops over the query heads that share it and the queries that see it, so that no sum needs an
-atomic). Each program reads its range of blocks (blocks.py) and masks elements only in those not wholly visible.
+There are three kernels. In forward and dq a program holds a block of queries and loops over the keys that it sees. In
+dkdv a program holds a block of keys and loops over the query heads that share it and the queries that see it, so that
+no sum needs an atomic. Each program reads its range of blocks (blocks.py) and masks elements only in blocks that are
+not fully visible.
+
+Shapes: b batch, s queries, t keys, h query heads, n key heads, d head dimension.
 """
 
 import math
@@ -27,13 +30,13 @@ LOG2_E = math.log2(math.e)
 
 
 def refuses(device: Device, request: Request) -> str | None:
-    """Why these kernels cannot run a request on a device, or None."""
+    """Return why these kernels cannot run a request on a device, or None."""
     if device.capability is None or device.capability < AMPERE:
         return "it needs an NVIDIA GPU of compute capability 8.0 or later"
     if request.head_dim % 16 or request.head_dim > 256:
         return f"head_dim must be a multiple of 16 and at most 256, not {request.head_dim}"
     if request.dtype == jnp.float32 and request.head_dim > 128:
-        return f"float32 heads of more than 128 do not fit its blocks, and this is {request.head_dim}"
+        return f"head_dim must be at most 128 in float32, not {request.head_dim}"
     return None
 
 
@@ -49,7 +52,7 @@ def forward(
     tiles: Tiles | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "b s h d"], Float[Array, "b h s"]]:
-    """Output, and log-sum-exp in float32."""
+    """Return the output, and the log-sum-exp in float32."""
     tile = (tiles or tiles_for(current_device(), q.shape[-1], q.dtype.itemsize)).forward
     queries = q.shape[1]
     q, first, end = (whole_blocks(x, tile.block_q) for x in (q, first, end))
@@ -96,7 +99,7 @@ def backward(
     tiles: Tiles | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "b s h d"], Float[Array, "b t n d"], Float[Array, "b t n d"]]:
-    """Gradients of q, k and v."""
+    """Return gradients of q, k and v."""
     tiles = tiles or tiles_for(current_device(), q.shape[-1], q.dtype.itemsize)
     arrays = (q, k, v, d_out, lse, delta, first, end)
     dq = _dq(*_all_whole_blocks(*arrays, tiles.dq), variant, tiles.dq, interpret)
@@ -136,6 +139,7 @@ def _dq(q, k, v, d_out, lse, delta, first, end, variant, tile, interpret):
 def _dkdv(q, k, v, d_out, lse, delta, first, end, variant, tile, interpret):
     shapes = _Shapes(q, k, tile)
     ranges = query_blocks(first, end, shapes.keys, tile.block_q, tile.block_k)
+    # A program gets all query heads that share its key head, to sum dk and dv over them.
     queries = pl.BlockSpec((None, shapes.queries, shapes.group, shapes.head_dim), lambda j, n, b: (b, 0, n, 0))
     keys = pl.BlockSpec((None, shapes.keys, None, shapes.head_dim), lambda j, n, b: (b, 0, n, 0))
     row_of_group = pl.BlockSpec((None, shapes.group, shapes.queries), lambda j, n, b: (b, n, 0))
@@ -164,7 +168,7 @@ def _dkdv(q, k, v, d_out, lse, delta, first, end, variant, tile, interpret):
 
 
 class _Shapes:
-    """Sizes of one call, all in whole blocks, and the parts of the arrays that a program is given."""
+    """Sizes of one call, all in whole blocks, and the BlockSpecs of the arrays that a program reads and writes."""
 
     def __init__(self, q: Array, k: Array, tile: Tile):
         self.batch, self.queries, self.heads, self.head_dim = q.shape
@@ -172,10 +176,10 @@ class _Shapes:
         self.group = self.heads // self.kv_heads
         self.block_q, self.block_k = tile.block_q, tile.block_k
         self.q_blocks, self.k_blocks = self.queries // self.block_q, self.keys // self.block_k
-        # Without it Triton would round float32 inputs to TF32.
+        # Without HIGHEST Triton would round float32 inputs to TF32.
         self.precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
         self.varying = jax.typeof(q).manual_axis_type
-        # Triton's arrays have sizes that are powers of 2: a head of 96 is worked on as 64 + 32, not padded to 128.
+        # Sizes of Triton's arrays are powers of 2: a head dimension of 96 is split into 64 + 32, not padded to 128.
         bits = [bit for bit in reversed(range(self.head_dim.bit_length())) if self.head_dim >> bit & 1]
         self.parts = tuple(
             pl.Slice(sum(1 << bit for bit in bits[:place]), 1 << bits[place]) for place in range(len(bits))
@@ -197,7 +201,10 @@ class _Shapes:
         return pl.BlockSpec((None, None, self.queries), lambda i, h, b: (b, h, 0))
 
     def my_queries(self) -> pl.Slice:
-        """The last queries come first: causality gives them the most keys, and long programs should not start last."""
+        """Return the queries of this program, last queries first.
+
+        With a causal mask the last queries see the most keys, and long programs should not start last.
+        """
         return _rows(self.q_blocks - 1 - pl.program_id(0), self.block_q)
 
     def like(self, x: Array) -> jax.ShapeDtypeStruct:
@@ -221,6 +228,7 @@ def _forward_kernel(
     rows = shapes.my_queries()
     bounds = _Bounds(first_ref[rows], end_ref[rows])
     q = _load(q_ref, rows, shapes, bounds.sees)
+    # Logits, maximum and sum are to base 2, because GPUs have an instruction for exp2.
     sink = sinks_ref[...] * LOG2_E
     unit = _unit(variant)
 
@@ -231,19 +239,22 @@ def _forward_kernel(
         if masked:
             logits = jnp.where(bounds.visible(columns), logits, -jnp.inf)
         new_top = jnp.maximum(top, jnp.max(logits, axis=1) * unit)
-        # A query that has seen no key yet keeps -inf, and -inf less -inf would be NaN.
+        # A query that has seen no key yet has a maximum of -inf, and -inf minus -inf would be NaN.
         shift = jnp.where(new_top == -jnp.inf, 0.0, new_top) if masked else new_top
         weights = jnp.exp2(logits * unit - shift[:, None])
         decay = jnp.exp2(top - shift)
+        # The weight of a hidden key is 0, but 0 times NaN is NaN: keys that no query sees are loaded as zeros. A fully
+        # visible block has no such keys.
         v = _load(v_ref, columns, shapes, seen_ref[columns] if masked else None)
         products = _multiply(weights.astype(v_ref.dtype), v, shapes)
         out = tuple(part * decay[:, None] + product for part, product in zip(out, products))
         return out, new_top, total * decay + jnp.sum(weights, axis=1)
 
-    # A sink is a key without a value: the running maximum and sum begin with it.
+    # A sink is a key without a value: it initialises the running maximum and sum.
     top = jnp.zeros(shapes.block_q, jnp.float32) + sink
     carry = _zeros(shapes.block_q, shapes), top, jnp.where(top == -jnp.inf, 0.0, 1.0)
     out, top, total = _over_blocks(block, carry, _range(ranges_ref))
+    # A query that sees no key has a total of 0: its output is 0 and its log-sum-exp -inf.
     total = jnp.where(total == 0.0, 1.0, total)
     _store(out_ref, rows, tuple(part / total[:, None] for part in out), shapes)
     lse_ref[rows] = (top + jnp.log2(total)) / LOG2_E
@@ -276,8 +287,9 @@ def _dq_kernel(
         v = _load(v_ref, columns, shapes)
         logits = _logits(q, k, variant, shapes)
         weights = jnp.exp2(logits * _unit(variant) - lse[:, None])
-        # The derivative of the softmax; delta holds its sum over the keys, so that one pass over them is enough.
+        # The derivative of the softmax. delta is its sum over all keys, so one pass over the keys is enough.
         d_logits = weights * (_contract(d_out, v, shapes) - delta[:, None])
+        # The derivative of tanh is 1 - tanh²; dq is multiplied by the scale once, at the end.
         if variant.soft_cap is not None:
             d_logits *= 1.0 - logits * logits
         if masked:
@@ -315,7 +327,7 @@ def _dkdv_kernel(
         sees = bounds.sees if masked else None
         q, d_out = (_load(ref, (rows, g), shapes, sees) for ref in (q_ref, d_out_ref))
         lse, delta = lse_ref[g, rows] * LOG2_E, delta_ref[g, rows]
-        # Transposed, (keys, queries): then dk and dv are products of a block of weights as it is.
+        # Logits are transposed, (keys, queries), so that dk and dv are products of weights that need no transpose.
         logits = _logits(k, q, variant, shapes)
         weights = jnp.exp2(logits * _unit(variant) - lse[None, :])
         if masked:
@@ -338,14 +350,14 @@ def _dkdv_kernel(
 
 
 class _Bounds:
-    """Masks of a block of queries, from the first key and the end of the keys that each sees."""
+    """Masks of a block of queries, from the first key that each query sees and the end of its keys."""
 
     def __init__(self, first: Array, end: Array):
         self.first, self.end = first, end
         self.sees = first < end
 
     def visible(self, columns: pl.Slice, transposed: bool = False) -> Array:
-        """(queries, keys), or transposed."""
+        """Return the mask, (queries, keys) or transposed."""
         key = _index(columns)
         if transposed:
             return (key[:, None] >= self.first[None, :]) & (key[:, None] < self.end[None, :])
@@ -365,7 +377,7 @@ def _range(ranges_ref) -> Sequence[Any]:
 
 
 def _over_blocks(block: Callable, carry, ranges: Sequence[Any], heads: int = 1):
-    """`block(index, head, carry, masked)` over a range and some heads: the wholly visible blocks, then the others."""
+    """Run `block(index, head, carry, masked)` over a range and some heads: fully visible blocks, then the others."""
     begin, full_begin, full_end, stop = ranges
     before = full_begin - begin
 
@@ -373,7 +385,7 @@ def _over_blocks(block: Callable, carry, ranges: Sequence[Any], heads: int = 1):
         return block(full_begin + jax.lax.div(place, heads), jax.lax.rem(place, heads), carry, masked=False)
 
     def partly_visible(place, carry):
-        # These blocks lie on both sides of the wholly visible ones: [begin, full_begin), then [full_end, stop).
+        # These blocks are on both sides of the fully visible ones: [begin, full_begin), then [full_end, stop).
         index = jax.lax.div(place, heads)
         index += jnp.where(index < before, begin, full_end - before)
         return block(index, jax.lax.rem(place, heads), carry, masked=True)
@@ -387,7 +399,10 @@ def _zeros(rows: int, shapes: _Shapes) -> tuple[Array, ...]:
 
 
 def _load(ref, rows: pl.Slice | tuple, shapes: _Shapes, wanted: Array | None = None) -> tuple[Array, ...]:
-    """Rows (and a head) of an array whose last axis is the head dimension, in parts; those not wanted are zero."""
+    """Load rows (and a head) of an array whose last axis is the head dimension, in parts.
+
+    Rows that are not `wanted` are zero.
+    """
     index = rows if isinstance(rows, tuple) else (rows,)
     if wanted is None:
         return tuple(plgpu.load(ref.at[*index, part]) for part in shapes.parts)
@@ -400,17 +415,17 @@ def _store(ref, rows: pl.Slice, parts: tuple[Array, ...], shapes: _Shapes) -> No
 
 
 def _contract(a: tuple[Array, ...], b: tuple[Array, ...], shapes: _Shapes) -> Array:
-    """a b^T over the head dimension, in float32."""
+    """Compute a b^T over the head dimension, in float32."""
     return reduce(jnp.add, (plgpu.dot(x, y.T, precision=shapes.precision) for x, y in zip(a, b)))
 
 
 def _multiply(a: Array, b: tuple[Array, ...], shapes: _Shapes) -> tuple[Array, ...]:
-    """a b, in parts of the head dimension and float32."""
+    """Compute a b in float32, in parts of the head dimension."""
     return tuple(plgpu.dot(a, part, precision=shapes.precision) for part in b)
 
 
 def _logits(a: tuple[Array, ...], b: tuple[Array, ...], variant: Variant, shapes: _Shapes) -> Array:
-    """Logits divided by `_unit`, so that the scale and the base of the exponential are one multiplication."""
+    """Return the logits divided by `_unit`, so that the scale and the change to base 2 are one multiplication."""
     products = _contract(a, b, shapes)
     return products if variant.soft_cap is None else jnp.tanh(products * (variant.scale / variant.soft_cap))
 

@@ -1,4 +1,4 @@
-"""The static part of an attention, known when it is traced."""
+"""The static part of an attention call, known when it is traced."""
 
 from dataclasses import dataclass
 
@@ -9,9 +9,15 @@ import jax.numpy as jnp
 class Variant:
     """Scale and soft-cap of the logits, and the shape of the mask.
 
-    Kernels mask by the intervals of `mask.intervals`; the mask's shape serves backends that skip blocks while tracing.
-    `query_offset` is None where it is known at run time only. `documents` is the most that a packed row holds, None
-    where nothing bounds them or rows are not packed.
+    Kernels mask by the intervals of `mask.intervals`; the mask's shape is for backends that skip blocks while tracing.
+
+    Attributes:
+        scale: factor of q k^T.
+        soft_cap: bound of the logits; None: not bounded.
+        causal: queries do not see later keys.
+        window: number of keys that a query sees, its own included; None: not bounded.
+        query_offset: position of the first query among the keys; None: known only at run time.
+        documents: the largest number of documents in a packed row; None: not bounded, or rows are not packed.
     """
 
     scale: float
@@ -24,7 +30,18 @@ class Variant:
 
 @dataclass(frozen=True)
 class Request:
-    """What a backend is asked for: `refuses` of each backend says whether it can."""
+    """The static properties of a call, from which each backend's `refuses` decides whether it can run it.
+
+    Attributes:
+        dtype: dtype of q, k and v.
+        head_dim: head dimension.
+        queries: queries per row.
+        keys: keys per row.
+        packed: rows may hold several documents.
+        variant: scale, soft-cap and shape of the mask.
+        sinks: sinks are given.
+        return_lse: the log-sum-exp is returned.
+    """
 
     dtype: jnp.dtype
     head_dim: int

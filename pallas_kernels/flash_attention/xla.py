@@ -1,7 +1,10 @@
 """Flash attention (Dao et al. 2022) in plain XLA: one block of queries at a time against the keys it can see.
 
-Keys that causality or the window hide from a block are left out when it is traced, forward and backward. The backward
-pass recomputes the weights from the saved log-sum-exp, so memory is O(keys * block).
+Keys that causality or the window hide from a block are skipped at trace time, forward and backward. The backward pass
+recomputes the weights from the saved log-sum-exp, so memory is O(keys * block).
+
+Shapes: b batch, s queries, t keys, h query heads, n key heads, g query heads per key head, d head dimension, r rows of
+a block (g * size).
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.flash_attention.blocks import seen_keys
 from pallas_kernels.flash_attention.variant import Variant
 
-# Queries a block, and how many strips of blocks (each with its own range of keys) the program is written out for.
+# Queries per block, and the largest number of strips of blocks, each with its own range of keys, that are unrolled.
 BLOCK, MOST_STRIPS = 256, 16
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
@@ -31,10 +34,10 @@ def forward(
     *,
     block: int = BLOCK,
 ) -> tuple[Float[Array, "b s h d"], Float[Array, "b h s"]]:
-    """Output in the dtype of q, and the float32 log-sum-exp of the logits (natural, the sink included).
+    """Return the output in the dtype of q, and the natural float32 log-sum-exp of the logits, sink included.
 
-    Query i sees the keys first_i <= j < end_i. Products in the inputs' dtype, accumulated in float32. `block` queries
-    are computed at once.
+    Query i sees the keys first_i <= j < end_i. Products are in the inputs' dtype, accumulated in float32. `block`
+    queries are computed at a time.
     """
     batch, queries, heads, _ = q.shape
     seen = seen_keys(first, end, k.shape[1])[..., None, None]
@@ -60,11 +63,11 @@ def backward(
     *,
     block: int = BLOCK,
 ) -> tuple[Float[Array, "b s h d"], Float[Array, "b t n d"], Float[Array, "b t n d"]]:
-    """Gradients of q, k and v in their dtypes; `delta` is sum(d_out * out) less the cotangent of the log-sum-exp."""
+    """Return gradients of q, k and v in their dtypes; `delta` is sum(d_out * out) minus the log-sum-exp's cotangent."""
     batch, queries, heads, _ = q.shape
     seen = seen_keys(first, end, k.shape[1])[..., None, None]
     k, v = jnp.where(seen, k, 0), jnp.where(seen, v, 0)
-    # A query that sees nothing has no weights, whatever it and its cotangents hold.
+    # A query that sees no key has weights of zero, even if it or its cotangents are NaN.
     sees = first < end
     q, d_out = (jnp.where(sees[..., None, None], x, 0) for x in (q, d_out))
     lse = jnp.where(sees[:, None], lse, jnp.inf)
@@ -76,7 +79,7 @@ def backward(
 
 
 def _by_head(x: Array, k: Array) -> Array:
-    """(b, s, h, d) to (b, n, g, s, d): queries grouped by the key head they share."""
+    """Transpose (b, s, h, d) to (b, n, g, s, d): query heads grouped by the key head that they share."""
     batch, sequence, heads, dim = x.shape
     return x.reshape(batch, sequence, k.shape[2], heads // k.shape[2], dim).transpose(0, 2, 3, 1, 4)
 
@@ -87,7 +90,7 @@ def _by_token(x: Array) -> Array:
 
 
 def _over_heads(head: Callable, by_head: tuple[Array | None, ...], by_row: tuple[Array, ...]):
-    """`head` for every row and key head: a loop on a CPU, where products of two dimensions are fast, else at once."""
+    """Apply `head` to every row and key head: in a loop on a CPU, where 2-D products are fast, elsewhere batched."""
 
     def loop(by_head, by_row):
         return jax.lax.map(lambda row: jax.lax.map(lambda one: head(*one, *row[1]), row[0]), (by_head, by_row))
@@ -99,14 +102,15 @@ def _over_heads(head: Callable, by_head: tuple[Array | None, ...], by_row: tuple
 
 
 def _strips(queries: int, keys: int, block: int, variant: Variant) -> Iterator[tuple[slice, int, slice]]:
-    """Strips of queries, the size of their blocks (a divisor), and the keys that any query of them can see."""
+    """Yield strips of queries, the size of their blocks (a divisor), and the keys that any query of a strip can see."""
     offset = variant.query_offset if variant.causal else None
-    whole = queries // block
-    most = whole if offset is None else -(-whole // MOST_STRIPS)
-    starts = [*range(0, whole, max(most, 1)), whole]
+    # Without causality or a static offset every strip would have the same keys, so there is only one.
+    full_blocks = queries // block
+    blocks_per_strip = full_blocks if offset is None else -(-full_blocks // MOST_STRIPS)
+    starts = [*range(0, full_blocks, max(blocks_per_strip, 1)), full_blocks]
     strips = [(start * block, stop * block, block) for start, stop in pairwise(starts)]
     if queries % block:
-        strips.append((whole * block, queries, queries % block))
+        strips.append((full_blocks * block, queries, queries % block))
     for start, stop, size in strips:
         begin, limit = 0, keys
         if offset is not None:
@@ -117,7 +121,7 @@ def _strips(queries: int, keys: int, block: int, variant: Variant) -> Iterator[t
 
 
 def _block(start: Array, size: int, *arrays: Array) -> tuple[Array, ...]:
-    """Of arrays (g, s, ...), `size` queries from `start` on, as (g * size, ...): two-dimensional products are fast."""
+    """Slice `size` queries from `start` on from arrays (g, s, ...), as (g * size, ...): 2-D products are fast."""
     blocks = (jax.lax.dynamic_slice_in_dim(x, start, size, axis=1) for x in arrays)
     return tuple(x.reshape(-1, *x.shape[2:]) for x in blocks)
 
@@ -130,7 +134,7 @@ def _logits(
     begin: int,
     variant: Variant,
 ) -> tuple[Float[Array, "r t"], Bool[Array, "r t"]]:
-    """Logits in float32, and which of them a query sees, where the keys are those from `begin` on."""
+    """Return logits in float32, and which of the keys each query sees; the first key in k has index `begin`."""
     logits = jax.lax.dot_general(q, k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32) * variant.scale
     if variant.soft_cap is not None:
         logits = variant.soft_cap * jnp.tanh(logits / variant.soft_cap)
@@ -139,7 +143,7 @@ def _logits(
 
 
 def _forward_head(q, k, v, sinks, first, end, *, block, variant):
-    """For q (g, s, d), k and v (1, t, d) and sinks (g,): output (g, s, d) and log-sum-exp (g, s)."""
+    """Return output (g, s, d) and log-sum-exp (g, s) for q (g, s, d), k and v (1, t, d) and sinks (g,)."""
     group, k, v = q.shape[0], k[0], v[0]
     first, end = jnp.broadcast_to(first, q.shape[:2]), jnp.broadcast_to(end, q.shape[:2])
 
@@ -147,7 +151,7 @@ def _forward_head(q, k, v, sinks, first, end, *, block, variant):
         rows, row_first, row_end = _block(start, size, q, first, end)
         logits, seen = _logits(rows, k[keys], row_first, row_end, keys.start, variant)
         logits = jnp.where(seen, logits, -jnp.inf)
-        top = jnp.max(logits, axis=-1, keepdims=True, initial=LOWEST)  # finite even where no key is seen
+        top = jnp.max(logits, axis=-1, keepdims=True, initial=LOWEST)  # finite even if a query sees no key
         sink = None if sinks is None else jnp.repeat(sinks, size)[:, None]
         if sink is not None:
             top = jnp.maximum(top, sink)
@@ -160,13 +164,13 @@ def _forward_head(q, k, v, sinks, first, end, *, block, variant):
         return nothing, (out.reshape(group, size, -1), (top + jnp.log(total)).reshape(group, size))
 
     strips = _strips(q.shape[1], k.shape[0], block, variant)
-    done = [_scan(partial(attend, size, keys), None, queries, size)[1] for queries, size, keys in strips]
-    outs, lses = zip(*done)
+    results = [_scan(partial(attend, size, keys), None, queries, size)[1] for queries, size, keys in strips]
+    outs, lses = zip(*results)
     return jnp.concatenate(outs, axis=1), jnp.concatenate(lses, axis=1)
 
 
 def _backward_head(q, k, v, d_out, lse, delta, first, end, *, block, variant):
-    """Gradients of q (g, s, d), and of k and v (1, t, d): those are summed over the group here."""
+    """Return gradients of q (g, s, d), and of k and v (1, t, d), which are summed over the group here."""
     group, k, v = q.shape[0], k[0], v[0]
     first, end = jnp.broadcast_to(first, q.shape[:2]), jnp.broadcast_to(end, q.shape[:2])
     over_rows, over_dim = (((0,), (0,)), ((), ())), (((1,), (1,)), ((), ()))
@@ -174,8 +178,8 @@ def _backward_head(q, k, v, d_out, lse, delta, first, end, *, block, variant):
 
     def differentiate(size: int, keys: slice, carry: tuple[Array, Array], start: Array):
         dk, dv = carry
-        rows, d_rows, *of_row = _block(start, size, q, d_out, lse, delta, first, end)
-        row_lse, row_delta, row_first, row_end = of_row
+        rows, d_rows, *row_values = _block(start, size, q, d_out, lse, delta, first, end)
+        row_lse, row_delta, row_first, row_end = row_values
         logits, seen = _logits(rows, k[keys], row_first, row_end, keys.start, variant)
         weights = jnp.exp(jnp.where(seen, logits, -jnp.inf) - row_lse[:, None])
         d_logits = weights * (product(d_rows, v[keys], over_dim) - row_delta[:, None]) * variant.scale
@@ -196,8 +200,9 @@ def _backward_head(q, k, v, d_out, lse, delta, first, end, *, block, variant):
     return jnp.concatenate(dqs, axis=1), dk[None].astype(k.dtype), dv[None].astype(v.dtype)
 
 
-def _scan(of_block: Callable, carry, queries: slice, size: int):
-    """`of_block` for every block of a strip; its results of shape (g, size, ...) are joined to (g, queries, ...)."""
+def _scan(run_block: Callable, carry, queries: slice, size: int):
+    """Run `run_block` on every block of a strip and join its results (g, size, ...) to (g, queries, ...)."""
+    # A strip of one block is unrolled, because it needs no loop.
     starts = jnp.arange(queries.start, queries.stop, size)
-    carry, blocks = jax.lax.scan(of_block, carry, starts, unroll=len(starts) == 1)
+    carry, blocks = jax.lax.scan(run_block, carry, starts, unroll=len(starts) == 1)
     return carry, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:]), blocks)

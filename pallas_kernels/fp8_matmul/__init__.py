@@ -1,4 +1,4 @@
-"""FP8 weights times FP8 activations: the public op, its backends, and how activations become FP8."""
+"""Products of FP8 activations and FP8 weights: the public op, its backends, and quantization of activations to FP8."""
 
 from functools import partial
 from typing import Any
@@ -16,8 +16,8 @@ from pallas_kernels.registry import ANY_CARD, Backend
 
 __all__ = ["BACKENDS", "block_scales", "fp8_matmul", "quantize"]
 
-# In order of preference. XLA calls cuBLASLt for a plain expression, which tests/kernels checks on a CPU; 'auto' does
-# not take Mosaic before a run on a GPU is recorded in benchmarks/results.
+# In order of preference. XLA calls cuBLASLt for a plain expression, which tests/kernels checks on a CPU. 'auto' does
+# not choose Mosaic until a run on a GPU is recorded in benchmarks/results.
 BACKENDS = (
     Backend("cublaslt", cublaslt.multiply, cublaslt.refuses, {ANY_CARD: "tests of the expression"}),
     Backend("mosaic", mosaic.multiply, mosaic.refuses, {}),
@@ -35,23 +35,26 @@ def fp8_matmul(
     fast_accumulation: bool = False,
     backend: str = "auto",
 ) -> Float[Array, "m n"]:
-    """x W^T of FP8 arrays with scales, accumulated in float32 (Micikevicius et al. 2022, arXiv:2209.05433).
+    """Compute x W^T of FP8 arrays with scales, accumulated in float32 (Micikevicius et al. 2022, arXiv:2209.05433).
 
-    x: float8_e4m3fn or float8_e5m2. weight: float8_e4m3fn. Each scale is float32, or of the dtype of the result: then,
-    with one scale a tensor, the product itself can take them, which saves a pass over the result. A scale multiplies
-    the codes of a block, inferred from the shapes: (1, 1) is one scale for all, (m, 1) one a row, (m, k / 128) with
-    (n / 128, k / 128) the blocks of DeepSeek-V3 (arXiv:2412.19437). `block_scales` and `quantize` make them. dtype: of
-    the result, bfloat16, float16 or float32.
+    Shapes: m rows of x, k contracted size, n rows of the weight; (r, c) and (s, d) blocks.
 
-    fast_accumulation lets a backend sum over all of k in the tensor core's own registers, which on Hopper have fewer
-    bits than float32: common in forward passes (Transformer Engine), not in backward ones.
+    x: float8_e4m3fn or float8_e5m2. weight: float8_e4m3fn. dtype: dtype of the result, bfloat16, float16 or float32.
 
-    It has no derivative: differentiating it raises TypeError. The backward pass of a frozen FP8 weight multiplies by
-    the dequantized one.
+    x_scale, weight_scale: float32, or the dtype of the result. In the dtype of the result, and with one scale per
+    tensor, the product itself can apply the scales, which saves a pass over the result. A scale multiplies the codes of
+    a block, whose size is inferred from the shapes: (1, 1) is one scale for the tensor, (m, 1) one per row, and
+    (m, k / 128) with (n / 128, k / 128) are the blocks of DeepSeek-V3 (arXiv:2412.19437). `block_scales` makes scales
+    and `quantize` makes codes.
+
+    fast_accumulation: let a backend sum over all of k in the tensor core's own registers, which on Hopper have fewer
+    bits than float32. This is common in forward passes (Transformer Engine), but not in backward passes.
 
     `backend`: 'auto', or a name in BACKENDS; 'cublaslt' needs the compiler option xla_gpu_enable_triton_gemm=False.
-    Raises ValueError for shapes and dtypes that do not fit, and for a backend that cannot run this on the device at
-    hand.
+
+    The product has no derivative: differentiating it raises TypeError. The backward pass of a frozen FP8 weight
+    multiplies by the dequantized weight. Raises ValueError for shapes and dtypes that do not fit together, and for a
+    backend that cannot run this on the current device.
     """
     request = request_for(x, weight, x_scale, weight_scale, dtype, fast_accumulation)
     chosen = registry.choose("fp8_matmul", BACKENDS, current_device(), request, backend)

@@ -1,4 +1,4 @@
-"""What the FP8 product is compiled with: 4096 rows by a 4096 x 4096 weight with scales in blocks."""
+"""Compile cases of the FP8 product: 4096 rows by a 4096 x 4096 weight, with scales in blocks."""
 
 from collections.abc import Iterator
 from functools import partial

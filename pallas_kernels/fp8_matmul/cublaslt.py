@@ -1,8 +1,9 @@
 """FP8 by cuBLASLt: a dot of FP8 arrays, which XLA rewrites to its call `__cublas$lt$matmul$f8`.
 
-The rewrite needs jax.jit's compiler option xla_gpu_enable_triton_gemm=False; without it XLA takes the same product to a
-Triton fusion. XLA passes scales to cuBLASLt where there is one for a tensor, in the dtype of the result. Others, which
-may differ by row and by column or would be rounded to bfloat16, multiply the result in float32, in a pass of its own.
+The rewrite needs jax.jit's compiler option xla_gpu_enable_triton_gemm=False; without it XLA compiles the same product
+to a Triton fusion. XLA passes the scales to cuBLASLt if there is one per tensor, in the dtype of the result. Other
+scales, which may differ by row and by column or would be rounded to bfloat16, multiply the result in float32, in a
+separate pass.
 """
 
 from functools import partial
@@ -17,7 +18,7 @@ from pallas_kernels.gpus import Device
 
 
 def refuses(device: Device, request: Request) -> str | None:
-    """Why the call cannot run a request on a device, or None."""
+    """Return why cuBLASLt cannot run a request on a device, or None."""
     if device.capability is None or device.capability < (8, 9):
         return "it needs a GPU with FP8 units (compute capability 8.9 or later)"
     if request.x_scales[1] != 1 or request.weight_scales[1] != 1:
@@ -28,7 +29,7 @@ def refuses(device: Device, request: Request) -> str | None:
     if request.columns % 16 or request.depth % 16:
         return f"weight sizes must be multiples of 16, not {request.columns} x {request.depth}: XLA would pad a copy"
     if request.rows == 1:
-        return "XLA makes a reduction of a single row"
+        return "XLA compiles a product with a single row to a reduction"
     if request.dtype == jnp.float16:
         return "float16 would overflow before the scales"
     return None
@@ -41,8 +42,11 @@ def multiply(
     weight_scale: Float[Array, "s 1"],
     request: Request,
 ) -> Float[Array, "m n"]:
-    """x W^T. Scales that XLA does not pass on round a bfloat16 result twice, before them and after them."""
-    # At the highest precision XLA asks cuBLASLt not to accumulate fast.
+    """Compute x W^T.
+
+    If XLA does not pass the scales to cuBLASLt, a bfloat16 result is rounded twice: before and after scaling.
+    """
+    # At the highest precision XLA turns off cuBLASLt's fast accumulation.
     precision = jax.lax.Precision.DEFAULT if request.fast_accumulation else jax.lax.Precision.HIGHEST
     dot = partial(
         jax.lax.dot_general,

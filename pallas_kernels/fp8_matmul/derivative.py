@@ -1,4 +1,4 @@
-"""Functions of FP8 arrays that must not be differentiated: jax would do it, with gradients rounded to FP8."""
+"""Functions of FP8 arrays that must not be differentiated: jax would do it, but round the gradients to FP8."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,10 +7,10 @@ import jax
 
 
 def without_derivative(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function of arrays; TypeError when it is differentiated."""
+    """Wrap a function of arrays so that differentiating it raises TypeError."""
 
     def refuse(primals, tangents):
-        raise TypeError(f"{name} has no derivative: call it inside a jax.custom_vjp whose backward pass knows one")
+        raise TypeError(f"{name} has no derivative: call it inside a jax.custom_vjp that defines the backward pass")
 
     guarded = jax.custom_jvp(function)
     guarded.defjvp(refuse)

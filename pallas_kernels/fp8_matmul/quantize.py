@@ -12,12 +12,14 @@ from pallas_kernels.fp8_matmul.reference import spread
 def block_scales(
     x: Float[Array, "m k"], block: tuple[int | None, int | None] = (None, None), dtype: Any = jnp.float8_e4m3fn
 ) -> Float[Array, "r c"]:
-    """Scales with which each block of x just fills an FP8 dtype: its amax over the largest number of the dtype.
+    """Return the scale of each block of x that fills the FP8 dtype: amax / the largest number of the dtype.
 
-    block: its rows and columns, None for all of them: (None, None) is one scale for the tensor, (1, None) one a row,
-    (1, 128) and (128, 128) are DeepSeek-V3's for activations and weights (arXiv:2412.19437). float32; 1 for a block of
-    zeros or of magnitudes too small for float32's normal numbers. Values that are not finite are ignored. Raises
-    ValueError where blocks do not divide x.
+    block: rows and columns of a block; None: all rows or all columns. (None, None) is one scale for the tensor,
+    (1, None) one per row; (1, 128) and (128, 128) are DeepSeek-V3's blocks for activations and weights
+    (arXiv:2412.19437).
+
+    Scales are float32, and 1 for a block of zeros or of magnitudes too small for float32's normal numbers. Values that
+    are not finite are ignored. Raises ValueError if the blocks do not divide x.
     """
     rows = x.shape[0] if block[0] is None else block[0]
     columns = x.shape[1] if block[1] is None else block[1]
@@ -29,19 +31,19 @@ def block_scales(
 
 
 def quantize(x: Float[Array, "m k"], scale: Float[Array, "r c"], dtype: Any = jnp.float8_e4m3fn) -> Float[Array, "m k"]:
-    """FP8 codes of x: x / scale to the nearest, ties to even; codes * scale is about x.
+    """Return FP8 codes of x: x / scale rounded to nearest, ties to even; codes * scale approximates x.
 
-    dtype: float8_e4m3fn or float8_e5m2. scale: of `block_scales`, or from earlier steps (delayed scaling): a value too
-    large for it saturates (at 448 and 57344), one that is not finite becomes NaN. It has no derivative: differentiating
-    it raises TypeError.
+    dtype: float8_e4m3fn or float8_e5m2. scale: from `block_scales`, or from earlier steps (delayed scaling). A value
+    too large for the scale saturates (at 448 for e4m3, 57344 for e5m2); a value that is not finite becomes NaN. The
+    function has no derivative: differentiating it raises TypeError.
     """
 
     def codes(x, scale):
         limits = jnp.finfo(dtype)
         scaled = x.astype(jnp.float32) / spread(scale, x.shape)
         saturated = jnp.clip(scaled, float(limits.min), float(limits.max))
-        # x - x is NaN where x is not finite, and to subtract 0 keeps the sign of -0. A where would not do: in a
-        # rematerialised scan jax saves its constant as an array.
+        # x - x is NaN where x is not finite, and subtracting 0 keeps the sign of -0. jnp.where is not used, because in
+        # a rematerialised scan jax would save its constant as an array.
         return (saturated - (x - x)).astype(dtype)
 
     return without_derivative("quantize", codes)(x, scale)

@@ -1,4 +1,4 @@
-"""FP8 products in plain jnp: both sides as float32 values, so correct everywhere, and nowhere on FP8 units."""
+"""FP8 products in plain jnp: both sides as float32 values, so correct on every device, but never on FP8 units."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ def multiply(
     weight_scale: Float[Array, "s d"],
     request: Request,
 ) -> Float[Array, "m n"]:
-    """x W^T of the dequantized sides. A float32 copy of the weight may be made."""
+    """Compute x W^T of the dequantized sides. XLA may make a float32 copy of the weight."""
     values = (
         codes.astype(jnp.float32) * spread(scale, codes.shape)
         for codes, scale in ((x, x_scale), (weight, weight_scale))
@@ -23,6 +23,6 @@ def multiply(
 
 
 def spread(scale: Float[Array, "r c"], shape: tuple[int, ...]) -> Float[Array, "m k"]:
-    """Every scale, broadcast over its block of an array of this shape."""
+    """Broadcast every scale over its block of an array of this shape."""
     (rows, columns), (r, c) = shape, scale.shape
     return jnp.broadcast_to(scale[:, None, :, None], (r, rows // r, c, columns // c)).reshape(shape)

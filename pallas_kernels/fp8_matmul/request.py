@@ -1,4 +1,4 @@
-"""What a call of fp8_matmul asks of a backend, and whether its arguments fit together."""
+"""The static properties of a call of fp8_matmul, and the check that its arguments fit together."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,13 +6,24 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-# DeepSeek-V3's blocks (arXiv:2412.19437): a scale for 1 x 128 of the activations, one for 128 x 128 of the weight.
+# DeepSeek-V3's blocks (arXiv:2412.19437): a scale per 1 x 128 of the activations and per 128 x 128 of the weight.
 BLOCK = 128
 
 
 @dataclass(frozen=True)
 class Request:
-    """x is (rows, depth), the weight (columns, depth); x_scales and weight_scales are the shapes of the scales."""
+    """The static properties of a call: x is (rows, depth), the weight is (columns, depth).
+
+    Attributes:
+        rows: rows of x.
+        columns: rows of the weight, which are columns of the result.
+        depth: contracted size.
+        x_dtype: dtype of x.
+        x_scales: shape of the scales of x.
+        weight_scales: shape of the scales of the weight.
+        dtype: dtype of the result.
+        fast_accumulation: the tensor core may sum over all of depth.
+    """
 
     rows: int
     columns: int
@@ -32,10 +43,10 @@ def request_for(
     dtype: Any = jnp.bfloat16,
     fast_accumulation: bool = False,
 ) -> Request:
-    """The request that these arguments make. Raises ValueError for dtypes and shapes that do not fit."""
+    """Return the request for these arguments. Raises ValueError for dtypes and shapes that do not fit together."""
 
-    def check(right: bool, message: str) -> None:
-        if not right:
+    def check(ok: bool, message: str) -> None:
+        if not ok:
             raise ValueError(f"fp8_matmul: {message}")
 
     check(x.ndim == weight.ndim == 2, f"x {x.shape} must be (m, k) and the weight {weight.shape} (n, k)")
@@ -49,14 +60,14 @@ def request_for(
     results = (jnp.bfloat16, jnp.float16, jnp.float32)
     check(dtype in results, f"the result can be bfloat16, float16 or float32, not {dtype}")
     for name, array, scale in (("x_scale", x, x_scale), ("weight_scale", weight, weight_scale)):
-        check(scale.dtype in (jnp.float32, dtype), f"{name} is float32 or, as the result, {dtype}, not {scale.dtype}")
+        check(scale.dtype in (jnp.float32, dtype), f"{name} is float32 or {dtype} like the result, not {scale.dtype}")
         fits = scale.ndim == 2 and all(
             blocks > 0 and size % blocks == 0 for size, blocks in zip(array.shape, scale.shape)
         )
         check(
             fits,
             f"{name} {scale.shape} does not cut {array.shape} into equal blocks: (1, 1) is one scale for all, "
-            f"{(array.shape[0], 1)} one a row, ({array.shape[0]} / r, {array.shape[1]} / c) one for each r x c",
+            f"{(array.shape[0], 1)} one per row, ({array.shape[0]} / r, {array.shape[1]} / c) one per r x c",
         )
     return Request(
         rows=x.shape[0],

@@ -1,4 +1,4 @@
-"""Linear attention whose state forgets and corrects itself: the public op and its backends."""
+"""Linear attention with the gated delta rule: the public op and its backends."""
 
 from typing import Any
 
@@ -32,21 +32,26 @@ def gated_delta_rule(
     *,
     backend: str = "auto",
 ) -> tuple[Float[Array, "b s hv dv"], Float[Array, "b hv dk dv"]]:
-    """The gated delta rule (Yang et al. 2024, arXiv:2412.06464): outputs in the dtype of v, and the last state.
+    """Compute the gated delta rule (Yang et al. 2024, arXiv:2412.06464).
 
-    A value head keeps a state S (dk, dv) in float32. Each token decays it, corrects what it holds for k, and reads it:
+    Returns the outputs in the dtype of v, and the last state. A value head has a state S (dk, dv) in float32. Each
+    token decays it, corrects its value for k, and reads it:
 
         S <- exp(log_decay) S;   S <- S + k (beta (v - S^T k))^T;   out = scale S^T q
 
-    hv is a multiple of hk: consecutive groups of value heads share a head of q and k. log_decay is at most 0; `scale`
-    is dk^-0.5 unless given. q and k are taken as they are: models with a norm apply it before. The state is
-    `initial_state`, or zeros, before the first token, and zeros before each token that starts a document: what came
-    before it reaches it neither forward nor backward. Differentiable in all but `starts`, through both results; the
-    backward pass keeps no more than a state for every 64 tokens. Under `jax.checkpoint` the forward kernels run again,
-    unless its policy saves what is named RESIDUALS (XLA's backend always runs again).
+    Shapes: b batch, s sequence, hk key heads, hv value heads, dk and dv sizes of a key and a value head. hv is a
+    multiple of hk: consecutive groups of value heads share a head of q and k.
+
+    log_decay is at most 0; `scale` is dk^-0.5 unless given. q and k are not normalised here: models with a norm apply
+    it before. The state is `initial_state`, or zeros, before the first token, and zeros before each token that starts a
+    document, so that nothing passes between documents, forward or backward.
+
+    Differentiable in all arguments except `starts`, through both results; the backward pass keeps at most one state per
+    64 tokens. Under `jax.checkpoint` the forward kernels run again, unless the policy saves the arrays named RESIDUALS
+    (the XLA backend always runs again).
 
     Inside a `shard_map`, batch and heads may be sharded, hk and hv alike. `backend`: 'auto', or a name in BACKENDS.
-    Raises ValueError for shapes that do not fit, and registry.CannotRun for a backend that cannot run.
+    Raises ValueError for shapes that do not fit together, and registry.CannotRun for a backend that cannot run.
     """
     _check(q, k, v, log_decay, beta, starts, initial_state)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -58,8 +63,8 @@ def gated_delta_rule(
 
 
 def _check(q: Any, k: Any, v: Any, log_decay: Any, beta: Any, starts: Any, state: Any) -> None:
-    def check(right: bool, message: str) -> None:
-        if not right:
+    def check(ok: bool, message: str) -> None:
+        if not ok:
             raise ValueError(f"gated_delta_rule: {message}")
 
     check(q.ndim == v.ndim == 4, "q, k and v are (batch, sequence, heads, size)")
@@ -74,6 +79,6 @@ def _check(q: Any, k: Any, v: Any, log_decay: Any, beta: Any, starts: Any, state
     check(starts.shape == v.shape[:2], f"starts {starts.shape} is not {v.shape[:2]}")
     check(starts.dtype == jnp.bool_, f"starts has dtype {starts.dtype}; it must be bool")
     if state is not None:
-        wanted = (len(v), v.shape[2], k.shape[3], v.shape[3])
-        check(state.shape == wanted, f"initial_state {state.shape} is not {wanted}")
+        state_shape = (len(v), v.shape[2], k.shape[3], v.shape[3])
+        check(state.shape == state_shape, f"initial_state {state.shape} is not {state_shape}")
         check(state.dtype == jnp.float32, f"initial_state has dtype {state.dtype}; it must be float32")

@@ -1,4 +1,4 @@
-"""What the gated delta rule is compiled with: the linear attention of Qwen3-Next, and heads half as wide."""
+"""Compile cases of the gated delta rule: the linear attention of Qwen3-Next, and heads half as wide."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -29,7 +29,7 @@ def _cases() -> Iterator[Case]:
 
 
 def _gradients(op: Any, q: Any, k: Any, v: Any, log_decay: Any, beta: Any, starts: Any, state: Any, *cotangents: Any):
-    """Gradients of all but `starts`; the kernels of the forward pass are compiled with it."""
+    """Compute gradients of all arguments except `starts`; this compiles the kernels of the forward pass too."""
     _, pull = jax.vjp(lambda *arrays: op(*arrays[:5], starts, arrays[5]), q, k, v, log_decay, beta, state)
     return pull(cotangents)
 

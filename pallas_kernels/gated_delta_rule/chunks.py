@@ -1,4 +1,7 @@
-"""How a sequence is cut in chunks, and what decays leave between the tokens of one. For kernels too."""
+"""Cut a sequence into chunks, and compute the decays between the tokens of a chunk. Kernels use these functions too.
+
+Shapes: *b leading axes, c tokens of a chunk.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +11,7 @@ CHUNK = 64
 
 
 def whole_chunks(x: Array, axis: int) -> Array:
-    """Filled up to whole chunks along an axis with zeros: tokens that change nothing."""
+    """Pad an axis with zeros to whole chunks; padded tokens do not change the state."""
     width = [(0, 0)] * x.ndim
     width[axis] = (0, -x.shape[axis] % CHUNK)
     return jnp.pad(x, width)
@@ -17,27 +20,29 @@ def whole_chunks(x: Array, axis: int) -> Array:
 def summed(
     log_decay: Float[Array, "*b c"], starts: Bool[Array, "*b c"]
 ) -> tuple[Float[Array, "*b c"], Int[Array, "*b c"]]:
-    """For each token the log_decay since its document or the chunk began, and the documents begun in the chunk.
+    """Return for each token the summed log_decay since its document or the chunk began, and the documents begun so far.
 
-    The decay of a token that starts a document is none. Other documents enter no sum, so that they do not round it.
+    The second result counts documents that start in the chunk up to the token. A token that starts a document does not
+    decay. A sum includes only tokens of its own document, so that other documents do not add rounding errors.
     """
-    begun = jnp.cumsum(starts, axis=-1, dtype=jnp.int32)
+    documents = jnp.cumsum(starts, axis=-1, dtype=jnp.int32)
     log_decay = jnp.where(starts, 0, log_decay)
-    return jnp.sum(jnp.where(_seen(begun), log_decay[..., None, :], 0), axis=-1), begun
+    return jnp.sum(jnp.where(_visible_pairs(documents), log_decay[..., None, :], 0), axis=-1), documents
 
 
 def decays(
-    total: Float[Array, "*b c"], begun: Int[Array, "*b c"]
+    total: Float[Array, "*b c"], documents: Int[Array, "*b c"]
 ) -> tuple[Float[Array, "*b c c"], Float[Array, "*b c"]]:
-    """Of `summed`: what is left at a token (first c) of what another wrote, and of the state before the chunk.
+    """Compute decay factors from the results of `summed`: between two tokens, and from the chunk's start to a token.
 
-    Exactly nothing from a later token or from another document.
+    The first result, at [token, other], multiplies what the other token wrote; the second multiplies the state before
+    the chunk. Both are exactly 0 for a later token or another document.
     """
-    # Chosen before the exponential: that of a later token may be infinite, and its gradient NaN.
-    between = jnp.exp(jnp.where(_seen(begun), total[..., :, None] - total[..., None, :], -jnp.inf))
-    return between, jnp.exp(jnp.where(begun == 0, total, -jnp.inf))
+    # Masked before the exponential, because for a later token it may be infinite and its gradient NaN.
+    between = jnp.exp(jnp.where(_visible_pairs(documents), total[..., :, None] - total[..., None, :], -jnp.inf))
+    return between, jnp.exp(jnp.where(documents == 0, total, -jnp.inf))
 
 
-def _seen(begun: Int[Array, "*b c"]) -> Bool[Array, "*b c c"]:
+def _visible_pairs(documents: Int[Array, "*b c"]) -> Bool[Array, "*b c c"]:
     token, other = (jax.lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis) for axis in (0, 1))
-    return (begun[..., :, None] == begun[..., None, :]) & (token >= other)
+    return (documents[..., :, None] == documents[..., None, :]) & (token >= other)

@@ -1,7 +1,13 @@
-"""The five kernels of triton.py: what a program does. A chunk's arrays are (tokens, ...); d_x is the gradient of x.
+"""The bodies of the five kernels of triton.py. A chunk's arrays are (tokens, ...); d_x is the gradient of x.
 
-What the tokens of a chunk write is `inverse` times beta (v - held), where held is what the state before it holds for k;
-their outputs are `attention` times that, and q times the state. Products are made in the inputs' dtype.
+Names in the code:
+- held: the value that the state before the chunk holds for k
+- missing: v - held
+- written: `inverse` times beta * missing, the values that the tokens of the chunk write to the state
+- the outputs are `attention` times written, plus q times the state before the chunk
+- carried, to_end, through: decay factors, see `_ends`
+
+Products are computed in the inputs' dtype.
 """
 
 from functools import partial
@@ -14,11 +20,12 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.gated_delta_rule.chunks import CHUNK, decays
 
-HALF = CHUNK // 2  # by elimination; with quarters, the products that join them spill on sm_80
+# Size of the blocks that are inverted by elimination. With quarters, the products that join them spill on sm_80.
+HALF = CHUNK // 2
 
 
 def within(q_ref, k_ref, total_ref, begun_ref, beta_ref, inverse_ref, attention_ref, *, scale, columns):
-    """Inverse and attention of a chunk, for the tokens of a chunk each."""
+    """Compute the inverse and the attention of a chunk, both (tokens, tokens)."""
     rows = _rows(pl.program_id(0))
 
     def block(j, products):
@@ -29,6 +36,7 @@ def within(q_ref, k_ref, total_ref, begun_ref, beta_ref, inverse_ref, attention_
     qk, kk = jax.lax.fori_loop(0, q_ref.shape[1] // columns, block, (zeros, zeros))
     between, _ = decays(plgpu.load(total_ref.at[rows]), plgpu.load(begun_ref.at[rows]))
     plgpu.store(attention_ref.at[rows], (scale * between * qk).astype(attention_ref.dtype))
+    # The system that the written values solve: one plus `overlap`, which is strictly lower triangular.
     row, column = _pair()
     overlap = jnp.where(row > column, plgpu.load(beta_ref.at[rows])[:, None] * between * kk, 0.0)
     plgpu.store(inverse_ref.at[rows], _inverse(overlap).astype(inverse_ref.dtype))
@@ -51,7 +59,8 @@ def forward(
     scale,
     columns,
 ):
-    """Some columns of the state before each chunk, of the outputs, and of the last state."""
+    """Compute some columns of the state before each chunk, of the outputs, and of the last state."""
+    # Columns of a state do not depend on each other, so a program carries some of them through all chunks.
     column = pl.ds(pl.program_id(0) * columns, columns)
 
     def chunk(n, state):
@@ -90,7 +99,10 @@ def backward(
     scale,
     columns,
 ):
-    """Some columns of d_state after each chunk and before the first, and of d_missing: of beta (v - held)."""
+    """Compute some columns of d_state after each chunk and before the first, and of d_missing.
+
+    d_missing is the gradient of beta * missing.
+    """
     column = pl.ds(pl.program_id(0) * columns, columns)
     chunks = d_states_ref.shape[0]
 
@@ -104,7 +116,7 @@ def backward(
         after = d_state.astype(q.dtype)
         plgpu.store(d_states_ref.at[n, :, column], after)
         d_written = _dot(attention.T, d_out) + to_end[:, None] * _dot(k, after)
-        d_missing = _dot(inverse.T, d_written)  # times beta, as what is multiplied by the inverse
+        d_missing = _dot(inverse.T, d_written)  # gradient of beta * missing, the operand of the inverse
         plgpu.store(d_missing_ref.at[rows, column], d_missing.astype(d_missing_ref.dtype))
         d_held = (beta * carried)[:, None] * d_missing
         return through * d_state + _dot(q.T, (scale * carried)[:, None] * d_out) - _dot(k.T, d_held)
@@ -133,7 +145,7 @@ def pairs(
     scale,
     columns,
 ):
-    """What a chunk wrote, the gradients of q k^T, of k k^T (and its transpose) and of beta, and a part of d_total."""
+    """Compute written, the gradients of q k^T, of k k^T (plus its transpose) and of beta, and a part of d_total."""
     n = pl.program_id(0)
     rows = _rows(n)
     k, beta = (plgpu.load(ref.at[rows]) for ref in (k_ref, beta_ref))
@@ -148,6 +160,7 @@ def pairs(
         written = _dot(plgpu.load(inverse_ref.at[rows]), beta[:, None] * missing).astype(k.dtype)
         plgpu.store(written_ref.at[rows, column], written)
         d_attention += _dot(d_out, written.T)
+        # written = (1 + overlap)^-1 x with x = beta * missing, so d_overlap = -d_x written^T.
         d_overlap -= _dot(d_missing, written.T)
         d_beta += jnp.sum(d_missing * missing, axis=1)
         d_held -= jnp.sum(d_missing * held, axis=1)
@@ -166,7 +179,7 @@ def pairs(
     d_kk = beta[:, None] * below
     plgpu.store(d_kk_ref.at[rows], (d_kk + d_kk.T).astype(d_kk_ref.dtype))
     plgpu.store(d_beta_ref.at[rows], d_beta + jnp.sum(overlap, axis=1))
-    # Of the logarithms of what is left between two tokens, and of the state before the chunk where it is held.
+    # Gradients of the log-decays: between two tokens (d_between), and of the state before the chunk in `held`.
     d_between = d_attention * plgpu.load(attention_ref.at[rows]) + beta[:, None] * overlap
     d_total = jnp.sum(d_between, axis=1) - jnp.sum(d_between, axis=0) + beta * d_held
     plgpu.store(d_total_ref.at[rows], d_total)
@@ -192,7 +205,7 @@ def heads(
     scale,
     columns,
 ):
-    """Gradients of the q and k of a chunk, and the other part of d_total."""
+    """Compute the gradients of q and k of a chunk, and the other part of d_total."""
     n = pl.program_id(0)
     rows = _rows(n)
     carried, to_end, through = _ends(total_ref, begun_ref, n)
@@ -218,6 +231,7 @@ def heads(
     dq = (scale * carried)[:, None] * dq
     dk = to_end[:, None] * dk
     d_to_end = jnp.sum(k * dk, axis=1)
+    # to_end and through depend on the chunk's last summed decay, so its gradient collects all of theirs.
     at_end = jnp.sum(d_to_end) + through * jnp.sum(d_through)
     d_total = jnp.sum(q * dq, axis=1) - d_to_end + jnp.where(jnp.arange(CHUNK) == CHUNK - 1, at_end, 0.0)
     d_qk, d_kk = (plgpu.load(ref.at[rows]) for ref in (d_qk_ref, d_kk_ref))
@@ -238,7 +252,11 @@ def _pair() -> tuple[Array, Array]:
 
 
 def _ends(total_ref, begun_ref, chunk) -> tuple[Array, Array, Array]:
-    """What is left of the state before the chunk at each token, and at its end of what each wrote and of the state."""
+    """Return the decay factors of a chunk: carried, to_end, through.
+
+    carried: from the state before the chunk to each token. to_end: from each token to the end of the chunk. through:
+    from the state before the chunk to its end. All are 0 across documents.
+    """
     total, begun = (plgpu.load(ref.at[_rows(chunk)]) for ref in (total_ref, begun_ref))
     last, documents = (plgpu.load(ref.at[chunk * CHUNK + CHUNK - 1]) for ref in (total_ref, begun_ref))
     _, carried = decays(total, begun)
@@ -247,9 +265,9 @@ def _ends(total_ref, begun_ref, chunk) -> tuple[Array, Array, Array]:
 
 
 def _inverse(overlap: Float[Array, "c c"]) -> Float[Array, "c c"]:
-    """Of one plus a strictly lower triangular matrix: of its two halves, then of what is between.
+    """Invert one plus a strictly lower triangular matrix: first its two diagonal blocks, then the block below them.
 
-    By elimination, as by powers of the matrix the numbers would grow out of all bounds where keys are alike.
+    The diagonal blocks are inverted by elimination. A series of powers of the matrix would overflow if keys are alike.
     """
     row, column = _pair()
     same = row // HALF == column // HALF
@@ -260,12 +278,12 @@ def _inverse(overlap: Float[Array, "c c"]) -> Float[Array, "c c"]:
         return inverse - jnp.where(same, factor[:, None] * known[None, :], 0.0)
 
     inverse = jax.lax.fori_loop(0, HALF - 1, eliminate, jnp.where(row == column, 1.0, 0.0))
-    # Three products of bfloat16, as what comes out is rounded to 16 bits.
+    # Three bfloat16 products are precise enough, because the result is rounded to 16 bits.
     product = partial(plgpu.dot, precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3)
     return inverse - product(product(inverse, jnp.where(same, 0.0, overlap)), inverse)
 
 
 def _dot(a: Array, b: Array) -> Array:
-    """a b in the dtype of the one that is not float32, accumulated in float32."""
+    """Compute a b in the 16-bit dtype of a or b, accumulated in float32."""
     dtype = a.dtype if b.dtype == jnp.float32 else b.dtype
     return plgpu.dot(a.astype(dtype), b.astype(dtype))

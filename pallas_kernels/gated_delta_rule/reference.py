@@ -1,4 +1,4 @@
-"""The gated delta rule token by token, in plain jnp: the reference that every backend is compared with."""
+"""The gated delta rule token by token, in plain jnp: the reference of every backend."""
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,13 @@ def gated_delta_rule(
     state: Float[Array, "b hv dk dv"],
     scale: float,
 ) -> tuple[Float[Array, "b s hv dv"], Float[Array, "b hv dk dv"]]:
-    """Outputs in the dtype of v, and the last state; computed in the dtype of the state.
+    """Return outputs in the dtype of v, and the last state; computed in the dtype of the state.
 
-    The recurrence of `torch_recurrent_gated_delta_rule` in transformers (models/qwen3_next).
+    This is the recurrence of `torch_recurrent_gated_delta_rule` in transformers (models/qwen3_next).
     """
 
-    def token(state: Array, given: tuple[Array, ...]) -> tuple[Array, Array]:
-        q, k, v, log_decay, beta, start = given
+    def token(state: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
+        q, k, v, log_decay, beta, start = inputs
         decay = jnp.where(start[:, None], 0, jnp.exp(log_decay))
         state = state * decay[:, :, None, None]
         missing = v - jnp.einsum("bhkv,bhk->bhv", state, k, precision="highest")

@@ -1,4 +1,7 @@
-"""The gated delta rule by XLA alone, a chunk of tokens after another, on any device."""
+"""The gated delta rule in plain XLA, chunk by chunk, on any device.
+
+Shapes: b batch, s sequence, h heads, hk key heads, hv value heads, dk and dv head sizes, c tokens of a chunk.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -17,19 +20,19 @@ def gated_delta_rule(
     state: Float[Array, "b hv dk dv"],
     scale: float,
 ) -> tuple[Float[Array, "b s hv dv"], Float[Array, "b hv dk dv"]]:
-    """Outputs in the dtype of v, and the last state; computed in the dtype of the state.
+    """Return outputs in the dtype of v, and the last state; computed in the dtype of the state.
 
-    The backward pass keeps the inputs and the state before each chunk, and computes a chunk again.
+    The residuals are the inputs and the state before each chunk; the backward pass recomputes a chunk.
     """
     group = v.shape[2] // k.shape[2]
 
     @jax.checkpoint
-    def chunk(state: Array, given: tuple[Array, ...]) -> tuple[Array, Array]:
-        *arrays, starts = given
+    def chunk(state: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
+        *arrays, starts = inputs
         q, k, v, log_decay, beta = (x.astype(state.dtype) for x in arrays)
         q, k = (jnp.repeat(x, group, axis=1) for x in (q * scale, k))
         state, out = _chunk(q, k, v, log_decay, beta, starts, state)
-        return state, out.astype(given[2].dtype)
+        return state, out.astype(inputs[2].dtype)
 
     by_head = (x.swapaxes(1, 2) for x in (q, k, v, log_decay, beta, starts[..., None]))
     state, out = jax.lax.scan(chunk, state, tuple(map(_by_chunk, by_head)))
@@ -46,16 +49,18 @@ def _chunk(
     starts: Bool[Array, "b 1 c"],
     state: Float[Array, "b h dk dv"],
 ) -> tuple[Float[Array, "b h dk dv"], Float[Array, "b h c dv"]]:
-    """The state after a chunk, and its outputs.
+    """Return the state after a chunk, and the chunk's outputs.
 
-    A token adds k (outer) written to the state, where written = beta (v - what the state held for k). What it held is
-    the state before the chunk and what earlier tokens of the document wrote, both decayed: a triangular system of
-    equations for what all tokens of the chunk write (Yang et al. 2024, arXiv:2412.06464, section 3.3).
+    A token adds the outer product of k and `written` to the state, where written = beta (v - the state's value for k).
+    That value comes from the state before the chunk and from the values that earlier tokens of the document wrote, both
+    decayed. So the written values of all tokens of the chunk are the solution of a triangular system (Yang et al. 2024,
+    arXiv:2412.06464, section 3.3).
     """
     between, carried = decays(*summed(log_decay, starts))
     held = carried[..., None] * _product("bhik,bhkv->bhiv", k, state)
     overlap = beta[..., None] * between * _product("bhik,bhjk->bhij", k, k)
     written = _product("bhij,bhjv->bhiv", _unit_lower_inverse(overlap), beta[..., None] * (v - held))
+    # An output reads the state before the chunk, and the values that tokens of the chunk wrote up to its own.
     out = carried[..., None] * _product("bhik,bhkv->bhiv", q, state)
     out += _product("bhij,bhjv->bhiv", between * _product("bhik,bhjk->bhij", q, k), written)
     state = carried[..., -1, None, None] * state
@@ -63,14 +68,15 @@ def _chunk(
 
 
 def _unit_lower_inverse(matrix: Float[Array, "b h c c"]) -> Float[Array, "b h c c"]:
-    """The inverse of a lower triangular matrix with ones on its diagonal, whatever is on it and above.
+    """Invert the unit lower triangular matrix whose elements below the diagonal are those given; others are ignored.
 
-    Of blocks of twice the size at a time: that of [[A, 0], [C, B]] is [[A', 0], [-B' C A', B']]. Not a triangular
-    solve: on a CPU with more devices than cores XLA's waits forever for those of other devices.
+    Each round doubles the size of the inverted blocks: the inverse of [[A, 0], [C, B]] is [[A', 0], [-B' C A', B']],
+    with A' and B' the inverses of A and B. A triangular solve is not used, because on a CPU with more devices than
+    cores XLA's solve waits forever for other devices.
     """
     size = matrix.shape[-1]
     inverse = jnp.ones((*matrix.shape[:2], size, 1, 1), matrix.dtype)
-    inverse += 0 * matrix[..., :1, :1, None]  # varies over the mesh as the matrix does
+    inverse += 0 * matrix[..., :1, :1, None]  # so that it varies over the same mesh axes as the matrix
     for half in (2**n for n in range(size.bit_length() - 1)):
         in_blocks = matrix.reshape(*matrix.shape[:2], size // half // 2, 2 * half, -1, 2 * half)
         diagonal = jnp.moveaxis(jnp.diagonal(in_blocks, axis1=2, axis2=4), -1, 2)
@@ -86,5 +92,5 @@ def _product(subscripts: str, a: Array, b: Array) -> Array:
 
 
 def _by_chunk(x: Array) -> Array:
-    """(b, h, s, ...) as (chunks, b, h, chunk, ...)."""
+    """Reshape (b, h, s, ...) to (chunks, b, h, chunk, ...)."""
     return jnp.moveaxis(whole_chunks(x, 2).reshape(*x.shape[:2], -1, CHUNK, *x.shape[3:]), 2, 0)

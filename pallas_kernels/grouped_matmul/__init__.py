@@ -24,45 +24,50 @@ BACKENDS = (
 
 
 def grouped_matmul(x: Float[Array, "m i"], weight: Float[Array, "g o i"], groups: Groups) -> Float[Array, "m o"]:
-    """x W^T, with W that of each row's group, in the dtype of x and accumulated in float32.
+    """Compute x W^T with the weight W of each row's group, in the dtype of x and accumulated in float32.
 
-    Rows are in the order of `arrange`; those without an item must be zeros, and become zeros. The gradient of x is
-    dy W, that of W the sum of dy x^T over the rows of its group: nothing is ever multiplied by the weight of another.
+    Shapes: m rows, g groups, o and i rows and columns of a weight. Rows are in the order of `arrange`; rows without an
+    item must be zeros, and their results are zeros. The gradient of x is dy W; the gradient of a weight is the sum of
+    dy x^T over the rows of its group. No row is multiplied by the weight of another group.
     """
     if x.ndim != 2 or weight.ndim != 3 or x.shape[1] != weight.shape[2]:
         raise ValueError(f"grouped_matmul: x {x.shape} must be (rows, i) and the weights {weight.shape} (groups, o, i)")
     if len(groups.first) != len(weight) + 1 or len(x) % len(groups.block_group):
-        raise ValueError(f"grouped_matmul: {len(x)} rows and {len(weight)} weights are not those of the groups")
-    x, weight, block_group, first = _varying_alike(x, weight.astype(x.dtype), groups.block_group, groups.first)
+        raise ValueError(f"grouped_matmul: {len(x)} rows and {len(weight)} weights do not match the groups")
+    x, weight, block_group, first = _vary_alike(x, weight.astype(x.dtype), groups.block_group, groups.first)
     return _matmul(x, weight, replace(groups, block_group=block_group, first=first))
 
 
 def by_row(values: Float[Array, "g o"], groups: Groups, rows: int) -> Float[Array, "m o"]:
-    """The values of each row's group; of rows without an item those of any group."""
+    """Return the values of each row's group; rows without an item get the values of an arbitrary group."""
     blocks = len(groups.block_group)
-    of_blocks = jnp.take(values, groups.block_group, axis=0, mode="clip")
-    return jnp.broadcast_to(of_blocks[:, None], (blocks, rows // blocks, values.shape[1])).reshape(rows, -1)
+    block_values = jnp.take(values, groups.block_group, axis=0, mode="clip")
+    return jnp.broadcast_to(block_values[:, None], (blocks, rows // blocks, values.shape[1])).reshape(rows, -1)
 
 
-def _varying_alike(*arrays: Array) -> tuple[Array, ...]:
+def _vary_alike(*arrays: Array) -> tuple[Array, ...]:
     return vary_over(varying_axes(*arrays), *arrays)
 
 
 @jax.custom_vjp
 def _matmul(x: Array, weight: Array, groups: Groups) -> Array:
-    return _chosen(weight, groups).multiply(x, weight, groups, transposed=False)
+    return _choose_backend(weight, groups).multiply(x, weight, groups, transposed=False)
 
 
 def _forward(x: Any, weight: Any, groups: Any) -> tuple[Array, tuple]:
-    """`_matmul` of inputs that say whether they are differentiated: only the gradient of the weight needs x."""
+    """Compute `_matmul` and its residuals.
+
+    With symbolic_zeros=True an input has `perturbed`, whether it is differentiated: x is saved only if the weight is,
+    because only the weight's gradient needs x.
+    """
     groups = jax.tree.map(lambda part: part.value, groups)
-    kept = x.value if weight.perturbed else None
-    return _matmul(x.value, weight.value, groups), (kept, weight.value, groups)
+    saved_x = x.value if weight.perturbed else None
+    return _matmul(x.value, weight.value, groups), (saved_x, weight.value, groups)
 
 
 def _backward(residuals: tuple, dy: Array) -> tuple[Array, Array | None, None]:
     x, weight, groups = residuals
-    ops = _chosen(weight, groups)
+    ops = _choose_backend(weight, groups)
     d_weight = None if x is None else ops.outer(dy, x, groups)
     return ops.multiply(dy, weight, groups, transposed=True), d_weight, None
 
@@ -70,6 +75,6 @@ def _backward(residuals: tuple, dy: Array) -> tuple[Array, Array | None, None]:
 _matmul.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _chosen(weight: Array, groups: Groups) -> Any:
+def _choose_backend(weight: Array, groups: Groups) -> Any:
     request = jax.ShapeDtypeStruct(weight.shape, weight.dtype)
     return registry.choose("grouped_matmul", BACKENDS, current_device(), request, groups.backend).run

@@ -1,4 +1,4 @@
-"""What grouped products are compiled with: an expert of Qwen3-30B-A3B, and adapters of rank 16 on them."""
+"""Compile cases of grouped products: the experts of Qwen3-30B-A3B, and adapters of rank 16 on them."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -12,7 +12,7 @@ from pallas_kernels.grouped_matmul import triton
 from pallas_kernels.grouped_matmul.groups import Groups
 
 GROUPS, HIDDEN, SIZE, RANK = 128, 2048, 768, 16
-ROWS, BLOCK = 32768, 64  # of 2048 tokens that go to 8 experts each
+ROWS, BLOCK = 32768, 64  # for 2048 tokens with 8 experts each
 SHAPES = {
     "gate": ((SIZE, HIDDEN), jnp.bfloat16),
     "adapter A": ((2 * RANK, HIDDEN), jnp.bfloat16),

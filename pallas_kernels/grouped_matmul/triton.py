@@ -1,4 +1,4 @@
-"""Grouped products as Pallas-Triton kernels, for GPUs from sm_80 on: each program reads whose weight its rows meet."""
+"""Grouped products as Pallas-Triton kernels, for GPUs from sm_80 on. Each program reads the group of its rows."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,15 @@ from pallas_kernels.grouped_matmul.groups import Groups
 
 @dataclass(frozen=True)
 class Tile:
-    """Sizes of a program's result, and of a step of its contraction; its warps and stages."""
+    """Block sizes of a program.
+
+    Attributes:
+        rows: rows of the program's result.
+        columns: columns of the program's result.
+        step: contracted elements per step of the loop.
+        warps: warps of the program.
+        stages: pipeline stages.
+    """
 
     rows: int
     columns: int
@@ -26,17 +34,18 @@ class Tile:
 
     @staticmethod
     def fitting(rows: int, columns: int, depth: int, block: int, itemsize: int) -> "Tile":
-        """For a result of so many rows and columns, contracted over `depth` by at most `block` at a time.
+        """Return the tile for a `rows` x `columns` result, contracted over `depth`, at most `block` per step.
 
-        No larger than that, and with no more loads ahead, as the products of adapters are narrow. A step is of 128
-        bytes, so that three fit into any GPU's shared memory; float32 has narrower results, so that none spills.
+        The tile is not larger than the result and has no more stages than steps, because the products of adapters are
+        narrow. A step has 128 bytes, so that three stages fit into any GPU's shared memory. float32 results are
+        narrower, so that the kernel does not spill.
         """
         step = _size(block, 128 // itemsize)
         return Tile(_size(rows, 128), _size(columns, 256 // itemsize), step, stages=min(3, pl.cdiv(depth, step)))
 
 
 def _size(extent: int, most: int) -> int:
-    return min(most, max(16, pl.next_power_of_2(extent)))  # 16: the least of a matrix instruction
+    return min(most, max(16, pl.next_power_of_2(extent)))  # 16: the smallest size of a matrix instruction
 
 
 def multiply(
@@ -48,7 +57,7 @@ def multiply(
     tile: Tile | None = None,
     interpret: bool = False,
 ) -> Float[Array, "m n"]:
-    """x W^T of each row's group, or x W if `transposed`, accumulated in float32."""
+    """Compute x W^T with the weight of each row's group, or x W if `transposed`, accumulated in float32."""
     block = len(x) // len(groups.block_group)
     width = weight.shape[2 if transposed else 1]
     tile = tile or Tile.fitting(block, width, x.shape[1], x.shape[1], x.dtype.itemsize)
@@ -79,13 +88,13 @@ def _kernel(group_ref, x_ref, weight_ref, out_ref, *, tile: Tile, transposed: bo
         x = plgpu.load(x_ref.at[row[:, None], inner[None, :]], mask=in_depth[None, :], other=0)
         if transposed:
             mask = in_depth[:, None] & in_columns[None, :]
-            held = plgpu.load(weight_ref.at[group, inner[:, None], column[None, :]], mask=mask, other=0)
+            weight = plgpu.load(weight_ref.at[group, inner[:, None], column[None, :]], mask=mask, other=0)
         else:
             mask = in_columns[:, None] & in_depth[None, :]
-            held = plgpu.load(weight_ref.at[group, column[:, None], inner[None, :]], mask=mask, other=0).T
-        return total + plgpu.dot(x, held, precision=_precision(x))
+            weight = plgpu.load(weight_ref.at[group, column[:, None], inner[None, :]], mask=mask, other=0).T
+        return total + plgpu.dot(x, weight, precision=_precision(x))
 
-    # A block of no group takes no step.
+    # A block without a group has no steps, so its result is zero.
     steps = (group < groups).astype(jnp.int32) * pl.cdiv(depth, tile.step)
     total = jax.lax.fori_loop(0, steps, step, jnp.zeros((tile.rows, tile.columns), jnp.float32))
     plgpu.store(out_ref.at[row[:, None], column[None, :]], total.astype(out_ref.dtype), mask=in_columns[None, :])
@@ -99,7 +108,7 @@ def outer(
     tile: Tile | None = None,
     interpret: bool = False,
 ) -> Float[Array, "g o i"]:
-    """The sum of dy x^T over the rows of each group, accumulated in float32 in the order of the rows."""
+    """Sum dy x^T over the rows of each group, accumulated in float32 in the order of the rows."""
     block = len(x) // len(groups.block_group)
     tile = tile or Tile.fitting(dy.shape[1], x.shape[1], len(x), block, x.dtype.itemsize)
     shape = (len(groups.first) - 1, dy.shape[1], x.shape[1])
@@ -128,6 +137,7 @@ def _outer_kernel(first_ref, dy_ref, x_ref, out_ref, *, tile: Tile, steps: int):
         x = plgpu.load(x_ref.at[inner[:, None], column[None, :]], mask=in_columns[None, :], other=0)
         return total + plgpu.dot(dy.T, x, precision=_precision(x))
 
+    # The blocks of a group are contiguous, so the contraction runs over a range of rows.
     first, end = (plgpu.load(first_ref.at[group + n]) * steps for n in (0, 1))
     total = jax.lax.fori_loop(first, end, step, jnp.zeros((tile.rows, tile.columns), jnp.float32))
     mask = in_rows[:, None] & in_columns[None, :]
@@ -135,7 +145,7 @@ def _outer_kernel(first_ref, dy_ref, x_ref, out_ref, *, tile: Tile, steps: int):
 
 
 def refuses(device: Device, request: jax.ShapeDtypeStruct) -> str | None:
-    """Why these kernels cannot multiply by a stack of this shape and dtype on a device, or None."""
+    """Return why these kernels cannot multiply by a stack of this shape and dtype on a device, or None."""
     if device.capability is None or device.capability < (8, 0):
         return "it needs an NVIDIA GPU of compute capability 8.0 or later"
     if request.size >= 2**31:
@@ -144,7 +154,7 @@ def refuses(device: Device, request: jax.ShapeDtypeStruct) -> str | None:
 
 
 def _precision(x: Array) -> jax.lax.Precision | None:
-    return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None  # not TF32
+    return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None  # keeps float32 from becoming TF32
 
 
 def _span(block: Array, size: int) -> Int[Array, " size"]:

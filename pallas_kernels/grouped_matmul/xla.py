@@ -1,4 +1,4 @@
-"""Grouped products by XLA alone, a block of rows after another: no more work than the rows need, on any device."""
+"""Grouped products in plain XLA, one block of rows after another: no more work than the rows need, on any device."""
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +11,15 @@ from pallas_kernels.manual_axes import vary_over, varying_axes
 def multiply(
     x: Float[Array, "m k"], weight: Float[Array, "g o i"], groups: Groups, transposed: bool
 ) -> Float[Array, "m n"]:
-    """x W^T of each row's group, or x W if `transposed`, accumulated in float32."""
+    """Compute x W^T with the weight of each row's group, or x W if `transposed`, accumulated in float32."""
     blocks = x.reshape(len(groups.block_group), -1, x.shape[-1])
     precision = "highest" if x.dtype == jnp.float32 else None
 
     def one(_, numbered: tuple[Array, Array]) -> tuple[None, Array]:
         block, group = numbered
-        # An index past the last group takes the last one: such a block has no rows, and its result is zero.
-        held = jax.lax.dynamic_index_in_dim(weight, group, keepdims=False)
-        y = jax.lax.dot_general(block, held, (((1,), (0 if transposed else 1,)), ((), ())), precision=precision)
+        # An index past the last group reads the last weight; such a block has no rows, and its result is set to zero.
+        matrix = jax.lax.dynamic_index_in_dim(weight, group, keepdims=False)
+        y = jax.lax.dot_general(block, matrix, (((1,), (0 if transposed else 1,)), ((), ())), precision=precision)
         return None, jnp.where(group < len(weight), y, 0)
 
     _, ys = jax.lax.scan(one, None, (blocks, groups.block_group))
@@ -27,7 +27,7 @@ def multiply(
 
 
 def outer(dy: Float[Array, "m o"], x: Float[Array, "m i"], groups: Groups) -> Float[Array, "g o i"]:
-    """The sum of dy x^T over the rows of each group, accumulated in float32."""
+    """Sum dy x^T over the rows of each group, accumulated in float32."""
     blocks, precision = len(groups.block_group), "highest" if x.dtype == jnp.float32 else None
     zeros = jnp.zeros((len(groups.first) - 1, dy.shape[-1], x.shape[-1]), jnp.float32)
     (zeros,) = vary_over(varying_axes(dy, x), zeros)
@@ -38,6 +38,6 @@ def outer(dy: Float[Array, "m o"], x: Float[Array, "m i"], groups: Groups) -> Fl
         sum_of_group = jax.lax.dynamic_index_in_dim(total, group, keepdims=False) + product
         return jax.lax.dynamic_update_index_in_dim(total, sum_of_group, group, 0), None
 
-    # Blocks of no group hold zeros, so that what they add to the last group is nothing.
+    # Blocks without a group are zeros, so they add nothing to the last group.
     rows = (dy.reshape(blocks, -1, dy.shape[-1]), x.reshape(blocks, -1, x.shape[-1]), groups.block_group)
     return jax.lax.scan(one, zeros, rows)[0].astype(x.dtype)

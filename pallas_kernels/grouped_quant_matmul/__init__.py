@@ -1,4 +1,4 @@
-"""Products of rows with the quantized weight of their group, which stays as it is stored: the public op."""
+"""Products of rows with the quantized weight of their group, which stays quantized in memory: the public op."""
 
 from functools import partial
 
@@ -15,19 +15,19 @@ from pallas_kernels.registry import ANY_CARD, Backend
 
 __all__ = ["BACKENDS", "grouped_quant_matmul"]
 
-# The most rows of a group, on average, for which 'auto' decodes weights within the product. Writing one in 16 bits and
-# reading it back moves 4 bytes an element: on an H100 that takes about as long as decoding it, at 15 instructions an
-# element, for three blocks of 128 rows. By these floors, not measured.
+# The largest average number of rows per group for which 'auto' decodes weights within the product. Writing a weight in
+# 16 bits and reading it back moves 4 bytes per element. On an H100 this takes about as long as decoding the weight, at
+# 15 instructions per element, for three blocks of 128 rows. This is computed from these lower bounds, not measured.
 FUSED_ROWS = 384
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _decoded_within(x: Array, codes: Array, scales: Array, groups: Groups, layout: Layout) -> Array:
+def _multiply_fused(x: Array, codes: Array, scales: Array, groups: Groups, layout: Layout) -> Array:
     return fused.multiply(x, codes, scales, groups, layout, transposed=False)
 
 
 def _forward(x: Array, codes: Array, scales: Array, groups: Groups, layout: Layout) -> tuple[Array, tuple]:
-    return _decoded_within(x, codes, scales, groups, layout), (codes, scales, groups)
+    return _multiply_fused(x, codes, scales, groups, layout), (codes, scales, groups)
 
 
 def _backward(layout: Layout, residuals: tuple, dy: Array) -> tuple[Array, None, None, None]:
@@ -35,11 +35,11 @@ def _backward(layout: Layout, residuals: tuple, dy: Array) -> tuple[Array, None,
     return fused.multiply(dy, codes, scales, groups, layout, transposed=True), None, None, None
 
 
-_decoded_within.defvjp(_forward, _backward)
+_multiply_fused.defvjp(_forward, _backward)
 
 
-def _with_whole_weights(x: Array, codes: Array, scales: Array, groups: Groups, layout: Layout) -> Array:
-    """All weights are written at each use, in one kernel, again in the backward pass."""
+def _multiply_dequantized(x: Array, codes: Array, scales: Array, groups: Groups, layout: Layout) -> Array:
+    """Dequantize all weights in one kernel at each use, so again in the backward pass, and multiply."""
 
     @jax.checkpoint
     def product(x: Array, codes: Array, scales: Array) -> Array:
@@ -52,8 +52,8 @@ def _with_whole_weights(x: Array, codes: Array, scales: Array, groups: Groups, l
 
 # In order of preference.
 BACKENDS = (
-    Backend("fused", _decoded_within, quant_matmul.fused.refuses, {ANY_CARD: "interpreted tests"}),
-    Backend("dequantize", _with_whole_weights, registry.never_refuses, {ANY_CARD: "tests"}),
+    Backend("fused", _multiply_fused, quant_matmul.fused.refuses, {ANY_CARD: "interpreted tests"}),
+    Backend("dequantize", _multiply_dequantized, registry.never_refuses, {ANY_CARD: "tests"}),
 )
 
 
@@ -65,24 +65,23 @@ def grouped_quant_matmul(
     *,
     elements: str,
 ) -> Float[Array, "m o"]:
-    """`grouped_matmul` with the weights that `dequantize` makes of codes and float32 scales, in the dtype of x.
+    """Compute `grouped_matmul` with weights dequantized from codes and float32 scales, in the dtype of x.
 
-    The gradient of x is made from codes and scales again, which are the only residuals; they are frozen.
-
-    Raises ValueError for shapes and dtypes that do not fit together.
+    Codes and scales are the only residuals: the gradient of x is computed from them again. They are frozen. Raises
+    ValueError for shapes and dtypes that do not fit together.
     """
     layout = layout_of(codes.reshape(-1, codes.shape[2]), scales.reshape(-1, scales.shape[2]), None, elements)
     check(
         x.ndim == 2 and x.shape[1] == layout.columns, f"x {x.shape} must be (rows, {layout.columns}) for these weights"
     )
-    check(x.dtype in FLOATS, f"x has dtype {x.dtype}; bfloat16, float16 and float32 can run")
-    check(codes.shape[1] % layout.block_rows == 0, f"blocks of {layout.block_rows} rows are of several weights")
+    check(x.dtype in FLOATS, f"x has dtype {x.dtype}; bfloat16, float16 and float32 are supported")
+    check(codes.shape[1] % layout.block_rows == 0, f"blocks of {layout.block_rows} rows span several weights")
     arrays = (x, codes, scales, groups.block_group, groups.first)
     x, codes, scales, block_group, first = vary_over(varying_axes(*arrays), *arrays)
     groups = Groups(block_group, first, groups.backend)
     rows = len(x) // len(codes)
-    # XLA multiplies by whole weights.
-    able = BACKENDS if groups.backend != "xla" and rows <= FUSED_ROWS else BACKENDS[1:]
+    # The XLA backend of grouped_matmul needs dequantized weights.
+    able_backends = BACKENDS if groups.backend != "xla" and rows <= FUSED_ROWS else BACKENDS[1:]
     request = Request(layout, x.dtype, rows)
-    chosen = registry.choose("grouped_quant_matmul", able, current_device(), request)
+    chosen = registry.choose("grouped_quant_matmul", able_backends, current_device(), request)
     return chosen.run(x, codes, scales, groups, layout)

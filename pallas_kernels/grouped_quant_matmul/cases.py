@@ -1,4 +1,4 @@
-"""What grouped products with quantized weights are compiled with: experts of gpt-oss-20b and of Qwen3-30B-A3B."""
+"""Compile cases of grouped products with quantized weights: experts of gpt-oss-20b and Qwen3-30B-A3B."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -15,10 +15,10 @@ from pallas_kernels.quant_matmul.elements import ELEMENTS
 from pallas_kernels.quant_matmul.layout import Request, layout_of
 
 DTYPE = jnp.dtype("bfloat16")
-# Of a model: weights, rows, columns; rows of x for 2048 tokens, of a block of them.
+# For a model: number of weights, their rows and columns; rows of x for 2048 tokens, and rows of a block of x.
 GPT_OSS, QWEN = (32, 2880, 2880, 12288, 128), (128, 768, 2048, 32768, 64)
-# Elements, rows and columns of a block with one scale: two scales for a row of a tile, a table of values, blocks of
-# several rows, one scale a row.
+# Elements, and rows and columns of a block with one scale. The cases cover: two scales per row of a tile, a table of
+# values, blocks of several rows, and one scale per row.
 STORED = (("e2m1", 1, 32, GPT_OSS), ("nf4", 1, 64, QWEN), ("e4m3", 128, 128, QWEN), ("int8", 1, 2048, QWEN))
 
 
@@ -26,8 +26,8 @@ def _cases() -> Iterator[Case]:
     for elements, height, width, (count, rows, columns, m, block) in STORED:
         codes = jax.ShapeDtypeStruct((count, rows, columns // ELEMENTS[elements].packed), jnp.uint8)
         scales = jax.ShapeDtypeStruct((count, rows // height, columns // width), jnp.float32)
-        of_all = [jax.ShapeDtypeStruct((count * a.shape[1], a.shape[2]), a.dtype) for a in (codes, scales)]
-        layout = layout_of(of_all[0], of_all[1], None, elements)
+        stacked = [jax.ShapeDtypeStruct((count * a.shape[1], a.shape[2]), a.dtype) for a in (codes, scales)]
+        layout = layout_of(stacked[0], stacked[1], None, elements)
         blocks: Any = jax.ShapeDtypeStruct((m // block,), jnp.int32)
         first: Any = jax.ShapeDtypeStruct((count + 1,), jnp.int32)
         refuses = asked(of_one.refuses, Request(layout, DTYPE, m // count))

@@ -1,7 +1,7 @@
-"""Grouped products with quantized weights as Pallas-Triton kernels: they are decoded tile by tile, in registers.
+"""Grouped products with quantized weights as Pallas-Triton kernels, which decode weights tile by tile, in registers.
 
-As in `quant_matmul.fused`, the two elements of a byte are never put side by side: each half of the bytes is multiplied
-by every second column of x, or makes every second column of the result.
+As in `quant_matmul.fused`, the two elements of a byte are never interleaved: the high bits of the bytes are multiplied
+by the even columns of x (or give the even columns of the result), the low bits by the odd columns.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,15 @@ from pallas_kernels.quant_matmul.triton import kernel_operands, span, whole
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows of x, and rows and columns of a weight, that a program works on at once; its warps and stages."""
+    """Block sizes of a program.
+
+    Attributes:
+        block_m: rows of x.
+        block_rows: rows of the weight's tile.
+        block_columns: columns of the weight's tile.
+        warps: warps of the program.
+        stages: pipeline stages.
+    """
 
     block_m: int
     block_rows: int = 64
@@ -42,14 +50,17 @@ def multiply(
     tile: Tile | None = None,
     interpret: bool = False,
 ) -> Float[Array, "m n"]:
-    """x W^T of each row's group, or x W if `transposed`; `layout` is that of all weights as one, (g o, i)."""
+    """Compute x W^T with the weight of each row's group, or x W if `transposed`.
+
+    `layout` describes all weights as one matrix, (g * o, i).
+    """
     m, (count, height, packed_width) = len(x), codes.shape
     tile = tile or Tile(m // len(groups.block_group))
     operands = kernel_operands(codes.reshape(count * height, packed_width), scales, None, layout)
     parts = layout.elements.packed
     width = layout.columns if transposed else height
     out = jax.ShapeDtypeStruct((m, width), x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
-    # Even and odd columns of x apart, as a byte's high and low bits are: each half of the bytes meets its own.
+    # Separate even and odd columns of x: the high bits of a byte multiply even columns, its low bits odd columns.
     arranged = x if transposed else x.reshape(m, -1, parts).transpose(2, 0, 1)
     call = pl.pallas_call(
         partial(_transposed_kernel if transposed else _kernel, layout=layout, tile=tile, height=height),
@@ -68,35 +79,35 @@ def multiply(
 def _kernel(group_ref, x_ref, *refs, layout: Layout, tile: Tile, height: int):
     *stored, out_ref = refs
     parts, _, width = x_ref.shape
-    row, mine = span(pl.program_id(1), tile.block_rows), span(pl.program_id(0), tile.block_m)
+    row, x_rows = span(pl.program_id(1), tile.block_rows), span(pl.program_id(0), tile.block_m)
     group = plgpu.load(group_ref.at[pl.program_id(0)])
     in_rows = row < height
 
     def step(k, total):
-        held = read_tile(group * height + row, in_rows, k, stored, layout, tile.block_columns)
+        stored_tile = read_tile(group * height + row, in_rows, k, stored, layout, tile.block_columns)
         byte = span(k, tile.block_columns // parts)
-        for part, weight in enumerate(decoded_tile(held, stored, layout, x_ref.dtype)):
-            x = plgpu.load(x_ref.at[part, mine[:, None], byte[None, :]], mask=(byte < width)[None, :], other=0)
+        for part, weight in enumerate(decoded_tile(stored_tile, stored, layout, x_ref.dtype)):
+            x = plgpu.load(x_ref.at[part, x_rows[:, None], byte[None, :]], mask=(byte < width)[None, :], other=0)
             total += plgpu.dot(weight, x.T)
         return total
 
     steps = _steps(group, height, stored, pl.cdiv(layout.columns, tile.block_columns))
     total = jax.lax.fori_loop(0, steps, step, jnp.zeros((tile.block_rows, tile.block_m), jnp.float32))
-    plgpu.store(out_ref.at[mine[:, None], row[None, :]], total.T.astype(out_ref.dtype), mask=in_rows[None, :])
+    plgpu.store(out_ref.at[x_rows[:, None], row[None, :]], total.T.astype(out_ref.dtype), mask=in_rows[None, :])
 
 
 def _transposed_kernel(group_ref, dy_ref, *refs, layout: Layout, tile: Tile, height: int):
     *stored, out_ref = refs
     parts, column_block = layout.elements.packed, pl.program_id(1)
-    mine = span(pl.program_id(0), tile.block_m)
+    x_rows = span(pl.program_id(0), tile.block_m)
     group = plgpu.load(group_ref.at[pl.program_id(0)])
 
     def step(k, totals):
         row = span(k, tile.block_rows)
         in_rows = row < height
-        held = read_tile(group * height + row, in_rows, column_block, stored, layout, tile.block_columns)
-        dy = plgpu.load(dy_ref.at[mine[:, None], row[None, :]], mask=in_rows[None, :], other=0)
-        weights = decoded_tile(held, stored, layout, dy_ref.dtype)
+        stored_tile = read_tile(group * height + row, in_rows, column_block, stored, layout, tile.block_columns)
+        dy = plgpu.load(dy_ref.at[x_rows[:, None], row[None, :]], mask=in_rows[None, :], other=0)
+        weights = decoded_tile(stored_tile, stored, layout, dy_ref.dtype)
         return tuple(total + plgpu.dot(dy, weight) for total, weight in zip(totals, weights))
 
     zeros = (jnp.zeros((tile.block_m, tile.block_columns // parts), jnp.float32),) * parts
@@ -105,9 +116,9 @@ def _transposed_kernel(group_ref, dy_ref, *refs, layout: Layout, tile: Tile, hei
     total = totals[0] if parts == 1 else jnp.stack(totals, axis=-1).reshape(tile.block_m, -1)
     column = span(column_block, tile.block_columns)
     mask = (column < out_ref.shape[1])[None, :]
-    plgpu.store(out_ref.at[mine[:, None], column[None, :]], total.astype(out_ref.dtype), mask=mask)
+    plgpu.store(out_ref.at[x_rows[:, None], column[None, :]], total.astype(out_ref.dtype), mask=mask)
 
 
 def _steps(group: Array, height: int, stored, steps: int) -> Array:
-    """A block of no group takes no step."""
+    """Return the number of steps, which is 0 for a block without a group."""
     return (group * height < stored[0].shape[0]).astype(jnp.int32) * steps

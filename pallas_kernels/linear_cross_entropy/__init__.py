@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear head without the logits of the whole batch: the public op."""
+"""Cross-entropy of a linear head that never stores the logits of the whole batch: the public op."""
 
 import jax
 import jax.numpy as jnp
@@ -26,27 +26,28 @@ def linear_cross_entropy(
     vocabulary_axis: str | tuple[str, ...] | None = None,
     tile: int | None = None,
 ) -> Float[Array, " t"]:
-    """Loss of every token in nats, float32: weight * (-log softmax(hidden head^T)[target] + ...).
+    """Return the loss of every token in nats, float32: weight * (-log softmax(hidden head^T)[target] + ...).
 
-    Products are of the inputs' dtype, accumulated in float32. Rows of the head at `vocabulary` and beyond are padding
-    (finite) and take no part. A target outside the vocabulary makes its loss NaN, unless it has no weight.
+    Shapes: t tokens, d hidden size, v rows of the head. Products are computed in the inputs' dtype and accumulated in
+    float32. Rows of the head at `vocabulary` and beyond are padding (finite) and are ignored. A target outside the
+    vocabulary makes its loss NaN, unless its weight is 0.
 
-    `weight`, numbers or a mask: tokens of weight 0 are dropped before the head. They cost no logits (but for the last
-    tile's rounding), their loss and gradients are 0, and what their hidden states and targets hold (NaN, -100) reaches
-    nothing. The gradient of a weight is its token's loss, and 0 for a dropped one.
+    `weight`: numbers or a mask. Tokens of weight 0 are dropped before the head: no logits are computed for them (except
+    to fill the last tile), their loss and gradients are 0, and the values of their hidden states and targets (NaN,
+    -100) have no effect. The gradient of a weight is its token's loss, and 0 for a dropped token.
     `soft_cap`: logits become soft_cap * tanh(logits / soft_cap) (Gemma 2, arXiv:2408.00118).
     `z_loss`: adds z_loss * logsumexp(logits)^2 (PaLM, arXiv:2204.02311).
-    `label_smoothing`: the target is this much of a uniform distribution over the vocabulary, as in
+    `label_smoothing`: fraction of the target's probability that is spread uniformly over the vocabulary, as in
     torch.nn.functional.cross_entropy.
-    `head_gradient=False` gives the head a zero gradient that costs nothing: the forward pass leaves the gradient of
-    the hidden states, and the backward pass scales it.
-    `vocabulary_axis` names, inside a shard_map, the mesh axis, or axes, over which the head's rows are sharded;
-    targets stay global, and every device of that axis must hold the same tokens.
-    `tile`: of how many tokens logits are in memory at once, at most; rounded up to a multiple of 8, as matrix units
-    like it (default: from the sizes and the platform).
+    `head_gradient=False`: the head gets a zero gradient that costs nothing. The forward pass then computes the gradient
+    of the hidden states, and the backward pass only scales it.
+    `vocabulary_axis`: inside a shard_map, the mesh axis, or axes, over which the head's rows are sharded; targets stay
+    global, and every device along that axis must have the same tokens.
+    `tile`: the largest number of tokens whose logits are in memory at a time; rounded up to a multiple of 8 for the
+    matrix units (default: from the sizes and the platform).
 
     Raises ValueError if the tokens are known to differ over `vocabulary_axis`: devices that drop different tokens
-    would wait for each other for ever.
+    would wait for each other forever.
     """
     tokens = len(hidden)
     if not tokens:
@@ -60,7 +61,7 @@ def linear_cross_entropy(
     platform = gpus.current_device().platform
     loss = Loss(vocabulary, vocabulary_axis, soft_cap, z_loss, label_smoothing, one_pass=platform == "gpu")
     tiles = -(-tokens // (tile or xla.tokens_at_once(head, head_gradient, platform)))
-    # Tiles of equal size, the last one padded. (A divisor of the token count may be as small as 1.)
+    # Tiles have equal size and the last one is padded, because the largest divisor of the token count may be 1.
     size = -(-tokens // (8 * tiles)) * 8
     rows, filled = _rows_of_slots(weight, tokens, tiles * size)
 
@@ -71,19 +72,19 @@ def linear_cross_entropy(
     needed = -(-filled // size)
     in_slots: Array = xla.tiled_loss(in_tiles(hidden), head, in_tiles(targets), needed, loss, head_gradient)
     losses = jnp.zeros_like(targets, jnp.float32).at[rows].set(in_slots.reshape(-1), mode="drop", unique_indices=True)
-    # What is dropped is 0 already: a mask of booleans has nothing more to say.
+    # Losses of dropped tokens are 0 already, so a boolean mask need not be multiplied.
     return losses if weight is None or weight.dtype == bool else losses * weight.astype(jnp.float32)
 
 
 def _rows_of_slots(weight: Array | None, tokens: int, slots: int) -> tuple[Int[Array, " slots"], int | Array]:
-    """Which token each slot of the tiles works on, those with weight first, and how many of these there are.
+    """Return the token of each slot of the tiles, tokens with weight first, and the number of tokens with weight.
 
-    An empty slot has a row out of range, each its own: gathers and scatters are told that rows are unique.
+    Each empty slot has its own row out of range, because gathers and scatters assume unique rows.
     """
     slot = jnp.arange(slots)
     if weight is None:
         return slot, tokens
     keep = weight != 0
-    kept = jnp.sum(keep)
+    count = jnp.sum(keep)
     order = jnp.pad(jnp.argsort(~keep, stable=True), (0, slots - tokens))
-    return jnp.where(slot < kept, order, tokens + slot), kept
+    return jnp.where(slot < count, order, tokens + slot), count

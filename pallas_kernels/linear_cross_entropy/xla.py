@@ -1,8 +1,10 @@
 """Token-tiled cross-entropy in plain XLA: the full vocabulary for a tile of tokens, then the next tile.
 
-With a trained head the backward pass recomputes a tile's logits from the saved log-sum-exp. With a frozen head the
-forward pass already computes the gradient of the hidden states (as Liger does, Hsu et al. 2024), so no tile is
-computed twice.
+With a trained head the backward pass recomputes a tile's logits, and its softmax from the saved log-sum-exp. With a
+frozen head the forward pass already computes the gradient of the hidden states (as in Liger, Hsu et al. 2024), so no
+tile is computed twice.
+
+Shapes: t tokens of a tile, d hidden size, v rows of the head.
 """
 
 from dataclasses import dataclass
@@ -15,12 +17,21 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import cost
 
-LOWEST = np.finfo(np.float32).min  # not -inf, whose difference with itself is NaN
+LOWEST = np.finfo(np.float32).min  # not -inf, because -inf minus -inf is NaN
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What is computed: arguments of `linear_cross_entropy`, and whether the log-sum-exp reads the logits once."""
+    """The static arguments of `linear_cross_entropy`.
+
+    Attributes:
+        vocabulary: number of rows of the whole head that are not padding.
+        axis: mesh axis, or axes, over which the head's rows are sharded.
+        soft_cap: bound of the logits.
+        z_loss: factor of the squared log-sum-exp.
+        label_smoothing: fraction of the target's probability that is spread over the vocabulary.
+        one_pass: the log-sum-exp reads the logits once.
+    """
 
     vocabulary: int
     axis: str | tuple[str, ...] | None = None
@@ -31,12 +42,13 @@ class Loss:
 
 
 def tokens_at_once(head: Array, head_gradient: bool, platform: str) -> int:
-    """How many tokens a tile has, for a head of (v, d).
+    """Return the number of tokens of a tile, for a head (v, d).
 
-    On a CPU 512 was fastest for a frozen head (of 128 to 4096; v from 512 to 32,000), and wastes little where tokens
-    are dropped. A trained one was faster in few tiles: up to 64 MiB of float32 logits. A GPU needs a thousand tokens
-    and more to fill its multiprocessors: there the logits may take 1 GiB. Each tile of a trained head also reads and
-    writes the head's float32 gradient, (v, d): with d tokens or more, this moves no more bytes than their logits do.
+    On a CPU, 512 tokens were fastest for a frozen head (of 128 to 4096 tried; v from 512 to 32,000), and waste little
+    if tokens are dropped. A trained head was faster with few tiles, of up to 64 MiB of float32 logits. A GPU needs a
+    thousand tokens or more to fill its multiprocessors, so the logits may take 1 GiB. Each tile of a trained head also
+    reads and writes the head's float32 gradient, (v, d): with d or more tokens, this moves no more bytes than the
+    tile's logits.
     """
     vocabulary, width = head.shape
     if platform != "gpu":
@@ -53,7 +65,7 @@ def tiled_loss(
     loss: Loss,
     head_gradient: bool,
 ) -> Float[Array, "tiles size"]:
-    """Losses of the first `needed` tiles in float32, zero in the others, which are not computed."""
+    """Return the losses of the first `needed` tiles in float32, and zeros for other tiles, which are not computed."""
 
     def tile(i, losses):
         logits = _logits(hidden[i], head)
@@ -68,25 +80,28 @@ def _over_tiles(needed, tile, start, hidden):
 
 
 def _forward(hidden, head, targets, needed, loss, head_gradient):
-    """Losses and residuals: the inputs and the log-sum-exps, or of a frozen head the finished gradient of `hidden`."""
+    """Return losses and residuals.
 
-    def trained(i, results):
+    Residuals are the inputs and the log-sum-exps, or for a frozen head the finished gradient of `hidden`.
+    """
+
+    def trained_tile(i, results):
         losses, lses = results
-        of_tile, lse = _losses(_logits(hidden[i], head), targets[i], loss)
-        return losses.at[i].set(of_tile), lses.at[i].set(lse)
+        tile_losses, lse = _losses(_logits(hidden[i], head), targets[i], loss)
+        return losses.at[i].set(tile_losses), lses.at[i].set(lse)
 
-    def frozen(i, results):
+    def frozen_tile(i, results):
         losses, d_hidden = results
         logits = _logits(hidden[i], head)
-        of_tile, lse = _losses(logits, targets[i], loss)
+        tile_losses, lse = _losses(logits, targets[i], loss)
         d_logits = _logits_gradient(jax.lax.optimization_barrier(logits), lse, targets[i], loss).astype(head.dtype)
-        return losses.at[i].set(of_tile), d_hidden.at[i].set(_hidden_gradient(d_logits, head, loss, hidden.dtype))
+        return losses.at[i].set(tile_losses), d_hidden.at[i].set(_hidden_gradient(d_logits, head, loss, hidden.dtype))
 
     zeros = jnp.zeros_like(targets, jnp.float32)
     if head_gradient:
-        losses, lses = _over_tiles(needed, trained, (zeros, zeros), hidden)
+        losses, lses = _over_tiles(needed, trained_tile, (zeros, zeros), hidden)
         return losses, (hidden, head, targets, needed, lses)
-    losses, d_hidden = _over_tiles(needed, frozen, (zeros, jnp.zeros_like(hidden)), hidden)
+    losses, d_hidden = _over_tiles(needed, frozen_tile, (zeros, jnp.zeros_like(hidden)), hidden)
     return losses, d_hidden
 
 
@@ -111,34 +126,35 @@ tiled_loss.defvjp(_forward, _backward)
 
 
 def _logits(hidden, head):
-    """(t, v) in float32, before the soft cap: the one array of this size that is written in float32."""
+    """Return the logits before the soft cap, (t, v): the only array of this size that is written in float32."""
     return jnp.dot(hidden, head.T, preferred_element_type=jnp.float32)
 
 
-def _capped(logits, loss):
+def _cap(logits, loss):
     return logits if loss.soft_cap is None else loss.soft_cap * jnp.tanh(logits / loss.soft_cap)
 
 
 def _columns(logits, loss):
-    """Place in the vocabulary of each column of this device's logits."""
+    """Return the vocabulary index of each column of this device's logits."""
     size = logits.shape[1]
     return jnp.arange(size) + (0 if loss.axis is None else jax.lax.axis_index(loss.axis) * size)
 
 
 def _losses(logits, targets, loss):
-    """Loss (t,) and log-sum-exp (t,) of one tile."""
+    """Return the loss (t,) and log-sum-exp (t,) of one tile."""
     columns = _columns(logits, loss)
     present = columns < loss.vocabulary
-    capped = jnp.where(present, _capped(logits, loss), LOWEST)
-    mine, total = (_top_and_sum_in_one_pass if loss.one_pass else _top_and_sum)(capped)
-    # With a sharded vocabulary, each device's sum is rescaled to the common maximum before they are added.
-    top = _over(jax.lax.pmax, mine, loss)
-    lse = top + jnp.log(_over(jax.lax.psum, total * jnp.exp(mine - top), loss))
-    place = targets - columns[0]
-    here = (place >= 0) & (place < columns.size)
-    # From the logits that are in memory, and capped then: to gather from `capped`, XLA would have to store it.
-    at_target = jnp.take_along_axis(logits, jnp.clip(place, 0, columns.size - 1)[:, None], axis=-1)[:, 0]
-    expected = _over(jax.lax.psum, jnp.where(here, _capped(at_target, loss), 0), loss)
+    capped = jnp.where(present, _cap(logits, loss), LOWEST)
+    local_top, total = (_top_and_sum_in_one_pass if loss.one_pass else _top_and_sum)(capped)
+    # With a sharded vocabulary, each device's sum is rescaled to the common maximum before the sums are added.
+    top = _over(jax.lax.pmax, local_top, loss)
+    lse = top + jnp.log(_over(jax.lax.psum, total * jnp.exp(local_top - top), loss))
+    column = targets - columns[0]
+    on_this_device = (column >= 0) & (column < columns.size)
+    # Gather from `logits`, which are in memory, and cap afterwards: XLA would have to store `capped` to gather from it.
+    at_target = jnp.take_along_axis(logits, jnp.clip(column, 0, columns.size - 1)[:, None], axis=-1)[:, 0]
+    expected = _over(jax.lax.psum, jnp.where(on_this_device, _cap(at_target, loss), 0), loss)
+    # With a smoothed target, the expected logit mixes the target's logit and the mean over the vocabulary.
     if loss.label_smoothing:
         mean = _over(jax.lax.psum, jnp.sum(jnp.where(present, capped, 0), axis=-1), loss) / loss.vocabulary
         expected += loss.label_smoothing * (mean - expected)
@@ -147,15 +163,19 @@ def _losses(logits, targets, loss):
 
 
 def _top_and_sum(logits):
-    """Largest logit (t,), and the sum of exp(logit - largest) (t,)."""
+    """Return the largest logit (t,), and the sum of exp(logit - largest) (t,)."""
     top = jnp.max(logits, axis=-1)
     return top, jnp.sum(jnp.exp(logits - top[:, None]), axis=-1)
 
 
 def _top_and_sum_in_one_pass(logits):
-    """The same, reading the logits once, for a GPU, where reads are slow (Milakov & Gimelshein, arXiv:1805.02867)."""
+    """Do the same with one read of the logits, for a GPU, where reads are slow (Milakov & Gimelshein 2018).
+
+    See arXiv:1805.02867.
+    """
 
     def merge(one, other):
+        # Rescale the sum with the smaller maximum to the larger one.
         (top, total), (other_top, other_total) = one, other
         shrink = jnp.exp(-jnp.abs(top - other_top))
         higher = top > other_top
@@ -167,12 +187,14 @@ def _top_and_sum_in_one_pass(logits):
 
 
 def _logits_gradient(logits, lse, targets, loss):
-    """Gradient of the losses in the logits before the cap (t, v), float32."""
+    """Return the gradient of the losses with respect to the logits before the cap, (t, v), float32."""
     columns = _columns(logits, loss)
-    capped = _capped(logits, loss)
+    capped = _cap(logits, loss)
+    # The gradient of the log-sum-exp is the softmax; from it the smoothed target distribution is subtracted.
     gradient = jnp.exp(capped - lse[:, None]) * (1 + 2 * loss.z_loss * lse[:, None])
     gradient -= jnp.where(columns == targets[:, None], 1 - loss.label_smoothing, 0)
     gradient -= loss.label_smoothing / loss.vocabulary
+    # The derivative of the cap is 1 - tanh².
     if loss.soft_cap is not None:
         gradient *= 1 - (capped / loss.soft_cap) ** 2
     return jnp.where(columns < loss.vocabulary, gradient, 0)

@@ -1,4 +1,4 @@
-"""Products with a quantized weight, which stays as it is stored: the public ops and their backends."""
+"""Products with a quantized weight, which stays quantized in memory: the public ops and their backends."""
 
 from functools import partial
 
@@ -18,7 +18,7 @@ from pallas_kernels.registry import ANY_CARD, Backend
 
 __all__ = ["BACKENDS", "DEQUANTIZE_BACKENDS", "ELEMENTS", "dequantize", "quant_matmul"]
 
-# In order of preference, both lists.
+# Both lists of backends are in order of preference.
 DEQUANTIZE_BACKENDS = (
     Backend("triton", triton.dequantize, triton.refuses, {ANY_CARD: "interpreted tests"}),
     Backend("xla", xla.dequantize, registry.never_refuses, {ANY_CARD: "tests"}),
@@ -34,22 +34,24 @@ def dequantize(
     dtype: DTypeLike,
     backend: str = "auto",
 ) -> Float[Array, "o i"]:
-    """The weight of codes and scales, dequantized to bfloat16, float16 or float32.
+    """Dequantize a weight from codes and scales to bfloat16, float16 or float32.
 
         W[a, b] = value(code[a, b]) * scale[a // r, b // c] * tensor_scale
 
-    computed in float32 (a block's scale times tensor_scale first) and rounded once. `elements` names the kind of
-    element, a key of ELEMENTS: 'nf4' and 'fp4' (the tables of bitsandbytes), 'e2m1', 'int4', 'e4m3' (the bits of
-    float8_e4m3fn; its NaN stays NaN), 'int8'. codes: (o, i), or (o, i / 2) for elements of 4 bits, the first of two in
-    the high ones. scales: (o / r, i / c), float32 or uint8 with the bits of float8_e4m3fn; the block r x c follows from
-    the shapes. Nothing of it is trained: the gradients are zero.
+    is computed in float32 (a block's scale times tensor_scale first) and rounded once.
 
-    `backend`: 'auto', or a name in DEQUANTIZE_BACKENDS. Raises ValueError for shapes and dtypes that do not fit
-    together, and for a backend that cannot run this on the device at hand.
+    codes: (o, i), or (o, i / 2) for 4-bit elements, the first of two in the high bits.
+    scales: (o / r, i / c), float32, or uint8 with the bits of float8_e4m3fn; the block r x c follows from the shapes.
+    elements: the kind of element, a key of ELEMENTS: 'nf4' and 'fp4' (the tables of bitsandbytes), 'e2m1', 'int4',
+    'e4m3' (the bits of float8_e4m3fn; its NaN stays NaN), 'int8'.
+    backend: 'auto', or a name in DEQUANTIZE_BACKENDS.
+
+    The weight is frozen: all gradients are zero. Raises ValueError for shapes and dtypes that do not fit together, and
+    for a backend that cannot run this on the current device.
     """
     layout = layout_of(codes, scales, tensor_scale, elements)
     dtype = jnp.dtype(dtype)
-    check(dtype in FLOATS, f"dtype {dtype}; bfloat16, float16 and float32 can be made")
+    check(dtype in FLOATS, f"dtype {dtype}; bfloat16, float16 and float32 are supported")
     return _dequantize(codes, scales, tensor_scale, layout, dtype, backend)
 
 
@@ -60,16 +62,17 @@ def _dequantize(codes, scales, tensor_scale, layout: Layout, dtype: jnp.dtype, b
     return chosen.run(*vary_over(varying_axes(*arrays), *arrays), layout, dtype)
 
 
-def _with_whole_weight(x, codes, scales, tensor_scale, layout: Layout, transposed: bool) -> Array:
+def _multiply_dequantized(x, codes, scales, tensor_scale, layout: Layout, transposed: bool) -> Array:
     weight = _dequantize(codes, scales, tensor_scale, layout, x.dtype, "auto")
-    # float32 must not become TF32. Set here: when the backward pass is traced, jax.default_matmul_precision may differ.
+    # float32 must not become TF32. The precision is explicit, because jax.default_matmul_precision may have another
+    # value when the backward pass is traced.
     precision = "highest" if x.dtype == jnp.float32 else None
     return jax.lax.dot_general(x, weight, (((1,), (0 if transposed else 1,)), ((), ())), precision=precision)
 
 
 BACKENDS = (
     Backend("fused", fused.multiply, fused.refuses, {ANY_CARD: "interpreted tests"}),
-    Backend("dequantize", _with_whole_weight, registry.never_refuses, {ANY_CARD: "tests"}),
+    Backend("dequantize", _multiply_dequantized, registry.never_refuses, {ANY_CARD: "tests"}),
 )
 
 
@@ -82,18 +85,18 @@ def quant_matmul(
     elements: str,
     backend: str = "auto",
 ) -> Float[Array, "m o"]:
-    """x W^T for the weight of `dequantize`, rounded to x's dtype (bfloat16, float16, float32), accumulated in float32.
+    """Compute x W^T for the weight of `dequantize`, rounded to x's dtype (bfloat16, float16, float32).
 
-    The gradient of x is dy W, made from codes and scales again, which are the only residuals. Codes, scales and
-    tensor_scale are frozen: their gradients are zero.
+    Products are accumulated in float32. Codes and scales are the only residuals: the gradient of x, dy W, is computed
+    from them again. Codes, scales and tensor_scale are frozen: their gradients are zero.
 
-    `backend`: 'auto', or a name in BACKENDS. 'fused' decodes the weight within the product, for few rows; 'dequantize'
-    writes it once and leaves the product to XLA, on a GPU cuBLAS, which reads a weight either way round. 'auto' goes by
-    the number of rows (tiles.py). Raises ValueError as `dequantize` does.
+    `backend`: 'auto', or a name in BACKENDS. 'fused' decodes the weight within the product, for few rows. 'dequantize'
+    writes the weight once and leaves the product to XLA (on a GPU, cuBLAS, which can read a weight in either
+    orientation). 'auto' decides by the number of rows (tiles.py). Raises ValueError as `dequantize` does.
     """
     layout = layout_of(codes, scales, tensor_scale, elements)
     check(x.ndim == 2 and x.shape[1] == layout.columns, f"x {x.shape} must be (rows, {layout.columns}) for this weight")
-    check(x.dtype in FLOATS, f"x has dtype {x.dtype}; bfloat16, float16 and float32 can run")
+    check(x.dtype in FLOATS, f"x has dtype {x.dtype}; bfloat16, float16 and float32 are supported")
     check(x.size < 2**31 and len(x) * layout.rows < 2**31, "x or the product has 2^31 elements or more")
     arrays = (x, codes, scales, tensor_scale)
     x, codes, scales, tensor_scale = vary_over(varying_axes(*arrays), *arrays)
@@ -118,7 +121,7 @@ _matmul.defvjp(_forward, _backward)
 
 
 def _product(x, codes, scales, tensor_scale, layout: Layout, wanted: str, transposed: bool) -> Array:
-    """x W^T, or x W if `transposed`, by the backend for so many rows."""
+    """Compute x W^T, or x W if `transposed`, by the backend for this number of rows."""
     device = current_device()
     backends = BACKENDS if wanted != "auto" or len(x) <= fused_rows(device) else BACKENDS[1:]
     chosen = registry.choose("quant_matmul", backends, device, Request(layout, x.dtype, len(x)), wanted)

@@ -1,4 +1,4 @@
-"""The cases of quantized weights: one of 4096 x 12288 in every kind of element, and products with it."""
+"""Compile cases of quantized weights: a 4096 x 12288 weight in every kind of element, and products with it."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -17,19 +17,19 @@ DTYPE = jnp.dtype("bfloat16")
 BLOCKS = (
     ("nf4", 1, 64),
     ("fp4", 1, 64),
-    ("e2m1", 1, 16),  # NVFP4: scales in E4M3 with one float32 on top
+    ("e2m1", 1, 16),  # NVFP4: E4M3 scales times one float32 scale
     ("e2m1", 1, 32),  # MXFP4
     ("int4", 1, 128),
     ("e4m3", 128, 128),
     ("int8", 1, COLUMNS),
 )
-# A table of values, scales of 8 bits, two scales for a row of a tile, blocks of several rows, one scale a row: the
-# others decode like one of these.
+# These cover a table of values, 8-bit scales, two scales per row of a tile, blocks of several rows, and one scale per
+# row. Each of the other blocks decodes like one of these.
 MULTIPLIED = tuple(block for block in BLOCKS if block[0] not in ("fp4", "int4"))
 
 
 def _weight(elements: str, height: int, width: int) -> tuple[Layout, tuple[jax.ShapeDtypeStruct | None, ...], str]:
-    """Its layout, its arrays (codes, scales, the scale of the tensor) and its name."""
+    """Return a weight's layout, its arrays (codes, scales, tensor scale) and its name."""
     codes = jax.ShapeDtypeStruct((ROWS, COLUMNS // ELEMENTS[elements].packed), jnp.uint8)
     narrow = (elements, width) == ("e2m1", 16)
     scales = jax.ShapeDtypeStruct((ROWS // height, COLUMNS // width), jnp.uint8 if narrow else jnp.float32)
@@ -46,7 +46,7 @@ def _dequantize() -> Iterator[Case]:
 
 
 def _quant_matmul() -> Iterator[Case]:
-    """Products with 16 and 256 rows, and of their gradients."""
+    """Yield products with 16 and 256 rows, forward and backward."""
     for block in MULTIPLIED:
         layout, weight, name = _weight(*block)
         for rows in (16, 256):

@@ -1,4 +1,4 @@
-"""The values of the codes of a quantized weight: the one table of the six kinds of element."""
+"""The values of a quantized weight's codes: the table of the six kinds of element."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,10 +11,11 @@ from jaxtyping import Array, Float, UInt8
 
 @dataclass(frozen=True)
 class Elements:
-    """One kind of element.
+    """One kind of element. Both ways to decode it are exact in float32.
 
-    values: the value of each code, 16 or 256 of them. arithmetic: the same in a few instructions, for the kinds that
-    have a formula; the others are looked up. Both are exact in float32.
+    Attributes:
+        values: the value of each of the 16 or 256 codes.
+        arithmetic: a formula that gives the same values in a few instructions; None: values are looked up.
     """
 
     values: tuple[float, ...]
@@ -22,26 +23,26 @@ class Elements:
 
     @property
     def bits(self) -> int:
-        """4 or 8."""
+        """Bits of a code, 4 or 8."""
         return 4 if len(self.values) == 16 else 8
 
     @property
     def packed(self) -> int:
-        """Codes in a byte of storage."""
+        """Number of codes in a byte of storage."""
         return 8 // self.bits
 
     def decode(self, code: UInt8[Array, "*shape"]) -> Float[Array, "*shape"]:
-        """The float32 values of codes."""
+        """Return the float32 values of codes."""
         if self.arithmetic is not None:
             return self.arithmetic(code)
         return jnp.asarray(self.values, jnp.float32).at[code].get(mode="promise_in_bounds")
 
 
 def small_float(code: Array, exponent_bits: int, mantissa_bits: int) -> Array:
-    """Float32 values of small floats: a sign, exponent bits and mantissa bits.
+    """Return float32 values of small floats with a sign bit and these exponent and mantissa bits.
 
-    Their bits, moved to the places of float16's, are the same number but for the bias of the exponent, which a factor
-    corrects. Subnormal numbers stay subnormal in float16, where no device flushes them to zero.
+    The bits are shifted to their positions in a float16, which is the same number except for the exponent's bias; a
+    factor corrects the bias. Subnormal numbers stay subnormal in float16, where no device flushes them to zero.
     """
     size = exponent_bits + mantissa_bits
     code = code.astype(jnp.uint16)
@@ -55,11 +56,12 @@ def _e2m1(code: Array) -> Array:
 
 
 def e4m3(code: UInt8[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Float32 of the bits of float8_e4m3fn, which has no infinity and one NaN of either sign."""
+    """Decode the bits of float8_e4m3fn, which has no infinity and one NaN of either sign, to float32."""
     return jnp.where(code & 0x7F == 0x7F, jnp.nan, small_float(code, 4, 3))
 
 
 def _int4(code: Array) -> Array:
+    # Two's complement: with the sign bit flipped, the code is the value plus 8.
     return (code ^ 8).astype(jnp.float32) - 8.0
 
 
@@ -67,8 +69,8 @@ def _int8(code: Array) -> Array:
     return (code ^ 128).astype(jnp.float32) - 128.0
 
 
-# Quantiles of the normal distribution (Dettmers et al. 2023) and a float of 3 bits, in the order and to the digits of
-# bitsandbytes.
+# NF4: quantiles of the normal distribution (Dettmers et al. 2023). FP4: the magnitudes of a float with 3 bits and a
+# sign. Order and digits are bitsandbytes'.
 _NF4 = (
     -1.0,
     -0.6961928009986877,
@@ -92,7 +94,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def _with_sign(magnitudes: tuple[float, ...]) -> tuple[float, ...]:
-    """The sign in the high bit."""
+    """Return the values of codes that have the sign in the high bit."""
     return magnitudes + tuple(-magnitude for magnitude in magnitudes)
 
 

@@ -1,8 +1,9 @@
-"""Products of few rows with a quantized weight as Pallas-Triton kernels: it is decoded tile by tile, in registers.
+"""Products of few rows with a quantized weight as Pallas-Triton kernels, which decode it tile by tile, in registers.
 
-One kernel for x W^T and one for x W. The two elements of a byte are never put side by side: each half of the bytes is
-multiplied by every second column of x, or makes every second column of the result. Where too few tiles would keep the
-GPU busy, the contraction is cut in `splits`, whose float32 sums are added afterwards: no atomics, the same every run.
+There is one kernel for x W^T and one for x W. The two elements of a byte are never interleaved: the high bits of the
+bytes are multiplied by the even columns of x (or give the even columns of the result), the low bits by the odd columns.
+If there are too few tiles to keep the GPU busy, the contraction is divided into `splits`, whose float32 sums are added
+afterwards. No atomics are used, so every run gives the same result.
 """
 
 from functools import partial
@@ -21,9 +22,9 @@ from pallas_kernels.quant_matmul.triton import decoded, kernel_operands, span, w
 
 
 def refuses(device: Device, request: Request) -> str | None:
-    """Why these kernels cannot run a request on a device, or None."""
+    """Return why these kernels cannot run a request on a device, or None."""
     if request.dtype == jnp.float32:
-        return "no matrix unit multiplies float32, and without one it is slower than a whole weight"
+        return "no matrix unit multiplies float32, and without one it is slower than dequantizing the whole weight"
     if not request.rows:
         return "x has no rows"
     return triton.refuses(device, request)
@@ -41,7 +42,7 @@ def multiply(
     splits: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "m n"]:
-    """x W^T, or x W if `transposed`."""
+    """Compute x W^T, or x W if `transposed`."""
     m, packed = len(x), layout.elements.packed
     tile = tile or tile_for(m)
     operands = kernel_operands(codes, scales, tensor_scale, layout)
@@ -49,8 +50,9 @@ def multiply(
     if transposed:
         tiles, steps = steps, tiles
     else:
-        # Even and odd columns of x apart, as a byte's high and low bits are: each half of the bytes meets its own.
+        # Separate even and odd columns of x: the high bits of a byte multiply even columns, its low bits odd columns.
         x = x.reshape(m, -1, packed).transpose(2, 0, 1)
+    # Split the contraction until there are about PROGRAMS programs.
     blocks_m = pl.cdiv(m, tile.block_m)
     splits = splits or max(1, min(steps, PROGRAMS // (tiles * blocks_m)))
     width = layout.columns if transposed else layout.rows
@@ -75,75 +77,76 @@ def _kernel(x_ref, *refs, layout: Layout, tile: Tile, steps: int):
     *stored, out_ref = refs
     parts, m, width = x_ref.shape
     first = pl.program_id(2) * steps
-    mine, row = span(pl.program_id(1), tile.block_m), span(pl.program_id(0), tile.block_rows)
+    x_rows, row = span(pl.program_id(1), tile.block_m), span(pl.program_id(0), tile.block_rows)
 
     def read(column_block):
         return read_tile(row, row < layout.rows, column_block, stored, layout, tile.block_columns)
 
     def step(k, carry):
-        held, total = carry
-        # The next tile is loaded before this one is multiplied, so that its latency is hidden.
-        following = read(first + k + 1)
+        stored_tile, total = carry
+        # Load the next tile before this one is multiplied, to hide the latency.
+        next_tile = read(first + k + 1)
         byte = span(first + k, tile.block_columns // parts)
-        mask = (mine < m)[:, None] & (byte < width)[None, :]
-        for part, weight in enumerate(decoded_tile(held, stored, layout, x_ref.dtype)):
-            x = plgpu.load(x_ref.at[part, mine[:, None], byte[None, :]], mask=mask, other=0)
+        mask = (x_rows < m)[:, None] & (byte < width)[None, :]
+        for part, weight in enumerate(decoded_tile(stored_tile, stored, layout, x_ref.dtype)):
+            x = plgpu.load(x_ref.at[part, x_rows[:, None], byte[None, :]], mask=mask, other=0)
             total += plgpu.dot(weight, x.T)
-        return following, total
+        return next_tile, total
 
     zeros = jnp.zeros((tile.block_rows, tile.block_m), jnp.float32)
     _, total = jax.lax.fori_loop(0, steps, step, (read(first), zeros))
-    _store(out_ref, mine, row, total.T)
+    _store(out_ref, x_rows, row, total.T)
 
 
 def _transposed_kernel(x_ref, *refs, layout: Layout, tile: Tile, steps: int):
     *stored, out_ref = refs
     m, height = x_ref.shape
     block, first = pl.program_id(0), pl.program_id(2) * steps
-    mine = span(pl.program_id(1), tile.block_m)
+    x_rows = span(pl.program_id(1), tile.block_m)
 
     def read(row_block):
         row = span(row_block, tile.block_rows)
         return read_tile(row, row < layout.rows, block, stored, layout, tile.block_columns)
 
     def step(k, carry):
-        held, totals = carry
-        following = read(first + k + 1)
+        stored_tile, totals = carry
+        next_tile = read(first + k + 1)
         row = span(first + k, tile.block_rows)
-        mask = (mine < m)[:, None] & (row < height)[None, :]
-        x = plgpu.load(x_ref.at[mine[:, None], row[None, :]], mask=mask, other=0)
-        weights = decoded_tile(held, stored, layout, x_ref.dtype)
-        return following, tuple(total + plgpu.dot(x, weight) for total, weight in zip(totals, weights))
+        mask = (x_rows < m)[:, None] & (row < height)[None, :]
+        x = plgpu.load(x_ref.at[x_rows[:, None], row[None, :]], mask=mask, other=0)
+        weights = decoded_tile(stored_tile, stored, layout, x_ref.dtype)
+        return next_tile, tuple(total + plgpu.dot(x, weight) for total, weight in zip(totals, weights))
 
     parts = layout.elements.packed
     zeros = (jnp.zeros((tile.block_m, tile.block_columns // parts), jnp.float32),) * parts
     _, totals = jax.lax.fori_loop(0, steps, step, (read(first), zeros))
     total = totals[0] if parts == 1 else jnp.stack(totals, axis=-1).reshape(tile.block_m, -1)
-    _store(out_ref, mine, span(block, tile.block_columns), total)
+    _store(out_ref, x_rows, span(block, tile.block_columns), total)
 
 
 def read_tile(
     row: Int[Array, " r"], in_rows: Bool[Array, " r"], column_block: Array, stored, layout: Layout, columns: int
 ) -> tuple[Array, Array]:
-    """Codes and scales of rows of a weight in a block of so many columns; zeros in others, and beyond the weight.
+    """Load codes and scales of rows of a weight, in a block of `columns` columns.
 
-    stored: refs of `kernel_operands`.
+    Rows that are not `in_rows`, and elements beyond the weight, are zeros. stored: refs of `kernel_operands`.
     """
     codes_ref, scales_ref, *_ = stored
     byte = span(column_block, columns // layout.elements.packed)
-    inside = in_rows[:, None] & (byte < codes_ref.shape[1])[None, :]
-    code = plgpu.load(codes_ref.at[row[:, None], byte[None, :]], mask=inside, other=0)
+    in_weight = in_rows[:, None] & (byte < codes_ref.shape[1])[None, :]
+    code = plgpu.load(codes_ref.at[row[:, None], byte[None, :]], mask=in_weight, other=0)
     blocks = layout.columns // layout.block_columns
     scale_row = jax.lax.div(row, layout.block_rows) * blocks
-    if layout.block_columns % columns == 0:  # one scale a row
+    if layout.block_columns % columns == 0:  # one scale per row of the tile
         column = jax.lax.div(column_block * columns, layout.block_columns)
         return code, plgpu.load(scales_ref.at[scale_row + column], mask=in_rows & (column < blocks), other=0)
+    # A row of the tile has several scales: load the scale of each byte.
     column = jax.lax.div(byte, layout.block_columns // layout.elements.packed)
-    return code, plgpu.load(scales_ref.at[scale_row[:, None] + column[None, :]], mask=inside, other=0)
+    return code, plgpu.load(scales_ref.at[scale_row[:, None] + column[None, :]], mask=in_weight, other=0)
 
 
 def decoded_tile(held: tuple[Array, Array], stored, layout: Layout, dtype) -> tuple[Array, ...]:
-    """The weight of `read_tile`, (rows, bytes): one array, or one of the high and one of the low four bits."""
+    """Decode the tile of `read_tile`: one array (rows, bytes), or one of the high and one of the low four bits."""
     _, _, tensor_scale_ref, *table = stored
     code, scale = held
     factor = block_scales(scale, tensor_scale_ref[0])

@@ -13,7 +13,15 @@ FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 @dataclass(frozen=True)
 class Layout:
-    """A weight of (rows, columns), one scale for each block of (block_rows, block_columns) of it."""
+    """The shape of a weight (rows, columns) that has one scale per block of (block_rows, block_columns).
+
+    Attributes:
+        kind: the kind of element, a key of ELEMENTS.
+        rows: rows of the weight.
+        columns: columns of the dequantized weight.
+        block_rows: rows of a block.
+        block_columns: columns of a block.
+    """
 
     kind: str
     rows: int
@@ -29,9 +37,12 @@ class Layout:
 
 @dataclass(frozen=True)
 class Request:
-    """What a backend is asked for: `refuses` of each backend says whether it can.
+    """The static properties of a call, from which each backend's `refuses` decides whether it can run it.
 
-    dtype: of the result. rows: of x, None where the weight itself is wanted.
+    Attributes:
+        layout: the shape of the weight.
+        dtype: dtype of the result.
+        rows: rows of x; None: the result is the weight itself.
     """
 
     layout: Layout
@@ -40,8 +51,8 @@ class Request:
 
 
 def layout_of(codes: Any, scales: Any, tensor_scale: Any, kind: str) -> Layout:
-    """The layout of a weight, from shapes and dtypes alone. Raises ValueError where they do not fit together."""
-    check(kind in ELEMENTS, f"unknown elements {kind!r}; there are {', '.join(map(repr, ELEMENTS))}")
+    """Return the layout of a weight from shapes and dtypes. Raises ValueError if they do not fit together."""
+    check(kind in ELEMENTS, f"unknown elements {kind!r}; choose from {', '.join(map(repr, ELEMENTS))}")
     check(codes.dtype == jnp.uint8, f"codes are uint8, not {codes.dtype}")
     check(
         scales.dtype in (jnp.float32, jnp.uint8),
@@ -59,7 +70,7 @@ def layout_of(codes: Any, scales: Any, tensor_scale: Any, kind: str) -> Layout:
     block_columns = columns // scales.shape[1]
     check(
         block_columns % packed == 0,
-        f"blocks of {block_columns} columns separate the two codes of a byte: a block of {kind} has an even number",
+        f"blocks of {block_columns} columns separate the two codes of a byte; a block of {kind} needs an even number",
     )
     check(rows * columns < 2**31, f"{rows * columns} elements; fewer than 2^31 are supported")
     if tensor_scale is not None:
@@ -70,13 +81,13 @@ def layout_of(codes: Any, scales: Any, tensor_scale: Any, kind: str) -> Layout:
     return Layout(kind, rows, columns, rows // scales.shape[0], block_columns)
 
 
-def check(right: bool, message: str) -> None:
-    """Raises ValueError in the name of the op."""
-    if not right:
+def check(ok: bool, message: str) -> None:
+    """Raise ValueError with the op's name in the message, unless `ok`."""
+    if not ok:
         raise ValueError(f"quant_matmul: {message}")
 
 
 def block_scales(scales: jax.Array, tensor_scale: jax.Array | None) -> jax.Array:
-    """The factor on the values of each block, float32."""
+    """Return the float32 factor of the values of each block."""
     scales = e4m3(scales) if scales.dtype == jnp.uint8 else scales
     return scales if tensor_scale is None else scales * tensor_scale

@@ -1,4 +1,4 @@
-"""The dequantized weight and its products in plain jnp: the reference that every backend is compared with."""
+"""The dequantized weight and its products in plain jnp: the reference of every backend."""
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -14,7 +14,7 @@ def weight(
     elements: str,
     dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "o i"]:
-    """value(code[a, b]) * scale[a // r, b // c] * tensor_scale, computed in `dtype` (float32 or float64)."""
+    """Return value(code[a, b]) * scale[a // r, b // c] * tensor_scale, computed in `dtype` (float32 or float64)."""
     kind = ELEMENTS[elements]
     if kind.bits == 4:
         codes = jnp.stack([codes >> 4, codes & 15], axis=-1).reshape(len(codes), -1)
@@ -27,5 +27,5 @@ def weight(
 
 
 def multiply(x: Float[Array, "m i"], weight: Float[Array, "o i"]) -> Float[Array, "m o"]:
-    """x W^T in the dtype of its inputs. Differentiable as it stands."""
+    """Compute x W^T in the dtype of the inputs. jax can differentiate it directly."""
     return jnp.einsum("mi,oi->mo", x, weight)

@@ -1,4 +1,4 @@
-"""The weight by a Pallas-Triton kernel, for GPUs from sm_80 on: codes and scales are read once, it is written once."""
+"""Dequantization by a Pallas-Triton kernel, for GPUs from sm_80 on: one read of codes and scales, one write."""
 
 from functools import partial
 
@@ -15,12 +15,12 @@ from pallas_kernels.quant_matmul.layout import Layout, Request, block_scales
 
 AMPERE: Capability = (8, 0)
 ADA: Capability = (8, 9)  # the first that converts float8_e4m3fn in one instruction
-# Bytes of codes that a program reads, the most columns of its tile, and its warps: 16 bytes a store and thread.
+# Bytes of codes that a program reads, the most columns of its tile, and its warps: a thread stores 16 bytes at a time.
 CODES, COLUMNS, WARPS = 2048, 512, 8
 
 
 def refuses(device: Device, request: Request) -> str | None:
-    """Why this kernel cannot run a request on a device, or None."""
+    """Return why this kernel cannot run a request on a device, or None."""
     if device.capability is None or device.capability < AMPERE:
         return "it needs an NVIDIA GPU of compute capability 8.0 or later"
     return None
@@ -35,9 +35,10 @@ def dequantize(
     *,
     interpret: bool = False,
 ) -> Float[Array, "o i"]:
-    """The weight.
+    """Return the dequantized weight.
 
-    It is worked on as a list of rows of blocks, (o * i / c, c), of one scale each: such a reshape costs nothing.
+    The kernel sees the weight as a list of rows of blocks, (o * i / c, c), with one scale each. This reshape costs
+    nothing.
     """
     codes = codes.reshape(-1, layout.block_columns // layout.elements.packed)
     columns = min(pl.next_power_of_2(codes.shape[1]), COLUMNS)
@@ -62,16 +63,17 @@ def _kernel(codes_ref, scales_ref, tensor_scale_ref, *refs, layout: Layout, rows
     *table, out_ref = refs
     row, column = span(pl.program_id(0), rows), span(pl.program_id(1), columns)
     in_rows, in_columns = row < codes_ref.shape[0], column < codes_ref.shape[1]
+    # Each row of codes has its own scale, unless blocks have several rows of the weight and share it.
     scale = row
     if layout.block_rows > 1:
-        blocks = layout.columns // layout.block_columns  # in a row of the weight
+        blocks = layout.columns // layout.block_columns  # number of blocks in a row of the weight
         scale = jax.lax.div(row, blocks * layout.block_rows) * blocks + jax.lax.rem(row, blocks)
     scale = plgpu.load(scales_ref.at[scale], mask=in_rows, other=0)
     factor = block_scales(scale, tensor_scale_ref[0])[:, None]
     mask = in_rows[:, None] & in_columns[None, :]
     code = plgpu.load(codes_ref.at[row[:, None], column[None, :]], mask=mask, other=0)
     values = [(value * factor).astype(out_ref.dtype) for value in decoded(code, layout, *table)]
-    # The two values of a byte side by side.
+    # Interleave the two values of each byte.
     value = values[0] if len(values) == 1 else jnp.stack(values, axis=-1).reshape(rows, -1)
     column = span(pl.program_id(1), value.shape[1])
     mask = in_rows[:, None] & (column < out_ref.shape[1])[None, :]
@@ -79,15 +81,15 @@ def _kernel(codes_ref, scales_ref, tensor_scale_ref, *refs, layout: Layout, rows
 
 
 def span(block: Array, size: int) -> Int[Array, " size"]:
-    """The indices of a block along an axis."""
+    """Return the indices of a block along an axis."""
     return block * size + jnp.arange(size, dtype=jnp.int32)
 
 
 def decoded(code: UInt8[Array, "*tile"], layout: Layout, *table) -> tuple[Float[Array, "*tile"], ...]:
-    """Float32 values of bytes: of each, or of its high and of its low four bits.
+    """Decode bytes to float32 values: one array, or one of the high and one of the low four bits.
 
-    A table is read from memory: its 64 bytes lie in one line of the first-level cache, where a warp's 32 loads are one
-    access. Fifteen selections an element would take longer than writing the weight does.
+    A table is read from memory: its 64 bytes are one line of the L1 cache, so a warp's 32 loads are one access. Fifteen
+    selections per element would take longer than writing the weight.
     """
     elements, capability = layout.elements, current_device().capability
     if layout.kind == "e4m3" and capability is not None and capability >= ADA:
@@ -99,7 +101,7 @@ def decoded(code: UInt8[Array, "*tile"], layout: Layout, *table) -> tuple[Float[
 
 
 def kernel_operands(codes: Array, scales: Array, tensor_scale: Array | None, layout: Layout) -> tuple[Array, ...]:
-    """Codes, scales as a list, tensor_scale (1,), and the table of values of elements that are looked up."""
+    """Return codes, flat scales, tensor_scale (1,), and the table of values if elements are looked up."""
     one = jnp.ones(1, jnp.float32) if tensor_scale is None else tensor_scale.reshape(1)
     table = () if layout.elements.arithmetic else (jnp.asarray(layout.elements.values, jnp.float32),)
     operands = (codes, scales.reshape(-1), one, *table)
@@ -107,5 +109,5 @@ def kernel_operands(codes: Array, scales: Array, tensor_scale: Array | None, lay
 
 
 def whole(x: Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
-    """All of an array for every program, which takes its part itself."""
+    """Return a BlockSpec that gives every program the whole array; the program indexes its part."""
     return pl.BlockSpec(x.shape, lambda *program: (0,) * len(x.shape))

@@ -1,4 +1,4 @@
-"""The weight by XLA alone: one fusion from codes to the wanted dtype."""
+"""Dequantization in plain XLA: one fusion from codes to the requested dtype."""
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -14,7 +14,7 @@ def dequantize(
     layout: Layout,
     dtype: DTypeLike,
 ) -> Float[Array, "o i"]:
-    """The weight, computed in float32."""
+    """Return the dequantized weight, computed in float32."""
     if layout.elements.bits == 4:
         codes = jnp.stack([codes >> 4, codes & 15], axis=-1)
     factor = block_scales(scales, tensor_scale)[:, None, :, None]

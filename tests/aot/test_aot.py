@@ -64,7 +64,7 @@ def test_every_card_compiles(gpu):
 
 
 def test_unknown_card():
-    with pytest.raises(ValueError, match="unknown GPU 'v100'; there are a100"):
+    with pytest.raises(ValueError, match="unknown GPU 'v100'; choose from a100"):
         aot.devices("v100")
 
 

@@ -272,7 +272,7 @@ def test_cudnn_refuses_what_it_would_ignore():
         (Device("gpu", "Tesla T4", (7, 5)), dense, "compute capability 8.0"),
         (Device("cpu", "cpu", None), dense, "NVIDIA GPU"),
         (h100, replace(dense, dtype=jnp.float32), "float32"),
-        (h100, replace(dense, keys=128), "128 and 64"),
+        (h100, replace(dense, keys=128), "128 keys and 64 queries"),
         (h100, replace(dense, packed=True), "packing"),
         (h100, replace(dense, sinks=True), "sinks"),
         (h100, replace(dense, return_lse=True), "log-sum-exp"),

@@ -64,5 +64,5 @@ def test_what_does_not_fit_together_is_refused():
     rows = 16 * len(groups.block_group)
     with pytest.raises(ValueError, match=r"x \(\d+, 8\) must be \(rows, i\)"):
         grouped_matmul(jnp.ones((rows, 8)), jnp.ones((5, 8, 9)), groups)
-    with pytest.raises(ValueError, match="are not those of the groups"):
+    with pytest.raises(ValueError, match="do not match the groups"):
         grouped_matmul(jnp.ones((rows, 8)), jnp.ones((4, 8, 8)), groups)

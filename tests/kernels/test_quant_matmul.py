@@ -189,7 +189,7 @@ U8, F32 = jnp.uint8, jnp.float32
 @pytest.mark.parametrize(
     ("codes", "scales", "options", "message"),
     [
-        (((4, 32), U8), ((4, 1), F32), {"elements": "nf5"}, "unknown elements 'nf5'; there are 'nf4'"),
+        (((4, 32), U8), ((4, 1), F32), {"elements": "nf5"}, "unknown elements 'nf5'; choose from 'nf4'"),
         (((4, 32), jnp.int8), ((4, 1), F32), {}, "codes are uint8, not int8"),
         (((4, 32), U8), ((4, 1), jnp.bfloat16), {}, "scales are float32, or uint8"),
         (((4, 32), U8), ((4,), F32), {}, "two dimensions"),

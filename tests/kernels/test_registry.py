@@ -50,8 +50,8 @@ def test_what_kernels_cannot_do_goes_to_xla():
         ("triton", "cpu", {}, "NVIDIA GPU of compute capability 8.0"),
         ("mosaic", "a100", {}, "Hopper"),
         ("mosaic", "h100", {"head_dim": 96}, "head_dim must be 64 or 128, not 96"),
-        ("cudnn", "h100", {"packed": True}, "knows no packing"),
-        ("cudnn", "h100", {"soft_cap": 30.0}, "knows no soft-cap"),
+        ("cudnn", "h100", {"packed": True}, "does not support packing"),
+        ("cudnn", "h100", {"soft_cap": 30.0}, "does not support a soft-cap"),
         ("pallas", "h100", {}, "unknown backend 'pallas'"),
     ],
 )
@@ -67,7 +67,9 @@ def test_with_fallback_another_backend_runs_and_it_is_said_once(caplog):
             packed = request_for(packed=True)
             assert choose("flash_attention", BACKENDS, CARDS["h100"], packed, "cudnn", "warn").name == "mosaic"
     (record,) = caplog.records
-    assert re.search(r"backend 'cudnn' cannot run this on .*H100.*knows no packing.*another", record.getMessage())
+    assert re.search(
+        r"backend 'cudnn' cannot run this on .*H100.*does not support packing.*another", record.getMessage()
+    )
     with pytest.raises(CannotRun, match="unknown backend 'pallas'"):
         choose("flash_attention", BACKENDS, CPU, request_for(), "pallas", "warn")
 

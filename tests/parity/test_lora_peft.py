@@ -342,7 +342,9 @@ def plain(name: str) -> str:
     return name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
 
 
-@pytest.mark.parametrize(("family", "reason"), [(QWEN, "this qwen3 has no bias"), ("mixtral", "not of a mixture")])
+@pytest.mark.parametrize(
+    ("family", "reason"), [(QWEN, "this qwen3 has no bias"), ("mixtral", "a mixture of experts is not")]
+)
 def test_biases_that_cannot_be_trained_are_refused(family, reason, one_device, tmp_path):
     torch_model(family, tmp_path, num_hidden_layers=1)
     with pytest.raises(UserError, match=f"lora.bias='all': .*{reason}"):
@@ -383,7 +385,7 @@ def equals_peft(reference, model, parameters, config, home, mesh):
 
 @pytest.mark.parametrize(
     ("family", "targets", "reason"),
-    [("mixtral", "all-linear", "experts, such as"), ("phi3, fused, window", "all-linear", "no layers of their own")],
+    [("mixtral", "all-linear", "experts, such as"), ("phi3, fused, window", "all-linear", "part of a fused layer")],
 )
 def test_factors_that_cannot_be_are_refused(family, targets, reason, one_device, tmp_path):
     torch_model(family, tmp_path, num_hidden_layers=1)
@@ -480,8 +482,8 @@ def test_adapters_begin_as_a_part_of_the_weight_as_in_peft(family, init, rslora,
 @pytest.mark.parametrize(
     ("family", "options", "reason"),
     [
-        ("mixtral", {"use_dora": True}, "lora.use_dora=True: not of experts"),
-        ("mixtral", {"init": "pissa"}, "lora.init='pissa': not of experts"),
+        ("mixtral", {"use_dora": True}, "lora.use_dora=True does not support experts"),
+        ("mixtral", {"init": "pissa"}, "lora.init='pissa' does not support experts"),
         ("mixtral", {"rank_pattern": ("w1=2",)}, "matches experts"),
         (QWEN, {"rank_pattern": ("q_proj=0.5",)}, "would be 0.5; it must be 1 or more"),
         (QWEN, {"rank_pattern": ("query=2",)}, "lora.rank_pattern='query' matches none"),

@@ -1,8 +1,8 @@
 """A process that renders chat templates in Jinja's sandbox, with limits on time, memory and output.
 
-It is run as a file, so that it does not import jaxtune; `jaxtune.data.chat.sandbox` starts it. The sandbox does not stop
-'x'.ljust(10**10) or a tower of powers: Python computes each in one operation, which ends only if the system refuses
-memory or ends the process.
+It is run as a file, so that it does not import jaxtune; `jaxtune.data.chat.sandbox` starts it. The sandbox does not
+stop 'x'.ljust(10**10) or a tower of powers: Python computes each in one operation, which ends only if the system
+refuses memory or ends the process.
 
 A request is 8 bytes of length and the JSON of (template, seconds, variables). An answer is a status byte, 8 bytes of
 length, and the text or the error.

@@ -35,4 +35,4 @@ def test_with_fallback_another_one_runs_and_it_is_said_once(one_device, caplog):
 def test_a_kernel_that_can_run_is_taken(one_device, caplog):
     caplog.set_level("INFO")
     trace(one_device, backend="xla")
-    assert "by backend xla (as asked)" in caplog.text
+    assert "by backend xla (as requested)" in caplog.text
