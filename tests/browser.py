@@ -1,6 +1,6 @@
-"""Opens a page in Chromium, without a window, and prints what an expression comes to there: run by `in_browser`.
+"""Open a page in Chromium without a window and print the value of an expression there; run by `in_browser`.
 
-The browser is that of PySide6-WebEngine, from the extra `test`.
+The browser comes with PySide6-WebEngine, from the extra `test`.
 """
 
 import importlib.util
@@ -19,9 +19,9 @@ WAITING = "waiting"
 def in_browser(
     page: Path, expression: str, width: int = 1200, dark: bool = False, script: Path | None = None
 ) -> tuple[Any, list[str]]:
-    """An expression's value, as JSON, in a page that is so wide, and what the page said on the console.
+    """Return an expression's value (JSON) in a page `width` pixels wide, and the messages on its console.
 
-    The value may be a promise of one. dark: what the page hears of the user's wish. script: run in the page before.
+    The value may be a promise. dark: the user prefers a dark colour scheme. script: a file to run in the page first.
     """
     if importlib.util.find_spec("PySide6") is None or importlib.util.find_spec("PySide6.QtWebEngineCore") is None:
         pytest.skip("no browser: pip install PySide6-WebEngine")
@@ -42,7 +42,7 @@ def _main(page: str, expression: str, width: str, script: str | None = None) -> 
         from PySide6.QtWebEngineCore import QWebEnginePage
         from PySide6.QtWebEngineWidgets import QWebEngineView
         from PySide6.QtWidgets import QApplication
-    except ImportError as error:  # a library of the system is missing
+    except ImportError as error:  # a system library is missing
         print(error, file=sys.stderr)
         sys.exit(77)
     said: list[str] = []
@@ -74,7 +74,7 @@ def _main(page: str, expression: str, width: str, script: str | None = None) -> 
         view.page().runJavaScript(f"window.outcome = '{WAITING}'; {asked}.then(text => (window.outcome = text))")
         look()
 
-    # After the page has its size.
+    # The page needs its size first.
     view.loadFinished.connect(lambda _: QTimer.singleShot(300, ask))
     view.load(QUrl.fromLocalFile(str(Path(page).resolve())))
     app.exec()

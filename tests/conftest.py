@@ -1,4 +1,4 @@
-"""Eight simulated CPU devices for every test; a test that wants one takes the first."""
+"""Eight simulated CPU devices for every test; a test that needs one takes the first."""
 
 import ctypes
 import gc
@@ -14,7 +14,7 @@ import pytest
 jax.config.update("jax_num_cpu_devices", 8)
 
 
-# They begin, so that none is left over at the end, when the other process has nothing to do.
+# Run the slowest files first, so that the two workers finish together.
 LONGEST = (
     *("test_low_precision_accuracy.py", "test_gpu_suite_smoke.py", "test_mesh_product.py"),
     *("test_whole_quickstart.py", "test_resume.py", "test_quickstart.py", "test_recipes.py", "test_qlora.py"),
@@ -24,33 +24,33 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items):
-    """The longest files first, the others as they come."""
+    """Sort the slowest files first; keep the order of the others."""
     items.sort(key=lambda item: (*LONGEST, item.path.name).index(item.path.name))
 
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_to_compile(request):
-    """Without LLVM's optimisations, half the time of tests that compile more than they compute.
+    """Compile without LLVM's optimisations: half the time for tests that compile more than they compute.
 
-    How arrays are sharded and what a program is made of does not depend on them. Not so the registers and the speed of
-    what is compiled for GPUs.
+    Sharding and the structure of a program do not depend on them. Registers and speed of code for GPUs do, so tests/aot
+    and tests/gpu keep the optimisations.
     """
     jax.config.update("jax_disable_most_optimizations", request.path.parent.name not in ("aot", "gpu"))
 
 
 @pytest.fixture(autouse=True, scope="module")
 def released_programs():
-    """What a file has compiled goes when the file ends: kept, it comes to gigabytes in a process that runs them all."""
+    """Free a file's compiled programs when the file ends: they add up to gigabytes in a process that runs all files."""
     yield
     jax.clear_caches()
     gc.collect()
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc keeps what is freed
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc keeps freed memory
         trim(0)
 
 
 @pytest.fixture(autouse=True)
 def no_mesh_left_behind():
-    """The current mesh and the rules that come with it are global: each test starts and ends without."""
+    """Reset the current mesh and the sharding rules, which are global, after each test."""
     from jaxtune.parallel.layout import RULES, Rules
 
     yield
@@ -60,7 +60,7 @@ def no_mesh_left_behind():
 
 @pytest.fixture(autouse=True)
 def no_log_left_behind():
-    """A run shows its log on the terminal, which is the test's own and closed after it."""
+    """Remove log handlers: a run logs to the terminal, which belongs to one test and is closed after it."""
     loggers = [logging.getLogger(name) for name in ("jaxtune", "pallas_kernels")]
 
     def reset():
@@ -75,7 +75,7 @@ def no_log_left_behind():
 
 @pytest.fixture
 def one_device():
-    """A mesh of one device, current."""
+    """Return a mesh of one device and make it the current mesh."""
     from jaxtune.config.schema import Mesh
     from jaxtune.parallel.mesh import make_mesh
 

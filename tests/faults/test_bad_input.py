@@ -1,4 +1,4 @@
-"""Bad samples: an error that names file and line, or left out and counted."""
+"""A bad sample raises an error that names file and line, or is left out and counted."""
 
 import gzip
 import itertools
@@ -38,7 +38,7 @@ GOOD_CHAT = chat({"role": "user", "content": "Hi"}, {"role": "assistant", "conte
 GOOD_TOKENS = line(input_ids=[1, 2, 3], labels=[-100, 2, 3])
 USER = {"role": "user", "content": "Hi"}
 
-# name: a good line, the bad one, what the error says
+# name: a good line, a bad line, part of the error
 BAD_LINES = {
     "bad UTF-8": (GOOD_TEXT, b'{"text": "caf\xe9"}', "not UTF-8: byte 0xe9"),
     "NUL": (GOOD_TEXT, b'{"text": "a\x00b"}', "NUL"),
@@ -90,7 +90,7 @@ BAD_LINES = {
         "'labels' has 1 entries, input_ids 2",
     ),
     "shifted labels": (GOOD_TOKENS, line(input_ids=[1, 2, 3], labels=[2, 3, -100]), r"labels\[0\] = 2 is neither"),
-    # These can be read, but not trained on.
+    # Valid samples that cannot be trained on.
     "empty text": (GOOD_TEXT, line(text=""), "no token of it is a target"),
     "no answer": (GOOD_CHAT, chat(USER), "no assistant message"),
     "every label ignored": (GOOD_TOKENS, line(input_ids=[1, 2], labels=[-100, -100]), "no token of it is a target"),
@@ -124,7 +124,7 @@ LABELS = {
 
 @pytest.mark.parametrize("good, bad, message", LABELS.values(), ids=LABELS)
 def test_a_label_that_is_not_one_is_named_or_skipped(tokenizer, tmp_path, good, bad, message):
-    """In validation data too, which does not say what the labels are."""
+    """`labels` come from the training data, so this covers validation data too."""
     file = tmp_path / "data.jsonl"
     file.write_bytes(b"\n".join(line(text="a", label=label) for label in (good, good, bad)))
     arguments = (Dataset(path=str(file), type="classification"),), tokenizer, tmp_path / "cache"
@@ -241,7 +241,7 @@ def test_what_is_larger_in_memory_than_a_sample_may_be_is_refused(tokenizer, tmp
 
 
 def test_a_dictionary_of_arrow_is_decoded_row_by_row(tmp_path):
-    """Of 3 GB, in a file of one megabyte."""
+    """The decoded column would take 3 GB; the file has one megabyte."""
     write_arrow(tmp_path / "a.arrow", text=of_dictionary([1, 0] * 1500, "x" * 2 * 10**6, "a"), n=[*range(3000)])
     problems = []
     read = open_source(Dataset(path=str(tmp_path / "a.arrow"))).read(problems.append)
@@ -255,7 +255,7 @@ def test_a_dictionary_of_arrow_is_decoded_row_by_row(tmp_path):
 
 
 CUT_OFF_ZSTD = pyarrow.compress(b'{"text": "a"}\n', codec="zstd", asbytes=True)[:-4]
-# name: content, what the error says
+# name: content, part of the error
 BAD_FILES = {
     "empty.jsonl": (b"", "empty.jsonl: empty file"),
     "blank.jsonl": (b"\n\n", "no sample"),
@@ -392,7 +392,7 @@ def test_an_entry_that_cannot_be_followed_says_why(tokenizer, tmp_path, options,
 
 
 def test_mutated_files_end_in_typed_errors(tokenizer, tmp_path):
-    """Any byte of a data file may be wrong: the outcome is documents or a UserError, nothing else."""
+    """Any byte of a data file may be wrong: the outcome is documents or a UserError."""
     rng = np.random.default_rng(0)
     whole = b"\n".join([GOOD_TEXT, line(text="été"), GOOD_TEXT]) + b"\n"
     file = tmp_path / "data.jsonl"

@@ -1,6 +1,6 @@
-"""What each named chat template makes of a conversation: its tokens, whose they are, and their weights.
+"""Each named chat template on a set of conversations: the tokens, the role each belongs to, and their weights.
 
-The tables in `chat` are the record, one file a family; `pytest --regenerate` writes them anew.
+The tables in `chat` are the record, one file a family; `pytest --regenerate` writes them again.
 """
 
 import difflib
@@ -30,7 +30,7 @@ _BRACKETED += ("[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/T
 _CALLS = tuple(
     f"<{BAR}tool▁{name}▁{end}{BAR}>" for name in ("calls", "call", "outputs", "output") for end in ("begin", "end")
 )
-# name: the other special tokens of the family's tokenizer, its bos and its eos
+# name: other special tokens of the family's tokenizer, its bos and its eos
 TOKENIZERS = {
     "chatml": (("<|endoftext|>",), None, "<|endoftext|>"),
     "qwen3": (("<|endoftext|>",), None, "<|im_end|>"),
@@ -80,7 +80,7 @@ CASES = {
         LAST | {"reasoning_content": "A question."},
     ],
 }
-TEXT = "tools as text"  # for templates that know none
+TEXT = "tools as text"  # for templates that do not support tools
 CASES[TEXT] = CASES["tools"]
 KNOW_TOOLS = ("qwen3", "qwen3_nothinking", "mistral_v3", "mistral_v7", "deepseek", "gpt_oss", "glm4")
 
@@ -90,7 +90,7 @@ def cases(name: str) -> list[str]:
 
 
 def tokenizer_of(name: str, words: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
-    """A tokenizer with the special tokens of a family and these words."""
+    """Return a tokenizer with the special tokens of a family and these words."""
     more, bos, eos = TOKENIZERS[name]
     special = dict.fromkeys((*NAMED[name], *more, *filter(None, (bos, eos))))
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate((*words, "<unk>"))}, unk_token="<unk>"))
@@ -108,7 +108,7 @@ def rendered(name: str, case: str, tokenizer: PreTrainedTokenizerFast, say=lambd
 
 
 def encoded(name: str, case: str, say=lambda line: None):
-    """The conversation as text and as tokens, of a tokenizer that knows its words."""
+    """Return the conversation as text and as tokens, by a tokenizer that knows its words."""
     document = rendered(name, case, tokenizer_of(name), say)
     split = tokenizer_of(name).backend_tokenizer.pre_tokenizer.pre_tokenize_str
     specials = "|".join(map(re.escape, tokenizer_of(name).get_added_vocab()))
@@ -118,7 +118,9 @@ def encoded(name: str, case: str, say=lambda line: None):
 
 
 def owners(document: Rendered, messages: list[Message]) -> list[str]:
-    """For each character, the role of the first message that ends after it; results as text are the user's."""
+    """Return for each character the role of the first message that ends after it; tool results as text are the
+    user's.
+    """
     roles, spans = [], iter(document.spans or ())
     for message in messages:
         if message["role"] == "assistant":
@@ -133,7 +135,7 @@ def owners(document: Rendered, messages: list[Message]) -> list[str]:
 
 
 def table(name: str, case: str) -> str:
-    """A line for each token: its weight, the role of the message that it is of, the token."""
+    """Return a line for each token: its weight, its message's role, and its text."""
     lines = []
     try:
         document, tokenizer, tokens = encoded(name, case, lines.append)
@@ -175,7 +177,7 @@ undated = partial(re.sub, r"Current date: [\d-]+", "")
 
 @pytest.mark.parametrize("name", NAMED)
 def test_the_text_is_that_of_transformers(name):
-    """Who uses the exported template elsewhere gets the same prompt."""
+    """Users of the exported template in other programs get the same prompt."""
     tokenizer = tokenizer_of(name)
     for case in CASES.keys() - {TEXT}:
         tools: Any = [{"type": "function", "function": LOOK_UP}] if case == "tools" else None

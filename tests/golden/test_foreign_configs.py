@@ -1,6 +1,6 @@
-"""What becomes of each system's example config, option by option, and the options that differ from ours by default.
+"""The translation of each system's example config, option by option, and the options whose defaults differ from ours.
 
-After a change that is meant: `pytest tests/golden --regenerate`, then read the diff of tests/golden/foreign/.
+After an intended change: `pytest tests/golden --regenerate`, then read the diff of tests/golden/foreign/.
 """
 
 import json
@@ -17,7 +17,7 @@ EXAMPLES = HERE / "foreign"
 
 
 def record(path: pathlib.Path) -> str:
-    """The log's lines about a config, and its changed options as text."""
+    """Return the log lines about a config, and its changed options, as text."""
     config = read_recipe(path.name).resolve()
     changed = [
         f"{key} = {json.dumps(value)}"
@@ -64,7 +64,7 @@ def test_every_row_of_a_table_leads_somewhere(dialect):
 
 @pytest.mark.parametrize("dialect", foreign.DIALECTS)
 def test_any_value_of_an_option_is_translated_or_answered(dialect):
-    """Without a traceback, whatever a file says: a word, a list, a section, a number, a switch or nothing."""
+    """No traceback, whatever the value: a word, a list, a section, a number, a switch or nothing."""
     for name, _, prefix in rows(foreign.table(dialect)):
         for value in ("x", [1], ["a"], {"a": 1}, True, -5, 1.5, 0, None, [], {}):
             said = {name: value}

@@ -1,6 +1,6 @@
-"""Every option of the tables, with every value that they name, becomes what its row promises.
+"""Every option of the tables, with every value in its row, is translated as the row says.
 
-An option stands in a small file of its system, beside what it needs to have an effect there, and the file is resolved.
+Each option is written to a small file of its system, with the options it needs to have an effect there, and resolved.
 """
 
 import json
@@ -18,7 +18,7 @@ from jaxtune.config.rules import inside
 from jaxtune.config.schema import Config
 from jaxtune.config.yaml_file import Written
 
-# The least that a file of each system says.
+# The minimal file of each system.
 LEAST: dict[str, dict[str, Any]] = {
     "surogate": {"model": "my/model", "datasets": [{"path": "a.jsonl", "type": "conversation"}], "sequence_len": 512},
     "xorl": {
@@ -48,7 +48,7 @@ EARLY = {
     "callbacks.early_stopping.early_stopping_patience": 5,
     "callbacks.early_stopping.early_stopping_threshold": 0.25,
 }
-# What options need beside them to have an effect, by their names, or by the first parts of their keys here.
+# Options that others need to have an effect, by their names or by the first parts of their keys here.
 BESIDE: dict[str, dict[str, Any]] = {
     "surogate": {
         "adamw_": {"optimizer": "adamw"},
@@ -113,9 +113,9 @@ BESIDE: dict[str, dict[str, Any]] = {
         "training.metric_for_best_model": EARLY,
     },
 }
-# Lists of datasets that stand for another way to name data, which a file of LEAST has.
+# Dataset lists for other ways to name data; they replace those of LEAST.
 INSTEAD = {("trl", "datasets"): "dataset_name", ("axolotl", "pretraining_dataset"): "datasets"}
-# The same within the entry of a list.
+# Likewise within the entry of a list.
 IN_ENTRY: dict[str, dict[str, Any]] = {
     "text_field": {"type": "text"},
     "instruction_field": {"type": "instruction"},
@@ -136,11 +136,11 @@ VALUES: dict[str, Any] = {
     "optim.start_lr": 1e-6,
     "lora.layers_to_transform": [0, 2],
 }
-# Options that are read together with others: what a file says, and what that becomes.
+# Options that are read together with others: the lines of the file, and their translation.
 ALPACA = "### Instruction:\n{instruction}\n\n### Response:\n"
 OFF = {"recompute_block": False, "recompute_att": False, "recompute_ffn": False, "recompute_qkv": False}
 DPO = {"stage": "DPO"}
-# What their files cannot say, and these options need.
+# Options that are needed here and that their files cannot set.
 TYPED = {
     "offset_alpha": [(f"data.datasets[0].{side}_score_field", side) for side in ("chosen", "rejected")],
     "init_projections_to_zero": [("model.from_scratch", "true")],
@@ -690,7 +690,7 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
 
 
 def options(dialect: str) -> Iterator[tuple[str, str, Option]]:
-    """(the list whose entries have the option, its name, its row)."""
+    """Yield (list whose entries have the option, its name, its row)."""
     for name, row in foreign.table(dialect).items():
         yield "", name, row
         yield from ((name, inner, of) for inner, of in row.of.items())
@@ -705,7 +705,7 @@ ALONE = [
 
 
 def promised(row: Option, key: str) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Values of an option, and what each becomes here."""
+    """Yield values of an option, and the translation of each."""
     for text, here in row.values.items():
         value = {"true": True, "false": False}.get(str(text).lower(), text)
         value = int(value) if str(value).lstrip("-").isdigit() else value
@@ -716,7 +716,7 @@ def promised(row: Option, key: str) -> Iterator[tuple[Any, dict[str, Any]]]:
 
 
 def another(key: str, default: Any) -> Any:
-    """A value that an option may have, other than its default here and that of the other system."""
+    """Return a valid value of an option, other than its default here and in the other system."""
     option = keys.lookup(key)
     assert option is not None
     members = typing.get_args(option.annotation)

@@ -1,4 +1,4 @@
-"""What is done with a finished run, and what a run that cannot be right leaves behind."""
+"""Commands on a finished run, and the traces of a run that cannot be right."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def contents(folder):
 
 @pytest.fixture(scope="module")
 def adapter(home):
-    """The folder of a run that trained an adapter in two steps, evaluated before and after, the second one traced."""
+    """Train an adapter for two steps, evaluate before and after, trace step 2; return the run folder."""
     profile = {"prof.enabled": True, "prof.start_step": 2}
     call(*recipe_command(home, "qwen_lora.py", "adapter", **OPTIONS, **profile))
     return home / "runs" / "adapter"
@@ -52,7 +52,7 @@ def test_the_adapter_that_training_has_just_printed_generates_on_its_base(adapte
 
 
 def test_an_adapter_answers_by_the_chat_template_that_it_was_trained_with(home, adapter):
-    """Which its folder has, and its base may lack."""
+    """The template is in the adapter's folder; the base may have none."""
     copy = home / "with-its-own-template"
     shutil.copytree(adapter / "export", copy)
     (copy / "chat_template.jinja").write_text("{{ raise_exception('of the adapter') }}")
@@ -62,7 +62,7 @@ def test_an_adapter_answers_by_the_chat_template_that_it_was_trained_with(home, 
 
 
 def test_a_file_of_prompts_is_answered_line_by_line(home, adapter):
-    """As one by one, in the order of the file, by a base with its adapter beside it; other columns stay."""
+    """Answers equal those to single prompts and keep the file's order and its other columns."""
     asked = [{"prompt": "say", "id": 7}, {"prompt": "say more", "id": 8}]
     asked.append({"messages": [{"role": "user", "content": "say 3"}, {"role": "assistant", "content": "left out"}]})
     (home / "prompts.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in asked))
@@ -124,7 +124,7 @@ def test_a_run_is_evaluated_by_its_own_recipe(adapter):
 
 
 def test_any_model_is_evaluated_by_a_recipe(home, adapter):
-    """The base as the recipe starts, by name, and the adapter on its base: what the run found before and after."""
+    """`evaluate` finds for the base as the recipe starts, and for the adapter, what the run found before and after."""
     before, after = (row["eval_loss"] for row in metrics(adapter) if "eval_loss" in row)
     assert [row["step"] for row in metrics(adapter) if "eval_loss" in row] == [0, 2]
     recipe = recipe_command(home, "qwen_lora.py", "adapter", **OPTIONS)[1:]
@@ -138,7 +138,7 @@ def test_any_model_is_evaluated_by_a_recipe(home, adapter):
 
 
 def test_benchmark_tasks_are_asked_of_a_run_and_of_any_model(home, adapter, monkeypatch):
-    """By the command and from Python; the adapter as it was exported gives what its run does."""
+    """By the command and from Python; the exported adapter gets the scores of its run."""
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness (pip install lm-eval) is not installed")
     without_those_of_the_harness(monkeypatch)
     (home / "tasks").mkdir()
@@ -152,7 +152,7 @@ def test_benchmark_tasks_are_asked_of_a_run_and_of_any_model(home, adapter, monk
     output = home / "tasks.json"
     call("jaxtune.evaluate", f"--model={adapter / 'export'}", "--tasks=tiny_text", *own, f"--output={output}")
     of_model = json.loads(output.read_text())["results"]["tiny_text"]["bits_per_byte,none"]
-    assert abs(of_model - of_run["results"]["tiny_text"]["bits_per_byte,none"]) < 1e-2  # which is in bfloat16
+    assert abs(of_model - of_run["results"]["tiny_text"]["bits_per_byte,none"]) < 1e-2  # the export is in bfloat16
     found = Run(adapter, True).evaluate(tasks=["tiny_text"], include_path=home / "tasks", limit=2)
     expected = of_run["results"]["tiny_text"]["bits_per_byte,none"]
     assert found["tiny_text/bits_per_byte"] == pytest.approx(expected, rel=1e-4)  # on eight devices
@@ -204,7 +204,7 @@ def test_an_export_never_mixes_with_other_things(home, adapter):
     assert [file.read_text() for file in output.iterdir()] == ["my own notes"]
     (output / "README.md").unlink()
     call(*export)
-    call(*export)  # of the same kind again
+    call(*export)  # another export of the same kind
     before = sorted(output.iterdir())
     assert "holds other things" in call(*export, "--merge", code=2)
     assert sorted(output.iterdir()) == before
@@ -214,7 +214,7 @@ def test_an_export_never_mixes_with_other_things(home, adapter):
 
 
 def test_a_merged_model_is_written_quantized_with_the_losses_before_and_after(home, adapter):
-    """Which are those of `evaluate`."""
+    """Both losses are those of `evaluate`."""
     export = ("jaxtune.export", f"--run={adapter}", f"--output={home / 'quantized'}")
     assert "--quantize=nf4: an adapter is not quantized" in call(*export, "--quantize=nf4", code=2)
     assert not (home / "quantized").exists()
@@ -229,7 +229,7 @@ def test_a_merged_model_is_written_quantized_with_the_losses_before_and_after(ho
 
 
 def test_a_run_that_ends_in_nan_fails_and_exports_nothing(home):
-    """Fewer bad steps than train.max_bad_steps, but nothing else."""
+    """All steps are bad, though fewer than train.max_bad_steps."""
     folder = model_folder(home / "nan")
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"] = np.full_like(weights["model.norm.weight"], np.nan)
@@ -242,7 +242,7 @@ def test_a_run_that_ends_in_nan_fails_and_exports_nothing(home):
 
 
 def test_a_run_is_started_again_in_place(home, adapter):
-    """Other options are refused with the ways on; one of them is to remove what is there."""
+    """Other options are refused, and the error lists what to do; one way is to remove the run."""
     options = {**OPTIONS, "lora.rank": 2}
     said = call(*recipe_command(home, "qwen_lora.py", "adapter", **options), code=2)
     assert "lora.rank: 4 then, 2 now" in said
@@ -260,7 +260,7 @@ def test_a_run_is_started_again_in_place(home, adapter):
     again = [line.split(" -m ")[1] for line in said.splitlines() if line.startswith("resume: ")]
     assert again == [f"jaxtune.train --config={adapter / 'config.json'}"]
     assert "this run is finished: 2 of 2 steps" in call(*again[0].split())
-    (adapter / "export" / "README.md").unlink()  # as where a run is killed while it exports
+    (adapter / "export" / "README.md").unlink()  # as after a kill during the export
     with HubServer() as hub, pytest.MonkeyPatch.context() as patch:
         hub.is_the_hub(patch)
         said = call(*again[0].split(), "--config.export.push_to_hub=ada/trained")
@@ -284,7 +284,7 @@ def test_an_export_is_uploaded_once_it_is_known_that_it_can_be(home, adapter, mo
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     assert '"ada/mine"' in code
     pytest.importorskip("torch", reason="loading the results needs torch (Python 3.11 here)")
-    monkeypatch.chdir(home)  # where the base and the adapter are by their last parts
+    monkeypatch.chdir(home)  # this folder has the base and the adapter under the last parts of their paths
     loaded = {}
     exec(code.replace('"ada/mine"', '"pushed"'), loaded)
     assert loaded["model"].peft_config and loaded["tokenizer"]("say").input_ids

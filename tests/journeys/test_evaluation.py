@@ -1,4 +1,4 @@
-"""Evaluations and checkpoints as a run's options ask for them."""
+"""Evaluations and checkpoints happen as a run's options say."""
 
 import json
 import re
@@ -22,7 +22,7 @@ def home(tmp_path_factory) -> Path:
 
 
 def train(home: Path, name: str, kind: str = "tiny", code: int = 0, **options) -> tuple[Path, str]:
-    """(folder of the run, what it prints)."""
+    """Train in this process and return (folder of the run, output)."""
     options = {"train.max_steps": 8, "train.run_name": name, "ckpt.save_steps": 0, "eval.steps": 0, **options}
     settings = [f"--config.{key.replace('__', '.')}={value}" for key, value in options.items()]
     return home / "runs" / name, call("jaxtune.train", f"--config={home / kind}.py", *settings, code=code)
@@ -47,10 +47,10 @@ def test_named_sets_have_a_loss_each(home):
     low, high = sorted((row["eval_one_loss"], row["eval_other_loss"]))
     assert low < row["eval_loss"] < high
     assert 0 < row["eval_token_accuracy"] < 1
-    # Packing and batches change nothing but how rounding adds up.
+    # Packing and batch size change only the order of sums, that is, rounding.
     packed, _ = train(home, "packed", "named")
     assert abs(evaluations(packed)[8]["eval_loss"] - row["eval_loss"]) < 1e-5
-    # But of a few rows, which they are; two documents fit into a longer one.
+    # Except with max_batches: the first batch then has other rows; two documents fit into a longer row.
     few = []
     for rows, packing in ((1, False), (2, False), (1, True)):
         options = ("max_batches=1", f"micro_batch_size={rows}", f"packing={packing}")
@@ -62,7 +62,7 @@ def test_named_sets_have_a_loss_each(home):
 
 
 def test_the_best_is_kept_and_exported_and_the_run_ends(home):
-    # A rate at which the loss soon rises: the run ends by itself, and what it exports is what was best.
+    # At this rate the loss soon rises: the run ends by itself and exports its best checkpoint.
     options = {"optim.learning_rate": 0.5, "train.max_steps": 20, "eval.steps": 1, "optim.warmup_steps": 0}
     options |= {"ckpt.keep_best": True, "ckpt.keep_last": 1, "eval.patience": 2, "export.best": True}
     folder, output = train(home, "best", **options)
@@ -99,7 +99,7 @@ def test_nothing_is_saved_where_nothing_is_to_be(home):
     options = {"ckpt.at_end": False, "eval.at_end": False, "train.max_steps": 2}
     folder, output = train(home, "nothing", "tiny_lora", **options)
     assert not (folder / "checkpoints").exists() and not evaluations(folder)
-    # What is said at the end leads somewhere.
+    # The commands that are printed at the end can be run.
     assert "resume:" not in output and f"generate: python -m jaxtune.generate --model={folder / 'export'}" in output
     assert call("jaxtune.generate", f"--model={folder / 'export'}", "--prompt=say", "--max_new_tokens=2")
     assert "nothing of the model is kept" in train(home, "gone", **options, **{"export.at_end": False})[1]

@@ -1,10 +1,10 @@
-"""Runs of which all that can waits on the host: the same numbers, and files that any other run goes on from."""
+"""Runs that offload all they can to the host: the same numbers, and checkpoints that runs without offload continue."""
 
 import numpy as np
 from runs import call, metrics, recipe_command
 from safetensors.numpy import load_file
 
-# Clipping would hang on the norm of the gradients, whose layers are summed in another order.
+# No clipping: it depends on the gradient norm, and layers are summed in another order.
 OPTIONS = {"train.max_steps": 4, "eval.steps": 4, "optim.max_grad_norm": 0, "precision.recipe": "fp32"}
 FULL = {f"memory.offload_{part}": True for part in ("optimizer", "master", "gradients")}
 QLORA = {f"memory.offload_{part}": True for part in ("optimizer", "quants")}
@@ -24,7 +24,7 @@ def same(one, other) -> None:
 
 
 def test_full_training_goes_on_wherever_its_state_waits(home):
-    """From the checkpoint of the second of four steps, each run in the other's memory."""
+    """Each run continues from step 2 of 4 with the state in the other run's memory."""
     from_two, weights = {"ckpt.resume": 2}, "model.safetensors"
     call(*recipe_command(home, "qwen_full.py", "device", **OPTIONS))
     call(*recipe_command(home, "qwen_full.py", "host", **OPTIONS, **FULL))

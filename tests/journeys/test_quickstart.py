@@ -1,6 +1,6 @@
 """The commands of the README, in order, in an empty folder with the wheel installed, and their results.
 
-The trainings are cut to a few steps here; tests/nightly/test_whole_quickstart.py runs them as they are written.
+The trainings are cut to a few steps here; tests/nightly/test_whole_quickstart.py runs them unchanged.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A run that is killed, stopped or damaged goes on exactly where it was."""
+"""A run that is killed, stopped or damaged continues exactly where it was."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ from jaxtune.command import STOPPED
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """(folder of everything, recipe, numbers of a run that nothing disturbed)."""
+    """Return (folder of everything, recipe, numbers of an undisturbed run)."""
     folder = tmp_path_factory.mktemp("resume")
     path = recipe(folder, lora=True)
     call("jaxtune.train", f"--config={path}", "--config.train.run_name=whole")
@@ -21,7 +21,7 @@ def uninterrupted(tmp_path_factory):
 
 
 def interrupted(folder, path, name, steps: list[int], how: int, *more: str):
-    """A run that is sent a signal at each of these steps, then left to end."""
+    """Send a run a signal at each of these steps, then let it end."""
     for step in steps:
         process = start("jaxtune.train", f"--config={path}", f"--config.train.run_name={name}", *more)
         until_step(process, folder / "runs" / name, step)
@@ -40,7 +40,7 @@ def test_twice_killed_equals_uninterrupted(uninterrupted):
 
 
 def test_sigterm_saves_and_loses_no_step(uninterrupted):
-    """Also where the step after which it stops was to be evaluated: with every step evaluated, it always was."""
+    """The step it stops after has an evaluation, as every step here; the evaluation is not lost."""
     folder, path, _ = uninterrupted
     often = ("--config.eval.steps=1", "--config.ckpt.save_steps=0")
     call("jaxtune.train", f"--config={path}", "--config.train.run_name=evaluated", *often)
@@ -52,7 +52,7 @@ def test_sigterm_saves_and_loses_no_step(uninterrupted):
 
 
 def test_on_another_machine_a_run_goes_on_from_its_mirror(uninterrupted):
-    """Which is what its folder is: what is copied there while it trains; the same command then goes on."""
+    """The mirror holds what the run folder held, copied while it trained; the same command continues from there."""
     folder, path, expected = uninterrupted
     (mirror := folder / "mirror").mkdir()
     command = ("jaxtune.train", f"--config={path}", "--config.train.run_name=moved")
@@ -61,9 +61,7 @@ def test_on_another_machine_a_run_goes_on_from_its_mirror(uninterrupted):
     assert {step.name for step in (mirror / "moved" / "checkpoints").iterdir()} == {"20", "24"}
     refused = call(*command, *there, "--config.train.seed=5", "--config.train.output_dir=" + str(folder / "b"), code=2)
     assert "moved holds another run, with other values of train.seed" in refused
-    (
-        mirror / "moved" / "checkpoints" / "24" / "manifest.json"
-    ).unlink()  # as where the machine went while it was copied
+    (mirror / "moved" / "checkpoints" / "24" / "manifest.json").unlink()  # as if the machine failed during the copy
     shutil.rmtree(here)
     said = call(*command, *there)
     assert f"fetching checkpoint 20 from file://{mirror}/moved" in said and "resumed from step 20" in said
@@ -85,7 +83,7 @@ def test_a_second_start_is_refused_while_a_run_lasts(uninterrupted):
     flags = ("jaxtune.train", f"--config={path}", "--config.train.run_name=twice")
     process = start(*flags)
     until_step(process, folder / "runs" / "twice", 1)
-    process.send_signal(signal.SIGSTOP)  # it would end before the second one has imported jax
+    process.send_signal(signal.SIGSTOP)  # otherwise it would end before the second one has imported jax
     output = run(*flags, code=2)
     process.send_signal(signal.SIGCONT)
     assert f"runs/twice is in use: process {process.pid} host " in output and "Traceback" not in output
@@ -95,7 +93,7 @@ def test_a_second_start_is_refused_while_a_run_lasts(uninterrupted):
 
 @pytest.mark.parametrize("seconds", [0.4, 1.5, 4.0, 7.0])
 def test_ctrl_c_while_a_run_starts_is_one_line(uninterrupted, seconds):
-    """While it imports, reads, compiles."""
+    """While it imports, reads or compiles."""
     _, path, _ = uninterrupted
     long = ("--config.train.max_steps=100_000", "--config.ckpt.save_steps=0")
     process = start("jaxtune.train", f"--config={path}", f"--config.train.run_name=early-{seconds}", *long)
@@ -105,7 +103,7 @@ def test_ctrl_c_while_a_run_starts_is_one_line(uninterrupted, seconds):
     assert "Traceback" not in output
     assert (process.returncode, output.splitlines()[-1:]) in [
         (130, ["jaxtune: interrupted"]),
-        (STOPPED, output.splitlines()[-1:]),  # on a quick machine its steps have begun
+        (STOPPED, output.splitlines()[-1:]),  # on a fast machine its steps have begun
     ]
 
 
@@ -163,7 +161,7 @@ def test_steps_that_are_not_finite_are_shown_skipped_and_end_the_run(uninterrupt
     folder, path, _ = uninterrupted
     flags = ("--config.train.run_name=nan", "--config.optim.learning_rate=1e30", "--config.optim.max_grad_norm=0")
     output = call("jaxtune.train", f"--config={path}", *flags, "--config.train.max_bad_steps=3", code=2)
-    assert "3 steps in a row were not finite" in output and "weights may hold NaN" not in output  # the first one was
+    assert "3 steps in a row were not finite" in output and "weights may hold NaN" not in output  # step 1 was finite
     rows = metrics(folder / "runs" / "nan")
     assert [row["bad_steps"] for row in rows][-3:] == [1, 2, 3]
     assert "NaN" in (folder / "runs" / "nan" / "metrics.jsonl").read_text()
@@ -171,7 +169,7 @@ def test_steps_that_are_not_finite_are_shown_skipped_and_end_the_run(uninterrupt
 
 
 def test_a_spike_takes_the_run_back_and_a_resumed_run_does_the_same(uninterrupted):
-    """Many steps are spikes by these options; what is kept of them is in checkpoints."""
+    """By these options many steps are spikes; the statistics of gradient norms are in checkpoints."""
     folder, path, plain = uninterrupted
     options = {"action": "roll_back", "norm_factor": "1.2", "window": "3"}
     flags = [f"--config.guard.{name}={value}" for name, value in options.items()]

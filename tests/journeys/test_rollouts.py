@@ -30,7 +30,7 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def data(home):
-    """Options of prompts with a column for the rewards, and their functions."""
+    """Write prompts with a column for the rewards, and reward functions; return the options that name them."""
     (home / "rewards.py").write_text(REWARDS)
     rows = [{"prompt": f"say {i}", "wanted": 3 + i % 3} for i in range(30)]
     (home / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -68,9 +68,9 @@ def test_a_rewarded_pattern_is_learned(home, data):
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_run_goes_on_in_equal_bits(home, data, whole):
-    """Adapters that begin as a part of the weights, or all weights with a copy of what they were.
+    """With PiSSA adapters, or with all weights and a copy of the initial weights as reference.
 
-    Two updates a step, of which the second is clipped.
+    A step has two updates, and clipping applies to the second.
     """
     name = f"resumed-{whole}"
     options = {"lora.enabled": not whole, "grpo.iterations": 2, "grpo.beta": 0.1, "grpo.clip_low": 0.01}
@@ -101,7 +101,7 @@ def test_a_run_goes_on_in_equal_bits(home, data, whole):
 
 
 def test_devices_share_the_completions_of_a_step(home, data):
-    """Which are those of one device, as random numbers are of a completion."""
+    """They are those of one device, because random numbers depend on the completion, not on the device."""
     options = OPTIONS | data | {"train.max_steps": 1, "export.at_end": False}
     call(*recipe_command(home, "qwen_grpo.py", "one", **options))
     options |= {"train.micro_batch_size": 2, "mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
@@ -137,7 +137,7 @@ def test_prompts_are_shown_before_they_are_used(home, data):
 
 
 def test_a_server_makes_the_completions(home, data):
-    """It gets the adapter of each step, and each completion of a prompt a seed of its own."""
+    """The server gets the adapter of each step; each completion of a prompt has a seed of its own."""
 
     def script(prompt, seed):
         return [seed % 200, seed % 150, 67, 68]

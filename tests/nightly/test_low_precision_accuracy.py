@@ -1,4 +1,4 @@
-"""Low precision trains almost as well as bfloat16: the rows of the README, measured anew."""
+"""Low precision trains almost as well as bfloat16: the rows of the README, measured again."""
 
 import re
 import shutil
