@@ -1,4 +1,4 @@
-"""What the GPU suite and the tuner make of what they measure, and what they refuse. nightly/ runs them whole."""
+"""The GPU suite's and the tuner's conclusions and refusals. tests/nightly runs them whole."""
 
 import sys
 from pathlib import Path
@@ -26,13 +26,13 @@ from gpu import (  # noqa: E402
 
 @pytest.fixture
 def refused(monkeypatch, capsys):
-    """What a program says when it refuses these arguments, and its exit status."""
+    """Return a function that gives a program's message and exit status when it refuses its arguments."""
 
     def say(main, *arguments: str) -> tuple[str, int]:
         monkeypatch.setattr(sys, "argv", ["program", *arguments])
         with pytest.raises(SystemExit) as ended:
             main()
-        code = ended.value.code  # a text is printed by the interpreter, with status 1
+        code = ended.value.code  # the interpreter prints a text code and exits with status 1
         return (code, 1) if isinstance(code, str) else (capsys.readouterr().err, code)
 
     return say
@@ -172,10 +172,10 @@ def test_the_work_of_attention_is_what_is_visible():
 
 
 def test_sizes_of_qwen3():
-    assert round(qwen3.matrix_parameters(qwen3.CONFIGS["8B"]) / 1e9, 2) == 7.57  # 8.19 less the embedding's 0.62
+    assert round(qwen3.matrix_parameters(qwen3.CONFIGS["8B"]) / 1e9, 2) == 7.57  # 8.19 without the embedding's 0.62
     assert round(qwen3.adapter_parameters(qwen3.CONFIGS["8B"]) / 1e6, 1) == 43.6
     assert round(qwen3.adapter_parameters(qwen3.CONFIGS["0.6B"]) / 1e6, 1) == 10.1
-    for size, billions in {"0.5B": 0.49, "1.5B": 1.54, "7B": 7.07}.items():  # 7.62 less the embedding's 0.54
+    for size, billions in {"0.5B": 0.49, "1.5B": 1.54, "7B": 7.07}.items():  # 7.62 without the embedding's 0.54
         assert round(qwen3.matrix_parameters(qwen3.CONFIGS[f"Qwen2.5-{size}"]) / 1e9, 2) == billions
 
 
@@ -190,7 +190,7 @@ def test_an_update_moves_gradients_once_and_parameters_and_state_twice(monkeypat
 
 @pytest.mark.parametrize(("size", "bytes_per_weight"), [("0.6B", 2.06), ("1.7B", 2.04)])
 def test_the_8_bit_optimizer_keeps_two_bytes_a_weight_of_a_real_model(size, bytes_per_weight, one_device):
-    """And a scale for each 256; for each 128 where the model is 1024 wide, for 8 devices to share its rows."""
+    """Each block of 256 has a scale as well; of 128 in a model 1024 wide, so that 8 devices can share its rows."""
     optim = models.Optim(name="adamw_8bit")
     state = models.training(qwen3.CONFIGS[size], lora=False, optim=optim).state
     count = sum(leaf.size for leaf in jax.tree.leaves(state.trained))

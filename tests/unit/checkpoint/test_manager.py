@@ -1,4 +1,4 @@
-"""What a run relies on when it saves, restores and retires its checkpoints."""
+"""Guarantees for a run that saves, restores and removes its checkpoints."""
 
 import logging
 
@@ -61,7 +61,7 @@ def test_state_and_host_come_back_exactly(tmp_path):
 
 @pytest.mark.parametrize("when", ["verified", "opened", "read"])
 def test_a_checkpoint_that_a_run_removes_while_it_is_read_is_chosen_again(tmp_path, monkeypatch, when):
-    """As where a run that saves newer ones is exported: whether files vanish before, or after they are read."""
+    """As in an export while the run saves newer ones; files may vanish before or after they are read."""
     state, writer = make_state(), CheckpointManager(tmp_path, keep_last=1)
     writer.save(1, state, {"at": 1})
     writer.wait(final=True)
@@ -76,7 +76,7 @@ def test_a_checkpoint_that_a_run_removes_while_it_is_read_is_chosen_again(tmp_pa
     def interrupted(*arguments):
         monkeypatch.setattr(home, name, original)
         found = original(*arguments) if when == "read" else None
-        writer.save(2, state, {"at": 2})  # which retires the first
+        writer.save(2, state, {"at": 2})  # which removes checkpoint 1
         writer.wait(final=True)
         return original(*arguments) if when != "read" else found
 
@@ -155,7 +155,7 @@ def test_the_best_is_kept_besides_the_newest(tmp_path):
         manager.wait(final=True)
         kept.append(manager.steps())
     assert kept == [[1], [1, 2], [1, 3], [4], [4, 5]]
-    # A run that goes on does not remove it either, though it has neither saved nor restored it.
+    # A resumed run keeps it too, although it has neither saved nor restored it.
     again = CheckpointManager(tmp_path, keep_last=1)
     assert again.restore(abstract({"x": jnp.zeros(2, jnp.int32)})).step == 5
     again.save(6, {"x": jnp.full(2, 6)}, {}, best=4)

@@ -1,4 +1,4 @@
-"""A mirror holds what the run holds, whenever it is cut off, and gives it back on another machine."""
+"""A mirror is consistent whenever the run is cut off, and restores the run on another machine."""
 
 import contextlib
 import itertools
@@ -26,7 +26,7 @@ RECORDS = ("config.json", "metrics.jsonl")
 
 
 class Killed(BaseException):
-    """What no handler sees but a `finally`."""
+    """An exception that only `finally` clauses see."""
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -39,7 +39,7 @@ def state_of(step):
 
 
 def restored(manager):
-    """(step, host) of the newest checkpoint, once its arrays are found to be those that were saved."""
+    """Restore the newest checkpoint, check its arrays, and return its (step, host)."""
     wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state_of(0))
     found = manager.restore(wanted)
     assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), found.state, state_of(found.step)))
@@ -47,7 +47,7 @@ def restored(manager):
 
 
 def run_of(folder, url, keep_last=2):
-    """The run in a folder: its mirror, and the manager of its checkpoints."""
+    """Return the mirror of the run in a folder, and the manager of its checkpoints."""
     folder.mkdir(exist_ok=True)
     mirror = Mirror(open_folder(url, "ckpt.mirror"), folder, RECORDS)
     return mirror, CheckpointManager(folder / "checkpoints", keep_last, mirror)
@@ -80,7 +80,7 @@ def test_the_newest_checkpoints_are_there_and_come_back_with_the_records(url, tm
 
 
 def test_half_a_copy_is_never_taken_for_a_checkpoint(url, tmp_path, monkeypatch):
-    """Killed at each file in turn, of which half has arrived; the next start completes it."""
+    """The run is killed at each file in turn, half copied; the next start completes the copy."""
     mirror, manager = run_of(tmp_path / "here", url)
     save(manager, 1)
     assert mirror.wait() is None
@@ -136,7 +136,7 @@ def test_a_copy_that_fails_is_a_warning_and_the_next_save_makes_it(url, tmp_path
 
 
 def test_what_is_being_copied_stays_until_it_is_and_no_longer(tmp_path, monkeypatch):
-    """Where saving is faster than copying; those between are left out."""
+    """If saving is faster than copying, the checkpoints between are not copied."""
     mirror, manager = run_of(tmp_path / "here", f"file://{tmp_path}/mirror", keep_last=1)
     begun, go_on, put, copied = threading.Event(), threading.Event(), RemoteFolder.put, set()
 
@@ -189,7 +189,7 @@ def test_damage_on_either_side_is_noticed(url, tmp_path):
     "name", ["../../../x", "{tmp}/x", "a/{tmp}/x", "a//x", "./x", "a/..", "", "..\\x", "C:\\x", "C:/x", "x\0", "x\n"]
 )
 def test_a_manifest_cannot_reach_out_of_its_folder(name, tmp_path):
-    """An absolute name reached the file of that name: the mirror has it as a file of the checkpoint too."""
+    """An absolute name would reach a file outside; the mirror lists it as a file of the checkpoint as well."""
     name = name.format(tmp=tmp_path)
     mirror, _ = run_of(tmp_path / "here", f"file://{tmp_path}/mirror")
     there, content = f"checkpoints/1/{name}", json.dumps({"files": {name: {"size": 1, "sha256": ""}}})
@@ -242,7 +242,7 @@ def test_an_upload_is_marked_whole_last_and_leaves_nothing_older(url, tmp_path, 
 
 
 def test_of_two_uploads_to_one_folder_one_is_refused(url, tmp_path, monkeypatch):
-    """The second one before it changes anything; or, if it has looked before the first began, the first one."""
+    """The second upload is refused before it changes anything; if it has looked too early, the first one is."""
     (tmp_path / "out").mkdir()
     for name in ("README.md", "a.safetensors", "b.json"):
         (tmp_path / "out" / name).write_text(name)
@@ -279,7 +279,7 @@ def test_of_two_uploads_to_one_folder_one_is_refused(url, tmp_path, monkeypatch)
     [
         ({"host": "elsewhere", "time": -1}, False),
         ({"host": "elsewhere", "time": -601}, True),
-        ({"host": socket.gethostname(), "process": 2**22 + 1}, True),  # more than Linux gives
+        ({"host": socket.gethostname(), "process": 2**22 + 1}, True),  # higher than Linux gives
     ],
     ids=["another host's", "silent for ten minutes", "ended here"],
 )

@@ -1,4 +1,4 @@
-"""A saved state is restored whatever stacks its layers were in, and are in now."""
+"""A saved state is restored into any grouping of layers into stacks, whatever grouping it was saved with."""
 
 import json
 import shutil
@@ -25,19 +25,19 @@ from jaxtune.run.values import open_run
 
 LAYERS = 5
 OPTIMIZERS = ("adamw", "adamw_8bit", "sgd", "adafactor", "lion", "schedule_free", "muon", "normuon")
-# Local names: shape of a layer, and how it is sharded.
+# Local names: shape of a layer, and its sharding.
 IN_LAYERS = {"mlp.up.weight": ((128, 256), (None, "fsdp")), "attention.q.bias": ((64,), (None,))}
 OUTSIDE = {"embed.weight": ((64, 128), (None, "fsdp"))}
 
 
 def grouped(*stacks):
-    """The grouping of layers into these stacks."""
+    """Return the grouping of layers into these stacks."""
     names = {f"stacks.{i}.blocks.0.{local}": (local, layers) for i, layers in enumerate(stacks) for local in IN_LAYERS}
     return {**names, **{name: (name, ()) for name in OUTSIDE}}
 
 
 def at_random(seed):
-    """Five layers in stacks drawn by chance, in any order."""
+    """Draw a random grouping of five layers into stacks, in any order."""
     rng = np.random.default_rng(seed)
     stacks = {}
     for layer in rng.permutation(LAYERS).tolist():
@@ -46,7 +46,7 @@ def at_random(seed):
 
 
 def abstract(grouping, mesh, optimizers=OPTIMIZERS):
-    """Shapes of trained parameters, of the state of each optimizer, and of the scales that recipes carry along."""
+    """Return shapes of the trained parameters, each optimizer's state, and the scales that recipes carry along."""
 
     def one(local, layers):
         shape, axes = (IN_LAYERS | OUTSIDE)[local]
@@ -73,7 +73,7 @@ def abstract(grouping, mesh, optimizers=OPTIMIZERS):
 
 
 def filled(shapes, grouping):
-    """Values that are a function of what a leaf is and of the layer, never of the stack."""
+    """Return values that depend on the leaf and the layer, not on the stack."""
 
     def drawn(what, shape, dtype):
         return (np.random.default_rng(zlib.crc32(what.encode())).random(shape) * 200).astype(dtype)
@@ -114,7 +114,7 @@ def test_any_grouping_restores_as_any_other(tmp_path, seed):
 
 
 def test_layers_may_be_spread_over_devices(tmp_path):
-    """As stages of a pipeline would have them, in host memory too."""
+    """As for pipeline stages; also in host memory."""
     mesh = make_mesh(Mesh(data=2, fsdp=2), jax.devices()[:4])
     values = np.arange(4 * 8 * 8, dtype=np.float32).reshape(4, 8, 8)
     manager = CheckpointManager(tmp_path)
@@ -131,7 +131,7 @@ def test_layers_may_be_spread_over_devices(tmp_path):
 
 @pytest.fixture
 def saved(tmp_path, one_device):
-    """A manager that saved layers 0 to 2 in one stack and 3 and 4 in another."""
+    """Return a manager that saved layers 0 to 2 in one stack, and 3 and 4 in another."""
     manager, grouping = CheckpointManager(tmp_path), grouped((0, 1, 2), (3, 4))
     manager.save(1, filled(abstract(grouping, one_device, ("schedule_free",)), grouping), {}, grouping)
     manager.wait(final=True)

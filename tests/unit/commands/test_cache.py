@@ -1,4 +1,4 @@
-"""`jaxtune cache`: what is listed, and what goes."""
+"""`jaxtune cache`: the entries it lists, and those it removes."""
 
 import fcntl
 import json
@@ -18,7 +18,7 @@ TEN_DAYS_AGO = time.time() - 10 * 86_400
 
 @pytest.fixture
 def cache(tmp_path):
-    """A cache of two entries, of which the first was last used ten days ago."""
+    """Write a cache of two entries; the first was last used ten days ago."""
     tokenizer = byte_tokenizer(tmp_path / "tokenizer")
     for name in ("old", "new"):
         (tmp_path / f"{name}.txt").write_text(name)

@@ -1,4 +1,4 @@
-"""What every command does with what goes wrong outside it, and with what is typed."""
+"""Errors from outside, and wrong command lines, in every command."""
 
 import errno
 import logging
@@ -61,7 +61,7 @@ def test_warnings_of_every_command_look_like_those_of_a_run(monkeypatch, capsys)
 
 
 def test_who_stops_reading_ends_the_command_quietly():
-    """`jaxtune options | head -1`, with more to print than a pipe holds."""
+    """As in `jaxtune options | head -1`, with more output than a pipe holds."""
     code = "from jaxtune import options; import sys; sys.exit(max(options.main([]) for _ in range(40)))"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stderr is not None

@@ -1,4 +1,4 @@
-"""`python -m jaxtune.doctor`: what is wrong is found, from what a machine says, and answered with a command."""
+"""`python -m jaxtune.doctor` finds faults of a machine from its output, and prints the command that mends each."""
 
 import subprocess
 

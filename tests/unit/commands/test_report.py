@@ -1,4 +1,4 @@
-"""`python -m jaxtune.report`: from run folders to a page, what it says where it cannot, and the page in a browser."""
+"""`python -m jaxtune.report`: the page for run folders, its error messages, and the page in a browser."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ HOSTILE = "</script><script>window.bad = 1</script><img src=x onerror='window.ba
 
 
 def run(path, steps=30, datasets=1, learning_rate=1e-4):
-    """A run folder, written as training writes it."""
+    """Write a run folder as training does."""
     config = Config()
     data = dataclasses.replace(config.data, datasets=(Dataset(path="a.jsonl"), Dataset(path="b.jsonl"))[:datasets])
     optim = dataclasses.replace(config.optim, learning_rate=learning_rate)
@@ -44,7 +44,7 @@ def test_one_run_and_several(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     one, other = run(tmp_path / "one"), run(tmp_path / "other", datasets=2, learning_rate=1e-3)
     assert report.main([str(one)]) == 0 and "metrics" not in capsys.readouterr().err
-    assert report.main([str(one)]) == 0  # its own page is written anew
+    assert report.main([str(one)]) == 0  # overwrites its own page
     assert report.main([str(one), str(other)]) == 0
     assert report.main([str(one), str(other), "--output=both.html"]) == 0
     assert (one / "report.html").is_file()
@@ -185,7 +185,7 @@ def test_the_page_in_a_browser(tmp_path):
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_who_cannot_see_the_page_well_can_use_it(tmp_path, dark):
-    """What axe-core, the checker of accessibility, finds."""
+    """axe-core, an accessibility checker, finds nothing on the page."""
     axe_core = pytest.importorskip("axe_core_python", reason="no axe-core: pip install axe-core-python")
     script = Path(axe_core.__file__).with_name("axe.min.js")
     page = tmp_path / "page.html"

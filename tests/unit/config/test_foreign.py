@@ -1,4 +1,4 @@
-"""Configs of other systems: which system it is, what each option becomes, and what cannot be translated, by name."""
+"""Configs of other systems: recognition, the translation of each option, and the names of untranslatable ones."""
 
 import pathlib
 
@@ -36,7 +36,7 @@ def value(config, key: str):
     return config
 
 
-# system, lines of its config, what becomes of them
+# system, lines of its config, their translation
 TRANSLATED = [
     # Surogate: options that are read together
     (

@@ -1,4 +1,4 @@
-"""`train.recommend`: each mode has its rule of thumb, what is set stays, and every value is printed with its source."""
+"""`train.recommend` has a rule of thumb for each mode; set options stay, and each value is printed with its source."""
 
 import pytest
 from tiny import model_folder
@@ -14,7 +14,7 @@ def resolved(base, **settings):
     return resolve(base, "recipe", {"train.recommend": "True", **settings}.items())
 
 
-# settings, billions of parameters, the learning rate, part of what is printed
+# settings, billions of parameters, the learning rate, part of the output
 MODES = [
     ({}, 0.6, 3e-5, "recommended: optim.learning_rate = 3e-05 (full: ERNIEKit's"),
     (LORA, 0.6, 3e-4, "recommended: optim.learning_rate = 0.0003 (LoRA: ERNIEKit's"),

@@ -1,4 +1,4 @@
-"""Recipes in YAML: our options, on top of a base; and what is wrong with a file, by its line."""
+"""Recipes in YAML: our options on top of a base; errors name the line."""
 
 import pathlib
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Samples as documents, shown as text."""
+"""Fixtures that tokenise samples and show the documents as text."""
 
 import json
 from itertools import pairwise
@@ -12,13 +12,13 @@ from jaxtune.data.documents import tokenize
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory):
-    """Bytes, with a chat template."""
+    """Return a byte tokenizer with a chat template."""
     return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture
 def read(tokenizer, tmp_path):
-    """Tokenises samples; returns each with what is trained between « and », and the lines and warnings for the user."""
+    """Return a function that tokenises samples into texts, trained parts between « and », and lines for the user."""
 
     def get(*samples, **options):
         path = tmp_path / "a.jsonl"

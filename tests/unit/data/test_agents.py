@@ -1,4 +1,4 @@
-"""Tools, calls and results in chat templates: their own ways of writing them, and as text where they have none."""
+"""Tools, calls and results in chat templates: in the template's own format, or as text if it has none."""
 
 import pytest
 from tiny import CHATML, byte_tokenizer

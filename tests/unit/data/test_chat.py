@@ -37,11 +37,11 @@ GEMMA = (
     "{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
-ZEPHYR = (  # writes no bos_token: the tokenizer does
+ZEPHYR = (  # writes no bos_token: the tokenizer adds it
     "{% for message in messages %}{{ '<|' + message['role'] + '|>\n' + message['content'] + eos_token + '\n' }}"
     "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}"
 )
-QWEN3 = (  # earlier thoughts are left out, and the last turn has an empty one if it has none
+QWEN3 = (  # earlier thoughts are left out, and the last turn gets an empty one if it has none
     "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
     "{% endif %}{% endfor %}{% for m in messages %}{% if m.role == 'assistant' %}{% set thought = '' %}"
     "{% set content = m.content %}{% if '</think>' in content %}"
@@ -83,7 +83,7 @@ MORE, LAST = {"role": "user", "content": "So?"}, {"role": "assistant", "content"
 SYSTEM = {"role": "system", "content": "Be."}
 SINGLE, MULTI = [USER, ANSWER], [USER, ANSWER, MORE, LAST]
 
-# What is trained stands between « and ».
+# Trained text is between « and ».
 GOLDEN = {
     ("chatml", "single"): "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n« Yo é<|im_end|>»\n",
     ("chatml", "multi"): "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n« Yo é<|im_end|>»\n"
@@ -126,7 +126,7 @@ GOLDEN = {
 
 
 def with_marks(tokenizer, tokens, weights):
-    """The tokens' text, « and » around what is trained."""
+    """Return the tokens' text, with « and » around trained parts."""
     text, edges = "", np.flatnonzero(np.diff(weights, prepend=0, append=0))
     for begin, end in zip([0, *edges], [*edges, len(tokens)]):
         part = tokenizer.decode(tokens[begin:end])
@@ -162,7 +162,7 @@ def test_exactly_the_answers_and_their_stop_tokens_are_trained(family, name, kin
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_prompt_is_how_the_trained_conversation_begins(family, name):
-    """A model is asked with the very tokens it was trained after."""
+    """A model is prompted with exactly the tokens that it was trained after."""
     template = ChatTemplate(family(name))
     [encoded] = Encoder(family(name))([template.render(SINGLE)])
     first_trained = np.flatnonzero(encoded.loss_weights)[0]
@@ -195,7 +195,7 @@ REFUSED = {
         [USER, {"role": "assistant", "content": "a<|im_end|>b"}],
         "holds the stop token",
     ),
-    "system prompt only at the last user turn": (  # as Mistral's: what was asked is not what is rendered
+    "system prompt only at the last user turn": (  # as Mistral's: the prompt differs from the rendered text
         EVERY
         + "{% if m.role == 'user' %}{{ '[INST]' + (messages[0].content if loop.last else '') + m.content }}[/INST]"
         "{% elif m.role == 'assistant' %}{{ m.content + eos_token }}{% endif %}{% endfor %}",
@@ -334,7 +334,7 @@ HOSTILE = {
     "include": "{% include '/etc/passwd' %}",
     "deep recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "width of a method": "{{ 'x'.ljust(10000000000) }}",
-    "width of a filter": "{{ 'x' | center(10000000000) }}",  # computed while it is compiled
+    "width of a filter": "{{ 'x' | center(10000000000) }}",  # computed at compile time
     "width of a format": "{{ '%3000000000d' % 1 }}",
     "bytes of a number": "{{ (1).to_bytes(10000000000, 'big') }}",
     "tower of powers": "{{ ((((9 ** 64) ** 64) ** 64) ** 64) ** 64 }}",
@@ -350,7 +350,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_template_ends_in_an_error(tmp_path, monkeypatch, source):
-    """Whatever it does, the process that renders has no more time and memory; the next template is rendered again."""
+    """The rendering process runs into its limits of time and memory; the next template renders normally."""
     monkeypatch.setattr("jaxtune.data.sandbox.MAX_SECONDS", 0.3)
     with pytest.raises(UserError, match="^the chat template (is not valid|fails): .{1,200}$"):
         ChatTemplate(byte_tokenizer(tmp_path, source)).render(SINGLE)

@@ -1,7 +1,7 @@
-"""What users of other toolkits complain about most, of data and masks: a test by the name of each complaint.
+"""The most frequent complaints of users of other toolkits about data and masks: each test has the name of a complaint.
 
-Two that need a model are elsewhere: packed documents that see each other (tests/parity/test_packing.py), and DPO whose
-rewards stay at 0 or whose reference is wrong (tests/journeys/test_preferences.py).
+Two that need a model are elsewhere: packed documents that see each other (tests/parity/test_packing.py), and DPO with
+rewards that stay at 0 or a wrong reference (tests/journeys/test_preferences.py).
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ def test_label_masks_are_wrong_and_the_loss_looks_fine(read):
 
 
 def test_the_token_that_ends_a_turn_is_never_trained(read, tmp_path):
-    """It is, at the end of each turn; where a template writes none, the sample is refused."""
+    """It is trained at the end of each turn; if a template writes none, the sample is refused."""
     assert read({"messages": MESSAGES})[0][0].count("<|im_end|>»") == 2
     endless = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     tokenizer = byte_tokenizer(tmp_path / "endless", chat_template=endless)
@@ -98,7 +98,7 @@ def test_validation_documents_that_are_all_too_long_are_named(name, where):
 
 
 def test_what_is_lost_is_said_before_anything_else(tmp_path, tokenizer, monkeypatch, caplog):
-    """Of validation data too, and once."""
+    """Validation data are included, and each message is printed once."""
     caplog.set_level("INFO", logger="jaxtune")
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "a" * n, "id": n}) + "\n" for n in (2, 50, 3, 60)))
     entry = Dataset(path=str(tmp_path / "a.jsonl"))
@@ -121,7 +121,7 @@ def test_what_is_lost_is_said_before_anything_else(tmp_path, tokenizer, monkeypa
 
 @pytest.mark.parametrize("written", ["", "{{ bos_token }}"], ids=["by the tokenizer", "by the template too"])
 def test_training_and_inference_use_different_templates_or_two_bos(tmp_path, written):
-    """What is asked is how the trained conversation begins, with one BOS (named templates: test_chat.py)."""
+    """The prompt is the beginning of the trained conversation, with one BOS (named templates: test_chat.py)."""
     special = ("<s>", "<|endoftext|>", "<|im_start|>", "<|im_end|>")
     tokenizer = byte_tokenizer(tmp_path, chat_template=written + CHATML, special=special, bos="<s>")
     template = ChatTemplate(tokenizer)
@@ -156,7 +156,7 @@ def of_data() -> Feed:
 
 
 def test_a_run_that_resumes_starts_its_data_again():
-    """Neither the first resume does, nor the second."""
+    """Neither the first nor the second resume does."""
     whole = [(at, np.asarray(batch["tokens"])) for at, batch in islice(of_data().batches({}), 9)]
     position, found = {}, []
     for _ in range(3):
@@ -171,5 +171,5 @@ def test_tokenising_is_repeated_at_every_start(tokenizer, tmp_path, monkeypatch)
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": MESSAGES}))
     entries = (Dataset(path=str(tmp_path / "a.jsonl")),)
     first = tokenize(entries, tokenizer, tmp_path / "cache")
-    monkeypatch.setattr(documents, "_write", None)  # what tokenises
+    monkeypatch.setattr(documents, "_write", None)  # the function that tokenises
     assert tokenize(entries, tokenizer, tmp_path / "cache").key == first.key

@@ -123,7 +123,7 @@ def cut_tokenizers():
     return {name: PreTrainedTokenizerFast(tokenizer_object=tokenizer) for name, tokenizer in found.items()}
 
 
-# Of a few fragments each, so that every pair of them is likely to meet.
+# Texts of few fragments, so that every pair of fragments is likely to meet.
 TEXTS = (
     st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=2), min_size=1, max_size=6)
     .flatmap(lambda few: st.lists(st.sampled_from(few), max_size=30))
@@ -213,7 +213,7 @@ def test_an_added_token_that_reaches_across_cuts_gets_the_whole_text(token):
 
 def test_a_large_document_takes_less_than_ten_times_its_bytes(cut_tokenizers, tmp_path):
     tokenizer = cut_tokenizers["qwen-2"]
-    tokenizer.eos_token = "<|end|>"  # text has one after each document
+    tokenizer.eos_token = "<|end|>"  # a text document ends with it
     (tmp_path / "small.txt").write_text("warm up")
     (tmp_path / "large.txt").write_text("".join(STDLIB * 20)[: 2**22])
     tokenize((Dataset(path=str(tmp_path / "small.txt")),), tokenizer, tmp_path / "cache")
@@ -235,6 +235,6 @@ def test_a_large_document_takes_less_than_ten_times_its_bytes(cut_tokenizers, tm
 
 
 def _anonymous_bytes() -> int:
-    """Memory of this process that is not a file's."""
+    """Return the memory of this process that does not belong to files."""
     status = Path("/proc/self/status").read_text()
     return int(re.search(r"RssAnon:\s*(\d+) kB", status)[1]) * 1024

@@ -38,7 +38,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture
 def read(tokenizer, tmp_path):
-    """Tokenises one entry; returns each document as text, and its trained part."""
+    """Return a function that tokenises one entry; it returns each document as text, and its trained part."""
 
     def get(path, on_bad_row="error", **options):
         found = tokenize((Dataset(path=str(path), **options),), tokenizer, tmp_path / "cache", on_bad_row)
@@ -65,7 +65,7 @@ def write_csv(path, delimiter=","):
 
 
 def compressed(path, write=jsonl):
-    """The file as `write` writes it, in two parts compressed one by one, as parallel programs do."""
+    """Write the file with `write`, in two parts compressed one by one, as parallel programs do."""
     plain = path.with_suffix("")
     write(plain, TEXTS)
     content = plain.read_bytes()
@@ -105,7 +105,7 @@ def test_every_kind_of_file_gives_the_same_documents_that_end_in_eos(read, tmp_p
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_a_table_gives_the_objects_that_json_lines_give(tmp_path, caplog, kind):
-    """Arrow gives each object the keys of all others, null where it has none: no template may see them."""
+    """Arrow gives each object the keys of all objects, with null for those it lacks: templates must not see them."""
     caplog.set_level("INFO", logger="jaxtune")
     template = (
         "{{ tools | tojson }}\n{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
@@ -129,7 +129,7 @@ def test_a_table_gives_the_objects_that_json_lines_give(tmp_path, caplog, kind):
         texts.append([tokenizer.decode(found.read(i, 0, 9999)[0]) for i in range(2)])
         told = f"{path}/?[^:]*: keys in column 'tools' that are null are left out, as Parquet and Arrow"
         again = tokenize((Dataset(path=str(path)),), tokenizer, tmp_path / "cache")
-        for notes in (found.notes, again.notes):  # read anew, and from the cache
+        for notes in (found.notes, again.notes):  # read again, and from the cache
             assert len([note for note in notes if re.match(told, note)]) == (0 if path.suffix == ".jsonl" else 1)
     assert "null" not in "".join(texts[0] + texts[1])
     given, read = ([json.loads(text.partition("\n")[0]) for text in each] for each in texts)
@@ -137,7 +137,7 @@ def test_a_table_gives_the_objects_that_json_lines_give(tmp_path, caplog, kind):
 
 
 def test_the_first_documents_know_where_they_are_from(tmp_path, monkeypatch):
-    """From a folder, in several parts, and from the cache; the others know the entry."""
+    """From a folder, in several parts, and from the cache; later documents know only the entry."""
     monkeypatch.setattr(documents_module, "_BLOCK_SAMPLES", 40)
     monkeypatch.setattr(documents_module, "_PART_SIZE", 1)
     folder = tmp_path / "texts"
@@ -205,7 +205,7 @@ def test_a_hub_id_is_read_through_datasets_and_names_rows(read, tmp_path, monkey
 
 
 class Builder:
-    """Stands for a dataset on the hub that can be streamed; counts the rows that are."""
+    """A dataset on the hub that can be streamed; counts the rows that are pulled."""
 
     def __init__(self, commit, rows=TEXTS * 1000, fails_at=None):
         self.hash, self.rows, self.fails_at, self.pulled = commit, rows, fails_at, 0
@@ -346,7 +346,7 @@ def test_the_cache_is_used_until_data_options_or_tokenizer_change(tokenizer, tmp
     made, new_key = times(entry)
     assert made == 1 and new_key != key
     copy = jsonl(tmp_path / "copy" / "b.jsonl", TEXTS)
-    assert times(Dataset(path=str(copy))) == (1, key)  # the same data in another place is the same data
+    assert times(Dataset(path=str(copy))) == (1, key)  # the same data at another path are the same data
 
 
 def test_processes_that_start_together_tokenise_once(tokenizer, tmp_path, monkeypatch):
@@ -495,7 +495,7 @@ def test_which_documents_are_held_out_has_a_seed_of_its_own(tokenizer, tmp_path)
 
 
 def test_a_token_without_an_embedding_is_named(tokenizer, tmp_path):
-    """The tokenizer has tokens that the model lacks: an error where the data has one of them."""
+    """The tokenizer has tokens that the model lacks: an error if the data contain one."""
     config = Config(train=Train(output_dir=str(tmp_path / "runs")))
     most = len(tokenizer) - 1
     for name, ids in (("without", [1, 2, most - 1]), ("with", [1, 2, most])):
@@ -556,7 +556,7 @@ def test_columns_of_other_names_are_answered_with_the_options_that_name_them(rea
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory):
-    """A cache, three entries, the texts of each, of which no two are the same, and what has been tokenised."""
+    """Return a cache, three entries, their texts (all different), and a list of the texts that were tokenised."""
     folder = tmp_path_factory.mktemp("three")
     texts = {f"{name}.jsonl": [f"{name} {i}" for i in range(count)] for name, count in (("a", 2), ("b", 1), ("c", 3))}
     for name, lines in texts.items():
@@ -583,7 +583,7 @@ def test_no_entry_is_tokenised_again_whatever_stands_beside_it(tokenizer, three,
     data |= {"validation_split": 0.0 if evaluated or sum(len(texts[i]) for i in order) < 2 else split}
     with mock.patch.object(Encoder, "__call__", counted):
         found = open_documents(Config(data=Data(**data, cache_dir=str(cache_dir))), tokenizer)
-    assert len(tokenised) == len(set(tokenised))  # in all examples together
+    assert len(tokenised) == len(set(tokenised))  # over all examples
 
     parts = (found[0], *found[1].values())
     everything = [[tokenizer.decode(part.read(i, 0, 99)[0]) for i in range(len(part))] for part in parts]

@@ -1,4 +1,4 @@
-"""A feed goes on from where its position says, whatever wrote the position down."""
+"""A feed continues from its saved position, whatever wrote the position."""
 
 import json
 from itertools import islice

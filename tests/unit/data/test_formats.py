@@ -1,4 +1,4 @@
-"""How a sample of each known form becomes a document, recognised by its columns."""
+"""Samples of each known form become documents; the form is recognised by its columns."""
 
 import contextlib
 import json

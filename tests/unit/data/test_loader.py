@@ -66,7 +66,7 @@ def test_threads_and_batches_ahead_change_no_batch(workers, prefetch):
 
 
 class _SomeDevices:
-    """What a sharding tells a process about its devices."""
+    """The part of a sharding that tells a process about its devices."""
 
     def __init__(self, *indices):
         self.indices = indices
@@ -78,9 +78,9 @@ class _SomeDevices:
 def test_a_process_reads_only_the_rows_its_devices_hold():
     every, first, second = slice(None), slice(0, 2), slice(2, 4)
     shape = (2, 4, SEQ_LEN)
-    # rows over two devices, one of them here
+    # rows over two devices, one of which is on this host
     assert needed_rows(_SomeDevices((every, second, every)), shape) == [(0, 2), (0, 3), (1, 2), (1, 3)]
-    # positions over two devices, both here: the same rows once
+    # positions over two devices, both on this host: the same rows once
     sequence = _SomeDevices((every, first, slice(0, 4)), (every, first, slice(4, 8)))
     assert needed_rows(sequence, shape) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert len(needed_rows(_SomeDevices((every, first, every), (every, second, every)), shape)) == 8

@@ -1,4 +1,4 @@
-"""How much of each dataset is in the data."""
+"""The share of each dataset in the data."""
 
 from collections import Counter
 from dataclasses import replace
@@ -17,7 +17,7 @@ from jaxtune.data.splits import open_documents
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory):
-    """Opens entries of the given numbers of documents; returns the texts of the documents, training and validation."""
+    """Return a function that opens entries of these sizes and returns training and validation texts."""
     folder = tmp_path_factory.mktemp("mixing")
     tokenizer = byte_tokenizer(folder / "tokenizer")
 
@@ -40,7 +40,7 @@ def opened(tmp_path_factory):
 
 
 def shares(texts) -> list[int]:
-    """How many documents are of each entry."""
+    """Return the number of documents from each entry."""
     counts = Counter(int(text.partition("-")[0]) for text in texts)
     return [counts[i] for i in sorted(counts)]
 
@@ -82,7 +82,7 @@ def test_one_dataset_is_used_up_and_none_is_repeated_or_all_are(opened, sizes, w
     counts, kinds = Counter(texts), [f"{i}-{k}" for i, size in enumerate(sizes) for k in range(size)]
     if over:
         assert set(texts) == set(kinds)
-        for i in range(len(sizes)):  # none is repeated twice before another has been once
+        for i in range(len(sizes)):  # no document is repeated twice before all have been used once
             of_one = [count for text, count in counts.items() if text.startswith(f"{i}-")]
             assert max(of_one) - min(of_one) <= 1
     else:
@@ -96,7 +96,7 @@ def test_without_shuffling_datasets_alternate_in_their_own_order(opened):
 
 @pytest.mark.parametrize("method", [{"packing": False}, {"packing_method": "sequential"}, {}], ids=str)
 def test_datasets_follow_each_other_each_in_a_new_order_every_epoch(opened, method):
-    """A curriculum: rows of the first dataset, some that hold documents of both, and rows of the second."""
+    """A curriculum: rows of the first dataset, some rows with documents of both, and rows of the second."""
     _, documents, data = opened((40, 30), shuffle_each=True, **method)
     rows = Rows(documents, replace(data, seq_len=16), epochs=2)
     epochs = []
@@ -105,7 +105,7 @@ def test_datasets_follow_each_other_each_in_a_new_order_every_epoch(opened, meth
         kinds = [
             {int(row["tokens"][row["segment_ids"] == k][0]) for k in set(row["segment_ids"]) - {0}} for row in found
         ]
-        easy, hard = sorted(set.union(*kinds))  # the tokens of "0" and "1", with which the documents begin
+        easy, hard = sorted(set.union(*kinds))  # the first tokens of documents, "0" and "1"
         order = [(hard in kind) + (easy not in kind) for kind in kinds]
         assert [kind == 2 for kind in order] == sorted(kind == 2 for kind in order) and {0, 2} <= set(order)
         assert not method or (order == sorted(order) and order.count(1) <= 1)  # best fit keeps some rows open

@@ -36,7 +36,7 @@ def test_each_piece_stands_in_one_row_and_no_row_is_too_long(lengths, seed, epoc
 
 
 def rows_by_definition(lengths, method):
-    """The documents of each row, by a search through all rows."""
+    """Return the documents of each row, by a search through all rows."""
     rows, room = [], lambda row: SEQ_LEN - lengths[row].sum()
     if method == "first_fit_decreasing":
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
@@ -56,7 +56,7 @@ def rows_by_definition(lengths, method):
 @given(lengths=LENGTHS, method=st.sampled_from(METHODS[1:]))
 @settings(deadline=None)
 def test_a_document_goes_into_the_row_that_the_method_names(lengths, method):
-    shuffle = method == "first_fit_decreasing"  # sorts what was shuffled, so lengths, not numbers, tell the documents
+    shuffle = method == "first_fit_decreasing"  # sorts what was shuffled: lengths identify documents
     found = plan(lengths, SEQ_LEN, 0, 0, method, shuffle)
     rows, expected = np.split(found.order, found.bounds[1:-1]), rows_by_definition(lengths, method)
     if method == "sequential":
@@ -92,7 +92,7 @@ def test_documents_are_cut_as_truncation_says(lengths, truncation, data):
         if length <= SEQ_LEN:
             assert kept == length
         elif truncation == "split" or (truncation == "auto" and continuous[i]):
-            assert kept >= length - 1  # every token is a target; a last one alone would have none itself
+            assert kept >= length - 1  # every token is a target; a last token on its own would have none
         elif truncation == "right":
             assert kept == SEQ_LEN and pieces.cut[i]
         else:
@@ -115,7 +115,7 @@ def realistic_lengths(count):
     ],
 )
 def test_100k_documents_are_planned_in_seconds_and_fill_the_rows(method, shuffle, full):
-    """As full as docs/data.md says."""
+    """The rows are as full as docs/data.md says."""
     lengths = realistic_lengths(100_000)
     start = time.process_time()
     found = plan(lengths, 2048, 0, 0, method, shuffle)
@@ -158,7 +158,7 @@ def test_the_longest_documents_are_not_trained_first():
 
 @pytest.mark.parametrize("epoch", [0, 3])
 def test_rows_of_a_step_have_like_lengths_and_steps_any_order(epoch):
-    """Also where an epoch begins in the middle of a step, as 10 001 rows are 1250 steps of 8 and one row."""
+    """Also if an epoch begins in the middle of a step: 10 001 rows are 1250 steps of 8 and one row."""
     lengths = np.arange(2, 10_003)
 
     def steps(epoch, rows_per_step):

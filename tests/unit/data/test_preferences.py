@@ -1,4 +1,4 @@
-"""Preference data in the forms of TRL, LLaMA-Factory, ms-swift and ERNIEKit: two answers after one prompt."""
+"""Preference data in the forms of TRL, LLaMA-Factory, ms-swift and ERNIEKit: two answers to one prompt."""
 
 import json
 
@@ -45,7 +45,7 @@ def test_a_pair_is_two_answers_after_one_prompt(read, sample):
 
 
 def test_what_conversations_share_is_not_trained(read):
-    """As TRL's extract_prompt; of what follows, the assistant's messages are."""
+    """As TRL's extract_prompt; after the shared part, the assistant's messages are trained."""
     more = {"role": "user", "content": "So?"}
     texts, _ = read({"chosen": [HI, YO, more, YO], "rejected": [HI, YO, more, NO]}, type="preference")
     asked = CHAT.format("Yo").replace("«", "").replace("»", "") + CHAT.replace("Hi", "So?")
@@ -108,16 +108,16 @@ def test_answers_that_begin_with_a_bracket_are_text(read):
 
 
 def test_the_first_sample_settles_which_column_is_the_prompt(read):
-    """A sample without it is a bad one: it would be rendered in another way."""
+    """A later sample without this column is bad: it would be rendered differently."""
     with pytest.raises(UserError, match="a.jsonl:2: column 'prompt' must be text or messages, found None"):
         read(FORMS["TRL, text"], FORMS["TRL, text"] | {"prompt": None}, type="preference")
 
 
 @pytest.mark.parametrize("answers", [{"chosen": "Yo", "rejected": "No"}, {"output": "Yo", "label": True}], ids=str)
 def test_what_stands_beside_a_prompt_is_read(read, answers):
-    """LLaMA-Factory's columns, and those that `auto` reads of other types; none is called unused."""
+    """LLaMA-Factory's columns, and those that `auto` reads for other types; none is reported as unused."""
     sample = {"instruction": "a", "input": "b", "system": "S", "history": [["q", "r"]], **answers}
-    other = sample | {"output": "Oh"}  # an answer alone has none to be compared with
+    other = sample | {"output": "Oh"}  # a single answer has no other to be compared with
     asked = [sample] if "chosen" in answers else [sample, other]
     texts, notes = read(*asked, type="preference" if "chosen" in answers else "unpaired_preference")
     before = "".join(
@@ -163,7 +163,7 @@ ANSWERS = [
 
 
 def test_an_answer_stands_with_that_of_the_next_prompt(read, tokenizer, tmp_path):
-    """KTO measures with answers to other prompts how far the model has moved."""
+    """KTO needs answers to other prompts to measure how far the model has moved."""
     asked = [sample | {"prompt": prompt} for sample, prompt in zip(ANSWERS, ("one", "two"))]
     texts, _ = read(*asked, type="unpaired_preference")
     of = {name: CHAT.replace("Hi", name) for name in ("one", "two")}
@@ -211,7 +211,7 @@ def test_answers_of_one_kind_are_said(tokenizer, tmp_path, labels, said):
 
 
 def test_pairs_are_not_cut(tokenizer, tmp_path):
-    """A pair that is longer than a row is left out and counted."""
+    """A pair longer than a row is left out and counted."""
     samples = [FORMS["TRL, text"], FORMS["TRL, text"] | {"chosen": "long " * 40}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     data = Data(datasets=(Dataset(path=str(tmp_path / "a.jsonl")),), seq_len=128)

@@ -1,4 +1,4 @@
-"""Prompts: which samples are prompts, in which order steps take them, and which are left out."""
+"""Prompts: which samples are prompts, in which order steps use them, and which are left out."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a row holds, and which row is where."""
+"""The content of a row, and the order of rows."""
 
 from collections import Counter
 from dataclasses import replace
@@ -58,7 +58,7 @@ def test_every_target_is_trained_once_an_epoch_after_its_own_document(lengths, o
 )
 @settings(deadline=None)
 def test_values_of_several_numbers_stand_where_their_token_is_the_target(lengths, order, truncation, held_out):
-    """Of each part of a document, in every epoch; those of other documents are there and not read."""
+    """In each part of a document and in every epoch; values of documents that were held out are stored but not read."""
     first, second = (numbered_documents(each).parts[0] for each in lengths)
     count = len(first.values["tokens"])
     second = replace(second, values=second.values | {"tokens": second.values["tokens"] + count})
@@ -93,7 +93,7 @@ def test_positions_segments_and_visible_keys_restart_with_each_document():
 
 
 def test_weights_belong_to_the_target():
-    """A prompt of two tokens and an answer of two: the last token of the prompt predicts the first of the answer."""
+    """A prompt of two tokens and an answer of two: the prompt's last token predicts the answer's first."""
     row = Rows(numbered_documents([4], [[0, 0, 1, 0.5]]), Data(seq_len=6))[0]
     assert row["loss_weight"].tolist() == [0, 1, 0.5, 0, 0, 0]
 
@@ -115,7 +115,7 @@ def test_rows_go_on_through_the_epochs_in_a_new_order_and_end_in_padding():
 
 
 def test_a_row_with_more_documents_than_the_kernel_takes_is_refused():
-    """Two documents that are split, so that each part counts, and six of 2 tokens in what is left of their rows."""
+    """Two documents that are split, whose parts count each, and six of 2 tokens in the rest of their rows."""
     found, data = numbered_documents([20, 20, *[2] * 6]), Data(seq_len=SEQ_LEN)
     rows = Rows(found, data, epochs=2)
     fullest = max(int(rows[i]["segment_ids"].max()) for i in range(rows.stop))
@@ -126,7 +126,7 @@ def test_a_row_with_more_documents_than_the_kernel_takes_is_refused():
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_rows_are_random_access(order):
-    """The state of the data is one number: any row can be read first, of any epoch."""
+    """The data's state is one number: any row can be read first, in any epoch."""
     found, data = numbered_documents([3, 5, 7, 9, 11, 2, 4] * 5), Data(seq_len=SEQ_LEN, **order)
     in_order = Rows(found, data, rows_per_step=4)
     in_order = [in_order[i] for i in range(80)]

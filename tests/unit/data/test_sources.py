@@ -1,4 +1,4 @@
-"""What an entry's path may be, and which of its samples are read."""
+"""The paths that an entry may have, and the samples that are read from it."""
 
 import functools
 import http.server
@@ -30,7 +30,7 @@ def jsonl(*texts: str) -> bytes:
 
 
 def texts(path, on_bad_row="error", **options) -> list[str]:
-    """The texts of an entry's samples, in order."""
+    """Return the texts of an entry's samples, in order."""
 
     def report(error: UserError):
         if on_bad_row == "error":
@@ -41,7 +41,7 @@ def texts(path, on_bad_row="error", **options) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path):
-    """Five files: a, b and c in a folder data, d in a folder below it, and one that is hidden."""
+    """Write five files: a, b and c in a folder data, d in a subfolder, and a hidden one."""
     for name in ("a.jsonl", "b.jsonl", "c.json", "sub/d.jsonl", ".hidden.jsonl"):
         path = tmp_path / "data" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def memory(folder):
-    """The same files in fsspec's memory, and the URL of their folder."""
+    """Copy the files to fsspec's memory; return the URL of their folder."""
     system = fsspec.filesystem("memory")
     system.rm("/", recursive=True)
     system.put(f"{folder}/", "/bucket/data/", recursive=True)
@@ -60,7 +60,7 @@ def memory(folder):
 
 @pytest.fixture(params=["local", "memory"])
 def root(request, folder, memory):
-    """Where the five files are."""
+    """Return the place of the five files."""
     return str(folder) if request.param == "local" else memory
 
 
@@ -146,7 +146,7 @@ def test_a_line_that_goes_dead_is_never_skipped(memory, monkeypatch):
 
 @pytest.fixture
 def web(folder):
-    """A web server that serves the five files."""
+    """Serve the five files over HTTP."""
     pytest.importorskip("aiohttp", reason="fsspec reads https through aiohttp")
 
     class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -228,7 +228,7 @@ def test_random_tokens_are_made_up(tmp_path):
 
 @pytest.fixture
 def lines(tmp_path):
-    """Writes samples to a file, and returns its path."""
+    """Return a function that writes samples to a file and returns its path."""
 
     def write(*samples) -> str:
         (tmp_path / "lines.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
@@ -285,7 +285,7 @@ def test_a_function_that_fails_is_a_bad_row_that_names_its_line(lines, tmp_path)
 
 
 def test_samples_are_read_again_when_a_module_that_the_function_imports_has_changed(tmp_path):
-    """Here a module in a package of the user's own, which another module imports."""
+    """Here a module in a package of the user's, which another module imports."""
     (tmp_path / "pack").mkdir()
     (tmp_path / "own.py").write_text(
         "import json, numpy\nfrom pack import inner\ndef to_text(sample):\n    return None"
@@ -324,7 +324,7 @@ def test_names_near_one_that_is_not_there_are_told(folder):
             texts(path)
 
 
-# Given in Python
+# Datasets given in Python
 
 ROWS = {"text": ["a", "b", None], "n": [1, 2, 3]}
 
@@ -345,15 +345,15 @@ def test_a_dataset_from_python_is_named_by_its_samples(kind, form):
     assert list(source.read(pytest.fail)) == [
         (f"{path} row {i}", {"text": text, "n": n}) for i, (text, n) in enumerate(zip(*ROWS.values(), strict=True))
     ]
-    assert given(ROWS) == path, "as another process would name it"
+    assert given(ROWS) == path, "another process would give it the same name"
     assert open_source(Dataset(path=given(ROWS | {"n": [1, 2, 4]}))).identity != source.identity
     assert open_source(Dataset(path=path), streaming=True).identity == path
     if kind == "IterableDataset":
-        assert source.identity != path, "a cache of its first samples is not one of all"
+        assert source.identity != path, "a cache of its first samples is not a cache of all"
 
 
 def stream_of(*last: str) -> datasets.IterableDataset:
-    """A stream whose first samples are always the same, more than those that name it."""
+    """Return a stream that differs only in its last samples, beyond the first 1,000, which name it."""
     return datasets.IterableDataset.from_generator(lambda: ({"text": text} for text in ("a",) * 1000 + last))
 
 
@@ -371,11 +371,11 @@ def test_another_stream_with_the_same_beginning_is_tokenised_anew(tmp_path):
 
 
 def test_streams_with_the_same_beginning_are_refused_in_one_config():
-    """The second would take the place of the first."""
+    """Otherwise the second would replace the first."""
     one, other = stream_of("b"), stream_of("c")
     with pytest.raises(UserError, match="two IterableDatasets begin with the same 1,000 samples"):
         config_of("qwen_lora:my/model", data={"datasets": one, "eval_datasets": other})
-    again = stream_of("d")  # in another config it may
+    again = stream_of("d")  # in another config it is allowed
     config = config_of("qwen_lora:my/model", data={"datasets": again})
     problems = []
     rows = [row["text"] for _, row in open_source(config.data.datasets[0]).read(problems.append)]

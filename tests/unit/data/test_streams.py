@@ -1,4 +1,4 @@
-"""Streams: the rows of data of unknown length, in order, from any of them on."""
+"""Streams: rows of data of unknown length, in order, starting at any row."""
 
 import json
 from dataclasses import replace
@@ -28,7 +28,7 @@ def small_windows(monkeypatch):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Texts of different lengths, in two files, and a tokenizer."""
+    """Write texts of different lengths in two files, and a tokenizer."""
     folder = tmp_path_factory.mktemp("streams")
     for name, count in (("a", 90), ("b", 35)):
         lines = [json.dumps({"text": f"{name}{i} " * (1 + i * 7 % 5)}) for i in range(count)]
@@ -48,7 +48,7 @@ def config_of(folder, names="ab", weights=(None, None), train=None, **data):
 
 
 def texts(stream, tokenizer, count):
-    """The documents of the first windows, as text, in the order in which they were drawn."""
+    """Return the documents of the first windows as text, in the order they were drawn."""
     found = []
     for window in islice(stream.windows(), count):
         documents = window.documents
@@ -110,7 +110,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_window_is_what_rows_make_of_its_documents(tokenizer, tmp_path, monkeypatch, kind):
-    """With one window for all, a stream has the rows that the same data has without streaming."""
+    """If one window holds all data, the rows are the same as without streaming."""
     monkeypatch.setattr(streams, "_DRAWN_AT_ONCE", 64)
     sample, preference, columns = KINDS[kind]
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(sample(i)) for i in range(64)))
@@ -140,7 +140,7 @@ def test_datasets_follow_each_other_or_alternate_in_their_shares_and_begin_again
 
     stream = Stream(config_of(folder, mixing="interleave_under"), tokenizer)
     of_a = [text for text in texts(stream, tokenizer, 12) if text[0] == "a"]
-    assert of_a[:38] == [*a[:36], *a[:2]]  # b, of 35, has ended
+    assert of_a[:38] == [*a[:36], *a[:2]]  # b has 35 texts and has ended
 
 
 def test_position_says_how_often_the_data_was_read(folder, tokenizer):

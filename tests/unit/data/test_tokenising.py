@@ -1,4 +1,4 @@
-"""Tokenising in parallel, in parts, on several machines, and from the cache alone: always the same documents."""
+"""Tokenising in parallel, in parts, on several machines, or only from the cache gives the same documents."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def chat(i: int) -> dict:
 
 BAD = {5: "{not JSON", 13: '{"text": "of another type"}', 20: '{"messages": [{"role": "user", "content": "?"}]}'}
 
-BLOCKS = 10  # of the file below, with the limits of `small`
+BLOCKS = 10  # in the file below, with the limits of `small`
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture
 def entry(tmp_path):
-    """Conversations; in three lines something is wrong."""
+    """Write conversations; three lines are bad."""
     lines = [BAD.get(i) or json.dumps(chat(i)) for i in range(40)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     return Dataset(path=str(tmp_path / "a.jsonl"))
@@ -42,7 +42,7 @@ def entry(tmp_path):
 
 @pytest.fixture
 def small(monkeypatch):
-    """Blocks of four samples, parts of two blocks; the blocks that were tokenised here."""
+    """Set blocks of four samples and parts of two blocks; return the blocks that this process tokenised."""
     blocks, call = [], Tokeniser.__call__
     monkeypatch.setattr(module, "_BLOCK_SAMPLES", 4)
     monkeypatch.setattr(module, "_BLOCK_SIZE", 800)
@@ -58,7 +58,7 @@ def files(cache: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def expected(entry, tokenizer, tmp_path):
-    """The files that one process makes at once, leaving out what is wrong."""
+    """Return the files that one process writes in one go, skipping bad lines."""
     found = tokenize((entry,), tokenizer, tmp_path / "whole", "skip")
     assert found.skipped == 3 and "3 samples skipped" in found.losses[0]
     assert found.losses[1].endswith("2 columns are not used: 'id', 'text'")
@@ -71,7 +71,7 @@ def test_processes_and_parts_make_the_same_bytes(entry, tokenizer, tmp_path, exp
     assert files(tmp_path / "cache") == expected
     assert len(small) == (
         1 if processes == 2 else BLOCKS
-    )  # the first decides the type, the others are tokenised elsewhere
+    )  # the first block decides the type, the others are tokenised elsewhere
 
 
 def test_of_a_classifier_too(tokenizer, tmp_path, small):
@@ -93,7 +93,7 @@ def test_the_first_mistake_of_the_file_is_the_error_whoever_tokenises(entry, tok
     assert told[0] == told[1] and "a.jsonl:6: not JSON" in told[0]
     lines = Path(entry.path).read_text().splitlines()
     Path(entry.path).write_text("\n".join([lines[20], *lines[6:13], *lines[14:]]))
-    for processes in (1, 2):  # of these all are read and counted
+    for processes in (1, 2):  # all samples are read and counted
         with pytest.raises(UserError, match=r"2 samples cannot be trained on; the first: .*a.jsonl:1: "):
             tokenize((entry,), tokenizer, tmp_path / "cache", num_proc=processes)
 

@@ -1,4 +1,4 @@
-"""Units: packed whole and held out whole, with whatever columns are stored for them."""
+"""Units: packed whole and held out whole, with any columns stored for them."""
 
 import hashlib
 
@@ -22,7 +22,7 @@ UNITS = st.lists(st.lists(st.integers(2, 9), min_size=1, max_size=3), min_size=2
 
 
 def documents_of(units):
-    """A document for each length; units[i] has the lengths of unit i. Also the tokens of each unit's documents."""
+    """Return documents of these lengths, units[i] for unit i, and the tokens of each unit's documents."""
     lengths = [length for unit in units for length in unit]
     found = numbered_documents(lengths, continuous=False, sizes=list(map(len, units)))
     ends = np.cumsum(lengths)
@@ -31,7 +31,7 @@ def documents_of(units):
 
 
 def units_in(rows: Rows) -> list[list[list[int]]]:
-    """The tokens of the documents of each unit of each row."""
+    """Return the tokens of the documents of each unit of each row."""
     found = []
     for i in range(rows.stop):
         row = rows[i]
@@ -80,7 +80,7 @@ COLUMNS = (
 
 
 def stored(folder):
-    """Two units, the first of two documents, with a value of each column for each of what it is of."""
+    """Store two units, the first with two documents, with values of each column by token, document or unit."""
     folder.mkdir()
     document = lambda *tokens: Encoded(np.array(tokens, np.int32), np.array([0, 0, 1][: len(tokens)], np.float16))  # noqa: E731
     values = [
@@ -124,7 +124,7 @@ def test_a_column_of_another_length_is_not_written(tmp_path):
 
 
 def test_the_key_tells_units_and_columns_apart_and_an_old_one_is_known(tmp_path):
-    """Checkpoints written while one folder held all entries have one hash of all of them."""
+    """Checkpoints written while one folder held all entries have one hash over all."""
     documents = [Encoded(np.arange(n, dtype=np.int32), np.ones(n, np.float16)) for n in (3, 4, 5)]
     alone, pairs = [Unit((document,)) for document in documents], [Unit(tuple(documents[:2])), Unit((documents[2],))]
     parts = {}

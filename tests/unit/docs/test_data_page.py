@@ -1,4 +1,4 @@
-"""docs/data.md: every sample becomes what the page shows."""
+"""Every sample in docs/data.md becomes what the page shows."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""docs/errors.md quotes messages that jaxtune really says."""
+"""docs/errors.md quotes messages that jaxtune really prints."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ QUOTED = re.findall(r"\*\*`(.*?)`\*\*", (ROOT / "docs" / "errors.md").read_text(
 
 
 def said() -> str:
-    """Every text of the package, a line each, with ... for what is filled in."""
+    """Return every text of the package, one a line, with ... for the parts that are filled in."""
     texts = []
     for file in (ROOT / "jaxtune").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
