@@ -1,4 +1,4 @@
-"""What a recipe changes in a config.json: entries, how rope is stretched, and where it is."""
+"""Changes of a recipe to config.json: entries, rope scaling, and the path."""
 
 import json
 
@@ -48,7 +48,7 @@ def test_an_entry_that_would_have_no_effect_is_refused(entry, said):
     [
         (NEW, ("yarn", 512), {"rope_theta": 1e4, "rope_type": "yarn", "factor": 2.0}, 512),
         (OLD, ("linear", 640), {"rope_type": "linear", "factor": 2.5}, 640),
-        # transformers counts a dynamic scaling from max_position_embeddings
+        # transformers bases dynamic scaling on max_position_embeddings
         (NEW, ("dynamic", 512), {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 2.0}, 256),
         (OLD, ('{"factor": 2.0, "type": "yarn"}', None), {"rope_type": "yarn", "factor": 2.0}, 512),
         (NEW, ('{"factor": 4, "rope_type": "linear"}', 800), DEFAULT | {"rope_type": "linear", "factor": 4.0}, 800),

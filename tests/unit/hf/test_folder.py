@@ -1,4 +1,4 @@
-"""A model is found here or on the hub, and what stands in the way is said."""
+"""A model is found locally or on the hub; errors name the reason."""
 
 import json
 from unittest.mock import Mock
@@ -103,7 +103,7 @@ def test_the_config_of_a_decoder_inside_a_larger_model_changes_where_it_is(tmp_p
 
 
 def test_the_card_of_an_adapter_loads_it_on_its_base(tmp_path):
-    """Two folders called `export` have different paths in the snippet, which passes what transformers needs."""
+    """Two folders named `export` have different paths in the snippet, which passes the options transformers needs."""
     base, folder = tmp_path / "first" / "export", tmp_path / "second" / "export"
     for path in (base, folder):
         path.mkdir(parents=True)

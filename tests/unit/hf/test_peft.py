@@ -1,4 +1,4 @@
-"""Adapters go to the peft library and come from it unchanged; what is not plain LoRA is refused."""
+"""Adapters are exchanged with the peft library unchanged; other adapters than plain LoRA are refused."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ def write(folder, modules, lora=LORA, base_model="owner/name", targets=None):
 
 
 def halves(adapter, module):
-    """A and B as they are in the file."""
+    """Return A and B as they are in the file."""
     tensors = (adapter.tensors[f"{module}.lora_{half}.weight"] for half in "AB")
     return [tensor.rows(0, tensor.shape[0], (slice(None),)) for tensor in tensors]
 

@@ -1,4 +1,4 @@
-"""Weights that are quantized in the file are read as they are there, or refused by name."""
+"""Weights that are quantized in the file are read without requantization, or refused by name."""
 
 import json
 import random
@@ -28,7 +28,7 @@ INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "g
 
 
 def int4(**changes) -> dict:
-    """What config.json says of compressed-tensors' INT4."""
+    """Return the config.json of compressed-tensors' INT4."""
     group = {"targets": ["Linear"], "weights": INT4 | changes}
     return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
 
@@ -57,7 +57,7 @@ def as_bytes(value) -> np.ndarray:
 
 
 def matrix(scheme: str, seed: int):
-    """Tensors of a module in the file, and its value in float64."""
+    """Return the tensors of a module in the file, and its float64 value."""
     generator = np.random.default_rng(seed)
     options, (rows, columns) = SCHEMES[scheme], SHAPE
     if scheme == "fp8":
@@ -109,7 +109,7 @@ def matrix(scheme: str, seed: int):
 
 @pytest.fixture
 def folder(tmp_path, request):
-    """A checkpoint with two quantized modules and one that is not; `values` are what they stand for."""
+    """Write a checkpoint with two quantized modules and one that is not."""
     scheme = request.param
     modules = [matrix(scheme, i) for i in range(LAYERS)]
     tensors = {f"{name}.{ending}": x for name, (parts, _) in zip(NAMES, modules) for ending, x in parts.items()}
@@ -119,7 +119,7 @@ def folder(tmp_path, request):
 
 
 def load(folder) -> dict[str, np.ndarray]:
-    """safetensors.numpy's own load_file knows no F8_E4M3."""
+    """Read a file; safetensors.numpy's own load_file does not support F8_E4M3."""
     dtypes = {"U8": np.uint8, "F32": np.float32, "F16": np.float16, "BF16": BF16, "F8_E4M3": E4M3}
     dtypes |= {"I32": np.int32, "I64": np.int64}
     found = deserialize((folder / "model.safetensors").read_bytes())
@@ -271,7 +271,7 @@ def test_another_scheme_is_named_and_refused(folder, config, said):
 
 
 def change(folder, ending, value):
-    """Replace a tensor of the second module: by None, an array, or what a function makes of it."""
+    """Remove a tensor of the second module (None), or replace it by an array or by the result of a function."""
     name = f"{NAMES[1]}.{ending}"
     tensors = load(folder)
     tensors[name] = value(tensors[name].copy()) if callable(value) else value

@@ -1,4 +1,4 @@
-"""Weights go from safetensors into any sharding and back bit for bit, by a small part at a time."""
+"""Weights are read from safetensors into any sharding and written back bit for bit, in small parts."""
 
 import json
 import socket
@@ -101,10 +101,10 @@ def test_any_size_in_any_chunks_is_read_whole_and_padded_with_zeros(tmp_path_fac
 @pytest.mark.parametrize("source", [np.float32, np.float16, BF16], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_dtypes_convert_as_numpy_does_and_keep_every_bit_of_their_own(tmp_path, source, dtype):
-    patterns = np.arange(2**16, dtype=np.uint16)  # every number of 16 bits, subnormal ones too
+    patterns = np.arange(2**16, dtype=np.uint16)  # every 16-bit number, including subnormal ones
     tensor = patterns.view(source) if np.dtype(source).itemsize == 2 else (patterns.view(np.int16) * 1e-9).astype("f4")
     tensor = tensor.reshape(256, 256)
-    if source != np.dtype(dtype):  # a NaN stays one, with which bits is not promised
+    if source != np.dtype(dtype):  # a NaN stays a NaN; its bits are not guaranteed
         with np.errstate(invalid="ignore"):
             tensor = np.where(np.isnan(tensor), np.zeros_like(tensor), tensor)
     save_file({"w": tensor}, tmp_path / "model.safetensors")

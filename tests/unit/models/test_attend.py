@@ -1,4 +1,4 @@
-"""The attention kernel that is asked for runs, or says why it cannot."""
+"""The requested attention kernel runs, or an error says why it cannot."""
 
 import jax
 import jax.numpy as jnp

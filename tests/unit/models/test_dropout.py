@@ -25,7 +25,7 @@ def test_dropout_depends_on_the_row_not_on_its_place(one_device):
 
 
 def test_noise_on_embeddings_is_that_of_neftune(one_device):
-    """Uniform, of at most alpha / sqrt(positions * width), by a row's number wherever it stands; of dealt rows, too."""
+    """Uniform up to alpha / sqrt(positions * width), and a function of the row's number, also in dealt rows."""
     x = jax.device_put(jnp.zeros((2, 8, 16)), jax.NamedSharding(one_device, jax.P(("data", "fsdp"), "sequence", None)))
     key, most = jax.random.key(0), 5 / np.sqrt(8 * 16)
     found = shaken(x, 5.0, Noise(key, jnp.array([5, 9])))
@@ -44,12 +44,12 @@ def test_rates_rise_over_the_steps_of_warmup_and_bits_are_those_of_the_step():
 
 
 HEADS, TOKENS, WIDTH = 4, 12, 16
-START = jnp.tile(jnp.repeat(jnp.array([0, 7]), jnp.array([7, 5])), (2, 1))  # documents of 7 and 5
+START = jnp.tile(jnp.repeat(jnp.array([0, 7]), jnp.array([7, 5])), (2, 1))  # documents of 7 and 5 tokens
 MASK = MaskSpec(key_start=START)
 
 
 def drawn(kv_heads: int = 2) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries, keys and values of two equal rows."""
+    """Draw queries, keys and values of two equal rows."""
     keys = jax.random.split(jax.random.key(1), 3)
     q, k, v = (
         jnp.tile(jax.random.normal(key, (1, TOKENS, heads, WIDTH)), (2, 1, 1, 1))
@@ -80,7 +80,7 @@ def test_probabilities_are_dropped_by_row_head_query_and_key():
     assert 0.4 < kept[whole > 0].mean() < 0.6 and not kept[whole == 0].any()
     assert (kept[0] != kept[1]).any() and (kept[:, :, 0] != kept[:, :, 1]).any()
     np.testing.assert_array_equal(attended(q, k, v, 0.5, rows=(9, 5)), found[::-1])
-    # Queries that are dealt to devices in another order keep their bits.
+    # Queries that are dealt to devices in another order get the same bits.
     order = np.array([3, 2, 1, 0, 11, 10, 9, 8, 4, 5, 6, 7])
     mask = MaskSpec(key_start=START[:, order], query_offset=jnp.tile(order - np.arange(TOKENS), (2, 1)))
     dealt = attended(q[:, order], k, v, 0.5, mask=mask, index=jnp.tile(order, (2, 1)))

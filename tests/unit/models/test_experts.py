@@ -1,4 +1,4 @@
-"""A mixture of experts: what is computed of all of them is transformers' (tests/parity); here, how it is trained."""
+"""Training of a mixture of experts; its output is compared with transformers in tests/parity."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ EXPERTS = "stacks.1.blocks.0.mlp.experts.up.weight"
 
 
 def trained(mesh, model=SPEC, dtype="float32", **sections):
-    """(program, parameters before, after three steps, metrics of each)."""
+    """Return (program, parameters before, parameters after three steps, metrics of each step)."""
     config = Config(model=Model(dtype=dtype), data=Data(seq_len=32), memory=Memory("none"), **sections)
     program = assemble(Base(model), config, mesh)
     batch = jax.tree.map(lambda x: x[None], make_batch(tokens(2, 32), mesh))
@@ -78,7 +78,7 @@ def test_a_router_is_in_float32_and_what_corrects_it_is_never_trained(one_device
 
 
 def test_the_correction_of_each_layer_moves_by_its_own_load_alone(one_device):
-    """Experts that are always chosen go down and the others up, by the rate; a step that is not finite moves none."""
+    """The correction of experts always chosen falls by the rate, of others it rises; a non-finite step changes none."""
     experts = dataclasses.replace(SPARSE.feed_forward, scores="sigmoid", corrected=True, float32=True)
     sparse = dataclasses.replace(SPARSE, feed_forward=experts)
     config = Config(
@@ -127,7 +127,7 @@ def test_experts_in_one_tensor_are_adapted_by_the_names_that_transformers_gives_
     base = Base(spec((sparse, sparse), family="granitemoe"))
 
     def adapted(*modules: str) -> dict[str, str]:
-        """The place of each A."""
+        """Return the place of each A."""
         lora = Lora(enabled=True, rank=2, target_modules=modules)
         trained = assemble(base, Config(data=Data(seq_len=32), lora=lora), one_device).model.trained
         return {name: p.places[0].name for name, p in trained.items() if name.endswith("lora_a")}
@@ -138,7 +138,7 @@ def test_experts_in_one_tensor_are_adapted_by_the_names_that_transformers_gives_
         "stacks.0.blocks.0.mlp.experts.down.lora_a": f"{layer}.block_sparse_moe.experts.lora_A.weight",
     }
     assert set(adapted("gate_up_proj").values()) == {f"{layer}.block_sparse_moe.experts.lora_A.weight"}
-    with pytest.raises(UserError, match="output_linear"):  # as the files call it
+    with pytest.raises(UserError, match="output_linear"):  # as the files name it
         adapted("output_linear")
 
 

@@ -1,4 +1,4 @@
-"""What is chosen by name is treated so in the layers, and unlike layers are stacks of their own."""
+"""Options that select layers by name apply to them, and unlike layers form stacks of their own."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The page of a report holds all that it needs, and nothing of a run can become a part of its code."""
+"""The page of a report is self-contained, and no content of a run can become code in it."""
 
 import base64
 import hashlib
@@ -19,7 +19,7 @@ def record(name="a", **more):
 
 
 def block(text):
-    """The JSON of a page, as a browser cuts it out: it ends at the first end tag."""
+    """Return the JSON of a page as a browser reads it: up to the first end tag."""
     return json.loads(text.partition('id="data">')[2].partition("</script>")[0])
 
 
@@ -33,7 +33,7 @@ def test_hostile_texts_of_a_run_stay_data():
     text, plain = page([hostile], {}), page([record()], {})
     assert block(text) == contents([hostile], {})
     tags = [re.findall(r"<[^>]*>|<!--", each) for each in (text, plain)]
-    assert tags[0] == tags[1]  # not one more, whatever the run holds
+    assert tags[0] == tags[1]  # not one more, whatever the run contains
 
 
 def test_a_browser_runs_the_script_of_the_page_alone_and_loads_nothing():
@@ -135,7 +135,7 @@ def test_colours_of_runs_stand_out_from_the_page_and_from_each_other_for_colour_
         assert min(_apart(one, other) for i, one in enumerate(eyes) for other in eyes[:i]) > 0.1
 
 
-# What is seen of linear red, green and blue (Machado, Oliveira and Fernandes 2009, severity 1).
+# Linear red, green and blue as colour-blind readers see them (Machado, Oliveira and Fernandes 2009, severity 1).
 _NORMAL = ((1, 0, 0), (0, 1, 0), (0, 0, 1))
 _NO_RED = ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998))
 _NO_GREEN = ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881))
@@ -147,13 +147,13 @@ def _linear(code):
 
 
 def _contrast(one, other):
-    """WCAG's."""
+    """Return the contrast by WCAG."""
     light = sorted(0.2126 * red + 0.7152 * green + 0.0722 * blue for red, green, blue in (one, other))
     return (light[1] + 0.05) / (light[0] + 0.05)
 
 
 def _apart(one, other):
-    """Distance in OKLab, in which 0.02 is just visible."""
+    """Return the distance in OKLab; 0.02 is just visible."""
     lab = []
     for red, green, blue in (one, other):
         long = max(0.4122214708 * red + 0.5363325363 * green + 0.0514459929 * blue, 0) ** (1 / 3)

@@ -1,4 +1,4 @@
-"""What a chart of a run shows: every metric, where it stands, and spikes however long the run is."""
+"""Charts of a run: every metric at its position, with its spikes however long the run is."""
 
 import math
 
@@ -48,7 +48,7 @@ def test_thinning_keeps_ends_and_extremes_and_is_bounded(values, most):
 
 
 def test_what_is_smoothed_is_the_mean_of_each_stretch():
-    """The mean of the lowest and highest of a stretch is not the mean of the stretch."""
+    """The mean of a stretch's lowest and highest values is not the mean of the stretch."""
     spiky = np.zeros(10_000)
     spiky[::100] = 1
     drawn, smooth = thinned(metric(spiky), 200)

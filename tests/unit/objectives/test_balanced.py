@@ -1,4 +1,4 @@
-"""Losses that balance experts, against their definitions in numpy, of padded rows; float32 whatever activations are."""
+"""Losses that balance experts, on padded rows, against numpy; they are float32 whatever activations are."""
 
 import dataclasses
 from functools import partial
@@ -25,7 +25,7 @@ from jaxtune.run.model import Base, declare_model
 ROWS, POSITIONS, COUNT, ACTIVE = 3, 20, 6, 2
 SOFTMAX = Experts(16, COUNT, ACTIVE, normalized=True, float32=True)
 SIGMOID = dataclasses.replace(SOFTMAX, scores="sigmoid", corrected=True)
-TOKENS = (20, 13, 5)  # of each row
+TOKENS = (20, 13, 5)  # in each row
 
 
 def of_family(experts: Experts, layers: int = 2):
@@ -70,7 +70,7 @@ def test_a_row_balances_alone_and_padding_does_not_count(one_device, experts):
 
 
 def summed(mesh, micro_batches: int, **options):
-    """(loss, metrics, gradient of the router) of two rows of unlike lengths, in one micro-batch or two."""
+    """Return (loss, metrics, router gradient) of two rows of unlike lengths, in one micro-batch or two."""
     config = Config(
         Model(dtype="float32"),
         Data(seq_len=16),
@@ -96,7 +96,7 @@ def test_losses_are_added_with_their_weights_and_a_row_may_be_in_any_micro_batch
     both = {"router_loss": 0.5, "router_loss_over": "sequence", "router_z_loss": 0.25}
     loss, metrics, gradient = summed(one_device, 1, **both)
     added = 0.5 * metrics["router_loss"] + 0.25 * metrics["router_z_loss"]
-    assert abs(loss - np.log(VOCABULARY) - added) <= 0.05 < added  # any token is as likely
+    assert abs(loss - np.log(VOCABULARY) - added) <= 0.05 < added  # every token is about equally likely
     apart, in_two, of_two = summed(one_device, 2, **both)
     assert abs(loss - apart) <= 1e-6
     assert all(abs(metrics[name] - in_two[name]) <= 1e-6 for name in ("router_loss", "router_z_loss"))

@@ -1,4 +1,7 @@
-"""train.label_smoothing, train.z_loss (PaLM's, arXiv:2204.02311) and temperatures, on the tokens that are trained."""
+"""train.label_smoothing, train.z_loss (PaLM's, arXiv:2204.02311) and temperatures, on trained tokens.
+
+B batch (rows), S sequence, V vocabulary (with padding), D hidden.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -23,13 +26,13 @@ OBJECTIVE = cross_entropy(Z_LOSS, SMOOTHING)
 
 
 def only_a_head(head: jax.Array, logit_cap: float | None = None) -> Any:
-    """A decoder whose hidden states are given."""
+    """Return a stand-in for a decoder that has only a head [V, D]."""
     spec = SimpleNamespace(vocabulary=VOCABULARY, logit_cap=logit_cap, family="made here")
     return SimpleNamespace(head_weight=head, spec=spec)
 
 
 def sums(hidden: jax.Array, head: jax.Array, batch: dict) -> Sums:
-    """What the objective makes of them."""
+    """Return the objective's sums for hidden states [B, S, D] and a head [V, D]."""
     call = Call(jnp.dtype("float32"))
     scores = score(
         only_a_head(head), batch, call, (hidden, {}), head_gradient=True, z_loss=Z_LOSS, label_smoothing=SMOOTHING
@@ -38,7 +41,7 @@ def sums(hidden: jax.Array, head: jax.Array, batch: dict) -> Sums:
 
 
 def make(mesh):
-    """(hidden states, head, batch whose second half has no weight)."""
+    """Return (hidden states, head, batch whose second half has no weight)."""
     random = np.random.default_rng(0)
     hidden = random.normal(size=(1, POSITIONS, WIDTH)).astype(np.float32)
     head = random.normal(size=(PADDED, WIDTH)).astype(np.float32)

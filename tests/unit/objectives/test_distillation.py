@@ -1,4 +1,7 @@
-"""The divergence from a teacher's likeliest tokens, as the definition has it in float64, and its loss."""
+"""The divergence from a teacher's likeliest tokens and its loss, against the definition in float64.
+
+B batch (rows), S sequence, V vocabulary (with padding), D hidden.
+"""
 
 import dataclasses
 from types import SimpleNamespace
@@ -30,12 +33,12 @@ OPTIONS = {
 
 
 def a_head(weight: jax.Array, cap: float | None = None) -> Any:
-    """A decoder whose hidden states are given."""
+    """Return a stand-in for a decoder that has only a head [V, D]."""
     return SimpleNamespace(head_weight=weight, spec=SimpleNamespace(vocabulary=VOCABULARY, logit_cap=cap))
 
 
 def made(seed: int, rows: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Hidden states of rows, and a head."""
+    """Draw hidden states [B, S, D] and a head [V, D]."""
     random = np.random.default_rng(seed)
     shapes = (rows, POSITIONS, WIDTH), (PADDED, WIDTH)
     hidden, head = (random.normal(size=shape).astype(np.float32) for shape in shapes)
@@ -43,7 +46,7 @@ def made(seed: int, rows: int = 1) -> tuple[np.ndarray, np.ndarray]:
 
 
 def log_softmax(hidden, head, temperature: float, cap: float | None):
-    """Of the definition, in the dtype of what it is given."""
+    """Compute log-probabilities by definition, in the dtype of the inputs."""
     logits = hidden @ head[:VOCABULARY].T
     logits = logits if cap is None else cap * np.tanh(logits / cap)
     logits = logits / temperature
@@ -52,7 +55,7 @@ def log_softmax(hidden, head, temperature: float, cap: float | None):
 
 
 def expected(options: Distill, student, teacher, targets, weight, cap=None) -> dict[str, float]:
-    """In float64: sums of the loss and its parts."""
+    """Compute the sums of the loss and its parts in float64."""
     (student_hidden, student_head), (teacher_hidden, teacher_head) = (
         [x.astype(np.float64) for x in pair] for pair in (student, teacher)
     )
@@ -83,7 +86,7 @@ def expected(options: Distill, student, teacher, targets, weight, cap=None) -> d
 
 
 def found(options: Distill, student, teacher, mesh, cap=None, rows=1):
-    """(sums, gradients of hidden states and head, batch) of the objective, of a teacher that is scored on the mesh."""
+    """Return (sums, gradients of hidden states and head, batch); the teacher is scored on the same mesh."""
 
     def place(x, spec):
         return jax.device_put(x, jax.NamedSharding(mesh, spec))
@@ -151,7 +154,7 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(one_device, options)
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_certain_teachers_and_students_have_finite_losses_and_gradients(one_device, options):
-    """Logits thousands apart: whole outcomes have the probability 0 on either side."""
+    """Logits differ by thousands: outcomes have the probability 0 in the student or in the teacher."""
     student, teacher = ([x * 50 for x in made(seed)] for seed in (0, 1))
     sums, gradients, _ = found(options, student, teacher, one_device)
     assert np.isfinite(sums.loss) and sums.loss > 1 and all(np.isfinite(g).all() for g in gradients)
@@ -159,7 +162,7 @@ def test_certain_teachers_and_students_have_finite_losses_and_gradients(one_devi
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_a_sharded_vocabulary_changes_nothing(one_device, options):
-    """Of the student's head and of the teacher's, whose likeliest tokens are then on several devices."""
+    """Both heads are sharded, so that a teacher's likeliest tokens are on several devices."""
     student, teacher = made(0, rows=2), made(1, rows=2)
     one, one_gradients, _ = found(options, student, teacher, one_device, rows=2)
     mesh = make_mesh(Mesh(fsdp=2, tensor=4), jax.devices())

@@ -1,4 +1,4 @@
-"""What options of preferences change of a loss, of one row of two pairs; the losses themselves: tests/parity."""
+"""Effects of preference options on the loss of one row with two pairs; the losses themselves: tests/parity."""
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,7 @@ def test_without_a_reference_log_probabilities_are_compared(one_device):
 
 @pytest.mark.parametrize("name", ["orpo", "exo_pair", "simpo", "kto_pair"])
 def test_a_row_without_pairs_has_no_gradient(one_device, name):
-    """Nor NaN: of padding, where the logarithm of a probability is 0."""
+    """No NaN either: on padding a log-probability is 0."""
     batch = {"segment_ids": jnp.zeros((1, 16), jnp.int32), "loss_weight": jnp.zeros((1, 16))}
     objective = preference(Preference(name, label_smoothing=0.1 if name == "exo_pair" else 0.0))
 

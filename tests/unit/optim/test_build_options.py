@@ -1,4 +1,4 @@
-"""What options of `optim` change besides the update rule: the format of its state, and rates of its own."""
+"""Effects of `optim` options apart from the update rule: the dtype of the state, and separate rates."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ SHAPES = {"matrix": (2, 32, 64), "norm": (2, 64), "embedding": (64, 32)}
 
 
 def after(optim, gradients, steps=1, sizes=(1.0,)):
-    """(parameters, state) after updates of parameters that are 0, by the gradients times each of the sizes in turn."""
+    """Return (parameters, state) after updates from zero parameters, by the gradients times each size in turn."""
     leads = {name: (2,) if len(NAMES[name]) > 1 else () for name in gradients}
     trained = {name: Trained(NAMES[name], lead, is_matrix=name == "matrix") for name, lead in leads.items()}
     optimizer = build(optim, trained, 2)
@@ -57,7 +57,7 @@ def test_moments_are_kept_in_state_dtype(one_device, name, dtype):
 
 
 def test_moments_in_bfloat16_are_rounded_stochastically(one_device):
-    """To the nearest, a moment would not change by its thousandth: it would stay what it is for ever."""
+    """Rounded to the nearest, a moment would not change by a thousandth: it would stay constant."""
     optim = Optim(beta1=0.999, learning_rate=1e-3, state_dtype="bfloat16")
     ones = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
     _, state = after(optim, ones, steps=400)

@@ -1,4 +1,4 @@
-"""Learning rate and weight decay by name and by layer, one number where all layers of a parameter agree."""
+"""Learning rate and weight decay by name and layer; one number if all layers of a parameter agree."""
 
 import numpy as np
 import pytest
@@ -48,7 +48,7 @@ def test_by_default_rates_are_the_same_and_norms_biases_and_embeddings_do_not_de
 
 
 def test_no_vector_of_a_model_decays(one_device):
-    """Norms, biases, rates of delta nets, sinks of attention: all kinds that families have."""
+    """Norms, biases, decay rates of delta nets, attention sinks: all kinds that families have."""
     found = set()
     for kind in ("GptOssConfig", "Qwen3NextConfig"):
         config = getattr(transformers, kind)(**SIZES | dict(FAMILIES.values())[kind]).to_dict()
@@ -95,7 +95,7 @@ def test_layerwise_decay_of_some_layers_counts_all_of_the_model_and_takes_multip
 
 
 def test_with_a_bound_rates_rise_linearly_from_the_embedding_to_the_head():
-    """The numbers that ERNIEKit gives a model of three layers, by its depth of 0, 0, 1, 2 and 5."""
+    """ERNIEKit's rates for a model of three layers, by its depths of 0, 0, 1, 2 and 5."""
     by_layer = [0.5, 0.6, 0.7]
     expected = dict.fromkeys(NAMES, by_layer) | {"embed.weight": 0.5, "norm.scale": 1.0, "head.weight": 1.0}
     same(rates(Optim(layerwise_lr_decay_bound=0.5), NAMES, LAYERS), expected)

@@ -1,4 +1,4 @@
-"""Learning rates: equal to transformers' where it has the same schedule, and to their definition elsewhere."""
+"""Learning rates equal transformers' if it has the same schedule, and their definition otherwise."""
 
 import re
 

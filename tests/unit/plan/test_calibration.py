@@ -1,4 +1,4 @@
-"""What was measured on a GPU in place of what is assumed: read or refused, and what becomes of the scenarios."""
+"""Rates measured on a GPU replace assumed ones: reading, refusals, and the resulting scenarios."""
 
 import json
 from types import SimpleNamespace
@@ -15,13 +15,13 @@ from jaxtune.plan.rates import KERNELS, SCENARIOS, gaps_ms, step_ms
 from jaxtune.plan.report import comparison
 from pallas_kernels.gpus import GPUS
 
-# Made up, to test with.
+# Made up for these tests.
 VALUES = {"sustained": 0.8, "bandwidth": 0.94, "launch": 2.6, "graph": 5.0, "flash_attention_dq": 0.5}
 
 
 @pytest.fixture
 def written(tmp_path):
-    """The suite's result file with some of it changed."""
+    """Return a function that writes the suite's result file with changes."""
 
     def write(values=VALUES, **run):
         about = {"device": GPUS["h200"].kind, "date": "2030-01-02T03:04:05+00:00", "versions": {"jax": "0.12.0"}}
@@ -105,12 +105,12 @@ def test_the_range_around_a_measured_value_is_as_wide_as_assumed():
             assumed, measured = (getattr(made[scenario], name) for made in (SCENARIOS, found))
             assert measured / VALUES[name] == pytest.approx(assumed / getattr(SCENARIOS["central"], name))
     assert found["optimistic"].bandwidth == pytest.approx(0.94 * 0.90 / 0.85)
-    assert calibration.scenarios({"bandwidth": 0.97})["optimistic"].bandwidth == 1.0  # not more than there is
+    assert calibration.scenarios({"bandwidth": 0.97})["optimistic"].bandwidth == 1.0  # not more than 1
     assert all(made.kernels == SCENARIOS[name].kernels for name, made in found.items())
 
 
 def program():
-    """A product, a kernel, and a fusion a hundred times."""
+    """Return a program of a product, a kernel, and a fusion that runs a hundred times."""
     sizes, moved = (4096, 4096, 4096), 3 * 2.0 * 4096**2
     return Program(
         [
@@ -131,7 +131,7 @@ def test_a_plan_differs_with_it_launch_by_launch(gpu):
         product * 0.92 / 0.8  # the product
         + 1e3 * (1e12 / (peak * 0.5) + 2.6e-6)  # the kernel
         + 1e3 * 100 * (2e6 / (0.94 * bandwidth) + 2.6e-6)  # the fusions
-        + 1e-3 * (10 * 5.0 + 4 * 1.0)  # graphs, and what is outside of them
+        + 1e-3 * (10 * 5.0 + 4 * 1.0)  # graphs, and launches outside them
     )
     assert step_ms(program(), starts, gpu, 1, found) == pytest.approx(expected)
     assert gaps_ms(starts, 0, found) == pytest.approx(0.054)
@@ -167,7 +167,7 @@ def test_a_plan_says_of_each_value_whether_it_was_measured(written):
 
 
 def compared(assumptions) -> str:
-    """What the command says of two recipes, in one line."""
+    """Return the command's comparison of two recipes, in one line."""
     plan = SimpleNamespace(
         needed=1e9, fits=True, speeds=dict.fromkeys(SCENARIOS, Speed(1.0, 2.0, 0.3)), assumptions=assumptions
     )

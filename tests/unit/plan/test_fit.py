@@ -1,4 +1,4 @@
-"""The search for the fastest options that fit, with plans of made-up memory and speed."""
+"""The search for the fastest options that fit, with made-up memory and speed."""
 
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ def config():
 
 
 def planned(limit, gain=1.1):
-    """Memory grows with the micro-batch, and shrinks by remat and quantization; a larger micro-batch is faster."""
+    """Memory grows with the micro-batch and shrinks with remat and quantization; a larger micro-batch is faster."""
 
     def plan(config):
         rows, remat = config.train.micro_batch_size, config.memory.remat

@@ -1,4 +1,4 @@
-"""What is read from an optimised module: launches with their loops, bytes and source lines."""
+"""Launches read from an optimised module, with their loops, bytes and source lines."""
 
 import jax
 import jax.numpy as jnp

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("one_device")
 
 @pytest.mark.parametrize("matrix", [PLAIN, SIGNED], ids=["plain", "signed"])
 def test_the_rotation_is_orthonormal_and_leaves_products_as_they_are(matrix):
-    """Exactly, for numbers that float32 holds all along."""
+    """Exactly, for numbers that need no rounding in float32."""
     assert np.array_equal(matrix @ matrix.T, np.eye(16)) and set(np.abs(matrix).flat) == {0.25}
     rng = np.random.default_rng(0)
     a, b = (rng.integers(-8, 9, (5, 48)).astype(np.float32) for _ in range(2))

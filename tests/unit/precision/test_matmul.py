@@ -1,4 +1,4 @@
-"""The products of a linear in FP8 and NVFP4: against numbers rounded by ml_dtypes and multiplied in float64."""
+"""FP8 and NVFP4 products of a linear layer, against numbers rounded by ml_dtypes and multiplied in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("one_device")
 @pytest.mark.parametrize("given", ["operands", "weight"])
 @pytest.mark.parametrize("numbers", [FP8, FP8_ROTATED], ids=["plain", "hadamard"])
 def test_fp8_products_are_those_of_the_rounded_sides(numbers, given):
-    """e4m3 times e4m3, e5m2 times e4m3; each rotated along what it contracts."""
+    """e4m3 times e4m3, e5m2 times e4m3; each rotated along the contracted dimension."""
     x, w, dy = case()
     turn = rotated_in_blocks if numbers.hadamard else np.asarray
     e4m3 = lambda matrix: in_fp8(turn(matrix), ml_dtypes.float8_e4m3fn)  # noqa: E731
@@ -59,7 +59,7 @@ def test_fp8_products_are_those_of_the_rounded_sides(numbers, given):
 @pytest.mark.parametrize("four_over_six", [False, True], ids=["six", "four over six"])
 @pytest.mark.parametrize("hadamard", [False, True], ids=["plain", "hadamard"])
 def test_nvfp4_products_are_those_of_the_rounded_sides(hadamard, four_over_six):
-    """Weights in blocks of 16 x 16, the same for both products; dW rotated along the tokens."""
+    """Weights in blocks of 16 x 16, the same for both products; dW is rotated along the tokens."""
     x, w, dy = case()
     numbers = Nvfp4Numbers(False, hadamard, four_over_six)
     turn = (lambda matrix: rotated_in_blocks(matrix, SIGNED)) if hadamard else np.asarray
@@ -75,7 +75,7 @@ def test_nvfp4_products_are_those_of_the_rounded_sides(hadamard, four_over_six):
 
 @pytest.mark.parametrize("numbers", [FP8, FP8_ROTATED], ids=["plain", "hadamard"])
 def test_delayed_scales_are_used_and_their_cotangent_is_the_largest_magnitudes(numbers):
-    """Whatever the loss; what is too large for a scale saturates."""
+    """The cotangent does not depend on the loss; values too large for a scale saturate."""
     x, w, dy = case()
     turn = rotated_in_blocks if numbers.hadamard else np.asarray
     scales = np.array([np.abs(x).max() / 448 / 4, np.abs(dy).max() / 57344 * 8], np.float32)
@@ -92,7 +92,7 @@ def test_delayed_scales_are_used_and_their_cotangent_is_the_largest_magnitudes(n
 
 
 def test_a_delayed_scale_of_zero_stands_for_the_tensor_s_own():
-    """The first steps, with a scale for x already and none for dy; only where the numbers say so."""
+    """As in the first steps: x has a scale already, dy has none. Only `online` numbers use the tensor's own scale."""
     x, w, dy = case()
     scales, online = jnp.asarray([0.5, 0.0]), Fp8Numbers(hadamard=False, online=True)
     y, dx, _, maxima = products(x, LowPrecision(None, jnp.asarray(w), scales, online), dy)
@@ -117,7 +117,7 @@ def test_a_gradient_has_the_dtype_of_its_weight_and_activations_keep_theirs(numb
 
 @pytest.mark.parametrize("numbers", [FP8, FP8_ROTATED, NVFP4_ALL], ids=["fp8", "hadamard", "nvfp4"])
 def test_rows_whose_length_is_no_multiple_of_16(numbers):
-    """dW is contracted over tokens: filled up with zeros, which change nothing."""
+    """dW is contracted over tokens: padded with zeros, which change nothing."""
     x, w, dy = case(length=11)
     _, _, dw, _ = products(x, LowPrecision(None, jnp.asarray(w), None, numbers), dy, noise())
     assert relative(dw, plain(x, w, dy)[2]) < (0.08 if isinstance(numbers, Fp8Numbers) else 0.25)
@@ -163,7 +163,7 @@ def test_zeros_stay_zeros(numbers):
 
 @pytest.mark.parametrize("numbers", [FP8, NVFP4_ALL], ids=["fp8", "nvfp4"])
 def test_what_is_not_finite_is_not_hidden(numbers):
-    """Its row is NaN, and of dW what it goes into; the other rows are as if it were not there."""
+    """Its row is NaN, and so are the entries of dW that it enters; other rows are as without it."""
     x, w, dy = case()
     leaf = LowPrecision(None, jnp.asarray(w), None, numbers)
     expected = products(x, leaf, dy, noise())
@@ -188,7 +188,7 @@ def test_a_weight_that_is_not_finite_is_not_hidden(numbers, bad):
 
 @pytest.mark.parametrize("numbers", [FP8, NVFP4_ALL], ids=["fp8", "nvfp4"])
 def test_stacked_leaves_in_a_rematerialised_scan_and_micro_batches(numbers):
-    """The sums over micro-batches of a scan over layers are those of the layers one after the other."""
+    """Sums over micro-batches with a scan over layers equal those of a loop over the layers."""
     layers, micro = 2, 2
     rng = np.random.default_rng(0)
     weights = jnp.asarray(rng.normal(size=(layers, INNER, INNER)) / 8, jnp.float32)
@@ -223,7 +223,7 @@ def test_stacked_leaves_in_a_rematerialised_scan_and_micro_batches(numbers):
         return jax.tree.map(lambda *found: sum(found), *(jax.grad(loss)(trained, x, False, True) for x in batch))
 
     found, expected = scanned((weights, scales), batch), looped((weights, scales), batch)
-    # A magnitude near a bound between two codes may fall to the other side when sums are ordered otherwise.
+    # A value near a bound between two codes may fall to the other side if sums are ordered differently.
     jax.tree.map(lambda a, b: assert_same(a, np.asarray(b), within=1e-2), found, expected)
 
 

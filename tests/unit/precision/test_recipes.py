@@ -1,4 +1,4 @@
-"""What options of `precision` change besides the products themselves: delayed scales, what is left out, sums."""
+"""Effects of `precision` options apart from the products: delayed scales, excluded layers, sums."""
 
 import dataclasses
 import re
@@ -32,7 +32,7 @@ SPEC = treat_linears(spec(layers=3), DOWN, multiplied=numbers_of(Precision("fp8_
 
 
 def delayed(**options):
-    """(Linears, name of the one that it is about)."""
+    """Return (Linears, name of its only parameter)."""
     linears = linears_of(Precision("fp8_hybrid", fp8=Fp8(**options)), declare(SPEC)[1])
     assert linears is not None
     (name,) = linears.parameters
@@ -58,7 +58,7 @@ def test_a_step_that_is_not_finite_leaves_the_history(one_device):
 
 
 def test_first_steps_have_scales_of_their_own(one_device):
-    """A scale of 0 asks for the tensor's own."""
+    """A scale of 0 stands for the tensor's own."""
     linears, name = delayed(amax_history=2, online_scale_steps=3)
     scales = [float(linears.scales(linears.initial_amax(), jnp.int32(step))[name].max()) for step in range(5)]
     assert scales == [0, 0, 0, 1, 1]
@@ -79,7 +79,7 @@ def test_current_scaling_carries_nothing(one_device):
     ],
 )
 def test_the_numbers_are_those_asked_for(one_device, recipe, section, name, value):
-    """What they mean is tested with the products."""
+    """Their meaning is tested with the products."""
     sections = {"fp8": Fp8, "nvfp4": Nvfp4}
     precision = Precision(recipe, **{section: sections[section](**{name: value})})
     linears = linears_of(precision, declare(SPEC)[1])
@@ -123,7 +123,7 @@ def test_what_is_left_out_of_bf16_and_fp16_is_marked_float32(recipe, options):
 @pytest.mark.parametrize("stored", ["float32", "nf4"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_a_linear_layer_in_float32_rounds_only_its_result(one_device, dtype, stored):
-    """With its bias and adapter, in both passes; the others round each side and each product."""
+    """Bias and adapter included, in both passes; other layers round each operand and each product."""
     rng = np.random.default_rng(0)
     shapes = {"weight": (16, 64), "bias": (16,), "lora_a": (4, 64), "lora_b": (16, 4)}
     values = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
@@ -133,7 +133,7 @@ def test_a_linear_layer_in_float32_rounds_only_its_result(one_device, dtype, sto
     x, dy = (jnp.asarray(rng.normal(size=(2, 8, size)), dtype) for size in (64, 16))
 
     def results(float32):
-        """Result, gradient of x, gradients of the float32 values."""
+        """Return the result, the gradient of x, and gradients of the float32 values."""
         treatment = Treatment(float32=float32, adapter=LoRA(rank=4, alpha=2.0))
         treated = dataclasses.replace(layer(), treatments=(("mlp.down.weight", treatment),))
         graph, _ = nnx.split(Linear(SPEC, treated, "mlp.down", (16, 64), ("embed", "mlp"), bias=True))
@@ -170,7 +170,7 @@ def test_a_linear_layer_in_float32_rounds_only_its_result(one_device, dtype, sto
 
 
 def dots(jaxpr):
-    """Every matrix product of a traced program."""
+    """Yield every matrix product of a traced program."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             yield equation
@@ -180,7 +180,7 @@ def dots(jaxpr):
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp16", "fp32"])
 def test_backward_products_are_in_the_recipe_s_dtype(one_device, recipe):
-    """Those of the low-precision recipes are tested with their products."""
+    """Low-precision recipes are tested with their products."""
     config = Config(data=Data(seq_len=8), memory=Memory("none"), precision=Precision(recipe))
     program = assemble(Base(spec((layer(intermediate=48),) * 3)), config, one_device)
     parameters = random_values(program.model.trained)
@@ -196,7 +196,7 @@ def test_gradients_are_summed_in_gradient_dtype(one_device):
     micro = make_batch(tokens(2, 8), one_device)
 
     def gradient(dtype, count):
-        """Of so many equal micro-batches, so that partial sums of an element are all of one sign."""
+        """Sum over equal micro-batches, so that the partial sums of an element have one sign."""
         precision = Precision("fp32", gradient_dtype=dtype)
         program = assemble(Base(spec(layers=1)), Config(data=Data(seq_len=8), precision=precision), one_device)
         batch = jax.tree.map(lambda array: jnp.stack([array] * count), micro)

@@ -1,4 +1,4 @@
-"""Adapters that begin as something of the weights beside them, and train so on any mesh and on a quantized base."""
+"""Adapters initialised from the weights train as expected on any mesh and on a quantized base."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jaxtune.run.model import Base
 
 
 def trained(mesh, quant=None, recipe="fp32", steps=3, **lora):
-    """(losses, first values of what adapters have, the state in the end), from adapters as they begin."""
+    """Return (losses, initial values of the adapters' parameters, final state)."""
     config = Config(
         model=Model(dtype="float32"),
         data=Data(seq_len=32),

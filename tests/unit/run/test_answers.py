@@ -24,7 +24,7 @@ INST = "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }} [/INST]{% e
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One that writes words with the space before them, as SentencePiece; a text's first space is not shown."""
+    """Return a tokenizer of words with the space before them, like SentencePiece; a text's first space is stripped."""
     made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Metaspace(prepend_scheme="first"), pre_tokenizers.Punctuation()]
@@ -42,7 +42,7 @@ def ids_of(tokenizer: PreTrainedTokenizerFast, *words: str) -> list[int]:
 
 
 def answering(tokenizer, tmp_path, monkeypatch, chat: bool, prefix: str | None = None) -> answers.Answering:
-    """Of a model that says "upon a time." to everything."""
+    """Return an `Answering` whose model answers "upon a time." to every prompt."""
     said = ids_of(tokenizer, "▁upon", "▁a", "▁time", ".", "</s>")
 
     def generate(_: Any, prompts, numbers=None):

@@ -1,4 +1,4 @@
-"""The model card's table, recipe and metadata, from a config and what a run has written."""
+"""The model card's table, recipe and metadata, from a config and a run's files."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ from jaxtune.run.folder import RunFolder
 
 
 def test_data_are_named_without_their_folders(tmp_path):
-    """One path, several of an entry, or a URL, whose query may be a key."""
+    """One path, an entry with several paths, or a URL whose query may be a key."""
     several = ("/home/ada/chat.jsonl", "https://host/more.jsonl.gz?key=secret")
     data = Data(datasets=(Dataset(path="/data/text"), Dataset(path=several)))
     rows = card_rows(Config(data=data, lora=Lora(enabled=True)), RunFolder(tmp_path), steps=3, tokens=1200)

@@ -1,4 +1,4 @@
-"""A model that is not quite what its folder says: other entries of config.json, other places, zeros to begin with."""
+"""Overrides of a model's folder: other entries of config.json, other places, initial zeros."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ def test_an_entry_that_the_family_does_not_read_is_named_with_the_nearest(tmp_pa
 
 
 def test_an_entry_that_only_the_family_knows_can_be_set(tmp_path, one_device):
-    """config.json leaves out what has its default."""
+    """config.json does not list entries with default values."""
     folder = model_folder(tmp_path)
     config = {name: value for name, value in read_config(folder).items() if name != "initializer_range"}
     (folder / "config.json").write_text(json.dumps(config))

@@ -1,4 +1,4 @@
-"""Dropout of the model itself, in whole steps: its rates, and the same bits on any mesh."""
+"""Dropout of the model itself in whole steps: its rates, and the same bits on any mesh."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ DROPPING: dict[str, Any] = {"hidden_dropout": 0.3, "attention_dropout": 0.3, "dr
 
 
 def losses(mesh: Mesh, devices: int, memory: Memory = Memory("block"), **train: Any) -> list[float]:
-    """Of steps that change almost nothing, on the same rows."""
+    """Return the losses of steps that change almost nothing, on the same rows."""
     made = make_mesh(mesh, jax.devices()[:devices])
     config = Config(
         data=Data(seq_len=TOKENS),

@@ -1,4 +1,4 @@
-"""What an evaluation and a step have metrics of, and how a mesh is described."""
+"""The metrics of an evaluation and of a step, and the description of a mesh."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def test_a_single_set_is_reported_once(sets, apart, one_device):
 
 
 def test_a_mean_of_nothing_is_not_a_metric(one_device):
-    """As of unwanted answers where all are wanted: it would be shown as 0."""
+    """For example of unwanted answers if all are wanted: it would be shown as 0."""
     options = Preference("kto")
     sums = Sums(jnp.float32(2), jnp.int32(4), {"rewards/chosen": (3.0, 2), "rewards/rejected": (0.0, 0)})  # type: ignore[arg-type]
     assert _described(sums, preference(options)) == {"loss": 0.5, "rewards/chosen": 1.5}

@@ -1,4 +1,4 @@
-"""What an export leaves as it is when it quantizes the rest; and that llama.cpp's converter finds all that it reads."""
+"""Weights that a quantized export leaves unquantized; llama.cpp's converter finds all that it reads."""
 
 import json
 import logging
@@ -36,7 +36,7 @@ def declared(mesh, folder, **options):
 
 
 def test_what_blocks_do_not_divide_stays_with_what_is_multiplied_beside_it(tmp_path, one_device, caplog):
-    """FP8's 128 rows are more than the 64 of keys and values."""
+    """FP8's blocks have 128 rows, more than the 64 of keys and values."""
     model, _ = declared(one_device, model_folder(tmp_path, **WIDE))
     with caplog.at_level(logging.INFO, "jaxtune"):
         chosen = choose(model, "fp8", "bfloat16")
@@ -104,7 +104,7 @@ def test_without_validation_data_the_loss_is_of_training_data_and_without_those_
 
 @pytest.mark.parametrize("saved", [{}, {"eos_token_id": 256, "top_p": 0.9}])
 def test_the_token_that_ends_an_answer_is_where_others_look(tmp_path, one_device, caplog, saved):
-    """The base ends texts with another one. A whole model names it; of an adapter the log and the card do."""
+    """The base ends texts with another token. A full model names it in its config; for an adapter, log and card do."""
     transformers = pytest.importorskip("transformers")
     folder = model_folder(tmp_path / "model", bos_token_id=257, eos_token_id=256)
     byte_tokenizer(folder, eos="<|endoftext|>")
@@ -119,14 +119,14 @@ def test_the_token_that_ends_an_answer_is_where_others_look(tmp_path, one_device
         export(model, parameters, config, RunFolder(tmp_path), tmp_path / kind, kind, steps=1, tokens=1)
         found = transformers.GenerationConfig.from_pretrained(tmp_path / kind)
         assert found.eos_token_id == [256, 258] and found.top_p == saved.get("top_p", found.top_p)
-        assert found.bos_token_id == (None if saved else 257)  # as transformers takes it from config.json
+        assert found.bos_token_id == (None if saved else 257)  # transformers takes it from config.json
         card = (tmp_path / kind / "README.md").read_text()
         assert ("generation_config.eos_token_id = [256, 258]" in card) == (kind == "peft")
         assert ("eos_token_id=[256, 258], or vLLM stop_token_ids=[258]" in caplog.text) == (kind == "peft")
 
 
 def test_an_export_that_was_killed_is_made_again_and_others_wait(tmp_path, one_device, monkeypatch):
-    """A part of an export is known by a mark, a model that somebody else put there is not touched."""
+    """An unfinished export has a mark and is replaced; a folder with anything else is not touched."""
     model, config = declared(one_device, model_folder(tmp_path / "model"), dtype="float32")
     parameters, output = read_parameters(model, model.whole), tmp_path / "out"
     write = partial(export, model, parameters, config, RunFolder(tmp_path), output, steps=1, tokens=1)
@@ -177,7 +177,7 @@ def stop():
 
 @pytest.mark.parametrize(("kind", "tied"), [("Qwen3", True), ("Llama", False)])
 def test_llama_cpp_finds_all_that_its_converter_reads(tmp_path, one_device, kind, tied):
-    """By the package of its converter: architecture, tensors, special tokens, chat template; nothing quantized."""
+    """Checked by the converter's package: architecture, tensors, special tokens, chat template; nothing quantized."""
     gguf = pytest.importorskip("gguf")
     folder = model_folder(tmp_path / "model", kind, tie_word_embeddings=tied)
     model, config = declared(one_device, folder, dtype="bfloat16")

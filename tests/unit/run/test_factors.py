@@ -1,4 +1,4 @@
-"""(IA)^3 and trained biases on a quantized base, and where they are refused."""
+"""(IA)^3 and trained biases on a quantized base, and the configs that refuse them."""
 
 import jax
 import jax.numpy as jnp

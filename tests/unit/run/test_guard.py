@@ -1,4 +1,4 @@
-"""Loss spikes are seen and change nothing; the learning rate halves and comes back; checkpoints know the level."""
+"""Loss spikes are seen and change nothing; the learning rate halves and recovers; checkpoints have the level."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jaxtune.run.step import Summed, make_train_step
 
 
 def run(losses, norms, options: Guard):
-    """(the parameter after each step, metrics of each), of gradient descent by these gradient norms."""
+    """Run gradient descent with these losses and gradients; return (change of the parameter, metrics) by step."""
     optim = Optim("sgd", learning_rate=1.0, weight_decay=0.0, beta1=0.0)
     optimizer = build(optim, {"w": Trained(("model.norm.weight",))}, 1)
 

@@ -1,4 +1,4 @@
-"""Arrays that are computed once and kept in a file."""
+"""Arrays that are computed once and cached in a file."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ def test_what_fails_leaves_no_file_that_is_read(tmp_path):
 
 def flip_a_bit(file):
     content = bytearray(file.read_bytes())
-    content[-40] ^= 1  # of the last value
+    content[-40] ^= 1  # in the last value
     file.write_bytes(content)
 
 
@@ -45,7 +45,7 @@ def flip_a_bit(file):
         flip_a_bit,
         lambda file: file.write_bytes(file.read_bytes()[:-8]),
         lambda file: file.write_bytes(b""),
-        lambda file: np.save(file, np.arange(100)),  # as older versions wrote it, without a checksum
+        lambda file: np.save(file, np.arange(100)),  # in the format of older versions, without a checksum
     ],
 )
 def test_a_damaged_file_is_said_and_made_again(tmp_path, caplog, damage):

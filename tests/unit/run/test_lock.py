@@ -1,4 +1,4 @@
-"""The lock of a run folder: who holds it is said, and nobody keeps it by being killed."""
+"""The lock of a run folder: errors name its holder, and a killed process does not keep it."""
 
 import json
 import os
@@ -25,7 +25,7 @@ with locked(pathlib.Path(sys.argv[1])):
 
 @pytest.fixture
 def holder(tmp_path):
-    """Another process that holds the lock."""
+    """Start another process that holds the lock."""
     process = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, text=True)
     assert process.stdout and process.stdout.readline() == "held\n"
     yield process
@@ -65,14 +65,14 @@ def test_a_run_of_another_host_is_waited_for_until_it_is_known_to_live_or_not(tm
     if not flock:
         monkeypatch.setattr(lock, "_held", lambda file: None)
     of_another_host(tmp_path, age=lock.TAKE_OVER_SECONDS - 60)
-    monkeypatch.setattr(lock.time, "sleep", lambda _: os.utime(tmp_path / "lock"))  # its next sign of life
+    monkeypatch.setattr(lock.time, "sleep", lambda _: os.utime(tmp_path / "lock"))  # the holder's next sign of life
     with pytest.raises(UserError, match="in use: process 7 host elsewhere since 2026"), lock.locked(tmp_path):
         pass
     waits = []
     of_another_host(tmp_path, age=lock.TAKE_OVER_SECONDS - 50)
     now = time.time()
     monkeypatch.setattr(lock.time, "sleep", waits.append)
-    monkeypatch.setattr(lock.time, "time", lambda: now + 20 * len(waits))  # nobody touches it any more
+    monkeypatch.setattr(lock.time, "time", lambda: now + 20 * len(waits))  # the holder no longer touches it
     with lock.locked(tmp_path):
         assert json.loads((tmp_path / "lock").read_text())["host"] == socket.gethostname()
     assert len(waits) == 3
@@ -103,7 +103,7 @@ def test_the_holder_touches_the_lock(tmp_path, monkeypatch):
 
 
 def test_a_process_that_does_not_see_the_lock_of_the_main_one_is_named(tmp_path, monkeypatch):
-    """Two hosts, each with a folder of its own: this process is the second, whose folder has a lock of another run."""
+    """Two hosts, each with a separate folder: this process is the second, and its folder has another run's lock."""
     of_another_host(tmp_path, age=0)
     own = lock._mark(tmp_path / "lock")
     monkeypatch.setattr(lock.multihost, "is_main", lambda: False)
@@ -116,4 +116,4 @@ def test_a_process_that_does_not_see_the_lock_of_the_main_one_is_named(tmp_path,
     monkeypatch.setattr(lock.multihost_utils, "broadcast_one_to_all", lambda _: own)
     with lock.locked(tmp_path):
         pass
-    assert (tmp_path / "lock").exists(), "it is the main process's to remove"
+    assert (tmp_path / "lock").exists(), "only the main process removes it"

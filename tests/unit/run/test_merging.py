@@ -1,4 +1,4 @@
-"""ReLoRA: adapters go into the weights beside them, the model stays what it is, and all of it is in the state."""
+"""ReLoRA: adapters are merged into the weights, the model's output does not change, and the state holds everything."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ from jaxtune.run.model import Base
 
 
 def opened(mesh, quant=None, rank=2, noise=0.0, **lora):
-    """(program, its first state, its frozen parameters, a batch)."""
+    """Return (program, its first state, its frozen parameters, a batch)."""
     config = Config(
         model=Model(dtype="float32"),
         data=Data(seq_len=32),
@@ -67,7 +67,7 @@ def test_the_adapters_of_a_step_are_in_the_base_after_it(one_device, quant, rese
     moments = [leaf for leaf in jax.tree.leaves(state.optimizer.rules) if leaf.ndim]
     assert any(np.asarray(leaf).any() for leaf in moments) != reset
     assert int(state.optimizer.count) == (0 if reset else 2)
-    # What the model computes is the same, so that the next loss is, but for rounding.
+    # The model's output is the same except for rounding, so the next loss is, too.
     _, metrics = step(state, frozen, batch, rate)
     _, whole = without(apart, other[2], batch, rate)
     assert abs(float(metrics["loss"]) - float(whole["loss"])) < (0.05 if quant else 1e-5)
@@ -120,12 +120,12 @@ def test_what_cannot_be_merged_is_refused(one_device):
 
 
 def test_a_device_is_told_by_its_parts():
-    """What the log says before training, of two devices that share the weights."""
+    """The log's lines before training, for two devices that share the weights."""
     mesh = make_mesh(Mesh(fsdp=2), jax.devices()[:2])
     program, *_ = opened(mesh, "int8", merge_interval=2)
     parts = parts_of(program)
     named = {"adapters", "frozen weights", "quantized weights", "optimizer state", "batch"}
     assert {part for part, size in parts.items() if size} == named
     whole = sum(p.shape[0] * p.shape[1] * p.shape[2] for p in program.model.quantized.values())
-    assert whole // 2 < parts["quantized weights"] < whole, "a byte a weight, half of them here, and scales"
+    assert whole // 2 < parts["quantized weights"] < whole, "half the weights, at a byte each, and scales"
     assert parts["optimizer state"] == pytest.approx(2 * parts["adapters"], abs=16)

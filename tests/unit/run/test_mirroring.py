@@ -1,4 +1,4 @@
-"""What a run takes from its mirror before it begins, by ckpt.resume."""
+"""What a run fetches from its mirror before it begins, by ckpt.resume."""
 
 import dataclasses
 import logging
@@ -20,7 +20,7 @@ def config(tmp_path):
 
 
 def saved(config, steps) -> RunFolder:
-    """The folder of a run that has saved after these steps, of which the first was the best."""
+    """Return the folder of a run that has saved after these steps; the first one was the best."""
     folder = run_folder(config)
     folder.write_records(config, None)
     with mirroring.mirrored(config, folder) as mirror:
@@ -32,7 +32,7 @@ def saved(config, steps) -> RunFolder:
 
 
 def fetched(config, name="there") -> list[int]:
-    """The steps that another machine has before it begins."""
+    """Return the steps of the checkpoints that another machine fetches before it begins."""
     home = f"{run_folder(config).path.parent.parent / name}"
     moved = dataclasses.replace(config, train=dataclasses.replace(config.train, output_dir=home))
     folder = run_folder(moved)
@@ -55,7 +55,7 @@ def test_the_best_checkpoint_comes_with_the_newest(config):
 
 @pytest.fixture
 def lines():
-    """What is logged, whichever handlers other tests have left."""
+    """Collect the log, whichever handlers other tests have left."""
     found, logger = [], logging.getLogger("jaxtune")
     handler, level = logging.Handler(), logger.level
     handler.emit = lambda record: found.append(record.getMessage())

@@ -1,4 +1,4 @@
-"""What waits in the host's memory: the same training, bit for bit, and no more than a layer of it on the device."""
+"""Training with state offloaded to the host: the same bits, and at most one layer of it on the device."""
 
 import dataclasses
 from functools import partial
@@ -24,14 +24,14 @@ SECTIONS: dict[str, Any] = {"optim": Optim(max_grad_norm=0.0, no_decay="norm"), 
 
 
 def program_of(mesh, memory: Memory, **sections) -> Program:
-    """Full training of a tiny model in bfloat16, so that weights and moments are rounded stochastically."""
+    """Return full training of a tiny model in bfloat16, so that weights and moments are rounded stochastically."""
     sections = {"precision": Precision("bf16", master_dtype="bfloat16"), **sections}
     config = Config(model=Model(dtype="bfloat16"), data=Data(seq_len=24), memory=memory, **sections)
     return assemble(Base(spec(4)), config, mesh)
 
 
 def trained_with(mesh, memory: Memory, **sections):
-    """Metrics of each step, and the state after the last one, of two micro-batches a step."""
+    """Return the final state and the metrics of each step; a step has two micro-batches."""
     program = program_of(mesh, memory, **sections)
     rows = [make_batch(tokens(2, 24, seed), mesh, [10, 12]) for seed in (1, 2)]
     batch = jax.tree.map(lambda *one: jnp.stack(one), *rows)
@@ -46,7 +46,7 @@ def trained_with(mesh, memory: Memory, **sections):
 
 
 def start(program: Program):
-    """Values of the trained parameters, where the program has them."""
+    """Return values of the trained parameters, on the program's shardings."""
     values = random_values(program.model.trained)
     like = program.state.trained
     return {n: jax.device_put(value.astype(like[n].dtype), like[n].sharding) for n, value in values.items()}
@@ -63,7 +63,7 @@ def test_an_optimizer_whose_state_waits_on_the_host_does_the_same(one_device, na
 
 
 def test_matrices_are_orthogonalised_one_after_another(one_device):
-    """By products of other shapes, which round otherwise."""
+    """Products of single matrices have other shapes and round differently."""
     sections = {"optim": Optim(name="muon"), "precision": Precision("fp32")}
     expected, _ = trained_with(one_device, Memory(), **sections)
     found, _ = trained_with(one_device, Memory(offload_optimizer=True), **sections)
@@ -80,7 +80,7 @@ def test_what_waits_is_counted_as_the_hosts(one_device):
 
 @pytest.fixture(scope="module")
 def on_the_device():
-    """Full training with everything on the device, and without clipping, which would hang on the gradients' norm."""
+    """Train with everything on the device, and without clipping, which would depend on the gradients' norm."""
     return trained_with(make_mesh(Mesh(), jax.devices()[:1]), Memory("block"), **SECTIONS)
 
 

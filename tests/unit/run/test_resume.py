@@ -1,4 +1,4 @@
-"""What a run says of the options that changed since its checkpoint."""
+"""Messages of a run about options that changed since its checkpoint."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Reward functions of the user's own: found by name, called as TRL calls them, checked in what they return."""
+"""Users' reward functions: found by name, called as TRL calls them, and their results checked."""
 
 import re
 
@@ -15,7 +15,7 @@ IDS = [[1, 2], [3]]
 
 @pytest.fixture
 def file(tmp_path):
-    """Writes rewards.py; returns how a function of it is named."""
+    """Write rewards.py; return a function that gives the name of a reward function in it."""
 
     def write(text: str, name: str = "rewards.py"):
         (tmp_path / name).write_text(text)
@@ -26,7 +26,7 @@ def file(tmp_path):
 
 @pytest.fixture
 def one(file):
-    """What a function `r` with that body gives two completions of text."""
+    """Return the rewards of a function `r` with this body, for two completions of text."""
 
     def values(body: str, **columns):
         named = file(f"def r(prompts, completions, **columns):\n    {body}\n")
@@ -190,7 +190,7 @@ def test_a_function_may_be_in_a_module():
 
 
 def test_a_module_is_imported_as_one(tmp_path, monkeypatch):
-    """So that it can import its neighbours; two files of one name are two modules."""
+    """Therefore it can import its neighbours; two files of one name are two modules."""
     package = tmp_path / "own_rewards"
     package.mkdir()
     for name, text in (("__init__", ""), ("util", "ONE = 1.0\n")):

@@ -1,4 +1,4 @@
-"""Rows of completions: what of them is trained, and in which order they stand."""
+"""Rows of completions: which tokens are trained, and the order of the rows."""
 
 from types import SimpleNamespace
 
@@ -53,7 +53,7 @@ def test_completions_that_did_not_end_may_teach_nothing():
 
 
 def test_steps_without_any_reward_end_the_run(tmp_path, monkeypatch):
-    """One that has a reward in between does not count."""
+    """A step with a reward in between resets the count."""
     monkeypatch.setattr(rollouts, "_batch", lambda *_: {})
     config = Config(rollout=Rollout(("r.py:r",), group_size=2), train=Train(max_bad_steps=2), log=Log(jsonl=False))
     rewards = iter([np.nan, 1.0, np.nan, np.nan])
