@@ -26,7 +26,7 @@ SIZES = {
 }
 EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
 # Where config.json sets no value, the default of transformers has the shape of Qwen3.5-9B, of GLM-4.5-Air, and of
-# gpt-oss apart from its layers and experts; Gemma 3 4B is described in transformers' convert_gemma3_weights.py.
+# gpt-oss except its layers and experts; Gemma 3 4B is described in transformers' convert_gemma3_weights.py.
 OTHERS = {
     "Gemma 3 4B": {
         "model_type": "gemma3",
@@ -138,7 +138,7 @@ def _compiled_step(
 
 
 def check_readme(cells: str, memory: aot.Memory) -> None:
-    """Check that README.md has a row of these cells with a peak, its last number in GB, within 5% of `memory.peak`."""
+    """Check that README.md has a row that begins with `cells` and ends with a peak in GB within 5% of `memory.peak`."""
     peak = memory.peak / 1e9
     row = f"{cells} {memory.arguments / 1e9:.1f} | {peak:.1f} |"
     print(row)

@@ -94,7 +94,7 @@ def path_of(argument: str) -> Path:
 
 
 def files_to_run(known: list[Path], record: str, parts: list[str]) -> list[Path]:
-    """Return all files with COVERS, those with one of these parts in their names, or those that have changed."""
+    """Return all files with COVERS, or those with one of `parts` in their names, or those that have changed."""
     if parts:
         return known if parts == ["--all"] else [file for file in known if any(part in file.name for part in parts)]
     return [file for file in known if passed().get(record, {}).get(file.name) != digest(file)]

@@ -113,7 +113,7 @@ BESIDE: dict[str, dict[str, Any]] = {
         "training.metric_for_best_model": EARLY,
     },
 }
-# Dataset lists for other ways to name data; they replace those of LEAST.
+# Dataset lists that replace another way to name data, which LEAST uses.
 INSTEAD = {("trl", "datasets"): "dataset_name", ("axolotl", "pretraining_dataset"): "datasets"}
 # Likewise within the entry of a list.
 IN_ENTRY: dict[str, dict[str, Any]] = {

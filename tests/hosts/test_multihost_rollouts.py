@@ -1,4 +1,4 @@
-"""Two processes sample the completions of a step together; they are those of one process and rewarded once."""
+"""Two processes sample the completions of a step together: the same as one process, and rewarded once."""
 
 import json
 import subprocess

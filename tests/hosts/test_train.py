@@ -1,4 +1,4 @@
-"""Two processes train; one is killed, one hangs, one continues alone. The losses are those of one process."""
+"""Two processes train; one is killed, one hangs, one continues by itself. The losses equal a single process's."""
 
 import os
 import shutil

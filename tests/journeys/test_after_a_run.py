@@ -214,7 +214,7 @@ def test_an_export_never_mixes_with_other_things(home, adapter):
 
 
 def test_a_merged_model_is_written_quantized_with_the_losses_before_and_after(home, adapter):
-    """Both losses are those of `evaluate`."""
+    """`evaluate` finds both losses."""
     export = ("jaxtune.export", f"--run={adapter}", f"--output={home / 'quantized'}")
     assert "--quantize=nf4: an adapter is not quantized" in call(*export, "--quantize=nf4", code=2)
     assert not (home / "quantized").exists()

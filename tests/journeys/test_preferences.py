@@ -78,7 +78,7 @@ def test_the_reference_may_be_another_model(home, data):
 
 
 def test_a_reference_may_be_computed_once(home, data):
-    """The losses equal those of a reference computed in each step; its scores are cached, also for `evaluate`."""
+    """The losses are the same as if each step computes the reference; its scores are cached, also for `evaluate`."""
     options = {**WHOLE, **data["pairs"], "preference.precompute_reference": True}
     folder, output = row(home, "qwen_dpo.py", "dpo-precomputed", **options)
     assert output.count("scoring") == 2  # training and validation documents

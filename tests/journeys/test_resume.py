@@ -21,7 +21,7 @@ def uninterrupted(tmp_path_factory):
 
 
 def interrupted(folder, path, name, steps: list[int], how: int, *more: str):
-    """Send a run a signal at each of these steps, then let it end."""
+    """Send a run a signal at each step of `steps`, then let it end."""
     for step in steps:
         process = start("jaxtune.train", f"--config={path}", f"--config.train.run_name={name}", *more)
         until_step(process, folder / "runs" / name, step)

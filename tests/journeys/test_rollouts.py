@@ -101,7 +101,7 @@ def test_a_run_goes_on_in_equal_bits(home, data, whole):
 
 
 def test_devices_share_the_completions_of_a_step(home, data):
-    """They are those of one device, because random numbers depend on the completion, not on the device."""
+    """One device samples the same, because random numbers depend on the completion, not on the device."""
     options = OPTIONS | data | {"train.max_steps": 1, "export.at_end": False}
     call(*recipe_command(home, "qwen_grpo.py", "one", **options))
     options |= {"train.micro_batch_size": 2, "mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}

@@ -18,7 +18,7 @@ COVERS = (
     "jaxtune/run/step.py",
 )
 STEPS, LAST, SEEDS = 200, 50, 3
-# Of the loss in bfloat16, at most.
+# Upper limits of the loss, relative to bfloat16.
 WORSE = {"fp8_hybrid": 1.01, "nvfp4": 1.04}
 
 

@@ -26,7 +26,7 @@ COMMANDS = {path.stem for path in (ROOT / "jaxtune").glob("*.py")} - NO_COMMANDS
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DEPENDENCIES = [Requirement(text) for text in PROJECT["dependencies"]]
-# New minor versions of these packages have broken programs; for transformers only major ones.
+# Packages whose new minor versions have broken programs; for transformers only major ones have.
 BREAK = ("jax", "flax", "optax", "orbax-checkpoint", "grain", "transformers")
 
 
@@ -112,7 +112,7 @@ def test_a_dependency_is_bounded_where_it_breaks_and_the_tests_run_within_its_bo
 
 
 def test_what_is_off_by_default_is_an_extra_and_imported_where_it_is_used():
-    """wandb alone brings 20 packages."""
+    """For example, wandb brings 20 packages."""
     optional = {"wandb", "aim", "tensorboardX", "lm_eval", "pynvml", "ray", "s3fs", "gcsfs"}
     assert not optional & {requirement.name for requirement in DEPENDENCIES}
     importing = {str(file.relative_to(ROOT)): imports(file) for file in files("jaxtune")}

@@ -78,7 +78,7 @@ class _SomeDevices:
 def test_a_process_reads_only_the_rows_its_devices_hold():
     every, first, second = slice(None), slice(0, 2), slice(2, 4)
     shape = (2, 4, SEQ_LEN)
-    # rows over two devices, one of which is on this host
+    # rows over two devices, only one on this host
     assert needed_rows(_SomeDevices((every, second, every)), shape) == [(0, 2), (0, 3), (1, 2), (1, 3)]
     # positions over two devices, both on this host: the same rows once
     sequence = _SomeDevices((every, first, slice(0, 4)), (every, first, slice(4, 8)))

@@ -18,7 +18,7 @@ def test_a_run_that_learns_is_not_disturbed():
 
 
 def test_a_frozen_run_is_noticed():
-    """Saturated logits: the loss is that of a uniform guess, and its gradient is 0."""
+    """Saturated logits: the loss equals a uniform guess's, and its gradient is 0."""
     lines = said([(5.55, 0.0, 1e-3)] * 20)
     assert len(lines) == 2 and "gradient is 0 in 5 steps" in lines[0] and "loss is 5.55 to the last digit" in lines[1]
 

@@ -214,7 +214,7 @@ def test_rare_gradients_move_a_parameter_no_further_than_in_adamw(one_device):
 
 
 def declared(shape, axes, layers) -> Parameter:
-    """Return a trained matrix, or a stack of these layers."""
+    """Return a trained matrix, or a stack of `layers`."""
     places, lead = tuple(Place(f"{layer}.up_proj.weight") for layer in layers or (0,)), (len(layers),) if layers else ()
     init = jax.nn.initializers.zeros
     return Parameter(shape, axes, init, "linear", "mlp.up.weight", layers, lead, places, Treatment())

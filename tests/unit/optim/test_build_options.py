@@ -1,4 +1,4 @@
-"""Effects of `optim` options apart from the update rule: the dtype of the state, and separate rates."""
+"""Effects of `optim` options outside the update rule: the dtype of the state, and separate rates."""
 
 import dataclasses
 

@@ -188,7 +188,7 @@ def test_a_weight_that_is_not_finite_is_not_hidden(numbers, bad):
 
 @pytest.mark.parametrize("numbers", [FP8, NVFP4_ALL], ids=["fp8", "nvfp4"])
 def test_stacked_leaves_in_a_rematerialised_scan_and_micro_batches(numbers):
-    """Sums over micro-batches with a scan over layers equal those of a loop over the layers."""
+    """A scan over layers, summed over micro-batches, equals a loop over the layers."""
     layers, micro = 2, 2
     rng = np.random.default_rng(0)
     weights = jnp.asarray(rng.normal(size=(layers, INNER, INNER)) / 8, jnp.float32)

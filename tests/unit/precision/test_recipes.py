@@ -1,4 +1,4 @@
-"""Effects of `precision` options apart from the products: delayed scales, excluded layers, sums."""
+"""Effects of `precision` options outside the products: delayed scales, excluded layers, sums."""
 
 import dataclasses
 import re

@@ -36,7 +36,7 @@ def ask(server, prompts, **changed):
 
 @pytest.fixture
 def adapter(tmp_path):
-    """Return a function that writes a folder with an adapter of these weights."""
+    """Return a function that writes an adapter's folder with the given weights."""
 
     def write(weights: bytes, name: str = "adapter"):
         folder = tmp_path / name

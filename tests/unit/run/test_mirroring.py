@@ -1,4 +1,4 @@
-"""What a run fetches from its mirror before it begins, by ckpt.resume."""
+"""A run fetches checkpoints from its mirror before it begins, by ckpt.resume."""
 
 import dataclasses
 import logging

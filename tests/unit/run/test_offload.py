@@ -1,4 +1,4 @@
-"""Training with state offloaded to the host: the same bits, and at most one layer of it on the device."""
+"""Training with state offloaded to the host: the same bits, and the state of at most one layer on the device."""
 
 import dataclasses
 from functools import partial

@@ -110,7 +110,7 @@ def scans_over_layers(remat, mesh):
 
 
 def equations(jaxpr):
-    """Yield every equation, including those of inner programs."""
+    """Yield every equation, also from inner programs."""
     for equation in jaxpr.eqns:
         yield equation
         for inner in jaxprs_in_params(equation.params):
