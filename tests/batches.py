@@ -49,9 +49,9 @@ def logits_of(model, parameters, batch, dtype=jnp.float32) -> jax.Array:
         decoder, call = bind(model.graph, parameters), Call(dtype)
         hidden, _ = hidden_states(decoder, batch, call)
         head = jax.reshard(decoder.head_weight.astype(dtype), jax.P())
-        found = jnp.einsum("bsd,vd->bsv", hidden, head, out_sharding=by_token())[..., : model.spec.vocabulary]
+        logits = jnp.einsum("bsd,vd->bsv", hidden, head, out_sharding=by_token())[..., : model.spec.vocabulary]
         cap = model.spec.logit_cap
-        return found if cap is None else cap * jnp.tanh(found / cap)
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def logits(model, parameters, batch, dtype=jnp.float32) -> np.ndarray:

@@ -45,11 +45,11 @@ def _main(page: str, expression: str, width: str, script: str | None = None) -> 
     except ImportError as error:  # a system library is missing
         print(error, file=sys.stderr)
         sys.exit(77)
-    said: list[str] = []
+    messages: list[str] = []
 
     class Page(QWebEnginePage):
         def javaScriptConsoleMessage(self, level, message, line, source):
-            said.append(message)
+            messages.append(message)
 
     app = QApplication([""])
     view = QWebEngineView()
@@ -61,7 +61,7 @@ def _main(page: str, expression: str, width: str, script: str | None = None) -> 
         if value == WAITING:
             QTimer.singleShot(50, look)
             return
-        print(json.dumps([json.loads(value) if value else None, said]), flush=True)
+        print(json.dumps([json.loads(value) if value else None, messages]), flush=True)
         app.quit()
 
     def look() -> None:
@@ -70,8 +70,8 @@ def _main(page: str, expression: str, width: str, script: str | None = None) -> 
     def ask() -> None:
         if script is not None:
             view.page().runJavaScript(Path(script).read_text(encoding="utf-8"))
-        asked = f"Promise.resolve({expression}).then(JSON.stringify).catch(error => JSON.stringify(String(error)))"
-        view.page().runJavaScript(f"window.outcome = '{WAITING}'; {asked}.then(text => (window.outcome = text))")
+        text = f"Promise.resolve({expression}).then(JSON.stringify).catch(error => JSON.stringify(String(error)))"
+        view.page().runJavaScript(f"window.outcome = '{WAITING}'; {text}.then(text => (window.outcome = text))")
         look()
 
     # The page needs its size first.

@@ -142,6 +142,6 @@ def check_readme(cells: str, memory: aot.Memory) -> None:
     peak = memory.peak / 1e9
     row = f"{cells} {memory.arguments / 1e9:.1f} | {peak:.1f} |"
     print(row)
-    found = re.search(re.escape(cells) + r" ([\d.]+) \| ([\d.]+) \|", README.read_text())
-    assert found, f"the README has no row {row}"
-    assert abs(float(found[2]) - peak) <= 0.05 * peak, (found[0], row)
+    match = re.search(re.escape(cells) + r" ([\d.]+) \| ([\d.]+) \|", README.read_text())
+    assert match, f"the README has no row {row}"
+    assert abs(float(match[2]) - peak) <= 0.05 * peak, (match[0], row)

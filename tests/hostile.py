@@ -63,13 +63,13 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 @st.composite
 def values(draw, good: Any, changes: int = 3) -> Any:
     """Draw a JSON value with some parts replaced, removed, added, or exchanged."""
-    found = copy.deepcopy(good)
+    mutated = copy.deepcopy(good)
     for _ in range(draw(st.integers(1, changes))):
-        places = list(_places(found))
+        places = list(_places(mutated))
         if not places:
             return copy.deepcopy(draw(VALUES))
         *path, last = draw(st.sampled_from(places))
-        holder = found
+        holder = mutated
         for key in path:
             holder = holder[key]
         match draw(st.sampled_from(("replace", "replace", "remove", "add", "exchange"))):
@@ -82,30 +82,30 @@ def values(draw, good: Any, changes: int = 3) -> Any:
             case "add":
                 holder.insert(last, copy.deepcopy(draw(VALUES)))
             case "exchange":
-                other = found
+                value = mutated
                 for key in draw(st.sampled_from(places)):
                     with contextlib.suppress(LookupError, TypeError):  # the paths are older than the change
-                        other = other[key]
-                holder[last] = copy.deepcopy(other)
-    return found
+                        value = value[key]
+                holder[last] = copy.deepcopy(value)
+    return mutated
 
 
 @st.composite
 def damaged(draw, good: bytes) -> bytes:
     """Draw bytes with some changed, cut off, repeated or added."""
-    found = bytearray(good)
+    content = bytearray(good)
     for _ in range(draw(st.integers(1, 4))):
-        first, last = sorted(draw(st.tuples(*[st.integers(0, len(found))] * 2)))
+        first, last = sorted(draw(st.tuples(*[st.integers(0, len(content))] * 2)))
         match draw(st.sampled_from(("flip", "flip", "cut", "repeat", "insert"))):
-            case "flip" if found:
-                found[min(first, len(found) - 1)] ^= 1 << draw(st.integers(0, 7))
+            case "flip" if content:
+                content[min(first, len(content) - 1)] ^= 1 << draw(st.integers(0, 7))
             case "cut":
-                del found[first:last]
+                del content[first:last]
             case "repeat":
-                found[first:first] = found[first : min(last, first + 1000)]
+                content[first:first] = content[first : min(last, first + 1000)]
             case "insert":
-                found[first:first] = draw(st.binary(max_size=16) | st.sampled_from([t.encode() for t in CODE]))
-    return bytes(found)
+                content[first:first] = draw(st.binary(max_size=16) | st.sampled_from([t.encode() for t in CODE]))
+    return bytes(content)
 
 
 def json_files(good: Any) -> st.SearchStrategy[bytes]:

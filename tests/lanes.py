@@ -61,9 +61,9 @@ def main(arguments: list[str]) -> int:
         print(f"lane {name} is over its budget; the ten slowest are above. Make them quicker, or move them to nightly")
         return 1
     if code == 0 and chosen and not options:
-        found = passed()
-        found[record] = found.get(record, {}) | {file.name: digest(file) for file in chosen}
-        PASSED.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+        records = passed()
+        records[record] = records.get(record, {}) | {file.name: digest(file) for file in chosen}
+        PASSED.write_text(json.dumps(records, indent=1, sort_keys=True) + "\n")
     return code
 
 
@@ -114,10 +114,10 @@ def covers(test: Path) -> tuple[str, ...]:
 def digest(test: Path) -> str:
     """Hash a test file and the files it covers: those that git tracks, with their current content."""
     listed = subprocess.check_output(["git", "ls-files", "--", *covers(test), str(test)], cwd=ROOT, text=True)
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for name in sorted(listed.splitlines()):
-        found.update(name.encode() + b"\0" + content(ROOT / name))
-    return found.hexdigest()[:16]
+        sha256.update(name.encode() + b"\0" + content(ROOT / name))
+    return sha256.hexdigest()[:16]
 
 
 @cache

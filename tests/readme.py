@@ -42,8 +42,8 @@ def empty_folder(made: pytest.TempPathFactory) -> Iterator[Path]:
         patch.chdir(folder)
         patch.setenv("PYTHONPATH", str(wheel))
         patch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")  # the README calls `python`
-        found = subprocess.check_output([sys.executable, "-c", "import jaxtune; print(jaxtune.__file__)"], text=True)
-        assert Path(found.strip()).is_relative_to(wheel)
+        imported = subprocess.check_output([sys.executable, "-c", "import jaxtune; print(jaxtune.__file__)"], text=True)
+        assert Path(imported.strip()).is_relative_to(wheel)
         yield folder
 
 

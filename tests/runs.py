@@ -62,9 +62,9 @@ def answers(path: Path, count: int = 60, paired: bool = True) -> Path:
     words = {"chosen": ["red", "green", "blue"], "rejected": ["one", "two", "three", "four"]}
     with path.open("w") as file:
         for i in range(count):
-            both = {side: " ".join(rng.choices(known, k=rng.randint(1, 4))) for side, known in words.items()}
+            pair = {side: " ".join(rng.choices(known, k=rng.randint(1, 4))) for side, known in words.items()}
             side = ("chosen", "rejected")[i % 2]
-            answer = both if paired else {"completion": both[side], "label": side == "chosen"}
+            answer = pair if paired else {"completion": pair[side], "label": side == "chosen"}
             file.write(json.dumps({"prompt": f"say {i}"} | answer) + "\n")
     return path
 

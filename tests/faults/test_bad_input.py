@@ -105,11 +105,11 @@ def test_a_bad_line_is_named_or_skipped_and_counted(tokenizer, tmp_path, good, b
     with pytest.raises(UserError, match=rf"(?s){file}:3: .*{message}") as raised:
         tokenize(entries, tokenizer, tmp_path / "cache")
     assert len(str(raised.value)) < 500
-    found = tokenize(entries, tokenizer, tmp_path / "cache", "skip")
-    assert len(found) == 3 and found.skipped == 1
-    assert "1 samples skipped" in found.losses[0] and f"{file}:3" in found.losses[0]
+    documents = tokenize(entries, tokenizer, tmp_path / "cache", "skip")
+    assert len(documents) == 3 and documents.skipped == 1
+    assert "1 samples skipped" in documents.losses[0] and f"{file}:3" in documents.losses[0]
     again = tokenize(entries, tokenizer, tmp_path / "cache", "skip")  # from the cache
-    assert again.skipped == 1 and again.losses == found.losses
+    assert again.skipped == 1 and again.losses == documents.losses
 
 
 LABELS = {
@@ -164,8 +164,8 @@ def test_a_sample_without_its_label_or_text_is_named(tokenizer, tmp_path):
 def test_the_first_of_the_skipped_samples_are_listed(tokenizer, tmp_path):
     file = tmp_path / "data.jsonl"
     file.write_bytes(b"\n".join([GOOD_TEXT, *[b"{"] * 7]))
-    found = tokenize((Dataset(path=str(file)),), tokenizer, tmp_path / "cache", "skip")
-    first, *listed, last = found.losses[0].splitlines()
+    documents = tokenize((Dataset(path=str(file)),), tokenizer, tmp_path / "cache", "skip")
+    first, *listed, last = documents.losses[0].splitlines()
     assert first == "7 samples skipped:" and last == "  ..."
     assert [line.strip().partition(" ")[0] for line in listed] == [f"{file}:{number}:" for number in range(2, 7)]
 
@@ -327,8 +327,8 @@ def test_json_lines_that_are_named_text_are_hinted_at(tokenizer, tmp_path, caplo
     (tmp_path / "a.txt").write_bytes(GOOD_TEXT + b"\n" + GOOD_TEXT + b"\n")
     for ds_type, documents, hints in ((None, 1, 1), ("text", 1, 0), ("json", 2, 0)):
         caplog.clear()
-        found = tokenize((Dataset(path=str(tmp_path / "a.txt"), ds_type=ds_type),), tokenizer, tmp_path / "cache")
-        assert len(found) == documents and caplog.text.count("holds JSON lines; ds_type='json' reads them") == hints
+        read = tokenize((Dataset(path=str(tmp_path / "a.txt"), ds_type=ds_type),), tokenizer, tmp_path / "cache")
+        assert len(read) == documents and caplog.text.count("holds JSON lines; ds_type='json' reads them") == hints
 
 
 def test_a_folder_without_a_file_to_read_says_what_it_holds(tokenizer, tmp_path):
@@ -354,8 +354,8 @@ def test_a_bad_file_among_good_ones_is_skipped_and_counted(tokenizer, tmp_path):
     (folder / "b.py").write_bytes(b"caf\xe9")
     with pytest.raises(UserError, match=r"b\.py: not UTF-8"):
         tokenize((Dataset(path=str(folder)),), tokenizer, tmp_path / "cache")
-    found = tokenize((Dataset(path=str(folder)),), tokenizer, tmp_path / "cache", "skip")
-    assert len(found) == 2 and found.skipped == 1
+    documents = tokenize((Dataset(path=str(folder)),), tokenizer, tmp_path / "cache", "skip")
+    assert len(documents) == 2 and documents.skipped == 1
 
 
 def test_bad_rows_of_a_table_are_named_by_row(tokenizer, tmp_path):

@@ -127,9 +127,9 @@ def owners(document: Rendered, messages: list[Message]) -> list[str]:
             end = next(spans)[1]
         else:
             content = message["content"] if message["content"] in document.text else json.dumps(message["content"])
-            found = re.compile(re.escape(content) + ENDS).search(document.text, len(roles))
-            assert found is not None
-            end = found.end()
+            match = re.compile(re.escape(content) + ENDS).search(document.text, len(roles))
+            assert match is not None
+            end = match.end()
         roles += [message["role"]] * (end - len(roles))
     return roles + [messages[-1]["role"]] * (len(document.text) - len(roles))
 

@@ -58,8 +58,8 @@ def test_every_row_of_a_table_leads_somewhere(dialect):
         ways = [bool(row.key or row.values), row.convert, row.entries, row.reason, row.later]
         assert sum(map(bool, ways)) == 1, name
         several = [key for value in row.values.values() if isinstance(value, dict) for key in value]
-        own = [f"{prefix}{key}" for key in row.keys if key]
-        assert {*own, *several} <= set(keys.options()), name
+        keys_here = [f"{prefix}{key}" for key in row.keys if key]
+        assert {*keys_here, *several} <= set(keys.options()), name
 
 
 @pytest.mark.parametrize("dialect", foreign.DIALECTS)
@@ -67,9 +67,9 @@ def test_any_value_of_an_option_is_translated_or_answered(dialect):
     """No traceback, whatever the value: a word, a list, a section, a number, a switch or nothing."""
     for name, _, prefix in rows(foreign.table(dialect)):
         for value in ("x", [1], ["a"], {"a": 1}, True, -5, 1.5, 0, None, [], {}):
-            said = {name: value}
+            options = {name: value}
             if prefix:
                 of = next(outer for outer, one in foreign.table(dialect).items() if name in one.of)
-                said = {of: [{"path": "a", "type": "instruction", name: value}]}
-            translation = foreign.translate(Written(said, {}), dialect)
+                options = {of: [{"path": "a", "type": "instruction", name: value}]}
+            translation = foreign.translate(Written(options, {}), dialect)
             assert any(line.option.endswith(name) for line in translation.lines), (name, value)

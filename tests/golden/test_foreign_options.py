@@ -706,10 +706,10 @@ ALONE = [
 
 def promised(row: Option, key: str) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yield values of an option, and the translation of each."""
-    for text, here in row.values.items():
+    for text, ours in row.values.items():
         value = {"true": True, "false": False}.get(str(text).lower(), text)
         value = int(value) if str(value).lstrip("-").isdigit() else value
-        yield value, dict(here) if isinstance(here, Mapping) else {} if here is None else dict.fromkeys(row.keys, here)
+        yield value, dict(ours) if isinstance(ours, Mapping) else {} if ours is None else dict.fromkeys(row.keys, ours)
     if key and (row.others or not row.values):
         value = another(key, row.default)
         yield value, dict.fromkeys(row.keys, tuple(value) if isinstance(value, list) else value)
@@ -742,16 +742,16 @@ def another(key: str, default: Any) -> Any:
 
 
 def value_of(config: Config, key: str) -> Any:
-    found: Any = config
+    value: Any = config
     for part in re.sub(r"\[(\d)\]", r".\1", key.replace("[i]", "[0]")).split("."):
-        found = found[int(part)] if part.isdigit() else getattr(found, part)
-    return found
+        value = value[int(part)] if part.isdigit() else getattr(value, part)
+    return value
 
 
-def becomes(dialect: str, said: Mapping[str, Any], expected: Mapping[str, Any], folder: pathlib.Path) -> None:
+def becomes(dialect: str, source: Mapping[str, Any], expected: Mapping[str, Any], folder: pathlib.Path) -> None:
     file = folder / "its.yaml"
-    file.write_text(json.dumps(said))
-    overrides = [override for option in said for override in TYPED.get(option, ())]
+    file.write_text(json.dumps(source))
+    overrides = [override for option in source for override in TYPED.get(option, ())]
     config = read_recipe(str(file), dialect=dialect).resolve(overrides)
     assert {key: value_of(config, key) for key in expected} == expected
 
@@ -761,18 +761,20 @@ def test_an_option_becomes_what_its_row_promises(dialect, entries, name, row, tm
     of = foreign.table(dialect)[entries].entries if entries else ""
     key = f"{of}[i].{row.keys[0]}" if of else row.keys[0]
     for value, settings in promised(row, key):
-        said: dict[str, Any] = dict(LEAST[dialect])
-        for other, more in BESIDE[dialect].items():
-            if name.startswith(other) or key.startswith(other):
-                said |= more
+        source: dict[str, Any] = dict(LEAST[dialect])
+        for prefix, more in BESIDE[dialect].items():
+            if name.startswith(prefix) or key.startswith(prefix):
+                source |= more
         if entries:
             instead = INSTEAD.get((dialect, entries))
-            first = said.pop(instead) if instead else next(value for value in said.values() if isinstance(value, list))
+            first = (
+                source.pop(instead) if instead else next(value for value in source.values() if isinstance(value, list))
+            )
             first = first[0] if isinstance(first, list) and not instead else {"path": "a/b"}
-            said[entries] = [{**first, **IN_ENTRY.get(name, {}), name: value}]
+            source[entries] = [{**first, **IN_ENTRY.get(name, {}), name: value}]
         else:
-            said[name] = value
-        becomes(dialect, said, {f"{of}[0].{key}" if of else key: here for key, here in settings.items()}, tmp_path)
+            source[name] = value
+        becomes(dialect, source, {f"{of}[0].{key}" if of else key: here for key, here in settings.items()}, tmp_path)
 
 
 def read_together(dialect: str) -> set[str]:
@@ -788,8 +790,8 @@ def test_each_option_that_is_read_with_others_is_here(dialect):
     ("dialect", "option"), [(dialect, option) for dialect in TOGETHER for option in TOGETHER[dialect]]
 )
 def test_options_that_are_read_together_become_this(dialect, option, tmp_path):
-    said, expected = TOGETHER[dialect][option]
-    becomes(dialect, {**LEAST[dialect], **said}, expected, tmp_path)
+    source, expected = TOGETHER[dialect][option]
+    becomes(dialect, {**LEAST[dialect], **source}, expected, tmp_path)
 
 
 @pytest.mark.parametrize("dialect", foreign.DIALECTS)
@@ -798,10 +800,10 @@ def test_an_option_without_a_meaning_here_is_answered_by_its_reason(dialect):
         if not row.reason:
             continue
         for value in (row.sample, True, "x"):
-            said = {**LEAST[dialect], name: value}
+            source = {**LEAST[dialect], name: value}
             if entries:
-                said = {**LEAST[dialect], entries: [{"path": "a", "type": "text", name: value}]}
-            lines = {line.option: line for line in foreign.translate(Written(said, {}), dialect).lines}
+                source = {**LEAST[dialect], entries: [{"path": "a", "type": "text", name: value}]}
+            lines = {line.option: line for line in foreign.translate(Written(source, {}), dialect).lines}
             line = lines[f"{entries}[0].{name}" if entries else name]
             fits = value is row.sample or not line.wrong
             assert (line.text == row.reason and not line.settings) if fits else "expected a value" in line.text, name

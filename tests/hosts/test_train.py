@@ -26,9 +26,9 @@ def wait_for(file: Path, text: str, process: subprocess.Popen) -> None:
 
 def workers(launcher: subprocess.Popen) -> list[int]:
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text()
-    both = [int(child) for child in children.split()]
-    assert len(both) == 2
-    return both
+    processes = [int(child) for child in children.split()]
+    assert len(processes) == 2
+    return processes
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +50,11 @@ def training(home: Path, name: str, rows: int, *options: str) -> list[str]:
 
 
 def losses_are_those_of_one(home: Path, name: str) -> None:
-    expected, found = (
+    expected, losses = (
         {row["step"]: row["loss"] for row in metrics(home / "runs" / run) if "loss" in row} for run in ("one", name)
     )
-    assert found.keys() == expected.keys()
-    difference = {step: abs(loss / expected[step] - 1) for step, loss in found.items()}
+    assert losses.keys() == expected.keys()
+    difference = {step: abs(loss / expected[step] - 1) for step, loss in losses.items()}
     assert max(difference[step] for step in range(1, 21)) <= 1e-6, difference
     assert max(difference.values()) <= 1e-4, difference
 
@@ -133,11 +133,11 @@ def test_two_processes_score_a_teacher_as_one(home, tmp_path):
     launch = [*LAUNCH, "--processes=2", "--devices-per-process=2", "--log-dir", tmp_path / "logs", "--"]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     subprocess.run([*launch, sys.executable, "-m", *together], env=environment, check=True, timeout=300)
-    expected, found = (
+    expected, losses = (
         [row["loss"] for row in metrics(home / "runs" / name) if "loss" in row] for name in ("student", "students")
     )
     # Untrained models: 0.004 nats between distributions whose log-probabilities, about 5.6, are rounded.
-    assert len(found) == 3 and max(abs(a - b) for a, b in zip(expected, found)) <= 2e-7
+    assert len(losses) == 3 and max(abs(a - b) for a, b in zip(expected, losses)) <= 2e-7
     one, two = (np.load(next((tmp_path / name).glob("teacher-*.npy"))) for name in ("one", "two"))
     assert not [*(tmp_path / "two").glob("*.tmp")]
     np.testing.assert_allclose(one["teacher_log_probs"], two["teacher_log_probs"], atol=1e-4)

@@ -27,8 +27,8 @@ def journey(home: Path, recipe: str, **options) -> Path:
     process.communicate()
     assert "resumed from step" in run(*command)
     assert losses(folder) == losses(home / "runs" / f"{stem}-whole")
-    found = [row["loss"] for row in metrics(folder) if "loss" in row]
-    assert len(found) == STEPS and found[-1] < found[0]
+    trained = [row["loss"] for row in metrics(folder) if "loss" in row]
+    assert len(trained) == STEPS and trained[-1] < trained[0]
     evaluates_to_its_last_loss(command, folder)
     return folder
 
@@ -43,8 +43,8 @@ def row(home: Path, recipe: str, name: str, **options) -> tuple[Path, str]:
     shutil.rmtree(folder / "export")
     assert f"resumed from step {SAVED}" in call(*command)
     assert losses(folder) == whole
-    found = [row["loss"] for row in metrics(folder) if "loss" in row]
-    assert len(found) == STEPS and found[-1] < found[0]
+    trained = [row["loss"] for row in metrics(folder) if "loss" in row]
+    assert len(trained) == STEPS and trained[-1] < trained[0]
     evaluates_to_its_last_loss(command, folder)
     return folder, output
 

@@ -39,9 +39,9 @@ def steps(folder: Path) -> list[int]:
 def test_named_sets_have_a_loss_each(home):
     options = {"eval.micro_batch_size": 2, "eval.steps": 4, "eval.packing": False}
     folder, _ = train(home, "apart", "named", **options)
-    found = evaluations(folder)
-    assert sorted(found) == [4, 8]
-    row = found[8]
+    evaluated = evaluations(folder)
+    assert sorted(evaluated) == [4, 8]
+    row = evaluated[8]
     for metric in ("loss", "perplexity", "token_accuracy"):
         assert {f"eval_{metric}", f"eval_one_{metric}", f"eval_other_{metric}"} <= row.keys()
     low, high = sorted((row["eval_one_loss"], row["eval_other_loss"]))
@@ -66,16 +66,16 @@ def test_the_best_is_kept_and_exported_and_the_run_ends(home):
     options = {"optim.learning_rate": 0.5, "train.max_steps": 20, "eval.steps": 1, "optim.warmup_steps": 0}
     options |= {"ckpt.keep_best": True, "ckpt.keep_last": 1, "eval.patience": 2, "export.best": True}
     folder, output = train(home, "best", **options)
-    found = evaluations(folder)
-    best = min(found, key=lambda step: found[step]["eval_loss"])
-    last = max(found)
+    evaluated = evaluations(folder)
+    best = min(evaluated, key=lambda step: evaluated[step]["eval_loss"])
+    last = max(evaluated)
     assert last == best + 2 < 20 and f"ended at step {last} of 20: 2 evaluations" in output
     assert steps(folder) == [best, last]
     assert f"is best at step {best}" in output
     whole = losses(folder)
     assert "this run is finished" in train(home, "best", **options)[1] and losses(folder) == whole
     printed = call("jaxtune.evaluate", f"--config={home / 'tiny.py'}", f"--model={folder / 'export'}")
-    assert abs(float(re.findall(r"eval_loss (\S+)", printed)[0]) - found[best]["eval_loss"]) < 1e-4
+    assert abs(float(re.findall(r"eval_loss (\S+)", printed)[0]) - evaluated[best]["eval_loss"]) < 1e-4
 
 
 def test_a_metric_that_no_evaluation_has_is_refused_before_the_run_begins(home):

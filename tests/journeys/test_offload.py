@@ -42,8 +42,8 @@ def test_adapters_on_a_base_that_waits_are_the_same_and_merge(home):
     call(*recipe_command(home, "qwen_qlora_nf4.py", "waits", **options, **QLORA))
     same(found(home, "waits", adapter), found(home, "base", adapter))
     run = home / "runs" / "waits"
-    asked = ("--prompt=say", "--max_new_tokens=4", "--temperature=0")
-    assert call("jaxtune.generate", f"--model={run}", *asked)
+    flags = ("--prompt=say", "--max_new_tokens=4", "--temperature=0")
+    assert call("jaxtune.generate", f"--model={run}", *flags)
     for name in ("waits", "base"):
         call("jaxtune.export", f"--run={home / 'runs' / name}", f"--output={home / name}-merged", "--merge")
     merged, expected = (load_file(home / f"{name}-merged" / "model.safetensors") for name in ("waits", "base"))

@@ -14,8 +14,8 @@ WHOLE = {"lora.enabled": False, "model.dtype": "float32", "precision.recipe": "f
 def data(home):
     """Return {form: options}: pairs, and single answers labelled as wanted or not."""
     files = {form: answers(home / f"{form}.jsonl", paired=form == "pairs") for form in ("pairs", "answers")}
-    own = {"data.datasets[0].type": "auto", "data.seq_len": 128}
-    return {form: {"data.datasets[0].path": file, **own} for form, file in files.items()}
+    options = {"data.datasets[0].type": "auto", "data.seq_len": 128}
+    return {form: {"data.datasets[0].path": file, **options} for form, file in files.items()}
 
 
 def test_adapters_learn_which_answer_is_better(home, data):
@@ -82,10 +82,10 @@ def test_a_reference_may_be_computed_once(home, data):
     options = {**WHOLE, **data["pairs"], "preference.precompute_reference": True}
     folder, output = row(home, "qwen_dpo.py", "dpo-precomputed", **options)
     assert output.count("scoring") == 2  # training and validation documents
-    expected, found = (
+    expected, losses = (
         [row["loss"] for row in metrics(home / "runs" / name) if "loss" in row] for name in ("dpo-whole", folder.name)
     )
-    assert max(abs(a / b - 1) for a, b in zip(expected, found)) <= 1e-5
+    assert max(abs(a / b - 1) for a, b in zip(expected, losses)) <= 1e-5
     assert "scoring" not in call("jaxtune.evaluate", f"--run={folder}")
     alone = ("jaxtune.evaluate", f"--config={folder / 'config.json'}", f"--model={folder / 'export'}")
     assert "compares with a reference: give --run" in call(*alone, code=2)

@@ -29,10 +29,10 @@ def leads_to_an_adapter_and_a_merged_model(home: Path, folder: Path, format: str
     """Checkpoints hold no base; a run evaluates in its own format only, generates, merges onto a dequantized base."""
     checkpoint = sum(file.stat().st_size for file in (folder / "checkpoints" / "8").rglob("*") if file.is_file())
     assert checkpoint < 0.5 * (home / "model" / "model.safetensors").stat().st_size  # adapters, no base
-    other = "int8" if format != "int8" else "nf4"
-    command = recipe_command(home, f"qwen_qlora_{other}.py", "other", **RANK)
+    other_format = "int8" if format != "int8" else "nf4"
+    command = recipe_command(home, f"qwen_qlora_{other_format}.py", "other", **RANK)
     refused = call("jaxtune.evaluate", f"--run={folder}", *command[1:], code=2)
-    assert f"quant.format: '{format}' then, '{other}' now" in refused
+    assert f"quant.format: '{format}' then, '{other_format}' now" in refused
     # Devices that would split a block are left out.
     call("jaxtune.export", f"--run={folder}", f"--output={home / format}-four", "--merge", devices=4)
     call("jaxtune.generate", f"--model={folder}", "--prompt=say 3", "--chat", "--max_new_tokens=4")

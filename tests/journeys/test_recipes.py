@@ -65,9 +65,9 @@ def test_a_decoder_inside_a_model_that_sees_trains_resumes_exactly_exports_and_l
     call("jaxtune.export", f"--run={folder}", f"--output={exported}", "--merge")
     loads_in_transformers(exported, model, folder / "export", within=1e-4)
     before, after = (load_file(folder / "model.safetensors") for folder in (model, exported))
-    others = [name for name in before if "vision" in name]
-    assert others and before.keys() == after.keys()
-    assert all(np.array_equal(before[name], after[name]) for name in others)
+    vision = [name for name in before if "vision" in name]
+    assert vision and before.keys() == after.keys()
+    assert all(np.array_equal(before[name], after[name]) for name in vision)
 
 
 def test_the_average_of_weights_is_evaluated_and_exported(home):
@@ -92,12 +92,12 @@ def test_a_classifier_trains_resumes_exactly_is_evaluated_and_exported(home):
     folder, _ = row(home, "qwen_lora.py", "classifier", **ADAPTER, **options)
     rows = metrics(folder)
     assert all(row["documents"] > 0 and 0 <= row["accuracy"] <= 1 for row in rows if "loss" in row)
-    said = call("jaxtune.evaluate", f"--run={folder}")
-    assert f"eval_accuracy {rows[-1]['eval_accuracy']:.6f}" in said and "perplexity" not in said
+    output = call("jaxtune.evaluate", f"--run={folder}")
+    assert f"eval_accuracy {rows[-1]['eval_accuracy']:.6f}" in output and "perplexity" not in output
     exported = home / "classifier-exported"
     call("jaxtune.export", f"--run={folder}", f"--output={exported}", "--merge")
-    said = call("jaxtune.evaluate", f"--config={folder / 'config.json'}", f"--model={exported}")
-    assert f"eval_accuracy {rows[-1]['eval_accuracy']:.6f}" in said
+    output = call("jaxtune.evaluate", f"--config={folder / 'config.json'}", f"--model={exported}")
+    assert f"eval_accuracy {rows[-1]['eval_accuracy']:.6f}" in output
     for model in (folder, exported, folder / "export"):
         assert "is a classifier" in call("jaxtune.generate", f"--model={model}", "--prompt=a", code=2)
     transformers = pytest.importorskip("transformers")

@@ -56,24 +56,24 @@ def test_on_another_machine_a_run_goes_on_from_its_mirror(uninterrupted):
     folder, path, expected = uninterrupted
     (mirror := folder / "mirror").mkdir()
     command = ("jaxtune.train", f"--config={path}", "--config.train.run_name=moved")
-    there, here = ("--config.ckpt.mirror=file://" + str(mirror),), folder / "runs" / "moved"
-    assert f"mirror:   file://{mirror}/moved" in call(*command, *there)
+    flags, run_folder = ("--config.ckpt.mirror=file://" + str(mirror),), folder / "runs" / "moved"
+    assert f"mirror:   file://{mirror}/moved" in call(*command, *flags)
     assert {step.name for step in (mirror / "moved" / "checkpoints").iterdir()} == {"20", "24"}
-    refused = call(*command, *there, "--config.train.seed=5", "--config.train.output_dir=" + str(folder / "b"), code=2)
+    refused = call(*command, *flags, "--config.train.seed=5", "--config.train.output_dir=" + str(folder / "b"), code=2)
     assert "moved holds another run, with other values of train.seed" in refused
     (mirror / "moved" / "checkpoints" / "24" / "manifest.json").unlink()  # as if the machine failed during the copy
-    shutil.rmtree(here)
-    said = call(*command, *there)
-    assert f"fetching checkpoint 20 from file://{mirror}/moved" in said and "resumed from step 20" in said
-    assert losses(here) == expected
-    contents = {file.name: file.read_bytes() for file in (here / "export").iterdir() if file.name != "README.md"}
-    shutil.rmtree(here)
+    shutil.rmtree(run_folder)
+    output = call(*command, *flags)
+    assert f"fetching checkpoint 20 from file://{mirror}/moved" in output and "resumed from step 20" in output
+    assert losses(run_folder) == expected
+    contents = {file.name: file.read_bytes() for file in (run_folder / "export").iterdir() if file.name != "README.md"}
+    shutil.rmtree(run_folder)
     call("jaxtune.export", f"--run={mirror / 'moved'}", f"--output=file://{folder}/exported")
     exported = {file.name: file.read_bytes() for file in (folder / "exported").iterdir() if file.name != "README.md"}
     assert exported == {name: content for name, content in contents.items() if name != "loss.png"}
     refused = call("jaxtune.export", f"--run={mirror / 'moved'}", f"--output=file://{mirror}", code=2)
     assert f"--output=file://{mirror} holds other things (moved)" in refused
-    assert "holds a run and ckpt.resume is 'never'" in call(*command, *there, "--config.ckpt.resume=never", code=2)
+    assert "holds a run and ckpt.resume is 'never'" in call(*command, *flags, "--config.ckpt.resume=never", code=2)
     nowhere = "--config.ckpt.mirror=file:///proc/nowhere"
     assert "ckpt.mirror=file:///proc/nowhere/moved: nothing can be written there" in call(*command, nowhere, code=2)
 
@@ -176,12 +176,12 @@ def test_a_spike_takes_the_run_back_and_a_resumed_run_does_the_same(uninterrupte
     command = (f"--config={path}", "--config.train.run_name=spikes", "--config.train.max_bad_steps=24", *flags)
     output = call("jaxtune.train", *command)
     assert "is a spike, and changed nothing" in output and "back to the weights of step" in output
-    found = losses(folder / "runs" / "spikes")
+    spiky = losses(folder / "runs" / "spikes")
     spikes = [row["step"] for row in metrics(folder / "runs" / "spikes") if row.get("spike")]
-    assert 0 < len(spikes) < 20 and found != plain
+    assert 0 < len(spikes) < 20 and spiky != plain
     shutil.rmtree(folder / "runs" / "spikes" / "checkpoints" / "24")
     assert "resumed from step 20" in call("jaxtune.train", *command)
-    assert losses(folder / "runs" / "spikes") == found
+    assert losses(folder / "runs" / "spikes") == spiky
     more = ("--config.train.run_name=ended", "--config.train.max_bad_steps=1")
     refused = call("jaxtune.train", *command[:1], *more, *flags, code=2)
     assert "1 steps in a row were spikes (train.max_bad_steps)" in refused

@@ -55,11 +55,11 @@ def test_a_rewarded_pattern_is_learned(home, data):
     rewards = [row["reward"] for row in rows]
     assert rewards == [row["rewards/letters/mean"] for row in rows]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.4
-    found = [row for row in metrics(home / "runs" / "pattern") if "eval_reward" in row]
-    assert [row["step"] for row in found] == [0, 10, 20] and found[-1]["eval_reward"] > found[0]["eval_reward"] + 0.4
+    evals = [row for row in metrics(home / "runs" / "pattern") if "eval_reward" in row]
+    assert [row["step"] for row in evals] == [0, 10, 20] and evals[-1]["eval_reward"] > evals[0]["eval_reward"] + 0.4
     run = home / "runs" / "pattern"
-    said = call("jaxtune.evaluate", f"--run={run}", f"--config={run / 'config.json'}")
-    assert f"eval_reward {found[-1]['eval_reward']:.6f}" in said
+    output = call("jaxtune.evaluate", f"--run={run}", f"--config={run / 'config.json'}")
+    assert f"eval_reward {evals[-1]['eval_reward']:.6f}" in output
     lines = [json.loads(line) for line in (home / "runs" / "pattern" / "completions.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [step for step in range(1, 21) for _ in range(4)]
     assert lines[0]["prompt"].startswith("say") and lines[0]["reward"] <= 1
@@ -81,8 +81,8 @@ def test_a_run_goes_on_in_equal_bits(home, data, whole):
         "rollout.reward_weights": "('short=-0.5',)",
     }
     options |= {} if whole else {"lora.init": "pissa"}
-    both = data["rollout.rewards"].replace(",)", f", '{home / 'rewards.py'}:short')")
-    command = recipe_command(home, "qwen_grpo.py", name, **OPTIONS, **data | {"rollout.rewards": both}, **options)
+    pair = data["rollout.rewards"].replace(",)", f", '{home / 'rewards.py'}:short')")
+    command = recipe_command(home, "qwen_grpo.py", name, **OPTIONS, **data | {"rollout.rewards": pair}, **options)
     call(*command)
     rows = rows_of(home, name)
     assert rows[0]["kl"] >= 0 and rows[-1]["kl"] > 1e-4
@@ -132,8 +132,8 @@ def test_what_cannot_be_rewarded_is_refused(home, data):
 
 
 def test_prompts_are_shown_before_they_are_used(home, data):
-    said = call("jaxtune.prepare", *recipe_command(home, "qwen_grpo.py", "shown", **OPTIONS, **data)[1:])
-    assert "prompts: 30, " in said and r"prompt 0: <|im_start|>user\nsay 0<|im_end|>" in said
+    output = call("jaxtune.prepare", *recipe_command(home, "qwen_grpo.py", "shown", **OPTIONS, **data)[1:])
+    assert "prompts: 30, " in output and r"prompt 0: <|im_start|>user\nsay 0<|im_end|>" in output
 
 
 def test_a_server_makes_the_completions(home, data):
@@ -145,10 +145,10 @@ def test_a_server_makes_the_completions(home, data):
     with CompletionServer(script) as server:
         options = OPTIONS | data | {"rollout.server": server.url, "train.max_steps": 2}
         call(*recipe_command(home, "qwen_grpo.py", "served", **options))
-        asked = [body for path, body in server.requests if path.endswith("/completions")]
+        requests = [body for path, body in server.requests if path.endswith("/completions")]
         loaded = [body for path, body in server.requests if path.endswith("/load_lora_adapter")]
-    assert len(asked) == 32 and len({(tuple(body["prompt"][0]), body["seed"]) for body in asked}) == 32
-    assert [len({body["model"] for body in part}) for part in (asked[:16], asked[16:])] == [1, 1]
+    assert len(requests) == 32 and len({(tuple(body["prompt"][0]), body["seed"]) for body in requests}) == 32
+    assert [len({body["model"] for body in part}) for part in (requests[:16], requests[16:])] == [1, 1]
     assert len({body["lora_name"] for body in loaded}) == 2  # another adapter after a step
-    assert all(body["max_tokens"] == 12 and body["temperature"] == 1.0 for body in asked)
+    assert all(body["max_tokens"] == 12 and body["temperature"] == 1.0 for body in requests)
     assert [row["completions/mean_length"] for row in rows_of(home, "served")] == [4, 4]

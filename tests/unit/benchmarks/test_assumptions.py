@@ -106,13 +106,13 @@ def timed(monkeypatch):
             ),
         }
         order = iter([*assumptions.BEFORE.get(contender, ()), contender])
-        found = dict(zip([*assumptions.BEFORE.get(contender, ()), contender], times))
+        times_by_name = dict(zip([*assumptions.BEFORE.get(contender, ()), contender], times))
         made = assumptions.Made(lambda x: x, (np.ones(4, np.float32),))
         patched = {rate: (lambda case, smoke: made, ("one",)) for rate in assumptions.PROGRAMS}
         monkeypatch.setattr(assumptions, "PROGRAMS", patched)
         monkeypatch.setattr(assumptions, "compile_and_read", lambda *_, **__: (lambda *x: x, programs[next(order)]))
         monkeypatch.setattr(
-            assumptions, "seconds_per_call", lambda calls, *_: {name: 1e-6 * found[name] for name in calls}
+            assumptions, "seconds_per_call", lambda calls, *_: {name: 1e-6 * times_by_name[name] for name in calls}
         )
         return assumptions.measure(contender, "one", smoke)
 
@@ -156,15 +156,15 @@ def test_every_rate_but_those_of_other_kernels_has_a_program_and_those_before_it
 
 
 def test_the_step_is_given_the_rates_that_were_found(monkeypatch):
-    given = []
+    passed = []
 
     def measure_step(config, shape, steps, measured):
-        given.append(measured)
+        passed.append(measured)
         return {"seconds": 2.0}
 
     monkeypatch.setattr(assumptions.train_step, "measure_step", measure_step)
     row = assumptions.measure("step", "0.6B", False, {"sustained/one": {"value": 0.8}})
-    assert given == [{"sustained": 0.8}] == [row["calibrated_with"]] and row["microseconds"] == 2e6
+    assert passed == [{"sustained": 0.8}] == [row["calibrated_with"]] and row["microseconds"] == 2e6
 
 
 @pytest.mark.parametrize(("differs", "said"), [(None, None), (1, "between two runs"), (2, assumptions.ZERO_INIT)])

@@ -49,9 +49,9 @@ def test_a_wrong_result_is_an_error_and_no_time(monkeypatch):
 
 
 def test_the_crossover_is_where_the_fused_kernel_stops_to_win():
-    fused, other = {1: 0.4, 64: 0.9, 256: 1.2, 512: 1.0}, {1: 1.5, 64: 1.1, 256: 1.1, 512: 1.3, 2048: 1.0}
+    fused, unfused = {1: 0.4, 64: 0.9, 256: 1.2, 512: 1.0}, {1: 1.5, 64: 1.1, 256: 1.1, 512: 1.3, 2048: 1.0}
     rows = {f"fused/nf4-{count}": {"forward_over_peer": ratio} for count, ratio in fused.items()}
-    rows |= {f"dequantize/nf4-{count}": {"forward_over_peer": ratio} for count, ratio in other.items()}
+    rows |= {f"dequantize/nf4-{count}": {"forward_over_peer": ratio} for count, ratio in unfused.items()}
     assert quant_matmul.crossovers(rows) == {"nf4 forward: rows up to which fused wins": 64}
     assert quant_matmul.crossovers({}) == {}
 
@@ -110,13 +110,13 @@ def test_what_others_published_stands_beside_what_is_measured(monkeypatch):
 
 @pytest.mark.parametrize(("main", "arguments"), [(gpu_suite.main, []), (tune.main, ["flash_attention"])])
 def test_without_a_gpu_nothing_is_measured(refused, main, arguments):
-    said, status = refused(main, *arguments)
-    assert status == 1 and "GPU" in said
+    message, status = refused(main, *arguments)
+    assert status == 1 and "GPU" in message
 
 
 def test_a_name_that_is_nothing_is_refused(refused):
-    said, status = refused(gpu_suite.main, "--smoke", "--only", "atention")
-    assert status == 2 and "nothing is named atention" in said
+    message, status = refused(gpu_suite.main, "--smoke", "--only", "atention")
+    assert status == 2 and "nothing is named atention" in message
 
 
 def test_the_tuner_prints_source(monkeypatch, capsys):
@@ -136,8 +136,8 @@ def test_a_job_that_crashes_hangs_or_fails_costs_only_itself(tmp_path, monkeypat
         "    return {'figure': what}\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    asked = [("a", "raises"), ("a", "well"), ("b", "crashes"), ("b", "hangs"), ("b", "never"), ("c", "well")]
-    jobs = [workers.Job(contender, what, "sick", {"what": what}) for contender, what in asked]
+    cases = [("a", "raises"), ("a", "well"), ("b", "crashes"), ("b", "hangs"), ("b", "never"), ("c", "well")]
+    jobs = [workers.Job(contender, behaviour, "sick", {"what": behaviour}) for contender, behaviour in cases]
     piece = workers.Piece("sick", "", jobs, (), share=1.0, limit=2.0)
     rows = {job.name: row for job, row in workers.run(piece, jobs, deadline=float("inf"))}
     assert "KeyError: 'the cause'" in rows["a/raises"]["error"]
@@ -150,7 +150,7 @@ def test_a_job_that_crashes_hangs_or_fails_costs_only_itself(tmp_path, monkeypat
 def test_a_job_may_be_given_the_rows_before_it(tmp_path, monkeypatch):
     (tmp_path / "summing.py").write_text("def measure(what, rows=None): return {'figure': what, 'before': rows}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    jobs = [workers.Job("a", str(what), "summing", {"what": what}, given_rows=what == 2) for what in range(3)]
+    jobs = [workers.Job("a", str(number), "summing", {"what": number}, given_rows=number == 2) for number in range(3)]
     jobs.insert(1, workers.Job("b", "none", "summing", refused="a reason"))
     piece = workers.Piece("summing", "", jobs, (), share=1.0, limit=20.0)
     rows = {job.name: row for job, row in workers.run(piece, jobs, deadline=float("inf"))}

@@ -75,10 +75,10 @@ def test_a_checkpoint_that_a_run_removes_while_it_is_read_is_chosen_again(tmp_pa
 
     def interrupted(*arguments):
         monkeypatch.setattr(home, name, original)
-        found = original(*arguments) if when == "read" else None
+        contents = original(*arguments) if when == "read" else None
         writer.save(2, state, {"at": 2})  # which removes checkpoint 1
         writer.wait(final=True)
-        return original(*arguments) if when != "read" else found
+        return original(*arguments) if when != "read" else contents
 
     monkeypatch.setattr(home, name, interrupted)
     restored = reader.restore(abstract(state))
@@ -149,12 +149,12 @@ def test_keep_last(tmp_path):
 
 
 def test_the_best_is_kept_besides_the_newest(tmp_path):
-    manager, kept = CheckpointManager(tmp_path, keep_last=1), []
+    manager, steps = CheckpointManager(tmp_path, keep_last=1), []
     for step, best in ((1, 1), (2, 1), (3, 1), (4, 4), (5, 4)):
         manager.save(step, {"x": jnp.full(2, step)}, {}, best=best)
         manager.wait(final=True)
-        kept.append(manager.steps())
-    assert kept == [[1], [1, 2], [1, 3], [4], [4, 5]]
+        steps.append(manager.steps())
+    assert steps == [[1], [1, 2], [1, 3], [4], [4, 5]]
     # A resumed run keeps it too, although it has neither saved nor restored it.
     again = CheckpointManager(tmp_path, keep_last=1)
     assert again.restore(abstract({"x": jnp.zeros(2, jnp.int32)})).step == 5
@@ -172,12 +172,12 @@ def test_a_restarted_run_counts_only_what_it_verified(tmp_path):
     first.wait(final=True)
     second = CheckpointManager(tmp_path, keep_last=3)
     second.restore(abstract(state))
-    kept = []
+    steps = []
     for step in (4, 5):
         second.save(step, state, {})
         second.wait(final=True)
-        kept.append(second.steps())
-    assert kept == [[1, 2, 3, 4], [3, 4, 5]]
+        steps.append(second.steps())
+    assert steps == [[1, 2, 3, 4], [3, 4, 5]]
 
 
 def test_a_run_taken_back_drops_its_former_future(tmp_path):

@@ -41,9 +41,9 @@ def state_of(step):
 def restored(manager):
     """Restore the newest checkpoint, check its arrays, and return its (step, host)."""
     wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state_of(0))
-    found = manager.restore(wanted)
-    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), found.state, state_of(found.step)))
-    return found.step, found.host
+    checkpoint = manager.restore(wanted)
+    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), checkpoint.state, state_of(checkpoint.step)))
+    return checkpoint.step, checkpoint.host
 
 
 def run_of(folder, url, keep_last=2):
@@ -66,17 +66,17 @@ def test_the_newest_checkpoints_are_there_and_come_back_with_the_records(url, tm
         assert mirror.wait() is None
         assert mirror.steps() == manager.steps() == [*range(max(1, step - 1), step + 1)]
     assert not [name for name in mirror.remote.names() if "partial" in name or "can-write" in name]
-    other, fetched = run_of(tmp_path / "there", url)
-    assert other.fetch(None) == 4
+    elsewhere, fetched = run_of(tmp_path / "there", url)
+    assert elsewhere.fetch(None) == 4
     assert (tmp_path / "there" / "metrics.jsonl").read_text() == "up to 4"
     assert restored(fetched) == (4, {"row": 4})
     save(fetched, 5)
-    assert other.wait() is None and other.steps() == [4, 5]
-    assert other.fetch(4) == 4
+    assert elsewhere.wait() is None and elsewhere.steps() == [4, 5]
+    assert elsewhere.fetch(4) == 4
     with pytest.raises(UserError, match=r"mirrors/run has no checkpoint of step 3, only of \[4, 5\]"):
-        other.fetch(3)
-    other.clear()
-    assert other.steps() == [] and other.fetch(None) is None
+        elsewhere.fetch(3)
+    elsewhere.clear()
+    assert elsewhere.steps() == [] and elsewhere.fetch(None) is None
 
 
 def test_half_a_copy_is_never_taken_for_a_checkpoint(url, tmp_path, monkeypatch):
@@ -114,8 +114,8 @@ def test_half_a_copy_is_never_taken_for_a_checkpoint(url, tmp_path, monkeypatch)
             except Killed:
                 assert mirror.steps() == [1]
                 if survived % 5 == 0:
-                    other, fetched = run_of(tmp_path / f"after-{survived}", url)
-                    assert other.fetch(None) == 1
+                    elsewhere, fetched = run_of(tmp_path / f"after-{survived}", url)
+                    assert elsewhere.fetch(None) == 1
                     assert restored(fetched) == (1, {"row": 1})
     assert survived > 5 and mirror.steps() == [1, 2]
     assert run_of(tmp_path / "there", url)[0].fetch(None) == 2
@@ -128,9 +128,9 @@ def test_a_copy_that_fails_is_a_warning_and_the_next_save_makes_it(url, tmp_path
     with monkeypatch.context() as patch:
         patch.setattr(RemoteFolder, "put", lambda *_: (_ for _ in ()).throw(ConnectionError("the line\nis cut")))
         save(manager, 1)
-        said = f"checkpoint 1 was not copied to {mirror.remote.url}: the line is cut"
-        assert mirror.wait() == said
-    warned.assert_called_once_with("%s; the next save tries again", said)
+        warning = f"checkpoint 1 was not copied to {mirror.remote.url}: the line is cut"
+        assert mirror.wait() == warning
+    warned.assert_called_once_with("%s; the next save tries again", warning)
     save(manager, 2)
     assert mirror.wait() is None and mirror.steps() == [1, 2]
 
@@ -164,23 +164,23 @@ def test_damage_on_either_side_is_noticed(url, tmp_path):
     assert mirror.wait() is None
     names = [name for name in mirror.remote.names() if name.endswith("host.json")]
     for name in sorted(names, reverse=True):
-        other, _ = run_of(tmp_path / f"with-{len(list(tmp_path.iterdir()))}", url)
+        elsewhere, _ = run_of(tmp_path / f"with-{len(list(tmp_path.iterdir()))}", url)
         content = bytearray(mirror.remote.read(name))
         content[len(content) // 2] ^= 1
         mirror.remote.write(name, bytes(content))
         if name.startswith("checkpoints/2"):
-            assert other.fetch(None) == 1
+            assert elsewhere.fetch(None) == 1
         else:
             with pytest.raises(UserError, match="all checkpoints in .*mirrors/run are damaged"):
-                other.fetch(None)
-            assert not list((other._run / "checkpoints").iterdir())
+                elsewhere.fetch(None)
+            assert not list((elsewhere._run / "checkpoints").iterdir())
     save(manager, 3)
     (tmp_path / "here" / "checkpoints" / "3" / "host.json").write_text("{}")
     fresh = Mirror(mirror.remote, tmp_path / "here", RECORDS)
     fresh.clear()
     fresh.update()
     assert (
-        "checkpoint 3 was not copied" in (said := str(fresh.wait())) and "it is damaged: host.json: has 2 bytes" in said
+        "checkpoint 3 was not copied" in (why := str(fresh.wait())) and "it is damaged: host.json: has 2 bytes" in why
     )
     assert fresh.steps() == [2]
 
@@ -192,10 +192,10 @@ def test_a_manifest_cannot_reach_out_of_its_folder(name, tmp_path):
     """An absolute name would reach a file outside; the mirror lists it as a file of the checkpoint as well."""
     name = name.format(tmp=tmp_path)
     mirror, _ = run_of(tmp_path / "here", f"file://{tmp_path}/mirror")
-    there, content = f"checkpoints/1/{name}", json.dumps({"files": {name: {"size": 1, "sha256": ""}}})
+    file_in_mirror, content = f"checkpoints/1/{name}", json.dumps({"files": {name: {"size": 1, "sha256": ""}}})
     mirror.remote.write("checkpoints/1/manifest.json", content.encode())
     with (
-        mock.patch.object(RemoteFolder, "sizes", lambda *_: {there: 1, "checkpoints/1/manifest.json": 1}),
+        mock.patch.object(RemoteFolder, "sizes", lambda *_: {file_in_mirror: 1, "checkpoints/1/manifest.json": 1}),
         mock.patch.object(RemoteFolder, "get", lambda *_: pytest.fail("fetched")),
         pytest.raises(UserError, match="damaged"),
     ):
@@ -300,8 +300,8 @@ def test_a_run_whose_mirror_another_one_has_taken_over_leaves_it_alone(url, tmp_
         save(of_second, step)
     assert second.wait() is None and second.steps() == [2, 3]
     save(of_first, 4)
-    said = rf"run is not up to date: process {os.getpid()} on host .* copies a run of this name there now; stop one"
-    assert re.search(said, first.wait() or "") and first.steps() == [2, 3]
+    message = rf"run is not up to date: process {os.getpid()} on host .* copies a run of this name there now; stop one"
+    assert re.search(message, first.wait() or "") and first.steps() == [2, 3]
     for name in second.remote.names():
         second.remote.remove(name)
     save(of_second, 4)

@@ -75,17 +75,17 @@ def abstract(grouping, mesh, optimizers=OPTIMIZERS):
 def filled(shapes, grouping):
     """Return values that depend on the leaf and the layer, not on the stack."""
 
-    def drawn(what, shape, dtype):
-        return (np.random.default_rng(zlib.crc32(what.encode())).random(shape) * 200).astype(dtype)
+    def drawn(path_of_leaf, shape, dtype):
+        return (np.random.default_rng(zlib.crc32(path_of_leaf.encode())).random(shape) * 200).astype(dtype)
 
     def one(path, leaf):
-        what = jax.tree_util.keystr(path)
-        name = next((name for name in grouping if repr(name) in what), None)
+        path_of_leaf = jax.tree_util.keystr(path)
+        name = next((name for name in grouping if repr(name) in path_of_leaf), None)
         local, layers = grouping.get(name, ("", ()))
-        what = what.replace(str(name), local)
+        path_of_leaf = path_of_leaf.replace(str(name), local)
         if not (layers and leaf.shape):
-            return jax.device_put(drawn(what, leaf.shape, leaf.dtype), leaf.sharding)
-        values = [drawn(f"{what} {layer}", leaf.shape[1:], leaf.dtype) for layer in layers]
+            return jax.device_put(drawn(path_of_leaf, leaf.shape, leaf.dtype), leaf.sharding)
+        values = [drawn(f"{path_of_leaf} {layer}", leaf.shape[1:], leaf.dtype) for layer in layers]
         return jax.device_put(np.stack(values), leaf.sharding)
 
     return jax.tree_util.tree_map_with_path(one, shapes)
@@ -222,6 +222,6 @@ def test_a_run_goes_on_and_is_opened_in_other_stacks(tmp_path, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, before, after)
 
     assert "resumed from step 2" in call("jaxtune.train", *command)
-    found = metrics(folder.path)
-    assert [row["step"] for row in found] == [row["step"] for row in expected]
-    np.testing.assert_allclose([row["loss"] for row in found], [row["loss"] for row in expected], rtol=1e-6)
+    rows = metrics(folder.path)
+    assert [row["step"] for row in rows] == [row["step"] for row in expected]
+    np.testing.assert_allclose([row["loss"] for row in rows], [row["loss"] for row in expected], rtol=1e-6)

@@ -49,9 +49,9 @@ def test_one_run_and_several(tmp_path, monkeypatch, capsys):
     assert report.main([str(one), str(other), "--output=both.html"]) == 0
     assert (one / "report.html").is_file()
     assert (tmp_path / "report.html").read_bytes() == (tmp_path / "both.html").read_bytes()
-    found = json.loads((tmp_path / "both.html").read_text().partition('id="data">')[2].partition("</script>")[0])
-    assert found["options"]["columns"] == ["one", "other"]
-    assert found["options"]["rows"] == [
+    shown = json.loads((tmp_path / "both.html").read_text().partition('id="data">')[2].partition("</script>")[0])
+    assert shown["options"]["columns"] == ["one", "other"]
+    assert shown["options"]["rows"] == [
         ["data.datasets[1].path", "-", "b.jsonl"],
         ["optim.learning_rate", "0.0001", "0.001"],
     ]
@@ -166,21 +166,21 @@ def test_the_page_in_a_browser(tmp_path):
     runs = [run(tmp_path / "one"), run(tmp_path / f"other {HOSTILE.replace('/', '')}", steps=10, learning_rate=1e-3)]
     page = tmp_path / "page.html"
     assert report.main([*map(str, runs), f"--output={page}"]) == 0
-    found, said = in_browser(page, SEEN)
-    assert said == [] and found["bad"] is None and found["images"] == 0
-    assert found["headings"][:4] == ["loss", "eval_loss", "rewards/margins", "learning_rate"]
-    assert found["title"].startswith("one, other <script>") and found["sample"] == f"def {HOSTILE}"
-    assert found["still"].startswith("step 30; one: 0.1") and found["labelled"]
-    first, second, later, last = found["keys"]
+    seen, messages = in_browser(page, SEEN)
+    assert messages == [] and seen["bad"] is None and seen["images"] == 0
+    assert seen["headings"][:4] == ["loss", "eval_loss", "rewards/margins", "learning_rate"]
+    assert seen["title"].startswith("one, other <script>") and seen["sample"] == f"def {HOSTILE}"
+    assert seen["still"].startswith("step 30; one: 0.1") and seen["labelled"]
+    first, second, later, last = seen["keys"]
     assert first.startswith("step 1; one: 3") and second.startswith("step 2; one: 1.5")
     assert later.startswith("step 5; one: 0.6") and last.startswith("step 30; one: 0.1") and "at step 10" in last
-    assert found["hovered"].startswith("step 1 one: 3")
-    assert (found["drawn"], found["unsmoothed"], found["one"]) == (4, 2, 1)
-    assert found["rate"] == 2, "a learning rate is drawn as it is"
-    assert found["flat"] == "0", "an axis of values from 0 does not begin below"
-    assert found["tokens"].startswith("tokens 64; one: 3")
-    assert re.search(r"loss\s+12.50\s+1.00\s+20.00\s+0.50\s+34.00\s+100%\s+34.00\s+all", found["step"])
-    assert "one: mean of 3 steps on /host:CPU: operations ran in 34.00 of 40.00 ms a step (85%)" in found["step"]
+    assert seen["hovered"].startswith("step 1 one: 3")
+    assert (seen["drawn"], seen["unsmoothed"], seen["one"]) == (4, 2, 1)
+    assert seen["rate"] == 2, "a learning rate is drawn as it is"
+    assert seen["flat"] == "0", "an axis of values from 0 does not begin below"
+    assert seen["tokens"].startswith("tokens 64; one: 3")
+    assert re.search(r"loss\s+12.50\s+1.00\s+20.00\s+0.50\s+34.00\s+100%\s+34.00\s+all", seen["step"])
+    assert "one: mean of 3 steps on /host:CPU: operations ran in 34.00 of 40.00 ms a step (85%)" in seen["step"]
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

@@ -432,8 +432,8 @@ def test_nearest_key_finds_the_meant_one_after_a_typo():
             if wrong in keys.options():
                 continue
             tried += 1
-            found = keys.nearest(wrong)
-            if found is None or found.key != key:
+            nearest = keys.nearest(wrong)
+            if nearest is None or nearest.key != key:
                 misses.append((key, wrong))
     assert tried > 400 and len(misses) <= 0.05 * tried, misses
 
@@ -532,16 +532,16 @@ def test_values_on_the_command_line_as_people_write_them(recipe, text, key, valu
     config = load(
         f"--config={recipe()}", *(f"--config.{need}" for need in needs.get(key, [])), f"--config.{key}={text}"
     )
-    found = config
+    value_there = config
     for part in re.findall(r"\w+", key):
-        found = found[int(part)] if part.isdigit() else getattr(found, part)
-    assert found == value
+        value_there = value_there[int(part)] if part.isdigit() else getattr(value_there, part)
+    assert value_there == value
 
 
 @pytest.mark.parametrize("setting", ["train.output_dir=None", "data.special_tokens=a b", "lora.enabled=maybe"])
 def test_values_that_no_option_of_the_type_has_say_what_would_be_one(recipe, setting, base):
-    told = {"output_dir": "expected str", "special_tokens": r"such as \('a b',\)", "enabled": "expected bool"}
-    with pytest.raises(UserError, match=told[re.split("[.=]", setting)[1]]):
+    messages = {"output_dir": "expected str", "special_tokens": r"such as \('a b',\)", "enabled": "expected bool"}
+    with pytest.raises(UserError, match=messages[re.split("[.=]", setting)[1]]):
         resolve(base, "recipe", [tuple(setting.split("="))])
 
 

@@ -77,11 +77,11 @@ def test_what_a_recipe_inherits_gives_way_to_what_it_says(base, line, values, le
         configs.append(read_recipe(base, "my/model").resolve([(key, value.strip("'"))]))
         configs.append(read_recipe(base, "my/model").resolve([(key, ast.literal_eval(value))], by="call"))
     for config in configs:
-        found = {key: operator.attrgetter(key)(config) for key in values}
-        for entry in found.get("data.datasets", ()):
-            found["data.datasets"] = (entry.path, entry.type, entry.subset)
-        assert found == values
-        assert len(config.opening_lines) == bool(left_out), "all of a dataset in one line"
+        actual = {key: operator.attrgetter(key)(config) for key in values}
+        for entry in actual.get("data.datasets", ()):
+            actual["data.datasets"] = (entry.path, entry.type, entry.subset)
+        assert actual == values
+        assert len(config.opening_lines) == bool(left_out), "one line for all options of a dataset"
         assert [
             name for text in config.opening_lines for name in re.findall(r"(\w+) = ", text.split(": ")[2])
         ] == left_out

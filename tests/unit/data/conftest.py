@@ -23,16 +23,16 @@ def read(tokenizer, tmp_path):
     def get(*samples, **options):
         path = tmp_path / "a.jsonl"
         path.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
-        found = tokenize((Dataset(path=str(path), **options),), tokenizer, tmp_path / "cache")
+        documents = tokenize((Dataset(path=str(path), **options),), tokenizer, tmp_path / "cache")
         texts = []
-        for i in range(len(found)):
-            tokens, weights = found.read(i, 0, 10**9)
+        for i in range(len(documents)):
+            tokens, weights = documents.read(i, 0, 10**9)
             trained = (weights > 0).tolist()
             edges = [trained[0], *(a != b for a, b in pairwise(trained))]
             text = b""
             for token, edge, on in zip(tokens, edges, trained):
                 text += ("«" if on else "»").encode() * edge + tokenizer.decode(token).encode()
             texts.append(text.decode() + "»" * trained[-1])
-        return texts, [note.partition("a.jsonl: ")[2] for note in (*found.notes, *found.losses)]
+        return texts, [note.partition("a.jsonl: ")[2] for note in (*documents.notes, *documents.losses)]
 
     return get

@@ -32,12 +32,12 @@ MESSAGES = [{"role": role, "content": text} for role, text in TURNS]
 def test_label_masks_are_wrong_and_the_loss_looks_fine(read):
     """Exactly the answers are trained, in each kind of data (each family of templates: tests/golden/chat)."""
     prompt = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n«{}<|im_end|>»\n"
-    asked = prompt.format("Hi", "Yo")
-    assert read({"messages": MESSAGES})[0] == [asked + prompt.format("So?", "Ok.")]
-    assert read({"prompt": "Hi", "completion": "Yo"})[0] == [asked]
-    assert read({"instruction": "Hi", "input": "", "output": "Yo"})[0] == [asked]
+    answered = prompt.format("Hi", "Yo")
+    assert read({"messages": MESSAGES})[0] == [answered + prompt.format("So?", "Ok.")]
+    assert read({"prompt": "Hi", "completion": "Yo"})[0] == [answered]
+    assert read({"instruction": "Hi", "input": "", "output": "Yo"})[0] == [answered]
     assert read({"prompt": "Hi", "chosen": "Yo", "rejected": "No"}, type="preference")[0] == [
-        asked,
+        answered,
         prompt.format("Hi", "No"),
     ]
 
@@ -56,8 +56,8 @@ def test_a_pad_token_that_is_the_end_token_masks_the_end(tmp_path):
     tokenizer = byte_tokenizer(tmp_path)
     tokenizer.pad_token = tokenizer.eos_token
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "Hi", "completion": "Yo"}))
-    found = tokenize((Dataset(path=str(tmp_path / "a.jsonl")),), tokenizer, tmp_path / "cache")
-    row = Rows(found, Data(seq_len=128), 1)[0]
+    documents = tokenize((Dataset(path=str(tmp_path / "a.jsonl")),), tokenizer, tmp_path / "cache")
+    row = Rows(documents, Data(seq_len=128), 1)[0]
     ends = (row["targets"] == tokenizer.eos_token_id) & (row["loss_weight"] > 0)
     assert ends.sum() == 1
 
@@ -104,10 +104,10 @@ def test_what_is_lost_is_said_before_anything_else(tmp_path, tokenizer, monkeypa
     entry = Dataset(path=str(tmp_path / "a.jsonl"))
     options = Data((entry,), (entry,), seq_len=16, truncation="delete", cache_dir=str(tmp_path / "cache"))
     open_feed(Config(data=options), tokenizer, len(tokenizer), make_mesh(Mesh(), jax.devices()[:1]))
-    said = [(record.levelname, record.message) for record in caplog.records]
-    assert [level for level, _ in said] == ["WARNING"] * 2 + ["INFO"] * 5
-    assert said[-1][1].startswith("validation: 2 documents")
-    assert said[0][1].endswith("a.jsonl: 1 column is not used: 'id'") and "2 of 4 documents are left out" in said[1][1]
+    log = [(record.levelname, record.message) for record in caplog.records]
+    assert [level for level, _ in log] == ["WARNING"] * 2 + ["INFO"] * 5
+    assert log[-1][1].startswith("validation: 2 documents")
+    assert log[0][1].endswith("a.jsonl: 1 column is not used: 'id'") and "2 of 4 documents are left out" in log[1][1]
     caplog.clear()
     validating = dataclasses.replace(options, seq_len=64, eval_datasets=(dataclasses.replace(entry, max_tokens=4),))
     open_feed(Config(data=validating), tokenizer, len(tokenizer), make_mesh(Mesh(), jax.devices()[:1]))
@@ -126,8 +126,8 @@ def test_training_and_inference_use_different_templates_or_two_bos(tmp_path, wri
     tokenizer = byte_tokenizer(tmp_path, chat_template=written + CHATML, special=special, bos="<s>")
     template = ChatTemplate(tokenizer)
     trained = Encoder(tokenizer)([template.render(MESSAGES[:2])])[0]
-    asked = template.prompt(MESSAGES[:1])
-    assert trained.tokens[: len(asked)].tolist() == asked
+    prompt = template.prompt(MESSAGES[:1])
+    assert trained.tokens[: len(prompt)].tolist() == prompt
     assert (trained.tokens == tokenizer.bos_token_id).sum() == 1 and trained.tokens[0] == tokenizer.bos_token_id
 
 
@@ -138,14 +138,14 @@ def test_tool_calls_render_differently_by_family(tmp_path):
         "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    tokenizer, found = byte_tokenizer(tmp_path, chat_template=calling), []
+    tokenizer, texts = byte_tokenizer(tmp_path, chat_template=calling), []
     for number, arguments in enumerate(({"city": "Paris"}, '{"city": "Paris"}')):
         call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
         sample = {"messages": [MESSAGES[0], {"role": "assistant", "content": None, "tool_calls": [call]}]}
         (tmp_path / f"{number}.jsonl").write_text(json.dumps(sample))
         one = tokenize((Dataset(path=str(tmp_path / f"{number}.jsonl")),), tokenizer, tmp_path / "cache")
-        found.append(tokenizer.decode(one.read(0, 0, 10**6)[0]))
-    assert found[0] == found[1] and 'weather{"city": "Paris"}<|im_end|>' in found[0] and "None" not in found[0]
+        texts.append(tokenizer.decode(one.read(0, 0, 10**6)[0]))
+    assert texts[0] == texts[1] and 'weather{"city": "Paris"}<|im_end|>' in texts[0] and "None" not in texts[0]
 
 
 def of_data() -> Feed:
@@ -158,13 +158,13 @@ def of_data() -> Feed:
 def test_a_run_that_resumes_starts_its_data_again():
     """Neither the first nor the second resume does."""
     whole = [(at, np.asarray(batch["tokens"])) for at, batch in islice(of_data().batches({}), 9)]
-    position, found = {}, []
+    position, resumed = {}, []
     for _ in range(3):
         for after, batch in islice(of_data().batches(json.loads(json.dumps(position))), 3):
             position = after
-            found.append((after, np.asarray(batch["tokens"])))
-    assert [at for at, _ in found] == [at for at, _ in whole]
-    assert all(np.array_equal(a, b) for (_, a), (_, b) in zip(found, whole))
+            resumed.append((after, np.asarray(batch["tokens"])))
+    assert [at for at, _ in resumed] == [at for at, _ in whole]
+    assert all(np.array_equal(a, b) for (_, a), (_, b) in zip(resumed, whole))
 
 
 def test_tokenising_is_repeated_at_every_start(tokenizer, tmp_path, monkeypatch):

@@ -114,13 +114,13 @@ def train(pre_tokenizer, normalizer, options, vocabulary=1000) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def cut_tokenizers():
-    found = {name: train(*parts) for name, parts in CUT.items()}
+    tokenizers = {name: train(*parts) for name, parts in CUT.items()}
     alphabet = {byte: i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    found["bytes"] = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
-    found["bytes"].pre_tokenizer = byte_level()
-    for tokenizer in found.values():
+    tokenizers["bytes"] = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    tokenizers["bytes"].pre_tokenizer = byte_level()
+    for tokenizer in tokenizers.values():
         tokenizer.add_tokens(ADDED)
-    return {name: PreTrainedTokenizerFast(tokenizer_object=tokenizer) for name, tokenizer in found.items()}
+    return {name: PreTrainedTokenizerFast(tokenizer_object=tokenizer) for name, tokenizer in tokenizers.items()}
 
 
 # Texts of few fragments, so that every pair of fragments is likely to meet.
@@ -162,9 +162,9 @@ def test_pieces_have_the_tokens_and_weights_of_the_whole(cut_tokenizers, name, t
 
 
 def test_progress_moves_within_a_document(cut_tokenizers):
-    told = []
-    Encoder(cut_tokenizers["llama-3"], told.append)([Rendered(STDLIB[0])])
-    assert len(told) > 1 and sum(told) == len(STDLIB[0])
+    reported = []
+    Encoder(cut_tokenizers["llama-3"], reported.append)([Rendered(STDLIB[0])])
+    assert len(reported) > 1 and sum(reported) == len(STDLIB[0])
 
 
 def test_what_stands_before_a_cut_is_a_letter_or_digit_for_everyone_and_stays_so():
@@ -226,11 +226,11 @@ def test_a_large_document_takes_less_than_ten_times_its_bytes(cut_tokenizers, tm
     thread = threading.Thread(target=watch)
     thread.start()
     try:
-        found = tokenize((Dataset(path=str(tmp_path / "large.txt")),), tokenizer, tmp_path / "cache")
+        documents = tokenize((Dataset(path=str(tmp_path / "large.txt")),), tokenizer, tmp_path / "cache")
     finally:
         done.set()
         thread.join()
-    assert found.lengths[0] > 2**19
+    assert documents.lengths[0] > 2**19
     assert max(seen) - seen[0] < 10 * 2**22
 
 

@@ -58,10 +58,10 @@ def test_each_device_has_the_same_work_whatever_is_packed(devices):
 
 def test_every_column_follows_and_place_says_where_it_was():
     row = Rows(numbered_documents([3, 5, 8, 6, 2]), Data(seq_len=24), 1)[0]
-    found = dealt(row, 4)
-    assert set(found) == {*row, "place"} and not np.array_equal(found["tokens"], row["tokens"])
+    columns = dealt(row, 4)
+    assert set(columns) == {*row, "place"} and not np.array_equal(columns["tokens"], row["tokens"])
     for name, column in row.items():
-        np.testing.assert_array_equal(column[found["place"]], found[name])
+        np.testing.assert_array_equal(column[columns["place"]], columns[name])
 
 
 def test_the_loader_deals_rows_to_the_devices_of_the_axis_that_keeps_positions():

@@ -90,6 +90,6 @@ def test_settings_left_on_the_tokenizer_do_not_cut_documents(merged):
 def test_a_text_on_which_the_tokenizer_panics_is_named(merged):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(merged.backend_tokenizer.to_str()))
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
-    told = "the tokenizer fails on a text of 61 characters, 'aaa.*: Onig: Regex search error"
-    with pytest.raises(UserError, match=told):
+    message = "the tokenizer fails on a text of 61 characters, 'aaa.*: Onig: Regex search error"
+    with pytest.raises(UserError, match=message):
         Encoder(tokenizer)([Rendered("fine"), Rendered("a" * 60 + "!")])

@@ -367,7 +367,7 @@ def test_another_stream_with_the_same_beginning_is_tokenised_anew(tmp_path):
     other = tokenize((Dataset(path=path_of(stream_of("c"))),), tokenizer, cache)
     assert len(first) == len(other) == 1001 and first.key != other.key
     source = open_source(Dataset(path=path_of(given)))
-    assert source.identity == open_source(Dataset(path=path_of(given))).identity, "the same one is not"
+    assert source.identity == open_source(Dataset(path=path_of(given))).identity, "the same stream is known"
 
 
 def test_streams_with_the_same_beginning_are_refused_in_one_config():

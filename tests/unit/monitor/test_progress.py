@@ -75,7 +75,7 @@ def test_in_a_notebook_one_line_changes_in_place(monkeypatch, capsys):
     assert shown[-1]["text/plain"].startswith("7/7  0:00:00 left  loss 2.3457")
     assert shown[-1]["text/html"].startswith('<progress value="7" max="7"></progress> <code>7/7  0:00:00 left')
     printed = capsys.readouterr().out.splitlines()
-    assert [line[:8] for line in printed] == ["step 3/7", "[saved] "], "the line must not be overwritten"
+    assert [line[:8] for line in printed] == ["step 3/7", "[saved] "], "lines that must not be overwritten"
 
 
 def test_other_processes_show_nothing(capsys):
