@@ -32,15 +32,15 @@ BREAK = ("jax", "flax", "optax", "orbax-checkpoint", "grain", "transformers")
 
 def imports(path: Path) -> set[str]:
     """Return the modules that a file imports when it runs, without those under TYPE_CHECKING."""
-    found = set()
+    modules = set()
     for node in ast.parse(path.read_text()).body:
         for inner in [node] if not isinstance(node, ast.If) else []:
             for part in ast.walk(inner):
                 if isinstance(part, ast.Import):
-                    found |= {alias.name for alias in part.names}
+                    modules |= {alias.name for alias in part.names}
                 elif isinstance(part, ast.ImportFrom):
-                    found.add(part.module or "")
-    return found
+                    modules.add(part.module or "")
+    return modules
 
 
 def files(*places: str) -> list[Path]:

@@ -15,10 +15,10 @@ def test_every_test_is_in_a_lane():
     declared = tomllib.loads((TESTS / "lanes.toml").read_text())
     # Lanes with markers run only a part of a folder.
     run = {argument for lane in declared.values() if "-m" not in lane["arguments"] for argument in lane["arguments"]}
-    found = [file.relative_to(TESTS.parent) for file in TESTS.rglob("test_*.py")]
+    files = [file.relative_to(TESTS.parent) for file in TESTS.rglob("test_*.py")]
     needs_a_gpu = Path("tests/gpu")
-    left_out = [str(file) for file in found if not run & {str(file), *map(str, file.parents)}]
-    assert left_out == [str(file) for file in found if needs_a_gpu in file.parents]
+    left_out = [str(file) for file in files if not run & {str(file), *map(str, file.parents)}]
+    assert left_out == [str(file) for file in files if needs_a_gpu in file.parents]
 
 
 def test_no_two_files_of_tests_are_one_module():

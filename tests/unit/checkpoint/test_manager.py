@@ -75,10 +75,10 @@ def test_a_checkpoint_that_a_run_removes_while_it_is_read_is_chosen_again(tmp_pa
 
     def interrupted(*arguments):
         monkeypatch.setattr(home, name, original)
-        contents = original(*arguments) if when == "read" else None
+        result = original(*arguments) if when == "read" else None
         writer.save(2, state, {"at": 2})  # which removes checkpoint 1
         writer.wait(final=True)
-        return original(*arguments) if when != "read" else contents
+        return original(*arguments) if when != "read" else result
 
     monkeypatch.setattr(home, name, interrupted)
     restored = reader.restore(abstract(state))

@@ -101,15 +101,15 @@ def test_datasets_follow_each_other_each_in_a_new_order_every_epoch(opened, meth
     rows = Rows(documents, replace(data, seq_len=16), epochs=2)
     epochs = []
     for epoch in range(2):
-        found = [rows[i] for i in range(rows.total(epoch), rows.total(epoch + 1))]
+        of_epoch = [rows[i] for i in range(rows.total(epoch), rows.total(epoch + 1))]
         kinds = [
-            {int(row["tokens"][row["segment_ids"] == k][0]) for k in set(row["segment_ids"]) - {0}} for row in found
+            {int(row["tokens"][row["segment_ids"] == k][0]) for k in set(row["segment_ids"]) - {0}} for row in of_epoch
         ]
         easy, hard = sorted(set.union(*kinds))  # the first tokens of documents, "0" and "1"
         order = [(hard in kind) + (easy not in kind) for kind in kinds]
         assert [kind == 2 for kind in order] == sorted(kind == 2 for kind in order) and {0, 2} <= set(order)
         assert not method or (order == sorted(order) and order.count(1) <= 1)  # best fit keeps some rows open
-        epochs.append([token for row in found for token in row["tokens"][row["segment_ids"] > 0].tolist()])
+        epochs.append([token for row in of_epoch for token in row["tokens"][row["segment_ids"] > 0].tolist()])
     assert epochs[0] != epochs[1] and sorted(epochs[0]) == sorted(epochs[1])
 
 

@@ -239,9 +239,9 @@ def test_the_answers_and_the_tokens_that_end_them_are_trained(tokenizer, name):
     template = ChatTemplate(tokenizer)
     whole = last.replace("B", two["content"])
     for before in ([], [SYSTEM] if "no system role" not in tokenizer.chat_template else []):
-        asked = [*before, USER, one, MORE]
+        prompt = [*before, USER, one, MORE]
         for messages, expected in (
-            ([*asked, two], [first.replace("A", one["content"]), whole]),
+            ([*prompt, two], [first.replace("A", one["content"]), whole]),
             ([*before, USER, two], [whole]),
         ):
             rendered = template.render(messages)
@@ -585,22 +585,22 @@ def test_text_that_a_template_writes_behind_the_result_is_refused(tokenizer):
 
 def test_text_next_to_a_call_that_a_template_leaves_out_is_said(tokenizer):
     tokenizer.chat_template, tokenizer.eos_token, one, *_ = CALLING["gpt-oss"]
-    said = []
-    template = ChatTemplate(tokenizer, said.append)
+    lines = []
+    template = ChatTemplate(tokenizer, lines.append)
     messages = [USER, ANSWER, MORE, CALLED | {"content": "Wait."}, RESULTS[0], ANSWER]
     assert one in trained_parts(tokenizer, template, messages)
-    assert "the text next to tool calls in messages of role 'assistant' is left out by the chat template" in said
+    assert "the text next to tool calls in messages of role 'assistant' is left out by the chat template" in lines
 
 
 def test_a_turn_that_nothing_ends_is_said_to_end_with_the_next_header(tokenizer):
     """As in GLM's template: the last answer, too, is followed by the first token of another question."""
     tokenizer.chat_template, tokenizer.eos_token = GLM, "<|endoftext|>"
-    said = []
-    template = ChatTemplate(tokenizer, said.append)
+    lines = []
+    template = ChatTemplate(tokenizer, lines.append)
     for _ in range(2):
         rendered = template.render([USER, ANSWER])
     assert rendered.text == tokenizer.apply_chat_template([USER, ANSWER], tokenize=False) + "<|user|>"
-    assert [line for line in said if "no token that ends a turn; <|user|>" in line] == said
+    assert [line for line in lines if "no token that ends a turn; <|user|>" in line] == lines
 
 
 @pytest.mark.parametrize("messages", [[USER, ANSWER, ANSWER], [USER, ANSWER, SYSTEM, ANSWER]], ids=["answer", "system"])
@@ -625,10 +625,10 @@ def test_a_template_that_always_writes_the_prompt_and_ends_turns_in_no_eos_is_re
 @pytest.mark.parametrize("mark", [("", ""), ("{% generation %}", "{% endgeneration %}")], ids=["plain", "marked"])
 def test_a_stop_token_that_the_tokenizer_does_not_have_is_named(tmp_path, mark):
     """Gemma's tokenizer with a ChatML template, for example."""
-    other = byte_tokenizer(tmp_path, None, ("<bos>", "<eos>", "<end_of_turn>"), bos="<bos>", eos="<eos>")
-    other.chat_template = written(IM_USER, f"{IM_PROMPT}{mark[0]}CONTENT<|im_end|>{mark[1]}", IM_PROMPT)
+    gemma = byte_tokenizer(tmp_path, None, ("<bos>", "<eos>", "<end_of_turn>"), bos="<bos>", eos="<eos>")
+    gemma.chat_template = written(IM_USER, f"{IM_PROMPT}{mark[0]}CONTENT<|im_end|>{mark[1]}", IM_PROMPT)
     with pytest.raises(UserError, match=r"ends a turn in <\|im_end\|>, which this tokenizer does not have") as error:
-        ChatTemplate(other).render(
+        ChatTemplate(gemma).render(
             [USER, {"role": "assistant", "content": "Fine."}, MORE, {"role": "assistant", "content": "So."}]
         )
     assert not isinstance(error.value, Refused)

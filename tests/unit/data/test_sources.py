@@ -199,14 +199,14 @@ def test_a_path_in_the_home_folder(folder, monkeypatch):
 
 
 def test_the_files_of_a_hub_dataset_can_be_chosen(monkeypatch):
-    asked = []
+    calls = []
     monkeypatch.setattr(
         datasets,
         "load_dataset",
-        lambda *args, **kwargs: (asked.append(kwargs), datasets.Dataset.from_list([{"text": "one"}]))[1],
+        lambda *args, **kwargs: (calls.append(kwargs), datasets.Dataset.from_list([{"text": "one"}]))[1],
     )
     assert texts("someone/texts", glob="en/*.parquet") == ["one"]
-    assert asked == [{"split": "train", "revision": None, "data_files": ["en/*.parquet"]}]
+    assert calls == [{"split": "train", "revision": None, "data_files": ["en/*.parquet"]}]
 
 
 def test_a_part_of_the_samples_is_every_nth(tmp_path):
@@ -219,11 +219,11 @@ def test_a_part_of_the_samples_is_every_nth(tmp_path):
 def test_random_tokens_are_made_up(tmp_path):
     tokenizer = byte_tokenizer(tmp_path / "tokenizer")
     entry = Dataset(path="dummy", samples=5, dummy_length=64)
-    found = tokenize((entry,), tokenizer, tmp_path / "cache")
-    assert found.lengths.tolist() == [64] * 5 and found.targets.tolist() == [63] * 5
-    tokens = [found.read(i, 0, 64)[0] for i in range(5)]
+    documents = tokenize((entry,), tokenizer, tmp_path / "cache")
+    assert documents.lengths.tolist() == [64] * 5 and documents.targets.tolist() == [63] * 5
+    tokens = [documents.read(i, 0, 64)[0] for i in range(5)]
     assert len(np.unique(tokens)) > 128 and not np.array_equal(tokens[0], tokens[1])
-    assert found.notes == ("dummy: tokenized from input_ids, 5 documents of 320 tokens",)
+    assert documents.notes == ("dummy: tokenized from input_ids, 5 documents of 320 tokens",)
 
 
 @pytest.fixture
@@ -242,8 +242,8 @@ def test_columns_that_are_not_selected_are_not_there(lines, tmp_path):
     path = lines({"input_ids": [1, 2, 3], "attention_mask": [1, 1, 0], "labels": [-100, 2, 3]})
 
     def trained(**options):
-        found = tokenize((Dataset(path=path, **options),), tokenizer, tmp_path / "cache")
-        return found.lengths.tolist(), found.targets.tolist()
+        documents = tokenize((Dataset(path=path, **options),), tokenizer, tmp_path / "cache")
+        return documents.lengths.tolist(), documents.targets.tolist()
 
     assert trained() == ([2], [1])
     assert trained(select_columns=("input_ids", "labels")) == ([3], [2])
@@ -304,9 +304,9 @@ def test_a_small_file_of_the_same_size_and_time_is_read_again(lines, tmp_path):
     for text in ("a", "b", "b"):
         entry = Dataset(path=lines({"text": text}))
         os.utime(tmp_path / "lines.jsonl", (1e9, 1e9))
-        found = tokenize((entry,), tokenizer, tmp_path / "cache")
-        keys.append(found.key)
-    assert keys[0] != keys[1] == keys[2] and "from the cache of 20" in found.notes[-1]
+        documents = tokenize((entry,), tokenizer, tmp_path / "cache")
+        keys.append(documents.key)
+    assert keys[0] != keys[1] == keys[2] and "from the cache of 20" in documents.notes[-1]
 
 
 def test_samples_are_read_again_when_the_file_of_the_function_has_changed(lines, tmp_path):
@@ -314,8 +314,8 @@ def test_samples_are_read_again_when_the_file_of_the_function_has_changed(lines,
     entry = Dataset(path=path, function=f"{tmp_path}/own.py:to_text")
     for written in (FUNCTION, FUNCTION.replace("!", "?")):
         (tmp_path / "own.py").write_text(written)
-        found = tokenize((entry,), tokenizer, tmp_path / "cache")
-        assert tokenizer.decode(found.read(0, 0, 99)[0]) == f"a{'!' if written == FUNCTION else '?'}<|im_end|>"
+        documents = tokenize((entry,), tokenizer, tmp_path / "cache")
+        assert tokenizer.decode(documents.read(0, 0, 99)[0]) == f"a{'!' if written == FUNCTION else '?'}<|im_end|>"
 
 
 def test_names_near_one_that_is_not_there_are_told(folder):
@@ -362,12 +362,12 @@ def path_of(data) -> str:
 
 
 def test_another_stream_with_the_same_beginning_is_tokenised_anew(tmp_path):
-    tokenizer, cache, given = byte_tokenizer(tmp_path), tmp_path / "cache", stream_of("b")
-    first = tokenize((Dataset(path=path_of(given)),), tokenizer, cache)
-    other = tokenize((Dataset(path=path_of(stream_of("c"))),), tokenizer, cache)
-    assert len(first) == len(other) == 1001 and first.key != other.key
-    source = open_source(Dataset(path=path_of(given)))
-    assert source.identity == open_source(Dataset(path=path_of(given))).identity, "the same stream is known"
+    tokenizer, cache, stream = byte_tokenizer(tmp_path), tmp_path / "cache", stream_of("b")
+    first = tokenize((Dataset(path=path_of(stream)),), tokenizer, cache)
+    second = tokenize((Dataset(path=path_of(stream_of("c"))),), tokenizer, cache)
+    assert len(first) == len(second) == 1001 and first.key != second.key
+    source = open_source(Dataset(path=path_of(stream)))
+    assert source.identity == open_source(Dataset(path=path_of(stream))).identity, "the same stream is known"
 
 
 def test_streams_with_the_same_beginning_are_refused_in_one_config():
@@ -383,10 +383,10 @@ def test_streams_with_the_same_beginning_are_refused_in_one_config():
 
 
 def test_a_stream_from_python_says_by_what_it_is_known():
-    said = []
-    open_source(Dataset(path=path_of(stream_of("b"))), streaming=True, say=said.append)
-    open_source(Dataset(path=path_of(datasets.Dataset.from_dict(ROWS))), streaming=True, say=said.append)
-    assert len(said) == 1 and "known by its first 1,000 samples; whether those after them are the same" in said[0]
+    log = []
+    open_source(Dataset(path=path_of(stream_of("b"))), streaming=True, say=log.append)
+    open_source(Dataset(path=path_of(datasets.Dataset.from_dict(ROWS))), streaming=True, say=log.append)
+    assert len(log) == 1 and "known by its first 1,000 samples; whether those after them are the same" in log[0]
 
 
 def test_a_dataset_from_python_is_read_once_and_then_only_where_it_was_given(tmp_path, monkeypatch):

@@ -59,9 +59,9 @@ def files(cache: Path) -> dict[str, bytes]:
 @pytest.fixture
 def expected(entry, tokenizer, tmp_path):
     """Return the files that one process writes in one go, skipping bad lines."""
-    found = tokenize((entry,), tokenizer, tmp_path / "whole", "skip")
-    assert found.skipped == 3 and "3 samples skipped" in found.losses[0]
-    assert found.losses[1].endswith("2 columns are not used: 'id', 'text'")
+    documents = tokenize((entry,), tokenizer, tmp_path / "whole", "skip")
+    assert documents.skipped == 3 and "3 samples skipped" in documents.losses[0]
+    assert documents.losses[1].endswith("2 columns are not used: 'id', 'text'")
     return files(tmp_path / "whole")
 
 
@@ -85,12 +85,12 @@ def test_of_a_classifier_too(tokenizer, tmp_path, small):
 
 
 def test_the_first_mistake_of_the_file_is_the_error_whoever_tokenises(entry, tokenizer, tmp_path, small):
-    told = []
+    errors = []
     for processes in (1, 2):
         with pytest.raises(UserError) as error:
             tokenize((entry,), tokenizer, tmp_path / "cache", num_proc=processes)
-        told.append(str(error.value))
-    assert told[0] == told[1] and "a.jsonl:6: not JSON" in told[0]
+        errors.append(str(error.value))
+    assert errors[0] == errors[1] and "a.jsonl:6: not JSON" in errors[0]
     lines = Path(entry.path).read_text().splitlines()
     Path(entry.path).write_text("\n".join([lines[20], *lines[6:13], *lines[14:]]))
     for processes in (1, 2):  # all samples are read and counted
@@ -156,11 +156,11 @@ def test_the_cache_alone_is_enough(entry, tokenizer, tmp_path):
     Path(entry.path).unlink()
     with pytest.raises(UserError, match="no such file"):
         tokenize((entry,), tokenizer, cache, "skip")
-    found = tokenize((replace(entry, weight=2.0),), tokenizer, cache, "skip", cache_only=True)
-    assert found.key == whole.key and "its source was not looked at" in found.notes[-1]
-    for other in (replace(entry, samples=3), replace(entry, path="b.jsonl")):
+    documents = tokenize((replace(entry, weight=2.0),), tokenizer, cache, "skip", cache_only=True)
+    assert documents.key == whole.key and "its source was not looked at" in documents.notes[-1]
+    for changed in (replace(entry, samples=3), replace(entry, path="b.jsonl")):
         with pytest.raises(UserError, match="cache_only: .* holds nothing made of .* with these options"):
-            tokenize((other,), tokenizer, cache, "skip", cache_only=True)
+            tokenize((changed,), tokenizer, cache, "skip", cache_only=True)
 
 
 def test_of_a_source_that_changed_the_cache_alone_has_what_was_made_last(tokenizer, tmp_path):
@@ -171,8 +171,8 @@ def test_of_a_source_that_changed_the_cache_alone_has_what_was_made_last(tokeniz
         for made in cache.glob("*/offsets.npy"):
             os.utime(made, (number, number)) if made.stat().st_mtime > 1 else None
     file.unlink()
-    found = tokenize((Dataset(path=str(file)),), tokenizer, cache, cache_only=True)
-    assert found.key == keys[1] != keys[0] and "1 older ones are not used" in found.notes[-1]
+    documents = tokenize((Dataset(path=str(file)),), tokenizer, cache, cache_only=True)
+    assert documents.key == keys[1] != keys[0] and "1 older ones are not used" in documents.notes[-1]
 
 
 def test_processes_answer_in_order_know_nothing_of_jax_and_are_missed_when_they_end():

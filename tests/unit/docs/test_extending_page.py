@@ -30,7 +30,7 @@ def test_every_snippet_runs_in_order(tmp_path, monkeypatch):
         # The value of the loss, from the gradients that the page computes.
         batch = make_batch(np.arange(64).reshape(2, 32), jax.sharding.get_mesh())
         batch = jax.tree.map(lambda x: x[None], batch)
-        found = jax.jit(names["program"].gradients)(names["parameters"], {}, batch, jnp.int32(0))
-    plain = np.log(256) * found.sums.weight  # random weights: every token is about equally likely
-    assert 0.9 * plain < found.sums.loss < plain * 1.1
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(found.gradients))
+        result = jax.jit(names["program"].gradients)(names["parameters"], {}, batch, jnp.int32(0))
+    plain = np.log(256) * result.sums.weight  # random weights: every token is about equally likely
+    assert 0.9 * plain < result.sums.loss < plain * 1.1
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(result.gradients))

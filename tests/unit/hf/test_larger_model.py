@@ -18,8 +18,8 @@ def tensor(name: str, value: np.ndarray) -> hf.Tensor:
 
 def contents(folder) -> dict:
     """Return dtype, shape and bytes of each tensor, read by safetensors itself."""
-    found = deserialize((folder / "model.safetensors").read_bytes())
-    return {name: (entry["dtype"], tuple(entry["shape"]), bytes(entry["data"])) for name, entry in found}
+    entries = deserialize((folder / "model.safetensors").read_bytes())
+    return {name: (entry["dtype"], tuple(entry["shape"]), bytes(entry["data"])) for name, entry in entries}
 
 
 @pytest.mark.parametrize("names", [NOW, OLDER], ids=["names of now", "older names"])

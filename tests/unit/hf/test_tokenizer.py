@@ -42,14 +42,14 @@ def test_a_damaged_tokenizer_is_one_line(tmp_path, part, value):
 
 def test_transformers_does_not_say_first_that_pytorch_is_missing():
     """Other warnings of transformers are shown."""
-    logger, said = logging.getLogger("transformers"), []
+    logger, messages = logging.getLogger("transformers"), []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
+    handler.emit = lambda record: messages.append(record.getMessage())
     logger.addHandler(handler)
     logger.warning("PyTorch was not found. Models won't be available")
     logger.warning("something else")
     logger.removeHandler(handler)
-    assert said == ["something else"]
+    assert messages == ["something else"]
     assert '"PyTorch was not found' in Path(transformers.__file__).read_text("utf-8"), "transformers no longer warns so"
 
 

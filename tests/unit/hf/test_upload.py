@@ -68,7 +68,7 @@ def test_what_cannot_be_uploaded_is_said_before_it_is_made(hub, model, monkeypat
     upload(model, "ada/public")
     assert "it is there already, and public" in refused("ada/public", private=True)
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    assert "token" in (said := refused()) and "run `hf auth login`" in said and "hf_wrong" not in said
+    assert "token" in (why := refused()) and "run `hf auth login`" in why and "hf_wrong" not in why
     monkeypatch.delenv("HF_TOKEN")
     assert "the hub wants to know who uploads; run `hf auth login`" in refused()
     monkeypatch.setenv("HF_TOKEN", hub.token)

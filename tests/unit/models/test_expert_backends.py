@@ -88,9 +88,9 @@ def stored(parameter, value):
     return jax.tree.map(lambda part, of: jax.device_put(part, of.sharding), whole, parameter.abstract())
 
 
-def assert_equal(found, expected):
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected):
+def assert_equal(actual, expected):
+    assert len(actual) == len(expected)
+    for one, other in zip(actual, expected):
         assert np.abs(one - other).max() <= 1e-6 * np.abs(other).max()
 
 
@@ -123,13 +123,13 @@ def test_no_token_is_dropped_whatever_the_capacity(lora, quant):
 def test_what_cannot_run_is_refused(one_device):
     with pytest.raises(UserError, match=r"experts.backend='kernel': .* cpu .*: it needs an NVIDIA GPU"):
         numbers(PLAIN, "kernel")
-    for asked, named in (
+    for backend, named in (
         (Options("loop"), "backend='loop'"),
         (Options(router_loss=0.0), "router_loss=0.0"),
         (Options(router_z_loss=0.1), "router_z_loss=0.1"),
     ):
         with pytest.raises(UserError, match=f"experts.{named}: the model, a qwen3, has no experts"):
-            declare_model(Base(spec(1)), Config(experts=asked), one_device)
+            declare_model(Base(spec(1)), Config(experts=backend), one_device)
     with pytest.raises(UserError, match="memory.remat='experts': the model, a qwen3, has no experts"):
         declare_model(Base(spec(1)), Config(memory=Memory("experts")), one_device)
 

@@ -92,9 +92,9 @@ def test_the_correction_of_each_layer_moves_by_its_own_load_alone(one_device):
     program = assemble(Base(spec(layers, family="glm4_moe")), config, one_device)
     trained = random_values(program.model.trained)
     favoured = {0: (0, 1), 2: (1, 3), 4: (0, 2)}  # 10 is more than any score
-    found = {name: p.layers for name, p in program.model.trained.items() if p.kind == "correction"}
-    assert sorted(layer for layers in found.values() for layer in layers) == [0, 2, 4]
-    for name, numbers in found.items():
+    corrections = {name: p.layers for name, p in program.model.trained.items() if p.kind == "correction"}
+    assert sorted(layer for layers in corrections.values() for layer in layers) == [0, 2, 4]
+    for name, numbers in corrections.items():
         start = [[10.0 * (expert in favoured[number]) for expert in range(4)] for number in numbers]
         trained[name] = jax.device_put(np.array(start, np.float32), trained[name].sharding)
     rows = make_batch(tokens(2, 16), one_device)
@@ -103,12 +103,12 @@ def test_the_correction_of_each_layer_moves_by_its_own_load_alone(one_device):
     }
     step, start = jax.jit(program.step), program.start(trained)
     after, metrics = step(start, {}, batch, jnp.float32(1e-3))
-    for name, numbers in found.items():
+    for name, numbers in corrections.items():
         expected = [[9.75 if expert in favoured[number] else 0.25 for expert in range(4)] for number in numbers]
         assert np.array_equal(after.trained[name], expected)
     assert metrics["expert_load_max"] == metrics["expert_load_worst"] == 2
     broken, _ = step(start, {}, batch | {"loss_weight": batch["loss_weight"] * jnp.nan}, jnp.float32(1e-3))
-    assert all(np.array_equal(broken.trained[name], trained[name]) for name in found)
+    assert all(np.array_equal(broken.trained[name], trained[name]) for name in corrections)
 
 
 def test_a_rate_that_moves_no_correction_is_refused(one_device):

@@ -26,8 +26,8 @@ def tokens(model: str, mesh: Mesh, devices: int, sampling: Sampling) -> list[lis
     how = {"max_new_tokens": 8, "dtype": jnp.dtype("float32"), "sampling": sampling}
     generate = make_generate(declared.graph, declared.spec, **how)
     with jax.default_matmul_precision("highest"):
-        found = list(generate(read_parameters(declared, declared.whole), PROMPTS))
-    return np.stack(found, axis=1).tolist()
+        steps = list(generate(read_parameters(declared, declared.whole), PROMPTS))
+    return np.stack(steps, axis=1).tolist()
 
 
 @functools.cache

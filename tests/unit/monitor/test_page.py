@@ -66,10 +66,10 @@ def test_charts_are_of_the_metrics_that_there_are_losses_first():
 
 
 def test_runs_share_a_chart_and_the_axes_that_all_of_them_have():
-    other = record("b", rows=[{"step": 3, "loss": float("nan")}, {"step": 4, "loss": 0.5, "eval_loss": float("inf")}])
-    found = contents([record(), other], {})
-    assert found["axes"] == ["step"] and contents([record()], {})["axes"] == ["step", "tokens", "hours"]
-    loss, evaluation = found["charts"][:2]
+    second = record("b", rows=[{"step": 3, "loss": float("nan")}, {"step": 4, "loss": 0.5, "eval_loss": float("inf")}])
+    page = contents([record(), second], {})
+    assert page["axes"] == ["step"] and contents([record()], {})["axes"] == ["step", "tokens", "hours"]
+    loss, evaluation = page["charts"][:2]
     assert not loss["exact"], "smoothed"
     assert [line["drawn"]["step"] for line in loss["lines"]] == [list(range(1, 9)), [3, 4]]
     assert loss["lines"][1]["drawn"]["values"] == ["NaN", 0.5]
@@ -89,9 +89,9 @@ def test_of_completions_the_best_and_the_worst_of_some_steps_are_shown():
         for step in range(1, 101)
         for i in range(4)
     ]
-    found = of_some_steps(made, most=3)
-    assert [each["text"] for each in found] == ["1.0", "51.3", "51.0", "100.3", "100.0"]
-    assert found[1] == {"step": 51, "prompt": '[{"role": "user"}]', "text": "51.3", "reward": 3.0}
+    shown = of_some_steps(made, most=3)
+    assert [each["text"] for each in shown] == ["1.0", "51.3", "51.0", "100.3", "100.0"]
+    assert shown[1] == {"step": 51, "prompt": '[{"role": "user"}]', "text": "51.3", "reward": 3.0}
     assert of_some_steps([]) == [] and len(of_some_steps(made[:8])) == 3
 
 
@@ -104,10 +104,10 @@ def test_options_that_differ_are_listed_and_one_run_is_compared_with_the_default
 
 
 def test_the_time_within_a_step_is_of_the_runs_that_have_a_profile():
-    found = StepTime(
+    times = StepTime(
         "/device:GPU:0", 3, 12.0, 9.0, {"attention": {"forward": 4.0, "backward": 6.0}}, {"attention": 8.5}
     )
-    assert contents([record(), record("b", step_time=found)], {})["step_times"] == [
+    assert contents([record(), record("b", step_time=times)], {})["step_times"] == [
         {
             "run": 1,
             "rows": [
@@ -123,9 +123,9 @@ def test_the_time_within_a_step_is_of_the_runs_that_have_a_profile():
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_colours_of_runs_stand_out_from_the_page_and_from_each_other_for_colour_blind_readers(scheme):
     style = page([record()], {}).partition("<style>")[2].partition("</style>")[0]
-    found = re.findall(r"--(\w+): #(\w{6});", style)
-    half = len(found) // 2
-    colours = {name: _linear(code) for name, code in (found[:half] if scheme == "light" else found[half:])}
+    variables = re.findall(r"--(\w+): #(\w{6});", style)
+    half = len(variables) // 2
+    colours = {name: _linear(code) for name, code in (variables[:half] if scheme == "light" else variables[half:])}
     back, runs = colours["back"], [colours[name] for name in colours if name.startswith("run")]
     assert len(runs) == 6
     for colour in [*runs, colours["ink"], colours["faint"]]:

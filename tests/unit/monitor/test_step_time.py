@@ -158,21 +158,21 @@ def gpu_trace() -> ProfileData:
 
 
 def test_the_streams_of_the_first_gpu_with_collectives_that_computation_hides_and_that_it_does_not():
-    found = step_time(TEXT, *operations(gpu_trace()), steps=2)
-    assert (found.device, found.steps) == ("/device:GPU:0", 2)
-    us = {part: {phase: round(2000 * ms, 6) for phase, ms in own.items()} for part, own in found.parts.items()}
+    times = step_time(TEXT, *operations(gpu_trace()), steps=2)
+    assert (times.device, times.steps) == ("/device:GPU:0", 2)
+    us = {part: {phase: round(2000 * ms, 6) for phase, ms in phases.items()} for part, phases in times.parts.items()}
     assert us == EXPECTED
-    alone = {part: round(2000 * ms, 6) for part, ms in found.alone.items()}
+    alone = {part: round(2000 * ms, 6) for part, ms in times.alone.items()}
     # The all-gather runs from 6 to 16; a kernel hides 6 to 10, a copy 10 to 12. The reduce-scatter is hidden entirely.
     assert alone == {
-        **{part: sum(own.values()) for part, own in EXPECTED.items()},
+        **{part: sum(phases.values()) for part, phases in EXPECTED.items()},
         "feed-forward": 37,
         "collectives": 4,
         "copies": 2,
         "gradient accumulation": 3,
     }
-    assert (round(2000 * found.wall, 6), round(2000 * found.busy, 6)) == (100, 79)
-    assert re.search(r"^collectives +0.01 +- +- +0.00 +0.01 +13% +0.00$", found.text(), re.M)
+    assert (round(2000 * times.wall, 6), round(2000 * times.busy, 6)) == (100, 79)
+    assert re.search(r"^collectives +0.01 +- +- +0.00 +0.01 +13% +0.00$", times.text(), re.M)
 
 
 def test_a_trace_without_the_step_says_so():
@@ -215,13 +215,13 @@ def traced(tmp_path_factory):
 
 
 def test_a_traced_step_goes_into_parts_that_sum_to_its_operations(traced):
-    found = StepTime.read(traced / NAME)
-    phases = {phase for own in found.parts.values() for phase in own}
+    times = StepTime.read(traced / NAME)
+    phases = {phase for by_phase in times.parts.values() for phase in by_phase}
     assert phases == {"forward", "recomputed", "backward", "rest"}
     for part in ("attention", "feed-forward", "norms", "adapters", "embedding, head and loss"):
-        assert found.parts[part]["forward"] > 0 and found.parts[part]["backward"] > 0, part
-    assert found.parts["optimizer"]["rest"] > 0 and set(found.parts["optimizer"]) == {"rest"}
-    assert "unknown" not in found.parts and found.parts["other programs"]["rest"] > 0
+        assert times.parts[part]["forward"] > 0 and times.parts[part]["backward"] > 0, part
+    assert times.parts["optimizer"]["rest"] > 0 and set(times.parts["optimizer"]) == {"rest"}
+    assert "unknown" not in times.parts and times.parts["other programs"]["rest"] > 0
 
     (file,) = traced.rglob("*.xplane.pb")
     by_program: dict[int, list[float]] = {}
@@ -232,10 +232,10 @@ def test_a_traced_step_goes_into_parts_that_sum_to_its_operations(traced):
             if after[0] >= end:  # in one thread: otherwise a loop or call that contains the next operation
                 by_program.setdefault(program, []).append(end - start)
     expected = sum(max(by_program.values(), key=len)) / 2e6
-    total = sum(sum(own.values()) for part, own in found.parts.items() if part != "other programs")
+    total = sum(sum(by_phase.values()) for part, by_phase in times.parts.items() if part != "other programs")
     assert total == pytest.approx(expected, rel=1e-9)
-    assert 0 < found.busy <= found.wall
-    assert all(0 <= found.alone[part] <= sum(own.values()) + 1e-9 for part, own in found.parts.items())
+    assert 0 < times.busy <= times.wall
+    assert all(0 <= times.alone[part] <= sum(by_phase.values()) + 1e-9 for part, by_phase in times.parts.items())
 
 
 @pytest.mark.parametrize("text", ["", TEXT], ids=["none", "another program's"])

@@ -91,9 +91,9 @@ def test_a_temperature_divides_the_logits(one_device):
     hidden, head, batch = make(one_device)
     call = Call(jnp.dtype("float32"))
     with jax.default_matmul_precision("highest"):
-        found = score(only_a_head(head), batch, call, (hidden, {}), temperature=0.6).log_prob[0, :TRAINED]
+        log_prob = score(only_a_head(head), batch, call, (hidden, {}), temperature=0.6).log_prob[0, :TRAINED]
     logits = np.asarray(hidden, np.float64)[0, :TRAINED] @ np.asarray(head, np.float64)[:VOCABULARY].T / 0.6
-    own = logits[np.arange(TRAINED), np.asarray(batch["targets"])[0, :TRAINED]]
-    np.testing.assert_allclose(found, own - np.log(np.exp(logits).sum(-1)), rtol=1e-5)
+    of_targets = logits[np.arange(TRAINED), np.asarray(batch["targets"])[0, :TRAINED]]
+    np.testing.assert_allclose(log_prob, of_targets - np.log(np.exp(logits).sum(-1)), rtol=1e-5)
     with pytest.raises(UserError, match="logits of a made here are capped"):
         score(only_a_head(head, 30.0), batch, call, (hidden, {}), temperature=0.6)

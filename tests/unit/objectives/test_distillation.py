@@ -64,8 +64,8 @@ def expected(options: Distill, student, teacher, targets, weight, cap=None) -> d
     best = np.argsort(-p, axis=-1)[..., : options.top_k]
 
     def outcomes(all):
-        own = np.take_along_axis(all, best, -1)
-        return np.concatenate([own, np.maximum(1 - own.sum(-1, keepdims=True), 0)], -1)
+        of_best = np.take_along_axis(all, best, -1)
+        return np.concatenate([of_best, np.maximum(1 - of_best.sum(-1, keepdims=True), 0)], -1)
 
     def kl(a, b):
         return np.where(a > 1e-12, a * np.log(np.maximum(a, 1e-300) / np.maximum(b, 1e-300)), 0).sum(-1)
@@ -110,8 +110,8 @@ def found(options: Distill, student, teacher, mesh, cap=None, rows=1):
 
             def loss(parts):
                 hidden, head = parts
-                decoder, own = a_head(head, cap), objective.divergence
-                scores = score(decoder, batch, call, (hidden, {}), head_gradient=True, divergence=own)
+                decoder, divergence = a_head(head, cap), objective.divergence
+                scores = score(decoder, batch, call, (hidden, {}), head_gradient=True, divergence=divergence)
                 sums = objective.loss(scores, batch)
                 return sums.loss, sums
 

@@ -101,9 +101,9 @@ def test_an_update_is_adamw_of_moments_in_8_bits(one_device, shape):
             np.testing.assert_allclose(state[name].absmax, absmax.reshape(state[name].absmax.shape), rtol=1e-6)
             codes = np.searchsorted(bounds(MAPS[name]), np.float32(moment / spread(absmax, shape)))
             codes = np.maximum(codes, (moment > 0) & (name == "nu"))
-            apart = np.abs(codes - np.asarray(state[name].codes, int))
-            assert apart.max() <= 1
-            differ += apart.sum()
+            distance = np.abs(codes - np.asarray(state[name].codes, int))
+            assert distance.max() <= 1
+            differ += distance.sum()
     print(shape, "codes that differ:", differ, "of", 40 * math.prod(shape))
     assert differ <= 1e-4 * 40 * math.prod(shape)
 
@@ -145,12 +145,12 @@ def test_small_and_odd_parameters_are_adamw_itself(one_device):
     assert block_of((63, 64)) is block_of((100, 4099)) is block_of((4099,)) is block_of((64, 16 * 257)) is None
     adamw = rules.adamw(BETA1, BETA2, EPSILON)
     parameter, gradient, at = jnp.asarray(weights((63, 64))), jnp.asarray(weights((63, 64), 1)), At(3, 1e-2, 1.0, 0.1)
-    for expected, found in zip(
+    for expected, actual in zip(
         jax.tree.leaves(adamw.update(gradient, adamw.init(parameter), parameter, at)),
         jax.tree.leaves(RULE.update(gradient, RULE.init(parameter), parameter, at)),
         strict=True,
     ):
-        np.testing.assert_array_equal(expected, found)
+        np.testing.assert_array_equal(expected, actual)
 
 
 @pytest.mark.parametrize("width", [64, 100, 256, 896, 1152, 1536, 2048, 2560, 3584, 5120, 11008, 18944, 29568])
@@ -241,8 +241,8 @@ def test_a_mesh_that_splits_a_block_is_refused():
 
 def test_moments_that_stay_float32_are_named():
     shapes = {"odd": ((2, 64, 257), (0, 1)), "small": ((63, 64), ()), "even": ((64, 64), ())}
-    found = {name: declared(shape, (None,) * len(shape), layers) for name, (shape, layers) in shapes.items()}
-    assert float32_moments(found) == ["odd [64, 257]"]
+    parameters = {name: declared(shape, (None,) * len(shape), layers) for name, (shape, layers) in shapes.items()}
+    assert float32_moments(parameters) == ["odd [64, 257]"]
 
 
 def test_it_trains_as_adamw_does(one_device):
@@ -266,17 +266,17 @@ def test_it_trains_as_adamw_does(one_device):
             loss, gradients = jax.value_and_grad(loss_of)(parameters, *tokens)
             at = At(count, jnp.float32(3e-3), 1.0, 0.01)
             after = {name: rule.update(gradients[name], states[name], parameters[name], at) for name in parameters}
-            return loss, *({name: both[part] for name, both in after.items()} for part in (0, 1))
+            return loss, *({name: pair[part] for name, pair in after.items()} for part in (0, 1))
 
-        found = []
+        values = []
         for count in range(300):
             first, second = rng.integers(0, vocabulary, (2, rows))
             target = (chain[first + second % 2 * vocabulary] > rng.random((rows, 1))).argmax(1)
             loss, parameters, states = step(parameters, states, count, first, second, target)
-            found.append(loss.item())
-        return np.asarray(found)
+            values.append(loss.item())
+        return np.asarray(values)
 
-    expected, found = (losses(rule(0.9, 0.999, 1e-8)).reshape(6, 50).mean(1) for rule in (rules.adamw, adamw_8bit))
-    print("means of 50 losses: AdamW", expected, "in 8 bits", found)
+    expected, means = (losses(rule(0.9, 0.999, 1e-8)).reshape(6, 50).mean(1) for rule in (rules.adamw, adamw_8bit))
+    print("means of 50 losses: AdamW", expected, "in 8 bits", means)
     assert expected[-1] < 0.7 * expected[0]
-    np.testing.assert_allclose(found, expected, rtol=0.01)
+    np.testing.assert_allclose(means, expected, rtol=0.01)

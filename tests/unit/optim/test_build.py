@@ -64,13 +64,13 @@ def test_each_layer_of_a_stack_is_updated_as_if_it_were_alone(one_device, name):
 def test_experts_of_layers_are_updated_as_one_stack(one_device, name):
     """Bit for bit: a parameter of 3 layers x 2 experts, and one of 6 layers."""
     names = tuple(f"model.layers.{layer}.mlp.experts.{e}.up_proj.weight" for layer in range(LAYERS) for e in range(2))
-    found = []
+    results = []
     for lead in ((LAYERS, 2), (LAYERS * 2,)):
         optimizer = build(Optim(name=name), {"up": Trained(names, lead, is_matrix=True)}, LAYERS, jnp.float32)
         start, gradient = (parameters(seed=seed)["stack"].reshape(*lead, 64, -1) for seed in (0, 1))
         state = jax.jit(optimizer.init)({"up": start})
-        found.append(jax.jit(optimizer.update)({"up": gradient}, state, {"up": start}, at()))
-    for one, other in zip(*map(jax.tree.leaves, found), strict=True):
+        results.append(jax.jit(optimizer.update)({"up": gradient}, state, {"up": start}, at()))
+    for one, other in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_array_equal(one.reshape(other.shape), other)
 
 
@@ -108,10 +108,10 @@ def test_rates_and_decays_are_chosen_by_name_and_layer(one_device):
 def test_a_parameter_may_have_a_rate_of_its_own(one_device):
     """It multiplies the factors of the layers."""
     start, gradients = parameters(), parameters(seed=1)
-    own = {name: one._replace(rate=4.0 if name == "stack" else 1.0) for name, one in NAMES.items()}
+    with_rate = {name: one._replace(rate=4.0 if name == "stack" else 1.0) for name, one in NAMES.items()}
     optim = Optim(name="sgd", beta1=0.0, weight_decay=0.0, layerwise_lr_decay=0.5)
     moved = {}
-    for number, named in enumerate((NAMES, own)):
+    for number, named in enumerate((NAMES, with_rate)):
         optimizer = build(optim, named, LAYERS)
         after, _ = optimizer.update(gradients, optimizer.init(start), start, at(1e-2))
         moved[number] = {name: np.asarray(start[name] - after[name]) for name in start}

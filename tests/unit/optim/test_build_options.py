@@ -47,13 +47,13 @@ def some_gradients(seed=0):
 )
 def test_moments_are_kept_in_state_dtype(one_device, name, dtype):
     _, state = after(Optim(name=name, state_dtype=dtype), some_gradients())
-    kept = {
+    dtypes = {
         str(leaf.dtype)
         for parameter, rule_state in state.rules.items()
         for leaf in jax.tree.leaves(rule_state)
         if leaf.shape == SHAPES[parameter]
     }
-    assert kept == {dtype}
+    assert dtypes == {dtype}
 
 
 def test_moments_in_bfloat16_are_rounded_stochastically(one_device):
@@ -68,10 +68,10 @@ def test_moments_in_bfloat16_are_rounded_stochastically(one_device):
 def test_muon_has_a_learning_rate_of_its_own_for_matrices(one_device):
     gradients = some_gradients()
     same, _ = after(Optim(name="muon", learning_rate=1e-3), gradients)
-    own, _ = after(Optim(name="muon", learning_rate=1e-3, muon=Muon(learning_rate=0.02)), gradients)
-    np.testing.assert_allclose(own["matrix"], 20 * same["matrix"], rtol=1e-4)
+    separate, _ = after(Optim(name="muon", learning_rate=1e-3, muon=Muon(learning_rate=0.02)), gradients)
+    np.testing.assert_allclose(separate["matrix"], 20 * same["matrix"], rtol=1e-4)
     for name in ("norm", "embedding"):
-        np.testing.assert_array_equal(own[name], same[name])
+        np.testing.assert_array_equal(separate[name], same[name])
         assert jnp.abs(same[name]).min() > 0
 
 

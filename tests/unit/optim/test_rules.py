@@ -177,9 +177,9 @@ def test_updates_are_the_published_ones(name):
     rule, reference, shape = CASES[name]
     gradients, parameter, rates = material(shape)
     expected = reference(gradients, parameter, 0.5 * rates, 0.1)
-    found = run(rule, gradients, parameter, rates, 0.5, 0.1)
+    updated = run(rule, gradients, parameter, rates, 0.5, 0.1)
     moved = np.abs(expected - parameter).max()
-    assert np.abs(found - expected).max() <= 3e-6 * moved
+    assert np.abs(updated - expected).max() <= 3e-6 * moved
 
 
 @pytest.mark.parametrize("name", ["adamw", "schedule_free", "muon, tall", "normuon, cautious"])
@@ -187,17 +187,17 @@ def test_a_stack_is_updated_layer_by_layer_with_the_rates_and_decays_of_each(nam
     rule, _, shape = CASES[name]
     gradients, parameter, rates = material((2, *shape))
     multiplier, decay = np.float32([0.5, 1.0]), np.float32([0.0, 0.2])
-    found = run(rule, gradients, parameter, rates, multiplier[:, None, None], decay[:, None, None])
+    updated = run(rule, gradients, parameter, rates, multiplier[:, None, None], decay[:, None, None])
     for layer in range(2):
         single = run(rule, [g[layer] for g in gradients], parameter[layer], rates, multiplier[layer], decay[layer])
-        assert np.abs(found[layer] - single).max() <= 2e-6
+        assert np.abs(updated[layer] - single).max() <= 2e-6
 
 
 @pytest.mark.parametrize("adjust_lr", ["original", "match_rms_adamw"])
 def test_muon_without_nesterov_is_that_of_optax(adjust_lr):
     """optax multiplies by (in, out) weights; its Nesterov corrects for the start from zero, and torch's does not."""
     gradients, parameter, rates = material((16, 9))
-    found = run(muon32(False, adjust_lr), gradients, parameter, rates)
+    updated = run(muon32(False, adjust_lr), gradients, parameter, rates)
     rms = 0.2 if adjust_lr == "match_rms_adamw" else None
     theirs = optax.contrib.muon(lambda count: jnp.asarray(rates)[count], nesterov=False, consistent_rms=rms)
     expected = jnp.asarray(parameter.T, jnp.float32)
@@ -205,7 +205,7 @@ def test_muon_without_nesterov_is_that_of_optax(adjust_lr):
     for gradient in gradients:
         change, state = update(jnp.float32(gradient.T), state, expected)
         expected = expected + change
-    assert np.abs(found - expected.T).max() <= 2e-6
+    assert np.abs(updated - expected.T).max() <= 2e-6
 
 
 def test_schedule_free_takes_the_gradient_between_the_average_and_the_base():
@@ -235,8 +235,8 @@ def test_states_hold_no_more_than_the_rule_needs():
 def test_orthogonal_matrices_are_close_to_those_of_the_singular_vectors():
     """bfloat16 products: within 3% of the same iterations in float64, singular values around 1."""
     matrices = np.random.default_rng(0).standard_normal((2, 48, 128))
-    found = np.asarray(orthogonalize(jnp.float32(matrices)), np.float64)
-    for one, matrix in zip(found, matrices, strict=True):
+    orthogonal = np.asarray(orthogonalize(jnp.float32(matrices)), np.float64)
+    for one, matrix in zip(orthogonal, matrices, strict=True):
         expected = newton_schulz(matrix)
         assert np.linalg.norm(one - expected) <= 0.03 * np.linalg.norm(expected)
         left, _, right = np.linalg.svd(matrix, full_matrices=False)

@@ -12,13 +12,13 @@ SHAPES = st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 12))
 
 def ticks_of(work: Work, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
     """Return the tick of each (stage, chunk, micro-batch); each has exactly one."""
-    found = np.full((stages, chunks, micro_batches), -1)
+    ticks = np.full((stages, chunks, micro_batches), -1)
     for tick, stage in zip(*np.nonzero(work.micro_batch >= 0)):
         at = stage, work.chunk[tick, stage], work.micro_batch[tick, stage]
-        assert found[at] == -1
-        found[at] = tick
-    assert (found >= 0).all()
-    return found
+        assert ticks[at] == -1
+        ticks[at] = tick
+    assert (ticks >= 0).all()
+    return ticks
 
 
 def in_turn(ticks: np.ndarray) -> np.ndarray:

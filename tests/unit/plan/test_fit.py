@@ -47,8 +47,8 @@ def planned(limit, gain=1.1):
     ],
 )
 def test_the_fastest_that_fits(config, limit, gain, expected):
-    found = fastest(config, planned(limit, gain))
-    assert overrides(config, found.config) == [f"--config.{option}" for option in expected.split()]
+    best = fastest(config, planned(limit, gain))
+    assert overrides(config, best.config) == [f"--config.{option}" for option in expected.split()]
 
 
 def test_nothing_fits(config):

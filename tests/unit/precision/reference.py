@@ -58,12 +58,12 @@ def plain(x, w, dy):
     return x @ w.T, dy @ w, np.einsum("bso,bsi->oi", dy, x)
 
 
-def relative(found, expected):
-    return np.linalg.norm(np.asarray(found, np.float64) - expected) / np.linalg.norm(expected)
+def relative(actual, expected):
+    return np.linalg.norm(np.asarray(actual, np.float64) - expected) / np.linalg.norm(expected)
 
 
-def assert_same(found, expected, within=1e-6):
-    assert np.abs(np.asarray(found, np.float64) - expected).max() <= within * np.abs(expected).max()
+def assert_same(actual, expected, within=1e-6):
+    assert np.abs(np.asarray(actual, np.float64) - expected).max() <= within * np.abs(expected).max()
 
 
 # References: a matrix, contracted over its last dimension, rounded to a format.
@@ -93,8 +93,8 @@ def in_nvfp4(matrix, rows=1, four_over_six=False):
 
     values, error = rounded(6)
     if four_over_six:
-        others, others_error = rounded(4)
-        values = np.where(others_error < error, others, values)
+        to_four, to_four_error = rounded(4)
+        values = np.where(to_four_error < error, to_four, values)
     return values.reshape(matrix.shape)
 
 

@@ -52,8 +52,8 @@ def test_fp8_products_are_those_of_the_rounded_sides(numbers, given):
     assert_same(tokens(y), e4m3(tokens(x)) @ e4m3(w).T)
     assert_same(tokens(dx), e5m2(tokens(dy)) @ e4m3(w.T.copy()).T)
     assert_same(dw, e5m2(tokens(dy).T.copy()) @ e4m3(tokens(x).T.copy()).T)
-    for found, expected, most in zip((y, dx, dw), plain(x, w, dy), (0.05, 0.08, 0.08)):
-        assert 0.01 < relative(found, expected) < most
+    for actual, expected, most in zip((y, dx, dw), plain(x, w, dy), (0.05, 0.08, 0.08)):
+        assert 0.01 < relative(actual, expected) < most
 
 
 @pytest.mark.parametrize("four_over_six", [False, True], ids=["six", "four over six"])
@@ -69,8 +69,8 @@ def test_nvfp4_products_are_those_of_the_rounded_sides(hadamard, four_over_six):
     assert_same(tokens(y), rounded(tokens(x)) @ weight.T)
     assert_same(tokens(dx), rounded(tokens(dy)) @ weight)
     assert_same(dw, rounded(turn(tokens(dy).T.copy())) @ rounded(turn(tokens(x).T.copy())).T)
-    for found, expected in zip((y, dx, dw), plain(x, w, dy)):
-        assert 0.05 < relative(found, expected) < 0.25
+    for actual, expected in zip((y, dx, dw), plain(x, w, dy)):
+        assert 0.05 < relative(actual, expected) < 0.25
 
 
 @pytest.mark.parametrize("numbers", [FP8, FP8_ROTATED], ids=["plain", "hadamard"])
@@ -99,8 +99,8 @@ def test_a_delayed_scale_of_zero_stands_for_the_tensor_s_own():
     current = products(x, LowPrecision(None, jnp.asarray(w), None, FP8), dy)
     assert np.array_equal(dx, current[1]) and not np.array_equal(y, current[0])
     np.testing.assert_allclose(maxima, [np.abs(x).max(), np.abs(dy).max()])
-    given = jnp.asarray([0.5, np.abs(dy).max() / 57344])
-    offline = products(x, LowPrecision(None, jnp.asarray(w), given, FP8), dy)
+    nonzero = jnp.asarray([0.5, np.abs(dy).max() / 57344])
+    offline = products(x, LowPrecision(None, jnp.asarray(w), nonzero, FP8), dy)
     assert np.array_equal(offline[0], y) and np.array_equal(offline[1], dx)
 
 
@@ -111,8 +111,8 @@ def test_a_gradient_has_the_dtype_of_its_weight_and_activations_keep_theirs(numb
     leaf = LowPrecision(numbers.make(jnp.asarray(w), AXES), jnp.asarray(w, dtype), None, numbers)
     y, dx, dw, _ = products(jnp.asarray(x, jnp.bfloat16), leaf, dy, noise())
     assert (y.dtype, dx.dtype, dw.dtype) == (jnp.bfloat16, jnp.bfloat16, dtype)
-    for found, expected in zip((y, dx, dw), plain(x, w, dy)):
-        assert relative(found, expected) < 0.25
+    for actual, expected in zip((y, dx, dw), plain(x, w, dy)):
+        assert relative(actual, expected) < 0.25
 
 
 @pytest.mark.parametrize("numbers", [FP8, FP8_ROTATED, NVFP4_ALL], ids=["fp8", "hadamard", "nvfp4"])
@@ -148,17 +148,17 @@ def test_a_quantized_base_is_dequantized_and_rounded_again(numbers, format):
     x, dy = np.tile(x, 2), np.tile(dy, 3)[..., :128]
     base = jax.jit(format_of(Quant(format=format), "").quantize)(jnp.asarray(w))
     values = jax.jit(type(base).dequantize)(base)
-    found = products(x, LowPrecision(None, base, None, numbers), dy, noise())
+    results = products(x, LowPrecision(None, base, None, numbers), dy, noise())
     expected = products(x, LowPrecision(numbers.make(values, AXES), None, None, numbers), dy, noise())
-    assert found[2] is None
-    assert np.array_equal(found[0], expected[0]) and np.array_equal(found[1], expected[1])
+    assert results[2] is None
+    assert np.array_equal(results[0], expected[0]) and np.array_equal(results[1], expected[1])
 
 
 @pytest.mark.parametrize("numbers", [FP8, FP8_ROTATED, NVFP4_ALL], ids=["fp8", "hadamard", "nvfp4"])
 def test_zeros_stay_zeros(numbers):
     x, w, dy = (jnp.zeros_like(array) for array in case())
-    for found in products(x, LowPrecision(None, w, None, numbers), dy, noise())[:3]:
-        assert not np.asarray(found).any()
+    for product in products(x, LowPrecision(None, w, None, numbers), dy, noise())[:3]:
+        assert not np.asarray(product).any()
 
 
 @pytest.mark.parametrize("numbers", [FP8, NVFP4_ALL], ids=["fp8", "nvfp4"])
@@ -169,11 +169,11 @@ def test_what_is_not_finite_is_not_hidden(numbers):
     expected = products(x, leaf, dy, noise())
     x[1, 3, 4], x[0, 4, 4], dy[0, 2, 1], dy[1, 1, 1] = np.nan, np.inf, np.nan, -np.inf
     y, dx, dw, _ = products(x, leaf, dy, noise())
-    for found, without, rows in ((y, expected[0], ((1, 0), (3, 4))), (dx, expected[1], ((0, 1), (2, 1)))):
-        bad = np.zeros(found.shape[:2], bool)
+    for actual, without, rows in ((y, expected[0], ((1, 0), (3, 4))), (dx, expected[1], ((0, 1), (2, 1)))):
+        bad = np.zeros(actual.shape[:2], bool)
         bad[rows] = True
-        assert np.isnan(np.asarray(found)[bad]).all()
-        assert np.array_equal(np.asarray(found)[~bad], np.asarray(without)[~bad])
+        assert np.isnan(np.asarray(actual)[bad]).all()
+        assert np.array_equal(np.asarray(actual)[~bad], np.asarray(without)[~bad])
     assert np.isnan(np.asarray(dw)[1]).all() and np.isnan(np.asarray(dw)[:, 4]).all()
 
 
@@ -220,11 +220,11 @@ def test_stacked_leaves_in_a_rematerialised_scan_and_micro_batches(numbers):
 
     @jax.jit
     def looped(trained, batch):
-        return jax.tree.map(lambda *found: sum(found), *(jax.grad(loss)(trained, x, False, True) for x in batch))
+        return jax.tree.map(lambda *actual: sum(actual), *(jax.grad(loss)(trained, x, False, True) for x in batch))
 
-    found, expected = scanned((weights, scales), batch), looped((weights, scales), batch)
+    actual, expected = scanned((weights, scales), batch), looped((weights, scales), batch)
     # A value near a bound between two codes may fall to the other side if sums are ordered differently.
-    jax.tree.map(lambda a, b: assert_same(a, np.asarray(b), within=1e-2), found, expected)
+    jax.tree.map(lambda a, b: assert_same(a, np.asarray(b), within=1e-2), actual, expected)
 
 
 @pytest.mark.parametrize("numbers", [FP8, FP8_ROTATED, NVFP4_ALL], ids=["fp8", "hadamard", "nvfp4"])

@@ -66,16 +66,16 @@ def test_stochastic_gradients_are_unbiased(hadamard, length):
 
         return jax.lax.map(one, jax.random.split(jax.random.key(0), keys))
 
-    dx, dw = (np.asarray(found, np.float64) for found in gradients(x, w, jax.device_put(dy, by_token())))
+    dx, dw = (np.asarray(draws, np.float64) for draws in gradients(x, w, jax.device_put(dy, by_token())))
     weight, left, right = in_nvfp4(w, rows=16), by_feature(jnp.asarray(dy)), by_feature(jnp.asarray(x))
     if hadamard:
         left, right = rotated(left, SIGNED), rotated(right, SIGNED)
-    for found, expected in ((dx, dy @ weight), (dw, np.asarray(left) @ in_nvfp4(np.asarray(right)).T)):
-        once = relative(found[0], expected)
+    for draws, expected in ((dx, dy @ weight), (dw, np.asarray(left) @ in_nvfp4(np.asarray(right)).T)):
+        once = relative(draws[0], expected)
         assert 0.05 < once < 0.3
         # The error of a mean of independent draws; a bias would stay.
-        assert relative(found.mean(axis=0), expected) < 1.3 * once / np.sqrt(keys)
-        assert relative(found.mean(axis=0), expected) > 0.5 * once / np.sqrt(keys)
+        assert relative(draws.mean(axis=0), expected) < 1.3 * once / np.sqrt(keys)
+        assert relative(draws.mean(axis=0), expected) > 0.5 * once / np.sqrt(keys)
 
 
 def test_random_bits_are_those_of_the_row_and_of_the_place():
@@ -96,6 +96,6 @@ def test_what_a_blackwell_gpu_is_asked_for_is_what_is_computed_elsewhere(monkeyp
     jax.clear_caches()
     operands = NVFP4_ALL.make(jnp.asarray(w), AXES)
     assert operands.backward.codes.shape == (INNER, OUT // 2)
-    for found, emulated in zip(run(), expected):
-        assert_same(found, np.asarray(emulated))
+    for native, emulated in zip(run(), expected):
+        assert_same(native, np.asarray(emulated))
     jax.clear_caches()

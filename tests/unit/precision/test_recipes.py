@@ -113,9 +113,9 @@ def test_what_is_left_out_of_bf16_and_fp16_is_marked_float32(recipe, options):
     whole = spec(layers=3)
     assert multiply(whole, Precision(recipe)) == whole
     layers = multiply(whole, Precision(recipe, **options)).layers
-    found = [{name for name, treatment in one.treatments if treatment.float32} for one in layers]
-    assert found[0] == set() and len(found[1]) + len(found[2]) == (1 if "exclude" in options else 7)
-    assert "mlp.down.weight" in found[1 if "exclude" in options else 2]
+    in_float32 = [{name for name, treatment in one.treatments if treatment.float32} for one in layers]
+    assert in_float32[0] == set() and len(in_float32[1]) + len(in_float32[2]) == (1 if "exclude" in options else 7)
+    assert "mlp.down.weight" in in_float32[1 if "exclude" in options else 2]
     with pytest.raises(UserError, match="leaves out every linear layer.*another precision.recipe"):
         multiply(whole, Precision(recipe, exclude="layers"))
 
@@ -156,9 +156,9 @@ def test_a_linear_layer_in_float32_rounds_only_its_result(one_device, dtype, sto
     dx64 = dy64 @ weight + 0.5 * dy64 @ b @ a
     da64 = 0.5 * np.einsum("bso,or,bsi->ri", dy64, b, x64)
 
-    def error(found, exact):
-        assert found.shape == exact.shape
-        return np.abs(np.asarray(found, np.float64) - exact).max() / np.abs(exact).max()
+    def error(actual, exact):
+        assert actual.shape == exact.shape
+        return np.abs(np.asarray(actual, np.float64) - exact).max() / np.abs(exact).max()
 
     half = jnp.finfo(dtype).eps / 2
     y, dx, gradients = jax.jit(results, static_argnums=0)(True)
@@ -186,9 +186,9 @@ def test_backward_products_are_in_the_recipe_s_dtype(one_device, recipe):
     parameters = random_values(program.model.trained)
     batch = jax.tree.map(lambda array: array[None], make_batch(tokens(2, 8), one_device))
     traced = jax.make_jaxpr(program.gradients)(parameters, {}, batch, jnp.int32(0))
-    found = [dot for dot in dots(traced) if any(48 in operand.aval.shape for operand in dot.invars)]
-    assert len(found) >= 9  # 3 linear layers, forward and two backward
-    dtypes = {operand.aval.dtype for dot in found for operand in (*dot.invars, *dot.outvars)}
+    products = [dot for dot in dots(traced) if any(48 in operand.aval.shape for operand in dot.invars)]
+    assert len(products) >= 9  # 3 linear layers, forward and two backward
+    dtypes = {operand.aval.dtype for dot in products for operand in (*dot.invars, *dot.outvars)}
     assert dtypes == {recipe_of(Precision(recipe), None).dtype}
 
 

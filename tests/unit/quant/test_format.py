@@ -125,7 +125,7 @@ def test_nvfp4_is_its_definition_and_four_over_six_is_never_worse(one_device):
     )
     expected = nvfp4_reference(weight, 6.0)
     assert (np.abs(plain - expected) <= 1e-5 * np.abs(expected)).mean() > 0.999  # except halves, rounded in float32
-    block_error = lambda found: np.square(found - weight).reshape(len(weight), -1, 16).sum(-1)  # noqa: E731
+    block_error = lambda actual: np.square(actual - weight).reshape(len(weight), -1, 16).sum(-1)  # noqa: E731
     assert (block_error(adaptive) <= block_error(plain) * (1 + 1e-5) + 1e-12).all()
     assert block_error(adaptive).sum() < 0.98 * block_error(plain).sum()
 

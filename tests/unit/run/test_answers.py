@@ -43,10 +43,10 @@ def ids_of(tokenizer: PreTrainedTokenizerFast, *words: str) -> list[int]:
 
 def answering(tokenizer, tmp_path, monkeypatch, chat: bool, prefix: str | None = None) -> answers.Answering:
     """Return an `Answering` whose model answers "upon a time." to every prompt."""
-    said = ids_of(tokenizer, "▁upon", "▁a", "▁time", ".", "</s>")
+    tokens = ids_of(tokenizer, "▁upon", "▁a", "▁time", ".", "</s>")
 
     def generate(_: Any, prompts, numbers=None):
-        return iter([np.full(len(prompts), token) for token in said])
+        return iter([np.full(len(prompts), token) for token in tokens])
 
     monkeypatch.setattr(answers, "make_generate", lambda *_, **__: generate)
     tokenizer.save_pretrained(tmp_path)
@@ -62,17 +62,17 @@ def answering(tokenizer, tmp_path, monkeypatch, chat: bool, prefix: str | None =
     ids=["text", "chat", "chat with a prefix"],
 )
 def test_the_space_before_a_continuation_is_kept(tokenizer, tmp_path, monkeypatch, chat, prefix, expected):
-    asked = answering(tokenizer, tmp_path, monkeypatch, chat, prefix)
-    assert [answer.text for answer in asked.each([("here", {"prompt": "Once"})])] == [expected]
-    assert "".join(asked.stream("Once")) == expected
+    answers_of = answering(tokenizer, tmp_path, monkeypatch, chat, prefix)
+    assert [answer.text for answer in answers_of.each([("here", {"prompt": "Once"})])] == [expected]
+    assert "".join(answers_of.stream("Once")) == expected
 
 
 def test_a_run_s_sample_keeps_it(tokenizer, monkeypatch):
-    said = ids_of(tokenizer, "▁upon", "▁a", "</s>")
+    tokens = ids_of(tokenizer, "▁upon", "▁a", "</s>")
     monkeypatch.setattr(
-        "jaxtune.run.generation.make_generate", lambda *_, **__: lambda *_: iter([np.array([t]) for t in said])
+        "jaxtune.run.generation.make_generate", lambda *_, **__: lambda *_: iter([np.array([t]) for t in tokens])
     )
-    monkeypatch.setattr("jaxtune.run.generation.stop_tokens", lambda *_: frozenset(said[-1:]))
+    monkeypatch.setattr("jaxtune.run.generation.stop_tokens", lambda *_: frozenset(tokens[-1:]))
     model: Any = SimpleNamespace(graph=None, spec=None, folders=SimpleNamespace(tokenizer=None))
     parameters: Any = {"embed.weight": np.zeros(1)}
     assert continue_text(model, parameters, tokenizer, "Once") == "Once upon a"

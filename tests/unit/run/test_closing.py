@@ -53,5 +53,5 @@ def test_the_commands_run_the_code_that_the_run_has_run(tmp_path, capsys, head, 
     mains = {"export": export.main, "generate": generate.main, "evaluate": evaluate.main}
     for name in ("export", "generate" if head == "lm" else "evaluate"):
         assert mains[name](flags[name]) == 2
-        said = capsys.readouterr().err
-        assert "nowhere" in said and "not run" not in said, said
+        printed = capsys.readouterr().err
+        assert "nowhere" in printed and "not run" not in printed, printed

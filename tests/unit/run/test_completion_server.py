@@ -29,9 +29,9 @@ def server():
 
 def ask(server, prompts, **changed):
     url = server if isinstance(server, str) else server.url
-    asked = dict(max_tokens=8, temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, repetition_penalty=1.2, stop={STOP})
-    asked |= dict(vocabulary=2**48, model="base", seed=0, timeout=10.0, wait=lambda seconds: None)
-    return complete(url, prompts=prompts, **({"numbers": range(len(prompts))} | asked | changed))
+    options = dict(max_tokens=8, temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, repetition_penalty=1.2, stop={STOP})
+    options |= dict(vocabulary=2**48, model="base", seed=0, timeout=10.0, wait=lambda seconds: None)
+    return complete(url, prompts=prompts, **({"numbers": range(len(prompts))} | options | changed))
 
 
 @pytest.fixture
@@ -49,8 +49,8 @@ def adapter(tmp_path):
 
 
 def test_completions_are_in_the_order_of_the_prompts_with_the_stop_token(server):
-    found = ask(server, [[10 * n] for n in range(1, 50)])
-    assert found == [Completion([10 * n + 1, 10 * n + 2, STOP], finished=True) for n in range(1, 50)]
+    completions = ask(server, [[10 * n] for n in range(1, 50)])
+    assert completions == [Completion([10 * n + 1, 10 * n + 2, STOP], finished=True) for n in range(1, 50)]
 
 
 def test_a_completion_that_max_tokens_ends_is_not_finished(server):

@@ -22,8 +22,8 @@ def declared(mesh, lora=Lora(), seq_len=32, **options):
 
 def test_an_entry_that_the_family_does_not_read_is_named_with_the_nearest(tmp_path, one_device):
     folder = str(model_folder(tmp_path))
-    said = "rms_norm_epsilon: config.json has no rms_norm_epsilon, and qwen3 reads none; nearest: rms_norm_eps"
-    with pytest.raises(UserError, match=said):
+    message = "rms_norm_epsilon: config.json has no rms_norm_epsilon, and qwen3 reads none; nearest: rms_norm_eps"
+    with pytest.raises(UserError, match=message):
         declared(one_device, path=folder, overrides=("rms_norm_epsilon=1e-5",))
     with pytest.raises(UserError, match="model_type='qwen4' is not supported"):
         declared(one_device, path=folder, overrides=('model_type="qwen4"',))

@@ -93,8 +93,8 @@ def test_without_validation_data_the_loss_is_of_training_data_and_without_those_
     parameters = read_parameters(model, model.whole)
     export_full(model, parameters, config, tmp_path / "out", "int4")
     arguments = (model, parameters, config, tmp_path / "out", "int4")
-    said = re.fullmatch(r"training loss (\S+) as trained, (\S+) as written in int4", loss_difference(*arguments))
-    before, after = map(float, said.groups())
+    match = re.fullmatch(r"training loss (\S+) as trained, (\S+) as written in int4", loss_difference(*arguments))
+    before, after = map(float, match.groups())
     assert 0 < abs(before - after) < 0.1
     chats.unlink()
     shutil.rmtree(tmp_path / "cache")
@@ -117,9 +117,9 @@ def test_the_token_that_ends_an_answer_is_where_others_look(tmp_path, one_device
         parameters = {**frozen_parameters(model, config), **initial_parameters(model, config)}
         caplog.clear()
         export(model, parameters, config, RunFolder(tmp_path), tmp_path / kind, kind, steps=1, tokens=1)
-        found = transformers.GenerationConfig.from_pretrained(tmp_path / kind)
-        assert found.eos_token_id == [256, 258] and found.top_p == saved.get("top_p", found.top_p)
-        assert found.bos_token_id == (None if saved else 257)  # transformers takes it from config.json
+        generation = transformers.GenerationConfig.from_pretrained(tmp_path / kind)
+        assert generation.eos_token_id == [256, 258] and generation.top_p == saved.get("top_p", generation.top_p)
+        assert generation.bos_token_id == (None if saved else 257)  # transformers takes it from config.json
         card = (tmp_path / kind / "README.md").read_text()
         assert ("generation_config.eos_token_id = [256, 258]" in card) == (kind == "peft")
         assert ("eos_token_id=[256, 258], or vLLM stop_token_ids=[258]" in caplog.text) == (kind == "peft")
@@ -186,10 +186,10 @@ def test_llama_cpp_finds_all_that_its_converter_reads(tmp_path, one_device, kind
     assert saved["architectures"] == [f"{kind}ForCausalLM"] and "quantization_config" not in saved
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], len(model.spec.layers))
     with safe_open(tmp_path / "out" / "model.safetensors", "numpy") as file:
-        found = {name: names.get_name(name, (".weight", ".bias")) for name in file.keys()}  # noqa: SIM118
-        assert {file.get_slice(name).get_dtype() for name in found} == {"BF16"}
-    assert None not in found.values() and len(set(found.values())) == len(found)
-    assert ("output.weight" in found.values()) != tied and "token_embd.weight" in found.values()
+        names_there = {name: names.get_name(name, (".weight", ".bias")) for name in file.keys()}  # noqa: SIM118
+        assert {file.get_slice(name).get_dtype() for name in names_there} == {"BF16"}
+    assert None not in names_there.values() and len(set(names_there.values())) == len(names_there)
+    assert ("output.weight" in names_there.values()) != tied and "token_embd.weight" in names_there.values()
     vocabulary = gguf.SpecialVocab(tmp_path / "out", load_merges=True)
     assert vocabulary.chat_template == CHATML and vocabulary.special_token_ids["eos"] == saved["eos_token_id"]
     assert (tmp_path / "out" / "tokenizer.json").is_file()

@@ -25,12 +25,12 @@ def run(losses, norms, options: Guard):
 
     step = jax.jit(make_train_step(gradients, optimizer, 0.0, RECIPES["fp32"], guarded=options))
     state = initial_state(optimizer, {"w": jnp.zeros(1)})._replace(guard=first_level())
-    batch, values, found = {"segment_ids": jnp.ones((1, 1, 1), jnp.int32)}, [0.0], []
+    batch, values, rows = {"segment_ids": jnp.ones((1, 1, 1), jnp.int32)}, [0.0], []
     for _ in losses:
         state, metrics = step(state, {}, batch, jnp.float32(1.0))
         values.append(float(state.trained["w"][0]))
-        found.append({name: float(value) for name, value in metrics.items()})
-    return np.diff(values), found
+        rows.append({name: float(value) for name, value in metrics.items()})
+    return np.diff(values), rows
 
 
 def test_a_spike_changes_nothing_and_is_not_counted():

@@ -16,8 +16,8 @@ def test_it_is_written_once_and_mapped(tmp_path):
             np.save(stream, np.arange(5))
 
     for _ in range(2):
-        found = kept(file, write)
-        assert isinstance(found, np.memmap) and found.tolist() == [0, 1, 2, 3, 4]
+        array = kept(file, write)
+        assert isinstance(array, np.memmap) and array.tolist() == [0, 1, 2, 3, 4]
     assert len(written) == 1 and list(file.parent.iterdir()) == [file]
 
 

@@ -47,8 +47,8 @@ def test_what_the_harness_needs_is_said(monkeypatch, tmp_path):
         patch.setitem(sys.modules, "lm_eval.api.model", None)
         patch.delitem(sys.modules, "jaxtune.run.lm_evaluation_harness", raising=False)
         patch.delattr("jaxtune.run.lm_evaluation_harness", raising=False)
-        said = call("jaxtune.evaluate", "--model=MODEL", "--tasks=a", code=2)
-        assert "pip install 'jaxtune[lm-eval]'" in said
+        output = call("jaxtune.evaluate", "--model=MODEL", "--tasks=a", code=2)
+        assert "pip install 'jaxtune[lm-eval]'" in output
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness (pip install lm-eval) is not installed")
     from jaxtune.run import lm_evaluation_harness as harness
 

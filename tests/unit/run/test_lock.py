@@ -39,10 +39,10 @@ def of_another_host(folder, age: float):
 
 
 def test_a_second_run_is_told_who_holds_the_folder_until_that_one_is_killed(tmp_path, holder):
-    with pytest.raises(UserError) as told, lock.locked(tmp_path):
+    with pytest.raises(UserError) as refusal, lock.locked(tmp_path):
         pass
-    assert f"{tmp_path} is in use: process {holder.pid} host {socket.gethostname()} since 20" in str(told.value)
-    assert "--config.train.run_name" in str(told.value)
+    assert f"{tmp_path} is in use: process {holder.pid} host {socket.gethostname()} since 20" in str(refusal.value)
+    assert "--config.train.run_name" in str(refusal.value)
     holder.kill()
     holder.wait()
     with lock.locked(tmp_path):
@@ -105,15 +105,15 @@ def test_the_holder_touches_the_lock(tmp_path, monkeypatch):
 def test_a_process_that_does_not_see_the_lock_of_the_main_one_is_named(tmp_path, monkeypatch):
     """Two hosts, each with a separate folder: this process is the second, and its folder has another run's lock."""
     of_another_host(tmp_path, age=0)
-    own = lock._mark(tmp_path / "lock")
+    mark = lock._mark(tmp_path / "lock")
     monkeypatch.setattr(lock.multihost, "is_main", lambda: False)
-    monkeypatch.setattr(lock.multihost_utils, "broadcast_one_to_all", lambda _: own + 1)
+    monkeypatch.setattr(lock.multihost_utils, "broadcast_one_to_all", lambda _: mark + 1)
     monkeypatch.setattr(lock.multihost_utils, "process_allgather", lambda blind: np.array([False, blind]))
     monkeypatch.setattr(lock, "SEEN_SECONDS", 0)
     monkeypatch.setattr(lock, "POLL_SECONDS", 0)
     with pytest.raises(UserError, match=f"process 1 does not see .* to {tmp_path}"), lock.locked(tmp_path):
         pass
-    monkeypatch.setattr(lock.multihost_utils, "broadcast_one_to_all", lambda _: own)
+    monkeypatch.setattr(lock.multihost_utils, "broadcast_one_to_all", lambda _: mark)
     with lock.locked(tmp_path):
         pass
     assert (tmp_path / "lock").exists(), "only the main process removes it"

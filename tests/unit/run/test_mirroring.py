@@ -56,12 +56,12 @@ def test_the_best_checkpoint_comes_with_the_newest(config):
 @pytest.fixture
 def lines():
     """Collect the log, whichever handlers other tests have left."""
-    found, logger = [], logging.getLogger("jaxtune")
+    logged, logger = [], logging.getLogger("jaxtune")
     handler, level = logging.Handler(), logger.level
-    handler.emit = lambda record: found.append(record.getMessage())
+    handler.emit = lambda record: logged.append(record.getMessage())
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    yield found
+    yield logged
     logger.removeHandler(handler)
     logger.setLevel(level)
 
@@ -79,15 +79,15 @@ def test_what_is_here_comes_first_and_that_there_is_more_there_is_said(config, l
 
 def test_another_run_there_is_left_alone(config):
     saved(config, [2, 4])
-    other = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=7))
+    another = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=7))
     with pytest.raises(UserError, match="mirror/a holds another run, with other values of train.seed"):
-        fetched(other)
+        fetched(another)
     with pytest.raises(UserError, match="mirror/a holds a run and ckpt.resume is 'never'"):
         fetched(resuming(config, "never"))
     with pytest.raises(UserError, match=r"mirror/a has no checkpoint of step 3, only of \[2, 4\]"):
         fetched(resuming(config, 3))
     assert fetched(resuming(config, 2)) == [2]
-    assert fetched(resuming(other, "overwrite"), "anew") == []
+    assert fetched(resuming(another, "overwrite"), "anew") == []
     assert fetched(config, "after") == []
 
 

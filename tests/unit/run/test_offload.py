@@ -40,8 +40,8 @@ def trained_with(mesh, memory: Memory, **sections):
         assert leaf.sharding.memory_kind == abstract.sharding.memory_kind
     frozen = {}
     for _ in range(STEPS):
-        state, found = step(state, frozen, batch, jnp.float32(1e-2))
-        metrics.append(found)
+        state, row = step(state, frozen, batch, jnp.float32(1e-2))
+        metrics.append(row)
     return state, metrics
 
 
@@ -56,18 +56,18 @@ def start(program: Program):
 def test_an_optimizer_whose_state_waits_on_the_host_does_the_same(one_device, name):
     optim = Optim(name=name, state_dtype="bfloat16", no_decay="norm", layerwise_lr_decay=0.9)
     expected, _ = trained_with(one_device, Memory(), optim=optim)
-    found, _ = trained_with(one_device, Memory(offload_optimizer=True), optim=optim)
-    moments = jax.tree.leaves(found.optimizer.rules)
+    offloaded, _ = trained_with(one_device, Memory(offload_optimizer=True), optim=optim)
+    moments = jax.tree.leaves(offloaded.optimizer.rules)
     assert moments and all(map(is_on_host, moments))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    jax.tree.map(np.testing.assert_array_equal, offloaded, expected)
 
 
 def test_matrices_are_orthogonalised_one_after_another(one_device):
     """Products of single matrices have other shapes and round differently."""
     sections = {"optim": Optim(name="muon"), "precision": Precision("fp32")}
     expected, _ = trained_with(one_device, Memory(), **sections)
-    found, _ = trained_with(one_device, Memory(offload_optimizer=True), **sections)
-    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), found.trained, expected.trained)
+    offloaded, _ = trained_with(one_device, Memory(offload_optimizer=True), **sections)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), offloaded.trained, expected.trained)
 
 
 def test_what_waits_is_counted_as_the_hosts(one_device):
@@ -87,12 +87,12 @@ def on_the_device():
 @pytest.mark.parametrize("parts", [("master",), ("gradients",), ("optimizer", "master", "gradients")])
 def test_full_training_from_the_hosts_memory_is_the_same(one_device, on_the_device, parts):
     memory = dataclasses.replace(Memory("block"), **{f"offload_{part}": True for part in parts})
-    (found, own), (expected, metrics) = trained_with(one_device, memory, **SECTIONS), on_the_device
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-    assert [one["loss"] for one in own] == [one["loss"] for one in metrics]
-    for one, other in zip(own, metrics):
+    (offloaded, rows), (expected, metrics) = trained_with(one_device, memory, **SECTIONS), on_the_device
+    jax.tree.map(np.testing.assert_array_equal, offloaded, expected)
+    assert [one["loss"] for one in rows] == [one["loss"] for one in metrics]
+    for one, other in zip(rows, metrics):
         np.testing.assert_allclose(one["grad_norm"], other["grad_norm"], rtol=1e-6)
-    layers = [value for name, value in found.trained.items() if name.startswith("stacks")]
+    layers = [value for name, value in offloaded.trained.items() if name.startswith("stacks")]
     assert layers and all(is_on_host(value) == ("master" in parts) for value in layers)
 
 

@@ -111,8 +111,8 @@ def test_a_plugin_that_only_a_run_s_folder_names_is_not_run(run_of_another, comm
     arguments = [argument.format(run=run_of_another) for argument in arguments]
     file, ran = run_of_another.parent / "mine.py", run_of_another.parent / "mine.ran"
     assert main(arguments) == 2 and not ran.exists()
-    said = capsys.readouterr().err
-    assert "nowhere" in said and f"names plugins ({file}), and plugins of a run are not run unless you name" in said
+    text = capsys.readouterr().err
+    assert "nowhere" in text and f"names plugins ({file}), and plugins of a run are not run unless you name" in text
     assert main([*arguments, f"--plugin={file}"]) == 2 and ran.exists()
 
 

@@ -33,16 +33,16 @@ def test_xla_takes_almost_all_of_a_gpu_unless_the_user_says_how_much(monkeypatch
     monkeypatch.setattr(process, "_show_log", lambda options: None)
     process.configure(Config())
     assert int(os.environ["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"]) > 1, "all of the host's memory"
-    found = {name: os.environ[name] for name in names if name in os.environ}
-    assert found == ({own: "0.5"} if own else {"XLA_CLIENT_MEM_FRACTION": "0.93"})
+    fractions = {name: os.environ[name] for name in names if name in os.environ}
+    assert fractions == ({own: "0.5"} if own else {"XLA_CLIENT_MEM_FRACTION": "0.93"})
 
 
 def test_processes_must_have_the_same_options_code_and_jax():
     same = process.facts(Config())
     assert same == process.facts(Config())
     assert same["jax"] == jax.__version__ and {"jaxlib", "code of jaxtune"} < {*same}
-    other = process.facts(Config(train=Train(seed=3), data=Data(datasets=(Dataset(path="a.jsonl"),))))
-    assert other["train.seed"] == "3" != same["train.seed"] and other["data.datasets.0.path"] == "'a.jsonl'"
+    changed = process.facts(Config(train=Train(seed=3), data=Data(datasets=(Dataset(path="a.jsonl"),))))
+    assert changed["train.seed"] == "3" != same["train.seed"] and changed["data.datasets.0.path"] == "'a.jsonl'"
 
 
 def test_processes_that_differ_do_not_start(monkeypatch):
@@ -93,10 +93,10 @@ else:
 def configured(device: Device, when: str = "", **environment: str) -> str:
     """Return the last line of a new process with two CPU devices, without JAX_PLATFORMS by default."""
     left_out = {"JAX_PLATFORMS", "XLA_FLAGS"}
-    own = {name: value for name, value in os.environ.items() if name not in left_out} | {"JAX_NUM_CPU_DEVICES": "2"}
-    own |= {"JAX_COMPILATION_CACHE_DIR": "/nowhere", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", **environment}
+    env = {name: value for name, value in os.environ.items() if name not in left_out} | {"JAX_NUM_CPU_DEVICES": "2"}
+    env |= {"JAX_COMPILATION_CACHE_DIR": "/nowhere", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", **environment}
     command = [sys.executable, "-c", CONFIGURE, when, repr(device)]
-    done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1]
 
@@ -138,11 +138,11 @@ def test_cpu_devices_of_the_same_platform_are_no_contradiction():
 
 
 def test_a_run_takes_the_first_devices_of_each_process(monkeypatch):
-    there = [SimpleNamespace(process_index=i // 4, id=i, platform="gpu") for i in range(8)]
-    monkeypatch.setattr(jax, "devices", lambda: there)
-    assert process.devices(Device()) == there
+    devices = [SimpleNamespace(process_index=i // 4, id=i, platform="gpu") for i in range(8)]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    assert process.devices(Device()) == devices
     assert [one.id for one in process.devices(Device(gpus=3))] == [0, 1, 2, 4, 5, 6]
-    monkeypatch.setattr(jax, "devices", lambda: there[:6])
+    monkeypatch.setattr(jax, "devices", lambda: devices[:6])
     with pytest.raises(UserError, match=r"device.gpus = 3: process 1 has 2 devices \(gpu\)"):
         process.devices(Device(gpus=3))
 
@@ -224,9 +224,9 @@ def test_what_is_shown_is_in_the_file_too(tmp_path, capsys, loggers):
     logging.getLogger("jaxtune").info("outside")
     lines = [line.split("  ", 1) for line in (tmp_path / "run.log").read_text().splitlines()]
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", time) for time, _ in lines)
-    said = [text for _, text in lines]
-    assert said[0] == "run 0" and said[4] == "run 1" and said[3] == said[7] == "step 4: saved" and len(said) == 8
-    assert said[1].startswith("step 2/4  ") and "loss 1.5000" in said[2]
+    texts = [text for _, text in lines]
+    assert texts[0] == "run 0" and texts[4] == "run 1" and texts[3] == texts[7] == "step 4: saved" and len(texts) == 8
+    assert texts[1].startswith("step 2/4  ") and "loss 1.5000" in texts[2]
     assert capsys.readouterr().out.splitlines()[-1] == "outside"
     with (
         pytest.raises(UserError),

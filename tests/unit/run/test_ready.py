@@ -56,12 +56,12 @@ def test_a_login_that_wandb_lacks_is_said_before_the_model_is_looked_for(config,
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     for name, value in {"WANDB_MODE": mode, "NETRC": tmp_path / "none", "WANDB_CONFIG_DIR": tmp_path / "none"}.items():
         monkeypatch.setenv(name, str(value))
-    told = (
+    message = (
         "log.wandb.enabled: wandb has no login: run `wandb login`, set WANDB_API_KEY, or"
         if mode == "online"
         else "nowhere"
     )
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         train(dataclasses.replace(config, log=Log(wandb=Wandb(enabled=True))))
     wandb.teardown()
 

@@ -134,12 +134,12 @@ KEPT = {
 def test_a_layer_keeps_its_input_and_what_the_policy_names(one_device, remat):
     """Each array once, in the dtype of the step; no copy of a weight and no elementwise result."""
     forward, _ = scans_over_layers(remat, one_device)
-    kept = [value.aval for value in forward.outvars if value.aval.shape[0] == 4]  # the carry is 2 rows
+    residuals = [value.aval for value in forward.outvars if value.aval.shape[0] == 4]  # the carry is 2 rows
     expected = Counter({("bfloat16", (2, 24, 16)): 1})
     for dtype, shapes in KEPT[remat].items():
         expected.update({(dtype, shape): count for shape, count in shapes.items()})
-    assert Counter((value.dtype.name, value.shape[1:]) for value in kept) == expected
-    assert all((value.memory_space == jax.memory.Space.Host) == (remat == "offload") for value in kept)
+    assert Counter((value.dtype.name, value.shape[1:]) for value in residuals) == expected
+    assert all((value.memory_space == jax.memory.Space.Host) == (remat == "offload") for value in residuals)
 
 
 def test_long_rows_pass_the_feed_forward_tile_by_tile(one_device, monkeypatch):
@@ -162,14 +162,14 @@ def test_long_rows_pass_the_feed_forward_tile_by_tile(one_device, monkeypatch):
 
 def test_tiles_leave_the_amax_of_delayed_scales_as_it_is(one_device, monkeypatch):
     """An amax arrives as the gradient of a scale, and gradients of tiles are added."""
-    found = []
+    amaxes = []
     for tokens_at_once in (2**14, 16):
         monkeypatch.setattr(mlp, "TILE", tokens_at_once)
         program = program_of(one_device, remat="offload", precision="fp8_hybrid", lora=Lora(), exclude="[kv]_proj")
         batch = jax.tree.map(lambda x: x[None], make_batch(tokens(2, 24), one_device, [10, 12]))
         state = program.start(random_values(program.model.parameters))
-        found.append(jax.jit(program.step)(state, {}, batch, jnp.float32(1e-3))[0].scaling.amax)
-    whole, tiled = found
+        amaxes.append(jax.jit(program.step)(state, {}, batch, jnp.float32(1e-3))[0].scaling.amax)
+    whole, tiled = amaxes
     assert whole and all(amax.max() > 0 for amax in whole.values())
     jax.tree.map(np.testing.assert_array_equal, tiled, whole)
 
@@ -200,11 +200,11 @@ def step_on(gradient_of, optim: Optim, parameters, names, max_norm=0.0, steps=5,
     step = make_train_step(gradients, optimizer, max_norm, RECIPES["fp32"], ema_decay=optim.ema_decay or 0.0)
     state = initial_state(optimizer, parameters)._replace(average=parameters if averaged else {})
     batch = {"segment_ids": jnp.ones((1, 1, 1), jnp.int32)}
-    found = []
+    rows = []
     for _ in range(steps):
         state, metrics = jax.jit(step)(state, {}, batch, jnp.float32(optim.learning_rate))
-        found.append(metrics)
-    return state, found
+        rows.append(metrics)
+    return state, rows
 
 
 @pytest.mark.every_jax
