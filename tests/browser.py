@@ -57,7 +57,7 @@ def _main(page: str, expression: str, width: str, script: str | None = None) -> 
     view.resize(int(width), 900)
     view.show()
 
-    def found(value: str) -> None:
+    def receive(value: str) -> None:
         if value == WAITING:
             QTimer.singleShot(50, look)
             return
@@ -65,7 +65,7 @@ def _main(page: str, expression: str, width: str, script: str | None = None) -> 
         app.quit()
 
     def look() -> None:
-        view.page().runJavaScript("window.outcome", found)
+        view.page().runJavaScript("window.outcome", receive)
 
     def ask() -> None:
         if script is not None:

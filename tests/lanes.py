@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
         print(f"lane {name} is over its budget; the ten slowest are above. Make them quicker, or move them to nightly")
         return 1
     if code == 0 and chosen and not options:
-        records = passed()
+        records = read_passed()
         records[record] = records.get(record, {}) | {file.name: digest(file) for file in chosen}
         PASSED.write_text(json.dumps(records, indent=1, sort_keys=True) + "\n")
     return code
@@ -97,10 +97,10 @@ def files_to_run(known: list[Path], record: str, parts: list[str]) -> list[Path]
     """Return all files with COVERS, or those with one of `parts` in their names, or those that have changed."""
     if parts:
         return known if parts == ["--all"] else [file for file in known if any(part in file.name for part in parts)]
-    return [file for file in known if passed().get(record, {}).get(file.name) != digest(file)]
+    return [file for file in known if read_passed().get(record, {}).get(file.name) != digest(file)]
 
 
-def passed() -> dict[str, dict[str, str]]:
+def read_passed() -> dict[str, dict[str, str]]:
     """Return the digest with which each file last passed, by lane and jax version."""
     return json.loads(PASSED.read_text()) if PASSED.exists() else {}
 

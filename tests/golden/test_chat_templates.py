@@ -101,15 +101,15 @@ def tokenizer_of(name: str, words: tuple[str, ...] = ()) -> PreTrainedTokenizerF
     return fast
 
 
-def rendered(name: str, case: str, tokenizer: PreTrainedTokenizerFast, say=lambda line: None):
+def render(name: str, case: str, tokenizer: PreTrainedTokenizerFast, say=lambda line: None):
     tools = check_tools([{"type": "function", "function": LOOK_UP}]) if case in ("tools", TEXT) else None
     chat = Chat(agent_template="hermes" if case == TEXT else None)
     return ChatTemplate(tokenizer, say, chat).render(check_messages(CASES[case]), tools)
 
 
-def encoded(name: str, case: str, say=lambda line: None):
+def encode(name: str, case: str, say=lambda line: None):
     """Return the conversation as text and as tokens, by a tokenizer that knows its words."""
-    document = rendered(name, case, tokenizer_of(name), say)
+    document = render(name, case, tokenizer_of(name), say)
     split = tokenizer_of(name).backend_tokenizer.pre_tokenizer.pre_tokenize_str
     specials = "|".join(map(re.escape, tokenizer_of(name).get_added_vocab()))
     texts = [text for text in re.split(f"(?:{specials})", document.text) if text]
@@ -138,7 +138,7 @@ def table(name: str, case: str) -> str:
     """Return a line for each token: its weight, its message's role, and its text."""
     lines = []
     try:
-        document, tokenizer, tokens = encoded(name, case, lines.append)
+        document, tokenizer, tokens = encode(name, case, lines.append)
     except (Refused, UserError) as error:
         return f"== {case}\n{type(error).__name__}: {error}\n"
     roles = owners(document, check_messages(CASES[case]))
@@ -162,7 +162,7 @@ def test_tokens_roles_and_weights_are_those_on_record(name, request):
 @pytest.mark.parametrize("name", NAMED)
 def test_a_text_begins_with_one_bos_and_every_turn_ends_with_a_trained_stop_token(name):
     for case in ("single", "multi-turn", "thinking"):
-        _, tokenizer, tokens = encoded(name, case)
+        _, tokenizer, tokens = encode(name, case)
         if tokenizer.bos_token_id is not None:
             assert tokens.tokens[0] == tokenizer.bos_token_id
             assert np.count_nonzero(tokens.tokens == tokenizer.bos_token_id) == 1
@@ -182,7 +182,7 @@ def test_the_text_is_that_of_transformers(name):
     for case in CASES.keys() - {TEXT}:
         tools: Any = [{"type": "function", "function": LOOK_UP}] if case == "tools" else None
         try:
-            text = rendered(name, case, tokenizer).text
+            text = render(name, case, tokenizer).text
         except UserError:
             continue
         theirs = tokenizer.apply_chat_template(check_messages(CASES[case]), tools=tools, tokenize=False)
@@ -196,7 +196,7 @@ def test_marks_and_differences_of_renderings_agree(name):
     unmarked.chat_template = without
     for case in cases(name):
         try:
-            expected = rendered(name, case, marked)
+            expected = render(name, case, marked)
         except UserError:
             continue
-        assert rendered(name, case, unmarked) == expected, case
+        assert render(name, case, unmarked) == expected, case

@@ -704,7 +704,7 @@ ALONE = [
 ]
 
 
-def promised(row: Option, key: str) -> Iterator[tuple[Any, dict[str, Any]]]:
+def promises(row: Option, key: str) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yield values of an option, and the translation of each."""
     for text, ours in row.values.items():
         value = {"true": True, "false": False}.get(str(text).lower(), text)
@@ -760,7 +760,7 @@ def becomes(dialect: str, source: Mapping[str, Any], expected: Mapping[str, Any]
 def test_an_option_becomes_what_its_row_promises(dialect, entries, name, row, tmp_path):
     of = foreign.table(dialect)[entries].entries if entries else ""
     key = f"{of}[i].{row.keys[0]}" if of else row.keys[0]
-    for value, settings in promised(row, key):
+    for value, settings in promises(row, key):
         source: dict[str, Any] = dict(LEAST[dialect])
         for prefix, more in BESIDE[dialect].items():
             if name.startswith(prefix) or key.startswith(prefix):

@@ -49,7 +49,7 @@ def test_resumes_exactly_exports_and_loads(home, one_device, quantized):
             float(output.split(part)[1].split()[0].rstrip(",")) for part in ("largest is ", "differ by ")
         )
         assert difference <= 1e-5 * largest
-        base = dequantized(home, one_device, resolve(load_recipe(recipe), recipe).quant)
+        base = dequantize_base(home, one_device, resolve(load_recipe(recipe), recipe).quant)
     model, parameters, _ = read(merged, one_device)
     ours = logits(model, parameters, make_batch(TOKENS, one_device))
 
@@ -59,7 +59,7 @@ def test_resumes_exactly_exports_and_loads(home, one_device, quantized):
         assert np.abs(theirs(torch.tensor(TOKENS)).logits.numpy() - ours).max() <= 1e-5 * np.abs(ours).max()
 
 
-def dequantized(home: Path, mesh, quant: Quant) -> Path:
+def dequantize_base(home: Path, mesh, quant: Quant) -> Path:
     """Write the base of a quantized run, dequantized, for transformers; return its folder."""
     model, parameters, config = read(home / "model", mesh, quant=quant)
     export_full(model, parameters, config, home / "dequantized")

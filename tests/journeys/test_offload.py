@@ -10,7 +10,7 @@ FULL = {f"memory.offload_{part}": True for part in ("optimizer", "master", "grad
 QLORA = {f"memory.offload_{part}": True for part in ("optimizer", "quants")}
 
 
-def found(home, name: str, file: str):
+def results(home, name: str, file: str):
     """Losses of a run, and what it exported."""
     run = home / "runs" / name
     rows = [(row["step"], row.get("loss"), row.get("eval_loss")) for row in metrics(run)]
@@ -28,19 +28,19 @@ def test_full_training_goes_on_wherever_its_state_waits(home):
     from_two, weights = {"ckpt.resume": 2}, "model.safetensors"
     call(*recipe_command(home, "qwen_full.py", "device", **OPTIONS))
     call(*recipe_command(home, "qwen_full.py", "host", **OPTIONS, **FULL))
-    expected = found(home, "device", weights)
-    same(found(home, "host", weights), expected)
+    expected = results(home, "device", weights)
+    same(results(home, "host", weights), expected)
     assert "resumed from step 2" in call(*recipe_command(home, "qwen_full.py", "device", **OPTIONS, **FULL, **from_two))
     assert "resumed from step 2" in call(*recipe_command(home, "qwen_full.py", "host", **OPTIONS, **from_two))
     for name in ("device", "host"):
-        same(found(home, name, weights), expected)
+        same(results(home, name, weights), expected)
 
 
 def test_adapters_on_a_base_that_waits_are_the_same_and_merge(home):
     options, adapter = {**OPTIONS, "lora.rank": 4}, "adapter_model.safetensors"
     call(*recipe_command(home, "qwen_qlora_nf4.py", "base", **options))
     call(*recipe_command(home, "qwen_qlora_nf4.py", "waits", **options, **QLORA))
-    same(found(home, "waits", adapter), found(home, "base", adapter))
+    same(results(home, "waits", adapter), results(home, "base", adapter))
     run = home / "runs" / "waits"
     flags = ("--prompt=say", "--max_new_tokens=4", "--temperature=0")
     assert call("jaxtune.generate", f"--model={run}", *flags)

@@ -20,7 +20,7 @@ def uninterrupted(tmp_path_factory):
     return folder, path, losses(folder / "runs" / "whole")
 
 
-def interrupted(folder, path, name, steps: list[int], how: int, *more: str):
+def run_interrupted(folder, path, name, steps: list[int], how: int, *more: str):
     """Send a run a signal at each step of `steps`, then let it end."""
     for step in steps:
         process = start("jaxtune.train", f"--config={path}", f"--config.train.run_name={name}", *more)
@@ -35,7 +35,7 @@ def interrupted(folder, path, name, steps: list[int], how: int, *more: str):
 
 def test_twice_killed_equals_uninterrupted(uninterrupted):
     folder, path, expected = uninterrupted
-    interrupted(folder, path, "killed", [6, 13], signal.SIGKILL)
+    run_interrupted(folder, path, "killed", [6, 13], signal.SIGKILL)
     assert losses(folder / "runs" / "killed") == expected
 
 
@@ -45,7 +45,7 @@ def test_sigterm_saves_and_loses_no_step(uninterrupted):
     often = ("--config.eval.steps=1", "--config.ckpt.save_steps=0")
     call("jaxtune.train", f"--config={path}", "--config.train.run_name=evaluated", *often)
     expected = losses(folder / "runs" / "evaluated")
-    output = interrupted(folder, path, "stopped", [6], signal.SIGTERM, *often)
+    output = run_interrupted(folder, path, "stopped", [6], signal.SIGTERM, *often)
     resumed_at = int(output.split("resumed from step ")[1].split()[0])
     assert resumed_at >= 6
     assert losses(folder / "runs" / "stopped") == expected

@@ -93,7 +93,7 @@ def test_prediction_beside_measurement():
 
 
 @pytest.fixture
-def timed(monkeypatch):
+def measure_in(monkeypatch):
     """Return `measure` with fixed programs, and with these times in microseconds in the order it measures them."""
 
     def measure(contender, times, smoke=False):
@@ -119,27 +119,27 @@ def timed(monkeypatch):
     return measure
 
 
-def test_a_rate_is_found_after_those_that_it_is_seen_beside(timed):
+def test_a_rate_is_found_after_those_that_it_is_seen_beside(measure_in):
     tiny = 8192 / (0.85 * BANDWIDTH) * 1e6
     launch = 256 * (tiny + 3.0) + 2.5  # launches of 3 us
     cold = 2e9 / (0.9 * BANDWIDTH) * 1e6 + 3.0
     mega = 1e6 * 16e6 / (0.9 * BANDWIDTH)  # us
     hot = 2 * mega + (mega / 2 + mega) + 2 * 3.0  # what the first launch wrote is read twice as fast
-    row = timed("l2", [launch, cold, hot])
+    row = measure_in("l2", [launch, cold, hot])
     assert row["value"] == pytest.approx(2.0, rel=1e-4) and row["assumed"] == 1.5
     assert row["launches"] == {"fusion": 2} and "error" not in row
 
 
-def test_an_implausible_time_is_an_error_and_no_value(timed):
-    row = timed("bandwidth", [1.0])
+def test_an_implausible_time_is_an_error_and_no_value(measure_in):
+    row = measure_in("bandwidth", [1.0])
     assert row["error"].startswith("wrong: bandwidth from 0.4 to 1 predicts") and "value" not in row
     launch = 256 * 4.0
-    row = timed("l2", [launch, 1.0, 1.0])  # the bandwidth has an error, so l2 has no value
+    row = measure_in("l2", [launch, 1.0, 1.0])  # the bandwidth has an error, so l2 has no value
     assert "bandwidth" in row["error"] and "value" not in row
 
 
-def test_in_a_smoke_run_nothing_is_an_error(timed):
-    row = timed("bandwidth", [1.0], smoke=True)
+def test_in_a_smoke_run_nothing_is_an_error(measure_in):
+    row = measure_in("bandwidth", [1.0], smoke=True)
     assert "implausible" in row and not set(workers.REASONS) & set(row)
 
 

@@ -25,7 +25,7 @@ from gpu import (  # noqa: E402
 
 
 @pytest.fixture
-def refused(monkeypatch, capsys):
+def refusal_of(monkeypatch, capsys):
     """Return a function that gives a program's message and exit status when it refuses its arguments."""
 
     def say(main, *arguments: str) -> tuple[str, int]:
@@ -109,13 +109,13 @@ def test_what_others_published_stands_beside_what_is_measured(monkeypatch):
 
 
 @pytest.mark.parametrize(("main", "arguments"), [(gpu_suite.main, []), (tune.main, ["flash_attention"])])
-def test_without_a_gpu_nothing_is_measured(refused, main, arguments):
-    message, status = refused(main, *arguments)
+def test_without_a_gpu_nothing_is_measured(refusal_of, main, arguments):
+    message, status = refusal_of(main, *arguments)
     assert status == 1 and "GPU" in message
 
 
-def test_a_name_that_is_nothing_is_refused(refused):
-    message, status = refused(gpu_suite.main, "--smoke", "--only", "atention")
+def test_a_name_that_is_nothing_is_refused(refusal_of):
+    message, status = refusal_of(gpu_suite.main, "--smoke", "--only", "atention")
     assert status == 2 and "nothing is named atention" in message
 
 

@@ -38,7 +38,7 @@ def state_of(step):
     return {"weight": jnp.arange(step, step + 50, dtype=jnp.float32), "count": jnp.int32(step)}
 
 
-def restored(manager):
+def restore(manager):
     """Restore the newest checkpoint, check its arrays, and return its (step, host)."""
     wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state_of(0))
     checkpoint = manager.restore(wanted)
@@ -69,7 +69,7 @@ def test_the_newest_checkpoints_are_there_and_come_back_with_the_records(url, tm
     elsewhere, fetched = run_of(tmp_path / "there", url)
     assert elsewhere.fetch(None) == 4
     assert (tmp_path / "there" / "metrics.jsonl").read_text() == "up to 4"
-    assert restored(fetched) == (4, {"row": 4})
+    assert restore(fetched) == (4, {"row": 4})
     save(fetched, 5)
     assert elsewhere.wait() is None and elsewhere.steps() == [4, 5]
     assert elsewhere.fetch(4) == 4
@@ -116,7 +116,7 @@ def test_half_a_copy_is_never_taken_for_a_checkpoint(url, tmp_path, monkeypatch)
                 if survived % 5 == 0:
                     elsewhere, fetched = run_of(tmp_path / f"after-{survived}", url)
                     assert elsewhere.fetch(None) == 1
-                    assert restored(fetched) == (1, {"row": 1})
+                    assert restore(fetched) == (1, {"row": 1})
     assert survived > 5 and mirror.steps() == [1, 2]
     assert run_of(tmp_path / "there", url)[0].fetch(None) == 2
 

@@ -65,7 +65,7 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path, monkeypatch)
     assert '["x/qwen", "y/qwen"]' in (tmp_path / "report.html").read_text()
 
 
-def broken(folder, line):
+def damage(folder, line):
     path = run(folder / "runs" / "broken")
     rows = (path / "metrics.jsonl").read_text().splitlines()
     (path / "metrics.jsonl").write_text("\n".join([*rows[:3], line, *rows[3:]]) + "\n")
@@ -79,18 +79,18 @@ def broken(folder, line):
         (lambda folder: [str(folder / "none")], "none is not a run folder: it has no config.json"),
         (lambda folder: [str(run(folder / "runs" / "a").parent)], "has some: python -m jaxtune.report "),
         (lambda folder: [str(run(folder / "a"))] * 2, "a run is named once"),
-        (lambda folder: broken(folder, '{"step": 4, "lo'), "metrics.jsonl, line 4: not a JSON object"),
-        (lambda folder: broken(folder, '{"step": 4, "loss": [1]}'), "metrics.jsonl, line 4: loss is [1], not a number"),
+        (lambda folder: damage(folder, '{"step": 4, "lo'), "metrics.jsonl, line 4: not a JSON object"),
+        (lambda folder: damage(folder, '{"step": 4, "loss": [1]}'), "metrics.jsonl, line 4: loss is [1], not a number"),
         (
-            lambda folder: broken(folder, '{"step": 4, "a": ' + "[" * 10**5 + "]" * 10**5 + "}"),
+            lambda folder: damage(folder, '{"step": 4, "a": ' + "[" * 10**5 + "]" * 10**5 + "}"),
             "line 4: not a JSON object",
         ),
-        (lambda folder: broken(folder, '{"step": 4, "step_seconds": NaN}'), "step_seconds is nan, not a number from 0"),
-        (lambda folder: broken(folder, '{"step": 4, "tokens": ""}'), "tokens is '', not a number from 0"),
-        (lambda folder: broken(folder, f'{{"step": 4, "loss": {10**400}}}'), "a number of more than 64 bits"),
-        (lambda folder: broken(folder, f'{{"step": {10**400}}}'), "line 4: step is 100"),
+        (lambda folder: damage(folder, '{"step": 4, "step_seconds": NaN}'), "step_seconds is nan, not a number from 0"),
+        (lambda folder: damage(folder, '{"step": 4, "tokens": ""}'), "tokens is '', not a number from 0"),
+        (lambda folder: damage(folder, f'{{"step": 4, "loss": {10**400}}}'), "a number of more than 64 bits"),
+        (lambda folder: damage(folder, f'{{"step": {10**400}}}'), "line 4: step is 100"),
         (
-            lambda folder: broken(folder, json.dumps({"step": 4} | dict.fromkeys(map(str, range(10**5)), 1))),
+            lambda folder: damage(folder, json.dumps({"step": 4} | dict.fromkeys(map(str, range(10**5)), 1))),
             "has 100,006 metrics, and a page shows at most 1,000",
         ),
         (lambda folder: [str(run(folder / "a")), f"--output={folder}/a/config.json"], "is another file"),

@@ -222,13 +222,13 @@ def test_a_recipe_needs_nothing_but_what_comes_with_jaxtune():
         assert resolve(load_recipe(name), name).model.path
 
 
-def shown() -> list[str]:
+def commands_shown() -> list[str]:
     """Return the commands in the docstrings of recipes."""
     lines = [line.strip() for file in own_recipes().values() for line in file.read_text().splitlines()]
     return [line for line in lines if line.startswith("python -m jaxtune.train ")]
 
 
-@pytest.mark.parametrize("command", shown())
+@pytest.mark.parametrize("command", commands_shown())
 def test_a_command_of_a_docstring_runs_as_written(command):
     pathlib.Path("my.jsonl").write_text(json.dumps({"instruction": "a", "output": "b"}))
     pathlib.Path("FOLDER").mkdir()
@@ -240,4 +240,4 @@ def test_a_command_of_a_docstring_runs_as_written(command):
     for entry in config.data.datasets:
         if pathlib.Path(entry.path).exists():
             assert open_source(entry).name == entry.path
-    assert len(shown()) > 20
+    assert len(commands_shown()) > 20

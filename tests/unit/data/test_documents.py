@@ -64,7 +64,7 @@ def write_csv(path, delimiter=","):
         writer.writerows(TEXTS)
 
 
-def compressed(path, write=jsonl):
+def write_compressed(path, write=jsonl):
     """Write the file with `write`, in two parts compressed one by one, as parallel programs do."""
     plain = path.with_suffix("")
     write(plain, TEXTS)
@@ -84,9 +84,9 @@ WRITERS = {
     "lines.json": lambda path: jsonl(path, TEXTS),
     "a.csv": write_csv,
     "a.tsv": lambda path: write_csv(path, "\t"),
-    "a.jsonl.gz": compressed,
-    "a.jsonl.zst": compressed,
-    "a.json.bz2": lambda path: compressed(path, lambda plain, rows: plain.write_text(json.dumps(rows))),
+    "a.jsonl.gz": write_compressed,
+    "a.jsonl.zst": write_compressed,
+    "a.json.bz2": lambda path: write_compressed(path, lambda plain, rows: plain.write_text(json.dumps(rows))),
     "a.parquet": lambda path: datasets.Dataset.from_list(TEXTS).to_parquet(path),
     "a.arrow": lambda path: datasets.Dataset.from_list(TEXTS).save_to_disk(path),
 }
@@ -165,7 +165,7 @@ def test_a_folder_of_source_files_is_one_document_a_file_in_the_order_of_paths(r
 
 def test_compressed_text_is_a_document_too(read, tmp_path):
     (tmp_path / "code").mkdir()
-    compressed(tmp_path / "code" / "a.txt.gz", lambda plain, rows: plain.write_text("one text of some length"))
+    write_compressed(tmp_path / "code" / "a.txt.gz", lambda plain, rows: plain.write_text("one text of some length"))
     assert [text for text, _ in read(tmp_path / "code")[0]] == ["one text of some length<|im_end|>"]
 
 

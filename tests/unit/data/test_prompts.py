@@ -106,23 +106,23 @@ def feed(tmp_path, data: dict, **train):
     return open_prompts(config, tokenizer, make_mesh(Mesh(), jax.devices()[:1]))
 
 
-def taken(feed, position, steps) -> list[list[str]]:
+def take(feed, position, steps) -> list[list[str]]:
     return [[prompt.given for prompt in batch.prompts] for _, batch in feed.batches(position, steps)]
 
 
 def test_each_epoch_takes_all_in_an_order_of_its_own(tmp_path):
     two_epochs = feed(tmp_path, {}, epochs=2)
     assert two_epochs.total_steps == 5 and two_epochs.rows_per_step == 4
-    in_order = [prompt for step in taken(two_epochs, {}, 5) for prompt in step]
+    in_order = [prompt for step in take(two_epochs, {}, 5) for prompt in step]
     assert sorted(in_order[:5]) == sorted(in_order[5:]) == [f"say {number}" for number in range(5)]
     assert in_order[:5] != in_order[5:]
     positions = [after for after, _ in two_epochs.batches({}, 5)]
-    assert taken(two_epochs, positions[1], 3) == taken(two_epochs, {}, 5)[2:]
+    assert take(two_epochs, positions[1], 3) == take(two_epochs, {}, 5)[2:]
     assert [batch.first for _, batch in two_epochs.batches(positions[0], 2)] == [4, 8]
 
 
 def test_options_of_the_order(tmp_path):
-    assert taken(feed(tmp_path, {"shuffle": False}), {}, 2) == [["say 0", "say 1"], ["say 2", "say 3"]]
+    assert take(feed(tmp_path, {"shuffle": False}), {}, 2) == [["say 0", "say 1"], ["say 2", "say 3"]]
     assert feed(tmp_path, {"drop_last": True}).total_steps == 2
     assert feed(tmp_path, {}, max_steps=7).total_steps == 7
     held = feed(tmp_path, {"validation_split": 2})

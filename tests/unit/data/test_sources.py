@@ -227,7 +227,7 @@ def test_random_tokens_are_made_up(tmp_path):
 
 
 @pytest.fixture
-def lines(tmp_path):
+def write_lines(tmp_path):
     """Return a function that writes samples to a file and returns its path."""
 
     def write(*samples) -> str:
@@ -237,9 +237,9 @@ def lines(tmp_path):
     return write
 
 
-def test_columns_that_are_not_selected_are_not_there(lines, tmp_path):
+def test_columns_that_are_not_selected_are_not_there(write_lines, tmp_path):
     tokenizer = byte_tokenizer(tmp_path / "tokenizer")
-    path = lines({"input_ids": [1, 2, 3], "attention_mask": [1, 1, 0], "labels": [-100, 2, 3]})
+    path = write_lines({"input_ids": [1, 2, 3], "attention_mask": [1, 1, 0], "labels": [-100, 2, 3]})
 
     def trained(**options):
         documents = tokenize((Dataset(path=path, **options),), tokenizer, tmp_path / "cache")
@@ -262,8 +262,8 @@ def wrong(sample):
 """
 
 
-def test_a_function_changes_or_leaves_out_samples(lines, tmp_path):
-    path = lines(*({"title": title, "score": score} for title, score in (("a", 1), ("b", -1), ("c", 1))))
+def test_a_function_changes_or_leaves_out_samples(write_lines, tmp_path):
+    path = write_lines(*({"title": title, "score": score} for title, score in (("a", 1), ("b", -1), ("c", 1))))
     (tmp_path / "own.py").write_text(FUNCTION)
     assert texts(path, function=f"{tmp_path}/own.py:to_text") == ["a!", "c!"]
     for name, wrong in (
@@ -276,8 +276,8 @@ def test_a_function_changes_or_leaves_out_samples(lines, tmp_path):
             texts(path, function=f"{tmp_path}/{name}")
 
 
-def test_a_function_that_fails_is_a_bad_row_that_names_its_line(lines, tmp_path):
-    path = lines({"title": "a", "score": 1}, {"score": 1})
+def test_a_function_that_fails_is_a_bad_row_that_names_its_line(write_lines, tmp_path):
+    path = write_lines({"title": "a", "score": 1}, {"score": 1})
     (tmp_path / "own.py").write_text(FUNCTION)
     with pytest.raises(UserError, match=r"lines.jsonl:2: .*own.py:to_text: KeyError: 'title'"):
         texts(path, function=f"{tmp_path}/own.py:to_text")
@@ -299,18 +299,18 @@ def test_samples_are_read_again_when_a_module_that_the_function_imports_has_chan
     assert len(keys) == 2
 
 
-def test_a_small_file_of_the_same_size_and_time_is_read_again(lines, tmp_path):
+def test_a_small_file_of_the_same_size_and_time_is_read_again(write_lines, tmp_path):
     tokenizer, keys = byte_tokenizer(tmp_path / "tokenizer"), []
     for text in ("a", "b", "b"):
-        entry = Dataset(path=lines({"text": text}))
+        entry = Dataset(path=write_lines({"text": text}))
         os.utime(tmp_path / "lines.jsonl", (1e9, 1e9))
         documents = tokenize((entry,), tokenizer, tmp_path / "cache")
         keys.append(documents.key)
     assert keys[0] != keys[1] == keys[2] and "from the cache of 20" in documents.notes[-1]
 
 
-def test_samples_are_read_again_when_the_file_of_the_function_has_changed(lines, tmp_path):
-    tokenizer, path = byte_tokenizer(tmp_path / "tokenizer"), lines({"title": "a", "score": 1})
+def test_samples_are_read_again_when_the_file_of_the_function_has_changed(write_lines, tmp_path):
+    tokenizer, path = byte_tokenizer(tmp_path / "tokenizer"), write_lines({"title": "a", "score": 1})
     entry = Dataset(path=path, function=f"{tmp_path}/own.py:to_text")
     for written in (FUNCTION, FUNCTION.replace("!", "?")):
         (tmp_path / "own.py").write_text(written)

@@ -79,7 +79,7 @@ COLUMNS = (
 )
 
 
-def stored(folder):
+def store(folder):
     """Store two units, the first with two documents, with values of each column by token, document or unit."""
     folder.mkdir()
     document = lambda *tokens: Encoded(np.array(tokens, np.int32), np.array([0, 0, 1][: len(tokens)], np.float16))  # noqa: E731
@@ -94,7 +94,7 @@ def stored(folder):
 
 
 def test_columns_are_stored_and_stand_where_they_belong(tmp_path):
-    two_parts = Documents.joined([stored(tmp_path / "a"), stored(tmp_path / "b")])
+    two_parts = Documents.joined([store(tmp_path / "a"), store(tmp_path / "b")])
     assert two_parts.units.tolist() == [0, 2, 3, 5, 6] and two_parts.lengths.tolist() == [3] * 6
     _, half = hold_out(two_parts, 0.5, seed=0)
     for documents, rows_wanted in ((two_parts, 4), (half, 2)):

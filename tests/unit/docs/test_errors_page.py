@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[3]
 QUOTED = re.findall(r"\*\*`(.*?)`\*\*", (ROOT / "docs" / "errors.md").read_text(encoding="utf-8"))
 
 
-def said() -> str:
+def messages() -> str:
     """Return every text of the package, one a line, with ... for the parts that are filled in."""
     texts = []
     for file in (ROOT / "jaxtune").rglob("*.py"):
@@ -21,6 +21,6 @@ def said() -> str:
 
 
 def test_every_quoted_message_is_one_of_the_package():
-    texts = said()
+    texts = messages()
     assert len(QUOTED) >= 20
     assert [message for message in QUOTED if message not in texts] == []

@@ -48,7 +48,7 @@ START = jnp.tile(jnp.repeat(jnp.array([0, 7]), jnp.array([7, 5])), (2, 1))  # do
 MASK = MaskSpec(key_start=START)
 
 
-def drawn(kv_heads: int = 2) -> tuple[jax.Array, jax.Array, jax.Array]:
+def draw(kv_heads: int = 2) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Draw queries, keys and values of two equal rows."""
     keys = jax.random.split(jax.random.key(1), 3)
     q, k, v = (
@@ -58,7 +58,7 @@ def drawn(kv_heads: int = 2) -> tuple[jax.Array, jax.Array, jax.Array]:
     return q, k, v
 
 
-def attended(q, k, v, rate, rows=(5, 9), mask=MASK, index=None, sinks=None, **mixer):
+def attend_with(q, k, v, rate, rows=(5, 9), mask=MASK, index=None, sinks=None, **mixer):
     bits = Bits(jax.random.key(0), jnp.array(rows), jnp.arange(HEADS), jnp.float32(rate))
     index = jnp.tile(jnp.arange(TOKENS), (2, 1)) if index is None else index
     return attend_dropping(q, k, v, mask, Heads(HEADS, k.shape[2], WIDTH, None, **mixer), sinks, bits, index)
@@ -67,29 +67,29 @@ def attended(q, k, v, rate, rows=(5, 9), mask=MASK, index=None, sinks=None, **mi
 @pytest.mark.parametrize("mixer", [{}, {"soft_cap": 0.5, "scale": 0.3}, {"sinks": jnp.linspace(-1.0, 1.0, HEADS)}])
 def test_attention_that_drops_nothing_is_attention(mixer):
     sinks, mixer = mixer.get("sinks"), {name: value for name, value in mixer.items() if name != "sinks"}
-    expected = flash_attention(*drawn(), MASK, mixer.get("scale"), soft_cap=mixer.get("soft_cap"), sinks=sinks)
-    np.testing.assert_allclose(attended(*drawn(), 0.0, sinks=sinks, **mixer), expected, atol=1e-6)
+    expected = flash_attention(*draw(), MASK, mixer.get("scale"), soft_cap=mixer.get("soft_cap"), sinks=sinks)
+    np.testing.assert_allclose(attend_with(*draw(), 0.0, sinks=sinks, **mixer), expected, atol=1e-6)
 
 
 def test_probabilities_are_dropped_by_row_head_query_and_key():
-    q, k, _ = drawn(HEADS)
+    q, k, _ = draw(HEADS)
     v = jnp.broadcast_to(jnp.eye(TOKENS, WIDTH)[None, :, None], (2, TOKENS, HEADS, WIDTH))  # shows each probability
-    whole, dropped = (np.asarray(attended(q, k, v, rate)) for rate in (0.0, 0.5))
+    whole, dropped = (np.asarray(attend_with(q, k, v, rate)) for rate in (0.0, 0.5))
     is_kept = dropped > 0
     np.testing.assert_allclose(dropped[is_kept], 2 * whole[is_kept], rtol=1e-6)
     assert 0.4 < is_kept[whole > 0].mean() < 0.6 and not is_kept[whole == 0].any()
     assert (is_kept[0] != is_kept[1]).any() and (is_kept[:, :, 0] != is_kept[:, :, 1]).any()
-    np.testing.assert_array_equal(attended(q, k, v, 0.5, rows=(9, 5)), dropped[::-1])
+    np.testing.assert_array_equal(attend_with(q, k, v, 0.5, rows=(9, 5)), dropped[::-1])
     # Queries that are dealt to devices in another order get the same bits.
     order = np.array([3, 2, 1, 0, 11, 10, 9, 8, 4, 5, 6, 7])
     mask = MaskSpec(key_start=START[:, order], query_offset=jnp.tile(order - np.arange(TOKENS), (2, 1)))
-    dealt = attended(q[:, order], k, v, 0.5, mask=mask, index=jnp.tile(order, (2, 1)))
+    dealt = attend_with(q[:, order], k, v, 0.5, mask=mask, index=jnp.tile(order, (2, 1)))
     np.testing.assert_allclose(dealt, dropped[:, order], rtol=1e-6)
 
 
 def test_the_backward_pass_of_dropped_attention_draws_the_same_bits():
-    q, k, _ = drawn(HEADS)
+    q, k, _ = draw(HEADS)
     v = jnp.broadcast_to(jnp.eye(TOKENS, WIDTH)[None, :, None], (2, TOKENS, HEADS, WIDTH))
-    output, transposed = jax.vjp(partial(attended, q, k, rate=0.5), v)
+    output, transposed = jax.vjp(partial(attend_with, q, k, rate=0.5), v)
     (gradient,) = transposed(jnp.ones_like(output))
     np.testing.assert_allclose(gradient[..., 0], output[..., :TOKENS].sum(1).swapaxes(1, 2), rtol=1e-5)

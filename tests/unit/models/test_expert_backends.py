@@ -49,7 +49,7 @@ def numbers(
     mesh = make_mesh(layout, jax.devices()[: 1 if layout == ONE else 8])
     config = Config(Model(dtype="float32"), Data(seq_len=32), lora=lora, quant=quant, precision=Precision("fp32"))
     model = declare_model(base_of(experts), config, mesh)
-    values = {name: stored(model.parameters[name], value) for name, value in random_values(model.parameters).items()}
+    values = {name: store(model.parameters[name], value) for name, value in random_values(model.parameters).items()}
     module = bind(model.graph, values).stacks[0].blocks[0].mlp
     graph, adapters, rest = nnx.split(module, nnx.LoRAParam, ...)
     adapters, rest = jax.tree.map(lambda stack: stack[0], (adapters, rest))
@@ -77,7 +77,7 @@ def put(value: np.ndarray, layout: jax.P) -> jax.Array:
     return jax.device_put(value, jax.NamedSharding(jax.sharding.get_mesh(), layout))
 
 
-def stored(parameter, value):
+def store(parameter, value):
     """Return a parameter's value as it is stored, quantized or not."""
     if parameter.storage is None:
         return value

@@ -69,7 +69,7 @@ def test_a_row_balances_alone_and_padding_does_not_count(one_device, experts):
     assert abs(float(z_loss(scores, batch)) - np.mean(z)) <= 1e-5 * np.mean(z)
 
 
-def summed(mesh, micro_batches: int, **options):
+def gradients_of(mesh, micro_batches: int, **options):
     """Return (loss, metrics, router gradient) of two rows of unlike lengths, in one micro-batch or two."""
     config = Config(
         Model(dtype="float32"),
@@ -94,10 +94,10 @@ def summed(mesh, micro_batches: int, **options):
 
 def test_losses_are_added_with_their_weights_and_a_row_may_be_in_any_micro_batch(one_device):
     options = {"router_loss": 0.5, "router_loss_over": "sequence", "router_z_loss": 0.25}
-    loss, metrics, gradient = summed(one_device, 1, **options)
+    loss, metrics, gradient = gradients_of(one_device, 1, **options)
     added = 0.5 * metrics["router_loss"] + 0.25 * metrics["router_z_loss"]
     assert abs(loss - np.log(VOCABULARY) - added) <= 0.05 < added  # every token is about equally likely
-    loss_in_two, metrics_in_two, gradient_in_two = summed(one_device, 2, **options)
+    loss_in_two, metrics_in_two, gradient_in_two = gradients_of(one_device, 2, **options)
     assert abs(loss - loss_in_two) <= 1e-6
     assert all(abs(metrics[name] - metrics_in_two[name]) <= 1e-6 for name in ("router_loss", "router_z_loss"))
     assert np.abs(gradient - gradient_in_two).max() <= 1e-5 * np.abs(gradient).max()

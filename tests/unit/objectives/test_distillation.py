@@ -37,7 +37,7 @@ def a_head(weight: jax.Array, cap: float | None = None) -> Any:
     return SimpleNamespace(head_weight=weight, spec=SimpleNamespace(vocabulary=VOCABULARY, logit_cap=cap))
 
 
-def made(seed: int, rows: int = 1) -> tuple[np.ndarray, np.ndarray]:
+def draw(seed: int, rows: int = 1) -> tuple[np.ndarray, np.ndarray]:
     """Draw hidden states [B, S, D] and a head [V, D]."""
     random = np.random.default_rng(seed)
     shapes = (rows, POSITIONS, WIDTH), (PADDED, WIDTH)
@@ -54,7 +54,7 @@ def log_softmax(hidden, head, temperature: float, cap: float | None):
     return logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
 
 
-def expected(options: Distill, student, teacher, targets, weight, cap=None) -> dict[str, float]:
+def define(options: Distill, student, teacher, targets, weight, cap=None) -> dict[str, float]:
     """Compute the sums of the loss and its parts in float64."""
     (student_hidden, student_head), (teacher_hidden, teacher_head) = (
         [x.astype(np.float64) for x in pair] for pair in (student, teacher)
@@ -85,7 +85,7 @@ def expected(options: Distill, student, teacher, targets, weight, cap=None) -> d
     return {"loss": loss, "divergence": divergence, "cross_entropy": cross_entropy}
 
 
-def found(options: Distill, student, teacher, mesh, cap=None, rows=1):
+def compute(options: Distill, student, teacher, mesh, cap=None, rows=1):
     """Return (sums, gradients of hidden states and head, batch); the teacher is scored on the same mesh."""
 
     def place(x, spec):
@@ -124,10 +124,10 @@ def found(options: Distill, student, teacher, mesh, cap=None, rows=1):
 @pytest.mark.parametrize("cap", [None, CAP])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_loss_and_gradients_are_those_of_the_definition(one_device, options, cap):
-    student, teacher = made(0), made(1)
-    sums, gradients, batch = found(options, student, teacher, one_device, cap)
+    student, teacher = draw(0), draw(1)
+    sums, gradients, batch = compute(options, student, teacher, one_device, cap)
     how = dict(targets=batch["targets"], weight=batch["loss_weight"], cap=cap)
-    wanted = expected(options, student, teacher, **how)
+    wanted = define(options, student, teacher, **how)
     assert sums.weight == TRAINED
     assert np.isclose(sums.loss, wanted["loss"], rtol=1e-5)
     for name in ("divergence", "cross_entropy"):
@@ -136,7 +136,7 @@ def test_loss_and_gradients_are_those_of_the_definition(one_device, options, cap
     random = np.random.default_rng(2)
     directions = [random.normal(size=x.shape) for x in student]
     ends = [
-        expected(options, [x + s * 1e-5 * d for x, d in zip(student, directions)], teacher, **how)["loss"]
+        define(options, [x + s * 1e-5 * d for x, d in zip(student, directions)], teacher, **how)["loss"]
         for s in (1, -1)
     ]
     slope = sum((g * d).sum() for g, d in zip(gradients, directions))
@@ -148,25 +148,25 @@ def test_loss_and_gradients_are_those_of_the_definition(one_device, options, cap
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_a_student_that_is_its_teacher_has_nothing_to_learn(one_device, options):
     options = dataclasses.replace(options, weight=1.0)
-    sums, gradients, _ = found(options, made(0), made(0), one_device)
+    sums, gradients, _ = compute(options, draw(0), draw(0), one_device)
     assert abs(sums.loss) <= 1e-5 and all(np.abs(g).max() <= 1e-5 for g in gradients)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_certain_teachers_and_students_have_finite_losses_and_gradients(one_device, options):
     """Logits differ by thousands: outcomes have the probability 0 in the student or in the teacher."""
-    student, teacher = ([x * 50 for x in made(seed)] for seed in (0, 1))
-    sums, gradients, _ = found(options, student, teacher, one_device)
+    student, teacher = ([x * 50 for x in draw(seed)] for seed in (0, 1))
+    sums, gradients, _ = compute(options, student, teacher, one_device)
     assert np.isfinite(sums.loss) and sums.loss > 1 and all(np.isfinite(g).all() for g in gradients)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_a_sharded_vocabulary_changes_nothing(one_device, options):
     """Both heads are sharded, so that a teacher's likeliest tokens are on several devices."""
-    student, teacher = made(0, rows=2), made(1, rows=2)
-    one, one_gradients, _ = found(options, student, teacher, one_device, rows=2)
+    student, teacher = draw(0, rows=2), draw(1, rows=2)
+    one, one_gradients, _ = compute(options, student, teacher, one_device, rows=2)
     mesh = make_mesh(Mesh(fsdp=2, tensor=4), jax.devices())
-    many, gradients, _ = found(options, student, teacher, mesh, rows=2)
+    many, gradients, _ = compute(options, student, teacher, mesh, rows=2)
     assert np.isclose(many.loss, one.loss, rtol=1e-6)
     for ours, theirs in zip(gradients, one_gradients):
         np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())

@@ -213,7 +213,7 @@ def test_rare_gradients_move_a_parameter_no_further_than_in_adamw(one_device):
     assert largest_step(RULE) <= 1.5 * largest_step(rules.adamw(BETA1, BETA2, EPSILON))
 
 
-def declared(shape, axes, layers) -> Parameter:
+def declare(shape, axes, layers) -> Parameter:
     """Return a trained matrix, or a stack of `layers`."""
     places, lead = tuple(Place(f"{layer}.up_proj.weight") for layer in layers or (0,)), (len(layers),) if layers else ()
     init = jax.nn.initializers.zeros
@@ -223,10 +223,10 @@ def declared(shape, axes, layers) -> Parameter:
 def test_a_mesh_that_splits_a_block_is_refused():
     """300 columns are 2 blocks: 8 devices cannot share them."""
     mesh = make_mesh(Mesh(fsdp=8))
-    wide = declared((2, 64, 300), ("layers", "mlp", "embed"), (0, 1))
-    small = declared((2, 3, 300), ("layers", None, None), (0, 1))
+    wide = declare((2, 64, 300), ("layers", "mlp", "embed"), (0, 1))
+    small = declare((2, 3, 300), ("layers", None, None), (0, 1))
     assert undivided_moments({"small": small}, mesh) == []
-    assert undivided_moments({"even": declared((64, 4096), ("mlp", "embed"), ())}, mesh) == []
+    assert undivided_moments({"even": declare((64, 4096), ("mlp", "embed"), ())}, mesh) == []
     (complaint,) = undivided_moments({"wide": wide, "small": small}, mesh)
     assert complaint == (
         "mesh.fsdp=8 does not divide embed=300 in blocks of 150, which optim.name='adamw_8bit' has; these would: "
@@ -241,7 +241,7 @@ def test_a_mesh_that_splits_a_block_is_refused():
 
 def test_moments_that_stay_float32_are_named():
     shapes = {"odd": ((2, 64, 257), (0, 1)), "small": ((63, 64), ()), "even": ((64, 64), ())}
-    parameters = {name: declared(shape, (None,) * len(shape), layers) for name, (shape, layers) in shapes.items()}
+    parameters = {name: declare(shape, (None,) * len(shape), layers) for name, (shape, layers) in shapes.items()}
     assert float32_moments(parameters) == ["odd [64, 257]"]
 
 

@@ -38,7 +38,7 @@ def compiled(optim):
     return jax.jit(optimizer.init), jax.jit(optimizer.update)
 
 
-def updated(optim, start, steps=3, **options):
+def update_from(optim, start, steps=3, **options):
     init, update = compiled(optim)
     state = init(start)
     for number in range(steps):
@@ -49,7 +49,7 @@ def updated(optim, start, steps=3, **options):
 @pytest.mark.parametrize("name", EVERY)
 def test_each_layer_of_a_stack_is_updated_as_if_it_were_alone(one_device, name):
     optim = Optim(name=name, weight_decay=0.1)
-    together, _ = updated(optim, parameters())
+    together, _ = update_from(optim, parameters())
     layer_names = {"stack": Trained(NAMES["stack"].names[1:2], (1,), is_matrix=True)}
     optimizer = build(optim, layer_names, LAYERS, jnp.float32)
     alone = {"stack": parameters()["stack"][1:2]}
@@ -77,7 +77,7 @@ def test_experts_of_layers_are_updated_as_one_stack(one_device, name):
 @pytest.mark.parametrize("name", EVERY)
 def test_a_step_that_is_not_finite_changes_no_bit(one_device, name):
     optim = Optim(name=name, weight_decay=0.1)
-    before = updated(optim, parameters())
+    before = update_from(optim, parameters())
     nan = jax.tree.map(lambda x: x * jnp.nan, parameters())
     after = compiled(optim)[1](nan, before[1], before[0], at(finite=False))
     jax.tree.map(np.testing.assert_array_equal, before, after)
@@ -94,7 +94,7 @@ def test_rates_and_decays_are_chosen_by_name_and_layer(one_device):
         layerwise_lr_decay=0.5,
     )
     start = parameters()
-    after, _ = updated(optim, start, steps=1)
+    after, _ = update_from(optim, start, steps=1)
     gradients = parameters(seed=1)
     rates = np.array([0.125, 0.0, 0.5]) * 1e-2
     decays = np.array([0.5, 0.5, 1.5])

@@ -159,14 +159,14 @@ def test_a_plan_says_of_each_value_whether_it_was_measured(written):
     assert {name for name, one in lines.items() if one.source != "assumed"} == set(VALUES)
     assert set(calibration.PLAUSIBLE) <= set(lines)
 
-    measured, _, assumed = compared(lines).partition(" assumed: ")
+    measured, _, assumed = compare(lines).partition(" assumed: ")
     assert "measured on NVIDIA H200, 2030-01-02, jax 0.12.0 (nvidia_h200.json): sustained 0.8," in measured
     assert "flash_attention_dq 0.5" in measured and "narrow 0.6" in assumed and "sustained" not in assumed
-    nothing = compared(calibration.assumptions("h100", None))
+    nothing = compare(calibration.assumptions("h100", None))
     assert "measured on" not in nothing and "sustained 0.92" in nothing
 
 
-def compared(assumptions) -> str:
+def compare(assumptions) -> str:
     """Return the command's comparison of two recipes, in one line."""
     plan = SimpleNamespace(
         needed=1e9, fits=True, speeds=dict.fromkeys(SCENARIOS, Speed(1.0, 2.0, 0.3)), assumptions=assumptions

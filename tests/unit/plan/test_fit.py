@@ -17,7 +17,7 @@ def config():
     return resolve(made, "here")
 
 
-def planned(limit, gain=1.1):
+def planner(limit, gain=1.1):
     """Memory grows with the micro-batch and shrinks with remat and quantization; a larger micro-batch is faster."""
 
     def plan(config):
@@ -47,9 +47,9 @@ def planned(limit, gain=1.1):
     ],
 )
 def test_the_fastest_that_fits(config, limit, gain, expected):
-    best = fastest(config, planned(limit, gain))
+    best = fastest(config, planner(limit, gain))
     assert overrides(config, best.config) == [f"--config.{option}" for option in expected.split()]
 
 
 def test_nothing_fits(config):
-    assert fastest(config, planned(3)) is None
+    assert fastest(config, planner(3)) is None

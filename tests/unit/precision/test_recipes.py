@@ -31,7 +31,7 @@ DOWN = [f"model.layers.{number}.mlp.down_proj" for number in range(3)]
 SPEC = treat_linears(spec(layers=3), DOWN, multiplied=numbers_of(Precision("fp8_hybrid")))
 
 
-def delayed(**options):
+def delayed_scales(**options):
     """Return (Linears, name of its only parameter)."""
     linears = linears_of(Precision("fp8_hybrid", fp8=Fp8(**options)), declare(SPEC)[1])
     assert linears is not None
@@ -40,7 +40,7 @@ def delayed(**options):
 
 
 def test_a_delayed_scale_fits_the_largest_of_the_last_amax_history_steps(one_device):
-    linears, name = delayed(amax_history=2)
+    linears, name = delayed_scales(amax_history=2)
     amax = linears.initial_amax()
     np.testing.assert_array_equal(linears.scales(amax, jnp.int32(0))[name], np.ones((3, 2)))
     seen = []
@@ -51,7 +51,7 @@ def test_a_delayed_scale_fits_the_largest_of_the_last_amax_history_steps(one_dev
 
 
 def test_a_step_that_is_not_finite_leaves_the_history(one_device):
-    linears, name = delayed(amax_history=2)
+    linears, name = delayed_scales(amax_history=2)
     amax = linears.extended(linears.initial_amax(), {name: jnp.ones((3, 2))}, jnp.bool(True))
     after = linears.extended(amax, {name: jnp.full((3, 2), jnp.inf)}, jnp.bool(False))
     np.testing.assert_array_equal(after[name], amax[name])
@@ -59,13 +59,13 @@ def test_a_step_that_is_not_finite_leaves_the_history(one_device):
 
 def test_first_steps_have_scales_of_their_own(one_device):
     """A scale of 0 stands for the tensor's own."""
-    linears, name = delayed(amax_history=2, online_scale_steps=3)
+    linears, name = delayed_scales(amax_history=2, online_scale_steps=3)
     scales = [float(linears.scales(linears.initial_amax(), jnp.int32(step))[name].max()) for step in range(5)]
     assert scales == [0, 0, 0, 1, 1]
 
 
 def test_current_scaling_carries_nothing(one_device):
-    linears, _ = delayed(scaling="current")
+    linears, _ = delayed_scales(scaling="current")
     assert linears.initial_amax() == {}
 
 

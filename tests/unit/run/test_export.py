@@ -30,14 +30,14 @@ WIDE = dict(hidden_size=128, intermediate_size=256, num_attention_heads=4, num_k
 MIXTURE = dict(WIDE, moe_intermediate_size=128, num_experts=2, num_experts_per_tok=1, mlp_only_layers=[1])
 
 
-def declared(mesh, folder, **options):
+def declare_folder(mesh, folder, **options):
     config = Config(model=Model(path=str(folder), **options), data=Data(seq_len=32))
     return declare_model(read_base(config), config, mesh, train=False), config
 
 
 def test_what_blocks_do_not_divide_stays_with_what_is_multiplied_beside_it(tmp_path, one_device, caplog):
     """FP8's blocks have 128 rows, more than the 64 of keys and values."""
-    model, _ = declared(one_device, model_folder(tmp_path, **WIDE))
+    model, _ = declare_folder(one_device, model_folder(tmp_path, **WIDE))
     with caplog.at_level(logging.INFO, "jaxtune"):
         chosen = choose(model, "fp8", "bfloat16")
     left = [f"model.layers.{i}.self_attn.{name}_proj" for i in range(2) for name in "qkv"]
@@ -52,7 +52,7 @@ def test_what_blocks_do_not_divide_stays_with_what_is_multiplied_beside_it(tmp_p
 
 @pytest.mark.parametrize("kind", SCHEMES)
 def test_experts_are_quantized_where_they_can_be_read_so(tmp_path, one_device, kind):
-    model, _ = declared(one_device, model_folder(tmp_path, "Qwen3Moe", **MIXTURE))
+    model, _ = declare_folder(one_device, model_folder(tmp_path, "Qwen3Moe", **MIXTURE))
     if kind == "nvfp4":
         with pytest.raises(UserError, match=r"experts\.0\.\w+_proj\.weight .*experts in fp8 and int4 alone"):
             choose(model, kind, "bfloat16")
@@ -67,13 +67,13 @@ def test_experts_are_quantized_where_they_can_be_read_so(tmp_path, one_device, k
 
 
 def test_a_model_that_no_block_divides_is_refused(tmp_path, one_device):
-    model, _ = declared(one_device, model_folder(tmp_path))
+    model, _ = declare_folder(one_device, model_folder(tmp_path))
     with pytest.raises(UserError, match=r"--quantize=nf4: no linear layer .*blocks of 1 x 64 do not divide 32 x 32"):
         choose(model, "nf4", "bfloat16")
 
 
 def test_nan_is_not_quantized(tmp_path, one_device):
-    model, config = declared(one_device, model_folder(tmp_path, **WIDE))
+    model, config = declare_folder(one_device, model_folder(tmp_path, **WIDE))
     parameters = read_parameters(model, model.whole)
     name = next(name for name in parameters if name.endswith("mlp.down.weight"))
     parameters[name] = parameters[name] * np.nan
@@ -127,7 +127,7 @@ def test_the_token_that_ends_an_answer_is_where_others_look(tmp_path, one_device
 
 def test_an_export_that_was_killed_is_made_again_and_others_wait(tmp_path, one_device, monkeypatch):
     """An unfinished export has a mark and is replaced; a folder with anything else is not touched."""
-    model, config = declared(one_device, model_folder(tmp_path / "model"), dtype="float32")
+    model, config = declare_folder(one_device, model_folder(tmp_path / "model"), dtype="float32")
     parameters, output = read_parameters(model, model.whole), tmp_path / "out"
     write = partial(export, model, parameters, config, RunFolder(tmp_path), output, steps=1, tokens=1)
     with pytest.raises(UserError, match="holds other things .* name a new folder"):
@@ -180,7 +180,7 @@ def test_llama_cpp_finds_all_that_its_converter_reads(tmp_path, one_device, kind
     """Checked by the converter's package: architecture, tensors, special tokens, chat template; nothing quantized."""
     gguf = pytest.importorskip("gguf")
     folder = model_folder(tmp_path / "model", kind, tie_word_embeddings=tied)
-    model, config = declared(one_device, folder, dtype="bfloat16")
+    model, config = declare_folder(one_device, folder, dtype="bfloat16")
     export_full(model, read_parameters(model, model.whole), config, tmp_path / "out")
     saved = json.loads((tmp_path / "out" / "config.json").read_text())
     assert saved["architectures"] == [f"{kind}ForCausalLM"] and "quantization_config" not in saved

@@ -18,7 +18,7 @@ from jaxtune.run.memory import parts_of
 from jaxtune.run.model import Base
 
 
-def opened(mesh, quant=None, rank=2, noise=0.0, **lora):
+def assemble_run(mesh, quant=None, rank=2, noise=0.0, **lora):
     """Return (program, its first state, its frozen parameters, a batch)."""
     config = Config(
         model=Model(dtype="float32"),
@@ -45,8 +45,8 @@ def plain(weight) -> np.ndarray:
 @pytest.mark.parametrize("quant", [None, "int8"])
 @pytest.mark.parametrize("reset", [False, True])
 def test_the_adapters_of_a_step_are_in_the_base_after_it(one_device, quant, reset):
-    program, state, frozen, batch = opened(one_device, quant, merge_interval=2, reset_on_merge=reset)
-    unmerged = opened(one_device, quant)
+    program, state, frozen, batch = assemble_run(one_device, quant, merge_interval=2, reset_on_merge=reset)
+    unmerged = assemble_run(one_device, quant)
     step, without = jax.jit(program.step), jax.jit(unmerged[0].step)
     rate, unmerged_state = jnp.float32(1e-2), unmerged[1]
     for _ in range(2):
@@ -77,7 +77,7 @@ def test_between_merges_the_base_stays_and_on_a_mesh_it_is_the_same():
     parameters = []
     for devices, sizes in ((1, {}), (4, {"fsdp": 2, "tensor": 2})):
         mesh = make_mesh(Mesh(**{"fsdp": 1, **sizes}), jax.devices()[:devices])
-        program, state, frozen, batch = opened(mesh, merge_interval=2)
+        program, state, frozen, batch = assemble_run(mesh, merge_interval=2)
         step = jax.jit(program.step)
         first = {name: np.asarray(value) for name, value in state.base.items()}
         for number in range(1, 4):
@@ -94,7 +94,7 @@ def test_between_merges_the_base_stays_and_on_a_mesh_it_is_the_same():
 def test_noise_is_of_the_step_alone_and_falls_with_the_learning_rate(one_device):
     losses = {}
     for deviation in (0.0, 0.05):
-        program, state, frozen, batch = opened(one_device, "int8", noise=deviation)
+        program, state, frozen, batch = assemble_run(one_device, "int8", noise=deviation)
         step = jax.jit(program.step)
         second = state._replace(step=state.step + 1)
         for name, at, rate in (
@@ -122,7 +122,7 @@ def test_what_cannot_be_merged_is_refused(one_device):
 def test_a_device_is_told_by_its_parts():
     """The log's lines before training, for two devices that share the weights."""
     mesh = make_mesh(Mesh(fsdp=2), jax.devices()[:2])
-    program, *_ = opened(mesh, "int8", merge_interval=2)
+    program, *_ = assemble_run(mesh, "int8", merge_interval=2)
     parts = parts_of(program)
     named = {"adapters", "frozen weights", "quantized weights", "optimizer state", "batch"}
     assert {part for part, size in parts.items() if size} == named

@@ -19,7 +19,7 @@ def config(tmp_path):
     return Config(train=train, ckpt=Ckpt(mirror=f"file://{tmp_path}/mirror/", keep_last=1, keep_best=True))
 
 
-def saved(config, steps) -> RunFolder:
+def save_steps(config, steps) -> RunFolder:
     """Return the folder of a run that has saved after these steps; the first one was the best."""
     folder = run_folder(config)
     folder.write_records(config, None)
@@ -31,7 +31,7 @@ def saved(config, steps) -> RunFolder:
     return folder
 
 
-def fetched(config, name="there") -> list[int]:
+def fetch_steps(config, name="there") -> list[int]:
     """Return the steps of the checkpoints that another machine fetches before it begins."""
     home = f"{run_folder(config).path.parent.parent / name}"
     moved = dataclasses.replace(config, train=dataclasses.replace(config.train, output_dir=home))
@@ -49,8 +49,8 @@ def resuming(config, how):
 
 
 def test_the_best_checkpoint_comes_with_the_newest(config):
-    saved(config, [2, 4, 6])
-    assert fetched(config) == [2, 6]
+    save_steps(config, [2, 4, 6])
+    assert fetch_steps(config) == [2, 6]
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def lines():
 
 
 def test_what_is_here_comes_first_and_that_there_is_more_there_is_said(config, lines):
-    folder = saved(config, [2, 4])
+    folder = save_steps(config, [2, 4])
     with mirroring.mirrored(config, folder) as mirror:
         for step in (2, 4):
             (folder.checkpoints / str(step)).rename(folder.path / str(step))
@@ -78,23 +78,23 @@ def test_what_is_here_comes_first_and_that_there_is_more_there_is_said(config, l
 
 
 def test_another_run_there_is_left_alone(config):
-    saved(config, [2, 4])
+    save_steps(config, [2, 4])
     another = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=7))
     with pytest.raises(UserError, match="mirror/a holds another run, with other values of train.seed"):
-        fetched(another)
+        fetch_steps(another)
     with pytest.raises(UserError, match="mirror/a holds a run and ckpt.resume is 'never'"):
-        fetched(resuming(config, "never"))
+        fetch_steps(resuming(config, "never"))
     with pytest.raises(UserError, match=r"mirror/a has no checkpoint of step 3, only of \[2, 4\]"):
-        fetched(resuming(config, 3))
-    assert fetched(resuming(config, 2)) == [2]
-    assert fetched(resuming(another, "overwrite"), "anew") == []
-    assert fetched(config, "after") == []
+        fetch_steps(resuming(config, 3))
+    assert fetch_steps(resuming(config, 2)) == [2]
+    assert fetch_steps(resuming(another, "overwrite"), "anew") == []
+    assert fetch_steps(config, "after") == []
 
 
 def test_how_it_ended_is_said(config, lines, monkeypatch):
-    saved(config, [2])
+    save_steps(config, [2])
     assert lines[-1] == f"mirror:   {config.ckpt.mirror}a"
     monkeypatch.setattr("jaxtune.checkpoint.storage.RemoteFolder.put", lambda *_: (_ for _ in ()).throw(OSError("off")))
-    saved(config, [4])
+    save_steps(config, [4])
     assert lines[-1].startswith("mirror:   checkpoint 4 was not copied to ")
     assert lines[-1].endswith(" off; the same command again copies what is missing")

@@ -90,7 +90,7 @@ else:
 """
 
 
-def configured(device: Device, when: str = "", **environment: str) -> str:
+def configure(device: Device, when: str = "", **environment: str) -> str:
     """Return the last line of a new process with two CPU devices, without JAX_PLATFORMS by default."""
     left_out = {"JAX_PLATFORMS", "XLA_FLAGS"}
     env = {name: value for name, value in os.environ.items() if name not in left_out} | {"JAX_NUM_CPU_DEVICES": "2"}
@@ -102,13 +102,13 @@ def configured(device: Device, when: str = "", **environment: str) -> str:
 
 
 def test_the_platform_is_chosen_before_jax_looks_for_devices():
-    assert configured(Device(platform="cpu", gpus=1)) == "RESULT cpu cpu 1"
-    refused = configured(Device(platform="cuda"), "begun", CUDA_VISIBLE_DEVICES="")
+    assert configure(Device(platform="cpu", gpus=1)) == "RESULT cpu cpu 1"
+    refused = configure(Device(platform="cuda"), "begun", CUDA_VISIBLE_DEVICES="")
     assert refused.startswith("REFUSED device.platform = 'cuda': jax computes on 'cpu' here")
 
 
 def test_a_platform_that_is_not_there_is_an_error():
-    refused = configured(Device(platform="cuda"), CUDA_VISIBLE_DEVICES="")
+    refused = configure(Device(platform="cuda"), CUDA_VISIBLE_DEVICES="")
     assert refused.startswith("REFUSED device.platform = 'cuda': ") and "cuda" in refused.partition(":")[2]
 
 
@@ -175,9 +175,9 @@ def test_limits_of_collectives_reach_xla_and_do_not_replace_the_users(monkeypatc
 def test_xla_knows_the_limits_of_collectives():
     """XLA ends a process with unknown flags; on a CPU the option is refused instead."""
     device = Device(collective_timeout_seconds=60)
-    assert configured(device).startswith("REFUSED device.collective_timeout_seconds = 60: XLA has such limits for GPUs")
+    assert configure(device).startswith("REFUSED device.collective_timeout_seconds = 60: XLA has such limits for GPUs")
     flags = " ".join(f"--{name}=60" for name in process.COLLECTIVE_TIMEOUTS)
-    assert configured(Device(), XLA_FLAGS=flags, JAX_PLATFORMS="cpu") == "RESULT cpu cpu 2"
+    assert configure(Device(), XLA_FLAGS=flags, JAX_PLATFORMS="cpu") == "RESULT cpu cpu 2"
 
 
 @pytest.fixture
