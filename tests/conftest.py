@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def quick_to_compile(request):
+def compile_quickly(request):
     """Compile without LLVM's optimisations: half the time for tests that compile more than they compute.
 
     Sharding and the structure of a program do not depend on them. Registers and speed of code for GPUs do, so tests/aot
@@ -39,7 +39,7 @@ def quick_to_compile(request):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def released_programs():
+def release_programs():
     """Free a file's compiled programs when the file ends: they add up to gigabytes in a process that runs all files."""
     yield
     jax.clear_caches()
@@ -49,7 +49,7 @@ def released_programs():
 
 
 @pytest.fixture(autouse=True)
-def no_mesh_left_behind():
+def reset_mesh():
     """Reset the current mesh and the sharding rules, which are global, after each test."""
     from jaxtune.parallel.layout import RULES, Rules
 
@@ -59,7 +59,7 @@ def no_mesh_left_behind():
 
 
 @pytest.fixture(autouse=True)
-def no_log_left_behind():
+def reset_log():
     """Remove log handlers: a run logs to the terminal, which belongs to one test and is closed after it."""
     loggers = [logging.getLogger(name) for name in ("jaxtune", "pallas_kernels")]
 

@@ -9,7 +9,7 @@ SIZES = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_k
 
 
 @pytest.fixture(autouse=True, scope="session")
-def compiled_once(tmp_path_factory):
+def share_compilation_cache(tmp_path_factory):
     """Share one compilation cache between all journeys, including those that run in separate processes."""
     folder = str(tmp_path_factory.mktemp("xla"))
     jax.config.update("jax_compilation_cache_dir", folder)

@@ -11,7 +11,7 @@ QLORA = {f"memory.offload_{part}": True for part in ("optimizer", "quants")}
 
 
 def results(home, name: str, file: str):
-    """Losses of a run, and what it exported."""
+    """Return a run's losses and exported tensors."""
     run = home / "runs" / name
     rows = [(row["step"], row.get("loss"), row.get("eval_loss")) for row in metrics(run)]
     return rows, load_file(run / "export" / file)

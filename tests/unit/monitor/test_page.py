@@ -70,7 +70,7 @@ def test_runs_share_a_chart_and_the_axes_that_all_of_them_have():
     page = contents([record(), second], {})
     assert page["axes"] == ["step"] and contents([record()], {})["axes"] == ["step", "tokens", "hours"]
     loss, evaluation = page["charts"][:2]
-    assert not loss["exact"], "smoothed"
+    assert not loss["exact"], "the line is smoothed"
     assert [line["drawn"]["step"] for line in loss["lines"]] == [list(range(1, 9)), [3, 4]]
     assert loss["lines"][1]["drawn"]["values"] == ["NaN", 0.5]
     assert evaluation["lines"][0] is None and evaluation["lines"][1]["drawn"]["values"] == ["Infinity"]
